@@ -1,0 +1,93 @@
+"""Which implementation of an operation runs, and the ledger of what ran.
+
+Each folder of `kernels/` defines one or more `Operation`s. A model binds them all to
+one backend when it is built (`bind`), so the choice is explicit, made once, and never
+falls back silently:
+
+- `reference`: plain torch, the definition. Always complete.
+- `cpu`: the reference, with the few operations replaced that have an implementation
+  arranged for low latency on a host processor. Asked for by name, or by `auto` on a CPU.
+- `triton`: GPU kernels. Every operation must have one, or binding raises.
+
+Every bound call is counted in a `DispatchLedger`, which reports print.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
+
+from kernels.errors import BackendUnavailable
+
+BACKENDS = ("reference", "cpu", "triton")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One numeric operation and its implementations by backend name.
+
+    Calling it runs `reference`; a model calls the bound form that `bind` returns.
+    """
+
+    name: str
+    implementations: Mapping[str, Callable]
+
+    def __post_init__(self):
+        if "reference" not in self.implementations:
+            raise ValueError(f"operation {self.name} has no reference, which is its definition")
+        object.__setattr__(self, "implementations", MappingProxyType(dict(self.implementations)))
+        object.__setattr__(self, "__doc__", self.implementations["reference"].__doc__)
+
+    def __call__(self, *args, backend: str = "reference", **kwargs):
+        function, _ = self.resolve(backend)
+        return function(*args, **kwargs)
+
+    def resolve(self, backend: str) -> tuple[Callable, str]:
+        """Return (implementation, why). Raises BackendUnavailable."""
+        if backend not in BACKENDS:
+            raise BackendUnavailable(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
+        if backend in self.implementations:
+            return self.implementations[backend], f"{backend} was asked for"
+        if backend == "cpu":
+            return self.implementations["reference"], "cpu was asked for; for this operation it is the reference"
+        raise BackendUnavailable(
+            f"backend {backend!r} was asked for, but operation {self.name!r} has only "
+            f"{', '.join(self.implementations)}; use --backend reference"
+        )
+
+
+@dataclass
+class DispatchLedger:
+    """Calls by (operation, implementation, why). `rows()` is what reports print."""
+
+    calls: dict[tuple[str, str, str], list[int]] = field(default_factory=dict)
+
+    def counter(self, name: str, implementation: str, why: str) -> list[int]:
+        return self.calls.setdefault((name, implementation, why), [0])
+
+    def rows(self) -> list[dict]:
+        return [
+            {"operation": name, "implementation": implementation, "why": why, "calls": count[0]}
+            for (name, implementation, why), count in sorted(self.calls.items())
+        ]
+
+
+def bind(operations: Mapping[str, Operation], backend: str, ledger: DispatchLedger) -> SimpleNamespace:
+    """Resolve every operation for `backend` and return them as attributes of one object.
+
+    Raises BackendUnavailable when any operation lacks an implementation: before the
+    model runs, not in the middle of it.
+    """
+    return SimpleNamespace(**{name: _counted(op, backend, ledger) for name, op in operations.items()})
+
+
+def _counted(operation: Operation, backend: str, ledger: DispatchLedger) -> Callable:
+    function, why = operation.resolve(backend)
+    implementation = function.__module__.rsplit(".", 1)[-1]
+    count = ledger.counter(operation.name, implementation, why)
+
+    def call(*args, **kwargs):
+        count[0] += 1
+        return function(*args, **kwargs)
+
+    call.__doc__ = function.__doc__
+    return call
