@@ -1,0 +1,1 @@
+"""dsv4 runs, measures and audits DeepSeek-V4-style models."""

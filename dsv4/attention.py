@@ -1,0 +1,129 @@
+"""Attention, one class per layer kind.
+
+One shared latent serves as key and value (K = V), 512 wide in V4. Every layer reads the last
+`sliding_window` tokens raw; a CSA layer also the entries its indexer selects, an HCA layer also
+every visible entry. Recent tokens are seen both raw and compressed.
+"""
+
+import torch
+from torch import nn
+
+from dsv4.cache import LayerCache
+from dsv4.compressor import KV_BLOCK, MainCompressor
+from dsv4.config import LayerKind, ModelConfig
+from dsv4.errors import MissingSelection
+from dsv4.indexer import LightningIndexer
+from dsv4.linear import Linear, parameter
+from dsv4.norms import RMSNorm
+from dsv4.numerics import Numerics
+from dsv4.rope import BASES
+from dsv4.step import Step
+
+
+class WindowAttention(nn.Module):
+    """Sliding window only; the base of the other two.
+
+    q = RoPE(rms(wq_b · q_norm(wq_a x))) per head; kv = RoPE(kv_norm(wkv x)); after attention the
+    output's rotated dims are rotated back at the query's position, and each of o_groups groups of
+    heads is projected by its own slice of wo_a before wo_b.
+    """
+
+    kind = LayerKind.WINDOW
+
+    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+        super().__init__()
+        c = config
+        self.H, self.D, self.W, self.groups = c.num_attention_heads, c.head_dim, c.sliding_window, c.o_groups
+        self.nope = c.head_dim - c.qk_rope_head_dim
+        self.wq_a = Linear(c.q_lora_rank, c.hidden_size, store("wq_a"), numerics, op)
+        self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, store("q_norm").dtype, op)
+        self.wq_b = Linear(self.H * self.D, c.q_lora_rank, store("wq_b"), numerics, op)
+        self.wkv = Linear(self.D, c.hidden_size, store("wkv"), numerics, op)
+        self.kv_norm = RMSNorm(self.D, c.rms_norm_eps, store("kv_norm").dtype, op)
+        self.attn_sink = parameter(self.H)
+        self.wo_a = GroupedLinear(c.o_groups * c.o_lora_rank, self.H * self.D // c.o_groups, store("wo_a"), numerics, op)
+        self.wo_b = Linear(c.hidden_size, c.o_groups * c.o_lora_rank, store("wo_b"), numerics, op)
+        self.ratio, self.base, self.scale, self.eps = ratio, BASES[self.kind], c.softmax_scale, c.rms_norm_eps
+        self.numerics, self.op = numerics, op
+        self.path: dict = {}
+
+    def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
+        qr = self.q_norm(self.wq_a(x))
+        q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.H, self.D), None, self.eps)
+        self.op.rotate(q, step.cis(self.base).unsqueeze(1))
+        window, window_index = self._window(x, step, cache)
+        o = self._attend(x, qr, q, window, window_index, step, cache)
+        self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
+        return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
+
+    def _window(self, x: torch.Tensor, step: Step, cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the window rows; return the pool that holds them and each query's rows [N, W], −1 before 0."""
+        kv = self.kv_norm(self.wkv(x))
+        self.op.rotate(kv, step.cis(self.base))
+        if self.numerics.simulate:
+            kv[:, :self.nope] = self.op.simulate_fp8_blocks(kv[:, :self.nope], KV_BLOCK)
+        pool = cache.window.extend(step, kv)
+
+        def index():
+            positions = step.pos.unsqueeze(-1) + torch.arange(1 - self.W, 1, device=step.device)
+            return torch.where(positions < 0, -1, cache.window.index(step, positions)).flatten(0, 1)
+        return pool, step.memo(("window", self.W, *cache.window.address(step)), index)
+
+    def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
+        self.path = {"window": min(self.W, max(step.starts) + step.T)}
+        return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale)
+
+
+class CSAAttention(WindowAttention):
+    """Window ∪ the entries that the lightning indexer selects."""
+
+    kind = LayerKind.CSA
+
+    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+        super().__init__(config, ratio, numerics, store, op)
+        self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+        self.indexer = LightningIndexer(config, ratio, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
+
+    def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
+        self.compressor(x, step, cache.main)
+        selection = self.indexer(x, qr, step, cache)
+        if selection is None:
+            raise MissingSelection("a CSA layer got no selection from its indexer and would attend to its window only")
+        entries = cache.main.entries
+        self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": step.max_visible(self.ratio),
+                     "selected": selection.shape[-1]}
+        return self.op.sparse_attention(q, window, window_index, entries.flat, entries.flat_index(step, selection),
+                                        self.attn_sink, self.scale)
+
+
+class HCAAttention(WindowAttention):
+    """Window ∪ every visible entry."""
+
+    kind = LayerKind.HCA
+
+    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+        super().__init__(config, ratio, numerics, store, op)
+        self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+
+    def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
+        self.compressor(x, step, cache.main)
+        entries = cache.main.entries.visible(step)
+        self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": entries.shape[1]}
+        q = q.view(step.B, step.T, self.H, self.D)
+        o = self.op.hca_attention(q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale)
+        return o.view(step.N, self.H, self.D)
+
+
+class GroupedLinear(Linear):
+    """Block-diagonal projection: group g of the input meets rows [g·R, (g+1)·R) of the weight.
+
+    Never simulated: the official code dequantises wo_a to bf16 and multiplies in bf16.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, G, K] → [N, G, R]."""
+        return self.op.grouped_linear(x, self.packed())
+
+
+ATTENTION = {c.kind: c for c in (WindowAttention, CSAAttention, HCAAttention)}

@@ -1,0 +1,273 @@
+"""Position-addressed caches, allocated once.
+
+What a slot holds is a function of the tokens up to that position, and the only state beside
+the buffers is each row's length. So prefill in chunks of any size, token-by-token decode and
+rewinding are the same code: a rewind sets the length back and copies nothing.
+
+- Raw rows that are needed for a bounded time (window KV, compressor inputs) sit in rings.
+- Compressed entries and index keys sit in linear buffers of ceil(max_context / ratio).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.config import LayerKind, ModelConfig
+from dsv4.errors import CapacityError, InputError, RewindError
+from dsv4.numerics import Numerics
+from dsv4.step import Step
+
+DEFAULT_MAX_REWIND = 128
+
+
+class Ring:
+    """A ring of rows [batch, R, width]; position p of row b sits in slot p mod R.
+
+    `keep` rows before a step's first token are readable during the step, also after rewinding
+    by up to `max_rewind`: R = keep + 1 + max_rewind.
+    """
+
+    def __init__(self, buffer: torch.Tensor, keep: int):
+        self.buffer, self.keep = buffer, keep
+        self.flat = buffer.flatten(0, 1)
+        self.R = buffer.shape[1]
+
+    def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor:
+        """Write values [N, width] at the step's positions; return the pool that `index` addresses.
+
+        The pool holds positions start − keep … start + T − 1 of each row. It is the ring itself
+        while the step fits beside the kept rows; a longer step is staged in a workspace of
+        keep + T rows, of which the ring keeps the last R.
+        """
+        values = values.to(self.buffer.dtype)
+        if self._in_place(step):
+            self.flat.index_copy_(0, self._slots(step, "pos", lambda: step.pos), values)
+            return self.flat
+        staged = self.buffer.new_empty(step.B, self.keep + step.T, values.shape[-1])
+        before = self._slots(step, ("before", self.keep), lambda: step.start.unsqueeze(1)
+                             + torch.arange(-self.keep, 0, device=step.device))
+        staged[:, :self.keep] = self.flat.index_select(0, before).view(step.B, self.keep, -1)
+        values = values.view(step.B, step.T, -1)
+        staged[:, self.keep:] = values
+        last = min(step.T, self.R)
+        self.flat.index_copy_(0, self._slots(step, ("last", last), lambda: step.pos[:, -last:]),
+                              values[:, -last:].flatten(0, 1))
+        return staged.flatten(0, 1)
+
+    def index(self, step: Step, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of the pool that hold `positions` int64 [B, ...]."""
+        shape = (step.B,) + (1,) * (positions.dim() - 1)
+        if self._in_place(step):
+            return positions % self.R + (step.row * self.R).view(shape)
+        first = torch.arange(step.B, device=step.device) * (self.keep + step.T) + self.keep
+        return positions + (first - step.start).view(shape)
+
+    def address(self, step: Step) -> tuple:
+        """What `index` depends on beside the positions: layers with equal addresses share indices."""
+        return (self.R, self.keep, self._in_place(step))
+
+    def _in_place(self, step: Step) -> bool:
+        return step.T <= self.R - self.keep
+
+    def _slots(self, step: Step, key, positions) -> torch.Tensor:
+        return step.memo(("slots", self.R, key), lambda: (positions() % self.R + step.row * self.R).flatten())
+
+
+class Entries:
+    """Compressed entries [batch, ceil(max_context / ratio), width], one every `ratio` tokens."""
+
+    def __init__(self, buffer: torch.Tensor, ratio: int):
+        self.buffer, self.ratio = buffer, ratio
+        self.flat = buffer.flatten(0, 1)
+
+    def write(self, step: Step, values: torch.Tensor) -> None:
+        """Write values [B·completed, width] at the step's new windows."""
+        n = self.buffer.shape[1]
+        slots = step.memo(("entry_slots", self.ratio, n),
+                          lambda: (step.new_windows(self.ratio) + step.row * n).flatten())
+        self.flat.index_copy_(0, slots, values.to(self.buffer.dtype))
+
+    def visible(self, step: Step) -> torch.Tensor:
+        """View [B, n, width] of the entries that the step's last query may see."""
+        return self.buffer[step.rows, :step.max_visible(self.ratio)]
+
+    def flat_index(self, step: Step, entry: torch.Tensor) -> torch.Tensor:
+        """entry int64 [B, T, K] (−1 absent) → rows of `flat`, int64 [B·T, K] (−1 absent)."""
+        base = (step.row * self.buffer.shape[1]).unsqueeze(-1)
+        return torch.where(entry < 0, entry, entry + base).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One buffer of the cache of one layer, with how its size comes about."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    formula: str
+
+    @property
+    def nbytes(self) -> int:
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True)
+class LayerStreams:
+    """All streams of one layer (`label` 'layer 3' or 'mtp 0')."""
+
+    label: str
+    kind: LayerKind
+    ratio: int
+    streams: tuple[Stream, ...]
+
+
+def layer_streams(config: ModelConfig, label: str, ratio: int, batch: int, max_context: int, max_rewind: int,
+                  numerics: Numerics) -> LayerStreams:
+    """Streams that one layer of compression ratio `ratio` needs."""
+    from dsv4.config import KIND_OF_RATIO
+    kind, d, W = KIND_OF_RATIO[ratio], config.head_dim, config.sliding_window
+    dtype, width = numerics.cache, numerics.cache.itemsize
+    streams = [Stream("window", (batch, W + max_rewind, d), dtype,
+                      f"{batch} rows × ({W} window + {max_rewind} rewind) × {d} × {width} B")]
+    if kind is not LayerKind.WINDOW:
+        overlap = 2 if kind is LayerKind.CSA else 1
+        compressors = [("main", d)] + ([("index", config.index_head_dim)] if kind is LayerKind.CSA else [])
+        for name, dim in compressors:
+            raw = (batch, overlap * ratio + max_rewind, overlap * dim)
+            how = (f"{batch} rows × ({overlap * ratio} window{'s' if overlap > 1 else ''} + {max_rewind} rewind) "
+                   f"× {overlap * dim} × 4 B")
+            streams.append(Stream(f"{name} raw kv", raw, torch.float32, how))
+            streams.append(Stream(f"{name} raw gate", raw, torch.float32, how))
+            n = -(-max_context // ratio)
+            streams.append(Stream("entries" if name == "main" else "index keys", (batch, n, dim), dtype,
+                                  f"{batch} rows × ⌈{max_context} / {ratio}⌉ × {dim} × {width} B"))
+    return LayerStreams(label, kind, ratio, tuple(streams))
+
+
+def cache_streams(config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics,
+                  mtp: bool) -> list[LayerStreams]:
+    """Streams of every layer, backbone first, then the MTP blocks: what `Cache` allocates."""
+    ratios = [(f"layer {i}", r) for i, r in enumerate(config.compress_ratios)]
+    if mtp:
+        ratios += [(f"mtp {i}", r) for i, r in enumerate(config.mtp_compress_ratios)]
+    return [layer_streams(config, label, ratio, batch, max_context, max_rewind, numerics) for label, ratio in ratios]
+
+
+class CompressorCache:
+    """Raw rows of one compressor (kv, and gate + ape) and the entries it has pooled."""
+
+    def __init__(self, kv: torch.Tensor, gate: torch.Tensor, entries: torch.Tensor, ratio: int, overlap: int):
+        keep = overlap * ratio - 1
+        self.kv, self.gate = Ring(kv, keep), Ring(gate, keep)
+        self.entries = Entries(entries, ratio)
+
+
+class LayerCache:
+    """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers."""
+
+    def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device):
+        tensors = {s.name: torch.zeros(s.shape, dtype=s.dtype, device=device) for s in plan.streams}
+        self.tensors = tensors
+        self.window = Ring(tensors["window"], sliding_window - 1)
+        self.main = self.index = None
+        if plan.kind is not LayerKind.WINDOW:
+            overlap = 2 if plan.kind is LayerKind.CSA else 1
+            self.main = CompressorCache(tensors["main raw kv"], tensors["main raw gate"], tensors["entries"],
+                                        plan.ratio, overlap)
+        if plan.kind is LayerKind.CSA:
+            self.index = CompressorCache(tensors["index raw kv"], tensors["index raw gate"], tensors["index keys"],
+                                         plan.ratio, 2)
+
+
+class Lengths:
+    """Tokens held by each row, and how far back each row may still be rewound."""
+
+    def __init__(self, batch: int, max_rewind: int):
+        self.now, self.high = [0] * batch, [0] * batch
+        self.max_rewind = max_rewind
+
+    def advance(self, rows: slice, tokens: int) -> None:
+        for b in range(rows.start, rows.stop):
+            self.now[b] += tokens
+            self.high[b] = max(self.high[b], self.now[b])
+
+    def set_back(self, counts: list[int]) -> None:
+        for b, n in enumerate(counts):
+            left = self.now[b] - n
+            if n < 0 or left < 0:
+                raise RewindError(f"row {b} holds {self.now[b]} tokens; cannot rewind it by {n}")
+            if left and left < self.high[b] - self.max_rewind:
+                raise RewindError(
+                    f"row {b} was filled to {self.high[b]} tokens and keeps {self.max_rewind} to rewind; it cannot go back "
+                    f"to {left}; build the cache with max_rewind >= {self.high[b] - left}, or rewind to 0")
+        for b, n in enumerate(counts):
+            self.now[b] -= n
+            if self.now[b] == 0:
+                self.high[b] = 0  # an empty row reads nothing that was written before
+
+
+class Cache:
+    """Caches of all layers for `batch` rows of up to `max_context` tokens.
+
+    `lengths` are the tokens each row holds. The MTP block's own window follows the main model
+    at its own length (`mtp_lengths`): its entry at position t needs the token at t + 1.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, batch: int, max_context: int, max_rewind: int,
+                 devices: list[torch.device], mtp: bool):
+        if batch < 1 or max_context < 1 or max_rewind < 0:
+            raise InputError(f"a cache needs batch >= 1, max_context >= 1 and max_rewind >= 0; "
+                             f"got {batch}, {max_context}, {max_rewind}")
+        if max_context > config.max_position_embeddings:
+            raise InputError(f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
+                             f"{config.max_position_embeddings}; ask for at most that")
+        self.batch, self.max_context, self.max_rewind = batch, max_context, max_rewind
+        self.plan = cache_streams(config, batch, max_context, max_rewind, numerics, mtp)
+        try:
+            layers = [LayerCache(p, config.sliding_window, d) for p, d in zip(self.plan, devices, strict=True)]
+        except (RuntimeError, MemoryError) as error:
+            wanted = sum(s.nbytes for p in self.plan for s in p.streams)
+            raise CapacityError(f"the cache needs {wanted} bytes for batch {batch} and max_context {max_context}, and they "
+                                f"could not be allocated ({str(error).splitlines()[0]}); lower one of them") from error
+        n = config.num_hidden_layers
+        self.layers, self.mtp_layers = layers[:n], layers[n:]
+        self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._main.now)
+
+    @property
+    def mtp_lengths(self) -> list[int]:
+        return list(self._mtp.now)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated, summed over the buffers."""
+        return sum(t.untyped_storage().nbytes() for layer in self.layers + self.mtp_layers for t in layer.tensors.values())
+
+    def rewind(self, n: int | list[int]) -> None:
+        """Forget the last n tokens of every row (or n[b] of row b). Copies nothing.
+
+        MTP entries that consumed a forgotten token go too. Raises RewindError, and then
+        changes nothing.
+        """
+        counts = [n] * self.batch if isinstance(n, int) else list(n)
+        if len(counts) != self.batch:
+            raise RewindError(f"rewind got {len(counts)} counts for a batch of {self.batch}")
+        after = [now - c for now, c in zip(self._main.now, counts)]
+        mtp = [max(0, m - max(0, left - 1)) if c else 0 for m, left, c in zip(self._mtp.now, after, counts)]
+        self._main.set_back(counts)
+        self._mtp.set_back(mtp)
+
+    def rewind_mtp(self, n: int | list[int]) -> None:
+        """Forget the last n MTP entries only (drafts that were not accepted)."""
+        self._mtp.set_back([n] * self.batch if isinstance(n, int) else list(n))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._mtp.set_back(self.mtp_lengths)
+        self._main.set_back(self.lengths)

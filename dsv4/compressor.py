@@ -1,0 +1,120 @@
+"""The two compressors of a compressed layer.
+
+Both project each token to a row (kv, gate), add the learned position bias `ape` to the gate, and
+pool the rows of a window of `ratio` tokens into one entry by a softmax per channel, in fp32
+(eqs. 9–12 for CSA, 20–23 for HCA). They differ in everything else, so they are two classes:
+`MainCompressor` makes the KV entries that attention reads, `IndexerKeyCompressor` the keys that
+the indexer scores.
+"""
+
+import torch
+from torch import nn
+
+from dsv4.cache import CompressorCache
+from dsv4.config import LayerKind, ModelConfig
+from dsv4.linear import Linear, Storage, parameter
+from dsv4.norms import RMSNorm
+from dsv4.numerics import Numerics
+from dsv4.rope import BASES
+from dsv4.step import Step
+
+KV_BLOCK = 64         # FP8 simulation of main KV: one scale for 64 of the dims that RoPE leaves alone
+INDEX_KEY_BLOCK = 32  # FP4 simulation of index queries and keys
+
+
+class MainCompressor(nn.Module):
+    """Raw rows → KV entries [head_dim] of CSA (overlapping windows) and HCA (disjoint windows).
+
+    wkv, wgate [c·D, d], ape fp32 [ratio, c·D], norm [D], where c = 2 for CSA: a token's columns
+    [:D] belong to the entry of the *next* window and [D:] to that of its own; c = 1 for HCA.
+    """
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, ratio: int, numerics: Numerics, store, op):
+        super().__init__()
+        self.overlap = 2 if kind is LayerKind.CSA else 1
+        width = self.overlap * config.head_dim
+        self.wkv = Linear(width, config.hidden_size, store("wkv"), numerics, op)
+        self.wgate = Linear(width, config.hidden_size, store("wgate"), numerics, op)
+        self.ape = parameter(ratio, width)
+        self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, store("norm").dtype, op)
+        self.ratio, self.base, self.op, self.numerics = ratio, BASES[kind], op, numerics
+        self.nope = config.head_dim - config.qk_rope_head_dim
+
+    def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
+        """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
+        pooled = pool_windows(self, x, step, cache)
+        if pooled is None:
+            return
+        entries = self.norm(pooled.to(self.numerics.activation))
+        self.op.rotate(entries, step.window_cis(self.ratio, self.base))
+        if self.numerics.simulate:
+            entries[:, :self.nope] = self.op.simulate_fp8_blocks(entries[:, :self.nope], KV_BLOCK)
+        cache.entries.write(step, entries)
+
+
+class IndexerKeyCompressor(nn.Module):
+    """Raw rows → index keys [index_head_dim]; overlapping windows, own weights, own width.
+
+    wkv, wgate [2·D, d], ape fp32 [ratio, 2·D], norm [D]. In simulated numerics keys pass through a
+    Hadamard transform and FP4.
+    """
+
+    overlap = 2
+
+    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+        super().__init__()
+        width = 2 * config.index_head_dim
+        self.wkv = Linear(width, config.hidden_size, store("wkv"), numerics, op)
+        self.wgate = Linear(width, config.hidden_size, store("wgate"), numerics, op)
+        self.ape = parameter(ratio, width)
+        self.norm = RMSNorm(config.index_head_dim, config.rms_norm_eps, store("norm").dtype, op)
+        self.ratio, self.op, self.numerics = ratio, op, numerics
+
+    def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
+        """x [N, d]: store the rows; pool and store the keys of the windows that end here."""
+        pooled = pool_windows(self, x, step, cache)
+        if pooled is None:
+            return
+        keys = self.norm(pooled.to(self.numerics.activation))
+        self.op.rotate(keys, step.window_cis(self.ratio, BASES[LayerKind.CSA]))
+        if self.numerics.simulate:
+            keys = self.op.simulate_fp4_blocks(self.op.hadamard(keys), INDEX_KEY_BLOCK)
+        cache.entries.write(step, keys)
+
+
+def pool_windows(compressor, x: torch.Tensor, step: Step, cache: CompressorCache) -> torch.Tensor | None:
+    """Store this step's raw rows; return fp32 [B·completed, D] of the windows it completes, or None.
+
+    With overlap, entry w pools 2·ratio slots: the tokens of window w − 1 by their columns [:D]
+    and those of window w by their columns [D:]. Window −1 does not exist: its slots get no part.
+    """
+    ratio, c = compressor.ratio, compressor.overlap
+    x = x.float()
+    phase = step.memo(("phase", ratio), lambda: (step.pos % ratio).flatten())
+    gate = compressor.wgate(x).add_(compressor.ape.index_select(0, phase))
+    kv_pool = cache.kv.extend(step, compressor.wkv(x))
+    gate_pool = cache.gate.extend(step, gate)
+    M = step.B * step.completed(ratio)
+    if M == 0:
+        return None
+    rows, absent = step.memo(("slots of windows", ratio, c, *cache.kv.address(step)),
+                             lambda: _window_slots(step, ratio, c, cache.kv))
+    D = kv_pool.shape[-1] // c
+    kv = kv_pool.view(-1, D).index_select(0, rows).view(M, c * ratio, D)
+    gate = gate_pool.view(-1, D).index_select(0, rows).view(M, c * ratio, D)
+    kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
+    return compressor.op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
+
+
+def _window_slots(step: Step, ratio: int, c: int, ring) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half-row of the pool for each slot of each new window, and which slots hold no token yet.
+
+    Returns int64 [M·c·ratio] and bool [M, c·ratio, 1].
+    """
+    offset = torch.arange(-(c - 1) * ratio, ratio, device=step.device)
+    tokens = (step.new_windows(ratio) * ratio).unsqueeze(-1) + offset          # [B, windows, c·ratio]
+    end = (step.start + step.T).view(-1, 1, 1)
+    absent = (tokens < 0) | (tokens >= end)
+    half = (offset >= 0).long() if c == 2 else torch.zeros_like(offset)
+    rows = torch.where(absent, 0, ring.index(step, tokens)) * c + half
+    return rows.flatten(), absent.flatten(0, 1).unsqueeze(-1)

@@ -1,0 +1,204 @@
+"""Model configuration, in the official field names (config.json of DeepSeek-V4).
+
+`loaders.config_files` turns each published form (official, `inference/config.json`,
+transformers) into the official dictionary; this file turns that into checked values.
+"""
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from dsv4.errors import ConfigError
+
+
+class LayerKind(enum.Enum):
+    """What a layer attends to beside its sliding window."""
+
+    WINDOW = "window"  # nothing
+    CSA = "csa"        # top-k of entries of `ratio` tokens, overlapping (paper §2.3.1)
+    HCA = "hca"        # every visible entry of `ratio` tokens (paper §2.3.2)
+
+
+
+KIND_OF_RATIO = {0: LayerKind.WINDOW, 4: LayerKind.CSA, 128: LayerKind.HCA}
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN frequency interpolation (no mscale in V4)."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Checked configuration. Field names are those of the official config.json.
+
+    `compress_ratios` has one entry per backbone layer; those of the MTP blocks are in
+    `mtp_compress_ratios`. `num_mtp_layers` is how many MTP blocks the config announces;
+    a release with DSpark draft stages announces 1 and ships 3 of another kind.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
+    compress_ratios: tuple[int, ...]
+    mtp_compress_ratios: tuple[int, ...]
+    num_hash_layers: int
+    swiglu_limit: float
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: Yarn | None
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_id: tuple[int, ...]
+    weight_block_size: tuple[int, int]
+    num_mtp_layers: int
+    never_read: tuple[str, ...] = field(default=(), compare=False)
+
+    def kind(self, layer: int) -> LayerKind:
+        """Kind of backbone layer `layer`."""
+        return KIND_OF_RATIO[self.compress_ratios[layer]]
+
+    def mtp_kind(self, block: int) -> LayerKind:
+        return KIND_OF_RATIO[self.mtp_compress_ratios[block]]
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @classmethod
+    def from_official(cls, raw: Mapping) -> "ModelConfig":
+        """Build from the official dictionary. Raises ConfigError naming the key."""
+        reader = _Reader(raw)
+        values = {f.name: reader.number(f.name, f.type) for f in fields(cls) if f.type in (int, float)
+                  and f.name != "num_mtp_layers"}
+        layers = values["num_hidden_layers"]
+        ratios = reader.get("compress_ratios")
+        if not isinstance(ratios, (list, tuple)) or len(ratios) < layers:
+            raise ConfigError(f"compress_ratios has {len(ratios) if isinstance(ratios, (list, tuple)) else ratios!r} "
+                              f"entries for num_hidden_layers {layers}; expected one per layer plus one per MTP block")
+        for layer, ratio in enumerate(ratios):
+            if ratio not in KIND_OF_RATIO:
+                raise ConfigError(f"layer {layer} has compress_ratio {ratio!r}; expected 0 (window), 4 (CSA) or 128 (HCA)")
+        mtp = reader.optional("num_nextn_predict_layers", 0) or 0
+        mtp_ratios = tuple(ratios[layers:layers + mtp])
+        if len(mtp_ratios) < mtp:  # transformers-saved configs carry no entry for MTP blocks, which are window layers
+            mtp_ratios += (0,) * (mtp - len(mtp_ratios))
+        quant = reader.optional("quantization_config", None) or {}
+        eos = reader.optional("eos_token_id", None)
+        config = cls(
+            **values, compress_ratios=tuple(ratios[:layers]), mtp_compress_ratios=mtp_ratios, num_mtp_layers=mtp,
+            yarn=_yarn(reader.optional("rope_scaling", None)), bos_token_id=reader.optional("bos_token_id", None),
+            eos_token_id=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+            weight_block_size=tuple(quant.get("weight_block_size", (128, 128))),
+            never_read=(),
+        )
+        reader.expect("scoring_func", "sqrtsoftplus")
+        reader.expect("topk_method", "noaux_tc")
+        reader.expect("norm_topk_prob", True)
+        reader.expect("hidden_act", "silu")
+        reader.expect("num_key_value_heads", 1)
+        reader.expect("tie_word_embeddings", False)
+        reader.expect("attention_bias", False)
+        object.__setattr__(config, "never_read", tuple(sorted(set(raw) - reader.read)))
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raise ConfigError where fields contradict each other."""
+        def need(ok: bool, message: str) -> None:
+            if not ok:
+                raise ConfigError(message)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
+                     "o_groups", "o_lora_rank", "sliding_window", "n_routed_experts", "num_experts_per_tok",
+                     "moe_intermediate_size", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings"):
+            need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
+        need(self.num_attention_heads % self.o_groups == 0,
+             f"num_attention_heads {self.num_attention_heads} is not divisible by o_groups {self.o_groups}")
+        need(self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= self.head_dim,
+             f"qk_rope_head_dim {self.qk_rope_head_dim} must be even and at most head_dim {self.head_dim}")
+        need(self.num_experts_per_tok <= self.n_routed_experts,
+             f"num_experts_per_tok {self.num_experts_per_tok} exceeds n_routed_experts {self.n_routed_experts}")
+        need(self.n_shared_experts == 1, f"n_shared_experts is {self.n_shared_experts}; this model has exactly 1")
+        need(0 <= self.num_hash_layers <= self.num_hidden_layers,
+             f"num_hash_layers {self.num_hash_layers} exceeds num_hidden_layers {self.num_hidden_layers}")
+        need(all(ratio == 0 for ratio in self.mtp_compress_ratios),
+             f"an MTP block has compress_ratio {self.mtp_compress_ratios}; MTP blocks are window layers (ratio 0)")
+        if LayerKind.CSA in {self.kind(i) for i in range(self.num_hidden_layers)}:
+            need(self.index_topk > 0 and self.index_n_heads > 0, "CSA layers need index_topk and index_n_heads above 0")
+            need(self.qk_rope_head_dim <= self.index_head_dim,
+                 f"qk_rope_head_dim {self.qk_rope_head_dim} exceeds index_head_dim {self.index_head_dim}")
+            need(self.index_head_dim & (self.index_head_dim - 1) == 0,
+                 f"index_head_dim {self.index_head_dim} is not a power of two, which the Hadamard transform needs")
+        need(len(self.weight_block_size) == 2 and min(self.weight_block_size) > 0,
+             f"weight_block_size {self.weight_block_size} is not two positive numbers")
+
+
+def _yarn(raw) -> Yarn | None:
+    if raw is None:
+        return None
+    kind = raw.get("type", raw.get("rope_type"))
+    if kind in (None, "default"):
+        return None
+    if kind != "yarn":
+        raise ConfigError(f"rope_scaling type is {kind!r}; expected 'yarn'")
+    try:
+        return Yarn(float(raw["factor"]), float(raw["beta_fast"]), float(raw["beta_slow"]),
+                    int(raw["original_max_position_embeddings"]))
+    except KeyError as missing:
+        raise ConfigError(f"rope_scaling has no {missing.args[0]!r}; expected factor, beta_fast, beta_slow, "
+                          "original_max_position_embeddings") from None
+
+
+class _Reader:
+    """Reads keys of a raw config and remembers which were read."""
+
+    def __init__(self, raw: Mapping):
+        self.raw, self.read = raw, set()
+
+    def optional(self, key: str, default):
+        self.read.add(key)
+        return self.raw.get(key, default)
+
+    def get(self, key: str):
+        self.read.add(key)
+        if key not in self.raw:
+            raise ConfigError(f"config.json has no {key!r}, which this model needs")
+        return self.raw[key]
+
+    def number(self, key: str, kind: type):
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"config.json has {key} = {value!r}; expected a number")
+        if kind is int and value != int(value):
+            raise ConfigError(f"config.json has {key} = {value!r}; expected a whole number")
+        return kind(value)
+
+    def expect(self, key: str, wanted) -> None:
+        found = self.optional(key, wanted)
+        if found != wanted:
+            raise ConfigError(f"config.json has {key} = {found!r}; this model is defined for {wanted!r} only")

@@ -1,0 +1,32 @@
+"""Errors of the model and the engine. Each is one line meant for the user."""
+
+from kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
+
+__all__ = [
+    "BackendUnavailable", "CapacityError", "ConfigError", "ContextOverrun", "Dsv4Error",
+    "InputError", "MissingSelection", "RewindError", "UnsupportedInput",
+]
+
+
+class ConfigError(Dsv4Error):
+    """config.json asks for something this model does not have, or contradicts itself."""
+
+
+class InputError(Dsv4Error):
+    """A prompt, token id or argument that cannot be run."""
+
+
+class ContextOverrun(InputError):
+    """More tokens than the cache was built for."""
+
+
+class RewindError(InputError):
+    """A rewind further back than the rings still hold."""
+
+
+class CapacityError(Dsv4Error):
+    """The asked sizes do not fit the device; the message carries the bytes."""
+
+
+class MissingSelection(Dsv4Error):
+    """A CSA layer was run without a selection: it would attend to its window only."""

@@ -1,0 +1,60 @@
+"""The lightning indexer of a CSA layer (eqs. 13–17): which entries a query attends to."""
+
+import torch
+from torch import nn
+
+from dsv4.cache import LayerCache
+from dsv4.compressor import INDEX_KEY_BLOCK, IndexerKeyCompressor
+from dsv4.config import LayerKind, ModelConfig
+from dsv4.linear import Linear
+from dsv4.numerics import Numerics
+from dsv4.rope import BASES
+from dsv4.step import Step
+
+
+class LightningIndexer(nn.Module):
+    """score(t, e) = Σ_h w[t,h] · relu(qI[t,h] · kI[e]); the best index_topk visible entries win.
+
+    wq_b [H·D, q_lora_rank] makes the index queries from the layer's low-rank query, weights_proj
+    [H, d] the head weights, scaled by D^−0.5 · H^−0.5. One key an entry serves all heads.
+    """
+
+    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+        super().__init__()
+        self.H, self.D, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.wq_b = Linear(self.H * self.D, config.q_lora_rank, store("wq_b"), numerics, op)
+        self.weights_proj = Linear(self.H, config.hidden_size, store("weights_proj"), numerics, op)
+        self.compressor = IndexerKeyCompressor(config, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+        self.scale = self.D**-0.5 * self.H**-0.5
+        self.ratio, self.numerics, self.op = ratio, numerics, op
+
+    def forward(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        """x [N, d], qr [N, q_lora_rank] → selected entries int64 [B, T, k], −1 where fewer are visible.
+
+        k = min(index_topk, entries visible to the last query). The step's keys are written first: a
+        query at the last token of a window sees that window's entry.
+        """
+        self.compressor(x, step, cache.index)
+        n = step.max_visible(self.ratio)
+        if n <= self.topk:  # every visible entry is selected: nothing to score
+            return step.memo(("all entries", self.ratio, n), lambda: self._all_visible(step, n))
+        scores = self.scores(x, qr, step, cache)
+        return self.op.topk_entries(scores, self.topk)
+
+    def scores(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        """Index scores fp32 [B, T, n] over the entries visible to the last query, −inf where invisible."""
+        q = self.queries(qr, step).view(step.B, step.T, self.H, self.D)
+        weights = self.weights_proj(x).float().view(step.B, step.T, self.H) * self.scale
+        return self.op.index_scores(q, weights, cache.index.entries.visible(step), step.visible(self.ratio))
+
+    def queries(self, qr: torch.Tensor, step: Step) -> torch.Tensor:
+        """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
+        q = self.wq_b(qr).view(step.N, self.H, self.D)
+        self.op.rotate(q, step.cis(BASES[LayerKind.CSA]).unsqueeze(1))
+        if self.numerics.simulate:
+            q = self.op.simulate_fp4_blocks(self.op.hadamard(q), INDEX_KEY_BLOCK)
+        return q
+
+    def _all_visible(self, step: Step, n: int) -> torch.Tensor:
+        entry = torch.arange(n, device=step.device).expand(step.B, step.T, n)
+        return torch.where(entry < step.visible(self.ratio).unsqueeze(-1), entry, -1)

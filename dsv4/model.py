@@ -1,0 +1,263 @@
+"""The whole model: embedding, blocks, head, MTP, and the one way to run it (`append`)."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dsv4.block import Block
+from dsv4.cache import DEFAULT_MAX_REWIND, Cache
+from dsv4.config import ModelConfig
+from dsv4.errors import ContextOverrun, InputError
+from dsv4.hyper_connections import HyperHead
+from dsv4.linear import Linear, parameter
+from dsv4.mtp import MTPBlock
+from dsv4.norms import RMSNorm
+from dsv4.numerics import Numerics
+from dsv4.rope import frequencies
+from dsv4.step import Step
+from kernels.dispatch import DispatchLedger, bind
+from kernels.operations import OPERATIONS
+
+CHUNK = 256  # tokens of a row in one step: prefill memory grows with it, not with the prompt
+
+
+class Embedding(nn.Module):
+    """Token embedding [vocab, d]."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+        super().__init__()
+        self.weight = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Head(Linear):
+    """Output projection: logits = W·y in fp32."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        """y [N, d] → fp32 [N, vocab]."""
+        return super().forward(y.float())
+
+
+class Model(nn.Module):
+    """A DeepSeek-V4-style model. Build it with `dsv4.load_model`.
+
+    store(name) → dsv4.linear.Storage says how the matrix or norm with that official name is held.
+    Parameter names are the official tensor names, except that hyper-connections are modules
+    (`layers.0.hc_attn.fn` for `layers.0.hc_attn_fn`) and experts are stacked.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, backend: str, store, mtp: bool):
+        super().__init__()
+        self.config, self.numerics, self.backend = config, numerics, backend
+        self.dispatch = DispatchLedger()
+        op = bind(OPERATIONS, backend, self.dispatch)
+        self.embed = Embedding(config, store("embed").dtype)
+        self.layers = nn.ModuleList(
+            Block(config, config.compress_ratios[i], i < config.num_hash_layers, numerics,
+                  lambda leaf, i=i: store(f"layers.{i}.{leaf}"), op)
+            for i in range(config.num_hidden_layers))
+        self.mtp = nn.ModuleList(
+            MTPBlock(config, config.mtp_compress_ratios[i], numerics, lambda leaf, i=i: store(f"mtp.{i}.{leaf}"), op)
+            for i in range(config.num_mtp_layers if mtp else 0))
+        self.hc_head = HyperHead(config, op)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm").dtype, op)
+        self.head = Head(config.vocab_size, config.hidden_size, store("head"), numerics, op)
+        self.frequencies = frequencies(config)
+        self.device = torch.device("cpu")
+        self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
+
+    # ---- running -------------------------------------------------------------------------
+
+    def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
+        """A preallocated cache for `batch` rows of up to `max_context` tokens.
+
+        Default max_context: the checkpoint's max_position_embeddings. Raises InputError beyond it,
+        CapacityError with the bytes when it does not fit.
+        """
+        n = self.config.num_hidden_layers + len(self.mtp)
+        devices = self.layer_devices or [self.device] * n
+        return Cache(self.config, self.numerics, batch, max_context or self.config.max_position_embeddings, max_rewind,
+                     devices, mtp=len(self.mtp) > 0)
+
+    @torch.inference_mode()
+    def append(self, ids: torch.Tensor, cache: Cache, n_new: list[int] | None = None, logits: str = "all",
+               return_streams: bool = False, chunk: int = CHUNK):
+        """Append tokens to every row and return their logits: prefill, decode and verification alike.
+
+        ids int64 [B, T], right-padded when `n_new` gives each row's count of new tokens (pads are
+        neither read nor run). Returns fp32 [B, T, vocab]; with logits="last" only those of each
+        row's last new token, [B, 1, vocab]; with "none", None. Positions that were not run hold
+        NaN. With return_streams, also the streams before the head [B, T, n, d].
+
+        Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
+        max_context; the cache is then unchanged.
+        """
+        counts = self._check(ids, cache, n_new, logits)
+        out = _Collector(self, ids, counts, logits, return_streams)
+        starts = cache._main.now
+        begin = list(starts)
+        for rows, tokens in _uniform_pieces(counts, chunk):
+            done = [starts[b] - begin[b] for b in range(rows.start, rows.stop)]
+            piece = ids[rows, done[0]:done[0] + tokens]  # all rows of a piece have run equally many tokens
+            step = Step(piece.to(self.device), rows.start, starts[rows], self._frequencies())
+            out.add(rows, done[0], tokens, self._run(step, cache))
+            cache._main.advance(rows, tokens)
+        return out.result()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits fp32 [B, T, vocab] of ids int64 [B, T] from an empty context."""
+        return self.append(ids, self.new_cache(ids.shape[0], max(1, ids.shape[1]), 0))
+
+    @torch.inference_mode()
+    def mtp_logits(self, streams: torch.Tensor, next_ids: torch.Tensor, cache: Cache | None = None, block: int = 0,
+                   return_streams: bool = False, chunk: int = CHUNK):
+        """Drafting logits fp32 [B, T, vocab]: entry t predicts the token after next_ids[t].
+
+        streams [B, T, n, d]: the main model's streams before the head (or the block's own, when
+        drafts are chained); next_ids int64 [B, T]: the token at t + 1. With a cache the tokens
+        follow `cache.mtp_lengths`; without one they start at position 0. With return_streams, also
+        the block's streams [B, T, n, d]. Raises InputError if the model was loaded without MTP.
+        """
+        if block >= len(self.mtp):
+            raise InputError(f"MTP block {block} was asked for; this model was loaded with {len(self.mtp)}")
+        B, T = next_ids.shape
+        if streams.shape[:2] != (B, T):
+            raise InputError(f"streams are for {tuple(streams.shape[:2])} tokens, next_ids for {(B, T)}; they must agree")
+        cache = self.new_cache(B, max(1, T), 0) if cache is None else cache
+        self._check_ids(next_ids)
+        lengths = cache._mtp
+        _check_room(lengths.now, [T] * B, cache.max_context)
+        logits = torch.empty(B, T, self.config.vocab_size, device=self.device)
+        drafted = torch.empty_like(streams) if return_streams else None
+        for start in range(0, T, chunk):
+            piece = slice(start, min(start + chunk, T))
+            step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self._frequencies())
+            features, after = self.mtp[block](streams[:, piece].flatten(0, 1), self.embed(step.ids), step,
+                                              cache.mtp_layers[block])
+            logits[:, piece] = self.head(features).view(B, step.T, -1)
+            if return_streams:
+                drafted[:, piece] = after.view(B, step.T, *after.shape[1:])
+            lengths.advance(slice(0, B), step.T)
+        return (logits, drafted) if return_streams else logits
+
+    def layer_paths(self) -> list[dict]:
+        """What each layer really read in the last step: its kind and the sizes its attention was given."""
+        rows = [(f"layer {i}", block) for i, block in enumerate(self.layers)]
+        rows += [(f"mtp {i}", block) for i, block in enumerate(self.mtp)]
+        return [{"layer": label, "kind": block.kind.value, "experts": "hash" if block.hashed else "scored",
+                 **block.attn.path, "path": _describe(block.kind.value, block.attn.path)} for label, block in rows]
+
+    # ---- inside --------------------------------------------------------------------------
+
+    def _run(self, step: Step, cache: Cache) -> torch.Tensor:
+        h = self.embed(step.ids).to(self.numerics.activation)
+        streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
+        for block, layer_cache in zip(self.layers, cache.layers):
+            streams = block(streams, step, layer_cache)
+        return streams
+
+    def features(self, streams: torch.Tensor) -> torch.Tensor:
+        """streams [N, n, d] → normalised head input [N, d]."""
+        return self.norm(self.hc_head(streams))
+
+    def _frequencies(self) -> dict[str, torch.Tensor]:
+        if self.frequencies["main"].device != self.device:
+            self.frequencies = {k: f.to(self.device) for k, f in self.frequencies.items()}
+        return self.frequencies
+
+    def _check(self, ids, cache: Cache, n_new, logits: str) -> list[int]:
+        if logits not in ("all", "last", "none"):
+            raise InputError(f"logits is {logits!r}; expected 'all', 'last' or 'none'")
+        if ids.dim() != 2 or ids.dtype != torch.int64:
+            raise InputError(f"ids are {ids.dtype} {tuple(ids.shape)}; expected int64 [batch, tokens]")
+        B, T = ids.shape
+        if B != cache.batch:
+            raise InputError(f"ids have {B} rows, the cache {cache.batch}; they must agree")
+        counts = [T] * B if n_new is None else [int(n) for n in n_new]
+        if len(counts) != B or any(n < 0 or n > T for n in counts):
+            raise InputError(f"n_new is {counts} for ids {tuple(ids.shape)}; expected {B} counts of 0 … {T}")
+        if not any(counts):
+            raise InputError("there is no token to append; the prompt is empty")
+        self._check_ids(ids)
+        _check_room(cache._main.now, counts, cache.max_context)
+        return counts
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        if ids.device.type == "cpu":  # ids made on the device come from this model's own vocabulary
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise InputError(f"token id {low if low < 0 else high} is outside the vocabulary of "
+                                 f"{self.config.vocab_size}; is this the checkpoint's own tokenizer?")
+
+
+class _Collector:
+    """Gathers what the steps of one append return into tensors allocated once."""
+
+    def __init__(self, model: Model, ids: torch.Tensor, counts: list[int], logits: str, want_streams: bool):
+        B, T = ids.shape
+        self.model, self.counts, self.mode = model, counts, logits
+        kept = {"all": T, "last": 1, "none": 0}[logits]
+        self.logits = torch.full((B, kept, model.config.vocab_size), float("nan"), device=model.device) if kept else None
+        n, d = model.config.hc_mult, model.config.hidden_size
+        self.streams = (torch.full((B, T, n, d), float("nan"), dtype=model.numerics.activation, device=model.device)
+                        if want_streams else None)
+
+    def add(self, rows: slice, done: int, tokens: int, streams: torch.Tensor) -> None:
+        streams = streams.view(rows.stop - rows.start, tokens, *streams.shape[1:])
+        if self.streams is not None:
+            self.streams[rows, done:done + tokens] = streams
+        if self.mode == "all":
+            features = self.model.features(streams.flatten(0, 1))
+            self.logits[rows, done:done + tokens] = self.model.head(features).view(*streams.shape[:2], -1)
+        elif self.mode == "last":
+            ending = [b for b in range(rows.start, rows.stop) if self.counts[b] == done + tokens]
+            if ending:
+                last = streams[ending[0] - rows.start:ending[-1] - rows.start + 1, -1]
+                fresh = self.model.head(self.model.features(last))
+                for b in ending:
+                    self.logits[b, 0] = fresh[b - ending[0]]
+
+    def result(self):
+        return self.logits if self.streams is None else (self.logits, self.streams)
+
+
+def _uniform_pieces(counts: list[int], chunk: int):
+    """Cut ragged work into uniform pieces: (rows, tokens), contiguous rows that run equally many tokens.
+
+    Each token belongs to exactly one piece; all rows that still have tokens advance together by
+    the least that any of them (or the chunk) has left.
+    """
+    left = list(counts)
+    while any(left):
+        tokens = min(chunk, min(n for n in left if n))
+        first = 0
+        while first < len(left):
+            if not left[first]:
+                first += 1
+                continue
+            stop = first
+            while stop < len(left) and left[stop]:
+                left[stop] -= tokens
+                stop += 1
+            yield slice(first, stop), tokens
+            first = stop
+
+
+def _check_room(lengths: list[int], counts: list[int], max_context: int) -> None:
+    for b, (have, new) in enumerate(zip(lengths, counts)):
+        if have + new > max_context:
+            raise ContextOverrun(f"row {b} holds {have} tokens and would get {new} more, over the cache's max_context of "
+                                 f"{max_context}; ask for a larger --max-context or fewer tokens")
+
+
+def _describe(kind: str, path: dict) -> str:
+    if not path:
+        return "not run yet"
+    window = f"window of {path['window']}"
+    if kind == "window":
+        return window
+    if kind == "hca":
+        return f"{window} + all {path['visible']} visible entries"
+    return f"{window} + {path['selected']} of {path['visible']} visible entries"

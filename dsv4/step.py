@@ -1,0 +1,77 @@
+"""Where the tokens of one append go.
+
+A step is a uniform piece of work: rows [first, first + B) of the batch, T new tokens each.
+Row b's tokens stand at positions starts[b] … starts[b] + T − 1; rows may differ in starts.
+Everything that layers derive from positions alone (slots, masks, rotations) is computed once
+a step and shared by all layers through `memo`.
+
+`starts` on the host sizes the work (how many entries are visible at most); the positions that
+enter the arithmetic are device tensors.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.rope import rotation
+
+
+class Step:
+    """ids int64 [B·T] (row-major), pos int64 [B, T], first row of the batch, host starts [B]."""
+
+    def __init__(self, ids: torch.Tensor, first: int, starts: list[int], frequencies: dict[str, torch.Tensor]):
+        self.B, self.T = ids.shape
+        self.N = self.B * self.T
+        self.ids = ids.flatten()
+        self.first, self.starts = first, starts
+        self.device = ids.device
+        self.start = torch.tensor(starts, device=self.device)
+        self.pos = self.start.unsqueeze(1) + torch.arange(self.T, device=self.device)
+        self.row = torch.arange(first, first + self.B, device=self.device).unsqueeze(1)  # [B, 1]
+        self.frequencies = frequencies
+        self._memo: dict = {}
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.B)
+
+    def memo(self, key, compute: Callable):
+        """The value of `compute()`, kept for this step under `key`."""
+        value = self._memo.get(key)
+        if value is None:
+            value = self._memo[key] = compute()
+        return value
+
+    def cis(self, base: str) -> torch.Tensor:
+        """Rotation of each token at its position, complex64 [N, d/2]; base 'main' or 'compress'."""
+        return self.memo(("cis", base), lambda: rotation(self.pos.flatten(), self.frequencies[base]))
+
+    def inverse_cis(self, base: str) -> torch.Tensor:
+        """Conjugate of `cis`."""
+        return self.memo(("inverse", base), lambda: self.cis(base).conj().resolve_conj())
+
+    def visible(self, ratio: int) -> torch.Tensor:
+        """int64 [B, T]: query t sees entries w < ⌊(t+1)/ratio⌋, whose last token is at or before t."""
+        return self.memo(("visible", ratio), lambda: (self.pos + 1) // ratio)
+
+    def max_visible(self, ratio: int) -> int:
+        """Most entries that any query of this step sees (host)."""
+        return (max(self.starts) + self.T) // ratio
+
+    def completed(self, ratio: int) -> int:
+        """Most windows of `ratio` tokens that this step completes in any row (host)."""
+        return max((start + self.T) // ratio - start // ratio for start in self.starts)
+
+    def new_windows(self, ratio: int) -> torch.Tensor:
+        """int64 [B, completed]: windows from the first one this step can complete.
+
+        A row that completes fewer than another gets windows that are not complete yet; their
+        entries lie beyond what any query sees and are written again when they complete.
+        """
+        return self.memo(("windows", ratio), lambda: self.start.unsqueeze(1) // ratio
+                         + torch.arange(self.completed(ratio), device=self.device))
+
+    def window_cis(self, ratio: int, base: str) -> torch.Tensor:
+        """Rotation of each new entry at its window's first token, complex64 [B·completed, d/2]."""
+        return self.memo(("window_cis", ratio, base),
+                         lambda: rotation((self.new_windows(ratio) * ratio).flatten(), self.frequencies[base]))

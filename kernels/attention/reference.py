@@ -1,0 +1,108 @@
+"""Attention of one shared latent (K = V) with a sink in the denominator.
+
+o = Σ_j p_j·kv_j with p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)), l_j = scale·q·kv_j. The sink
+is not scaled and has no value.
+"""
+
+import torch
+
+SCRATCH_BYTES = 64 << 20
+
+
+def gather_rows(pool: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of pool [R, D] at index [N, K] as fp32 [N, K, D] (zeros where −1), and the mask index < 0."""
+    absent = index < 0
+    rows = pool.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, pool.shape[-1]).float()
+    return rows.masked_fill_(absent.unsqueeze(-1), 0), absent
+
+
+def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float) -> torch.Tensor:
+    """Window rows ∪ selected entries, each query with its own list.
+
+    q [N, H, D]; window [R, D] and entries [E, D]: pools of rows; window_index int64 [N, W] and
+    entry_index int64 [N, K]: rows of the pools, −1 anywhere is skipped; entries and entry_index
+    None for a window layer; sink fp32 [H]. Returns [N, H, D] in q.dtype; softmax in fp32.
+    """
+    N, H, D = q.shape
+    K = window_index.shape[1] + (0 if entry_index is None else entry_index.shape[1])
+    tile = max(1, SCRATCH_BYTES // (4 * K * (D + 2 * H)))
+    if N <= tile:
+        return _sparse_tile(q, window, window_index, entries, entry_index, sink, scale)
+    out = torch.empty_like(q)
+    for i in range(0, N, tile):
+        s = slice(i, min(i + tile, N))
+        out[s] = _sparse_tile(q[s], window, window_index[s], entries, None if entry_index is None else entry_index[s],
+                              sink, scale)
+    return out
+
+
+def _sparse_tile(q, window, window_index, entries, entry_index, sink, scale):
+    N, H, _ = q.shape
+    queries = q.float() * scale
+    parts = [gather_rows(window, window_index)]
+    if entry_index is not None:
+        parts.append(gather_rows(entries, entry_index))
+    logits = torch.empty(N, H, sum(rows.shape[1] for rows, _ in parts) + 1, dtype=torch.float32, device=q.device)
+    logits[:, :, -1] = sink
+    start = 0
+    for rows, absent in parts:
+        stop = start + rows.shape[1]
+        logits[:, :, start:stop] = torch.bmm(queries, rows.transpose(1, 2)).masked_fill_(absent.unsqueeze(1), float("-inf"))
+        start = stop
+    p = torch.softmax(logits, -1)
+    W = window_index.shape[1]
+    out = torch.bmm(p[:, :, :W], parts[0][0])
+    if entry_index is not None:
+        out = torch.baddbmm(out, p[:, :, W:-1], parts[1][0])
+    return out.to(q.dtype)
+
+
+def hca_attention(q, window, window_index, entries, visible, sink, scale: float) -> torch.Tensor:
+    """Window rows ∪ every visible entry of the row (HCA: entries are shared by all queries).
+
+    q [B, T, H, D]; window [R, D] and window_index int64 [B·T, W] as in `sparse_attention`;
+    entries [B, n, D], read in place; visible int64 [B, T]: query t sees entries e < visible;
+    sink fp32 [H]. Returns [B, T, H, D] in q.dtype; softmax in fp32.
+    """
+    B, T, H, D = q.shape
+    W, n = window_index.shape[1], entries.shape[1]
+    tile = max(1, SCRATCH_BYTES // (4 * B * (H * (W + n + 1) + W * D)))
+    if T <= tile:
+        return _hca_tile(q, window, window_index, entries, visible, sink, scale)
+    out = torch.empty_like(q)
+    window_index = window_index.view(B, T, W)
+    for i in range(0, T, tile):
+        s = slice(i, min(i + tile, T))
+        out[:, s] = _hca_tile(q[:, s], window, window_index[:, s].flatten(0, 1), entries, visible[:, s], sink, scale)
+    return out
+
+
+def _hca_tile(q, window, window_index, entries, visible, sink, scale):
+    B, T, H, D = q.shape
+    W, n = window_index.shape[1], entries.shape[1]
+    queries = q.float() * scale
+    rows, absent = gather_rows(window, window_index)
+    logits = torch.empty(B, T, H, W + n + 1, dtype=torch.float32, device=q.device)
+    logits[..., -1] = sink
+    near = torch.bmm(queries.reshape(B * T, H, D), rows.transpose(1, 2)).masked_fill_(absent.unsqueeze(1), float("-inf"))
+    logits[..., :W] = near.view(B, T, H, W)
+    entry = torch.arange(n, device=q.device)
+    live = (entry < visible.amax(1, keepdim=True)).unsqueeze(-1)  # [B, n, 1]: rows of the batch differ in length
+    step = max(64, SCRATCH_BYTES // (8 * B * D))
+    for e in range(0, n, step):
+        tile = slice(e, min(e + step, n))
+        far = torch.bmm(queries.view(B, T * H, D), _live_rows(entries[:, tile], live[:, tile]).transpose(1, 2))
+        unseen = (entry[tile] >= visible.unsqueeze(-1)).unsqueeze(2)
+        logits[..., W + tile.start:W + tile.stop] = far.view(B, T, H, -1).masked_fill_(unseen, float("-inf"))
+    p = torch.softmax(logits, -1)
+    out = torch.bmm(p[..., :W].reshape(B * T, H, W), rows).view(B, T * H, D)
+    for e in range(0, n, step):
+        tile = slice(e, min(e + step, n))
+        far = p[..., W + tile.start:W + tile.stop].reshape(B, T * H, -1)
+        out = torch.baddbmm(out, far, _live_rows(entries[:, tile], live[:, tile]))
+    return out.view(B, T, H, D).to(q.dtype)
+
+
+def _live_rows(entries: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Entries as fp32, with zeros in slots that no token of this row has written yet (0 · NaN is NaN)."""
+    return torch.where(live, entries.float(), 0)

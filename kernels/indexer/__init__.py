@@ -1,0 +1,7 @@
+"""Index scores of the lightning indexer, and the selection of the best entries."""
+
+from kernels.dispatch import Operation
+from kernels.indexer import reference
+
+index_scores = Operation("index_scores", {"reference": reference.index_scores})
+topk_entries = Operation("topk_entries", {"reference": reference.topk_entries})

@@ -1,0 +1,19 @@
+"""Every operation that a model binds, by name."""
+
+from kernels.attention import hca_attention, sparse_attention
+from kernels.compress import gated_pool
+from kernels.experts import experts, shared_expert
+from kernels.hadamard import hadamard
+from kernels.hyper_connections import mhc_head, mhc_post, mhc_pre
+from kernels.indexer import index_scores, topk_entries
+from kernels.linear import grouped_linear, linear
+from kernels.quantize import simulate_fp4_blocks, simulate_fp8_blocks
+from kernels.rms_norm import rms_norm
+from kernels.rope import rotate
+from kernels.router import route_hashed, route_scored
+
+OPERATIONS = {op.name: op for op in (
+    experts, gated_pool, grouped_linear, hadamard, hca_attention, index_scores, linear, mhc_head, mhc_post, mhc_pre,
+    rms_norm, rotate, route_hashed, route_scored, shared_expert, simulate_fp4_blocks, simulate_fp8_blocks,
+    sparse_attention, topk_entries,
+)}

@@ -1,0 +1,54 @@
+"""Routing: bias selects only, weights are the unbiased scores, extremes stay finite."""
+
+import math
+
+import pytest
+import torch
+
+from kernels.router import route_hashed, route_scored
+
+
+def one_logit_per_expert(logits):
+    """x and weight such that W x = logits for the one token."""
+    return torch.ones(1, 1), torch.tensor(logits).unsqueeze(1)
+
+
+def score(logit):
+    return math.sqrt(logit + math.log1p(math.exp(-logit)) if logit > 0 else math.log1p(math.exp(logit)))
+
+
+def test_bias_selects_and_does_not_weigh():
+    x, W = one_logit_per_expert([2.0, 1.0, 0.0, -1.0])
+    indices, weights = route_scored(x, W, torch.tensor([0.0, 0.0, 0.0, 100.0]), 2, 1.5)
+    assert sorted(indices[0].tolist()) == [0, 3]
+    chosen = dict(zip(indices[0].tolist(), weights[0].tolist()))
+    total = score(2.0) + score(-1.0)
+    assert chosen[0] == pytest.approx(1.5 * score(2.0) / total, rel=1e-6)
+    assert chosen[3] == pytest.approx(1.5 * score(-1.0) / total, rel=1e-6)
+
+
+@pytest.mark.parametrize("logits", [[-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0]],
+                         ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed"])
+def test_extreme_logits_give_finite_exact_weights(logits):
+    x, W = one_logit_per_expert(logits)
+    indices, weights = route_scored(x, W, torch.zeros(3), 2, 1.0)
+    assert torch.isfinite(weights).all()
+    assert weights.sum().item() == pytest.approx(1.0, rel=1e-6)
+    a, b = (score(logits[i]) for i in indices[0].tolist())
+    assert weights[0, 0].item() == pytest.approx(a / (a + b), rel=1e-5)
+
+
+def test_hash_routing_takes_experts_from_the_token_and_weights_from_the_gate():
+    table = torch.tensor([[0, 1], [2, 3], [3, 0]])
+    x, W = one_logit_per_expert([0.5, 1.5, -0.5, 3.0])
+    indices, weights = route_hashed(x.expand(2, 1), W, table, torch.tensor([2, 1]), 2.0)
+    assert indices.tolist() == [[3, 0], [2, 3]]
+    assert weights[0, 0].item() == pytest.approx(2 * score(3.0) / (score(3.0) + score(0.5)), rel=1e-6)
+
+
+def test_bf16_gate_is_scored_in_fp32():
+    g = torch.Generator().manual_seed(0)
+    x, W = torch.randn(5, 32, generator=g).bfloat16(), torch.randn(6, 32, generator=g).bfloat16()
+    low = route_scored(x, W, torch.zeros(6), 3, 1.0)
+    high = route_scored(x.float(), W.float(), torch.zeros(6), 3, 1.0)
+    assert torch.equal(low[0], high[0]) and torch.equal(low[1], high[1])
