@@ -1,0 +1,7 @@
+"""Routed and shared experts: SwiGLU with clamps, in every weight format."""
+
+from kernels.dispatch import Operation
+from kernels.experts import cpu, reference
+
+experts = Operation("experts", {"reference": reference.experts, "cpu": cpu.experts})
+shared_expert = Operation("shared_expert", {"reference": reference.shared_expert})

@@ -1,0 +1,42 @@
+"""Experts for a few tokens on a host processor.
+
+Decoding sends one token to k experts. Finding which experts have work, and looping over them,
+costs more than their arithmetic, so the k matrices are gathered and multiplied as one batch.
+"""
+
+import torch
+
+from kernels.experts import reference
+from kernels.experts.reference import clamped_swiglu, expert
+from kernels.linear.reference import ACTIVATION_BLOCK
+from kernels.quantize.reference import simulate_fp8_blocks
+from kernels.quantize.weights import PackedWeight, WeightFormat, to_float
+
+MAX_PAIRS = 16       # (token, expert) pairs
+MAX_GATHERED = 1 << 24  # weights gathered at once
+
+
+def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
+    N, k = indices.shape
+    I2, D = w13.out_features, x.shape[1]
+    if N * k > MAX_PAIRS or N * k * I2 * D > MAX_GATHERED:
+        return reference.experts(x, indices, routing, w13, w2, limit, simulate)
+    flat = indices.flatten()
+    inputs = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if simulate else x
+    inputs = inputs if k == 1 else inputs.unsqueeze(1).expand(N, k, D).reshape(N * k, D)
+    y = _products(inputs, w13, flat)
+    h = clamped_swiglu(y[:, :I2 // 2], y[:, I2 // 2:], limit).mul_(routing.view(-1, 1)).to(x.dtype)
+    if simulate:
+        h = simulate_fp8_blocks(h, ACTIVATION_BLOCK)
+    return _products(h, w2, flat).float().view(N, k, D).sum(1)
+
+
+experts.__doc__ = reference.experts.__doc__
+
+
+def _products(x: torch.Tensor, w: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+    """x [M, K], one matrix of the stack each → [M, O] in x.dtype, accumulated in fp32."""
+    mine = expert(w, index)
+    if w.format is WeightFormat.DENSE and w.weight.dtype is x.dtype:
+        return torch.bmm(mine.weight, x.unsqueeze(-1)).squeeze(-1)
+    return torch.bmm(to_float(mine), x.float().unsqueeze(-1)).squeeze(-1).to(x.dtype)

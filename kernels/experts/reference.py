@@ -1,0 +1,52 @@
+"""SwiGLU experts with clamps."""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.linear.reference import linear
+from kernels.quantize.weights import PackedWeight
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(gate, limit)) · clamp(up, ±limit) in fp32 (in place on fp32 inputs)."""
+    return F.silu(gate.float().clamp_(max=limit)).mul_(up.float().clamp_(-limit, limit))
+
+
+def shared_expert(x, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
+    """w2·(silu(min(w1 x, limit))·clamp(w3 x, ±limit)): x [N, D] → fp32 [N, D]. w1 gate, w3 up, w2 down."""
+    h = clamped_swiglu(linear(x, w1, simulate), linear(x, w3, simulate), limit).to(x.dtype)
+    return linear(h, w2, simulate).float()
+
+
+def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
+    """Σ over a token's experts of w2·(routing weight · swiglu), summed in fp32.
+
+    x [N, D]; indices int64 [N, k]; routing fp32 [N, k]; w13 [E, 2I, D] (gate rows, then up rows);
+    w2 [E, D, I]. The routing weight multiplies before w2, where the result is rounded to
+    x.dtype. simulate as in `linear`. Returns fp32 [N, D].
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    flat, order = indices.flatten().sort(stable=True)
+    token = order // indices.shape[1]
+    weights = routing.flatten().index_select(0, order)
+    found, counts = flat.unique_consecutive(return_counts=True)
+    start = 0
+    for e, count in zip(found.tolist(), counts.tolist()):
+        mine = slice(start, start + count)
+        start += count
+        y = linear(x.index_select(0, token[mine]), expert(w13, e), simulate)
+        gate, up = y.chunk(2, -1)
+        h = clamped_swiglu(gate, up, limit).mul_(weights[mine].unsqueeze(-1)).to(x.dtype)
+        out.index_add_(0, token[mine], linear(h, expert(w2, e), simulate).float())
+    return out
+
+
+def expert(w: PackedWeight, e) -> PackedWeight:
+    """Matrix e of a stack, or the stack of several for an index tensor."""
+    pick = (lambda t: None if t is None else t[e]) if isinstance(e, int) else (lambda t: None if t is None else _rows(t, e))
+    return PackedWeight(w.format, pick(w.weight), pick(w.scale), pick(w.global_scale), w.block)
+
+
+def _rows(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """index_select on dim 0, which float8 dtypes lack: through their bytes."""
+    return t.view(torch.uint8).index_select(0, index).view(t.dtype) if t.dtype.itemsize == 1 else t.index_select(0, index)

@@ -1,0 +1,7 @@
+"""Linear maps with dense, FP8 or FP4 weights."""
+
+from kernels.dispatch import Operation
+from kernels.linear import reference
+
+linear = Operation("linear", {"reference": reference.linear})
+grouped_linear = Operation("grouped_linear", {"reference": reference.grouped_linear})
