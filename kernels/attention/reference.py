@@ -87,11 +87,11 @@ def _hca_tile(q, window, window_index, entries, visible, sink, scale):
     near = torch.bmm(queries.reshape(B * T, H, D), rows.transpose(1, 2)).masked_fill_(absent.unsqueeze(1), float("-inf"))
     logits[..., :W] = near.view(B, T, H, W)
     entry = torch.arange(n, device=q.device)
-    live = (entry < visible.amax(1, keepdim=True)).unsqueeze(-1)  # [B, n, 1]: rows of the batch differ in length
+    seen = visible.amax(1)
     step = max(64, SCRATCH_BYTES // (8 * B * D))
     for e in range(0, n, step):
         tile = slice(e, min(e + step, n))
-        far = torch.bmm(queries.view(B, T * H, D), _live_rows(entries[:, tile], live[:, tile]).transpose(1, 2))
+        far = torch.bmm(queries.view(B, T * H, D), _live_rows(entries[:, tile], entry[tile], seen).transpose(1, 2))
         unseen = (entry[tile] >= visible.unsqueeze(-1)).unsqueeze(2)
         logits[..., W + tile.start:W + tile.stop] = far.view(B, T, H, -1).masked_fill_(unseen, float("-inf"))
     p = torch.softmax(logits, -1)
@@ -99,10 +99,10 @@ def _hca_tile(q, window, window_index, entries, visible, sink, scale):
     for e in range(0, n, step):
         tile = slice(e, min(e + step, n))
         far = p[..., W + tile.start:W + tile.stop].reshape(B, T * H, -1)
-        out = torch.baddbmm(out, far, _live_rows(entries[:, tile], live[:, tile]))
+        out = torch.baddbmm(out, far, _live_rows(entries[:, tile], entry[tile], seen))
     return out.view(B, T, H, D).to(q.dtype)
 
 
-def _live_rows(entries: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Entries as fp32, with zeros in slots that no token of this row has written yet (0 · NaN is NaN)."""
-    return torch.where(live, entries.float(), 0)
+def _live_rows(entries: torch.Tensor, entry: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Entries [B, n, D] as fp32, with zeros in slots that no query of the row sees (0 · NaN is NaN)."""
+    return torch.where((entry < seen.unsqueeze(1)).unsqueeze(-1), entries.float(), 0)

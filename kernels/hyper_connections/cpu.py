@@ -11,6 +11,7 @@ limited by the reference's fp32 rounding (~1e-7).
 import math
 
 import torch
+import torch.nn.functional as F
 
 from kernels.hyper_connections import reference
 
@@ -21,11 +22,15 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     n = streams.shape[1]
     if n != 4 or streams.shape[0] > MAX_TOKENS:
         return reference.mhc_pre(streams, fn, scale, base, iters, eps, norm_eps)
-    m = reference.stream_statistics(streams, fn, norm_eps)
-    scale, base = scale.tolist(), base.tolist()
-    weights = torch.tensor([_mix_token(row, scale, base, iters, eps) for row in m.tolist()])
-    pre, post, comb = weights[:, :4], weights[:, 4:8], weights[:, 8:].unflatten(-1, (4, 4))
-    return reference.collapse(streams, pre), post, comb
+    x = streams.flatten(1).float()
+    scale, base, width = scale.tolist(), base.tolist(), x.shape[1]
+    weights = []
+    for projected, square in zip(F.linear(x, fn).tolist(), x.square().sum(-1).tolist()):
+        r = (square / width + norm_eps) ** -0.5
+        weights.append(_mix_token(projected, [r * s for s in scale], base, iters, eps))
+    weights = torch.tensor(weights)
+    pre, post, comb = weights.split((4, 4, 16), 1)
+    return reference.collapse(streams, pre), post, comb.view(-1, 4, 4)
 
 
 mhc_pre.__doc__ = reference.mhc_pre.__doc__
@@ -44,7 +49,7 @@ def _softmax4(x0: float, x1: float, x2: float, x3: float, eps: float):
 
 
 def _mix_token(m: list[float], scale: list[float], base: list[float], iters: int, e: float) -> list[float]:
-    """pre, post and comb of one token as 4 + 4 + 16 floats."""
+    """pre, post and comb of one token as 4 + 4 + 16 floats; m before the factor r, which `scale` carries."""
     pre = [_sigmoid(m[j] * scale[0] + base[j]) + e for j in range(4)]
     post = [2 * _sigmoid(m[j] * scale[1] + base[j]) for j in range(4, 8)]
     x = [m[i] * scale[2] + base[i] for i in range(8, 24)]

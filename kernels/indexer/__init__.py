@@ -1,7 +1,7 @@
 """Index scores of the lightning indexer, and the selection of the best entries."""
 
 from kernels.dispatch import Operation
-from kernels.indexer import reference
+from kernels.indexer import cpu, reference
 
 index_scores = Operation("index_scores", {"reference": reference.index_scores})
-topk_entries = Operation("topk_entries", {"reference": reference.topk_entries})
+topk_entries = Operation("topk_entries", {"reference": reference.topk_entries, "cpu": cpu.topk_entries})

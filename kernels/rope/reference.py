@@ -39,10 +39,11 @@ def rotate(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
     x [..., D] contiguous; cis complex64 [..., d/2], broadcastable. The inverse rotation is
     the conjugate of `cis`. Arithmetic in fp32, stored back in x.dtype. Returns x.
     """
-    tail = x[..., -2 * cis.shape[-1]:]
+    half = cis.shape[-1]
     if x.dtype is torch.float32:
-        torch.view_as_complex(tail.unflatten(-1, (-1, 2))).mul_(cis)
+        torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))[..., -half:].mul_(cis)
     else:
+        tail = x[..., -2 * half:]
         pairs = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)))
         tail.copy_(torch.view_as_real(pairs * cis).flatten(-2))
     return x

@@ -1,0 +1,168 @@
+"""config.json in its published forms, to and from the official dictionary.
+
+Official: the field names of the DeepSeek-V4 releases. Inference: `inference/config.json` of the same releases,
+which uses other names. Transformers: what `DeepseekV4Config` saves (layer_types, compress_rates, rope_parameters).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from loaders.errors import CheckpointError
+from loaders.files import read_json
+
+INFERENCE_NAMES = {
+    "dim": "hidden_size", "moe_inter_dim": "moe_intermediate_size", "n_layers": "num_hidden_layers",
+    "n_hash_layers": "num_hash_layers", "n_heads": "num_attention_heads", "n_activated_experts": "num_experts_per_tok",
+    "score_func": "scoring_func", "route_scale": "routed_scaling_factor", "rope_head_dim": "qk_rope_head_dim",
+    "window_size": "sliding_window", "norm_eps": "rms_norm_eps", "n_mtp_layers": "num_nextn_predict_layers",
+}
+LAYER_RATIO_KEY = {"sliding_attention": None, "compressed_sparse_attention": "compressed_sparse_attention",
+                   "heavily_compressed_attention": "heavily_compressed_attention"}
+# Stated for every release of the family; the inference form leaves them out.
+V4_DEFAULTS = {
+    "rms_norm_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rope_theta": 10000,
+    "compress_rope_theta": 160000, "max_position_embeddings": 1048576, "num_nextn_predict_layers": 1, "n_shared_experts": 1,
+    "index_n_heads": 64, "index_head_dim": 128, "swiglu_limit": 10.0, "bos_token_id": 0, "eos_token_id": 1,
+    "o_lora_rank": 1024, "head_dim": 512, "sliding_window": 128, "qk_rope_head_dim": 64,
+}
+V4_ROPE = {"rope_factor": 16, "beta_fast": 32, "beta_slow": 1, "original_seq_len": 65536}
+
+
+def config_form(raw: Mapping) -> str:
+    """'official', 'inference' or 'transformers', by the keys. Raises CheckpointError for another model."""
+    if raw.get("model_type", "deepseek_v4") != "deepseek_v4":
+        raise CheckpointError(f"config.json is of model_type {raw['model_type']!r}; this loads 'deepseek_v4' only")
+    if "layer_types" in raw or "rope_parameters" in raw:
+        return "transformers"
+    if "dim" in raw and "n_layers" in raw:
+        return "inference"
+    if "compress_ratios" in raw and "hidden_size" in raw:
+        return "official"
+    raise CheckpointError("config.json is in no known form: it has neither compress_ratios (official), layer_types "
+                          "(transformers), nor dim and n_layers (inference)")
+
+
+def read_config(root: Path) -> tuple[dict, dict]:
+    """(official dictionary, {official key: why} for values the file does not state) of a checkpoint directory."""
+    raw = read_json(Path(root) / "config.json")
+    return to_official(raw)
+
+
+def to_official(raw: Mapping) -> tuple[dict, dict]:
+    """Any form → (official dictionary, {official key: where a derived or default value came from})."""
+    match config_form(raw):
+        case "official":
+            return dict(raw), {}
+        case "inference":
+            return _from_inference(raw)
+    return _from_transformers(raw)
+
+
+def _from_inference(raw: Mapping) -> tuple[dict, dict]:
+    out, notes = {}, {}
+    for key, value in raw.items():
+        name = INFERENCE_NAMES.get(key, key)
+        out[name] = value
+        if name != key:
+            notes[name] = f"stated as {key}"
+    rope = {k: out.pop(k, V4_ROPE[k]) for k in V4_ROPE}
+    out["rope_scaling"] = {"type": "yarn", "factor": rope["rope_factor"], "beta_fast": rope["beta_fast"],
+                           "beta_slow": rope["beta_slow"], "original_max_position_embeddings": rope["original_seq_len"]}
+    notes["rope_scaling"] = "from rope_factor, beta_fast, beta_slow, original_seq_len, else the V4 default"
+    for key, value in V4_DEFAULTS.items():
+        if key not in out:
+            out[key], notes[key] = value, "not stated; the default of the V4 releases"
+    out.setdefault("model_type", "deepseek_v4")
+    return out, notes
+
+
+def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
+    out = {k: v for k, v in raw.items() if k not in ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters",
+                                                     "partial_rotary_factor")}
+    notes = {}
+    if "layer_types" in raw:
+        out["compress_ratios"] = _ratios(raw["layer_types"], raw.get("compress_rates", {}))
+        notes["compress_ratios"] = "from layer_types and compress_rates"
+    if "mlp_layer_types" in raw:
+        out["num_hash_layers"] = _hash_layers(raw["mlp_layer_types"])
+        notes["num_hash_layers"] = "from mlp_layer_types"
+    rope = raw.get("rope_parameters") or {}
+    main, compress = rope.get("main"), rope.get("compress")
+    if main and compress:
+        out["rope_theta"], out["compress_rope_theta"] = main["rope_theta"], compress["rope_theta"]
+        out["rope_scaling"] = None if compress.get("rope_type", "default") == "default" else {
+            "type": compress["rope_type"], **{k: compress[k] for k in (
+                "factor", "beta_fast", "beta_slow", "original_max_position_embeddings") if k in compress}}
+        if compress.get("attention_factor", 1.0) != 1.0:
+            raise CheckpointError(f"rope_parameters has attention_factor {compress['attention_factor']}; V4 scales neither cos/sin "
+                                  "nor the softmax (expected 1.0)")
+        notes.update(dict.fromkeys(("rope_theta", "compress_rope_theta", "rope_scaling"), "from rope_parameters"))
+    elif rope:
+        raise CheckpointError(f"rope_parameters has {sorted(rope)}; expected 'main' and 'compress'")
+    if "qk_rope_head_dim" not in out and "partial_rotary_factor" in raw:
+        out["qk_rope_head_dim"] = round(raw["head_dim"] * raw["partial_rotary_factor"])
+        notes["qk_rope_head_dim"] = "head_dim × partial_rotary_factor"
+    for key, value in (("topk_method", "noaux_tc"),):
+        if key not in out:
+            out[key], notes[key] = value, "not stated; the only method of V4"
+    return out, notes
+
+
+def _ratios(layer_types: list, rates: Mapping) -> list[int]:
+    ratios = []
+    for i, kind in enumerate(layer_types):
+        if kind not in LAYER_RATIO_KEY:
+            raise CheckpointError(f"layer {i} has layer type {kind!r}; expected one of {', '.join(LAYER_RATIO_KEY)}")
+        key = LAYER_RATIO_KEY[kind]
+        ratio = 0 if key is None else rates.get(key)
+        if ratio is None or (key and ratio != {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}[key]):
+            raise CheckpointError(f"compress_rates gives {ratio} for {key}; V4 has 4 for compressed_sparse_attention and 128 for "
+                                  "heavily_compressed_attention")
+        ratios.append(ratio)
+    return ratios
+
+
+def _hash_layers(mlp_layer_types: list) -> int:
+    count = sum(kind == "hash_moe" for kind in mlp_layer_types)
+    if mlp_layer_types != ["hash_moe"] * count + ["moe"] * (len(mlp_layer_types) - count):
+        raise CheckpointError(f"mlp_layer_types is {mlp_layer_types}; expected hash_moe layers first, then moe")
+    return count
+
+
+def to_transformers(official: Mapping) -> dict:
+    """Official dictionary → the form that transformers' DeepseekV4Config saves and loads."""
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    L, rotary = official["num_hidden_layers"], official["qk_rope_head_dim"] / official["head_dim"]
+    yarn = official.get("rope_scaling")
+    dropped = ("compress_ratios", "rope_scaling", "quantization_config", "expert_dtype", "num_hash_layers", "qk_rope_head_dim")
+    out = {k: v for k, v in official.items() if k not in dropped}
+    compress = {"rope_theta": official["compress_rope_theta"], "partial_rotary_factor": rotary, "rope_type": "default"}
+    if yarn:
+        compress |= {"rope_type": "yarn", "attention_factor": 1.0,
+                     **{k: v for k, v in yarn.items() if k not in ("type", "rope_type")}}
+    return out | {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16",
+        "layer_types": [kinds[r] for r in official["compress_ratios"][:L]],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "mlp_layer_types": ["hash_moe" if i < official["num_hash_layers"] else "moe" for i in range(L)],
+        "partial_rotary_factor": rotary,
+        "rope_parameters": {"main": {"rope_theta": official["rope_theta"], "partial_rotary_factor": rotary, "rope_type": "default"},
+                            "compress": compress},
+    }
+
+
+def nvfp4_quantization(official: Mapping) -> tuple[dict, dict]:
+    """(quantization_config for config.json, hf_quant_config.json) of an official layout with NVFP4 routed experts."""
+    layers = [f"layers.{i}.ffn.experts" for i in range(official["num_hidden_layers"])]
+    kept = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
+    detail = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16,
+              "quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in layers}}
+    base = dict(official.get("quantization_config") or {}, quant_method="fp8")
+    return base | detail | {"ignore": kept}, {"producer": {"name": "dsv4"}, "quantization": detail | {"exclude_modules": kept}}
+
+
+def official_quantization(official: Mapping) -> dict:
+    """quantization_config of the official FP8 + MXFP4 release."""
+    block = (official.get("quantization_config") or {}).get("weight_block_size", [128, 128])
+    return {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+            "weight_block_size": list(block)}

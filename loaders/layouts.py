@@ -1,0 +1,203 @@
+"""The layouts a checkpoint may have on disk, each as exact rules to the official names.
+
+A rule is a whole-name pattern: nothing is renamed leaf by leaf and nothing matches a suffix. The failure
+this guards against is real: official files nest the compressor inside the indexer
+(`attn.indexer.compressor.wkv`), transformers' modules nest the indexer inside the compressor
+(`self_attn.compressor.indexer.kv_proj`), and a key with the wrong prefix loads nowhere, silently.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kernels.quantize import WeightFormat
+from loaders.errors import CheckpointError
+from loaders.files import DTYPES, FileTensor, some
+
+N = r"(\d+)"
+_ATTENTION = {  # official leaf → transformers leaf
+    "attn_sink": "sinks", "wq_a.weight": "q_a_proj.weight", "q_norm.weight": "q_a_norm.weight",
+    "wq_b.weight": "q_b_proj.weight", "wkv.weight": "kv_proj.weight", "kv_norm.weight": "kv_norm.weight",
+    "wo_a.weight": "o_a_proj.weight", "wo_b.weight": "o_b_proj.weight",
+}
+_POOL = {"wkv.weight": "kv_proj.weight", "wgate.weight": "gate_proj.weight", "ape": "position_bias", "norm.weight": "kv_norm.weight"}
+_HC = ("fn", "base", "scale")
+_SUFFIX = r"\.(weight|scale|weight_scale|weight_scale_2|input_scale)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A canonical tensor: a contiguous range of one file tensor. `start` and sizes in bytes."""
+
+    tensor: FileTensor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        size = DTYPES[self.dtype].itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A named layout: (pattern of a whole file key, template of the official name)."""
+
+    name: str
+    rules: tuple[tuple[re.Pattern, str], ...]
+    stacked: tuple[re.Pattern, re.Pattern] | None = None  # gate_up_proj and down_proj of transformers
+
+    def official(self, key: str) -> str | None:
+        for pattern, template in self.rules:
+            match = pattern.fullmatch(key)
+            if match:
+                return match.expand(template)
+        return None
+
+
+def official_leaves() -> list[str]:
+    """Patterns of every official tensor name below `layers.N.` (and `mtp.N.`), with groups left out."""
+    matrix = [f"attn.{m}" for m in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b", "indexer.weights_proj")]
+    matrix += [f"attn.{c}compressor.{m}" for c in ("", "indexer.") for m in ("wkv", "wgate")]
+    matrix += [f"ffn.shared_experts.w{i}" for i in (1, 2, 3)] + [rf"ffn.experts.\d+.w{i}" for i in (1, 2, 3)]
+    plain = ["attn_norm.weight", "ffn_norm.weight", "attn.attn_sink", "attn.q_norm.weight", "attn.kv_norm.weight",
+             "ffn.gate.weight", "ffn.gate.tid2eid", "ffn.gate.bias"]
+    plain += [f"attn.{c}compressor.{leaf}" for c in ("", "indexer.") for leaf in ("ape", "norm.weight")]
+    plain += [f"hc_{which}_{p}" for which in ("attn", "ffn") for p in _HC]
+    return [m.replace(".", r"\.") + _SUFFIX for m in matrix] + [p.replace(".", r"\.") for p in plain]
+
+
+def _compile(rules) -> tuple:
+    return tuple((re.compile(pattern), template) for pattern, template in rules)
+
+
+def _official(prefix: str) -> Layout:
+    mtp = [rf"{m}{_SUFFIX}" for m in ("e_proj", "h_proj", "main_proj", r"markov_head\.markov_w1", r"markov_head\.markov_w2",
+                                      r"confidence_head\.proj")]
+    mtp += [r"enorm\.weight", r"hnorm\.weight", r"norm\.weight", r"main_norm\.weight"] + [f"hc_head_{p}" for p in _HC]
+    mtp += [r"emb\.tok_emb\.weight", r"embed\.weight", r"head\.weight"]  # duplicates of the shared ones, in some releases
+    leaves = "|".join(re.sub(r"\((?!\?)", "(?:", leaf) for leaf in official_leaves())
+    drafts = "|".join(re.sub(r"\((?!\?)", "(?:", leaf) for leaf in mtp)
+    p = re.escape(prefix)
+    return Layout("official" if not prefix else f"official with prefix {prefix}", _compile([
+        (rf"{p}((?:embed|head|norm)\.weight|hc_head_(?:fn|base|scale))", r"\1"),
+        (rf"{p}(layers\.\d+\.(?:{leaves}))", r"\1"),
+        (rf"{p}(mtp\.\d+\.(?:{leaves}|{drafts}))", r"\1"),
+    ]))
+
+
+def _official_leaf_rules(base: str) -> list:
+    """Rules of transformers' own module tree for one layer, `base` its prefix up to the layer number."""
+    rules = [(rf"{base}\.input_layernorm\.weight", r"layers.\1.attn_norm.weight"),
+             (rf"{base}\.post_attention_layernorm\.weight", r"layers.\1.ffn_norm.weight")]
+    rules += [(rf"{base}\.{w}_hc\.({'|'.join(_HC)})", rf"layers.\1.hc_{w}_\2") for w in ("attn", "ffn")]
+    rules += [(rf"{base}\.self_attn\.{re.escape(hf)}", rf"layers.\1.attn.{ours}") for ours, hf in _ATTENTION.items()]
+    for ours, hf in _POOL.items():
+        rules.append((rf"{base}\.self_attn\.compressor\.{re.escape(hf)}", rf"layers.\1.attn.compressor.{ours}"))
+        rules.append((rf"{base}\.self_attn\.compressor\.indexer\.{re.escape(hf)}", rf"layers.\1.attn.indexer.compressor.{ours}"))
+    indexer = rf"{base}\.self_attn\.compressor\.indexer"
+    rules += [(rf"{indexer}\.q_b_proj\.weight", r"layers.\1.attn.indexer.wq_b.weight"),
+              (rf"{indexer}\.(?:scorer\.)?weights_proj\.weight", r"layers.\1.attn.indexer.weights_proj.weight"),
+              (rf"{base}\.mlp\.gate\.(weight|tid2eid)", r"layers.\1.ffn.gate.\2"),
+              (rf"{base}\.mlp\.gate\.e_score_correction_bias", r"layers.\1.ffn.gate.bias")]
+    for ours, hf in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        rules.append((rf"{base}\.mlp\.shared_experts\.{hf}\.weight", rf"layers.\1.ffn.shared_experts.{ours}.weight"))
+        rules.append((rf"{base}\.mlp\.experts\.{N}\.{hf}\.weight", rf"layers.\1.ffn.experts.\2.{ours}.weight"))
+    return rules
+
+
+_STACKED = (re.compile(rf"model\.layers\.{N}\.mlp\.experts\.gate_up_proj"), re.compile(rf"model\.layers\.{N}\.mlp\.experts\.down_proj"))
+TRANSFORMERS = Layout("transformers", _compile([
+    (r"model\.embed_tokens\.weight", "embed.weight"), (r"lm_head\.weight", "head.weight"),
+    (r"model\.norm\.weight", "norm.weight"), (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
+    *_official_leaf_rules(rf"model\.layers\.{N}"), (r"(mtp\..*)", r"\1"),
+]), _STACKED)
+_OFFICIAL = _official("")
+# What transformers 5.23.0's save_pretrained writes: official leaves below `model.layers.N`, its own names elsewhere.
+HYBRID = Layout("transformers save_pretrained", _compile([
+    (r"model\.embed_tokens\.weight", "embed.weight"), (r"(?:model\.)?(head\.weight)", r"\1"), (r"model\.norm\.weight", "norm.weight"),
+    (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
+    (rf"model\.layers\.{N}\.attn\.norm\.weight", r"layers.\1.attn.kv_norm.weight"),
+    (r"model\.(layers\.\d+\.(?:" + "|".join(re.sub(r"\((?!\?)", "(?:", leaf) for leaf in official_leaves()) + r"))", r"\1"),
+    (r"(mtp\..*)", r"\1"),
+]))
+LAYOUTS = (_OFFICIAL, _official("model."), TRANSFORMERS, HYBRID)
+
+
+def detect_layout(tensors: Mapping[str, FileTensor]) -> Layout:
+    """The layout whose rules know every tensor name. Raises CheckpointError naming the unknown ones."""
+    best, unknown = None, None
+    for layout in LAYOUTS:
+        strange = [k for k in tensors if layout.official(k) is None and not _is_stacked(layout, k)]
+        if not strange:
+            return layout
+        if unknown is None or len(strange) < len(unknown):
+            best, unknown = layout, strange
+    raise CheckpointError(f"{len(unknown)} of {len(tensors)} tensors have names that no layout knows (nearest: {best.name}): "
+                          f"{some(sorted(unknown))}")
+
+
+def canonical_sources(tensors: Mapping[str, FileTensor], layout: Layout) -> dict[str, Source]:
+    """Official tensor name → where its bytes are. Raises CheckpointError when two tensors claim one name."""
+    sources: dict[str, Source] = {}
+
+    def claim(name: str, source: Source) -> None:
+        if name in sources:
+            raise CheckpointError(f"tensors {sources[name].tensor.key} and {source.tensor.key} are both {name}")
+        sources[name] = source
+
+    for key, tensor in tensors.items():
+        name = layout.official(key)
+        if name is not None:
+            claim(name, Source(tensor, 0, tensor.shape))
+            continue
+        gate_up, down = (pattern.fullmatch(key) for pattern in layout.stacked)
+        layer = (gate_up or down)[1]
+        if len(tensor.shape) != 3 or (gate_up and tensor.shape[1] % 2):
+            raise CheckpointError(f"tensor {key} has shape {list(tensor.shape)}; expected stacked experts [E, rows, columns]")
+        E, rows, columns = tensor.shape
+        names = ("w1", "w3") if gate_up else ("w2",)  # gate rows first
+        part = (rows // len(names), columns)
+        nbytes = tensor.nbytes // (E * len(names)) if E else 0
+        for e in range(E):
+            for i, w in enumerate(names):
+                claim(f"layers.{layer}.ffn.experts.{e}.{w}.weight", Source(tensor, (e * len(names) + i) * nbytes, part))
+    return sources
+
+
+def _is_stacked(layout: Layout, key: str) -> bool:
+    return layout.stacked is not None and any(pattern.fullmatch(key) for pattern in layout.stacked)
+
+
+def matrix_formats(sources: Mapping[str, Source]) -> dict[str, WeightFormat]:
+    """Format of each weight by its official name without suffix, read off the dtypes of its tensors."""
+    formats = {}
+    for name, source in sources.items():
+        if not name.endswith(".weight"):
+            continue
+        base = name.removesuffix(".weight")
+        companions = {s: sources[f"{base}.{s}"].dtype for s in ("scale", "weight_scale", "weight_scale_2")
+                      if f"{base}.{s}" in sources}
+        formats[base] = _format(base, source.dtype, companions)
+    return formats
+
+
+def _format(base: str, dtype: str, companions: dict[str, str]) -> WeightFormat:
+    match dtype, companions:
+        case "BF16" | "F32" | "F16", {**none} if not none:
+            return WeightFormat.DENSE
+        case "F8_E4M3", {"scale": "F8_E8M0" | "F32", **rest} if not rest:
+            return WeightFormat.FP8
+        case "I8" | "U8", {"scale": "F8_E8M0", **rest} if not rest:
+            return WeightFormat.MXFP4
+        case "U8" | "I8", {"weight_scale": "F8_E4M3", "weight_scale_2": "F32", **rest} if not rest:
+            return WeightFormat.NVFP4
+    found = ", ".join(f"{k} {v}" for k, v in companions.items()) or "no scales"
+    raise CheckpointError(f"{base} has weight {dtype} with {found}; expected BF16/F32/F16 alone, F8_E4M3 with scale, packed I8/U8 "
+                          "with an F8_E8M0 scale, or U8 with weight_scale and weight_scale_2")
