@@ -66,6 +66,7 @@ class Model(nn.Module):
         self.head = Head(config.vocab_size, config.hidden_size, store("head"), numerics, op)
         self.frequencies = frequencies(config)
         self.device = torch.device("cpu")
+        self.max_context: int | None = None  # default of new_cache
         self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
 
     # ---- running -------------------------------------------------------------------------
@@ -73,13 +74,14 @@ class Model(nn.Module):
     def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
         """A preallocated cache for `batch` rows of up to `max_context` tokens.
 
-        Default max_context: the checkpoint's max_position_embeddings. Raises InputError beyond it,
-        CapacityError with the bytes when it does not fit.
+        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings.
+        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit.
         """
         n = self.config.num_hidden_layers + len(self.mtp)
         devices = self.layer_devices or [self.device] * n
-        return Cache(self.config, self.numerics, batch, max_context or self.config.max_position_embeddings, max_rewind,
-                     devices, mtp=len(self.mtp) > 0)
+        if max_context is None:
+            max_context = self.max_context or self.config.max_position_embeddings
+        return Cache(self.config, self.numerics, batch, max_context, max_rewind, devices, mtp=len(self.mtp) > 0)
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: Cache, n_new: list[int] | None = None, logits: str = "all",

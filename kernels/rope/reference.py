@@ -11,9 +11,9 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn=None) -> torch.Tensor:
     yarn: object with factor, beta_fast, beta_slow, original_max_position_embeddings.
     c(n) = d·ln(L/(2πn)) / (2 ln θ); low = max(⌊c(beta_fast)⌋, 0), high = min(⌈c(beta_slow)⌉, d−1);
     f_i ← f_i/factor·ramp + f_i·(1−ramp), ramp = clip((i−low)/(high−low), 0, 1). No mscale in V4.
-    Returns fp32 [d/2].
+    Returns fp32 [d/2] in host memory.
     """
-    f = 1.0 / theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
+    f = 1.0 / theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim)
     if yarn is None:
         return f
 
@@ -23,7 +23,7 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn=None) -> torch.Tensor:
     low = max(math.floor(corrected_dim(yarn.beta_fast)), 0)
     high = min(math.ceil(corrected_dim(yarn.beta_slow)), rope_dim - 1)
     span = high - low if high > low else 0.001  # a ramp of no width would divide by zero
-    ramp = ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    ramp = ((torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu") - low) / span).clamp(0, 1)
     return f / yarn.factor * ramp + f * (1 - ramp)
 
 

@@ -1,0 +1,185 @@
+"""From a checkpoint directory to a model that runs."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dsv4.config import ModelConfig
+from dsv4.errors import ConfigError, InputError
+from dsv4.linear import Matrix, Storage
+from dsv4.model import Model
+from dsv4.numerics import Numerics, numerics_named
+from kernels.quantize import WeightFormat
+from loaders.errors import CheckpointError
+from loaders.files import DTYPES, Progress
+from loaders.ledger import LoadLedger, Piece, poison, poisoned
+from loaders.load import Inventory, fill, matrix_names
+
+
+
+def load_model(path: str | Path, numerics: str = "native", backend: str = "auto", device: str = "cpu",
+               max_context: int | None = None, mtp: bool | None = None, progress: Progress | None = None,
+               device_map: str | None = None, max_memory: dict | None = None) -> Model:
+    """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
+
+    numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.numerics). backend: 'auto' ('cpu' on a CPU, 'reference'
+    on a GPU until there are kernels for it), 'reference', 'cpu', 'triton'. max_context: the default of
+    `new_cache`. mtp: load the MTP block; None means if the checkpoint has one. progress(done bytes, total bytes).
+    device_map='auto' spreads layers over GPUs, host memory and the checkpoint on disk within `max_memory`
+    ({0: bytes, 'cpu': bytes}; see dsv4.offload).
+
+    The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
+    InputError or BackendUnavailable, each one line.
+    """
+    inventory = Inventory.open(path)
+    target = resolve_device(device)
+    model = plan_model(inventory, numerics_named(numerics), resolve_backend(backend, target), mtp)
+    model.ledger.check()
+    if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
+        raise InputError(f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "
+                         "max_position_embeddings")
+    model.max_context = max_context
+    if device_map is not None:
+        from dsv4.offload import spread  # accelerate is slow to import
+        return spread(model, device_map, max_memory, target, progress)
+    model.to_empty(device=target)
+    model.device = target
+    write_parameters(model, pieces_of(model), progress)
+    return model
+
+
+@torch.no_grad()
+def write_parameters(model: Model, pieces: list[Piece], progress: Progress | None = None) -> None:
+    """Poison the parameters that `pieces` write, fill them, and see that no poison is left."""
+    parameters = dict(model.named_parameters())
+    mine = {piece.parameter: parameters[piece.parameter] for piece in pieces}
+    for parameter in mine.values():
+        poison(parameter)
+    fill(pieces, model.inventory, mine, progress)
+    left = [name for name, parameter in mine.items() if poisoned(parameter)]
+    if left:
+        raise CheckpointError(f"{len(left)} parameters still hold poison after loading, first {left[0]}; the loader did not fill them")
+    _check_tables(model, mine)
+
+
+def _check_tables(model: Model, parameters) -> None:
+    E = model.config.n_routed_experts
+    for name, parameter in parameters.items():
+        if name.endswith("tid2eid") and int(parameter.max()) >= E:
+            raise CheckpointError(f"tensor {name} names expert {int(parameter.max())}; the config has {E} experts")
+
+
+def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None) -> Model:
+    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+    config = ModelConfig.from_official(inventory.config)
+    if mtp is None:
+        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
+    elif mtp and inventory.mtp_blocks < max(1, config.num_mtp_layers):
+        raise ConfigError(f"MTP was asked for; the checkpoint holds {inventory.mtp_blocks} MTP blocks"
+                          + (" (its mtp.* tensors are DSpark draft stages, which this does not run)" if inventory.has_dspark else ""))
+    with torch.device("meta"):
+        model = Model(config, numerics, backend, lambda name: _storage(inventory, numerics, config, name), mtp)
+    model.inventory, model.ledger = inventory, LoadLedger()
+    model.ledger.account(pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory))
+    return model
+
+
+def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name: str) -> Storage:
+    """How the matrix or vector with this official name is held in memory."""
+    name = re.sub(r"\.experts\.w", ".experts.0.w", name)  # a stack has the format of its first expert
+    form = inventory.formats.get(name)
+    if form is None or numerics.dense:
+        return Storage()  # absent tensors are reported by the ledger
+    if form is WeightFormat.DENSE:
+        return Storage(form, DTYPES[inventory.sources[f"{name}.weight"].dtype])
+    scale = inventory.sources[f"{name}.scale"].dtype if form is WeightFormat.FP8 else None
+    return Storage(form, scale=DTYPES.get(scale), block=config.weight_block_size)
+
+
+def _reason(name: str, mtp: bool, inventory: Inventory) -> str | None:
+    """Why a tensor of the file may stay unused."""
+    if re.fullmatch(r"mtp\.\d+\.(emb\.tok_emb|embed|head)\.weight", name):
+        return "a copy of the main model's embedding or head, which MTP shares"
+    if name.startswith("mtp.") and inventory.has_dspark:
+        return "DSpark draft stage, which this does not run"
+    if name.startswith("mtp.") and not mtp:
+        return "MTP is off"
+    if name.endswith(".input_scale"):
+        return "static activation scale of NVFP4 products; activations here are quantised dynamically or not at all"
+    return None
+
+
+def official_name(parameter: str) -> str:
+    """Official tensor name of a parameter that is stored as one tensor."""
+    return re.sub(r"hc_(attn|ffn|head)\.(fn|base|scale)$", r"hc_\1_\2", parameter)
+
+
+def pieces_of(model: Model, prefix: str = "") -> list[Piece]:
+    """Pieces of every parameter whose name starts with `prefix`."""
+    pieces = []
+    for name, module in model.named_modules():
+        if not name.startswith(prefix):
+            continue
+        if isinstance(module, Matrix):
+            pieces += _stack_pieces(model, name, module) if ".experts.w" in name else _matrix_pieces(model, name, module, name, ())
+        else:
+            pieces += [Piece(f"{name}.{leaf}", {"raw": official_name(f"{name}.{leaf}")}, (), tuple(p.shape))
+                       for leaf, p in module.named_parameters(recurse=False)]
+    return pieces
+
+
+def _stack_pieces(model: Model, name: str, module: Matrix) -> Iterator[Piece]:
+    """Experts: w13 holds w1 (gate) in its first rows and w3 (up) in the rest; w2 stands alone."""
+    base, _, leaf = name.rpartition(".")
+    halves = {"w13": ("w1", "w3"), "w2": ("w2",)}[leaf]
+    for e in range(model.config.n_routed_experts):
+        for part, w in enumerate(halves):
+            yield from _matrix_pieces(model, name, module, f"{base}.{e}.{w}", (e,), part, len(halves))
+
+
+def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index: tuple, part: int = 0, parts: int = 1):
+    stored = model.inventory.formats.get(official, module.storage.format)
+    rows = lambda t: slice(part * t.shape[len(index)] // parts, (part + 1) * t.shape[len(index)] // parts)
+
+    def piece(leaf: str, names: dict) -> Piece:
+        tensor = getattr(module, leaf)
+        where = (*index, part) if leaf == "global_scale" else (*index, rows(tensor)) if parts > 1 else index
+        shape = () if leaf == "global_scale" else tuple(tensor.shape[len(index):])
+        if parts > 1 and shape:
+            shape = (shape[0] // parts, *shape[1:])
+        return Piece(f"{name}.{leaf}", names, where, shape, model.config.weight_block_size)
+
+    names = matrix_names(official, stored)
+    if not module.quantised and stored is not WeightFormat.DENSE:
+        yield piece("weight", names)  # dequantised
+        return
+    names = matrix_names(official, module.storage.format)  # a file whose experts differ in format shows as missing tensors
+    for role, leaf in (("weight", "weight"), ("scale", "scale"), ("global", "global_scale")):
+        if role in names:
+            yield piece(leaf, {"raw": names[role]})
+
+
+def resolve_device(device: str) -> torch.device:
+    """A device that exists. Raises InputError otherwise."""
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device {device!r} is unknown; expected 'cpu', 'cuda' or 'cuda:N'") from None
+    if target.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (target.index or 0) >= count:
+            raise InputError(f"device {device!r} was asked for; this machine has {count} CUDA devices; use --device cpu")
+    elif target.type != "cpu":
+        raise InputError(f"device {device!r} is not supported; expected 'cpu' or 'cuda'")
+    return target
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """The backend that 'auto' means on a device. Raises InputError for 'cpu' on a GPU."""
+    if backend == "auto":
+        return "cpu" if device.type == "cpu" else "reference"
+    if backend == "cpu" and device.type != "cpu":
+        raise InputError(f"backend 'cpu' was asked for on device {device}; it runs on host memory only")
+    return backend

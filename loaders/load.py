@@ -1,0 +1,118 @@
+"""Reading a checkpoint into parameters, one piece at a time."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.quantize import PackedWeight, WeightFormat, to_float
+from loaders.config_files import read_config
+from loaders.errors import CheckpointError
+from loaders.files import DTYPES, Files, Progress, open_checkpoint
+from loaders.layouts import Layout, Source, canonical_sources, detect_layout, matrix_formats
+from loaders.ledger import Piece, poisoned
+
+WIDENING = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.int32, torch.int64)}
+SAME_BYTES = {(torch.int8, torch.uint8)}  # packed FP4 is I8 in official files
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a checkpoint directory holds, from its headers: nothing of the data is read.
+
+    sources: official tensor name → where it is. formats: matrix name without suffix → WeightFormat. config: official
+    dictionary; config_notes: where values came from that the file does not state as such.
+    """
+
+    path: Path
+    files: Files
+    layout: Layout
+    sources: Mapping[str, Source]
+    formats: Mapping[str, WeightFormat]
+    config: dict
+    config_notes: dict
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Inventory":
+        """Raises CheckpointError for anything broken, unknown or contradictory."""
+        files = open_checkpoint(path)
+        config, notes = read_config(files.root)
+        layout = detect_layout(files.tensors)
+        sources = canonical_sources(files.tensors, layout)
+        return cls(files.root, files, layout, sources, matrix_formats(sources), config, notes)
+
+    @property
+    def mtp_blocks(self) -> int:
+        """Complete MTP blocks in the file. DSpark draft stages (`mtp.N` without e_proj) are another thing."""
+        blocks = {n.split(".")[1] for n in self.sources if n.startswith("mtp.")}
+        return sum(f"mtp.{b}.e_proj.weight" in self.sources for b in blocks)
+
+    @property
+    def has_dspark(self) -> bool:
+        return any(n.startswith("mtp.") for n in self.sources) and not self.mtp_blocks
+
+    def read(self, name: str) -> torch.Tensor:
+        """An official tensor with its stored dtype and shape. Raises CheckpointError if it holds NaN."""
+        source = self.sources[name]
+        tensor = self.files.read(source.tensor, source.start, source.nbytes).view(DTYPES[source.dtype]).view(source.shape)
+        bad = poisoned(tensor)
+        if bad:
+            what = "negative indices" if not tensor.is_floating_point() else "NaN"
+            raise CheckpointError(f"tensor {source.tensor.key} holds {bad} {what}; the file is damaged")
+        return tensor
+
+    def read_matrix(self, base: str, block: tuple[int, int]) -> torch.Tensor:
+        """A matrix by its official name without suffix, dequantised to fp32 [O, K]."""
+        return to_float(self.read_packed(base, block))
+
+    def read_packed(self, base: str, block: tuple[int, int]) -> PackedWeight:
+        """A matrix as stored."""
+        form = self.formats[base]
+        tensors = {role: self.read(name) for role, name in matrix_names(base, form).items()}
+        weight = tensors["weight"]
+        if weight.dtype is torch.int8:
+            weight = weight.view(torch.uint8)
+        scale = tensors.get("global")
+        return PackedWeight(form, weight, tensors.get("scale"), None if scale is None else scale.view(1), block)
+
+
+def matrix_names(base: str, form: WeightFormat) -> dict[str, str]:
+    """Official tensor names of a matrix by role."""
+    match form:
+        case WeightFormat.DENSE:
+            return {"weight": f"{base}.weight"}
+        case WeightFormat.NVFP4:
+            return {"weight": f"{base}.weight", "scale": f"{base}.weight_scale", "global": f"{base}.weight_scale_2"}
+    return {"weight": f"{base}.weight", "scale": f"{base}.scale"}
+
+
+def fill(pieces: Iterable[Piece], inventory: Inventory, parameters: Mapping[str, torch.Tensor],
+         progress: Progress | None = None) -> None:
+    """Read each piece and write it to its parameter. Host memory: the parameters and one piece.
+
+    Raises CheckpointError for NaN in the file, and for a stored dtype that would have to be narrowed.
+    """
+    pieces = list(pieces)
+    size = lambda piece: sum(inventory.sources[n].nbytes for n in piece.names.values())
+    total, done = sum(map(size, pieces)), 0
+    for piece in pieces:
+        target = parameters[piece.parameter][piece.index]
+        if "raw" in piece.names:
+            value = _as(inventory.read(piece.names["raw"]), target.dtype, piece.names["raw"])
+        else:
+            value = inventory.read_matrix(piece.names["weight"].removesuffix(".weight"), piece.block)
+        target.copy_(value.view(target.shape) if value.numel() == 1 else value)
+        done += size(piece)
+        if progress is not None:
+            progress(done, total)
+
+
+def _as(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    if value.dtype is dtype:
+        return value
+    if (value.dtype, dtype) in SAME_BYTES:
+        return value.view(dtype)
+    if (value.dtype, dtype) in WIDENING:
+        return value.to(dtype)
+    raise CheckpointError(f"tensor {name} is {value.dtype} in the file and would have to become {dtype}; that would lose bits")
