@@ -1,0 +1,80 @@
+"""Synthetic checkpoints in the official layout: every tensor random and distinct."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from dsv4.config import ModelConfig
+from kernels.quantize import quantize_fp8, quantize_mxfp4
+from loaders.expected import official_tensors
+from loaders.files import DTYPES
+from loaders.write import write_checkpoint
+
+# Widths are multiples of 32 for MXFP4, and differ wherever one could be taken for another.
+SMALL = dict(
+    model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], vocab_size=320, hidden_size=128, moe_intermediate_size=96,
+    num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=1, head_dim=64, qk_rope_head_dim=16, q_lora_rank=64, o_groups=2,
+    o_lora_rank=32, sliding_window=8, index_n_heads=64, index_head_dim=32, index_topk=6, n_routed_experts=6, num_experts_per_tok=2,
+    n_shared_experts=1, routed_scaling_factor=1.5, compress_ratios=[0, 4, 128, 4, 128, 0], num_hash_layers=2, swiglu_limit=10.0,
+    hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, scoring_func="sqrtsoftplus", topk_method="noaux_tc",
+    norm_topk_prob=True, rope_theta=10000, compress_rope_theta=160000, max_position_embeddings=4096, num_nextn_predict_layers=1,
+    rope_scaling=dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=64), bos_token_id=0,
+    eos_token_id=1, tie_word_embeddings=False, hidden_act="silu", expert_dtype="fp4",
+    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128]),
+)
+
+
+def random_values(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Dense fp32 values of every official tensor (tables int64), by name."""
+    g = torch.Generator().manual_seed(seed)
+    values = {}
+    for name, (dtype, shape) in official_tensors(config, dense="F32", experts="F32").items():
+        if dtype == "I64":
+            k = config.num_experts_per_tok
+            values[name] = torch.stack([torch.randperm(config.n_routed_experts, generator=g)[:k] for _ in range(shape[0])])
+            continue
+        std, mean = (shape[-1] ** -0.5 if len(shape) > 1 else 0.5), float(name.endswith("norm.weight"))
+        values[name] = torch.randn(shape, generator=g) * std * (0.3 if mean else 1.0) + mean
+    return values
+
+
+def official_value(values: dict, config: ModelConfig, experts: str):
+    """value_of for write_checkpoint: quantises `values` as the official layout stores them."""
+    target = official_tensors(config, experts=experts)
+
+    def value_of(name: str) -> torch.Tensor:
+        base = name.removesuffix(".weight").removesuffix(".scale")
+        if f"{base}.scale" not in target:
+            return values[name].to(DTYPES[target[name][0]])
+        fp8 = target[f"{base}.weight"][0] == "F8_E4M3"
+        weight, scale = (quantize_fp8(values[f"{base}.weight"], config.weight_block_size) if fp8
+                         else quantize_mxfp4(values[f"{base}.weight"]))
+        return scale if name.endswith(".scale") else weight if fp8 else weight.view(torch.int8)
+    return value_of
+
+
+def write_official(root: Path, raw: dict = SMALL, experts: str = "MXFP4", seed: int = 0, max_shard_bytes: int = 200_000) -> Path:
+    """An official checkpoint (FP8 + `experts`), sharded."""
+    config = ModelConfig.from_official(raw)
+    raw = {**raw, "expert_dtype": {"MXFP4": "fp4", "FP8": "fp8"}[experts]}
+    write_checkpoint(root, official_tensors(config, experts=experts), official_value(random_values(config, seed), config, experts),
+                     {"config.json": raw}, max_shard_bytes=max_shard_bytes)
+    return root
+
+
+def write_dense(root: Path, raw: dict = SMALL, dtype: str = "F32", seed: int = 0) -> Path:
+    """Official names, unquantised, one file."""
+    config, values = ModelConfig.from_official(raw), random_values(ModelConfig.from_official(raw), seed)
+    planned = official_tensors(config, dense=dtype, experts=dtype)
+    raw = {k: v for k, v in raw.items() if k not in ("quantization_config", "expert_dtype")}
+    write_checkpoint(root, planned, lambda n: values[n].to(DTYPES[planned[n][0]]), {"config.json": raw})
+    return root
+
+
+def edit_config(root: Path, **changes) -> Path:
+    """Change keys of config.json (None removes one)."""
+    file = root / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+    return root
