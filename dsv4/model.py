@@ -151,6 +151,11 @@ class Model(nn.Module):
         return [{"layer": label, "kind": block.kind.value, "experts": "hash" if block.hashed else "scored",
                  **block.attn.path, "path": _describe(block.kind.value, block.attn.path)} for label, block in rows]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters as held in memory."""
+        return sum(p.nbytes for p in self.parameters())
+
     # ---- inside --------------------------------------------------------------------------
 
     def _run(self, step: Step, cache: Cache) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from kernels.quantize import (
-    WeightFormat, mxfp4_to_nvfp4, nvfp4_to_mxfp4, quantize_fp8, quantize_mxfp4, quantize_nvfp4,
+    PackedWeight, WeightFormat, mxfp4_to_nvfp4, nvfp4_to_mxfp4, quantize_fp8, quantize_mxfp4, quantize_nvfp4, to_float,
 )
 from loaders.config_files import nvfp4_quantization, official_quantization, to_transformers
 from loaders.errors import CheckpointError
@@ -146,17 +146,20 @@ class _Converter:
 
     def _quantised(self, base: str, wanted: WeightFormat) -> dict[str, torch.Tensor]:
         value = self.inventory.read_matrix(base, self.config.weight_block_size)
-        self.summary.actions[f"dense → {wanted.value}, rounded"] += 1
+        block, glob = self.config.weight_block_size, None
         match wanted:
             case WeightFormat.FP8:
-                weight, scale = quantize_fp8(value, self.config.weight_block_size)
+                weight, scale = quantize_fp8(value, block)
             case WeightFormat.MXFP4:
                 weight, scale = quantize_mxfp4(value)
-                weight = weight.view(torch.int8)
             case WeightFormat.NVFP4:
-                amax = max(self.inventory.read_matrix(p, self.config.weight_block_size).abs().amax() for p in self._partners(base))
-                return self._nvfp4(base, *quantize_nvfp4(value, amax.clamp(min=1e-30) / (6 * 448)))
-        return {f"{base}.weight": weight, f"{base}.scale": scale}
+                amax = max(self.inventory.read_matrix(p, block).abs().amax() for p in self._partners(base))
+                weight, scale, glob = quantize_nvfp4(value, amax.clamp(min=1e-30) / (6 * 448))
+        back = to_float(PackedWeight(wanted, weight, scale, None if glob is None else glob.view(1), block))
+        self.summary.actions[f"dense → {wanted.value}, {'exact' if torch.equal(back, value) else 'rounded'}"] += 1
+        if glob is not None:
+            return self._nvfp4(base, weight, scale, glob)
+        return {f"{base}.weight": weight.view(torch.int8) if wanted is WeightFormat.MXFP4 else weight, f"{base}.scale": scale}
 
     def _between(self, base: str, stored: WeightFormat, wanted: WeightFormat) -> dict[str, torch.Tensor]:
         packed = self.inventory.read_packed(base, self.config.weight_block_size)

@@ -1,0 +1,3 @@
+from dsv4.cli import main
+
+main()

@@ -1,0 +1,189 @@
+"""The command line. Every error is one line on stderr and exit code 2; data goes to stdout, progress to stderr."""
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dsv4 import tables
+from dsv4.errors import Dsv4Error, InputError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  help="Run, measure and audit DeepSeek-V4-style checkpoints.")
+errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+class NumericsChoice(str, Enum):
+    fp32 = "fp32"
+    native = "native"
+    qat = "qat"
+    qat_fp32 = "qat:fp32"
+
+
+class Target(str, Enum):
+    official = "official"
+    nvfp4 = "nvfp4"
+    transformers = "transformers"
+    bf16 = "bf16"
+
+
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)]
+Numerics = Annotated[NumericsChoice, typer.Option(help="fp32: no quantisation. native: weights as stored, bf16 activations. "
+                                                  "qat: the official quantisation simulation. qat:fp32: that, in fp32 arithmetic.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str | None, typer.Option(help="Prompt text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt; - is standard input.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Prompt as comma-separated token ids, without a tokenizer.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="DeepSeek's chat format around the prompt.")] = False,
+    think: Annotated[bool, typer.Option("--think", help="With --chat: let the reply begin with thinking.")] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_context: Annotated[str | None, typer.Option(help="Tokens the cache holds (128K, 1M …); default: just enough.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    numerics: Numerics = NumericsChoice.native,
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    device: Device = "cpu",
+    device_map: Annotated[str | None, typer.Option(help="auto: spread layers over GPUs, host memory and disk.")] = None,
+    max_memory: Annotated[str | None, typer.Option(help="With --device-map: e.g. 'cpu=4GiB,0=70GiB'.")] = None,
+    as_json: AsJson = False,
+):
+    """Generate text from a checkpoint: single-shot inference."""
+    from dsv4 import run
+    from dsv4.generate import Sampling
+    request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids), is_ids=token_ids is not None, chat=chat, think=think,
+                          system=system, max_new_tokens=max_new_tokens, max_context=max_context,
+                          sampling=Sampling(temperature, top_p, seed))
+    if (think or system is not None) and not chat:
+        raise InputError("--think and --system belong to the chat format; add --chat")
+    with progress_bar("loading") as loading:
+        session = run.Session(checkpoint, numerics.value, backend, device, device_map, max_memory, loading)
+    ids = session.encode(request)
+    shown = (lambda text: None) if as_json else _show
+    with progress_bar("prefill", unit="tokens") as prefilling:
+        result, text = session.generate(ids, request, shown, prefilling)
+    document = session.document(result, text)
+    if as_json:
+        _print_json(document)
+    else:
+        _show("\n")
+        tables.generation(document, errors)
+
+
+@app.command()
+def inspect(checkpoint: Checkpoint, as_json: AsJson = False,
+            verify: Annotated[bool, typer.Option("--verify", help="Also read every tensor: NaN, table ranges, crc32.")] = False):
+    """Print the load ledger and the config ledger, without running the model."""
+    from dsv4 import inspection
+    with progress_bar("reading") as reading:
+        document = inspection.inspect(checkpoint, verify, reading)
+    if as_json:
+        _print_json(document)
+    else:
+        tables.inspection(document, Console(highlight=False))
+    if document["ledger"]["problems"]:
+        raise typer.Exit(2)
+
+
+@app.command()
+def convert(src: Checkpoint, dst: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
+            to: Annotated[Target, typer.Option(help="Layout to write.", show_default=False)],
+            allow_inexact: Annotated[bool, typer.Option("--allow-inexact", help="Round blocks that NVFP4 cannot hold exactly.")] = False,
+            max_shard: Annotated[str, typer.Option(help="Largest shard.")] = "5G", as_json: AsJson = False):
+    """Write a checkpoint in another layout; nothing half-written stays after a failure."""
+    from dsv4.config import ModelConfig
+    from dsv4.memory import parse_count
+    from loaders.config_files import read_config
+    from loaders.convert import convert as run_convert
+    config = ModelConfig.from_official(read_config(src)[0])
+    with progress_bar("converting") as progress:
+        summary = run_convert(src, dst, to.value, config, allow_inexact, progress, parse_count(max_shard))
+    document = {"source": str(src), "destination": str(dst), "to": to.value, **asdict(summary)}
+    if as_json:
+        _print_json(document)
+    else:
+        tables.conversion(document, Console(highlight=False))
+
+
+@app.command()
+def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, or flash or pro.", show_default=False)],
+         max_context: Annotated[str, typer.Option(help="Tokens a row: 128K, 1M …")] = "1M",
+         batch: Annotated[int, typer.Option(min=1)] = 1,
+         max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
+         numerics: Numerics = NumericsChoice.native, device: Device = "cpu", as_json: AsJson = False):
+    """Bytes of the weights and of each cache stream, with formulas, and whether they fit the device."""
+    from dsv4 import planning
+    document = planning.plan(checkpoint, max_context, batch, max_rewind, numerics.value, device)
+    if as_json:
+        _print_json(document)
+    else:
+        tables.plan(document, Console(highlight=False))
+
+
+@contextmanager
+def progress_bar(label: str, unit: str = "bytes"):
+    """A progress callback (done, total) that draws on stderr when that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    column = TextColumn("{task.completed:,.0f} / {task.total:,.0f} " + unit)
+    with Progress(TextColumn("{task.description}"), BarColumn(), column, TimeRemainingColumn(), console=errors, transient=True) as bar:
+        task = bar.add_task(label, total=1)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _print_json(document: dict) -> None:
+    sys.stdout.write(json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n")
+
+
+def main() -> None:
+    """Entry point: run a command, turn expected failures into one line and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except Dsv4Error as error:
+        _fail(str(error))
+    except typer.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nothing more can be said to it
+        sys.exit(0)
+    except MemoryError:
+        _fail("out of memory; lower --max-context, or spread the model with --device-map auto --max-memory")
+    except Exception as error:  # usage errors of the command line library, and torch's own out-of-memory error
+        if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(error):
+            _fail("out of memory; lower --max-context, or spread the model with --device-map auto --max-memory")
+        if not hasattr(error, "exit_code"):
+            raise
+        _fail(error.format_message())
+
+
+def _fail(message: str) -> None:
+    errors.print("error: " + " ".join(message.split()))
+    sys.exit(2)

@@ -1,0 +1,110 @@
+"""Single-shot generation: prefill, then one token at a time."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from dsv4.errors import ContextOverrun, InputError
+from dsv4.model import CHUNK, Model
+
+
+@dataclass
+class Generation:
+    """What came out. Times in seconds; `prefill_seconds` ends with the first token's logits."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    stop_reason: str = ""  # 'eos' or 'max_new_tokens'
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    cache_bytes: int = 0
+    max_context: int = 0
+
+    @property
+    def prefill_rate(self) -> float:
+        return len(self.prompt_ids) / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second of the steps after the first token."""
+        steps = len(self.token_ids) - 1
+        return steps / self.decode_seconds if steps > 0 and self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise InputError(f"temperature {self.temperature} and top_p {self.top_p} were asked for; expected at least 0, and 0 … 1")
+
+
+def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """A token id from logits [vocab]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    p = torch.softmax(logits.float().cpu() / sampling.temperature, -1)
+    if sampling.top_p < 1:
+        ordered, index = p.sort(descending=True, stable=True)
+        kept = ordered.cumsum(0) - ordered < sampling.top_p  # the token that crosses the bound stays
+        p = torch.zeros_like(p).scatter_(0, index, ordered * kept)
+    return int(torch.multinomial(p, 1, generator=generator))
+
+
+def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampling = Sampling(), max_context: int | None = None,
+             stop_ids: Iterable[int] = (), on_token: Callable[[int], None] | None = None,
+             on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+    """Generate from a prompt until a stop id or `max_new_tokens`.
+
+    max_context: tokens the cache holds; by default just enough. The last token is not fed back, so a prompt of P
+    tokens and N new ones need P + N − 1. on_token(id) as tokens appear; on_prefill(done, total) during prefill.
+    Raises InputError for an empty prompt or id outside the vocabulary; ContextOverrun when the prompt does not fit
+    max_context, and, while generating, when the next token would not: tokens so far have been passed to on_token.
+    """
+    if not ids:
+        raise InputError("the prompt is empty")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+    limit = max_context if max_context is not None else model.max_context
+    limit = limit if limit is not None else len(ids) + max_new_tokens - 1
+    if len(ids) > limit:
+        raise ContextOverrun(f"the prompt has {len(ids)} tokens, max_context is {limit}; shorten it or raise --max-context")
+    cache = model.new_cache(1, limit)
+    out = Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    stops = frozenset(stop_ids)
+    begun = time.perf_counter()
+    logits = _prefill(model, ids, cache, on_prefill)
+    out.prefill_seconds = time.perf_counter() - begun
+    begun = time.perf_counter()
+    while True:
+        token = sample(logits[0, -1], sampling, generator)
+        out.token_ids.append(token)
+        if on_token is not None and token not in stops:
+            on_token(token)
+        out.decode_seconds = time.perf_counter() - begun
+        if token in stops or len(out.token_ids) == max_new_tokens:
+            out.stop_reason = "eos" if token in stops else "max_new_tokens"
+            return out
+        if cache.lengths[0] == limit:
+            raise ContextOverrun(f"the context of {limit} tokens is full after {len(out.token_ids)} new tokens; raise --max-context or "
+                                 "lower --max-new-tokens")
+        logits = model.append(torch.tensor([[token]]), cache, logits="last")
+
+
+def _prefill(model: Model, ids: list[int], cache, on_prefill) -> torch.Tensor:
+    prompt = torch.tensor([ids])
+    logits = None
+    for start in range(0, len(ids), CHUNK):
+        last = start + CHUNK >= len(ids)
+        logits = model.append(prompt[:, start:start + CHUNK], cache, logits="last" if last else "none")
+        if on_prefill is not None:
+            on_prefill(min(start + CHUNK, len(ids)), len(ids))
+    return logits

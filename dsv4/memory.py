@@ -1,0 +1,103 @@
+"""How many bytes a checkpoint and its caches take, and what a device has."""
+
+import os
+import re
+import resource
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.cache import cache_streams
+from dsv4.config import ModelConfig
+from dsv4.errors import InputError
+from dsv4.numerics import Numerics
+from loaders.write import tensor_bytes
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+PARTS = (  # first match names the part of the model a tensor belongs to
+    (r"mtp\..*", "MTP"), (r"embed\..*", "embedding"), (r"head\..*", "output head"), (r".*ffn\.experts\..*", "routed experts"),
+    (r".*ffn\.shared_experts\..*", "shared experts"), (r".*ffn\.gate\..*", "router"), (r".*attn\.indexer\..*", "indexer"),
+    (r".*attn\.compressor\..*", "compressor"), (r".*hc_.*", "mHC"), (r".*\.attn\..*", "attention"), (r".*", "norms"),
+)
+
+
+def parse_count(text: str) -> int:
+    """'4096', '128K', '1M' → an integer (K = 1024). Raises InputError."""
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise InputError(f"{text!r} is not a size; expected digits with an optional K, M, G or T")
+    return int(match[1]) * UNITS[match[2].upper()]
+
+
+def format_bytes(n: int) -> str:
+    """'12.3 GiB', with the unit that leaves three digits or so."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n} B" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a plan: what, how many bytes, and the formula that gives them."""
+
+    group: str  # 'weights' or 'cache'
+    name: str
+    nbytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    rows: tuple[Row, ...]
+
+    def total(self, group: str | None = None) -> int:
+        return sum(r.nbytes for r in self.rows if group in (None, r.group))
+
+
+def weight_rows(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> list[Row]:
+    """Bytes of the stored tensors by part of the model. tensors: official name → (dtype, shape)."""
+    sizes: Counter = Counter()
+    counts: Counter = Counter()
+    for name, (dtype, shape) in tensors.items():
+        part = next(label for pattern, label in PARTS if re.fullmatch(pattern, name))
+        sizes[part, dtype] += tensor_bytes(dtype, shape)
+        counts[part, dtype] += 1
+    parts = sorted({part for part, _ in sizes}, key=lambda p: -sum(v for (q, _), v in sizes.items() if q == p))
+    rows = []
+    for part in parts:
+        detail = [(dtype, sizes[part, dtype], counts[part, dtype]) for q, dtype in sorted(sizes) if q == part]
+        rows.append(Row("weights", part, sum(n for _, n, _ in detail),
+                        " + ".join(f"{n} B in {c} {dtype} tensors" for dtype, n, c in detail)))
+    return rows
+
+
+def cache_rows(config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics, mtp: bool) -> list[Row]:
+    """Bytes of each cache stream by layer kind: exactly what `Cache` allocates."""
+    grouped: dict[tuple, list] = {}
+    for layer in cache_streams(config, batch, max_context, max_rewind, numerics, mtp):
+        kind = ("MTP " if layer.label.startswith("mtp") else "") + layer.kind.value
+        for stream in layer.streams:
+            grouped.setdefault((kind, stream.name, stream.formula), []).append(stream.nbytes)
+    return [Row("cache", f"{kind} layers: {name}", sum(sizes), f"{len(sizes)} layers × {formula}")
+            for (kind, name, formula), sizes in grouped.items()]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory in use so far: of the process on a CPU, of torch's allocator on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux

@@ -1,0 +1,125 @@
+"""One request to one checkpoint, from prompt text to the document that describes what happened."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4.chat import chat_ids, plain_ids
+from dsv4.errors import ContextOverrun, InputError
+from dsv4.generate import Generation, Sampling, generate
+from dsv4.load import load_model
+from dsv4.memory import parse_count, peak_bytes
+from dsv4.tokenizer import TextStream, Tokenizer
+from loaders.files import read_json
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for. `prompt` is text, or comma-separated ids when `is_ids`."""
+
+    prompt: str
+    is_ids: bool = False
+    chat: bool = False
+    think: bool = False
+    system: str | None = None
+    max_new_tokens: int = 128
+    max_context: str | None = None
+    sampling: Sampling = Sampling()
+
+
+def read_prompt(text: str | None, file: Path | None, ids: str | None) -> str:
+    """The prompt from exactly one place: --prompt, --prompt-file, --token-ids, or standard input if it is piped."""
+    given = [name for name, value in (("--prompt", text), ("--prompt-file", file), ("--token-ids", ids)) if value is not None]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} were given; the prompt comes from one of them")
+    if text is not None or ids is not None:
+        found = text if text is not None else ids
+    elif file is not None and str(file) != "-":
+        try:
+            found = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read the prompt from {file}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
+    elif sys.stdin.isatty() and file is None:
+        raise InputError("there is no prompt; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
+    else:
+        found = sys.stdin.read()
+    if not found.strip():
+        raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
+    return found
+
+
+def parse_max_memory(text: str | None) -> dict | None:
+    """'cpu=4GiB,0=70GiB' → {'cpu': bytes, 0: bytes}."""
+    if text is None:
+        return None
+    limits = {}
+    for part in text.split(","):
+        device, equals, size = part.partition("=")
+        device = device.strip().removeprefix("cuda:")
+        if not equals or not (device.isdigit() or device == "cpu"):
+            raise InputError(f"--max-memory has {part!r}; expected e.g. cpu=4GiB,0=70GiB")
+        limits[int(device) if device.isdigit() else device] = parse_count(size)
+    return limits
+
+
+class Session:
+    """A loaded checkpoint with its tokenizer (None without a tokenizer.json) and stop ids."""
+
+    def __init__(self, checkpoint: Path, numerics: str, backend: str, device: str, device_map: str | None = None,
+                 max_memory: str | None = None, progress=None):
+        if device_map not in (None, "auto"):
+            raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
+        self.model = load_model(checkpoint, numerics, backend, device, progress=progress, device_map=device_map,
+                                max_memory=parse_max_memory(max_memory))
+        self.checkpoint = Path(checkpoint)
+        self.tokenizer: Tokenizer | None = None
+        self.stop_ids = set(self.model.config.eos_token_id)
+        if (self.checkpoint / "generation_config.json").is_file():
+            eos = read_json(self.checkpoint / "generation_config.json").get("eos_token_id", [])
+            self.stop_ids |= set(eos if isinstance(eos, list) else [eos])
+
+    def encode(self, request: Request) -> list[int]:
+        """Token ids of the request's prompt."""
+        if (self.checkpoint / "tokenizer.json").is_file() or not request.is_ids:
+            self.tokenizer = Tokenizer(self.checkpoint, self.model.config.vocab_size)
+        if request.is_ids:
+            try:
+                return [int(part) for part in request.prompt.split(",")]
+            except ValueError:
+                raise InputError(f"--token-ids is {request.prompt[:40]!r}; expected numbers separated by commas") from None
+        if request.chat:
+            system = [] if request.system is None else [{"role": "system", "content": request.system}]
+            return chat_ids(self.tokenizer, [*system, {"role": "user", "content": request.prompt}], request.think)
+        return plain_ids(self.tokenizer, request.prompt, self.model.config.bos_token_id)
+
+    def generate(self, ids: list[int], request: Request, show: Callable[[str], None], on_prefill=None) -> tuple[Generation, str]:
+        """Run the request; `show` gets text as it completes. Returns (result, whole text)."""
+        stream = TextStream(self.tokenizer) if self.tokenizer else None
+
+        def on_token(token: int) -> None:
+            show(stream.push(token) if stream else f"{token} ")
+
+        context = None if request.max_context is None else parse_count(request.max_context)
+        try:
+            result = generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
+        except ContextOverrun:
+            show((stream.finish() if stream else "") + "\n")
+            raise
+        if stream:
+            show(stream.finish())
+        return result, stream.shown if stream else ""
+
+    def document(self, result: Generation, text: str) -> dict:
+        """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
+        model = self.model
+        return {
+            "text": text, "token_ids": result.token_ids, "prompt_token_ids": result.prompt_ids, "stop_reason": result.stop_reason,
+            "checkpoint": str(self.checkpoint), "layout": model.inventory.layout.name, "numerics": model.numerics.name,
+            "backend": model.backend, "device": str(model.device),
+            "timings": {"prefill_seconds": result.prefill_seconds, "prefill_tokens_per_second": result.prefill_rate,
+                        "decode_seconds": result.decode_seconds, "decode_tokens_per_second": result.decode_rate},
+            "bytes": {"weights": model.nbytes, "cache": result.cache_bytes, "peak": peak_bytes(model.device),
+                      "max_context": result.max_context},
+            "layers": model.layer_paths(), "dispatch": model.dispatch.rows(), "load": model.ledger.totals(), "notes": model.ledger.notes,
+        }

@@ -1,0 +1,99 @@
+"""Documents as tables for people."""
+
+from rich.console import Console
+from rich.table import Table
+
+from dsv4.memory import format_bytes
+
+MOST_ROWS = 40  # of a listing; the JSON has all
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
+    return table
+
+
+def generation(document: dict, console: Console) -> None:
+    """Rates, memory, the path of each layer, and which implementation ran."""
+    t, b = document["timings"], document["bytes"]
+    console.print(f"\n{len(document['prompt_token_ids'])} prompt tokens, {len(document['token_ids'])} new "
+                  f"(stopped: {document['stop_reason']}); numerics {document['numerics']}, backend {document['backend']}, "
+                  f"device {document['device']}, layout {document['layout']}")
+    console.print(f"prefill {t['prefill_tokens_per_second']:.1f} tokens/s, decode {t['decode_tokens_per_second']:.1f} tokens/s")
+    console.print(f"weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens, "
+                  f"peak memory {format_bytes(b['peak'])}")
+    load = document["load"]
+    console.print(f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
+                  f"{load['parameters']} parameters, each written once")
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+    table = _table("\npath of each layer in the last step", "layer", "kind", "experts", "attended to")
+    for row in document["layers"]:
+        table.add_row(row["layer"], row["kind"], row["experts"], row["path"])
+    console.print(table)
+    table = _table("\nwhat ran", "operation", "implementation", ">calls", "why")
+    for row in document["dispatch"]:
+        if row["calls"]:
+            table.add_row(row["operation"], row["implementation"], str(row["calls"]), row["why"])
+    console.print(table)
+
+
+def inspection(document: dict, console: Console) -> None:
+    """The ledgers, shortened; problems in full."""
+    ledger, totals = document["ledger"], document["ledger"]["totals"]
+    console.print(f"{document['checkpoint']}: layout {document['layout']}, {len(document['shards'])} file(s), "
+                  f"{totals['file_tensors']} tensors; matrices: "
+                  + ", ".join(f"{n} {form}" for form, n in document["formats"].items()) + f"; MTP blocks: {document['mtp_blocks']}")
+    table = _table("\nload ledger", ">bytes", "dtype", "shape", "tensor", "goes to")
+    rows = ledger["tensors"]
+    for row in rows[:MOST_ROWS]:
+        goes = ", ".join(row["parameters"][:2]) or "; ".join(row["reasons"]) or "NOWHERE"
+        table.add_row(str(row["bytes"]), row["dtype"], str(row["shape"]), row["tensor"], goes)
+    console.print(table)
+    if len(rows) > MOST_ROWS:
+        console.print(f"… and {len(rows) - MOST_ROWS} more tensors; --json lists all")
+    table = _table("\nbytes", ">bytes", "what")
+    for dtype, n in totals["consumed_bytes_by_dtype"].items():
+        table.add_row(str(n), f"{dtype} loaded")
+    for reason, n in totals["listed_bytes_by_reason"].items():
+        table.add_row(str(n), f"left out: {reason}")
+    console.print(table)
+    table = _table("\nconfig ledger", "key", "requested", "effective", "status", "note")
+    for row in document["config"]:
+        cells = [str(row["requested"]), str(row["effective"])] if row["status"] != "never read" else [str(row["requested"]), "–"]
+        table.add_row(row["key"], *cells, row["status"], row["note"])
+    console.print(table)
+    for note in ledger["notes"]:
+        console.print(f"note: {note}")
+    for problem in ledger["problems"]:
+        console.print(f"PROBLEM: {problem}")
+    verdict = "every tensor and every parameter is accounted for" if not ledger["problems"] else "NOT accounted for"
+    console.print(f"\n{totals['consumed']} tensors loaded, {totals['listed']} left out with a reason, {totals['parameters']} parameters: {verdict}")
+
+
+def conversion(document: dict, console: Console) -> None:
+    console.print(f"{document['source']} → {document['destination']} ({document['to']})")
+    for action, count in document["actions"].items():
+        console.print(f"  {count} matrices: {action}")
+    if document["inexact_blocks"]:
+        console.print(f"  {document['inexact_blocks']} blocks were rounded, as --allow-inexact allows")
+    if document["rounded_tensors"]:
+        console.print(f"  {len(document['rounded_tensors'])} dense tensors were rounded to bf16, first {document['rounded_tensors'][0]}")
+
+
+def plan(document: dict, console: Console) -> None:
+    console.print(f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens, {document['max_rewind']} to rewind, "
+                  f"numerics {document['numerics']}")
+    for group in ("weights", "cache"):
+        table = _table(f"\n{group}", ">bytes", ">", "part", "formula")
+        for row in document["rows"]:
+            if row["group"] == group:
+                table.add_row(str(row["nbytes"]), format_bytes(row["nbytes"]), row["name"], row["formula"])
+        table.add_row(str(document[f"{group}_bytes"]), format_bytes(document[f"{group}_bytes"]), "sum", "")
+        console.print(table)
+    verdict = "fits" if document["fits"] else "does NOT fit"
+    console.print(f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}; {document['device']} has "
+                  f"{format_bytes(document['free_bytes'])} free: {verdict}")
