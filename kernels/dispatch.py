@@ -46,9 +46,9 @@ class Operation:
         if backend not in BACKENDS:
             raise BackendUnavailable(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
         if backend in self.implementations:
-            return self.implementations[backend], f"{backend} was asked for"
+            return self.implementations[backend], f"{backend} backend"
         if backend == "cpu":
-            return self.implementations["reference"], "cpu was asked for; for this operation it is the reference"
+            return self.implementations["reference"], "the cpu backend takes the reference here"
         raise BackendUnavailable(
             f"backend {backend!r} was asked for, but operation {self.name!r} has only "
             f"{', '.join(self.implementations)}; use --backend reference"

@@ -1,0 +1,32 @@
+# `make demo` and `make test` are all a newcomer needs: each makes what it lacks.
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := demo-checkpoint
+PROMPT ?= The capital of France is
+
+.PHONY: demo test clean
+
+demo: .venv/.runtime $(DEMO)/config.json
+	$(BIN)/dsv4 generate $(DEMO) --prompt "$(PROMPT)" --max-new-tokens 64
+	@echo "(The demo checkpoint has random weights: the path is real, the text is noise.)"
+
+test: .venv/.test
+	$(BIN)/python -m pytest
+
+.venv/.runtime: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"error: Python 3.11 or later is needed, found {v.major}.{v.minor}; run make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv/.test: .venv/.runtime requirements-test.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.lock
+	touch $@
+
+$(DEMO)/config.json: scripts/write_demo_checkpoint.py | .venv/.runtime
+	rm -rf $(DEMO)
+	$(BIN)/python scripts/write_demo_checkpoint.py $(DEMO)
+
+clean:
+	rm -rf .venv $(DEMO)

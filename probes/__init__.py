@@ -1,0 +1,1 @@
+"""Probes: one file each, emitting checks for the audits. None exists yet."""
