@@ -187,7 +187,7 @@ class Model(nn.Module):
             raise InputError(f"n_new is {counts} for ids {tuple(ids.shape)}; expected {B} counts of 0 … {T}")
         if not any(counts):
             raise InputError("there is no token to append; the prompt is empty")
-        self._check_ids(ids)
+        self._check_ids(ids if n_new is None else torch.cat([row[:n] for row, n in zip(ids, counts)]))
         _check_room(cache._main.now, counts, cache.max_context)
         return counts
 

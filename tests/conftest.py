@@ -1,0 +1,48 @@
+"""Shared fixtures. Models are loaded once a session and not changed by tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from tests import checkpoints, oracle
+
+GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
+TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that order their sums differently
+
+
+@pytest.fixture(autouse=True, scope="session")
+def two_threads():
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def golden_path() -> Path:
+    return GOLDEN
+
+
+@pytest.fixture(scope="session", params=list(oracle.CONFIGS))
+def pair(request, tmp_path_factory):
+    """(our model, transformers' model, ids [1, 310], its logits) of one randomised config."""
+    config = oracle.CONFIGS[request.param]
+    theirs = oracle.randomised(config)
+    folder = oracle.save_in_memory_names(theirs, config, tmp_path_factory.mktemp("oracle"))
+    ids = torch.randint(0, config["vocab_size"], (1, 310), generator=torch.Generator().manual_seed(1))
+    return load_model(folder, numerics="fp32"), theirs, ids, oracle.logits(theirs, ids)
+
+
+@pytest.fixture(scope="session")
+def official(tmp_path_factory) -> Path:
+    """A small official checkpoint: FP8, MXFP4 experts, sharded, with MTP."""
+    return checkpoints.write_official(tmp_path_factory.mktemp("checkpoint") / "official")
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """Function: a private copy of a checkpoint directory, to be damaged."""
+    import shutil
+
+    def copy(path: Path) -> Path:
+        return Path(shutil.copytree(path, tmp_path / "copy"))
+    return copy

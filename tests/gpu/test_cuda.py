@@ -1,0 +1,61 @@
+"""The model on a CUDA device. scripts/gpu_tests.sh runs these; elsewhere they are skipped for want of a device."""
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from tests import checkpoints
+from tests.conftest import GOLDEN, TOLERANCE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_golden_on_the_device_in_every_step_size():
+    from safetensors.torch import load_file
+    expected = load_file(GOLDEN / "expected.safetensors")
+    model = load_model(GOLDEN, numerics="fp32", device="cuda")
+    for chunk in (1, 7, 128, 300):
+        got = model.append(expected["ids"], model.new_cache(1, 300), chunk=chunk)
+        assert got.device.type == "cuda"
+        assert (got.cpu() - expected["logits"]).abs().max() < TOLERANCE, chunk
+    cache = model.new_cache(1, 300)
+    _, streams = model.append(expected["ids"], cache, return_streams=True)
+    got = model.mtp_logits(streams, expected["next_ids"], cache)
+    assert (got.cpu() - expected["mtp_logits"]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("numerics", ["fp32", "qat:fp32"])
+@pytest.mark.parametrize("experts", ["MXFP4", "FP8"])
+def test_device_equals_host(tmp_path, numerics, experts):
+    raw = {**checkpoints.SMALL, "moe_intermediate_size": 128}
+    path = checkpoints.write_official(tmp_path / "c", raw, experts)
+    ids = torch.randint(0, 320, (2, 280), generator=torch.Generator().manual_seed(0))
+    host, device = load_model(path, numerics=numerics), load_model(path, numerics=numerics, device="cuda")
+    got, wanted = device(ids).cpu(), host(ids)
+    if numerics == "fp32":
+        assert (got - wanted).abs().max() < TOLERANCE
+    else:  # a rounding that falls the other way moves a quantised value by a whole step
+        assert (got.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.95
+    assert (got - wanted).abs().median() < 1e-4 if numerics == "fp32" else True
+
+
+def test_rewind_and_ragged_rows_on_the_device():
+    from safetensors.torch import load_file
+    expected = load_file(GOLDEN / "expected.safetensors")
+    model, ids, wanted = load_model(GOLDEN, numerics="fp32", device="cuda"), expected["ids"], expected["logits"]
+    lengths = [5, 130, 290]
+    cache = model.new_cache(3, 300)
+    got = model.append(ids.expand(3, -1)[:, :290], cache, n_new=lengths).cpu()
+    for b, n in enumerate(lengths):
+        assert (got[b, :n] - wanted[0, :n]).abs().max() < TOLERANCE
+    cache.rewind([0, 4, 130 - 2])
+    nxt = torch.stack([ids[0, n:n + 2] for n in cache.lengths])
+    got = model.append(nxt, cache).cpu()
+    for b, n in enumerate([5, 126, 162]):
+        assert (got[b] - wanted[0, n:n + 2]).abs().max() < TOLERANCE
+
+
+def test_a_device_that_is_not_there_is_an_error():
+    from dsv4.errors import InputError
+    with pytest.raises(InputError, match="CUDA devices"):
+        load_model(GOLDEN, device="cuda:99")
