@@ -52,9 +52,14 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
 
 @torch.no_grad()
 def write_parameters(model: Model, pieces: list[Piece], progress: Progress | None = None) -> None:
-    """Poison the parameters that `pieces` write, fill them, and see that no poison is left."""
-    parameters = dict(model.named_parameters())
-    mine = {piece.parameter: parameters[piece.parameter] for piece in pieces}
+    """Poison every parameter that has memory (is not on the meta device), fill it, and see that no poison is left.
+
+    Raises CheckpointError when `pieces` do not cover exactly these parameters.
+    """
+    mine = {name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"}
+    strays = set(mine) ^ {piece.parameter for piece in pieces}
+    if strays:
+        raise CheckpointError(f"{len(strays)} parameters are not covered by what is loaded, first {min(strays)}; this is a bug of dsv4")
     for parameter in mine.values():
         poison(parameter)
     fill(pieces, model.inventory, mine, progress)
@@ -116,11 +121,11 @@ def official_name(parameter: str) -> str:
     return re.sub(r"hc_(attn|ffn|head)\.(fn|base|scale)$", r"hc_\1_\2", parameter)
 
 
-def pieces_of(model: Model, prefix: str = "") -> list[Piece]:
-    """Pieces of every parameter whose name starts with `prefix`."""
+def pieces_of(model: Model, within: str = "") -> list[Piece]:
+    """Pieces of every parameter, or of those within the module of that name."""
     pieces = []
     for name, module in model.named_modules():
-        if not name.startswith(prefix):
+        if within and name != within and not name.startswith(f"{within}."):
             continue
         if isinstance(module, Matrix):
             pieces += _stack_pieces(model, name, module) if ".experts.w" in name else _matrix_pieces(model, name, module, name, ())

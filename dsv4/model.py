@@ -68,6 +68,7 @@ class Model(nn.Module):
         self.device = torch.device("cpu")
         self.max_context: int | None = None  # default of new_cache
         self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
+        self.placement: dict[str, str] = {}  # module → device, when they are spread
 
     # ---- running -------------------------------------------------------------------------
 
@@ -136,9 +137,10 @@ class Model(nn.Module):
         for start in range(0, T, chunk):
             piece = slice(start, min(start + chunk, T))
             step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self._frequencies())
-            features, after = self.mtp[block](streams[:, piece].flatten(0, 1), self.embed(step.ids), step,
-                                              cache.mtp_layers[block])
-            logits[:, piece] = self.head(features).view(B, step.T, -1)
+            device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
+            features, after = self.mtp[block](streams[:, piece].flatten(0, 1).to(device), self.embed(step.ids).to(device),
+                                              step.on(device), cache.mtp_layers[block])
+            logits[:, piece] = self.head(features.to(self.device)).view(B, step.T, -1)
             if return_streams:
                 drafted[:, piece] = after.view(B, step.T, *after.shape[1:])
             lengths.advance(slice(0, B), step.T)
@@ -161,9 +163,13 @@ class Model(nn.Module):
     def _run(self, step: Step, cache: Cache) -> torch.Tensor:
         h = self.embed(step.ids).to(self.numerics.activation)
         streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
-        for block, layer_cache in zip(self.layers, cache.layers):
-            streams = block(streams, step, layer_cache)
-        return streams
+        if self.layer_devices is None:
+            for block, layer_cache in zip(self.layers, cache.layers):
+                streams = block(streams, step, layer_cache)
+            return streams
+        for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices):
+            streams = block(streams.to(device), step.on(device), layer_cache)
+        return streams.to(self.device)
 
     def features(self, streams: torch.Tensor) -> torch.Tensor:
         """streams [N, n, d] → normalised head input [N, d]."""

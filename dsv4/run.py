@@ -121,5 +121,5 @@ class Session:
                         "decode_seconds": result.decode_seconds, "decode_tokens_per_second": result.decode_rate},
             "bytes": {"weights": model.nbytes, "cache": result.cache_bytes, "peak": peak_bytes(model.device),
                       "max_context": result.max_context},
-            "layers": model.layer_paths(), "dispatch": model.dispatch.rows(), "load": model.ledger.totals(), "notes": model.ledger.notes,
+            "placement": model.placement, "layers": model.layer_paths(), "dispatch": model.dispatch.rows(), "load": model.ledger.totals(), "notes": model.ledger.notes,
         }

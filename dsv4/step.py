@@ -31,6 +31,13 @@ class Step:
         self.frequencies = frequencies
         self._memo: dict = {}
 
+    def on(self, device: torch.device) -> "Step":
+        """The same step with its tensors on another device."""
+        if device == self.device:
+            return self
+        return self.memo(("on", device), lambda: Step(self.ids.view(self.B, self.T).to(device), self.first, self.starts,
+                                                      {k: f.to(device) for k, f in self.frequencies.items()}))
+
     @property
     def rows(self) -> slice:
         return slice(self.first, self.first + self.B)

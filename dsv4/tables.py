@@ -25,6 +25,8 @@ def generation(document: dict, console: Console) -> None:
     console.print(f"prefill {t['prefill_tokens_per_second']:.1f} tokens/s, decode {t['decode_tokens_per_second']:.1f} tokens/s")
     console.print(f"weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens, "
                   f"peak memory {format_bytes(b['peak'])}")
+    for where in sorted(set(document["placement"].values())):
+        console.print(f"on {where}: " + ", ".join(name for name, place in document["placement"].items() if place == where))
     load = document["load"]
     console.print(f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
                   f"{load['parameters']} parameters, each written once")
