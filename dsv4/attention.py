@@ -72,7 +72,7 @@ class WindowAttention(nn.Module):
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.path = {"window": min(self.W, max(step.starts) + step.T)}
-        return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale)
+        return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale, step.window_full(self.W))
 
 
 class CSAAttention(WindowAttention):
@@ -93,8 +93,9 @@ class CSAAttention(WindowAttention):
         entries = cache.main.entries
         self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": step.max_visible(self.ratio),
                      "selected": selection.shape[-1]}
+        complete = step.window_full(self.W) and step.min_visible(self.ratio) >= selection.shape[-1]
         return self.op.sparse_attention(q, window, window_index, entries.flat, entries.flat_index(step, selection),
-                                        self.attn_sink, self.scale)
+                                        self.attn_sink, self.scale, complete)
 
 
 class HCAAttention(WindowAttention):
@@ -111,7 +112,8 @@ class HCAAttention(WindowAttention):
         entries = cache.main.entries.visible(step)
         self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": entries.shape[1]}
         q = q.view(step.B, step.T, self.H, self.D)
-        o = self.op.hca_attention(q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale)
+        complete = step.window_full(self.W) and step.min_visible(self.ratio) == entries.shape[1]
+        o = self.op.hca_attention(q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale, complete)
         return o.view(step.N, self.H, self.D)
 
 

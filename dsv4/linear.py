@@ -37,7 +37,6 @@ class Matrix(nn.Module):
         super().__init__()
         self.storage = storage
         *lead, O, K = shape
-        self.scale = self.global_scale = None
         match storage.format:
             case WeightFormat.DENSE:
                 self.weight = parameter(*shape, dtype=storage.dtype)
@@ -58,7 +57,9 @@ class Matrix(nn.Module):
         self.quantised = storage.format is not WeightFormat.DENSE
 
     def packed(self) -> PackedWeight:
-        return PackedWeight(self.storage.format, self.weight, self.scale, self.global_scale, self.storage.block)
+        """The matrix as the products take it."""
+        held = self._parameters  # plain dict look-ups: this runs for every product of a decode step
+        return PackedWeight(self.storage.format, held["weight"], held.get("scale"), held.get("global_scale"), self.storage.block)
 
 
 class Linear(Matrix):

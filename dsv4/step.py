@@ -65,6 +65,14 @@ class Step:
         """Most entries that any query of this step sees (host)."""
         return (max(self.starts) + self.T) // ratio
 
+    def min_visible(self, ratio: int) -> int:
+        """Fewest entries that any query of this step sees (host)."""
+        return (min(self.starts) + 1) // ratio
+
+    def window_full(self, window: int) -> bool:
+        """Whether every query of this step has `window` tokens up to and including itself (host)."""
+        return min(self.starts) + 1 >= window
+
     def completed(self, ratio: int) -> int:
         """Most windows of `ratio` tokens that this step completes in any row (host)."""
         return max((start + self.T) // ratio - start // ratio for start in self.starts)

@@ -16,12 +16,13 @@ def gather_rows(pool: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
     return rows.masked_fill_(absent.unsqueeze(-1), 0), absent
 
 
-def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float) -> torch.Tensor:
+def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
     """Window rows ∪ selected entries, each query with its own list.
 
     q [N, H, D]; window [R, D] and entries [E, D]: pools of rows; window_index int64 [N, W] and
     entry_index int64 [N, K]: rows of the pools, −1 anywhere is skipped; entries and entry_index
-    None for a window layer; sink fp32 [H]. Returns [N, H, D] in q.dtype; softmax in fp32.
+    None for a window layer; sink fp32 [H]; complete: the caller knows that no index is −1 (a hint that
+    may be ignored). Returns [N, H, D] in q.dtype; softmax in fp32.
     """
     N, H, D = q.shape
     K = window_index.shape[1] + (0 if entry_index is None else entry_index.shape[1])
@@ -57,12 +58,13 @@ def _sparse_tile(q, window, window_index, entries, entry_index, sink, scale):
     return out.to(q.dtype)
 
 
-def hca_attention(q, window, window_index, entries, visible, sink, scale: float) -> torch.Tensor:
+def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
     """Window rows ∪ every visible entry of the row (HCA: entries are shared by all queries).
 
     q [B, T, H, D]; window [R, D] and window_index int64 [B·T, W] as in `sparse_attention`;
     entries [B, n, D], read in place; visible int64 [B, T]: query t sees entries e < visible;
-    sink fp32 [H]. Returns [B, T, H, D] in q.dtype; softmax in fp32.
+    sink fp32 [H]; complete: the caller knows that no window index is −1 and every query sees all n
+    entries. Returns [B, T, H, D] in q.dtype; softmax in fp32.
     """
     B, T, H, D = q.shape
     W, n = window_index.shape[1], entries.shape[1]

@@ -5,6 +5,7 @@ costs more than their arithmetic, so the k matrices are gathered and multiplied 
 """
 
 import torch
+import torch.nn.functional as F
 
 from kernels.experts import reference
 from kernels.experts.reference import clamped_swiglu, expert
@@ -23,8 +24,13 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
         return reference.experts(x, indices, routing, w13, w2, limit, simulate)
     flat = indices.flatten()
     inputs = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if simulate else x
-    inputs = inputs if k == 1 else inputs.unsqueeze(1).expand(N, k, D).reshape(N * k, D)
-    y = _products(inputs, w13, flat)
+    if N == 1:  # one token: its k matrices are one tall matrix
+        mine = expert(w13, flat)
+        same = w13.format is WeightFormat.DENSE and w13.weight.dtype is x.dtype
+        tall = mine.weight if same else to_float(mine)
+        y = F.linear(inputs if same else inputs.float(), tall.view(k * I2, D)).view(k, I2).to(x.dtype)
+    else:
+        y = _products(inputs.repeat_interleave(k, 0), w13, flat)
     h = clamped_swiglu(y[:, :I2 // 2], y[:, I2 // 2:], limit).mul_(routing.view(-1, 1)).to(x.dtype)
     if simulate:
         h = simulate_fp8_blocks(h, ACTIVATION_BLOCK)

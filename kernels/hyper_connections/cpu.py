@@ -25,12 +25,13 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     x = streams.flatten(1).float()
     scale, base, width = scale.tolist(), base.tolist(), x.shape[1]
     weights = []
-    for projected, square in zip(F.linear(x, fn).tolist(), x.square().sum(-1).tolist()):
+    for projected, square in zip(F.linear(x, fn).tolist(), torch.linalg.vecdot(x, x).tolist()):
         r = (square / width + norm_eps) ** -0.5
         weights.append(_mix_token(projected, [r * s for s in scale], base, iters, eps))
     weights = torch.tensor(weights)
     pre, post, comb = weights.split((4, 4, 16), 1)
-    return reference.collapse(streams, pre), post, comb.view(-1, 4, 4)
+    y = torch.mm(pre, streams[0].float()).to(streams.dtype) if len(weights) == 1 else reference.collapse(streams, pre)
+    return y, post, comb.view(-1, 4, 4)
 
 
 mhc_pre.__doc__ = reference.mhc_pre.__doc__

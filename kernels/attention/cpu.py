@@ -1,0 +1,45 @@
+"""Attention of a single query on a host processor.
+
+One query and a few hundred keys cost less arithmetic than the tensor operations around it. All keys go into one buffer, the
+sink as one more key of zeros: its logit is then set, and its value adds nothing.
+"""
+
+import torch
+
+from kernels.attention import reference
+
+MAX_KEYS = 2048  # copied together; beyond this the reference reads entries in place
+
+
+def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
+    K = 0 if entry_index is None else entry_index.shape[1]
+    W = window_index.shape[1]
+    if not complete or q.shape[0] != 1 or W + K > MAX_KEYS:
+        return reference.sparse_attention(q, window, window_index, entries, entry_index, sink, scale)
+    rows = window.new_zeros(W + K + 1, window.shape[1])
+    torch.index_select(window, 0, window_index[0], out=rows[:W])
+    if K:
+        torch.index_select(entries, 0, entry_index[0], out=rows[W:-1])
+    return _attend_all(q[0], rows, sink, scale).unsqueeze(0)
+
+
+def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
+    B, T, _, D = q.shape
+    W, n = window_index.shape[1], entries.shape[1]
+    if not complete or B * T != 1 or W + n > MAX_KEYS:
+        return reference.hca_attention(q, window, window_index, entries, visible, sink, scale)
+    rows = window.new_zeros(W + n + 1, D)
+    torch.index_select(window, 0, window_index[0], out=rows[:W])
+    rows[W:-1] = entries[0]
+    return _attend_all(q[0, 0], rows, sink, scale).view(q.shape)
+
+
+sparse_attention.__doc__, hca_attention.__doc__ = reference.sparse_attention.__doc__, reference.hca_attention.__doc__
+
+
+def _attend_all(q: torch.Tensor, rows: torch.Tensor, sink: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [H, D] against rows [K + 1, D], the last of which stands for the sink → [H, D] in q.dtype."""
+    rows = rows.float()
+    logits = torch.mm(q.float() * scale, rows.t())
+    logits[:, -1] = sink
+    return torch.mm(torch.softmax(logits, -1), rows).to(q.dtype)

@@ -1,0 +1,19 @@
+"""RMS norm of a single row on a host processor: the mean square as one scalar instead of four small tensors."""
+
+import torch
+
+from kernels.rms_norm import reference
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    D = x.shape[-1]
+    if x.numel() != D:
+        return reference.rms_norm(x, weight, eps)
+    flat = x.view(D).float()
+    y = x.float() * (torch.dot(flat, flat).item() / D + eps) ** -0.5
+    if weight is not None:
+        y = y * weight
+    return y.to(x.dtype)
+
+
+rms_norm.__doc__ = reference.rms_norm.__doc__
