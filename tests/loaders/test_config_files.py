@@ -1,0 +1,103 @@
+"""config.json in three forms means the same model."""
+
+import pytest
+
+from dsv4.config import ModelConfig
+from dsv4.errors import ConfigError
+from kernels.errors import Dsv4Error
+from loaders.config_files import INFERENCE_NAMES, nvfp4_quantization, to_official, to_transformers
+from loaders.errors import CheckpointError
+from loaders.expected import preset
+from tests import oracle
+
+
+def effective(raw) -> ModelConfig:
+    return ModelConfig.from_official(to_official(raw)[0])
+
+
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_published_configs_are_the_spec_s(name):
+    config = effective(preset(name))
+    assert config.index_topk == {"flash": 512, "pro": 1024}[name]
+    assert len(config.compress_ratios) == {"flash": 43, "pro": 61}[name] and config.mtp_compress_ratios == (0,)
+    assert (config.rope_theta, config.compress_rope_theta, config.yarn.factor) == (10000, 160000, 16)
+    assert config.compress_ratios.count(4) == {"flash": 21, "pro": 30}[name]
+
+
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_transformers_form_means_the_same(name):
+    official = preset(name)
+    back, notes = to_official(to_transformers(official))
+    assert notes["compress_ratios"] == "from layer_types and compress_rates"
+    assert ModelConfig.from_official(back) == effective(official)
+
+
+def test_transformers_form_without_leftover_official_keys():
+    saved = to_transformers(preset("flash"))
+    for key in ("rope_theta", "compress_rope_theta", "topk_method"):
+        saved.pop(key)
+    assert effective(saved) == effective(preset("flash"))
+
+
+def test_transformers_own_config_class_agrees(tmp_path):
+    from transformers import DeepseekV4Config
+    DeepseekV4Config(**oracle.TINY).save_pretrained(tmp_path)
+    import json
+    assert effective(json.loads((tmp_path / "config.json").read_text())) == effective({**oracle.TINY, "compress_ratios": [*oracle.TINY["compress_ratios"]]})
+
+
+def test_inference_form_means_the_same():
+    official = preset("flash")
+    inverse = {v: k for k, v in INFERENCE_NAMES.items()}
+    raw = {inverse.get(k, k): v for k, v in official.items() if k in (
+        "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_hash_layers", "num_attention_heads", "num_experts_per_tok",
+        "scoring_func", "routed_scaling_factor", "qk_rope_head_dim", "sliding_window", "vocab_size", "n_routed_experts", "q_lora_rank",
+        "o_groups", "index_topk", "compress_ratios")}
+    raw |= {"dtype": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4", "original_seq_len": 65536, "rope_factor": 16}
+    out, notes = to_official(raw)
+    assert ModelConfig.from_official(out) == effective(official)
+    assert notes["hidden_size"] == "stated as dim" and "default" in notes["hc_mult"]
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"compress_ratios": [0, 4, 7, 0]}, "layer 2 has compress_ratio 7"),
+    ({"compress_ratios": [0, 4]}, "compress_ratios has 2 entries"),
+    ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+    ({"hidden_size": "64"}, "hidden_size = '64'"),
+    ({"hidden_size": 64.5}, "whole number"),
+    ({"q_lora_rank": None}, "q_lora_rank"),
+    ({"num_attention_heads": 5}, "not divisible by o_groups"),
+    ({"num_experts_per_tok": 99}, "exceeds n_routed_experts"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling type is 'linear'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no 'beta_fast'"),
+    ({"index_head_dim": 24}, "not a power of two"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_a_config_that_contradicts_the_model_names_the_key(change, message):
+    raw = {**oracle.TINY, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 0], **change}
+    with pytest.raises(ConfigError, match=message):
+        effective({**raw, "model_type": "deepseek_v4"})
+
+
+@pytest.mark.parametrize("raw,message", [
+    ({"model_type": "deepseek_v41"}, "model_type 'deepseek_v41'"),
+    ({"hidden_size": 1}, "no known form"),
+    ({"layer_types": ["linear_attention"], "head_dim": 8}, "layer 0 has layer type 'linear_attention'"),
+    ({"layer_types": ["compressed_sparse_attention"], "compress_rates": {"compressed_sparse_attention": 8}, "head_dim": 8}, "gives 8"),
+    ({"layer_types": [], "mlp_layer_types": ["moe", "hash_moe"], "head_dim": 8}, "hash_moe layers first"),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_an_unknown_form_or_layer_type_is_an_error(raw, message):
+    with pytest.raises(CheckpointError, match=message):
+        to_official(raw)
+
+
+def test_every_key_is_read_or_said_to_be_unread():
+    config = effective({**preset("flash"), "made_up_key": 3})
+    assert "made_up_key" in config.never_read and "index_topk" not in config.never_read
+
+
+def test_nvfp4_quantization_in_both_spellings():
+    config, exporter = nvfp4_quantization(preset("flash"))
+    assert config["moe_quant_algo"] == "NVFP4" and config["group_size"] == 16 and config["quant_method"] == "fp8"
+    assert "layers.42.ffn.experts" in config["quantized_layers"] and config["ignore"] == exporter["quantization"]["exclude_modules"]
+    assert issubclass(CheckpointError, Dsv4Error)

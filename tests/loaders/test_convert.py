@@ -1,0 +1,142 @@
+"""Conversions keep every value, write nothing half, and say what they did."""
+
+import errno
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dsv4 import load_model
+from dsv4.config import ModelConfig
+from kernels.quantize import InexactConversion
+from loaders import write
+from loaders.convert import convert
+from loaders.errors import CheckpointError, WriteError
+from loaders.load import Inventory
+from tests import checkpoints
+
+CONFIG = ModelConfig.from_official(checkpoints.SMALL)
+
+
+def same_bytes(a, b) -> list[str]:
+    """Official names whose bytes differ."""
+    x, y = Inventory.open(a), Inventory.open(b)
+    assert set(x.sources) == set(y.sources)
+    return [n for n in x.sources if not torch.equal(x.files.read(x.sources[n].tensor), y.files.read(y.sources[n].tensor))]
+
+
+def values(path) -> dict[str, torch.Tensor]:
+    inventory = Inventory.open(path)
+    return {base: inventory.read_matrix(base, (128, 128)) for base in inventory.formats}
+
+
+def test_official_to_nvfp4_and_back_is_the_same_bytes(official, tmp_path):
+    summary = convert(official, tmp_path / "nv", "nvfp4", CONFIG)
+    assert summary.inexact_blocks == 0 and summary.actions["mxfp4 → nvfp4"] == 3 * 6 * 5
+    convert(tmp_path / "nv", tmp_path / "back", "official", CONFIG)
+    assert same_bytes(official, tmp_path / "back") == []
+
+
+def test_copying_official_to_official_is_the_same_bytes(official, tmp_path):
+    convert(official, tmp_path / "copy", "official", CONFIG, max_shard_bytes=50_000)
+    assert same_bytes(official, tmp_path / "copy") == []
+
+
+@pytest.mark.parametrize("via", ["transformers", "bf16"])
+def test_dense_layouts_hold_the_same_values_and_come_back(official, tmp_path, via):
+    convert(official, tmp_path / "dense", via, CONFIG)
+    summary = convert(tmp_path / "dense", tmp_path / "back", "official", CONFIG)
+    wanted = values(official)
+    for path in (tmp_path / "dense", tmp_path / "back"):
+        got = values(path)
+        assert set(got) == set(wanted) and all(torch.equal(got[n], wanted[n]) for n in wanted), path
+    assert not any("rounded" in action for action in summary.actions)
+
+
+def test_transformers_loads_what_we_write(official, tmp_path):
+    from transformers import DeepseekV4ForCausalLM
+    convert(official, tmp_path / "hf", "transformers", CONFIG)
+    ids = torch.randint(0, 320, (1, 290), generator=torch.Generator().manual_seed(0))
+    theirs = DeepseekV4ForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = theirs(ids).logits
+    for path in (official, tmp_path / "hf"):
+        assert (load_model(path, numerics="fp32")(ids) - wanted).abs().max() < 2e-4
+
+
+def test_a_dense_source_is_quantised_in_the_official_way(tmp_path):
+    dense = checkpoints.write_dense(tmp_path / "dense", dtype="F32")
+    official = checkpoints.write_official(tmp_path / "official")
+    summary = convert(dense, tmp_path / "made", "official", CONFIG)
+    assert summary.actions["dense → mxfp4, rounded"] > 0
+    differing = same_bytes(official, tmp_path / "made")
+    assert differing == []
+
+
+def test_rounding_to_bf16_is_counted(tmp_path):
+    dense = checkpoints.write_dense(tmp_path / "dense", dtype="F32")
+    assert len(convert(dense, tmp_path / "made", "bf16", CONFIG).rounded_tensors) > 50
+
+
+def test_fp8_experts_do_not_become_fp4_silently(tmp_path):
+    raw = {**checkpoints.SMALL, "moe_intermediate_size": 128}
+    path = checkpoints.write_official(tmp_path / "fp8", raw, "FP8")
+    with pytest.raises(CheckpointError, match="is fp8; there is no exact way to mxfp4"):
+        convert(path, tmp_path / "made", "official", ModelConfig.from_official(raw))
+    assert not (tmp_path / "made").exists()
+
+
+def test_nvfp4_that_was_not_mxfp4_is_refused(tmp_path):
+    dense = checkpoints.write_dense(tmp_path / "dense")
+    convert(dense, tmp_path / "nv", "nvfp4", CONFIG)
+    with pytest.raises(InexactConversion, match="no exact MXFP4 form"):
+        convert(tmp_path / "nv", tmp_path / "made", "official", CONFIG)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dense", "nv"]
+
+
+def test_input_scales_never_saturate(official, tmp_path):
+    convert(official, tmp_path / "nv", "nvfp4", CONFIG)
+    inventory = Inventory.open(tmp_path / "nv")
+    assert inventory.read("layers.2.ffn.experts.0.w2.input_scale").item() * 6 * 448 == pytest.approx(150)
+    norm = inventory.read("layers.2.ffn_norm.weight").float().abs().max().item()
+    assert inventory.read("layers.2.ffn.experts.0.w1.input_scale").item() * 6 * 448 == pytest.approx(norm * 128**0.5, rel=1e-5)
+
+
+def test_the_safetensors_library_reads_our_files(official):
+    inventory = Inventory.open(official)
+    for shard in inventory.files.shards:
+        for key, tensor in load_file(shard).items():
+            assert torch.equal(tensor.contiguous().view(-1).view(torch.uint8), inventory.files.read(inventory.files.tensors[key]))
+    index = json.loads((official / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in inventory.files.tensors.values())
+
+
+def test_an_existing_destination_is_an_error(official, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(WriteError, match="exists already"):
+        convert(official, tmp_path / "there", "bf16", CONFIG)
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+@pytest.mark.parametrize("after", [0, 30, 400])
+def test_a_full_disk_leaves_nothing(official, tmp_path, monkeypatch, after):
+    calls = []
+
+    def full(name, value, dtype, shape, real=write._bytes):
+        calls.append(name)
+        if len(calls) > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(name, value, dtype, shape)
+    monkeypatch.setattr(write, "_bytes", full)
+    with pytest.raises(WriteError, match="the disk is full"):
+        convert(official, tmp_path / "out", "nvfp4", CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_nothing(official, tmp_path):
+    def stop(done, total):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        convert(official, tmp_path / "out", "bf16", CONFIG, progress=stop)
+    assert list(tmp_path.iterdir()) == []
