@@ -123,6 +123,10 @@ class GroupedLinear(Linear):
     Never simulated: the official code dequantises wo_a to bf16 and multiplies in bf16.
     """
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.simulate = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, G, K] → [N, G, R]."""
         return self.op.grouped_linear(x, self.packed())

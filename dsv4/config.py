@@ -117,6 +117,8 @@ class ModelConfig:
             weight_block_size=tuple(quant.get("weight_block_size", (128, 128))),
             never_read=(),
         )
+        reader.optional("expert_dtype", None)  # held against the tensors when a checkpoint is loaded
+        reader.expect("model_type", "deepseek_v4")
         reader.expect("scoring_func", "sqrtsoftplus")
         reader.expect("topk_method", "noaux_tc")
         reader.expect("norm_topk_prob", True)

@@ -84,11 +84,24 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool
     elif mtp and inventory.mtp_blocks < max(1, config.num_mtp_layers):
         raise ConfigError(f"MTP was asked for; the checkpoint holds {inventory.mtp_blocks} MTP blocks"
                           + (" (its mtp.* tensors are DSpark draft stages, which this does not run)" if inventory.has_dspark else ""))
+    _check_expert_dtype(inventory)
     with torch.device("meta"):
         model = Model(config, numerics, backend, lambda name: _storage(inventory, numerics, config, name), mtp)
     model.inventory, model.ledger = inventory, LoadLedger()
     model.ledger.account(pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory))
     return model
+
+
+def _check_expert_dtype(inventory: Inventory) -> None:
+    """config.json may state the format of the routed experts; the tensors must be of it."""
+    stated = inventory.config.get("expert_dtype")
+    found = {inventory.formats[n] for n in inventory.formats if ".ffn.experts." in n}
+    allowed = {"fp4": {WeightFormat.MXFP4, WeightFormat.NVFP4}, "fp8": {WeightFormat.FP8}}.get(stated)
+    if stated is not None and allowed is None:
+        raise ConfigError(f"config.json has expert_dtype {stated!r}; expected 'fp4' or 'fp8'")
+    if allowed is not None and not found <= allowed:
+        raise ConfigError(f"expert_dtype is {stated!r} in config.json, the experts in the file are "
+                          f"{', '.join(sorted(f.value for f in found))}; correct one of them")
 
 
 def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name: str) -> Storage:
