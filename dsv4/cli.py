@@ -95,7 +95,7 @@ def inspect(checkpoint: Checkpoint, as_json: AsJson = False,
     if as_json:
         _print_json(document)
     else:
-        tables.inspection(document, Console(highlight=False))
+        tables.inspection(document, Console(highlight=False, markup=False, soft_wrap=True))
     if document["ledger"]["problems"]:
         raise typer.Exit(2)
 
@@ -117,7 +117,7 @@ def convert(src: Checkpoint, dst: Annotated[Path, typer.Argument(help="Directory
     if as_json:
         _print_json(document)
     else:
-        tables.conversion(document, Console(highlight=False))
+        tables.conversion(document, Console(highlight=False, markup=False, soft_wrap=True))
 
 
 @app.command()
@@ -132,7 +132,7 @@ def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, o
     if as_json:
         _print_json(document)
     else:
-        tables.plan(document, Console(highlight=False))
+        tables.plan(document, Console(highlight=False, markup=False, soft_wrap=True))
 
 
 @contextmanager
@@ -162,7 +162,8 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # a command that stopped with typer.Exit returns its code here
+        sys.exit(code if isinstance(code, int) else 0)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except Dsv4Error as error:

@@ -97,14 +97,18 @@ class Session:
         """Run the request; `show` gets text as it completes. Returns (result, whole text)."""
         stream = TextStream(self.tokenizer) if self.tokenizer else None
 
+        shown = []
+
         def on_token(token: int) -> None:
+            shown.append(token)
             show(stream.push(token) if stream else f"{token} ")
 
         context = None if request.max_context is None else parse_count(request.max_context)
         try:
             result = generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
         except ContextOverrun:
-            show((stream.finish() if stream else "") + "\n")
+            if shown:  # what was generated stays; the error comes on a line of its own
+                show((stream.finish() if stream else "") + "\n")
             raise
         if stream:
             show(stream.finish())

@@ -6,6 +6,7 @@ readable alone, peak memory must be the model plus one tensor, and a broken file
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,8 @@ def open_checkpoint(path: str | Path) -> Files:
 
 def _open_sharded(root: Path) -> Files:
     wanted = read_json(root / INDEX).get("weight_map")
-    if not isinstance(wanted, dict):
-        raise CheckpointError(f"{INDEX} has no weight_map")
+    if not isinstance(wanted, dict) or not all(isinstance(shard, str) for shard in wanted.values()):
+        raise CheckpointError(f"{INDEX} has no weight_map from tensor names to file names; it is damaged")
     names = sorted(set(wanted.values()))
     missing = [n for n in names if not (root / n).is_file()]
     if missing:
@@ -117,11 +118,21 @@ def read_header(file: Path) -> dict[str, FileTensor]:
                                   f"{tensor.offset + tensor.nbytes}); it is truncated")
         tensors[key] = tensor
         spans.append((tensor.offset, tensor.offset + tensor.nbytes, key))
-    spans.sort()
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:]):
-        if start < end:
-            raise CheckpointError(f"{file.name}: tensors {first} and {second} overlap; the header is damaged")
+    _check_coverage(file, sorted(spans), 8 + length, size)
     return tensors
+
+
+def _check_coverage(file: Path, spans: list[tuple[int, int, str]], data: int, size: int) -> None:
+    """The format has no holes: every byte after the header belongs to one tensor, or something was lost or added."""
+    end, before = data, "the header"
+    for start, stop, key in spans:
+        if start < end:
+            raise CheckpointError(f"{file.name}: tensors {before} and {key} overlap; the header is damaged")
+        if start > end:
+            raise CheckpointError(f"{file.name}: {start - end} bytes between {before} and {key} belong to no tensor; the file is damaged")
+        end, before = stop, key
+    if end != size:
+        raise CheckpointError(f"{file.name}: {size - end} bytes after {before} belong to no tensor; the file is damaged")
 
 
 def _file_tensor(file: Path, key: str, entry, data: int) -> FileTensor:
@@ -129,12 +140,14 @@ def _file_tensor(file: Path, key: str, entry, data: int) -> FileTensor:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{file.name}: the header entry of {key} is malformed") from None
+    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+        raise CheckpointError(f"{file.name}: the header entry of {key} is malformed; expected a dtype name, sizes and offsets")
     if dtype not in DTYPES:
         raise CheckpointError(f"{file.name}: tensor {key} has dtype {dtype}; expected one of {', '.join(DTYPES)}")
     nbytes = DTYPES[dtype].itemsize
     for extent in shape:
         nbytes *= extent
-    if stop - start != nbytes or start < 0:
+    if stop - start != nbytes:
         raise CheckpointError(f"{file.name}: tensor {key} {dtype} {list(shape)} spans {stop - start} bytes; expected {nbytes}")
     return FileTensor(key, dtype, shape, file, data + start, nbytes)
 
@@ -149,14 +162,14 @@ def read_json(file: Path) -> dict:
 
 def parse_json(text: bytes, where: str) -> dict:
     def unique(pairs):
-        keys = [k for k, _ in pairs]
-        twice = sorted({k for k in keys if keys.count(k) > 1}) if len(set(keys)) < len(keys) else []
-        if twice:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            twice = sorted(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
             raise CheckpointError(f"{where} has {some(twice)} twice")
-        return dict(pairs)
+        return value
     try:
         value = json.loads(text, object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested or numbered beyond reason
         raise CheckpointError(f"{where} is not valid JSON ({str(error)[:60]}); it is damaged") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} holds a {type(value).__name__}; expected an object")

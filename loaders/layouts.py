@@ -77,18 +77,24 @@ def _compile(rules) -> tuple:
     return tuple((re.compile(pattern), template) for pattern, template in rules)
 
 
-def _official(prefix: str) -> Layout:
+def _mtp_rule(prefix: str = "") -> tuple[str, str]:
+    """MTP blocks and DSpark stages keep their official names in every layout."""
     mtp = [rf"{m}{_SUFFIX}" for m in ("e_proj", "h_proj", "main_proj", r"markov_head\.markov_w1", r"markov_head\.markov_w2",
                                       r"confidence_head\.proj")]
     mtp += [r"enorm\.weight", r"hnorm\.weight", r"norm\.weight", r"main_norm\.weight"] + [f"hc_head_{p}" for p in _HC]
     mtp += [r"emb\.tok_emb\.weight", r"embed\.weight", r"head\.weight"]  # duplicates of the shared ones, in some releases
-    leaves = "|".join(re.sub(r"\((?!\?)", "(?:", leaf) for leaf in official_leaves())
-    drafts = "|".join(re.sub(r"\((?!\?)", "(?:", leaf) for leaf in mtp)
+    return rf"{prefix}(mtp\.\d+\.(?:{_any_of(official_leaves() + mtp)}))", r"\1"
+
+
+def _any_of(leaves: list[str]) -> str:
+    return "|".join(re.sub(r"\((?!\?)", "(?:", leaf) for leaf in leaves)
+
+
+def _official(prefix: str) -> Layout:
     p = re.escape(prefix)
     return Layout("official" if not prefix else f"official with prefix {prefix}", _compile([
         (rf"{p}((?:embed|head|norm)\.weight|hc_head_(?:fn|base|scale))", r"\1"),
-        (rf"{p}(layers\.\d+\.(?:{leaves}))", r"\1"),
-        (rf"{p}(mtp\.\d+\.(?:{leaves}|{drafts}))", r"\1"),
+        (rf"{p}(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"), _mtp_rule(p),
     ]))
 
 
@@ -116,7 +122,7 @@ _STACKED = (re.compile(rf"model\.layers\.{N}\.mlp\.experts\.gate_up_proj"), re.c
 TRANSFORMERS = Layout("transformers", _compile([
     (r"model\.embed_tokens\.weight", "embed.weight"), (r"lm_head\.weight", "head.weight"),
     (r"model\.norm\.weight", "norm.weight"), (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
-    *_official_leaf_rules(rf"model\.layers\.{N}"), (r"(mtp\..*)", r"\1"),
+    *_official_leaf_rules(rf"model\.layers\.{N}"), _mtp_rule(),
 ]), _STACKED)
 _OFFICIAL = _official("")
 # What transformers 5.23.0's save_pretrained writes: official leaves below `model.layers.N`, its own names elsewhere.
@@ -124,8 +130,7 @@ HYBRID = Layout("transformers save_pretrained", _compile([
     (r"model\.embed_tokens\.weight", "embed.weight"), (r"(?:model\.)?(head\.weight)", r"\1"), (r"model\.norm\.weight", "norm.weight"),
     (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
     (rf"model\.layers\.{N}\.attn\.norm\.weight", r"layers.\1.attn.kv_norm.weight"),
-    (r"model\.(layers\.\d+\.(?:" + "|".join(re.sub(r"\((?!\?)", "(?:", leaf) for leaf in official_leaves()) + r"))", r"\1"),
-    (r"(mtp\..*)", r"\1"),
+    (rf"model\.(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"), _mtp_rule(),
 ]))
 LAYOUTS = (_OFFICIAL, _official("model."), TRANSFORMERS, HYBRID)
 

@@ -4,6 +4,7 @@ Two-way and strict. Each tensor of the file is consumed exactly once or listed w
 written exactly once, everywhere. Parameters are poisoned before loading, and no poison may remain.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ from dataclasses import dataclass, field
 import torch
 
 from loaders.errors import CheckpointError
-from loaders.files import some
+from loaders.expected import matrix
+from loaders.files import DTYPES, some
 from loaders.layouts import Source
 
 ISLANDS = ("attn_sink", ".ape", "hc_attn_", "hc_ffn_", "hc_head_", "gate.bias")  # fp32 whatever the numerics
+WIDENING = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.int32, torch.int64)}
+SAME_BYTES = {(torch.int8, torch.uint8)}  # packed FP4 is I8 in official files
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,26 @@ class Piece:
     shape: tuple[int, ...] = ()
     block: tuple[int, int] = (128, 128)
 
+    def span(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Elements [start, stop) that it fills of a contiguous parameter of `shape`; a slice in `index` comes last."""
+        start, stop = 0, math.prod(shape)
+        stride = stop
+        for extent, where in zip(shape, self.index):
+            stride //= extent
+            first, last, _ = (where if isinstance(where, slice) else slice(where, where + 1)).indices(extent)
+            start, stop = start + first * stride, start + last * stride
+        return start, stop
+
+    def stored_shapes(self, sources: Mapping[str, Source]) -> dict[str, tuple[int, ...]]:
+        """Shape that each of its tensors must have in the file, by official name."""
+        if "raw" in self.names:
+            return {self.names["raw"]: self.shape}
+        name = self.names["weight"]
+        form = "NVFP4" if "global" in self.names else "FP8" if sources[name].dtype == "F8_E4M3" else "MXFP4"
+        tensors: dict = {}
+        matrix(tensors, name.removesuffix(".weight"), self.shape, form, self.block, "F8_E8M0")
+        return {name: tensors[name][1] for name in self.names.values()}
+
 
 @dataclass
 class LoadLedger:
@@ -40,7 +64,8 @@ class LoadLedger:
     used: dict[str, str] = field(default_factory=dict)        # official name → parameter
     listed: dict[str, str] = field(default_factory=dict)      # official name → reason it is not loaded
     written: Counter = field(default_factory=Counter)         # parameter → elements written
-    notes: list[str] = field(default_factory=list)            # casts and other things a reader should know
+    casts: Counter = field(default_factory=Counter)           # 'dtype in the file → dtype in memory' → tensors
+    notes: list[str] = field(default_factory=list)            # what a reader should know
     faults: list[str] = field(default_factory=list)
     sources: Mapping[str, Source] = field(default_factory=dict)
     parameters: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # name → (dtype, shape)
@@ -53,12 +78,14 @@ class LoadLedger:
         """
         self.sources = sources
         self.parameters = {n: (str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in parameters.items()}
-        seen: set[tuple] = set()
+        spans: dict[str, list[tuple[int, int]]] = {}
         for piece in pieces:
-            if (piece.parameter, str(piece.index)) in seen:
-                self.faults.append(f"parameter {piece.parameter} is written twice")
-            seen.add((piece.parameter, str(piece.index)))
             self._account_piece(piece, parameters[piece.parameter])
+            spans.setdefault(piece.parameter, []).append(piece.span(self.parameters[piece.parameter][1]))
+        for name, parts in spans.items():
+            parts.sort()
+            if any(start < stop for (_, stop), (start, _) in zip(parts, parts[1:])):
+                self.faults.append(f"parameter {name} is written twice, at least in part")
         for name in sources:
             if name not in self.used:
                 reason = reason_for(name)
@@ -71,23 +98,29 @@ class LoadLedger:
                 self.faults.append(f"parameter {name} gets {self.written[name]} of its {parameter.numel()} elements")
 
     def _account_piece(self, piece: Piece, parameter: torch.Tensor) -> None:
-        count = 1
-        for extent in piece.shape:
-            count *= extent
-        for role, name in piece.names.items():
-            source = self.sources.get(name)
-            if source is None:
-                self.faults.append(f"tensor {name} is not in the file; the config asks for it (parameter {piece.parameter})")
-                return
+        absent = [name for name in piece.names.values() if name not in self.sources]
+        if absent:
+            self.faults.append(f"tensor {absent[0]} is not in the file; the config asks for it (parameter {piece.parameter})")
+            return
+        fits = True
+        for name, shape in piece.stored_shapes(self.sources).items():
+            source, stored = self.sources[name], DTYPES[self.sources[name].dtype]
             if name in self.used:
                 self.faults.append(f"tensor {name} is taken by both {self.used[name]} and {piece.parameter}")
             self.used[name] = piece.parameter
-            if role == "raw" and source.shape != piece.shape and not (source.shape in ((), (1,)) and count == 1):
-                self.faults.append(f"tensor {name} has shape {list(source.shape)}; the config asks for {list(piece.shape)}")
-                return
+            if source.shape != shape and not {source.shape, shape} <= {(), (1,)}:
+                self.faults.append(f"tensor {name} has shape {list(source.shape)}; the config asks for {list(shape)}")
+                fits = False
+            if "raw" in piece.names and not keeps_value(stored, parameter.dtype):
+                self.faults.append(f"tensor {name} is {source.dtype} in the file and would have to become {parameter.dtype}; that "
+                                   "would lose bits")
+            elif stored is not parameter.dtype:
+                self.casts[f"{source.dtype} → {self.parameters[piece.parameter][0]}"] += 1
             if any(island in name for island in ISLANDS) and (source.dtype != "F32" or parameter.dtype is not torch.float32):
                 self.notes.append(f"{name} is {source.dtype} in the file and {parameter.dtype} in memory; it belongs in fp32")
-        self.written[piece.parameter] += count
+        if fits:
+            start, stop = piece.span(self.parameters[piece.parameter][1])
+            self.written[piece.parameter] += stop - start
 
     def problems(self) -> list[str]:
         return list(self.faults)
@@ -125,7 +158,13 @@ class LoadLedger:
                 listed[self.listed[name]] += source.nbytes
         keys = {s.tensor.key for s in self.sources.values()}
         return {"file_tensors": len(keys), "consumed": len(self.used), "listed": len(self.listed),
-                "parameters": len(self.parameters), "consumed_bytes_by_dtype": dict(consumed), "listed_bytes_by_reason": dict(listed)}
+                "parameters": len(self.parameters), "consumed_bytes_by_dtype": dict(consumed), "listed_bytes_by_reason": dict(listed),
+                "casts": dict(self.casts)}
+
+
+def keeps_value(stored: torch.dtype, held: torch.dtype) -> bool:
+    """Whether a stored tensor may be held in this dtype: the same, the same bytes, or wider."""
+    return stored is held or (stored, held) in SAME_BYTES or (stored, held) in WIDENING
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -11,10 +11,7 @@ from loaders.config_files import read_config
 from loaders.errors import CheckpointError
 from loaders.files import DTYPES, Files, Progress, open_checkpoint
 from loaders.layouts import Layout, Source, canonical_sources, detect_layout, matrix_formats
-from loaders.ledger import Piece, poisoned
-
-WIDENING = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.int32, torch.int64)}
-SAME_BYTES = {(torch.int8, torch.uint8)}  # packed FP4 is I8 in official files
+from loaders.ledger import SAME_BYTES, Piece, keeps_value, poisoned
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,14 @@ class Inventory:
 
     @property
     def mtp_blocks(self) -> int:
-        """Complete MTP blocks in the file. DSpark draft stages (`mtp.N` without e_proj) are another thing."""
-        blocks = {n.split(".")[1] for n in self.sources if n.startswith("mtp.")}
-        return sum(f"mtp.{b}.e_proj.weight" in self.sources for b in blocks)
+        """MTP blocks in the file, complete or not: what one lacks is the ledger's to name. DSpark stages are none."""
+        return 0 if self.has_dspark else len({n.split(".")[1] for n in self.sources if n.startswith("mtp.")})
 
     @property
     def has_dspark(self) -> bool:
-        return any(n.startswith("mtp.") for n in self.sources) and not self.mtp_blocks
+        """Whether `mtp.*` are DSpark draft stages, by a tensor that only these have: an MTP block that merely lacks one
+        must not pass for them."""
+        return "mtp.0.main_norm.weight" in self.sources
 
     def read(self, name: str) -> torch.Tensor:
         """An official tensor with its stored dtype and shape. Raises CheckpointError if it holds NaN."""
@@ -109,10 +107,6 @@ def fill(pieces: Iterable[Piece], inventory: Inventory, parameters: Mapping[str,
 
 
 def _as(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    if value.dtype is dtype:
-        return value
-    if (value.dtype, dtype) in SAME_BYTES:
-        return value.view(dtype)
-    if (value.dtype, dtype) in WIDENING:
-        return value.to(dtype)
+    if keeps_value(value.dtype, dtype):
+        return value.view(dtype) if (value.dtype, dtype) in SAME_BYTES else value.to(dtype)
     raise CheckpointError(f"tensor {name} is {value.dtype} in the file and would have to become {dtype}; that would lose bits")

@@ -1,0 +1,203 @@
+"""The command line: what it prints, one-line errors, exit codes. Run as a user would, in a process of its own where it matters."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dsv4 import cli
+from tests import checkpoints
+from tests.checkpoints import edit_config
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A small checkpoint with a tokenizer."""
+    from scripts.write_demo_checkpoint import train_tokenizer
+    path = checkpoints.write_official(tmp_path_factory.mktemp("demo") / "c")
+    train_tokenizer(320).save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Function: run `dsv4 …` in this process → (exit code, stdout, stderr)."""
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        out = capsys.readouterr()
+        return code, out.out, out.err
+    return call
+
+
+def test_generate_prints_text_then_a_summary(run, demo):
+    code, out, err = run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "5")
+    assert code == 0 and out.endswith("\n") and len(out) > 1
+    for part in ("tokens/s", "peak memory", "weights", "cache", "layer 1  csa", "what ran", "each written once"):
+        assert part in err, part
+
+
+def test_generate_json_is_one_document(run, demo):
+    code, out, err = run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "6", "--json")
+    document = json.loads(out)
+    assert code == 0 and err == ""
+    assert len(document["token_ids"]) == 6 and document["stop_reason"] == "max_new_tokens" and isinstance(document["text"], str)
+    assert document["prompt_token_ids"][0] == 0 and document["numerics"] == "native" and document["backend"] == "cpu"
+    assert document["timings"]["decode_tokens_per_second"] > 0 and document["bytes"]["cache"] > 0
+    assert [row["kind"] for row in document["layers"]] == ["window", "csa", "hca", "csa", "hca", "window"]
+    assert document["bytes"]["max_context"] == len(document["prompt_token_ids"]) + 5
+
+
+def test_greedy_text_is_the_model_s_argmax(run, demo):
+    from dsv4 import load_model
+    document = json.loads(run("generate", demo, "--token-ids", "5,6,7", "--max-new-tokens", "5", "--numerics", "fp32", "--json")[1])
+    model, ids = load_model(demo, numerics="fp32"), [5, 6, 7]
+    for token in document["token_ids"]:
+        assert token == int(model(torch.tensor([ids]))[0, -1].argmax())
+        ids.append(token)
+
+
+def test_sampling_follows_the_seed(run, demo):
+    ids = [json.loads(run("generate", demo, "--prompt", "Hi", "--max-new-tokens", "8", "--temperature", "1.5", "--top-p", "0.9",
+                          "--seed", seed, "--json")[1])["token_ids"] for seed in (1, 1, 2)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_chat_wraps_the_prompt_in_control_tokens(run, demo):
+    from dsv4.chat import ASSISTANT, BOS, END_THINK, THINK, USER
+    from dsv4.tokenizer import Tokenizer
+    tokenizer = Tokenizer(demo, 320)
+    c = tokenizer.control
+    plain = tokenizer.encode("Hi <｜User｜>")
+    assert c(USER) not in plain  # the user's text is never a control token
+    for flags, last in ((["--chat"], END_THINK), (["--chat", "--think"], THINK)):
+        document = json.loads(run("generate", demo, "--prompt", "Hi <｜User｜>", *flags, "--system", "S", "--max-new-tokens", "1", "--json")[1])
+        assert document["prompt_token_ids"] == [c(BOS), *tokenizer.encode("S"), c(USER), *plain, c(ASSISTANT), c(last)]
+
+
+def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
+    import io
+    (tmp_path / "p.txt").write_text("from a file")
+    args = ("--max-new-tokens", "1", "--json")
+    from_file = json.loads(run("generate", demo, "--prompt-file", tmp_path / "p.txt", *args)[1])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
+    assert json.loads(run("generate", demo, *args)[1])["prompt_token_ids"] == from_file["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("args,message", [
+    (["--prompt", ""], "the prompt is empty"), (["--prompt", "  \n"], "the prompt is empty"),
+    (["--prompt", "a", "--token-ids", "1"], "--prompt and --token-ids were given"),
+    (["--token-ids", "1,2,320"], "token id 320 is outside the vocabulary of 320"), (["--token-ids", "1,x"], "expected numbers separated by commas"),
+    (["--prompt", "a", "--numerics", "int3"], "'int3' is not one of"), (["--prompt", "a", "--backend", "triton"], "'triton' was asked for"),
+    (["--prompt", "a", "--device", "cuda:7"], "CUDA devices"), (["--prompt", "a", "--device", "tpu"], "device 'tpu'"),
+    (["--token-ids", "1,2,3,4", "--max-context", "3"], "the prompt has 4 tokens, max_context is 3"),
+    (["--prompt", "a", "--max-context", "1M"], "max_position_embeddings 4096"), (["--prompt", "a", "--max-context", "big"], "is not a size"),
+    (["--prompt", "a", "--think"], "add --chat"), (["--prompt", "a", "--top-p", "0"], "top_p 0.0"),
+    (["--prompt", "a", "--max-new-tokens", "0"], "greater than or equal to 1"), (["--prompt-file", "/nowhere/p"], "cannot read the prompt"),
+    (["--prompt", "a", "--device-map", "auto", "--max-memory", "lots"], "--max-memory has 'lots'"),
+    (["--prompt", "a", "--device-map", "auto", "--max-memory", "cpu=1K"], "one block needs"),
+    (["--prompt", "a", "--device-map", "round-robin"], "device map 'round-robin' is unknown"), (["--no-such-flag"], "No such option"),
+], ids=lambda v: " ".join(v)[:40].replace("/", "|") if isinstance(v, list) else "")
+def test_bad_requests_are_one_line_and_exit_2(run, demo, args, message):
+    code, out, err = run("generate", demo, *args)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def test_overrun_while_generating_keeps_the_text_and_exits_2(run, demo):
+    code, out, err = run("generate", demo, "--token-ids", "1,2,3", "--max-new-tokens", "20", "--max-context", "6")
+    assert code == 2 and out.strip() != ""
+    assert err.count("\n") == 1 and "the context of 6 tokens is full after 4 new tokens" in err
+
+
+def test_a_tokenizer_is_needed_for_text_only(run, official):
+    code, _, err = run("generate", official, "--prompt", "a")
+    assert code == 2 and "has no tokenizer.json" in err and "--token-ids" in err
+    code, out, _ = run("generate", official, "--token-ids", "1,2", "--max-new-tokens", "3")
+    assert code == 0 and len(out.split()) == 3
+
+
+def test_a_broken_checkpoint_is_one_line(run, demo, copy_of):
+    path = copy_of(demo)
+    sorted(path.glob("*.safetensors"))[0].unlink()
+    for command in (["generate", path, "--prompt", "a"], ["inspect", path], ["convert", path, path.parent / "o", "--to", "bf16"], ["plan", str(path)]):
+        code, out, err = run(*command)
+        assert code == 2 and err.count("\n") == 1 and "shards are missing" in err, command
+    assert not (path.parent / "o").exists()
+
+
+def test_inspect_accounts_for_every_tensor(run, demo):
+    document = json.loads(run("inspect", demo, "--verify", "--json")[1])
+    ledger = document["ledger"]
+    assert ledger["problems"] == [] and len(ledger["tensors"]) == ledger["totals"]["file_tensors"] == 436
+    assert all(row["parameters"] and len(row["crc32"]) == 8 for row in ledger["tensors"])
+    status = {row["key"]: row["status"] for row in document["config"]}
+    assert status["index_topk"] == "read" and status["architectures"] == "never read"
+    code, out, _ = run("inspect", demo)
+    assert code == 0 and "every tensor and every parameter is accounted for" in out.replace("\n", " ").replace("  ", " ")
+
+
+def test_inspect_finds_what_is_wrong_and_exits_2(run, demo, copy_of):
+    path = edit_config(copy_of(demo), num_hash_layers=1)
+    code, out, _ = run("inspect", path)
+    assert code == 2 and "PROBLEM: tensor layers.1.ffn.gate.bias is not in the file" in out
+
+
+def test_convert_then_generate_gives_the_same_tokens(run, demo, tmp_path):
+    tokens = []
+    for to in ("official", "nvfp4", "transformers", "bf16"):
+        code, out, _ = run("convert", demo, tmp_path / to, "--to", to)
+        assert code == 0 and "matrices" in out
+        tokens.append(json.loads(run("generate", tmp_path / to, "--prompt", "Hello", "--max-new-tokens", "6", "--numerics", "fp32", "--json")[1])["token_ids"])
+    assert tokens.count(tokens[0]) == 4
+    code, _, err = run("convert", demo, tmp_path / "bf16", "--to", "official")
+    assert code == 2 and "exists already" in err
+
+
+def test_plan_of_a_preset_and_of_a_directory(run, demo):
+    document = json.loads(run("plan", "flash", "--max-context", "1M", "--json")[1])
+    assert document["weights_bytes"] == 159609485896 and document["cache_bytes"] == 7275954176 and document["fits"] is False
+    code, out, _ = run("plan", "pro")
+    assert code == 0 and "does NOT fit" in out and "⌈1048576 / 4⌉" in out
+    document = json.loads(run("plan", str(demo), "--max-context", "1000", "--batch", "2", "--json")[1])
+    from dsv4 import load_model
+    model = load_model(demo)
+    assert document["weights_bytes"] == model.nbytes and document["cache_bytes"] == model.new_cache(2, 1000).nbytes and document["fits"]
+    code, _, err = run("plan", str(demo), "--max-context", "1M")
+    assert code == 2 and "never" not in err and "max_position_embeddings 4096" in err
+    code, _, err = run("plan", "tiny")
+    assert code == 2 and "tiny is not a directory" in err
+
+
+def test_device_map_from_the_command_line(run, demo):
+    plain = json.loads(run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "3", "--json")[1])
+    spread = json.loads(run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "3", "--json", "--device-map", "auto",
+                            "--max-memory", "cpu=1400K")[1])
+    assert spread["token_ids"] == plain["token_ids"] and "disk" in spread["placement"].values()
+
+
+def test_a_real_process_streams_and_survives_a_closed_pipe(demo):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "dsv4", "generate", str(demo), "--prompt", "Hello", "--max-new-tokens", "12"]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    piped = subprocess.run(" ".join(command) + " | head -c 1", shell=True, capture_output=True, timeout=120)
+    assert b"Traceback" not in piped.stderr
+
+
+def test_characters_of_several_bytes_stream_whole(demo):
+    from dsv4.tokenizer import TextStream, Tokenizer
+    tokenizer = Tokenizer(demo, 320)
+    text = "naïve 北京 🦉!"
+    stream, shown = TextStream(tokenizer), []
+    for token in tokenizer.encode(text):
+        shown.append(stream.push(token))
+    assert "".join(shown) + stream.finish() == text and not any("\ufffd" in s for s in shown)
+    assert any(s == "" for s in shown)
