@@ -1,0 +1,48 @@
+"""Peak memory of a long prefill and of loading, each measured in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+def peak_of(code: str, *args) -> list[int]:
+    """Integers that a fresh process prints."""
+    prelude = ("import resource, sys, torch\ntorch.set_num_threads(2)\nfrom dsv4 import load_model\n"
+               "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n")
+    done = subprocess.run([sys.executable, "-c", prelude + code, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_prefill_of_32k_tokens_stays_far_below_2_gib(tmp_path):
+    subprocess.run([sys.executable, "scripts/write_demo_checkpoint.py", tmp_path / "demo"], cwd=ROOT, check=True, capture_output=True,
+                   env={"PYTHONPATH": str(ROOT), "PATH": ""})
+    [peak, n] = peak_of("""
+model = load_model(sys.argv[1])
+cache = model.new_cache(1, 32768)
+ids = torch.randint(0, 2048, (1, 32768), generator=torch.Generator().manual_seed(0))
+logits = model.append(ids, cache, logits="last")
+assert torch.isfinite(logits).all() and cache.lengths == [32768]
+print(peak(), model.layer_paths()[2]["visible"])
+""", tmp_path / "demo")
+    assert n == 8192          # entries that the last query chose from
+    assert peak < 2 * GIB     # T² scores of one layer alone would be 4 GiB
+
+
+def test_loading_takes_the_model_and_one_tensor(tmp_path):
+    raw = {**checkpoints.SMALL, "hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 24, "vocab_size": 4096}
+    path = checkpoints.write_dense(tmp_path / "wide", raw, dtype="F32")
+    for numerics in ("native", "fp32"):
+        before, after, model, largest = peak_of("""
+from loaders.load import Inventory  # everything that loading imports is in memory before the count starts
+before = peak()
+model = load_model(sys.argv[1], numerics=sys.argv[2])
+print(before, peak(), model.nbytes, max(t.nbytes for t in model.inventory.files.tensors.values()))
+""", path, numerics)
+        assert model > 300 << 20
+        assert after - before < model + 2 * largest + (24 << 20), (numerics, after - before, model, largest)
