@@ -6,7 +6,6 @@ every visible entry. Recent tokens are seen both raw and compressed.
 """
 
 import torch
-from torch import nn
 
 from dsv4.cache import LayerCache
 from dsv4.compressor import KV_BLOCK, MainCompressor
@@ -14,13 +13,14 @@ from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import MissingSelection
 from dsv4.indexer import LightningIndexer
 from dsv4.linear import Linear, parameter
+from dsv4.module import Module
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
 from dsv4.step import Step
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(Module):
     """Sliding window only; the base of the other two.
 
     q = RoPE(rms(wq_b · q_norm(wq_a x))) per head; kv = RoPE(kv_norm(wkv x)); after attention the

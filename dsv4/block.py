@@ -1,19 +1,19 @@
 """One transformer block: attention and MoE, each wrapped in a hyper-connection."""
 
 import torch
-from torch import nn
 
 from dsv4.attention import ATTENTION
 from dsv4.cache import LayerCache
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.hyper_connections import HyperConnection
+from dsv4.module import Module
 from dsv4.moe import MoE
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.step import Step
 
 
-class Block(nn.Module):
+class Block(Module):
     """streams → streams. `hashed`: experts by token id instead of by score."""
 
     def __init__(self, config: ModelConfig, ratio: int, hashed: bool, numerics: Numerics, store, op):

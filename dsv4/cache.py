@@ -10,6 +10,7 @@ rewinding are the same code: a rewind sets the length back and copies nothing.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dsv4.config import LayerKind, ModelConfig
@@ -93,6 +94,8 @@ class Entries:
 
     def flat_index(self, step: Step, entry: torch.Tensor) -> torch.Tensor:
         """entry int64 [B, T, K] (−1 absent) → rows of `flat`, int64 [B·T, K] (−1 absent)."""
+        if step.first == 0 and step.B == 1:
+            return entry.flatten(0, 1)
         base = (step.row * self.buffer.shape[1]).unsqueeze(-1)
         return torch.where(entry < 0, entry, entry + base).flatten(0, 1)
 
@@ -156,6 +159,13 @@ def cache_streams(config: ModelConfig, batch: int, max_context: int, max_rewind:
     return [layer_streams(config, label, ratio, batch, max_context, max_rewind, numerics) for label, ratio in ratios]
 
 
+def zeros(stream: Stream, device: torch.device) -> torch.Tensor:
+    """The buffer of a stream. In host memory through calloc: pages that no token has reached take no memory yet."""
+    if device.type != "cpu":
+        return torch.zeros(stream.shape, dtype=stream.dtype, device=device)
+    return torch.from_numpy(np.zeros(stream.nbytes, np.uint8)).view(stream.dtype).view(stream.shape)
+
+
 class CompressorCache:
     """Raw rows of one compressor (kv, and gate + ape) and the entries it has pooled."""
 
@@ -169,7 +179,7 @@ class LayerCache:
     """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers."""
 
     def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device):
-        tensors = {s.name: torch.zeros(s.shape, dtype=s.dtype, device=device) for s in plan.streams}
+        tensors = {s.name: zeros(s, device) for s in plan.streams}
         self.tensors = tensors
         self.window = Ring(tensors["window"], sliding_window - 1)
         self.main = self.index = None

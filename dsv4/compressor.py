@@ -8,11 +8,11 @@ the indexer scores.
 """
 
 import torch
-from torch import nn
 
 from dsv4.cache import CompressorCache
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.linear import Linear, Storage, parameter
+from dsv4.module import Module
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
@@ -22,7 +22,7 @@ KV_BLOCK = 64         # FP8 simulation of main KV: one scale for 64 of the dims 
 INDEX_KEY_BLOCK = 32  # FP4 simulation of index queries and keys
 
 
-class MainCompressor(nn.Module):
+class MainCompressor(Module):
     """Raw rows → KV entries [head_dim] of CSA (overlapping windows) and HCA (disjoint windows).
 
     wkv, wgate [c·D, d], ape fp32 [ratio, c·D], norm [D], where c = 2 for CSA: a token's columns
@@ -52,7 +52,7 @@ class MainCompressor(nn.Module):
         cache.entries.write(step, entries)
 
 
-class IndexerKeyCompressor(nn.Module):
+class IndexerKeyCompressor(Module):
     """Raw rows → index keys [index_head_dim]; overlapping windows, own weights, own width.
 
     wkv, wgate [2·D, d], ape fp32 [ratio, 2·D], norm [D]. In simulated numerics keys pass through a

@@ -1,13 +1,13 @@
 """Manifold-constrained hyper-connections: how sublayers read and write the residual streams."""
 
 import torch
-from torch import nn
 
 from dsv4.config import ModelConfig
 from dsv4.linear import parameter
+from dsv4.module import Module
 
 
-class HyperConnection(nn.Module):
+class HyperConnection(Module):
     """The connection of one sublayer. Parameters fp32: fn [2n + n², n·d], scale [3], base [2n + n²]."""
 
     def __init__(self, config: ModelConfig, op):
@@ -22,7 +22,7 @@ class HyperConnection(nn.Module):
         return self.op.mhc_pre(streams, self.fn, self.scale, self.base, self.iters, self.eps, self.norm_eps)
 
 
-class HyperHead(nn.Module):
+class HyperHead(Module):
     """The learned collapse of the streams before the final norm. fn [n, n·d], scale [1], base [n]."""
 
     def __init__(self, config: ModelConfig, op):

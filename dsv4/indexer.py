@@ -1,18 +1,18 @@
 """The lightning indexer of a CSA layer (eqs. 13–17): which entries a query attends to."""
 
 import torch
-from torch import nn
 
 from dsv4.cache import LayerCache
 from dsv4.compressor import INDEX_KEY_BLOCK, IndexerKeyCompressor
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.linear import Linear
+from dsv4.module import Module
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
 from dsv4.step import Step
 
 
-class LightningIndexer(nn.Module):
+class LightningIndexer(Module):
     """score(t, e) = Σ_h w[t,h] · relu(qI[t,h] · kI[e]); the best index_topk visible entries win.
 
     wq_b [H·D, q_lora_rank] makes the index queries from the layer's low-rank query, weights_proj

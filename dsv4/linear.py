@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dsv4.errors import UnsupportedInput
+from dsv4.module import Module
 from dsv4.numerics import Numerics
 from kernels.quantize import PackedWeight, WeightFormat
 
@@ -25,7 +26,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-class Matrix(nn.Module):
+class Matrix(Module):
     """A matrix [..., O, K] and its scales, held as `storage` says.
 
     FP8: weight E4M3 [O, K], scale [⌈O/bo⌉, ⌈K/bk⌉] (E8M0 or fp32). MXFP4: weight uint8

@@ -10,6 +10,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.hyper_connections import HyperHead
 from dsv4.linear import Linear, parameter
+from dsv4.module import Module
 from dsv4.mtp import MTPBlock
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
@@ -21,7 +22,7 @@ from kernels.operations import OPERATIONS
 CHUNK = 256  # tokens of a row in one step: prefill memory grows with it, not with the prompt
 
 
-class Embedding(nn.Module):
+class Embedding(Module):
     """Token embedding [vocab, d]."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
@@ -40,7 +41,7 @@ class Head(Linear):
         return super().forward(y.float())
 
 
-class Model(nn.Module):
+class Model(Module):
     """A DeepSeek-V4-style model. Build it with `dsv4.load_model`.
 
     store(name) → dsv4.linear.Storage says how the matrix or norm with that official name is held.

@@ -1,14 +1,14 @@
 """Mixture of experts: router, routed experts, one shared expert."""
 
 import torch
-from torch import nn
 
 from dsv4.config import ModelConfig
 from dsv4.linear import Linear, Matrix, parameter
+from dsv4.module import Module
 from dsv4.numerics import Numerics
 
 
-class Gate(nn.Module):
+class Gate(Module):
     """Scores sqrt(softplus(W x)); experts by token id on hash layers, else by score + bias.
 
     weight [E, d]; bias fp32 [E] on scored layers; tid2eid int64 [vocab, k] on hash layers.
@@ -31,7 +31,7 @@ class Gate(nn.Module):
         return self.op.route_scored(x, self.weight, self.bias, self.topk, self.factor)
 
 
-class Experts(nn.Module):
+class Experts(Module):
     """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, store, op):
@@ -47,7 +47,7 @@ class Experts(nn.Module):
         return self.op.experts(x, indices, weights, self.w13.packed(), self.w2.packed(), self.limit, self.simulate)
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(Module):
     """The expert every token passes: same clamps, weight 1. w1 gate, w3 up [I, d]; w2 down [d, I]."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, store, op):
@@ -63,7 +63,7 @@ class SharedExpert(nn.Module):
         return self.op.shared_expert(x, self.w1.packed(), self.w3.packed(), self.w2.packed(), self.limit, self.w1.simulate)
 
 
-class MoE(nn.Module):
+class MoE(Module):
     """Sum of the routed experts and the shared one, in fp32, cast once."""
 
     def __init__(self, config: ModelConfig, hashed: bool, numerics: Numerics, store, op):

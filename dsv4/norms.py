@@ -1,12 +1,12 @@
 """RMS normalisation with a weight."""
 
 import torch
-from torch import nn
 
 from dsv4.linear import parameter
+from dsv4.module import Module
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """y = w · x · rsqrt(mean(x²) + eps), fp32 inside, one cast at the end."""
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype, op):

@@ -80,6 +80,11 @@ class _Converter:
         absent = [n for n in self.target if self._base(n) not in inventory.formats and n not in inventory.sources]
         if absent:
             raise CheckpointError(f"the source lacks {len(absent)} tensors that its config asks for, first {absent[0]}")
+        known = {self._base(n) for n in self.target}
+        strays = [n for n in inventory.sources if self._base(n) not in known]
+        if strays:
+            raise CheckpointError(f"the source holds {len(strays)} tensors that its config does not ask for, first {strays[0]}; they "
+                                  "would be lost")
         self._held: tuple[str, dict] = ("", {})  # the matrix converted last: its tensors are asked for one after another
 
     @staticmethod
@@ -100,7 +105,14 @@ class _Converter:
 
     def _kept(self, name: str) -> torch.Tensor:
         """Vectors and tables: as stored, widened to fp32 where the official layout has fp32."""
-        return self._cast(name, self.inventory.read(name), DTYPES[self.target[name][0]])
+        return self._cast(name, self._shaped(name, self.inventory.read(name)), DTYPES[self.target[name][0]])
+
+    def _shaped(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The value, if it has the shape that the config asks for (a scalar may be stored as one element)."""
+        shape = self.target[name][1]
+        if tuple(value.shape) != shape and not {tuple(value.shape), shape} <= {(), (1,)}:
+            raise CheckpointError(f"tensor {name} has shape {list(value.shape)}; the config asks for {list(shape)}")
+        return value.view(shape)
 
     def _cast(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         out = value.to(dtype)
@@ -118,7 +130,7 @@ class _Converter:
             value = self.inventory.read_matrix(base, self.config.weight_block_size)
             self.summary.actions["kept dense" if stored is WeightFormat.DENSE else f"{stored.value} → dense, exact"] += 1
             name = f"{base}.weight"
-            return {name: self._cast(name, value, DTYPES[self.target[name][0]])}
+            return {name: self._cast(name, self._shaped(name, value), DTYPES[self.target[name][0]])}
         if stored is wanted and self._same_scales(base):
             self.summary.actions[f"{stored.value} bytes copied"] += 1
             names = set(matrix_names(base, stored).values()) | {n for n in self.target if n == f"{base}.input_scale"}
@@ -133,7 +145,7 @@ class _Converter:
     def _stored_or_bound(self, name: str) -> torch.Tensor:
         if name not in self.inventory.sources:
             return self._input_scale(name)
-        value = self.inventory.read(name).view(self.target[name][1])
+        value = self._shaped(name, self.inventory.read(name))
         wanted = DTYPES[self.target[name][0]]
         return value if value.dtype is wanted else value.view(wanted)  # packed FP4: I8 and U8 are the same bytes
 

@@ -9,8 +9,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     D = x.shape[-1]
     if x.numel() != D:
         return reference.rms_norm(x, weight, eps)
-    flat = x.view(D).float()
-    y = x.float() * (torch.dot(flat, flat).item() / D + eps) ** -0.5
+    x32 = x.float()
+    flat = x32.view(D)
+    y = x32 * (torch.dot(flat, flat).item() / D + eps) ** -0.5
     if weight is not None:
         y = y * weight
     return y.to(x.dtype)

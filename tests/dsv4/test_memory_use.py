@@ -12,8 +12,8 @@ GIB = 1 << 30
 
 def peak_of(code: str, *args) -> list[int]:
     """Integers that a fresh process prints."""
-    prelude = ("import resource, sys, torch\ntorch.set_num_threads(2)\nfrom dsv4 import load_model\n"
-               "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n")
+    prelude = ("import sys, torch\ntorch.set_num_threads(2)\nfrom dsv4 import load_model\nfrom dsv4.memory import peak_bytes\n"
+               "peak = lambda: peak_bytes(torch.device('cpu'))\n")
     done = subprocess.run([sys.executable, "-c", prelude + code, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]

@@ -140,3 +140,24 @@ def test_an_interrupt_leaves_nothing(official, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(official, tmp_path / "out", "bf16", CONFIG, progress=stop)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_nobody_asks_for_is_not_dropped_silently(tmp_path):
+    from safetensors.torch import save_file
+    path = checkpoints.write_dense(tmp_path / "dense")
+    tensors = load_file(path / "model.safetensors") | {"layers.9.attn_norm.weight": torch.ones(128)}
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="does not ask for, first layers.9.attn_norm.weight"):
+        convert(path, tmp_path / "out", "bf16", CONFIG)
+
+
+@pytest.mark.parametrize("to", ["official", "bf16", "transformers"])
+def test_a_transposed_tensor_is_an_error(tmp_path, to):
+    from safetensors.torch import save_file
+    path = checkpoints.write_dense(tmp_path / "dense", dtype="BF16")
+    tensors = load_file(path / "model.safetensors")
+    tensors["layers.1.attn.compressor.wkv.weight"] = tensors["layers.1.attn.compressor.wkv.weight"].view(64, 256).contiguous()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers.1.attn.compressor.wkv.weight has shape \[64, 256\]"):
+        convert(path, tmp_path / "out", to, CONFIG)
+    assert not (tmp_path / "out").exists()
