@@ -39,10 +39,11 @@ def test_loading_takes_the_model_and_one_tensor(tmp_path):
     path = checkpoints.write_dense(tmp_path / "wide", raw, dtype="F32")
     for numerics in ("native", "fp32"):
         before, after, model, largest = peak_of("""
-from loaders.load import Inventory  # everything that loading imports is in memory before the count starts
+load_model("tests/golden/tiny_fp32", numerics=sys.argv[2])  # libraries that load on first use are there before the count starts
 before = peak()
 model = load_model(sys.argv[1], numerics=sys.argv[2])
 print(before, peak(), model.nbytes, max(t.nbytes for t in model.inventory.files.tensors.values()))
 """, path, numerics)
         assert model > 300 << 20
-        assert after - before < model + 2 * largest + (24 << 20), (numerics, after - before, model, largest)
+        slack = 64 << 20  # freed pieces that the allocator keeps
+        assert after - before < model + 2 * largest + slack, (numerics, after - before, model, largest)

@@ -59,3 +59,27 @@ def test_a_device_that_is_not_there_is_an_error():
     from dsv4.errors import InputError
     with pytest.raises(InputError, match="CUDA devices"):
         load_model(GOLDEN, device="cuda:99")
+
+
+def block_bytes(model) -> int:
+    return max(sum(p.nbytes for p in layer.parameters()) for layer in model.layers)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_layers_spread_over_gpus_host_and_disk_give_the_same_logits(tmp_path, gpus):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} CUDA devices")
+    path = checkpoints.write_official(tmp_path / "c")
+    plain = load_model(path, numerics="fp32", device="cuda")
+    block = block_bytes(plain)
+    limits = {**{i: int(2.6 * block) for i in range(gpus)}, "cpu": int(1.2 * block)}
+    model = load_model(path, numerics="fp32", device="cuda", device_map="auto", max_memory=limits)
+    places = set(model.placement.values())
+    assert {f"cuda:{i}" for i in range(gpus)} <= places and len(places) > 1
+    ids = torch.randint(0, 320, (1, 150), generator=torch.Generator().manual_seed(0))
+    cache, other = model.new_cache(1, 160), plain.new_cache(1, 160)
+    got, streams = model.append(ids, cache, return_streams=True)
+    wanted, _ = plain.append(ids, other, return_streams=True)
+    assert (got.cpu() - wanted.cpu()).abs().max() < TOLERANCE
+    assert torch.isfinite(model.mtp_logits(streams, ids, cache)).all()
+    assert (model.append(ids[:, :1], cache).cpu() - plain.append(ids[:, :1], other).cpu()).abs().max() < TOLERANCE
