@@ -100,7 +100,7 @@ def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
     (["--token-ids", "1,2,3,4", "--max-context", "3"], "the prompt has 4 tokens, max_context is 3"),
     (["--prompt", "a", "--max-context", "1M"], "max_position_embeddings 4096"), (["--prompt", "a", "--max-context", "big"], "is not a size"),
     (["--prompt", "a", "--think"], "add --chat"), (["--prompt", "a", "--top-p", "0"], "top_p 0.0"),
-    (["--prompt", "a", "--max-new-tokens", "0"], "greater than or equal to 1"), (["--prompt-file", "/nowhere/p"], "cannot read the prompt"),
+    (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"), (["--prompt-file", "/nowhere/p"], "cannot read the prompt"),
     (["--prompt", "a", "--device-map", "auto", "--max-memory", "lots"], "--max-memory has 'lots'"),
     (["--prompt", "a", "--device-map", "auto", "--max-memory", "cpu=1K"], "one block needs"),
     (["--prompt", "a", "--device-map", "round-robin"], "device map 'round-robin' is unknown"), (["--no-such-flag"], "No such option"),
@@ -163,9 +163,10 @@ def test_convert_then_generate_gives_the_same_tokens(run, demo, tmp_path):
 
 def test_plan_of_a_preset_and_of_a_directory(run, demo):
     document = json.loads(run("plan", "flash", "--max-context", "1M", "--json")[1])
-    assert document["weights_bytes"] == 159609485896 and document["cache_bytes"] == 7275954176 and document["fits"] is False
+    assert document["weights_bytes"] == 159609485896 and document["cache_bytes"] == 7275954176
+    assert document["fits"] == (document["total_bytes"] <= document["free_bytes"])
     code, out, _ = run("plan", "pro")
-    assert code == 0 and "does NOT fit" in out and "⌈1048576 / 4⌉" in out
+    assert code == 0 and ("does NOT fit" in out or ": fits" in out) and "⌈1048576 / 4⌉" in out
     document = json.loads(run("plan", str(demo), "--max-context", "1000", "--batch", "2", "--json")[1])
     from dsv4 import load_model
     model = load_model(demo)
