@@ -102,3 +102,21 @@ def test_bf16_inputs_are_computed_in_fp32():
     q, window, entries = q.bfloat16(), window.bfloat16(), entries.bfloat16()
     exact = sparse_attention(q.float(), window.float(), wi, entries.float(), ei, sink, 0.35)
     assert torch.equal(sparse_attention(q, window, wi, entries, ei, sink, 0.35), exact.bfloat16())
+
+
+@pytest.mark.parametrize("K", [0, 1, 6], ids=lambda k: f"{k} selected")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_host_form_of_one_query_equals_the_reference(K, dtype):
+    q, window, wi, entries, ei, sink = case()
+    q, window, entries = q[:1].to(dtype), window.to(dtype), entries.to(dtype)
+    ei = ei[2:3, :K] if K else None
+    args = (q, window, wi[:1].clamp(min=0), entries if K else None, ei, sink, 0.35)
+    wanted = sparse_attention(*args)
+    assert (sparse_attention(*args, True, backend="cpu") - wanted).abs().max() < (1e-6 if dtype is torch.float32 else 2e-2)
+    holed = (q, window, torch.tensor([[-1, 3, -1, 0, 2]]), *args[3:])  # without the promise, −1 is skipped
+    assert torch.equal(sparse_attention(*holed, False, backend="cpu"), sparse_attention(*holed))
+    shared = entries[None, :7]
+    args = (q[None], window, wi[:1].clamp(min=0), shared, torch.tensor([[7]]), sink, 0.35)
+    assert (hca_attention(*args, True, backend="cpu") - hca_attention(*args)).abs().max() < (1e-6 if dtype is torch.float32 else 2e-2)
+    part = (*args[:4], torch.tensor([[4]]), sink, 0.35)  # fewer are visible: the caller does not promise
+    assert torch.equal(hca_attention(*part, False, backend="cpu"), hca_attention(*part))

@@ -34,3 +34,11 @@ def test_rms_norm_rounds_once():
 def test_rms_norm_without_a_weight():
     x = torch.randn(3, 2, 16)
     assert torch.allclose(rms_norm(x, None, 1e-6).square().mean(-1), torch.ones(3, 2), atol=1e-4)
+
+
+def test_host_form_of_the_norm_equals_the_reference():
+    for x, w in ((torch.randn(1, 64), torch.randn(64)), (torch.randn(1, 1, 32), None), (torch.randn(1, 64).bfloat16(), torch.randn(64).bfloat16()),
+                 (torch.randn(2, 64), torch.randn(64))):
+        got, wanted = rms_norm(x, w, 1e-6, backend="cpu"), rms_norm(x, w, 1e-6)
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape
+        assert (got.float() - wanted.float()).abs().max() < (1e-5 if x.dtype is torch.float32 else 4e-2)

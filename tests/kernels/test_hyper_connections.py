@@ -83,6 +83,14 @@ def test_post_mixes_over_the_first_index():
             assert torch.allclose(got[t, k], wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_host_form_of_post_equals_the_reference(dtype):
+    for tokens in (1, 3):
+        args = (torch.randn(tokens, 8).to(dtype), torch.randn(tokens, 4, 8).to(dtype), torch.rand(tokens, 4), torch.rand(tokens, 4, 4))
+        got, wanted = mhc_post(*args, backend="cpu"), mhc_post(*args)
+        assert got.dtype == dtype and (got.float() - wanted.float()).abs().max() < (1e-6 if dtype is torch.float32 else 4e-2)
+
+
 def test_head_is_the_learned_collapse():
     streams, fn, scale, base = case(3, 1.0)
     x = streams.flatten(1).double()
