@@ -46,6 +46,18 @@ def test_index_keys_are_fp4_after_hadamard(official):
     assert (keys - exact).norm() / exact.norm() > 1.0
 
 
+def test_index_queries_go_through_the_same_transform_as_the_keys(official):
+    from dsv4.step import Step
+    qr, queries = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), {}
+    for numerics in ("qat:fp32", "fp32"):
+        model = load_model(official, numerics=numerics)
+        step = Step(IDS[:, :20], 0, [5], model._frequencies())
+        queries[numerics] = model.layers[1].attn.indexer.queries(qr, step)
+    simulated, exact = queries["qat:fp32"], queries["fp32"]
+    assert torch.equal(simulate_fp4_blocks(simulated, 32), simulated)
+    assert (hadamard(simulated) - exact).norm() / exact.norm() < 0.3 < (simulated - exact).norm() / exact.norm()
+
+
 def test_fp32_and_native_simulate_nothing(official):
     for numerics in ("fp32", "native"):
         model, cache, _ = caches(official, numerics)

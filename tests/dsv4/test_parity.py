@@ -177,3 +177,30 @@ def test_transformers_imports_beside_our_kernels_package():
     from transformers.utils import import_utils  # looks for a distribution that is also called kernels
     assert kernels.__file__.endswith("kernels/__init__.py")
     assert import_utils is not None and oracle.randomised(oracle.TINY) is not None
+
+
+def test_index_scores_have_the_oracle_s_values(pair):
+    """Selection alone cannot see a missing score temperature: the order of scores is the same without it."""
+    ours, theirs, ids, _ = pair
+    expected, got = {}, {}
+    indexers = {i: layer.attn.indexer for i, layer in enumerate(ours.layers) if hasattr(layer.attn, "indexer")}
+    for i, indexer in indexers.items():
+        theirs.model.layers[i].self_attn.compressor.indexer.scorer.register_forward_hook(
+            lambda module, args, out, i=i: expected.__setitem__(i, out))
+
+        def recorded(*args, i=i, indexer=indexer, real=indexer.forward):
+            selection = real(*args)
+            got[i] = indexer.scores(*args)
+            return selection
+        indexer.forward = recorded
+    try:
+        oracle.logits(theirs, ids)
+        ours.append(ids, ours.new_cache(1, 310), chunk=310)
+    finally:
+        for indexer in indexers.values():
+            del indexer.forward
+    assert got.keys() == expected.keys() != set()
+    for i in got:
+        visible = torch.isfinite(got[i])
+        assert visible[0].sum() == sum((t + 1) // 4 for t in range(310))
+        assert (got[i] - expected[i])[visible].abs().max() < 1e-5 * max(1, expected[i][visible].abs().max())
