@@ -85,9 +85,9 @@ def _counted(operation: Operation, backend: str, ledger: DispatchLedger) -> Call
     implementation = function.__module__.rsplit(".", 1)[-1]
     count = ledger.counter(operation.name, implementation, why)
 
-    def call(*args, **kwargs):
+    def call(*args):
         count[0] += 1
-        return function(*args, **kwargs)
+        return function(*args)
 
     call.__doc__ = function.__doc__
     return call

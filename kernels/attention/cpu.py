@@ -40,6 +40,6 @@ sparse_attention.__doc__, hca_attention.__doc__ = reference.sparse_attention.__d
 def _attend_all(q: torch.Tensor, rows: torch.Tensor, sink: torch.Tensor, scale: float) -> torch.Tensor:
     """q [H, D] against rows [K + 1, D], the last of which stands for the sink → [H, D] in q.dtype."""
     rows = rows.float()
-    logits = torch.mm(q.float() * scale, rows.t())
+    logits = torch.addmm(sink[0], q.float(), rows.t(), beta=0, alpha=scale)  # beta 0: the first argument is not read
     logits[:, -1] = sink
     return torch.mm(torch.softmax(logits, -1), rows).to(q.dtype)

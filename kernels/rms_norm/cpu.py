@@ -11,9 +11,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         return reference.rms_norm(x, weight, eps)
     x32 = x.float()
     flat = x32.view(D)
-    y = x32 * (torch.dot(flat, flat).item() / D + eps) ** -0.5
-    if weight is not None:
-        y = y * weight
+    r = (torch.dot(flat, flat).item() / D + eps) ** -0.5
+    y = x32 * r if weight is None else (x32 * weight).mul_(r)
     return y.to(x.dtype)
 
 

@@ -17,9 +17,13 @@ def score(logit):
     return math.sqrt(logit + math.log1p(math.exp(-logit)) if logit > 0 else math.log1p(math.exp(logit)))
 
 
-def test_bias_selects_and_does_not_weigh():
+backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+@backends
+def test_bias_selects_and_does_not_weigh(backend):
     x, W = one_logit_per_expert([2.0, 1.0, 0.0, -1.0])
-    indices, weights = route_scored(x, W, torch.tensor([0.0, 0.0, 0.0, 100.0]), 2, 1.5)
+    indices, weights = route_scored(x, W, torch.tensor([0.0, 0.0, 0.0, 100.0]), 2, 1.5, backend=backend)
     assert sorted(indices[0].tolist()) == [0, 3]
     chosen = dict(zip(indices[0].tolist(), weights[0].tolist()))
     total = score(2.0) + score(-1.0)
@@ -27,11 +31,12 @@ def test_bias_selects_and_does_not_weigh():
     assert chosen[3] == pytest.approx(1.5 * score(-1.0) / total, rel=1e-6)
 
 
+@backends
 @pytest.mark.parametrize("logits", [[-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0]],
                          ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed"])
-def test_extreme_logits_give_finite_exact_weights(logits):
+def test_extreme_logits_give_finite_exact_weights(logits, backend):
     x, W = one_logit_per_expert(logits)
-    indices, weights = route_scored(x, W, torch.zeros(3), 2, 1.0)
+    indices, weights = route_scored(x, W, torch.zeros(3), 2, 1.0, backend=backend)
     assert torch.isfinite(weights).all()
     assert weights.sum().item() == pytest.approx(1.0, rel=1e-6)
     a, b = (score(logits[i]) for i in indices[0].tolist())
@@ -52,3 +57,15 @@ def test_bf16_gate_is_scored_in_fp32():
     low = route_scored(x, W, torch.zeros(6), 3, 1.0)
     high = route_scored(x.float(), W.float(), torch.zeros(6), 3, 1.0)
     assert torch.equal(low[0], high[0]) and torch.equal(low[1], high[1])
+
+
+def test_host_form_of_one_token_equals_the_reference():
+    g = torch.Generator().manual_seed(1)
+    table = torch.stack([torch.randperm(9, generator=g)[:3] for _ in range(7)])
+    for trial in range(20):
+        x, W, bias = torch.randn(1, 16, generator=g) * 3, torch.randn(9, 16, generator=g), torch.randn(9, generator=g)
+        for got, wanted in ((route_scored(x, W, bias, 3, 1.5, backend="cpu"), route_scored(x, W, bias, 3, 1.5)),
+                            (route_hashed(x, W, table, torch.tensor([trial % 7]), 1.5, backend="cpu"),
+                             route_hashed(x, W, table, torch.tensor([trial % 7]), 1.5))):
+            assert torch.equal(got[0], wanted[0]) and got[1].dtype == wanted[1].dtype == torch.float32
+            assert (got[1] - wanted[1]).abs().max() < 1e-6
