@@ -200,7 +200,8 @@ class Model(Module):
 
     def _check_ids(self, ids: torch.Tensor) -> None:
         if ids.device.type == "cpu":  # ids made on the device come from this model's own vocabulary
-            low, high = int(ids.min()), int(ids.max())
+            values = ids.flatten().tolist() if ids.numel() <= 64 else [int(ids.min()), int(ids.max())]
+            low, high = min(values), max(values)
             if low < 0 or high >= self.config.vocab_size:
                 raise InputError(f"token id {low if low < 0 else high} is outside the vocabulary of "
                                  f"{self.config.vocab_size}; is this the checkpoint's own tokenizer?")

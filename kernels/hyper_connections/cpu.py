@@ -8,7 +8,7 @@ the same with roles exchanged, so only 8 numbers move. Agreement with the refere
 limited by the reference's fp32 rounding (~1e-7).
 """
 
-import math
+from math import exp
 
 import torch
 import torch.nn.functional as F
@@ -44,27 +44,25 @@ def mhc_post(out, streams, post, comb) -> torch.Tensor:
 mhc_pre.__doc__, mhc_post.__doc__ = reference.mhc_pre.__doc__, reference.mhc_post.__doc__
 
 
-def _sigmoid(x: float) -> float:
-    e = math.exp(-abs(x))  # never overflows
-    return 1 / (1 + e) if x >= 0 else e / (1 + e)
-
-
-def _softmax4(x0: float, x1: float, x2: float, x3: float, eps: float):
+def _row(m: list[float], base: list[float], i: int, s: float, eps: float):
+    """Row of the comb matrix before Sinkhorn: softmax of four logits, plus eps."""
+    x0, x1, x2, x3 = m[i] * s + base[i], m[i + 1] * s + base[i + 1], m[i + 2] * s + base[i + 2], m[i + 3] * s + base[i + 3]
     top = max(x0, x1, x2, x3)
-    e0, e1, e2, e3 = math.exp(x0 - top), math.exp(x1 - top), math.exp(x2 - top), math.exp(x3 - top)
+    e0, e1, e2, e3 = exp(x0 - top), exp(x1 - top), exp(x2 - top), exp(x3 - top)
     total = e0 + e1 + e2 + e3
     return e0 / total + eps, e1 / total + eps, e2 / total + eps, e3 / total + eps
 
 
 def _mix_token(m: list[float], scale: list[float], base: list[float], iters: int, e: float) -> list[float]:
     """pre, post and comb of one token as 4 + 4 + 16 floats; m before the factor r, which `scale` carries."""
-    pre = [_sigmoid(m[j] * scale[0] + base[j]) + e for j in range(4)]
-    post = [2 * _sigmoid(m[j] * scale[1] + base[j]) for j in range(4, 8)]
-    x = [m[i] * scale[2] + base[i] for i in range(8, 24)]
-    k00, k01, k02, k03 = _softmax4(*x[0:4], e)
-    k10, k11, k12, k13 = _softmax4(*x[4:8], e)
-    k20, k21, k22, k23 = _softmax4(*x[8:12], e)
-    k30, k31, k32, k33 = _softmax4(*x[12:16], e)
+    s0, s1, s2 = scale
+    floor = -700.0  # below it exp(-x) overflows, and the sigmoid is 0 in fp32 long before
+    pre = [1 / (1 + exp(-max(m[j] * s0 + base[j], floor))) + e for j in range(4)]
+    post = [2 / (1 + exp(-max(m[j] * s1 + base[j], floor))) for j in range(4, 8)]
+    k00, k01, k02, k03 = _row(m, base, 8, s2, e)
+    k10, k11, k12, k13 = _row(m, base, 12, s2, e)
+    k20, k21, k22, k23 = _row(m, base, 16, s2, e)
+    k30, k31, k32, k33 = _row(m, base, 20, s2, e)
     a0 = a1 = a2 = a3 = 1.0
     b0, b1 = k00 + k10 + k20 + k30 + e, k01 + k11 + k21 + k31 + e
     b2, b3 = k02 + k12 + k22 + k32 + e, k03 + k13 + k23 + k33 + e
