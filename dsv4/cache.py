@@ -139,11 +139,10 @@ def layer_streams(config: ModelConfig, label: str, ratio: int, batch: int, max_c
         overlap = 2 if kind is LayerKind.CSA else 1
         compressors = [("main", d)] + ([("index", config.index_head_dim)] if kind is LayerKind.CSA else [])
         for name, dim in compressors:
-            raw = (batch, overlap * ratio + max_rewind, overlap * dim)
+            raw = (batch, overlap * ratio + max_rewind, 2 * overlap * dim)
             how = (f"{batch} rows × ({overlap * ratio} window{'s' if overlap > 1 else ''} + {max_rewind} rewind) "
-                   f"× {overlap * dim} × 4 B")
-            streams.append(Stream(f"{name} raw kv", raw, torch.float32, how))
-            streams.append(Stream(f"{name} raw gate", raw, torch.float32, how))
+                   f"× 2 × {overlap * dim} × 4 B")
+            streams.append(Stream(f"{name} raw rows", raw, torch.float32, how))
             n = -(-max_context // ratio)
             streams.append(Stream("entries" if name == "main" else "index keys", (batch, n, dim), dtype,
                                   f"{batch} rows × ⌈{max_context} / {ratio}⌉ × {dim} × {width} B"))
@@ -167,11 +166,10 @@ def zeros(stream: Stream, device: torch.device) -> torch.Tensor:
 
 
 class CompressorCache:
-    """Raw rows of one compressor (kv, and gate + ape) and the entries it has pooled."""
+    """Raw rows of one compressor (kv ‖ gate + ape, fp32) and the entries it has pooled."""
 
-    def __init__(self, kv: torch.Tensor, gate: torch.Tensor, entries: torch.Tensor, ratio: int, overlap: int):
-        keep = overlap * ratio - 1
-        self.kv, self.gate = Ring(kv, keep), Ring(gate, keep)
+    def __init__(self, raw: torch.Tensor, entries: torch.Tensor, ratio: int, overlap: int):
+        self.raw = Ring(raw, overlap * ratio - 1)
         self.entries = Entries(entries, ratio)
 
 
@@ -185,11 +183,9 @@ class LayerCache:
         self.main = self.index = None
         if plan.kind is not LayerKind.WINDOW:
             overlap = 2 if plan.kind is LayerKind.CSA else 1
-            self.main = CompressorCache(tensors["main raw kv"], tensors["main raw gate"], tensors["entries"],
-                                        plan.ratio, overlap)
+            self.main = CompressorCache(tensors["main raw rows"], tensors["entries"], plan.ratio, overlap)
         if plan.kind is LayerKind.CSA:
-            self.index = CompressorCache(tensors["index raw kv"], tensors["index raw gate"], tensors["index keys"],
-                                         plan.ratio, 2)
+            self.index = CompressorCache(tensors["index raw rows"], tensors["index keys"], plan.ratio, 2)
 
 
 class Lengths:

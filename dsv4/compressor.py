@@ -25,16 +25,15 @@ INDEX_KEY_BLOCK = 32  # FP4 simulation of index queries and keys
 class MainCompressor(Module):
     """Raw rows → KV entries [head_dim] of CSA (overlapping windows) and HCA (disjoint windows).
 
-    wkv, wgate [c·D, d], ape fp32 [ratio, c·D], norm [D], where c = 2 for CSA: a token's columns
-    [:D] belong to the entry of the *next* window and [D:] to that of its own; c = 1 for HCA.
+    wkv_gate [2·c·D, d] (wkv over wgate), ape fp32 [ratio, c·D], norm [D], where c = 2 for CSA: a token's
+    columns [:D] belong to the entry of the *next* window and [D:] to that of its own; c = 1 for HCA.
     """
 
     def __init__(self, config: ModelConfig, kind: LayerKind, ratio: int, numerics: Numerics, store, op):
         super().__init__()
         self.overlap = 2 if kind is LayerKind.CSA else 1
         width = self.overlap * config.head_dim
-        self.wkv = Linear(width, config.hidden_size, store("wkv"), numerics, op)
-        self.wgate = Linear(width, config.hidden_size, store("wgate"), numerics, op)
+        self.wkv_gate = Linear(2 * width, config.hidden_size, store("wkv"), numerics, op, stacked=("wkv", "wgate"))
         self.ape = parameter(ratio, width)
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, store("norm").dtype, op)
         self.ratio, self.base, self.op, self.numerics = ratio, BASES[kind], op, numerics
@@ -55,8 +54,8 @@ class MainCompressor(Module):
 class IndexerKeyCompressor(Module):
     """Raw rows → index keys [index_head_dim]; overlapping windows, own weights, own width.
 
-    wkv, wgate [2·D, d], ape fp32 [ratio, 2·D], norm [D]. In simulated numerics keys pass through a
-    Hadamard transform and FP4.
+    wkv_gate [4·D, d] (wkv over wgate), ape fp32 [ratio, 2·D], norm [D]. In simulated numerics keys pass
+    through a Hadamard transform and FP4.
     """
 
     overlap = 2
@@ -64,8 +63,7 @@ class IndexerKeyCompressor(Module):
     def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
         super().__init__()
         width = 2 * config.index_head_dim
-        self.wkv = Linear(width, config.hidden_size, store("wkv"), numerics, op)
-        self.wgate = Linear(width, config.hidden_size, store("wgate"), numerics, op)
+        self.wkv_gate = Linear(2 * width, config.hidden_size, store("wkv"), numerics, op, stacked=("wkv", "wgate"))
         self.ape = parameter(ratio, width)
         self.norm = RMSNorm(config.index_head_dim, config.rms_norm_eps, store("norm").dtype, op)
         self.ratio, self.op, self.numerics = ratio, op, numerics
@@ -91,30 +89,31 @@ def pool_windows(compressor, x: torch.Tensor, step: Step, cache: CompressorCache
     ratio, c = compressor.ratio, compressor.overlap
     x = x.float()
     phase = step.memo(("phase", ratio), lambda: (step.pos % ratio).flatten())
-    gate = compressor.wgate(x).add_(compressor.ape.index_select(0, phase))
-    kv_pool = cache.kv.extend(step, compressor.wkv(x))
-    gate_pool = cache.gate.extend(step, gate)
+    raw = compressor.wkv_gate(x)
+    width = raw.shape[1] // 2
+    raw[:, width:].add_(compressor.ape.index_select(0, phase))
+    pool = cache.raw.extend(step, raw)
     M = step.B * step.completed(ratio)
     if M == 0:
         return None
-    rows, absent = step.memo(("slots of windows", ratio, c, *cache.kv.address(step)),
-                             lambda: _window_slots(step, ratio, c, cache.kv))
-    D = kv_pool.shape[-1] // c
-    kv = kv_pool.view(-1, D).index_select(0, rows).view(M, c * ratio, D)
-    gate = gate_pool.view(-1, D).index_select(0, rows).view(M, c * ratio, D)
+    rows, absent = step.memo(("slots of windows", ratio, c, *cache.raw.address(step)),
+                             lambda: _window_slots(step, ratio, c, cache.raw))
+    D = width // c
+    kv, gate = pool.view(-1, D).index_select(0, rows).view(2, M, c * ratio, D).unbind()
     kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
     return compressor.op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
 
 
 def _window_slots(step: Step, ratio: int, c: int, ring) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half-row of the pool for each slot of each new window, and which slots hold no token yet.
+    """Where the slots of each new window are, and which hold no token yet.
 
-    Returns int64 [M·c·ratio] and bool [M, c·ratio, 1].
+    A row of the pool is c pieces of kv, then c of gate, D wide each. Returns pieces int64 [2·M·c·ratio], all of kv before
+    all of gate, and bool [M, c·ratio, 1].
     """
     offset = torch.arange(-(c - 1) * ratio, ratio, device=step.device)
     tokens = (step.new_windows(ratio) * ratio).unsqueeze(-1) + offset          # [B, windows, c·ratio]
     end = (step.start + step.T).view(-1, 1, 1)
     absent = (tokens < 0) | (tokens >= end)
     half = (offset >= 0).long() if c == 2 else torch.zeros_like(offset)
-    rows = torch.where(absent, 0, ring.index(step, tokens)) * c + half
-    return rows.flatten(), absent.flatten(0, 1).unsqueeze(-1)
+    kv = torch.where(absent, 0, ring.index(step, tokens)) * (2 * c) + half
+    return torch.stack((kv, kv + c)).flatten(), absent.flatten(0, 1).unsqueeze(-1)

@@ -32,11 +32,14 @@ class Matrix(Module):
     FP8: weight E4M3 [O, K], scale [⌈O/bo⌉, ⌈K/bk⌉] (E8M0 or fp32). MXFP4: weight uint8
     [..., O, K/2], scale E8M0 [..., O, K/32]. NVFP4: weight uint8 [..., O, K/2], scale E4M3
     [..., O, K/16], global_scale fp32 [..., parts].
+
+    `stacked` names the official matrices that are stacked along O in equal parts; empty if the matrix is one of the file.
     """
 
-    def __init__(self, shape: tuple[int, ...], storage: Storage, parts: int = 1):
+    def __init__(self, shape: tuple[int, ...], storage: Storage, stacked: tuple[str, ...] = ()):
         super().__init__()
-        self.storage = storage
+        self.storage, self.stacked = storage, stacked
+        parts = max(1, len(stacked))
         *lead, O, K = shape
         match storage.format:
             case WeightFormat.DENSE:
@@ -66,8 +69,8 @@ class Matrix(Module):
 class Linear(Matrix):
     """y = W x. In simulated numerics the activation of a quantised matrix is quantised too."""
 
-    def __init__(self, out_features: int, in_features: int, storage: Storage, numerics: Numerics, op):
-        super().__init__((out_features, in_features), storage)
+    def __init__(self, out_features: int, in_features: int, storage: Storage, numerics: Numerics, op, stacked: tuple[str, ...] = ()):
+        super().__init__((out_features, in_features), storage, stacked)
         self.op = op
         self.simulate = numerics.simulate and self.quantised
 

@@ -141,7 +141,7 @@ def pieces_of(model: Model, within: str = "") -> list[Piece]:
         if within and name != within and not name.startswith(f"{within}."):
             continue
         if isinstance(module, Matrix):
-            pieces += _stack_pieces(model, name, module) if ".experts.w" in name else _matrix_pieces(model, name, module, name, ())
+            pieces += _stack_pieces(model, name, module) if module.stacked else _matrix_pieces(model, name, module, name, ())
         else:
             pieces += [Piece(f"{name}.{leaf}", {"raw": official_name(f"{name}.{leaf}")}, (), tuple(p.shape))
                        for leaf, p in module.named_parameters(recurse=False)]
@@ -149,12 +149,12 @@ def pieces_of(model: Model, within: str = "") -> list[Piece]:
 
 
 def _stack_pieces(model: Model, name: str, module: Matrix) -> Iterator[Piece]:
-    """Experts: w13 holds w1 (gate) in its first rows and w3 (up) in the rest; w2 stands alone."""
-    base, _, leaf = name.rpartition(".")
-    halves = {"w13": ("w1", "w3"), "w2": ("w2",)}[leaf]
-    for e in range(model.config.n_routed_experts):
-        for part, w in enumerate(halves):
-            yield from _matrix_pieces(model, name, module, f"{base}.{e}.{w}", (e,), part, len(halves))
+    """Several matrices of the file in one parameter, in equal parts of its rows; for experts, a stack of such."""
+    base, parts = name.rpartition(".")[0], len(module.stacked)
+    places = [((e,), f"{base}.{e}") for e in range(model.config.n_routed_experts)] if base.endswith(".experts") else [((), base)]
+    for index, official in places:
+        for part, leaf in enumerate(module.stacked):
+            yield from _matrix_pieces(model, name, module, f"{official}.{leaf}", index, part, parts)
 
 
 def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index: tuple, part: int = 0, parts: int = 1):

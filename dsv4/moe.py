@@ -37,8 +37,8 @@ class Experts(Module):
     def __init__(self, config: ModelConfig, numerics: Numerics, store, op):
         super().__init__()
         E, I, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
-        self.w13 = Matrix((E, 2 * I, d), store("w1"), parts=2)
-        self.w2 = Matrix((E, d, I), store("w2"))
+        self.w13 = Matrix((E, 2 * I, d), store("w1"), stacked=("w1", "w3"))
+        self.w2 = Matrix((E, d, I), store("w2"), stacked=("w2",))
         self.limit, self.op = config.swiglu_limit, op
         self.simulate = numerics.simulate and self.w13.quantised
 

@@ -17,8 +17,9 @@ from kernels.quantize import (
 )
 from loaders.config_files import nvfp4_quantization, official_quantization, to_transformers
 from loaders.errors import CheckpointError
-from loaders.expected import official_tensors
+from loaders.expected import matrix, official_tensors
 from loaders.files import DTYPES, Progress
+from loaders.ledger import keeps_value
 from loaders.load import Inventory, matrix_names
 from loaders.write import MAX_SHARD_BYTES, write_checkpoint
 
@@ -41,17 +42,17 @@ def convert(src: str | Path, dst: str | Path, to: str, config, allow_inexact: bo
     """Write checkpoint `src` to `dst` in another layout.
 
     to: 'official' (FP8 + MXFP4), 'nvfp4' (official with NVFP4 backbone experts), 'transformers' (its in-memory names, dense
-    bf16), 'bf16' (official names, dense). config: ModelConfig of the source. allow_inexact: let MXFP4 ↔ NVFP4 round and
-    count the blocks. Raises CheckpointError, InexactConversion or WriteError; nothing half-written stays.
+    bf16), 'bf16' (official names, dense). config: ModelConfig of the source. allow_inexact: let MXFP4 → NVFP4 round, and
+    count the blocks. Raises CheckpointError, InexactConversion or WriteError; nothing half-written stays. Names, shapes
+    and dtypes are checked from the headers, before anything is written.
     """
     if to not in TARGETS:
         raise CheckpointError(f"target layout {to!r} is unknown; expected one of {', '.join(TARGETS)}")
     inventory = Inventory.open(src)
     converter = _Converter(inventory, config, to, allow_inexact)
-    planned = converter.plan()
     copies = [inventory.path / name for name in COMPANIONS if (inventory.path / name).is_file()]
     value_of = converter.transformers_value if to == "transformers" else converter.value
-    write_checkpoint(dst, planned, value_of, _documents(inventory.config, to), copies, max_shard_bytes, progress)
+    write_checkpoint(dst, converter.planned, value_of, _documents(inventory.config, to), copies, max_shard_bytes, progress)
     return converter.summary
 
 
@@ -85,15 +86,39 @@ class _Converter:
         if strays:
             raise CheckpointError(f"the source holds {len(strays)} tensors that its config does not ask for, first {strays[0]}; they "
                                   "would be lost")
+        self._check_headers(mtp)
+        self.planned = self.target if to != "transformers" else _transformers_plan(self.target, config)
         self._held: tuple[str, dict] = ("", {})  # the matrix converted last: its tensors are asked for one after another
 
     @staticmethod
     def _base(name: str) -> str:
         return re.sub(r"\.(weight|scale|weight_scale|weight_scale_2|input_scale)$", "", name)
 
-    def plan(self) -> dict:
-        """Target names with dtype and shape."""
-        return self.target if self.to != "transformers" else _transformers_plan(self.target, self.config)
+    def _check_headers(self, mtp: bool) -> None:
+        """Shapes of every stored tensor, scales too (one of another block size would dequantise to other values), and
+        dtypes of what is no matrix, held against the config."""
+        dense = official_tensors(self.config, mtp, "F32", "F32")
+        for name, (_, shape) in dense.items():
+            base = self._base(name)
+            form = self.inventory.formats.get(base, WeightFormat.DENSE)
+            tensors = {name: ("F32", shape)}
+            if form is not WeightFormat.DENSE:
+                matrix(tensors, base, shape, form.name, self.config.weight_block_size, "F8_E8M0")
+            for stored in tensors.keys() & self.inventory.sources.keys():
+                self._check_shape(stored, tensors[stored][1])
+            if base not in self.inventory.formats:
+                self._check_dtype(name)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        found = tuple(self.inventory.sources[name].shape)
+        if found != shape and not {found, shape} <= {(), (1,)}:  # a scalar may be stored as one element
+            raise CheckpointError(f"tensor {name} has shape {list(found)}; the config asks for {list(shape)}")
+
+    def _check_dtype(self, name: str) -> None:
+        found, wanted = self.inventory.sources[name].dtype, self.target[name][0]
+        if not keeps_value(DTYPES[found], DTYPES[wanted]):
+            raise CheckpointError(f"tensor {name} is {found} in the file and would have to become {wanted}; that would lose "
+                                  "bits")
 
     def value(self, name: str) -> torch.Tensor:
         base = self._base(name)
@@ -104,15 +129,9 @@ class _Converter:
         return self._held[1][name]
 
     def _kept(self, name: str) -> torch.Tensor:
-        """Vectors and tables: as stored, widened to fp32 where the official layout has fp32."""
-        return self._cast(name, self._shaped(name, self.inventory.read(name)), DTYPES[self.target[name][0]])
-
-    def _shaped(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The value, if it has the shape that the config asks for (a scalar may be stored as one element)."""
-        shape = self.target[name][1]
-        if tuple(value.shape) != shape and not {tuple(value.shape), shape} <= {(), (1,)}:
-            raise CheckpointError(f"tensor {name} has shape {list(value.shape)}; the config asks for {list(shape)}")
-        return value.view(shape)
+        """Vectors and tables that stay fp32 or integer: as stored, or widened."""
+        dtype, shape = self.target[name]
+        return self.inventory.read(name).to(DTYPES[dtype]).view(shape)
 
     def _cast(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         out = value.to(dtype)
@@ -130,7 +149,7 @@ class _Converter:
             value = self.inventory.read_matrix(base, self.config.weight_block_size)
             self.summary.actions["kept dense" if stored is WeightFormat.DENSE else f"{stored.value} → dense, exact"] += 1
             name = f"{base}.weight"
-            return {name: self._cast(name, self._shaped(name, value), DTYPES[self.target[name][0]])}
+            return {name: self._cast(name, value, DTYPES[self.target[name][0]])}
         if stored is wanted and self._same_scales(base):
             self.summary.actions[f"{stored.value} bytes copied"] += 1
             names = set(matrix_names(base, stored).values()) | {n for n in self.target if n == f"{base}.input_scale"}
@@ -145,8 +164,8 @@ class _Converter:
     def _stored_or_bound(self, name: str) -> torch.Tensor:
         if name not in self.inventory.sources:
             return self._input_scale(name)
-        value = self._shaped(name, self.inventory.read(name))
-        wanted = DTYPES[self.target[name][0]]
+        wanted, shape = DTYPES[self.target[name][0]], self.target[name][1]
+        value = self.inventory.read(name).view(shape)
         return value if value.dtype is wanted else value.view(wanted)  # packed FP4: I8 and U8 are the same bytes
 
     def _wanted(self, base: str) -> WeightFormat:
@@ -159,6 +178,8 @@ class _Converter:
     def _quantised(self, base: str, wanted: WeightFormat) -> dict[str, torch.Tensor]:
         value = self.inventory.read_matrix(base, self.config.weight_block_size)
         block, glob = self.config.weight_block_size, None
+        if not value.isfinite().all():
+            raise CheckpointError(f"tensor {base}.weight holds infinite values, which {wanted.value} cannot; the file is damaged")
         match wanted:
             case WeightFormat.FP8:
                 weight, scale = quantize_fp8(value, block)
@@ -188,7 +209,9 @@ class _Converter:
             case WeightFormat.NVFP4, WeightFormat.MXFP4:
                 weight, scale = nvfp4_to_mxfp4(packed.weight, packed.scale, packed.global_scale)
                 return {f"{base}.weight": weight.view(torch.int8), f"{base}.scale": scale}
-        raise CheckpointError(f"{base} is {stored.value}; there is no exact way to {wanted.value}. Convert to bf16 first, then quantise")
+        stored_as = f"{stored.value} with F32 scales" if stored is wanted else stored.value
+        raise CheckpointError(f"{base} is {stored_as}; there is no exact way to {wanted.value}. Convert to bf16 first, then "
+                              "quantise")
 
     def _partners(self, base: str) -> list[str]:
         """w1 and w3 of one expert share NVFP4's global scale."""
@@ -218,7 +241,7 @@ class _Converter:
         match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)", key)
         if not match:
             return self.value(_from_transformers(key))
-        E, rows, columns = self.plan()[key][1]
+        E, rows, columns = self.planned[key][1]
         out = torch.empty(E, rows, columns, dtype=torch.bfloat16)
         for e in range(E):
             base = f"layers.{match[1]}.ffn.experts.{e}"

@@ -38,10 +38,10 @@ def test_each_stream_has_its_own_width():
             assert set(shapes) == {"window"}
         elif layer.kind is LayerKind.HCA:
             assert shapes["entries"] == (3, 33, 512) and "index keys" not in shapes
-            assert shapes["main raw kv"] == (3, 128 + 16, 512)
+            assert shapes["main raw rows"] == (3, 128 + 16, 2 * 512)
         else:
             assert shapes["entries"] == (3, 1025, 512) and shapes["index keys"] == (3, 1025, 128)
-            assert shapes["main raw kv"] == (3, 8 + 16, 1024) and shapes["index raw gate"] == (3, 8 + 16, 256)
+            assert shapes["main raw rows"] == (3, 8 + 16, 2 * 1024) and shapes["index raw rows"] == (3, 8 + 16, 2 * 256)
 
 
 def test_formulas_evaluate_to_the_numbers():

@@ -56,8 +56,9 @@ def test_parameters_equal_the_file(official):
     inventory = Inventory.open(official)
     model = load(official)
     parameters = dict(model.named_parameters())
-    assert torch.equal(parameters["layers.1.attn.indexer.compressor.wkv.weight"],
-                       inventory.read("layers.1.attn.indexer.compressor.wkv.weight").float())
+    for leaf, rows in (("wkv", slice(0, 64)), ("wgate", slice(64, 128))):
+        assert torch.equal(parameters["layers.1.attn.indexer.compressor.wkv_gate.weight"][rows],
+                           inventory.read(f"layers.1.attn.indexer.compressor.{leaf}.weight").float())
     for e in range(6):
         for w, rows in (("w1", slice(0, 96)), ("w3", slice(96, 192))):
             assert torch.equal(parameters["layers.3.ffn.experts.w13.weight"][e, rows],
@@ -243,8 +244,8 @@ def test_poison_that_stays_is_found(official):
     model = plan_model(inventory, NUMERICS["native"], "reference", None)
     model.to_empty(device="cpu")
     pieces = pieces_of(model)
-    with pytest.raises(CheckpointError, match="not covered by what is loaded, first layers.1.attn.indexer.compressor.wkv"):
-        write_parameters(model, [p for p in pieces if p.parameter != "layers.1.attn.indexer.compressor.wkv.weight"])
+    with pytest.raises(CheckpointError, match="not covered by what is loaded, first layers.1.attn.indexer.compressor.wkv_gate"):
+        write_parameters(model, [p for p in pieces if p.parameter != "layers.1.attn.indexer.compressor.wkv_gate.weight"])
     half = [p for p in pieces if not (p.parameter == "layers.1.ffn.experts.w2.scale" and p.index == (3,))]
     with pytest.raises(CheckpointError, match="still hold poison after loading, first layers.1.ffn.experts.w2.scale"):
         write_parameters(model, half)

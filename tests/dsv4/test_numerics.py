@@ -87,7 +87,7 @@ def test_only_linears_with_fp8_or_fp4_weights_quantise_their_input(official):
     op.linear = lambda x, w, simulate=False: calls.setdefault(w.weight.data_ptr(), simulate) and None or real(x, w, simulate)
     model.append(IDS[:, :60], model.new_cache(1, 60))
     assert attn.wo_a.weight.data_ptr() not in calls  # multiplied as grouped_linear, in bf16
-    assert calls[attn.wq_a.weight.data_ptr()] and not calls[attn.compressor.wkv.weight.data_ptr()]
+    assert calls[attn.wq_a.weight.data_ptr()] and not calls[attn.compressor.wkv_gate.weight.data_ptr()]
     assert not calls[attn.indexer.weights_proj.weight.data_ptr()] and not calls[model.head.weight.data_ptr()]
 
 
