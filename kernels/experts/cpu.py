@@ -25,9 +25,8 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
     flat = indices.flatten()
     inputs = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if simulate else x
     if N == 1:  # one token: its k matrices are one tall matrix
-        mine = expert(w13, flat)
         same = w13.format is WeightFormat.DENSE and w13.weight.dtype is x.dtype
-        tall = mine.weight if same else to_float(mine)
+        tall = w13.weight.index_select(0, flat) if same else to_float(expert(w13, flat))
         y = F.linear(inputs if same else inputs.float(), tall.view(k * I2, D)).view(k, I2).to(x.dtype)
     else:
         y = _products(inputs.repeat_interleave(k, 0), w13, flat)
@@ -35,7 +34,7 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
     if simulate:
         h = simulate_fp8_blocks(h, ACTIVATION_BLOCK)
     if N == 1 and w2.weight.dtype is torch.float32 is x.dtype:
-        return torch.addbmm(h[0, 0], expert(w2, flat).weight, h.unsqueeze(-1), beta=0).view(1, D)  # sums over the k experts
+        return torch.addbmm(h[0, 0], w2.weight.index_select(0, flat), h.unsqueeze(-1), beta=0).view(1, D)  # sums over the k experts
     return _products(h, w2, flat).float().view(N, k, D).sum(1)
 
 

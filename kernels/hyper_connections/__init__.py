@@ -5,4 +5,4 @@ from kernels.hyper_connections import cpu, reference
 
 mhc_pre = Operation("mhc_pre", {"reference": reference.mhc_pre, "cpu": cpu.mhc_pre})
 mhc_post = Operation("mhc_post", {"reference": reference.mhc_post, "cpu": cpu.mhc_post})
-mhc_head = Operation("mhc_head", {"reference": reference.mhc_head})
+mhc_head = Operation("mhc_head", {"reference": reference.mhc_head, "cpu": cpu.mhc_head})

@@ -25,11 +25,10 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     x = streams.flatten(1).float()
     scale, base, width = scale.tolist(), base.tolist(), x.shape[1]
     weights = []
-    for projected, square in zip(F.linear(x, fn).tolist(), torch.linalg.vecdot(x, x).tolist()):
-        r = (square / width + norm_eps) ** -0.5
+    for projected, row in zip(F.linear(x, fn).tolist(), x.unbind()):
+        r = (torch.dot(row, row).item() / width + norm_eps) ** -0.5
         weights.append(_mix_token(projected, [r * s for s in scale], base, iters, eps))
-    weights = torch.tensor(weights)
-    pre, post, comb = weights.split((4, 4, 16), 1)
+    pre, post, comb = torch.split_with_sizes(torch.tensor(weights), (4, 4, 16), 1)
     y = torch.mm(pre, streams[0].float()).to(streams.dtype) if len(weights) == 1 else reference.collapse(streams, pre)
     return y, post, comb.view(-1, 4, 4)
 
@@ -41,7 +40,21 @@ def mhc_post(out, streams, post, comb) -> torch.Tensor:
     return mixed.addmm_(post.t(), out.float()).to(streams.dtype).unsqueeze(0)
 
 
-mhc_pre.__doc__, mhc_post.__doc__ = reference.mhc_pre.__doc__, reference.mhc_post.__doc__
+def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Tensor:
+    if streams.shape[0] != 1:
+        return reference.mhc_head(streams, fn, scale, base, eps, norm_eps)
+    x, scale = streams.flatten(1).float(), scale.item()
+    r = (torch.dot(x[0], x[0]).item() / x.shape[1] + norm_eps) ** -0.5
+    pre = [_sigmoid(m * (r * scale) + b) + eps for m, b in zip(F.linear(x, fn)[0].tolist(), base.tolist())]
+    return torch.mm(torch.tensor([pre]), streams[0].float()).to(streams.dtype)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + exp(-max(x, -700.0)))  # below that exp overflows, and the sigmoid is 0 in fp32 long before
+
+
+mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
+    reference.mhc_pre.__doc__, reference.mhc_post.__doc__, reference.mhc_head.__doc__)
 
 
 def _row(m: list[float], base: list[float], i: int, s: float, eps: float):
@@ -56,9 +69,8 @@ def _row(m: list[float], base: list[float], i: int, s: float, eps: float):
 def _mix_token(m: list[float], scale: list[float], base: list[float], iters: int, e: float) -> list[float]:
     """pre, post and comb of one token as 4 + 4 + 16 floats; m before the factor r, which `scale` carries."""
     s0, s1, s2 = scale
-    floor = -700.0  # below it exp(-x) overflows, and the sigmoid is 0 in fp32 long before
-    pre = [1 / (1 + exp(-max(m[j] * s0 + base[j], floor))) + e for j in range(4)]
-    post = [2 / (1 + exp(-max(m[j] * s1 + base[j], floor))) for j in range(4, 8)]
+    pre = [_sigmoid(m[j] * s0 + base[j]) + e for j in range(4)]
+    post = [2 * _sigmoid(m[j] * s1 + base[j]) for j in range(4, 8)]
     k00, k01, k02, k03 = _row(m, base, 8, s2, e)
     k10, k11, k12, k13 = _row(m, base, 12, s2, e)
     k20, k21, k22, k23 = _row(m, base, 16, s2, e)

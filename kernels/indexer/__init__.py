@@ -3,5 +3,5 @@
 from kernels.dispatch import Operation
 from kernels.indexer import cpu, reference
 
-index_scores = Operation("index_scores", {"reference": reference.index_scores})
+index_scores = Operation("index_scores", {"reference": reference.index_scores, "cpu": cpu.index_scores})
 topk_entries = Operation("topk_entries", {"reference": reference.topk_entries, "cpu": cpu.topk_entries})

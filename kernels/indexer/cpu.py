@@ -1,10 +1,21 @@
-"""Selection for a few queries on a host processor."""
+"""Scores and selection of a single query on a host processor."""
 
 import torch
 
 from kernels.indexer import reference
 
+MAX_DOTS = 1 << 20    # products held at once; beyond this the reference goes by tiles
 MAX_SCORES = 1 << 12  # beyond this, sorting everything costs more than the extra operations of the reference
+
+
+def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    B, T, H, D = q.shape
+    n = keys.shape[1]
+    if B * T != 1 or H * n > MAX_DOTS:
+        return reference.index_scores(q, weights, keys, visible)
+    scores = torch.mm(weights[0], torch.mm(q.view(H, D).float(), keys[0].float().t()).relu_())
+    scores[:, visible.item():] = float("-inf")
+    return scores.unsqueeze(0)
 
 
 def topk_entries(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -14,4 +25,4 @@ def topk_entries(scores: torch.Tensor, k: int) -> torch.Tensor:
     return index[..., :k].masked_fill(best[..., :k] == float("-inf"), -1)
 
 
-topk_entries.__doc__ = reference.topk_entries.__doc__
+index_scores.__doc__, topk_entries.__doc__ = reference.index_scores.__doc__, reference.topk_entries.__doc__

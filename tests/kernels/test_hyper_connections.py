@@ -91,13 +91,15 @@ def test_host_form_of_post_equals_the_reference(dtype):
         assert got.dtype == dtype and (got.float() - wanted.float()).abs().max() < (1e-6 if dtype is torch.float32 else 4e-2)
 
 
-def test_head_is_the_learned_collapse():
-    streams, fn, scale, base = case(3, 1.0)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_head_is_the_learned_collapse(tokens, backend):
+    streams, fn, scale, base = case(tokens, 1.0)
     x = streams.flatten(1).double()
     m = (x @ fn[:4].double().T) * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-    pre = torch.sigmoid(m * 0.7 + base[:4].double()) + EPS
+    pre = torch.sigmoid(m * 0.7 + base[:4].double()) + 0.03
     wanted = (pre.unsqueeze(-1) * streams.double()).sum(1)
-    assert (mhc_head(streams, fn[:4], scale[:1], base[:4], EPS, EPS) - wanted).abs().max() < 1e-5
+    assert (mhc_head(streams, fn[:4], scale[:1], base[:4], 0.03, EPS, backend=backend) - wanted).abs().max() < 1e-5
 
 
 def test_bf16_streams_are_mixed_in_fp32():

@@ -22,12 +22,19 @@ def case(B=2, T=3, H=5, D=8, n=11, seed=0):
             torch.randint(0, n + 1, (B, T), generator=g))
 
 
-def test_scores_equal_the_literal_sum():
-    q, w, k, visible = case()
-    got, wanted = index_scores(q, w, k, visible), literal_scores(q, w, k, visible)
+backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+@backends
+@pytest.mark.parametrize("shape", [dict(), dict(B=1, T=1), dict(B=1, T=1, n=1), dict(B=1, T=1, n=0)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_scores_equal_the_literal_sum(shape, seed, backend):
+    q, w, k, visible = case(**shape, seed=seed)
+    got, wanted = index_scores(q, w, k, visible, backend=backend), literal_scores(q, w, k, visible)
+    assert got.shape == wanted.shape
     assert torch.equal(torch.isinf(got), torch.isinf(wanted))
     finite = torch.isfinite(wanted)
-    assert (got.double() - wanted)[finite].abs().max() < 1e-5
+    assert ((got.double() - wanted)[finite].abs() < 1e-5).all()
 
 
 def test_tiling_does_not_change_the_scores(monkeypatch):
@@ -37,14 +44,13 @@ def test_tiling_does_not_change_the_scores(monkeypatch):
     assert torch.allclose(index_scores(q, w, k, visible), whole, atol=1e-5)
 
 
-def test_nan_beyond_the_visible_entries_is_not_seen():
-    q, w, k, visible = case()
+@backends
+@pytest.mark.parametrize("queries", [1, 3])
+def test_nan_beyond_the_visible_entries_is_not_seen(queries, backend):
+    q, w, k, visible = case(B=1, T=queries)
     k[:, 6:] = float("nan")
-    scores = index_scores(q, w, k, visible.clamp(max=6))
+    scores = index_scores(q, w, k, visible.clamp(max=6), backend=backend)
     assert not torch.isnan(scores).any()
-
-
-backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
 
 @backends
