@@ -5,7 +5,6 @@ transformers) into the official dictionary; this file turns that into checked va
 """
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -20,8 +19,9 @@ class LayerKind(enum.Enum):
     HCA = "hca"        # every visible entry of `ratio` tokens (paper §2.3.2)
 
 
-
 KIND_OF_RATIO = {0: LayerKind.WINDOW, 4: LayerKind.CSA, 128: LayerKind.HCA}
+MAX_NUMBER = 1e12      # nothing in a config is larger; beyond it a number is a mistake
+MAX_MTP_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -99,22 +99,30 @@ class ModelConfig:
         layers = values["num_hidden_layers"]
         ratios = reader.get("compress_ratios")
         if not isinstance(ratios, (list, tuple)) or len(ratios) < layers:
-            raise ConfigError(f"compress_ratios has {len(ratios) if isinstance(ratios, (list, tuple)) else ratios!r} "
+            raise ConfigError(f"compress_ratios has {len(ratios) if isinstance(ratios, (list, tuple)) else repr(ratios)[:60]} "
                               f"entries for num_hidden_layers {layers}; expected one per layer plus one per MTP block")
         for layer, ratio in enumerate(ratios):
-            if ratio not in KIND_OF_RATIO:
-                raise ConfigError(f"layer {layer} has compress_ratio {ratio!r}; expected 0 (window), 4 (CSA) or 128 (HCA)")
-        mtp = reader.optional("num_nextn_predict_layers", 0) or 0
+            if type(ratio) is not int or ratio not in KIND_OF_RATIO:
+                raise ConfigError(f"layer {layer} has compress_ratio {ratio!r:.60}; expected 0 (window), 4 (CSA) or 128 (HCA)")
+        mtp = number("num_nextn_predict_layers", reader.optional("num_nextn_predict_layers", 0) or 0, int)
+        if mtp not in range(MAX_MTP_BLOCKS + 1):
+            raise ConfigError(f"num_nextn_predict_layers is {mtp}; expected 0 … {MAX_MTP_BLOCKS}")
         mtp_ratios = tuple(ratios[layers:layers + mtp])
         if len(mtp_ratios) < mtp:  # transformers-saved configs carry no entry for MTP blocks, which are window layers
             mtp_ratios += (0,) * (mtp - len(mtp_ratios))
-        quant = reader.optional("quantization_config", None) or {}
+        quant = mapping("quantization_config", reader.optional("quantization_config", None))
+        block = quant.get("weight_block_size", (128, 128))
+        if not isinstance(block, (list, tuple)) or len(block) != 2:
+            raise ConfigError(f"weight_block_size is {block!r:.60}; expected two numbers")
         eos = reader.optional("eos_token_id", None)
+        eos = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        bos = reader.optional("bos_token_id", None)
         config = cls(
             **values, compress_ratios=tuple(ratios[:layers]), mtp_compress_ratios=mtp_ratios, num_mtp_layers=mtp,
-            yarn=_yarn(reader.optional("rope_scaling", None)), bos_token_id=reader.optional("bos_token_id", None),
-            eos_token_id=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
-            weight_block_size=tuple(quant.get("weight_block_size", (128, 128))),
+            yarn=_yarn(mapping("rope_scaling", reader.optional("rope_scaling", None))),
+            bos_token_id=None if bos is None else number("bos_token_id", bos, int),
+            eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
+            weight_block_size=tuple(number("weight_block_size", n, int) for n in block),
             never_read=(),
         )
         reader.optional("expert_dtype", None)  # held against the tensors when a checkpoint is loaded
@@ -137,7 +145,8 @@ class ModelConfig:
                 raise ConfigError(message)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
                      "o_groups", "o_lora_rank", "sliding_window", "n_routed_experts", "num_experts_per_tok",
-                     "moe_intermediate_size", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings"):
+                     "moe_intermediate_size", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings", "rope_theta",
+                     "compress_rope_theta", "rms_norm_eps", "swiglu_limit"):
             need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
         need(self.num_attention_heads % self.o_groups == 0,
              f"num_attention_heads {self.num_attention_heads} is not divisible by o_groups {self.o_groups}")
@@ -156,24 +165,39 @@ class ModelConfig:
                  f"qk_rope_head_dim {self.qk_rope_head_dim} exceeds index_head_dim {self.index_head_dim}")
             need(self.index_head_dim & (self.index_head_dim - 1) == 0,
                  f"index_head_dim {self.index_head_dim} is not a power of two, which the Hadamard transform needs")
-        need(len(self.weight_block_size) == 2 and min(self.weight_block_size) > 0,
-             f"weight_block_size {self.weight_block_size} is not two positive numbers")
+        need(min(self.weight_block_size) > 0, f"weight_block_size {self.weight_block_size} is not two positive numbers")
 
 
-def _yarn(raw) -> Yarn | None:
-    if raw is None:
-        return None
+def number(key: str, value, kind: type):
+    """`value` of config key `key` as an int or float. Raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
+        raise ConfigError(f"config.json has {key} = {value!r:.60}; expected a number")
+    if kind is int and value != int(value):
+        raise ConfigError(f"config.json has {key} = {value!r}; expected a whole number")
+    return kind(value)
+
+
+def mapping(key: str, value) -> Mapping:
+    """`value` of config key `key` as an object, empty for null. Raises ConfigError."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config.json has {key} = {value!r:.60}; expected an object")
+    return value or {}
+
+
+def _yarn(raw: Mapping) -> Yarn | None:
     kind = raw.get("type", raw.get("rope_type"))
     if kind in (None, "default"):
         return None
     if kind != "yarn":
         raise ConfigError(f"rope_scaling type is {kind!r}; expected 'yarn'")
-    try:
-        return Yarn(float(raw["factor"]), float(raw["beta_fast"]), float(raw["beta_slow"]),
-                    int(raw["original_max_position_embeddings"]))
-    except KeyError as missing:
-        raise ConfigError(f"rope_scaling has no {missing.args[0]!r}; expected factor, beta_fast, beta_slow, "
-                          "original_max_position_embeddings") from None
+    values = {}
+    for part in fields(Yarn):
+        if part.name not in raw:
+            raise ConfigError(f"rope_scaling has no {part.name!r}; expected {', '.join(f.name for f in fields(Yarn))}")
+        values[part.name] = number(f"rope_scaling.{part.name}", raw[part.name], part.type)
+        if not values[part.name] > 0:
+            raise ConfigError(f"rope_scaling has {part.name} = {values[part.name]}; expected a positive number")
+    return Yarn(**values)
 
 
 class _Reader:
@@ -193,14 +217,9 @@ class _Reader:
         return self.raw[key]
 
     def number(self, key: str, kind: type):
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConfigError(f"config.json has {key} = {value!r}; expected a number")
-        if kind is int and value != int(value):
-            raise ConfigError(f"config.json has {key} = {value!r}; expected a whole number")
-        return kind(value)
+        return number(key, self.get(key), kind)
 
     def expect(self, key: str, wanted) -> None:
         found = self.optional(key, wanted)
         if found != wanted:
-            raise ConfigError(f"config.json has {key} = {found!r}; this model is defined for {wanted!r} only")
+            raise ConfigError(f"config.json has {key} = {found!r:.60}; this model is defined for {wanted!r} only")

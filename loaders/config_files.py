@@ -81,14 +81,21 @@ def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
                                                      "partial_rotary_factor")}
     notes = {}
     if "layer_types" in raw:
-        out["compress_ratios"] = _ratios(raw["layer_types"], raw.get("compress_rates", {}))
+        ratios = _ratios(_per_layer(raw, "layer_types"), _object(raw, "compress_rates"))
+        leftover = raw.get("compress_ratios", ratios)
+        _agree(raw, "compress_ratios", "layer_types", ratios, leftover[:len(ratios)] if isinstance(leftover, list) else leftover)
+        out["compress_ratios"] = ratios  # MTP blocks have no entry: they are window layers
         notes["compress_ratios"] = "from layer_types and compress_rates"
     if "mlp_layer_types" in raw:
-        out["num_hash_layers"] = _hash_layers(raw["mlp_layer_types"])
+        out["num_hash_layers"] = _hash_layers(_per_layer(raw, "mlp_layer_types"))
+        _agree(raw, "num_hash_layers", "mlp_layer_types", out["num_hash_layers"], raw.get("num_hash_layers"))
         notes["num_hash_layers"] = "from mlp_layer_types"
-    rope = raw.get("rope_parameters") or {}
-    main, compress = rope.get("main"), rope.get("compress")
+    rope = _object(raw, "rope_parameters")
+    main, compress = _object(rope, "main"), _object(rope, "compress")
     if main and compress:
+        for kind, part in (("main", main), ("compress", compress)):
+            if "rope_theta" not in part:
+                raise CheckpointError(f"rope_parameters has no rope_theta in {kind!r}; expected one")
         out["rope_theta"], out["compress_rope_theta"] = main["rope_theta"], compress["rope_theta"]
         out["rope_scaling"] = None if compress.get("rope_type", "default") == "default" else {
             "type": compress["rope_type"], **{k: compress[k] for k in (
@@ -96,11 +103,14 @@ def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
         if compress.get("attention_factor", 1.0) != 1.0:
             raise CheckpointError(f"rope_parameters has attention_factor {compress['attention_factor']}; V4 scales neither cos/sin "
                                   "nor the softmax (expected 1.0)")
-        notes.update(dict.fromkeys(("rope_theta", "compress_rope_theta", "rope_scaling"), "from rope_parameters"))
+        for key in ("rope_theta", "compress_rope_theta", "rope_scaling"):  # transformers leaves its defaults beside them
+            unused = f"; the config's own {key} {raw[key]} is not used" if key in raw and raw[key] != out[key] else ""
+            notes[key] = f"from rope_parameters{unused}"
     elif rope:
         raise CheckpointError(f"rope_parameters has {sorted(rope)}; expected 'main' and 'compress'")
-    if "qk_rope_head_dim" not in out and "partial_rotary_factor" in raw:
-        out["qk_rope_head_dim"] = round(raw["head_dim"] * raw["partial_rotary_factor"])
+    if raw.get("partial_rotary_factor") is not None:
+        out["qk_rope_head_dim"] = round(_number(raw, "head_dim") * _number(raw, "partial_rotary_factor"))
+        _agree(raw, "qk_rope_head_dim", "partial_rotary_factor", out["qk_rope_head_dim"], raw.get("qk_rope_head_dim"))
         notes["qk_rope_head_dim"] = "head_dim × partial_rotary_factor"
     for key, value in (("topk_method", "noaux_tc"),):
         if key not in out:
@@ -108,10 +118,41 @@ def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
     return out, notes
 
 
+def _object(raw: Mapping, key: str) -> Mapping:
+    """An object of the config, empty when absent or null."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json has {key} = {value!r:.60}; expected an object")
+    return value or {}
+
+
+def _per_layer(raw: Mapping, key: str) -> list:
+    """A list with an entry for each layer."""
+    value, layers = raw[key], raw.get("num_hidden_layers")
+    if not isinstance(value, list):
+        raise CheckpointError(f"config.json has {key} = {value!r:.60}; expected a list with one entry per layer")
+    if layers is not None and len(value) != layers:
+        raise CheckpointError(f"{key} has {len(value)} entries for num_hidden_layers {layers!r:.20}; expected one per layer")
+    return value
+
+
+def _number(raw: Mapping, key: str) -> float:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e9:
+        raise CheckpointError(f"config.json has {key} = {value!r:.60}; expected a number")
+    return value
+
+
+def _agree(raw: Mapping, key: str, other: str, wanted, found) -> None:
+    """Raise where an official key left in the config contradicts transformers' own."""
+    if raw.get(key) is not None and found != wanted:
+        raise CheckpointError(f"config.json has {key} = {raw[key]!r:.60}, but its {other} means {wanted!r:.60}; remove one of them")
+
+
 def _ratios(layer_types: list, rates: Mapping) -> list[int]:
     ratios = []
     for i, kind in enumerate(layer_types):
-        if kind not in LAYER_RATIO_KEY:
+        if not isinstance(kind, str) or kind not in LAYER_RATIO_KEY:
             raise CheckpointError(f"layer {i} has layer type {kind!r}; expected one of {', '.join(LAYER_RATIO_KEY)}")
         key = LAYER_RATIO_KEY[kind]
         ratio = 0 if key is None else rates.get(key)

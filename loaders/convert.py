@@ -52,11 +52,12 @@ def convert(src: str | Path, dst: str | Path, to: str, config, allow_inexact: bo
     converter = _Converter(inventory, config, to, allow_inexact)
     copies = [inventory.path / name for name in COMPANIONS if (inventory.path / name).is_file()]
     value_of = converter.transformers_value if to == "transformers" else converter.value
-    write_checkpoint(dst, converter.planned, value_of, _documents(inventory.config, to), copies, max_shard_bytes, progress)
+    write_checkpoint(dst, converter.planned, value_of, _documents(inventory.config, config, to), copies, max_shard_bytes, progress)
     return converter.summary
 
 
-def _documents(official: dict, to: str) -> dict[str, dict]:
+def _documents(official: dict, config, to: str) -> dict[str, dict]:
+    official = official | {"compress_ratios": [*config.compress_ratios, *config.mtp_compress_ratios]}
     plain = {k: v for k, v in official.items() if k not in ("quantization_config", "expert_dtype")}
     if to == "transformers":
         return {"config.json": to_transformers(official)}
@@ -81,11 +82,6 @@ class _Converter:
         absent = [n for n in self.target if self._base(n) not in inventory.formats and n not in inventory.sources]
         if absent:
             raise CheckpointError(f"the source lacks {len(absent)} tensors that its config asks for, first {absent[0]}")
-        known = {self._base(n) for n in self.target}
-        strays = [n for n in inventory.sources if self._base(n) not in known]
-        if strays:
-            raise CheckpointError(f"the source holds {len(strays)} tensors that its config does not ask for, first {strays[0]}; they "
-                                  "would be lost")
         self._check_headers(mtp)
         self.planned = self.target if to != "transformers" else _transformers_plan(self.target, config)
         self._held: tuple[str, dict] = ("", {})  # the matrix converted last: its tensors are asked for one after another
@@ -95,18 +91,22 @@ class _Converter:
         return re.sub(r"\.(weight|scale|weight_scale|weight_scale_2|input_scale)$", "", name)
 
     def _check_headers(self, mtp: bool) -> None:
-        """Shapes of every stored tensor, scales too (one of another block size would dequantise to other values), and
-        dtypes of what is no matrix, held against the config."""
-        dense = official_tensors(self.config, mtp, "F32", "F32")
-        for name, (_, shape) in dense.items():
-            base = self._base(name)
-            form = self.inventory.formats.get(base, WeightFormat.DENSE)
-            tensors = {name: ("F32", shape)}
-            if form is not WeightFormat.DENSE:
-                matrix(tensors, base, shape, form.name, self.config.weight_block_size, "F8_E8M0")
-            for stored in tensors.keys() & self.inventory.sources.keys():
-                self._check_shape(stored, tensors[stored][1])
-            if base not in self.inventory.formats:
+        """Names and shapes of every stored tensor, scales too (one of another block size would dequantise to other values),
+        and dtypes of what is no matrix, held against the config."""
+        sources, formats, expected = self.inventory.sources, self.inventory.formats, {}
+        for name, (_, shape) in official_tensors(self.config, mtp, "F32", "F32").items():
+            form = formats.get(self._base(name), WeightFormat.DENSE)
+            if form is WeightFormat.DENSE:
+                expected[name] = ("F32", shape)
+            else:
+                matrix(expected, self._base(name), shape, form.name, self.config.weight_block_size, "F8_E8M0")
+        strays = [n for n in sources if n not in expected]
+        if strays:
+            raise CheckpointError(f"the source holds {len(strays)} tensors that its config does not ask for, first {strays[0]}; "
+                                  "they would be lost")
+        for name in sources:
+            self._check_shape(name, expected[name][1])
+            if self._base(name) not in formats:
                 self._check_dtype(name)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -136,7 +136,7 @@ class _Converter:
     def _cast(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         out = value.to(dtype)
         if out.is_floating_point() and not torch.equal(out.to(torch.float32), value.to(torch.float32)):
-            if self.inventory.sources.get(name) is None or self.inventory.formats.get(self._base(name)) not in (None, WeightFormat.DENSE):
+            if self.inventory.formats[self._base(name)] is not WeightFormat.DENSE:
                 raise CheckpointError(f"{name} has no exact bf16 form; keep it quantised")
             self.summary.rounded_tensors.append(name)
         return out

@@ -101,3 +101,49 @@ def test_nvfp4_quantization_in_both_spellings():
     assert config["moe_quant_algo"] == "NVFP4" and config["group_size"] == 16 and config["quant_method"] == "fp8"
     assert "layers.42.ffn.experts" in config["quantized_layers"] and config["ignore"] == exporter["quantization"]["exclude_modules"]
     assert issubclass(CheckpointError, Dsv4Error)
+
+
+JUNK = [None, "x", "1", -1, 0, 1.5, True, [], {}, [None], [[1]], {"a": 1}, float("nan"), float("inf"), 1e300, 10**30]
+
+
+def inference_form() -> dict:
+    inverse = {v: k for k, v in INFERENCE_NAMES.items()}
+    kept = {k: v for k, v in preset("flash").items() if k not in ("rope_scaling", "architectures", "quantization_config")}
+    return {inverse.get(k, k): v for k, v in kept.items()} | {"rope_factor": 16}
+
+
+def damaged(raw: dict):
+    """`raw` with one value, at any depth, absent or replaced by junk."""
+    for key, value in raw.items():
+        yield key, {k: v for k, v in raw.items() if k != key}
+        for junk in JUNK:
+            yield f"{key}={junk!r}", raw | {key: junk}
+        if isinstance(value, dict):
+            yield from ((f"{key}.{where}", raw | {key: inner}) for where, inner in damaged(value))
+
+
+@pytest.mark.parametrize("form", ["official", "transformers", "inference"])
+def test_a_damaged_config_never_raises_anything_but_one_typed_line(form):
+    raw = {"official": preset("flash"), "transformers": to_transformers(preset("flash")), "inference": inference_form()}[form]
+    assert effective(raw) == effective(preset("flash"))
+    refused = 0
+    for where, bad in damaged(raw):
+        try:
+            effective(bad)
+        except Dsv4Error as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 300, where
+        except Exception as error:
+            pytest.fail(f"{where}: {type(error).__name__}: {error}")
+    assert refused > 300
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"compress_ratios": [4] * 44}, "compress_ratios = .* but its layer_types means"),
+    ({"num_hash_layers": 7}, "num_hash_layers = 7, but its mlp_layer_types means 3"),
+    ({"qk_rope_head_dim": 32}, "qk_rope_head_dim = 32, but its partial_rotary_factor means 64"),
+    ({"num_hidden_layers": 44}, "layer_types has 43 entries for num_hidden_layers 44"),
+])
+def test_a_transformers_form_that_contradicts_itself_is_an_error(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        effective(to_transformers(preset("flash")) | change)

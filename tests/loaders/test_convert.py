@@ -161,3 +161,52 @@ def test_a_transposed_tensor_is_an_error(tmp_path, to):
     with pytest.raises(CheckpointError, match=r"layers.1.attn.compressor.wkv.weight has shape \[64, 256\]"):
         convert(path, tmp_path / "out", to, CONFIG)
     assert not (tmp_path / "out").exists()
+
+
+def rewritten(path, change):
+    """The one-file checkpoint at `path` with `change(tensors)` applied."""
+    from safetensors.torch import save_file
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("to", ["official", "nvfp4", "bf16", "transformers"])
+@pytest.mark.parametrize("name", ["layers.0.attn.wq_a.scale", "layers.1.ffn.experts.2.w1.scale"])
+def test_scales_of_another_block_size_are_an_error(tmp_path, to, name):
+    path = checkpoints.write_official(tmp_path / "official", max_shard_bytes=1 << 30)
+
+    def double(tensors):
+        tensors[name] = tensors[name].view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e8m0fnu)
+    rewritten(path, double)
+    with pytest.raises(CheckpointError, match=f"tensor {name} has shape"):
+        convert(path, tmp_path / "out", to, CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name,dtype", [("layers.0.ffn.gate.tid2eid", torch.float32), ("layers.0.attn.attn_sink", torch.float64)])
+def test_a_dtype_that_would_lose_bits_is_an_error(tmp_path, name, dtype):
+    path = checkpoints.write_dense(tmp_path / "dense")
+    rewritten(path, lambda t: t.update({name: t[name].to(dtype) + 0.3}))
+    with pytest.raises(CheckpointError, match=f"tensor {name} is F(32|64) in the file and would have to become"):
+        convert(path, tmp_path / "out", "bf16", CONFIG)
+
+
+def test_infinity_is_not_quantised(tmp_path):
+    path = checkpoints.write_dense(tmp_path / "dense")
+
+    def damage(tensors):
+        tensors["layers.0.attn.wq_a.weight"][0, 0] = float("inf")
+    rewritten(path, damage)
+    with pytest.raises(CheckpointError, match="layers.0.attn.wq_a.weight holds infinite values"):
+        convert(path, tmp_path / "out", "official", CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("via", ["transformers", "nvfp4", "bf16"])
+def test_the_config_comes_back(official, tmp_path, via):
+    convert(official, tmp_path / "there", via, CONFIG)
+    convert(tmp_path / "there", tmp_path / "back", "official", CONFIG)
+    first, last = (json.loads((p / "config.json").read_text()) for p in (official, tmp_path / "back"))
+    assert last["compress_ratios"] == first["compress_ratios"] and len(first["compress_ratios"]) > first["num_hidden_layers"]
+    assert {k: last.get(k) for k in first} == first
