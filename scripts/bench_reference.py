@@ -90,7 +90,8 @@ def main() -> None:
     ours_round(a, ids, args.device), theirs_round(b, ids, args.device)  # warm up
     rounds = [(ours_round(a, ids, args.device), theirs_round(b, ids, args.device)) for _ in range(args.rounds)]
     import transformers
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = os.environ.get("DSV4_COMMIT") or subprocess.run(  # a copy without .git is told its commit
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     result = {"command": " ".join(["python", "scripts/bench_reference.py", *sys.argv[1:]]), "commit": commit, "backend": a.backend,
               "device": torch.cuda.get_device_name() if args.device != "cpu" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
               "torch": torch.__version__, "transformers": transformers.__version__, "max_logit_difference": error}
