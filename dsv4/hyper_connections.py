@@ -19,7 +19,8 @@ class HyperConnection(Module):
 
     def forward(self, streams: torch.Tensor):
         """streams [N, n, d] → (sublayer input [N, d] before its norm, post [N, n], comb [N, n, n])."""
-        return self.op.mhc_pre(streams, self.fn, self.scale, self.base, self.iters, self.eps, self.norm_eps)
+        mine = self._parameters
+        return self.op.mhc_pre(streams, mine["fn"], mine["scale"], mine["base"], self.iters, self.eps, self.norm_eps)
 
 
 class HyperHead(Module):

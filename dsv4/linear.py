@@ -62,7 +62,7 @@ class Matrix(Module):
 
     def packed(self) -> PackedWeight:
         """The matrix as the products take it."""
-        held = self._parameters  # plain dict look-ups: this runs for every product of a decode step
+        held = self._parameters
         return PackedWeight(self.storage.format, held["weight"], held.get("scale"), held.get("global_scale"), self.storage.block)
 
 

@@ -1,5 +1,7 @@
 """The whole model: embedding, blocks, head, MTP, and the one way to run it (`append`)."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -214,10 +216,10 @@ class _Collector:
         B, T = ids.shape
         self.model, self.counts, self.mode = model, counts, logits
         kept = {"all": T, "last": 1, "none": 0}[logits]
-        self.logits = torch.full((B, kept, model.config.vocab_size), float("nan"), device=model.device) if kept else None
+        fresh = torch.empty if all(n == T for n in counts) else partial(torch.full, fill_value=float("nan"))
+        self.logits = fresh((B, kept, model.config.vocab_size), device=model.device) if kept else None
         n, d = model.config.hc_mult, model.config.hidden_size
-        self.streams = (torch.full((B, T, n, d), float("nan"), dtype=model.numerics.activation, device=model.device)
-                        if want_streams else None)
+        self.streams = fresh((B, T, n, d), dtype=model.numerics.activation, device=model.device) if want_streams else None
 
     def add(self, rows: slice, done: int, tokens: int, streams: torch.Tensor) -> None:
         streams = streams.view(rows.stop - rows.start, tokens, *streams.shape[1:])

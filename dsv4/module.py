@@ -5,7 +5,10 @@ from torch.nn.modules import module as hooks
 
 
 class Module(nn.Module):
-    """Finds submodules as plain attributes, and calls `forward` directly while no hook is registered."""
+    """Finds submodules as plain attributes, and calls `forward` directly while no hook is registered.
+
+    Parameters stay in `_parameters` alone, where offloading exchanges them; what runs in every sublayer looks there directly.
+    """
 
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, value)

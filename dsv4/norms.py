@@ -16,4 +16,4 @@ class RMSNorm(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., dim] → same shape and dtype."""
-        return self.op.rms_norm(x, self.weight, self.eps)
+        return self.op.rms_norm(x, self._parameters["weight"], self.eps)

@@ -30,6 +30,8 @@ class Step:
         self.row = torch.arange(first, first + self.B, device=self.device).unsqueeze(1)  # [B, 1]
         self.frequencies = frequencies
         self._memo: dict = {}
+        self._cis: dict[str, torch.Tensor] = {}
+        self._inverse: dict[str, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> "Step":
         """The same step with its tensors on another device."""
@@ -51,11 +53,15 @@ class Step:
 
     def cis(self, base: str) -> torch.Tensor:
         """Rotation of each token at its position, complex64 [N, d/2]; base 'main' or 'compress'."""
-        return self.memo(("cis", base), lambda: rotation(self.pos.flatten(), self.frequencies[base]))
+        if base not in self._cis:
+            self._cis[base] = rotation(self.pos.flatten(), self.frequencies[base])
+        return self._cis[base]
 
     def inverse_cis(self, base: str) -> torch.Tensor:
         """Conjugate of `cis`."""
-        return self.memo(("inverse", base), lambda: self.cis(base).conj().resolve_conj())
+        if base not in self._inverse:
+            self._inverse[base] = self.cis(base).conj().resolve_conj()
+        return self._inverse[base]
 
     def visible(self, ratio: int) -> torch.Tensor:
         """int64 [B, T]: query t sees entries w < ⌊(t+1)/ratio⌋, whose last token is at or before t."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from kernels.hyper_connections import reference
 
 MAX_TOKENS = 4  # beyond this the tensor form is faster
+FLOOR = -700.0  # of a sigmoid's argument: below it exp(-x) overflows, and the sigmoid is 0 in fp32 long before
 
 
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
@@ -50,7 +51,7 @@ def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Ten
 
 
 def _sigmoid(x: float) -> float:
-    return 1 / (1 + exp(-max(x, -700.0)))  # below that exp overflows, and the sigmoid is 0 in fp32 long before
+    return 1 / (1 + exp(-x if x > FLOOR else -FLOOR))
 
 
 mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
@@ -69,8 +70,8 @@ def _row(m: list[float], base: list[float], i: int, s: float, eps: float):
 def _mix_token(m: list[float], scale: list[float], base: list[float], iters: int, e: float) -> list[float]:
     """pre, post and comb of one token as 4 + 4 + 16 floats; m before the factor r, which `scale` carries."""
     s0, s1, s2 = scale
-    pre = [_sigmoid(m[j] * s0 + base[j]) + e for j in range(4)]
-    post = [2 * _sigmoid(m[j] * s1 + base[j]) for j in range(4, 8)]
+    pre = [1 / (1 + exp(-x if (x := m[j] * s0 + base[j]) > FLOOR else -FLOOR)) + e for j in (0, 1, 2, 3)]
+    post = [2 / (1 + exp(-x if (x := m[j] * s1 + base[j]) > FLOOR else -FLOOR)) for j in (4, 5, 6, 7)]
     k00, k01, k02, k03 = _row(m, base, 8, s2, e)
     k10, k11, k12, k13 = _row(m, base, 12, s2, e)
     k20, k21, k22, k23 = _row(m, base, 16, s2, e)
