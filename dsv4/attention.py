@@ -34,7 +34,7 @@ class WindowAttention(Module):
         super().__init__()
         c = config
         self.H, self.D, self.W, self.groups = c.num_attention_heads, c.head_dim, c.sliding_window, c.o_groups
-        self.nope = c.head_dim - c.qk_rope_head_dim
+        self.rope = c.qk_rope_head_dim
         self.wq_a = Linear(c.q_lora_rank, c.hidden_size, store("wq_a"), numerics, op)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, store("q_norm").dtype, op)
         self.wq_b = Linear(self.H * self.D, c.q_lora_rank, store("wq_b"), numerics, op)
@@ -51,24 +51,18 @@ class WindowAttention(Module):
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
         qr = self.q_norm(self.wq_a(x))
         q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.H, self.D), None, self.eps)
-        self.op.rotate(q, step.cis(self.base).unsqueeze(1))
+        q = self.op.rotate(q, step.cis(self.base).unsqueeze(1))
         window, window_index = self._window(x, step, cache)
         o = self._attend(x, qr, q, window, window_index, step, cache)
-        self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
+        o = self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
     def _window(self, x: torch.Tensor, step: Step, cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the window rows; return the pool that holds them and each query's rows [N, W], −1 before 0."""
-        kv = self.kv_norm(self.wkv(x))
-        self.op.rotate(kv, step.cis(self.base))
+        kv = self.op.rotate(self.kv_norm(self.wkv(x)), step.cis(self.base))
         if self.numerics.simulate:
-            kv[:, :self.nope] = self.op.simulate_fp8_blocks(kv[:, :self.nope], KV_BLOCK)
-        pool = cache.window.extend(step, kv)
-
-        def index():
-            positions = step.pos.unsqueeze(-1) + torch.arange(1 - self.W, 1, device=step.device)
-            return torch.where(positions < 0, -1, cache.window.index(step, positions)).flatten(0, 1)
-        return pool, step.memo(("window", self.W, *cache.window.address(step)), index)
+            kv = self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope)
+        return cache.window.extend(step, kv), cache.window.last(step, self.W)
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.path = {"window": min(self.W, max(step.starts) + step.T)}
@@ -87,14 +81,15 @@ class CSAAttention(WindowAttention):
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
-        selection = self.indexer(x, qr, step, cache)
+        with torch.no_grad():  # a choice has no derivative: the indexer learns from a loss of its own
+            selection = self.indexer(x, qr, step, cache)
         if selection is None:
             raise MissingSelection("a CSA layer got no selection from its indexer and would attend to its window only")
-        entries = cache.main.entries
-        self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": step.max_visible(self.ratio),
-                     "selected": selection.shape[-1]}
-        complete = step.window_full(self.W) and step.min_visible(self.ratio) >= selection.shape[-1]
-        return self.op.sparse_attention(q, window, window_index, entries.flat, entries.flat_index(step, selection),
+        n = step.max_visible(self.ratio)
+        selected = min(n, self.indexer.topk)
+        self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": n, "selected": selected}
+        complete = step.window_full(self.W) and step.min_visible(self.ratio) >= selected
+        return self.op.sparse_attention(q, window, window_index, *cache.main.entries.chosen(step, selection),
                                         self.attn_sink, self.scale, complete)
 
 

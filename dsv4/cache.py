@@ -63,6 +63,13 @@ class Ring:
         first = torch.arange(step.B, device=step.device) * (self.keep + step.T) + self.keep
         return positions + (first - step.start).view(shape)
 
+    def last(self, step: Step, window: int) -> torch.Tensor:
+        """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position 0."""
+        def rows():
+            positions = step.pos.unsqueeze(-1) + torch.arange(1 - window, 1, device=step.device)
+            return torch.where(positions < 0, -1, self.index(step, positions)).flatten(0, 1)
+        return step.memo(("window", window, *self.address(step)), rows)
+
     def address(self, step: Step) -> tuple:
         """What `index` depends on beside the positions: layers with equal addresses share indices."""
         return (self.R, self.keep, self._in_place(step))
@@ -92,12 +99,21 @@ class Entries:
         """View [B, n, width] of the entries that the step's last query may see."""
         return self.buffer[step.rows, :step.max_visible(self.ratio)]
 
-    def flat_index(self, step: Step, entry: torch.Tensor) -> torch.Tensor:
-        """entry int64 [B, T, K] (−1 absent) → rows of `flat`, int64 [B·T, K] (−1 absent)."""
+    def chosen(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
         if step.first == 0 and step.B == 1:
-            return entry.flatten(0, 1)
+            return self.flat, entry.flatten(0, 1)
         base = (step.row * self.buffer.shape[1]).unsqueeze(-1)
-        return torch.where(entry < 0, entry, entry + base).flatten(0, 1)
+        return self.flat, torch.where(entry < 0, entry, entry + base).flatten(0, 1)
+
+    def all_visible(self, step: Step) -> torch.Tensor:
+        """Every entry that each query sees, int64 [B, T, n], −1 for those it does not."""
+        n = step.max_visible(self.ratio)
+
+        def entries():
+            entry = torch.arange(n, device=step.device).expand(step.B, step.T, n)
+            return torch.where(entry < step.visible(self.ratio).unsqueeze(-1), entry, -1)
+        return step.memo(("all entries", self.ratio), entries)
 
 
 @dataclass(frozen=True)
@@ -171,6 +187,43 @@ class CompressorCache:
     def __init__(self, raw: torch.Tensor, entries: torch.Tensor, ratio: int, overlap: int):
         self.raw = Ring(raw, overlap * ratio - 1)
         self.entries = Entries(entries, ratio)
+        self.ratio, self.overlap = ratio, overlap
+
+    def pool(self, step: Step, raw: torch.Tensor, ape: torch.Tensor, op) -> torch.Tensor | None:
+        """Store this step's raw rows; return fp32 [B·completed, D] of the windows it completes, or None.
+
+        raw fp32 [N, 2·c·D] (kv ‖ gate), ape [ratio, c·D]. With overlap (c = 2), entry w pools 2·ratio slots: the tokens
+        of window w − 1 by their columns [:D] and those of window w by their columns [D:]. Window −1 does not exist: its
+        slots get no part.
+        """
+        width = raw.shape[1] // 2
+        phase = step.memo(("phase", self.ratio), lambda: (step.pos % self.ratio).flatten())
+        raw[:, width:].add_(ape.index_select(0, phase))
+        rows_of = self.raw.extend(step, raw)
+        M = step.B * step.completed(self.ratio)
+        if M == 0:
+            return None
+        rows, absent = step.memo(("slots of windows", self.ratio, self.overlap, *self.raw.address(step)),
+                                 lambda: self._window_slots(step))
+        D = width // self.overlap
+        kv, gate = rows_of.view(-1, D).index_select(0, rows).view(2, M, self.overlap * self.ratio, D).unbind()
+        kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
+        return op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
+
+    def _window_slots(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the slots of each new window are, and which hold no token yet.
+
+        A row of the ring is c pieces of kv, then c of gate, D wide each. Returns pieces int64 [2·M·c·ratio], all of kv
+        before all of gate, and bool [M, c·ratio, 1].
+        """
+        ratio, c = self.ratio, self.overlap
+        offset = torch.arange(-(c - 1) * ratio, ratio, device=step.device)
+        tokens = (step.new_windows(ratio) * ratio).unsqueeze(-1) + offset          # [B, windows, c·ratio]
+        end = (step.start + step.T).view(-1, 1, 1)
+        absent = (tokens < 0) | (tokens >= end)
+        half = (offset >= 0).long() if c == 2 else torch.zeros_like(offset)
+        kv = torch.where(absent, 0, self.raw.index(step, tokens)) * (2 * c) + half
+        return torch.stack((kv, kv + c)).flatten(), absent.flatten(0, 1).unsqueeze(-1)
 
 
 class LayerCache:

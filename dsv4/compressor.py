@@ -37,17 +37,17 @@ class MainCompressor(Module):
         self.ape = parameter(ratio, width)
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, store("norm").dtype, op)
         self.ratio, self.base, self.op, self.numerics = ratio, BASES[kind], op, numerics
-        self.nope = config.head_dim - config.qk_rope_head_dim
+        self.rope = config.qk_rope_head_dim
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
-        pooled = pool_windows(self, x, step, cache)
+        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
         if pooled is None:
             return
         entries = self.norm(pooled.to(self.numerics.activation))
-        self.op.rotate(entries, step.window_cis(self.ratio, self.base))
+        entries = self.op.rotate(entries, step.window_cis(self.ratio, self.base))
         if self.numerics.simulate:
-            entries[:, :self.nope] = self.op.simulate_fp8_blocks(entries[:, :self.nope], KV_BLOCK)
+            entries = self.op.simulate_fp8_blocks(entries, KV_BLOCK, self.rope)
         cache.entries.write(step, entries)
 
 
@@ -70,50 +70,11 @@ class IndexerKeyCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the keys of the windows that end here."""
-        pooled = pool_windows(self, x, step, cache)
+        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
         if pooled is None:
             return
         keys = self.norm(pooled.to(self.numerics.activation))
-        self.op.rotate(keys, step.window_cis(self.ratio, BASES[LayerKind.CSA]))
+        keys = self.op.rotate(keys, step.window_cis(self.ratio, BASES[LayerKind.CSA]))
         if self.numerics.simulate:
             keys = self.op.simulate_fp4_blocks(self.op.hadamard(keys), INDEX_KEY_BLOCK)
         cache.entries.write(step, keys)
-
-
-def pool_windows(compressor, x: torch.Tensor, step: Step, cache: CompressorCache) -> torch.Tensor | None:
-    """Store this step's raw rows; return fp32 [B·completed, D] of the windows it completes, or None.
-
-    With overlap, entry w pools 2·ratio slots: the tokens of window w − 1 by their columns [:D]
-    and those of window w by their columns [D:]. Window −1 does not exist: its slots get no part.
-    """
-    ratio, c = compressor.ratio, compressor.overlap
-    x = x.float()
-    phase = step.memo(("phase", ratio), lambda: (step.pos % ratio).flatten())
-    raw = compressor.wkv_gate(x)
-    width = raw.shape[1] // 2
-    raw[:, width:].add_(compressor.ape.index_select(0, phase))
-    pool = cache.raw.extend(step, raw)
-    M = step.B * step.completed(ratio)
-    if M == 0:
-        return None
-    rows, absent = step.memo(("slots of windows", ratio, c, *cache.raw.address(step)),
-                             lambda: _window_slots(step, ratio, c, cache.raw))
-    D = width // c
-    kv, gate = pool.view(-1, D).index_select(0, rows).view(2, M, c * ratio, D).unbind()
-    kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
-    return compressor.op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
-
-
-def _window_slots(step: Step, ratio: int, c: int, ring) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the slots of each new window are, and which hold no token yet.
-
-    A row of the pool is c pieces of kv, then c of gate, D wide each. Returns pieces int64 [2·M·c·ratio], all of kv before
-    all of gate, and bool [M, c·ratio, 1].
-    """
-    offset = torch.arange(-(c - 1) * ratio, ratio, device=step.device)
-    tokens = (step.new_windows(ratio) * ratio).unsqueeze(-1) + offset          # [B, windows, c·ratio]
-    end = (step.start + step.T).view(-1, 1, 1)
-    absent = (tokens < 0) | (tokens >= end)
-    half = (offset >= 0).long() if c == 2 else torch.zeros_like(offset)
-    kv = torch.where(absent, 0, ring.index(step, tokens)) * (2 * c) + half
-    return torch.stack((kv, kv + c)).flatten(), absent.flatten(0, 1).unsqueeze(-1)

@@ -37,7 +37,7 @@ class LightningIndexer(Module):
         self.compressor(x, step, cache.index)
         n = step.max_visible(self.ratio)
         if n <= self.topk:  # every visible entry is selected: nothing to score
-            return step.memo(("all entries", self.ratio, n), lambda: self._all_visible(step, n))
+            return cache.index.entries.all_visible(step)
         scores = self.scores(x, qr, step, cache)
         return self.op.topk_entries(scores, self.topk)
 
@@ -50,11 +50,7 @@ class LightningIndexer(Module):
     def queries(self, qr: torch.Tensor, step: Step) -> torch.Tensor:
         """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
         q = self.wq_b(qr).view(step.N, self.H, self.D)
-        self.op.rotate(q, step.cis(BASES[LayerKind.CSA]).unsqueeze(1))
+        q = self.op.rotate(q, step.cis(BASES[LayerKind.CSA]).unsqueeze(1))
         if self.numerics.simulate:
             q = self.op.simulate_fp4_blocks(self.op.hadamard(q), INDEX_KEY_BLOCK)
         return q
-
-    def _all_visible(self, step: Step, n: int) -> torch.Tensor:
-        entry = torch.arange(n, device=step.device).expand(step.B, step.T, n)
-        return torch.where(entry < step.visible(self.ratio).unsqueeze(-1), entry, -1)

@@ -8,12 +8,14 @@ from kernels.quantize.formats import (
 from kernels.quantize.weights import FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
 
 
-def simulate_fp8_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Round x [..., K] to E4M3 in blocks of `block` along K (the last may be short), and back.
+def simulate_fp8_blocks(x: torch.Tensor, block: int, keep: int = 0) -> torch.Tensor:
+    """Round x [..., K] to E4M3 in blocks of `block` along K (the last may be short), and back; the last `keep` columns stay.
 
     amax of the block, at least 1e-4; scale 2^⌈log2(amax/448)⌉; clamp ±448, round to nearest even.
-    fp32 inside, result in x.dtype. Blocks of 128 for activations, of 64 for main KV.
+    fp32 inside, result in x.dtype. Blocks of 128 for activations, of 64 for main KV, whose rotated columns are kept.
     """
+    if keep:
+        return torch.cat((simulate_fp8_blocks(x[..., :-keep], block), x[..., -keep:]), -1)
     scale_of = lambda amax: power_of_two(ceil_log2(amax.clamp_(min=FP8_AMAX_FLOOR) / E4M3_MAX))
     return _by_blocks(x, block, scale_of, lambda y: round_e4m3(y).float())
 
