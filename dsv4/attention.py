@@ -49,20 +49,22 @@ class WindowAttention(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
-        qr = self.q_norm(self.wq_a(x))
-        q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.H, self.D), None, self.eps)
-        q = self.op.rotate(q, step.cis(self.base).unsqueeze(1))
-        window, window_index = self._window(x, step, cache)
+        qr, q = self.queries(x, step)
+        window, window_index = cache.window.extend(step, self.latent(x, step)), cache.window.last(step, self.W)
         o = self._attend(x, qr, q, window, window_index, step, cache)
         o = self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
-    def _window(self, x: torch.Tensor, step: Step, cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the window rows; return the pool that holds them and each query's rows [N, W], −1 before 0."""
+    def queries(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [N, d] → low-rank queries [N, q_lora_rank], which the indexer shares, and queries [N, H, D], rotated."""
+        qr = self.q_norm(self.wq_a(x))
+        q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.H, self.D), None, self.eps)
+        return qr, self.op.rotate(q, step.cis(self.base).unsqueeze(1))
+
+    def latent(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x [N, d] → each token's key and value [N, D], rotated; through FP8 in simulated numerics."""
         kv = self.op.rotate(self.kv_norm(self.wkv(x)), step.cis(self.base))
-        if self.numerics.simulate:
-            kv = self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope)
-        return cache.window.extend(step, kv), cache.window.last(step, self.W)
+        return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate else kv
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.path = {"window": min(self.W, max(step.starts) + step.T)}

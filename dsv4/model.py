@@ -107,8 +107,8 @@ class Model(Module):
         for rows, tokens in _uniform_pieces(counts, chunk):
             done = [starts[b] - begin[b] for b in range(rows.start, rows.stop)]
             piece = ids[rows, done[0]:done[0] + tokens]  # all rows of a piece have run equally many tokens
-            step = Step(piece.to(self.device), rows.start, starts[rows], self._frequencies())
-            out.add(rows, done[0], tokens, self._run(step, cache))
+            step = Step(piece.to(self.device), rows.start, starts[rows], self.rope_frequencies())
+            out.add(rows, done[0], tokens, self.run(step, cache))
             cache._main.advance(rows, tokens)
         return out.result()
 
@@ -139,7 +139,7 @@ class Model(Module):
         drafted = torch.empty_like(streams) if return_streams else None
         for start in range(0, T, chunk):
             piece = slice(start, min(start + chunk, T))
-            step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self._frequencies())
+            step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self.rope_frequencies())
             device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
             features, after = self.mtp[block](streams[:, piece].flatten(0, 1).to(device), self.embed(step.ids).to(device),
                                               step.on(device), cache.mtp_layers[block])
@@ -163,7 +163,7 @@ class Model(Module):
 
     # ---- inside --------------------------------------------------------------------------
 
-    def _run(self, step: Step, cache: Cache) -> torch.Tensor:
+    def run(self, step: Step, cache: Cache) -> torch.Tensor:
         h = self.embed(step.ids).to(self.numerics.activation)
         streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         if self.layer_devices is None:
@@ -178,7 +178,7 @@ class Model(Module):
         """streams [N, n, d] → normalised head input [N, d]."""
         return self.norm(self.hc_head(streams))
 
-    def _frequencies(self) -> dict[str, torch.Tensor]:
+    def rope_frequencies(self) -> dict[str, torch.Tensor]:
         if self.frequencies["main"].device != self.device:
             self.frequencies = {k: f.to(self.device) for k, f in self.frequencies.items()}
         return self.frequencies

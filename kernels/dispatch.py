@@ -7,6 +7,8 @@ falls back silently:
 - `reference`: plain torch, the definition. Always complete.
 - `cpu`: the reference, with the few operations replaced that have an implementation
   arranged for low latency on a host processor. Asked for by name, or by `auto` on a CPU.
+- `training`: differentiable forms over whole sequences (see `dsv4.sequence`); the reference
+  where it is differentiable itself.
 - `triton`: GPU kernels. Every operation must have one, or binding raises.
 
 Every bound call is counted in a `DispatchLedger`, which reports print.
@@ -18,7 +20,7 @@ from types import MappingProxyType, SimpleNamespace
 
 from kernels.errors import BackendUnavailable
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "training", "triton")
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Operation:
             raise BackendUnavailable(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
         if backend in self.implementations:
             return self.implementations[backend], f"{backend} backend"
-        if backend == "cpu":
-            return self.implementations["reference"], "the cpu backend takes the reference here"
+        if backend in ("cpu", "training"):
+            return self.implementations["reference"], f"the {backend} backend takes the reference here"
         raise BackendUnavailable(
             f"backend {backend!r} was asked for, but operation {self.name!r} has only "
             f"{', '.join(self.implementations)}; use --backend reference"

@@ -1,7 +1,9 @@
 """Attention over the sliding window and compressed entries, with a sink."""
 
-from kernels.attention import cpu, reference
+from kernels.attention import cpu, reference, training
 from kernels.dispatch import Operation
 
-sparse_attention = Operation("sparse_attention", {"reference": reference.sparse_attention, "cpu": cpu.sparse_attention})
-hca_attention = Operation("hca_attention", {"reference": reference.hca_attention, "cpu": cpu.hca_attention})
+sparse_attention = Operation("sparse_attention", {
+    "reference": reference.sparse_attention, "cpu": cpu.sparse_attention, "training": training.sparse_attention})
+hca_attention = Operation("hca_attention", {
+    "reference": reference.hca_attention, "cpu": cpu.hca_attention, "training": training.hca_attention})

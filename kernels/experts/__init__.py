@@ -1,7 +1,7 @@
 """Routed and shared experts: SwiGLU with clamps, in every weight format."""
 
 from kernels.dispatch import Operation
-from kernels.experts import cpu, reference
+from kernels.experts import cpu, reference, training
 
-experts = Operation("experts", {"reference": reference.experts, "cpu": cpu.experts})
-shared_expert = Operation("shared_expert", {"reference": reference.shared_expert})
+experts = Operation("experts", {"reference": reference.experts, "cpu": cpu.experts, "training": training.experts})
+shared_expert = Operation("shared_expert", {"reference": reference.shared_expert, "training": training.shared_expert})

@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections: before a sublayer, after it, and the head."""
 
 from kernels.dispatch import Operation
-from kernels.hyper_connections import cpu, reference
+from kernels.hyper_connections import cpu, reference, training
 
-mhc_pre = Operation("mhc_pre", {"reference": reference.mhc_pre, "cpu": cpu.mhc_pre})
-mhc_post = Operation("mhc_post", {"reference": reference.mhc_post, "cpu": cpu.mhc_post})
-mhc_head = Operation("mhc_head", {"reference": reference.mhc_head, "cpu": cpu.mhc_head})
+mhc_pre = Operation("mhc_pre", {"reference": reference.mhc_pre, "cpu": cpu.mhc_pre, "training": training.mhc_pre})
+mhc_post = Operation("mhc_post", {"reference": reference.mhc_post, "cpu": cpu.mhc_post, "training": training.mhc_post})
+mhc_head = Operation("mhc_head", {"reference": reference.mhc_head, "cpu": cpu.mhc_head, "training": training.mhc_head})

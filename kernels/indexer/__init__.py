@@ -1,7 +1,9 @@
 """Index scores of the lightning indexer, and the selection of the best entries."""
 
 from kernels.dispatch import Operation
-from kernels.indexer import cpu, reference
+from kernels.indexer import cpu, reference, training
 
-index_scores = Operation("index_scores", {"reference": reference.index_scores, "cpu": cpu.index_scores})
-topk_entries = Operation("topk_entries", {"reference": reference.topk_entries, "cpu": cpu.topk_entries})
+index_scores = Operation("index_scores", {
+    "reference": reference.index_scores, "cpu": cpu.index_scores, "training": training.index_scores})
+topk_entries = Operation("topk_entries", {
+    "reference": reference.topk_entries, "cpu": cpu.topk_entries, "training": training.topk_entries})

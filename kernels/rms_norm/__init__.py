@@ -1,6 +1,6 @@
 """RMS normalisation, with or without a weight."""
 
 from kernels.dispatch import Operation
-from kernels.rms_norm import cpu, reference
+from kernels.rms_norm import cpu, reference, training
 
-rms_norm = Operation("rms_norm", {"reference": reference.rms_norm, "cpu": cpu.rms_norm})
+rms_norm = Operation("rms_norm", {"reference": reference.rms_norm, "cpu": cpu.rms_norm, "training": training.rms_norm})

@@ -1,9 +1,9 @@
 """Rotary position embedding with YaRN, interleaved, on the last dims of a head."""
 
 from kernels.dispatch import Operation
-from kernels.rope import reference
+from kernels.rope import reference, training
 from kernels.rope.reference import inverse_frequencies, rotation
 
-rotate = Operation("rotate", {"reference": reference.rotate})
+rotate = Operation("rotate", {"reference": reference.rotate, "training": training.rotate})
 
 __all__ = ["inverse_frequencies", "rotate", "rotation"]

@@ -1,7 +1,9 @@
 """Expert routing by score (sqrtsoftplus, bias for selection only) and by token hash."""
 
 from kernels.dispatch import Operation
-from kernels.router import cpu, reference
+from kernels.router import cpu, reference, training
 
-route_scored = Operation("route_scored", {"reference": reference.route_scored, "cpu": cpu.route_scored})
-route_hashed = Operation("route_hashed", {"reference": reference.route_hashed, "cpu": cpu.route_hashed})
+route_scored = Operation("route_scored", {
+    "reference": reference.route_scored, "cpu": cpu.route_scored, "training": training.route_scored})
+route_hashed = Operation("route_hashed", {
+    "reference": reference.route_hashed, "cpu": cpu.route_hashed, "training": training.route_hashed})
