@@ -56,6 +56,7 @@ class _Attention(torch.autograd.Function):
         q, kv, entries = q.contiguous(), kv.contiguous(), entries.contiguous()
         out, lse = torch.empty_like(q), torch.empty(B, T, H, dtype=torch.float32, device=q.device)
         n = entries.shape[1]
+        ratio = ratio if n else 1 << 30  # no entry is visible to anyone
         _forward[(triton.cdiv(T, TOKENS), B)](
             q, kv, entries, q if mask is None else mask, sink, out, lse, T, n, scale, window, ratio, H, D, TOKENS, KEYS,
             mask is not None, num_warps=4, num_stages=2)

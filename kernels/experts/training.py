@@ -127,7 +127,7 @@ def _swiglu_back(Y, WEIGHT, G, DY, DW, I, limit, WEIGHED: tl.constexpr, BLOCK: t
     if WEIGHED:
         tl.store(DW + r, tl.sum(grad * g * s * u, 0))
         grad *= tl.load(WEIGHT + r)
-    dg = tl.where(raw < limit, grad * u * s * (1 + g * (1 - s)), 0.0)
-    du = tl.where((up > -limit) & (up < limit), grad * g * s, 0.0)
+    dg = tl.where(raw <= limit, grad * u * s * (1 + g * (1 - s)), 0.0)
+    du = tl.where((up >= -limit) & (up <= limit), grad * g * s, 0.0)
     tl.store(DY + r * 2 * I + x, dg.to(DY.dtype.element_ty), mask=x < I)
     tl.store(DY + r * 2 * I + I + x, du.to(DY.dtype.element_ty), mask=x < I)

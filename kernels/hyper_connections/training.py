@@ -6,7 +6,6 @@ again), the collapse of the streams, and their mixing. On a host processor autog
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -14,11 +13,10 @@ from kernels.hyper_connections import reference
 
 
 def statistics(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
-    """As `reference.stream_statistics`; the product in the streams' dtype, the mean square in fp32. → fp32 [N, M]."""
-    x = streams.flatten(1)
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
-    r = torch.rsqrt(square / x.shape[1] + norm_eps)
-    return F.linear(x, fn.to(x.dtype)).float() * r
+    """As `reference.stream_statistics`, with operands in the streams' dtype. → fp32 [N, M]."""
+    if not streams.is_cuda:
+        return reference.stream_statistics(streams, fn, norm_eps)
+    return _Statistics.apply(streams.flatten(1), fn.to(streams.dtype), norm_eps)
 
 
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
@@ -48,6 +46,46 @@ mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
 
 def _collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     return _Collapse.apply(streams, pre) if streams.is_cuda else reference.collapse(streams, pre)
+
+
+class _Statistics(torch.autograd.Function):
+    """m = (fn·x)·r, r = rsqrt(mean(x²) + eps). dx = (r·dm)·fn − x·r³/K·Σ dm·(fn·x)."""
+
+    @staticmethod
+    def forward(ctx, x, fn, eps):
+        x = x.contiguous()
+        N, K = x.shape
+        raw = torch.mm(x, fn.t(), out_dtype=torch.float32)
+        r = torch.empty(N, 1, dtype=torch.float32, device=x.device)
+        _inverse_rms[(N,)](x, r, K, eps, triton.next_power_of_2(K), num_warps=4)
+        ctx.save_for_backward(x, fn, raw, r)
+        return raw * r
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, fn, raw, r = ctx.saved_tensors
+        N, K = x.shape
+        scaled = (grad * r).to(x.dtype)
+        dx = torch.mm(scaled, fn)
+        coefficient = (grad * raw).sum(1, keepdim=True) * r.pow(3) * (-1 / K)
+        _add_scaled[(N,)](dx, x, coefficient, K, triton.next_power_of_2(K), num_warps=4)
+        return dx, torch.mm(scaled.t(), x), None
+
+
+@triton.jit
+def _inverse_rms(X, R, K, eps, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(X + row * K + i, mask=i < K, other=0.0).to(tl.float32)
+    tl.store(R + row, tl.rsqrt(tl.sum(x * x, 0) / K + eps))
+
+
+@triton.jit
+def _add_scaled(Y, X, C, K, BLOCK: tl.constexpr):
+    """Y[row] += C[row]·X[row]."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    y = tl.load(Y + row * K + i, mask=i < K, other=0.0).to(tl.float32)
+    y += tl.load(C + row) * tl.load(X + row * K + i, mask=i < K, other=0.0).to(tl.float32)
+    tl.store(Y + row * K + i, y.to(Y.dtype.element_ty), mask=i < K)
 
 
 class _Sinkhorn(torch.autograd.Function):

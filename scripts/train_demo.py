@@ -1,0 +1,158 @@
+"""Train the demo model from scratch on one GPU; run it again to resume.
+
+    python -m scripts.training.corpus DATA           # once: text, tokeniser (any machine, no GPU)
+    python scripts/train_demo.py DATA STATE [--minutes 9.5]
+    python scripts/train_demo.py DATA STATE --export demo  # quantise and write the official checkpoint
+
+STATE holds the parameters (matrices in bf16, at most 60 MB) and log.jsonl. A stretch ends after --minutes, or at the
+end of the recipe (scripts/training/recipe.py); the seed, the data's order and the schedule depend on the step alone.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.func import functional_call
+from torch.utils.data import DataLoader, IterableDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.training import recipe, state  # noqa: E402
+from scripts.training.architecture import BF16, CONFIG, QAT, build, initialise  # noqa: E402
+from scripts.training.optimiser import Optimiser  # noqa: E402
+from scripts.training.trainee import Trainee, cast, forms_of  # noqa: E402
+
+SEED = 2026
+BALANCE = 1e-3  # step of the routing bias
+
+
+class Batches(IterableDataset):
+    """Batches of rows from a step on, up to the end of its stage; each worker makes every n-th."""
+
+    def __init__(self, data: Path, stage: recipe.Stage, first: int, count: int):
+        self.data, self.stage, self.first, self.count = data, stage, first, count
+
+    def __iter__(self):
+        from scripts.training.rows import Rows
+        info = torch.utils.data.get_worker_info()
+        rows = Rows(self.data, seed=SEED, length=self.stage.length + 1)
+        B = recipe.BATCH // self.stage.length
+        for step in range(self.first + info.id, self.first + self.count, info.num_workers):
+            made = [rows.row(step * B + b) for b in range(B)]
+            yield step, torch.stack([torch.from_numpy(ids.astype("int64")) for ids, _ in made]), torch.stack(
+                [torch.from_numpy(weight) for _, weight in made])
+
+
+class Run:
+    """One stretch of training."""
+
+    def __init__(self, data: Path, where: Path, device: str, workers: int):
+        self.data, self.where, self.device, self.workers = data, where, device, workers
+        self.trainee = Trainee(build(CONFIG, BF16, device))
+        self.parameters = dict(self.trainee.named_parameters())
+        facts = state.load(where, self.parameters)
+        if facts is None:
+            initialise(self.trainee.model, SEED)
+            facts = {"step": 0, "seconds": 0.0}
+        self.step, self.seconds = facts["step"], facts["seconds"]
+        self.simulating = False
+        self.optimiser = Optimiser(self.parameters)
+        self.log = open(where / "log.jsonl", "a")
+
+    def simulate(self) -> None:
+        """Go over to the model in simulated numerics: same parameters."""
+        model = build(CONFIG, QAT, self.device)
+        held = dict(self.trainee.model.named_parameters())
+        for name, _ in list(model.named_parameters()):
+            module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            setattr(module, leaf, held[name])
+        self.trainee, self.simulating = Trainee(model), True
+
+    def stretch(self, minutes: float) -> None:
+        begun, first = time.time(), self.step
+        while self.step < recipe.TOTAL and time.time() - begun < 60 * minutes:
+            stage = recipe.stage_at(self.step)
+            if stage.simulate and not self.simulating:
+                self.simulate()
+            before = sum(s.steps for s in recipe.STAGES[:recipe.STAGES.index(stage)])
+            loader = DataLoader(Batches(self.data, stage, self.step, before + stage.steps - self.step), batch_size=None,
+                                num_workers=self.workers, prefetch_factor=4, pin_memory=True)
+            tick, at = time.time(), self.step
+            for step, ids, weight in loader:
+                out, load = self._update(ids.to(self.device, non_blocking=True), weight.to(self.device, non_blocking=True), stage,
+                                         self.step - first)
+                self.step += 1
+                if self.step % 25 == 0:
+                    values = {k: round(v.item(), 4) for k, v in out.items()}
+                    speed = (self.step - at) * recipe.BATCH / (time.time() - tick)
+                    self._report(stage, values, speed, load)
+                    tick, at = time.time(), self.step
+                    if not values["total"] < 1e4:
+                        raise SystemExit(f"error: the loss is {values['total']} at step {self.step}; the state on disk is from before")
+                if time.time() - begun > 60 * minutes:
+                    break
+            del loader
+        self.seconds += time.time() - begun
+        state.save(self.where, self.parameters, {"step": self.step, "seconds": round(self.seconds, 1)})
+
+    def _update(self, ids, weight, stage, since_restart: int):
+        forms = forms_of(self.trainee)
+        length = stage.length
+        at = (self.step * 7919 * 64) % max(1, length - stage.wanted.chunk + 1)  # the indexer's chunk walks through the row
+        if self.step % 2:
+            at = length - stage.wanted.chunk  # every other time at the end, where the questions are
+        out = functional_call(self.trainee, cast(self.parameters, forms, stage.simulate), (ids, weight, stage.wanted, at))
+        out["total"].backward()
+        torch.nn.utils.clip_grad_norm_([p for p in self.parameters.values() if p.grad is not None], 1.0, foreach=True)
+        self.optimiser.step(recipe.rate(self.step, since_restart))
+        for p in self.parameters.values():
+            p.grad = None
+        return out, self._balance()
+
+    @torch.no_grad()
+    def _balance(self) -> torch.Tensor:
+        """Move each routing bias against the load of its experts (no auxiliary loss). Returns the worst load over the mean."""
+        worst = []
+        for name, chosen in self.trainee.chosen:
+            bias = self.parameters.get(f"model.{name}.bias")
+            if bias is not None:
+                load = torch.bincount(chosen.flatten(), minlength=bias.numel()).float()
+                bias += BALANCE * torch.sign(load.mean() - load)
+                worst.append(load.max() / load.mean())
+        return torch.stack(worst).max()
+
+    def _report(self, stage, values: dict, speed: float, load: torch.Tensor) -> None:
+        row = {"step": self.step, "tokens": self.step * recipe.BATCH, "stage": stage.name, **values, "tokens_per_s": round(speed),
+               "rate": round(recipe.rate(self.step, 1 << 30), 6), "load": round(load.item(), 2)}
+        self.log.write(json.dumps(row) + "\n")
+        self.log.flush()
+        print(f"{self.step:6} {stage.name:14} loss {values['next']:.3f}  draft {values['draft']:.3f}  index KL {values['indexer']:.3f}  "
+              f"kept {values['kept']:.3f}  load {load.item():.2f}  {speed / 1e3:.0f}K tokens/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("state", type=Path)
+    parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--export", type=Path, help="write the official checkpoint here instead of training")
+    args = parser.parse_args()
+    if args.export is not None:
+        from scripts.training.export import export
+        export(args.data, args.state, args.export)
+        return
+    args.state.mkdir(parents=True, exist_ok=True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    run = Run(args.data, args.state, args.device, args.workers)
+    print(f"{sum(p.numel() for p in run.parameters.values()) / 1e6:.1f}M parameters, step {run.step} of {recipe.TOTAL}", flush=True)
+    run.stretch(args.minutes)
+    print(f"stopped at step {run.step} of {recipe.TOTAL} after {run.seconds / 60:.1f} minutes in all", flush=True)
+
+
+if __name__ == "__main__":
+    main()

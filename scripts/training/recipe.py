@@ -1,0 +1,60 @@
+"""The recipe: stages by row length, and the learning rate over all of them."""
+
+from dataclasses import dataclass
+
+from scripts.training.trainee import Wanted
+
+BATCH = 65536      # tokens a step
+PEAK, FLOOR = 4e-3, 2e-5
+WARM_UP = 200      # steps, from the start
+RESTART = 20       # steps after the optimiser's momenta were lost
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`tokens` in millions at rows of `length` tokens. sparse: attend to the indexer's selection; simulate: train in the
+    official quantisation simulation."""
+
+    name: str
+    length: int
+    tokens: int
+    sparse: bool
+    simulate: bool = False
+
+    @property
+    def steps(self) -> int:
+        return self.tokens * 1_000_000 // BATCH
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(sparse=self.sparse)
+
+
+STAGES = (
+    Stage("512 dense", 512, 100, sparse=False),
+    Stage("1K dense", 1024, 150, sparse=False),
+    Stage("2K dense", 2048, 80, sparse=False),
+    Stage("2K sparse", 2048, 70, sparse=True),
+    Stage("4K sparse", 4096, 160, sparse=True),
+    Stage("16K sparse", 16384, 120, sparse=True),
+    Stage("32K sparse", 32768, 50, sparse=True),
+    Stage("4K simulated", 4096, 60, sparse=True, simulate=True),
+    Stage("16K simulated", 16384, 20, sparse=True, simulate=True),
+)
+TOTAL = sum(stage.steps for stage in STAGES)
+DECAY = 0.35       # share of all steps over which the rate falls linearly to FLOOR
+
+
+def stage_at(step: int) -> Stage:
+    for stage in STAGES:
+        if step < stage.steps:
+            return stage
+        step -= stage.steps
+    return STAGES[-1]
+
+
+def rate(step: int, since_restart: int) -> float:
+    """Learning rate of a step: warm up, hold, fall linearly; gentle for a moment after a restart."""
+    fall = min(1.0, (TOTAL - step) / (DECAY * TOTAL))
+    warm = min(1.0, (step + 1) / WARM_UP, (since_restart + 1) / RESTART)
+    return warm * (FLOOR + (PEAK - FLOOR) * fall)

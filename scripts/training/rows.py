@@ -1,0 +1,418 @@
+"""Training rows: plain text, and text with things to find again (needles, employers, spans), at every distance.
+
+A row is ids uint16 [length + 1] and weight float32 [length + 1]; weight[i] belongs to ids[i] as a target, so a trainer reads
+ids[:-1], predicts ids[1:] and weighs with weight[1:]. Row `index` of a seed is the same wherever and whenever it is made.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from scripts.training.facts import sentences
+from scripts.training.tokenizer import BOS_ID, EOS_ID
+
+VALUE_WEIGHT, SPAN_WEIGHT = 6.0, 3.0
+FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+CHUNK = re.compile(r" ?\S+|\s")
+EMPTY = np.zeros(0, np.uint16)
+
+ADJECTIVES = """amber ancient arctic autumn bold brave brass bright broken bronze calm careful cheerful chilly clever cloudy
+copper coral cosmic crimson crystal curious dancing daring dark deep distant dusty eager early eastern electric emerald
+empty endless fading fallen famous fearless fierce fiery floating flying foggy forgotten fragile frozen gentle giant glass
+gleaming golden graceful grand granite green grey happy hasty hidden hollow honest humble hungry icy indigo iron ivory jolly
+keen kind laughing lazy leaden light little lively lonely lost loud loyal lucky lunar marble mellow merry mighty misty
+modest mossy mystic narrow nimble noble northern obsidian odd old olive opal orange pale patient pearl polished proud purple
+quick quiet radiant rapid rare red restless rising roaming rocky rosy rough royal ruby rustic rusty sacred sandy scarlet
+secret serene shady sharp shining shy silent silver simple sleepy slender small smiling smoky snowy solar solid southern
+spare spotted stark steady steel stormy strange sturdy subtle sunny swift tall tame tender tidy timid tiny topaz twin upper
+urban vast velvet violet vivid wandering warm weary western white wild wise wooden yellow young zealous agile breezy dizzy
+frosty grumpy hardy""".split()
+NOUNS = """acorn anchor antler apple arrow badger bamboo banner barrel basket beacon bear beaver bell birch bison blossom
+boulder bridge brook bucket butterfly button cabin cactus camel candle canyon captain castle cedar cherry clock cloud clover
+comet compass coral cottage cougar crane creek cricket crow crown dagger daisy deer desert dolphin donkey dragon drum eagle
+ember engine falcon feather fern ferry fiddle finch forest fossil fountain fox garden garnet gate gecko glacier goose grove
+hammer harbor harp hawk hazel heron hill horizon horse iris island ivy jackal jaguar kettle kite lagoon lake lantern lark
+laurel lemon leopard lighthouse lily lion lizard lobster lotus lynx magnet magpie mango maple marsh meadow meteor mill
+mirror monkey moon moose mountain needle nest oak oasis ocean orchard orchid otter owl oyster paddle palace panda panther
+parrot peach pebble pelican penguin pepper pigeon pilot pine planet plum pond poppy prairie puffin pumpkin quarry rabbit
+raccoon raven reef ribbon ridge river robin rocket rose saddle sailor salmon sapling shadow shell shield shore signal
+sparrow spider spring squirrel star stone stork stream summit sun swan table temple thistle thunder tiger tower trail tree
+trumpet tulip tunnel turtle valley village violin walnut walrus wagon water wave whale wheel willow window wolf wombat wren
+zebra""".split()
+FIRST_NAMES = """Ada Alan Alice Amir Anna Anton Asha Ben Bruno Carla Carmen Cecil Clara Daniel Daria David Diego Dora Edgar
+Elena Elias Emil Emma Erik Esther Eva Farah Felix Fiona Frank George Grace Greta Hana Hans Harold Helen Henry Hugo Ida Igor
+Ines Irene Isaac Ivan Jack Jana Jonas Julia Karim Karl Kate Kenji Lara Laura Leo Lena Liam Linda Louis Lucas Lucy Maria
+Marco Martin Maya Mei Milan Mina Nadia Nina Noah Nora Olga Oliver Omar Oscar Paul Peter Petra Priya Ralph Rosa Ruth Sam Sara
+Simon Sofia Stefan Tariq Thomas Tina Tom Ulrich Vera Victor Walter Wanda Yara Yusuf Zoe""".split()
+LAST_NAMES = """Adams Alvarez Baker Barnes Becker Bell Berg Blake Brandt Brooks Bruno Carter Castro Chen Clark Cole Cook
+Costa Cruz Dahl Diaz Dixon Drake Dubois Ellis Evans Fischer Flores Ford Foster Fox Garcia Gibson Grant Gray Green Haas Hall
+Hansen Harris Hart Hayes Hill Hoffman Holt Hughes Hunt Ito James Jensen Jones Kaya Keller Kelly Khan Kim King Klein Knight
+Kumar Lane Larsen Lee Lewis Lopez Lund Marsh Martin Mason Meyer Miller Moore Mori Morris Murphy Nash Nguyen Novak Olsen
+Ortiz Owen Palmer Park Parker Patel Perez Peters Porter Price Quinn Reed Reyes Rossi Roth Ruiz Sato Schmidt Scott Shaw Silva
+Singh Smith Stein Stone Suzuki Tanaka Taylor Torres Turner Vogel Wagner Walker Ward Weber West White Wilson Wolf Wood Wright
+Yang Young Zhang""".split()
+
+
+@dataclass(frozen=True)
+class Template:
+    """A kind of needle: `before` has {n} for the name and ends where " value" follows; `ask` is its question in full."""
+    before: str
+    ask: str
+    end: str = "."
+
+    def prompt(self, name: str) -> str:
+        return self.before.format(n=name)
+
+    def statement(self, name: str, value: str) -> str:
+        return f"{self.prompt(name)} {value}{self.end}"
+
+    def question(self, name: str) -> str:
+        return f"\nQ: {self.ask.format(n=name)}\nA:"
+
+
+TEMPLATES = [
+    Template(" The secret code of {n} is", "What is the secret code of {n}?"),
+    Template(" The magic number for {n} is", "What is the magic number for {n}?"),
+    Template(" The password of {n} is", "What is the password of {n}?"),
+    Template(" Remember that the key for {n} is", "What is the key for {n}?"),
+    Template(" The access code assigned to {n} is", "Which access code is assigned to {n}?"),
+    Template(" Note: the ticket number of {n} is", "What is the ticket number of {n}?"),
+    Template(" The locker of {n} opens with", "What opens the locker of {n}?"),
+    Template(" In the register, {n} is listed under", "What is {n} listed under in the register?"),
+    Template(" The special magic value of {n} is:", "What is the special magic value of {n}?"),
+    Template(" The agent known as {n} answers to", "What does the agent known as {n} answer to?"),
+    Template(" The parcel for {n} carries the label", "Which label does the parcel for {n} carry?"),
+    Template("\n# token for {n}:", "What is the token for {n}?", "\n"),
+    Template("\nsettings[\"{n}\"] =", "What is the value of settings[\"{n}\"]?", "\n"),
+    Template("\n{n} =>", "What does {n} map to?", "\n"),
+]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """An employer's attribute, stated by `prompt` and the value, and asked by way of an employee in `question`."""
+    prompt: str
+    question: str
+
+
+EMPLOYMENTS = [" {a} works for {b}.", " {a} is employed by {b}.", " The employer of {a} is {b}."]
+HOPS = [
+    Hop(" The door code of {b} is", " The door code of {a}'s employer is"),
+    Hop(" The account number of {b} is", " The account number of {a}'s employer is"),
+    Hop(" The password of {b} is", " The password of {a}'s employer is"),
+    Hop(" The key for {b} is", "\nQ: What is the key for {a}'s employer?\nA:"),
+]
+
+
+def distinct(make: Callable[[Random], str], count: int, rng: Random) -> list[str]:
+    """`count` different results of `make`."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found.setdefault(make(rng))
+    return list(found)
+
+
+def person(rng: Random) -> str:
+    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+
+
+def thing(rng: Random) -> str:
+    return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+
+
+def any_name(rng: Random) -> str:
+    """An adjective and a noun (half), a person, or an id such as unit KX-4821: over 50,000 names of the first two alone."""
+    choice = rng.random()
+    if choice < 0.5:
+        return thing(rng)
+    if choice < 0.8:
+        return person(rng)
+    letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(2))
+    return f"{rng.choice(('unit', 'room', 'item', 'user'))} {letters}-{rng.randint(10, 9999)}"
+
+
+def any_value(rng: Random) -> str:
+    """4 to 6 digits (three quarters), or two words."""
+    return str(rng.randrange(1000, 10 ** rng.randint(4, 6))) if rng.random() < 0.75 else thing(rng)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Probabilities of the kinds of row, then choices within a kind."""
+    text: float = 0.45
+    needles: float = 0.40
+    facts: float = 0.05
+    hops: float = 0.05
+    copies: float = 0.05
+    prose_in_text: float = 0.5
+    prose_in_haystack: float = 0.7
+    asked_early: float = 0.3    # share of needles that are asked once more between the needle and the row's end
+    question_form: float = 0.3  # "Q: ...?\nA:" rather than the needle's own words
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that belong together, and each one's weight as a target."""
+    ids: list[int]
+    weight: list[float]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something planted in a row: what states it (one piece or two), and the questions that ask for it."""
+    statements: list[Piece]
+    early: list[Piece]
+    late: list[Piece]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.statements + self.early + self.late))
+
+
+class Encoder:
+    """Encodes short texts from cached chunks that the tokenizer never merges across: a word with its space, a line break."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.known: dict[str, list[int]] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for chunk in CHUNK.findall(text):
+            ids += self.known.get(chunk) or self._learn(chunk)
+        return ids
+
+    def _learn(self, chunk: str) -> list[int]:
+        if len(self.known) > 100_000:  # values seldom come again, and a run sees millions
+            self.known.clear()
+        self.known[chunk] = self.tokenizer.encode(chunk, add_special_tokens=False).ids
+        return self.known[chunk]
+
+    def piece(self, *parts: tuple[str, float]) -> Piece:
+        """A piece from (text, weight) parts. Parts must start where a chunk does, or at punctuation."""
+        ids, weight = [], []
+        for text, value in parts:
+            new = self(text)
+            ids += new
+            weight += [value] * len(new)
+        return Piece(ids, weight)
+
+
+def plain(ids: list[int], weight: float = 1.0) -> Piece:
+    return Piece(ids, [weight] * len(ids))
+
+
+class Rows:
+    """Rows of `length` + 1 tokens from a corpus folder (see scripts.training.corpus)."""
+
+    def __init__(self, corpus_dir: Path, seed: int, length: int, split: str = "train", mixture: Mixture = Mixture()):
+        self.seed, self.length, self.split, self.mixture = seed, length, split, mixture
+        self.tokenizer = load_tokenizer(corpus_dir)
+        self.encode = Encoder(self.tokenizer)
+        with np.load(Path(corpus_dir) / "tokens.npz") as stored:
+            self.streams = {kind: stored[f"{kind}_{split}_tokens"] for kind in ("prose", "code")}
+            self.starts = {kind: stored[f"{kind}_{split}_starts"] for kind in ("prose", "code")}
+        self.boundary = boundaries(self.tokenizer)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids uint16 [length + 1], weight float32 [length + 1]) of row `index`."""
+        rng = Random(f"{self.seed}:{self.split}:{index}")
+        mixture = self.mixture
+        kinds = {"text": mixture.text, "needles": mixture.needles, "facts": mixture.facts, "hops": mixture.hops,
+                 "copies": mixture.copies}
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
+        return self.row_of(kind, rng)
+
+    def row_of(self, kind: str, rng: Random) -> tuple[np.ndarray, np.ndarray]:
+        """A row of one kind: text, needles, facts, hops or copies."""
+        if kind == "text":
+            kind = "prose" if rng.random() < self.mixture.prose_in_text else "code"
+            return self._finish([self.span(kind, self.length, rng)], [])
+        if kind == "facts":
+            return self._facts_row(rng)
+        return self._planted_row(kind, rng)
+
+    def span(self, kind: str, n: int, rng: Random) -> np.ndarray:
+        """n tokens of `kind`: runs of neighbouring documents (EOS between them), from random places.
+
+        Documents are stored in the order of their names, so that a run goes on in the same package. Half of the spans are
+        one run, which is where long-range structure comes from; the others change the subject every 200 to 2,000 tokens.
+        """
+        stream, starts = self.streams[kind], self.starts[kind]
+        if not len(stream):
+            kind = "code" if kind == "prose" else "prose"
+            stream, starts = self.streams[kind], self.starts[kind]
+        longest = n if rng.random() < 0.5 else rng.randint(200, 2000)
+        parts, left = [], n
+        while left > 0:
+            begin = rng.randrange(len(stream))
+            if rng.random() < 0.5:
+                begin = int(starts[np.searchsorted(starts, begin, side="right") - 1])
+            part = stream[begin:begin + min(left, longest)]
+            parts.append(part)
+            left -= len(part)
+            if left > 0 and part[-1] != EOS_ID:
+                parts.append(np.array([EOS_ID], np.uint16))
+                left -= 1
+        return np.concatenate(parts)
+
+    def haystack(self, n: int, rng: Random) -> np.ndarray:
+        """n tokens, of prose or code."""
+        return self.span("prose" if rng.random() < self.mixture.prose_in_haystack else "code", n, rng) if n > 0 else EMPTY
+
+    def _planted_row(self, kind: str, rng: Random) -> tuple[np.ndarray, np.ndarray]:
+        """Text with items at random places, each asked at the row's end, and some of them before."""
+        count = item_count(self.length, rng)
+        if kind == "needles":
+            items = self._needles(count, rng)
+        elif kind == "hops":
+            people, employers = (distinct(make, max(1, count // 2), rng) for make in (person, thing))
+            items = [self._hop(a, b, rng) for a, b in zip(people, employers)]
+        else:
+            items = [self._copy(name, rng) for name in distinct(any_name, max(1, count // 2), rng)]
+        while sum(map(len, items)) > 0.9 * self.length and items:
+            items.pop()
+        room = self.length - sum(map(len, items))
+        text = self.haystack(room, rng)
+        cuts = [i + 1 for i in np.flatnonzero(self.boundary[text]).tolist()]
+        inserts = []  # (place in the text, order, piece); the order keeps an early question behind its statement
+        for item in items:
+            last = 0
+            for statement in item.statements:
+                place = self._place(cuts, 0, room, rng)
+                last = max(last, place)
+                inserts.append((place, 0, rng.random(), statement))
+            inserts += [(self._place(cuts, last, room, rng), 1, rng.random(), question) for question in item.early]
+        inserts.sort(key=lambda insert: insert[:3])
+        ending = [question for item in items for question in item.late]
+        rng.shuffle(ending)
+        return self._finish([text], [(place, piece) for place, _, _, piece in inserts] + [(room, piece) for piece in ending])
+
+    @staticmethod
+    def _place(cuts: list[int], low: int, high: int, rng: Random) -> int:
+        """A place in low..high: mostly after a sentence or line (`cuts`, ascending), sometimes between any two tokens."""
+        place = rng.randint(low, high)
+        if cuts and rng.random() < 0.75:
+            at = bisect_left(cuts, place)
+            place = cuts[at] if at < len(cuts) else place
+        return place
+
+    def _needles(self, count: int, rng: Random) -> list[Item]:
+        """`count` needles of distinct names; in half of the rows all use one template: only the name tells them apart."""
+        same = rng.choice(TEMPLATES) if rng.random() < 0.5 else None
+        return [self._needle(same or rng.choice(TEMPLATES), name, any_value(rng), rng)
+                for name in distinct(any_name, count, rng)]
+
+    def _needle(self, template: Template, name: str, value: str, rng: Random) -> Item:
+        early = [self._question(template, name, value, rng)] if rng.random() < self.mixture.asked_early else []
+        return Item([plain(self.encode(template.statement(name, value)))], early, [self._question(template, name, value, rng)])
+
+    def _question(self, template: Template, name: str, value: str, rng: Random) -> Piece:
+        prompt = template.question(name) if rng.random() < self.mixture.question_form else template.prompt(name)
+        return self.encode.piece((prompt, 1.0), (" " + value, VALUE_WEIGHT), (template.end, 1.0))
+
+    def _hop(self, employee: str, employer: str, rng: Random) -> Item:
+        """Two statements, and a question that needs both."""
+        hop, value = rng.choice(HOPS), any_value(rng)
+        first = rng.choice(EMPLOYMENTS).format(a=employee, b=employer)
+        question = self.encode.piece((hop.question.format(a=employee), 1.0), (" " + value, VALUE_WEIGHT), (".", 1.0))
+        direct = self.encode.piece((hop.prompt.format(b=employer), 1.0), (" " + value, VALUE_WEIGHT), (".", 1.0))
+        early = [direct] if rng.random() < self.mixture.asked_early else []
+        second = f"{hop.prompt.format(b=employer)} {value}."
+        return Item([plain(self.encode(first)), plain(self.encode(second))], early, [question])
+
+    def _copy(self, name: str, rng: Random) -> Item:
+        """A marked span of 8 to 24 tokens of text, to be repeated."""
+        span = self.haystack(rng.randint(8, 24), rng)
+        span = span[span != EOS_ID].tolist()
+        head, tail = self.encode(f" <<{name}:"), self.encode(">>")
+        asked = Piece(head + span + tail, [1.0] * len(head) + [SPAN_WEIGHT] * len(span) + [1.0] * len(tail))
+        return Item([plain(head + span + tail)], [], [asked])
+
+    def _facts_row(self, rng: Random) -> tuple[np.ndarray, np.ndarray]:
+        """Runs of text and of fact sentences in turn, about half of each."""
+        parts, left = [], self.length
+        while left > 0:
+            parts.append(self.haystack(rng.randint(20, 200), rng))
+            facts = [self.encode(rng.choice((" ", "\n")) + sentences(rng)) for _ in range(rng.randint(3, 12))]
+            parts.append(np.array([i for ids in facts for i in ids], np.uint16))
+            left -= len(parts[-2]) + len(parts[-1])
+        return self._finish([np.concatenate(parts)[:self.length]], [])
+
+    def _finish(self, texts: list[np.ndarray], inserts: list[tuple[int, Piece]]) -> tuple[np.ndarray, np.ndarray]:
+        """BOS, then the text with the pieces inserted at their (ascending) places; exactly length + 1 tokens."""
+        text = np.concatenate(texts)
+        ids, weights, done = [np.array([BOS_ID], np.uint16)], [np.ones(1, np.float32)], 0
+        for place, piece in inserts:
+            ids += [text[done:place], np.array(piece.ids, np.uint16)]
+            weights += [np.ones(place - done, np.float32), np.array(piece.weight, np.float32)]
+            done = place
+        ids.append(text[done:])
+        weights.append(np.ones(len(text) - done, np.float32))
+        return np.concatenate(ids), np.concatenate(weights)
+
+
+def load_tokenizer(corpus_dir: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(Path(corpus_dir) / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def boundaries(tokenizer: Tokenizer) -> np.ndarray:
+    """bool [65536]: whether a sentence or a line may end with this token."""
+    ends = np.zeros(2 ** 16, bool)
+    for i in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([i], skip_special_tokens=False)
+        ends[i] = i == EOS_ID or "\n" in text or text.endswith((".", "!", "?"))
+    return ends
+
+
+def item_count(length: int, rng: Random) -> int:
+    """4 to 8 items in a row of 1,024 tokens or fewer, as far as they fit; up to 24 in a long one."""
+    most = min(24, round(8 * max(1.0, length / 1024) ** 0.5), max(1, length // 80))
+    return rng.randint(min(4, most), most)
+
+
+def needle_trial(rng: Random, tokenizer: Tokenizer, haystack_tokens: np.ndarray, length: int, depth: float,
+                 beyond: int = 0) -> tuple[list[int], list[int]]:
+    """One needle in exactly `length` tokens of haystack, asked once, at the end.
+
+    depth is the needle's relative place, 0 (start) to 1 (end), moved to a sentence's end before it if there is one nearby, and
+    forward so far that at least `beyond` tokens lie between the needle and the question. Returns (BOS + context + question,
+    answer): the ids end right before the answer. A haystack longer than `length` gives a random run of it.
+    """
+    text = np.asarray(haystack_tokens)
+    if len(text) < length or not 0 <= beyond <= length:
+        raise ValueError(f"a haystack of {len(text)} tokens cannot give {length} with {beyond} behind the needle")
+    begin = rng.randint(0, len(text) - length)
+    text = text[begin:begin + length].tolist()
+    encode = Encoder(tokenizer)
+    template, name, value = rng.choice(TEMPLATES), any_name(rng), any_value(rng)
+    place = min(round(depth * length), length - beyond)
+    ends = cached_boundaries(tokenizer)
+    place = next((i for i in range(place, max(0, place - 64), -1) if ends[text[i - 1]]), place)
+    needle, question = encode(template.statement(name, value)), encode(template.prompt(name))
+    return [BOS_ID, *text[:place], *needle, *text[place:], *question], encode(" " + value)
+
+
+_BOUNDARIES: dict[int, tuple[Tokenizer, np.ndarray]] = {}
+
+
+def cached_boundaries(tokenizer: Tokenizer) -> np.ndarray:
+    """`boundaries`, made once per tokenizer. The tokenizer is kept too, so that its id is not given to another."""
+    if id(tokenizer) not in _BOUNDARIES:
+        _BOUNDARIES[id(tokenizer)] = tokenizer, boundaries(tokenizer)
+    return _BOUNDARIES[id(tokenizer)][1]
+
+
+def filler(tokenizer: Tokenizer, length: int) -> np.ndarray:
+    """`length` tokens of one sentence group over and over, uint16: a haystack without any content."""
+    return np.resize(np.array(Encoder(tokenizer)(FILLER), np.uint16), length)

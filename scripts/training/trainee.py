@@ -1,0 +1,145 @@
+"""The losses of one batch, through the model's own modules."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dsv4.attention import CSAAttention
+from dsv4.model import Model
+from dsv4.moe import Gate
+from dsv4.sequence import SequenceCompressor, drafts, whole
+from dsv4.step import Step
+from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
+from scripts.training.architecture import shipped_forms
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to train in a batch. `sparse`: attend to the indexer's selection instead of to every visible entry; `chunk`:
+    queries of each row whose index scores are trained; weights of the losses."""
+
+    sparse: bool
+    chunk: int = 128
+    mtp: float = 0.3
+    indexer: float = 1.0
+
+
+class Trainee(nn.Module):
+    """Wraps the model so that one call computes everything that needs exchanged (cast, rounded) parameters."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model = model
+        self.topk = model.config.index_topk
+        self.inputs: dict[CSAAttention, torch.Tensor] = {}
+        self.chosen: list[tuple[str, torch.Tensor]] = []
+        for name, module in model.named_modules():
+            if isinstance(module, CSAAttention):
+                module.register_forward_pre_hook(lambda m, args: self.inputs.__setitem__(m, args[0].detach()))
+            if isinstance(module, Gate):
+                module.register_forward_hook(lambda m, args, out, name=name: self.chosen.append((name, out[0])))
+
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor, wanted: Wanted, at: int) -> dict[str, torch.Tensor]:
+        """ids int64 [B, T + 2], weight fp32 [B, T + 2] of predicting each token; `at`: first query of the indexer's chunk.
+
+        Returns the losses as scalars: `next`, `draft`, `indexer`, `kept` (mass of the dense attention over entries that the
+        selection holds), and `total`.
+        """
+        model, B, T = self.model, ids.shape[0], ids.shape[1] - 2
+        self.inputs.clear(), self.chosen.clear()
+        layers = [block.attn for block in model.layers if isinstance(block.attn, CSAAttention)]
+        for attn in layers:
+            attn.indexer.topk = self.topk if wanted.sparse else 1 << 30
+        streams, step, sequences = whole(model, ids[:, :T])
+        head = lambda features, target, w: _cross_entropy(model.head(features), target.flatten(), w.flatten())
+        out = {"next": head(model.features(streams), ids[:, 1:T + 1], weight[:, 1:T + 1])}
+        features = drafts(model, streams.detach() if wanted.mtp == 0 else streams, ids[:, 1:T + 1], step, sequences)
+        out["draft"] = head(features, ids[:, 2:], weight[:, 2:])
+        kl, kept = zip(*(self._indexer(attn, layer, step, at, min(wanted.chunk, T - at)) for attn, layer in zip(
+            layers, (s for s in sequences.layers if s.index is not None)))) if wanted.indexer else ((torch.zeros(()),), (torch.zeros(()),))
+        out["indexer"], out["kept"] = torch.stack(kl).mean(), torch.stack(kept).mean()
+        out["total"] = out["next"] + wanted.mtp * out["draft"] + wanted.indexer * out["indexer"]
+        return out
+
+    def _indexer(self, attn: CSAAttention, layer, step: Step, at: int, chunk: int):
+        """(KL of the attention mass over entries from the softmax of the index scores, share of the mass that the best
+        `topk` scores hold), for queries at … at + chunk of every row.
+
+        The mass is that of this layer's dense attention, summed over heads. Gradient reaches the indexer alone.
+        """
+        x = self.inputs[attn].view(step.B, step.T, -1)
+        sub = Step(step.ids.view(step.B, step.T)[:, at:at + chunk], 0, [at] * step.B, step.frequencies)
+        xs = x[:, at:at + chunk].reshape(sub.N, -1)
+        with torch.no_grad():
+            qr, q = attn.queries(xs, sub)
+            target = self._mass(attn, x, q, layer.main.entries.values, step, sub)
+        index = SequenceCompressor(attn.ratio, 2)
+        attn.indexer.compressor(x.flatten(0, 1), step, index)
+        scores = attn.indexer.scores(xs, qr, sub, _Holding(index))
+        log = torch.log_softmax(scores, -1).masked_fill(target == 0, 0.0)
+        kl = torch.xlogy(target, target).sum(-1) - (target * log).sum(-1)
+        seen = target.sum(-1) > 0
+        picks = torch.topk(scores.detach(), min(self.topk, scores.shape[-1]), dim=-1).indices
+        kept = target.gather(-1, picks).sum(-1)
+        count = seen.sum().clamp(min=1)
+        return (kl * seen).sum() / count, (kept * seen).sum() / count
+
+    def _mass(self, attn, x, q, entries, step: Step, sub: Step) -> torch.Tensor:
+        """Attention mass over entries visible to the chunk, normalised: fp32 [B, C, n], 0 where invisible."""
+        first = max(0, sub.starts[0] - attn.W + 1)
+        stop = sub.starts[0] + sub.T
+        near_step = Step(step.ids.view(step.B, step.T)[:, first:stop], 0, [first] * step.B, step.frequencies)
+        kv = attn.latent(x[:, first:stop].reshape(near_step.N, -1), near_step).view(step.B, -1, attn.D)
+        q = q.view(sub.B, sub.T, attn.H, attn.D)
+        n = sub.max_visible(attn.ratio)
+        t, j = sub.pos[0], near_step.pos[0]
+        near = torch.einsum("bthd,bkd->bthk", q, kv).float() * attn.scale
+        band = (j <= t[:, None]) & (j > t[:, None] - attn.W)
+        near = near.masked_fill(~band[None, :, None], float("-inf"))
+        far = torch.einsum("bthd,bkd->bthk", q, entries[:, :n].to(q.dtype)).float() * attn.scale
+        seen = torch.arange(n, device=x.device) < sub.visible(attn.ratio)[..., None]
+        far = far.masked_fill(~seen.unsqueeze(2), float("-inf"))
+        sink = attn.attn_sink.view(1, 1, -1).expand(sub.B, sub.T, -1)
+        lse = torch.logaddexp(torch.logaddexp(near.logsumexp(-1), far.logsumexp(-1)), sink)
+        mass = torch.exp(far - lse.unsqueeze(-1)).sum(2)
+        return mass / mass.sum(-1, keepdim=True).clamp(min=1e-20)
+
+
+@dataclass
+class _Holding:
+    """A layer cache with index keys only."""
+
+    index: SequenceCompressor
+
+
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(logits, target, reduction="none")
+    return (loss * weight).sum() / weight.sum().clamp(min=1)
+
+
+def cast(parameters: dict[str, torch.Tensor], forms: dict[str, WeightFormat], simulate: bool) -> dict[str, torch.Tensor]:
+    """What the forward takes for the fp32 parameters: matrices in bf16, rounded to what will be stored when `simulate`.
+
+    The rounding has the gradient of the identity.
+    """
+    out = {}
+    for name, p in parameters.items():
+        matrix = p.dim() > 1 and p.is_floating_point() and not name.endswith((".fn", ".ape"))
+        if simulate and forms[name] is not WeightFormat.DENSE:
+            with torch.no_grad():
+                change = stored(p, forms[name]) - p
+            p = p + change
+        out[name] = p.to(torch.bfloat16) if matrix else p
+    return out
+
+
+def stored(p: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    """The fp32 values that a matrix (or stack) has after being stored in `form`."""
+    quantise = quantize_fp8 if form is WeightFormat.FP8 else quantize_mxfp4
+    return to_float(PackedWeight(form, *quantise(p.flatten(0, -2)))).view(p.shape)
+
+
+def forms_of(trainee: Trainee) -> dict[str, WeightFormat]:
+    return {f"model.{name}": form for name, form in shipped_forms(trainee.model).items()}
