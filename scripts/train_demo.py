@@ -36,9 +36,10 @@ class Batches(IterableDataset):
         self.data, self.stage, self.first, self.count = data, stage, first, count
 
     def __iter__(self):
-        from scripts.training.rows import Rows
+        from scripts.training.rows import Mixture, Rows
         info = torch.utils.data.get_worker_info()
-        rows = Rows(self.data, seed=SEED, length=self.stage.length + 1)
+        mixture = Mixture(text=0.85 - self.stage.needles, needles=self.stage.needles)
+        rows = Rows(self.data, seed=SEED, length=self.stage.length + 1, mixture=mixture)
         B = recipe.BATCH // self.stage.length
         for step in range(self.first + info.id, self.first + self.count, info.num_workers):
             made = [rows.row(step * B + b) for b in range(B)]

@@ -12,12 +12,13 @@ RESTART = 20       # steps after the optimiser's momenta were lost
 
 @dataclass(frozen=True)
 class Stage:
-    """`tokens` in millions at rows of `length` tokens. sparse: attend to the indexer's selection; simulate: train in the
-    official quantisation simulation."""
+    """`tokens` in millions at rows of `length` tokens. needles: share of rows that hide and ask for some. sparse: attend to
+    the indexer's selection; simulate: train in the official quantisation simulation."""
 
     name: str
     length: int
     tokens: int
+    needles: float
     sparse: bool
     simulate: bool = False
 
@@ -30,16 +31,16 @@ class Stage:
         return Wanted(sparse=self.sparse)
 
 
-STAGES = (
-    Stage("512 dense", 512, 100, sparse=False),
-    Stage("1K dense", 1024, 150, sparse=False),
-    Stage("2K dense", 2048, 80, sparse=False),
-    Stage("2K sparse", 2048, 70, sparse=True),
-    Stage("4K sparse", 4096, 160, sparse=True),
-    Stage("16K sparse", 16384, 120, sparse=True),
-    Stage("32K sparse", 32768, 50, sparse=True),
-    Stage("4K simulated", 4096, 60, sparse=True, simulate=True),
-    Stage("16K simulated", 16384, 20, sparse=True, simulate=True),
+STAGES = (  # many needles in short rows and every entry to look at: that is what makes retrieval emerge
+    Stage("512 dense", 512, 100, 0.70, sparse=False),
+    Stage("1K dense", 1024, 140, 0.50, sparse=False),
+    Stage("2K dense", 2048, 60, 0.40, sparse=False),
+    Stage("2K sparse", 2048, 80, 0.40, sparse=True),
+    Stage("4K sparse", 4096, 160, 0.40, sparse=True),
+    Stage("16K sparse", 16384, 120, 0.40, sparse=True),
+    Stage("32K sparse", 32768, 50, 0.40, sparse=True),
+    Stage("4K simulated", 4096, 50, 0.35, sparse=True, simulate=True),
+    Stage("16K simulated", 16384, 25, 0.35, sparse=True, simulate=True),
 )
 TOTAL = sum(stage.steps for stage in STAGES)
 DECAY = 0.35       # share of all steps over which the rate falls linearly to FLOOR
