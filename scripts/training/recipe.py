@@ -13,7 +13,7 @@ RESTART = 20       # steps after the optimiser's momenta were lost
 @dataclass(frozen=True)
 class Stage:
     """`tokens` in millions at rows of `length` tokens. needles: share of rows that hide and ask for some. sparse: attend to
-    the indexer's selection; simulate: train in the official quantisation simulation."""
+    the indexer's selection; gather: see `Wanted`; simulate: train in the official quantisation simulation."""
 
     name: str
     length: int
@@ -21,6 +21,7 @@ class Stage:
     needles: float
     sparse: bool
     simulate: bool = False
+    gather: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -28,7 +29,7 @@ class Stage:
 
     @property
     def wanted(self) -> Wanted:
-        return Wanted(sparse=self.sparse)
+        return Wanted(sparse=self.sparse, gather=self.gather)
 
 
 STAGES = (  # many needles in short rows and every entry to look at: that is what makes retrieval emerge
@@ -36,11 +37,12 @@ STAGES = (  # many needles in short rows and every entry to look at: that is wha
     Stage("1K dense", 1024, 140, 0.50, sparse=False),
     Stage("2K dense", 2048, 60, 0.40, sparse=False),
     Stage("2K sparse", 2048, 80, 0.40, sparse=True),
-    Stage("4K sparse", 4096, 160, 0.40, sparse=True),
-    Stage("16K sparse", 16384, 120, 0.40, sparse=True),
-    Stage("32K sparse", 32768, 50, 0.40, sparse=True),
-    Stage("4K simulated", 4096, 50, 0.35, sparse=True, simulate=True),
-    Stage("16K simulated", 16384, 25, 0.35, sparse=True, simulate=True),
+    Stage("4K sparse", 4096, 9, 0.40, sparse=True),
+    Stage("4K gathered", 4096, 150, 0.40, sparse=True, gather=0.2),
+    Stage("16K gathered", 16384, 110, 0.40, sparse=True, gather=0.2),
+    Stage("32K gathered", 32768, 40, 0.40, sparse=True, gather=0.2),
+    Stage("4K simulated", 4096, 50, 0.35, sparse=True, gather=0.2, simulate=True),
+    Stage("16K simulated", 16384, 25, 0.35, sparse=True, gather=0.2, simulate=True),
 )
 TOTAL = sum(stage.steps for stage in STAGES)
 DECAY = 0.35       # share of all steps over which the rate falls linearly to FLOOR

@@ -18,12 +18,15 @@ from scripts.training.architecture import shipped_forms
 @dataclass(frozen=True)
 class Wanted:
     """What to train in a batch. `sparse`: attend to the indexer's selection instead of to every visible entry; `chunk`:
-    queries of each row whose index scores are trained; weights of the losses."""
+    queries of each row whose index scores are trained; weights of the losses. `gather` weighs −log of the share of the dense
+    attention's mass that the selection holds: attending sparsely leaves free what the others' logits are, and without it
+    the dense attention of a sparsely trained model is spread over thousands of entries that were never of use."""
 
     sparse: bool
     chunk: int = 128
     mtp: float = 0.3
     indexer: float = 1.0
+    gather: float = 0.0
 
 
 class Trainee(nn.Module):
@@ -57,34 +60,36 @@ class Trainee(nn.Module):
         out = {"next": head(model.features(streams), ids[:, 1:T + 1], weight[:, 1:T + 1])}
         features = drafts(model, streams.detach() if wanted.mtp == 0 else streams, ids[:, 1:T + 1], step, sequences)
         out["draft"] = head(features, ids[:, 2:], weight[:, 2:])
-        kl, kept = zip(*(self._indexer(attn, layer, step, at, min(wanted.chunk, T - at)) for attn, layer in zip(
-            layers, (s for s in sequences.layers if s.index is not None)))) if wanted.indexer else ((torch.zeros(()),), (torch.zeros(()),))
-        out["indexer"], out["kept"] = torch.stack(kl).mean(), torch.stack(kept).mean()
-        out["total"] = out["next"] + wanted.mtp * out["draft"] + wanted.indexer * out["indexer"]
+        parts = zip(*(self._indexer(attn, step, at, min(wanted.chunk, T - at)) for attn in layers))
+        out["indexer"], out["kept"], out["gather"] = (torch.stack(part).mean() for part in parts)
+        out["total"] = (out["next"] + wanted.mtp * out["draft"] + wanted.indexer * out["indexer"]
+                        + (wanted.gather * out["gather"] if wanted.gather else 0.0))
         return out
 
-    def _indexer(self, attn: CSAAttention, layer, step: Step, at: int, chunk: int):
-        """(KL of the attention mass over entries from the softmax of the index scores, share of the mass that the best
-        `topk` scores hold), for queries at … at + chunk of every row.
+    def _indexer(self, attn: CSAAttention, step: Step, at: int, chunk: int):
+        """For queries at … at + chunk of every row: (KL of the attention mass over entries from the softmax of the index
+        scores, share of the mass that the best `topk` scores hold, −log of that share).
 
-        The mass is that of this layer's dense attention, summed over heads. Gradient reaches the indexer alone.
+        The mass is that of this layer's dense attention, summed over heads. The KL's gradient reaches the indexer alone, that
+        of the last the attention's own matrices alone.
         """
         x = self.inputs[attn].view(step.B, step.T, -1)
         sub = Step(step.ids.view(step.B, step.T)[:, at:at + chunk], 0, [at] * step.B, step.frequencies)
         xs = x[:, at:at + chunk].reshape(sub.N, -1)
-        with torch.no_grad():
-            qr, q = attn.queries(xs, sub)
-            target = self._mass(attn, x, q, layer.main.entries.values, step, sub)
-        index = SequenceCompressor(attn.ratio, 2)
+        qr, q = attn.queries(xs, sub)
+        main, index = SequenceCompressor(attn.ratio, 2), SequenceCompressor(attn.ratio, 2)
+        attn.compressor(x.flatten(0, 1), step, main)
         attn.indexer.compressor(x.flatten(0, 1), step, index)
-        scores = attn.indexer.scores(xs, qr, sub, _Holding(index))
+        mass = self._mass(attn, x, q, main.entries.values, step, sub)
+        scores = attn.indexer.scores(xs, qr.detach(), sub, _Holding(index))
+        target = mass.detach()
         log = torch.log_softmax(scores, -1).masked_fill(target == 0, 0.0)
         kl = torch.xlogy(target, target).sum(-1) - (target * log).sum(-1)
         seen = target.sum(-1) > 0
         picks = torch.topk(scores.detach(), min(self.topk, scores.shape[-1]), dim=-1).indices
-        kept = target.gather(-1, picks).sum(-1)
-        count = seen.sum().clamp(min=1)
-        return (kl * seen).sum() / count, (kept * seen).sum() / count
+        kept = mass.gather(-1, picks).sum(-1)
+        mean = lambda value: (value * seen).sum() / seen.sum().clamp(min=1)
+        return mean(kl), mean(kept.detach()), mean(-torch.log(kept + 1e-6))
 
     def _mass(self, attn, x, q, entries, step: Step, sub: Step) -> torch.Tensor:
         """Attention mass over entries visible to the chunk, normalised: fp32 [B, C, n], 0 where invisible."""
