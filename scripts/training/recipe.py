@@ -39,10 +39,10 @@ STAGES = (  # many needles in short rows and every entry to look at: that is wha
     Stage("2K sparse", 2048, 80, 0.40, sparse=True),
     Stage("4K sparse", 4096, 9, 0.40, sparse=True),
     Stage("4K gathered", 4096, 150, 0.40, sparse=True, gather=0.2),
-    Stage("16K gathered", 16384, 110, 0.40, sparse=True, gather=0.2),
-    Stage("32K gathered", 32768, 40, 0.40, sparse=True, gather=0.2),
+    Stage("16K gathered", 16384, 90, 0.40, sparse=True, gather=0.2),
+    Stage("32K gathered", 32768, 27, 0.40, sparse=True, gather=0.2),
     Stage("4K simulated", 4096, 50, 0.35, sparse=True, gather=0.2, simulate=True),
-    Stage("16K simulated", 16384, 25, 0.35, sparse=True, gather=0.2, simulate=True),
+    Stage("16K simulated", 16384, 17, 0.35, sparse=True, gather=0.2, simulate=True),
 )
 TOTAL = sum(stage.steps for stage in STAGES)
 DECAY = 0.35       # share of all steps over which the rate falls linearly to FLOOR

@@ -151,6 +151,7 @@ class Mixture:
     hops: float = 0.05
     copies: float = 0.05
     prose_in_text: float = 0.5
+    facts_first: float = 0.5    # text rows that open with a few facts
     prose_in_haystack: float = 0.7
     asked_early: float = 0.3    # share of needles that are asked once more between the needle and the row's end
     question_form: float = 0.3  # "Q: ...?\nA:" rather than the needle's own words
@@ -235,7 +236,8 @@ class Rows:
         """A row of one kind: text, needles, facts, hops or copies."""
         if kind == "text":
             kind = "prose" if rng.random() < self.mixture.prose_in_text else "code"
-            return self._finish([self.span(kind, self.length, rng)], [])
+            opening = self._opening(rng) if rng.random() < self.mixture.facts_first else EMPTY
+            return self._finish([opening, self.span(kind, self.length - len(opening), rng)], [])
         if kind == "facts":
             return self._facts_row(rng)
         return self._planted_row(kind, rng)
@@ -339,13 +341,19 @@ class Rows:
 
     def _facts_row(self, rng: Random) -> tuple[np.ndarray, np.ndarray]:
         """Runs of text and of fact sentences in turn, about half of each."""
-        parts, left = [], self.length
+        opening = self._opening(rng)
+        parts, left = [opening], self.length - len(opening)
         while left > 0:
             parts.append(self.haystack(rng.randint(20, 200), rng))
             facts = [self.encode(rng.choice((" ", "\n")) + sentences(rng)) for _ in range(rng.randint(3, 12))]
             parts.append(np.array([i for ids in facts for i in ids], np.uint16))
             left -= len(parts[-2]) + len(parts[-1])
         return self._finish([np.concatenate(parts)[:self.length]], [])
+
+    def _opening(self, rng: Random) -> np.ndarray:
+        """One to three facts as a document of their own: a prompt stands right behind BOS, too."""
+        text = rng.choice((" ", "\n")).join(sentences(rng) for _ in range(rng.randint(1, 3)))
+        return np.array([*self.encode(text), EOS_ID], np.uint16)[-self.length:]
 
     def _finish(self, texts: list[np.ndarray], inserts: list[tuple[int, Piece]]) -> tuple[np.ndarray, np.ndarray]:
         """BOS, then the text with the pieces inserted at their (ascending) places; exactly length + 1 tokens."""

@@ -1,0 +1,446 @@
+"""What a trained checkpoint can do, measured on the loaded model: facts, needles, the indexer's picks, loss, MTP drafts.
+
+Every part takes the model, what to ask it, and `Limits`, and returns figures. Answers count when each of their tokens is
+the argmax after the prompt and the tokens before it: what greedy decoding would have generated.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from dsv4.attention import CSAAttention
+from dsv4.model import Model
+from dsv4.sequence import whole
+from kernels.attention.reference import gather_rows
+from scripts.training.facts import RELATIONS
+from scripts.training.rows import Encoder, Rows, filler, needle_trial
+from scripts.training.tokenizer import BOS_ID
+
+KINDS = ("prose", "code")
+LOGIT_TOKENS = 1 << 15  # positions whose logits exist at once
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much work at once (`tokens` over all rows of a batch, `chunk` of a row in one step), and samples of each part:
+    rows for the indexer and for MTP, tokens for the loss."""
+
+    tokens: int
+    chunk: int
+    rows: int
+    loss_tokens: int
+
+    @classmethod
+    def of(cls, device: str) -> "Limits":
+        if torch.device(device).type == "cpu":
+            return cls(tokens=8192, chunk=256, rows=4, loss_tokens=20_000)
+        return cls(tokens=300_000, chunk=1024, rows=32, loss_tokens=200_000)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement: `value` over `count` samples. `details` go with it into the report."""
+
+    part: str
+    name: str
+    value: float
+    count: int
+    details: dict = field(default_factory=dict)
+
+
+# ---- answers -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt (BOS first), the answer that counts, and where in the context it stands (needles)."""
+
+    prompt: list[int]
+    answer: list[int]
+    depth: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+def answered(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[bool]:
+    """Whether greedy decoding would give each answer in full, by teacher forcing."""
+    return [reply == a.answer for a, reply in zip(asked, replies(model, asked, limits, say))]
+
+
+def replies(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[list[int]]:
+    """What greedy decoding generates for each prompt up to the answer's length, or to its first token that is wrong."""
+    found: dict[int, list[int]] = {}
+    order = sorted(range(len(asked)), key=lambda i: (len(asked[i].prompt), len(asked[i].answer)))
+    size = max(1, limits.tokens // max(map(len, asked)))
+    for start in range(0, len(order), size):
+        batch = order[start:start + size]
+        found |= zip(batch, _replies(model, [asked[i] for i in batch], limits.chunk))
+        say(f"{len(found)} of {len(asked)} asked, {sum(found[i] == asked[i].answer for i in found)} right")
+    return [found[i] for i in range(len(asked))]
+
+
+def _replies(model: Model, asked: list[Asked], chunk: int) -> list[list[int]]:
+    """One batch. Rows in order of length, so that those that run together are neighbours; no logits of the context."""
+    cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=0)
+    model.append(*_ragged([a.prompt[:-1] for a in asked], cache), logits="none", chunk=chunk)
+    logits = model.append(*_ragged([a.prompt[-1:] + a.answer[:-1] for a in asked], cache), logits="all", chunk=chunk)
+    best = [row[:len(a.answer)].tolist() for row, a in zip(logits.argmax(-1).cpu(), asked)]
+    right = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, a.answer))) for row, a in zip(best, asked)]
+    return [row[:n + 1] for row, n in zip(best, right)]
+
+
+def _ragged(rows: list[list[int]], cache) -> tuple:
+    """Arguments of `append`: ids int64 [B, T] padded to the longest row, the cache, each row's count."""
+    counts = [len(row) for row in rows]
+    ids = torch.full((len(rows), max(counts)), BOS_ID)
+    for b, row in enumerate(rows):
+        ids[b, :len(row)] = torch.tensor(row)
+    return ids, cache, counts
+
+
+def facts(model: Model, tokenizer: Tokenizer, limits: Limits, say: Say) -> list[Figure]:
+    """Share of each table's facts that the canonical prompt brings up."""
+    encode = Encoder(tokenizer)
+    tables = [(form, key, value) for form, table in RELATIONS.items() for key, value in table]
+    asked = [Asked([BOS_ID, *encode(form.format(key))], encode(f" {value}")) for form, key, value in tables]
+    said = replies(model, asked, limits, lambda text: say(f"facts: {text}"))
+    hits = [reply == a.answer for a, reply in zip(asked, said)]
+    wrong = {f"{form.format(key)} {value}": tokenizer.decode(reply, skip_special_tokens=False)
+             for (form, key, value), reply, hit in zip(tables, said, hits) if not hit}
+    figures = [_share("facts", "all", hits, {"wrong": wrong})]
+    for form in RELATIONS:
+        figures.append(_share("facts", form, [hit for (f, _, _), hit in zip(tables, hits) if f == form]))
+    france = tables.index(("The capital of {0} is", "France", "Paris"))
+    return figures + [_share("facts", '"The capital of France is" -> " Paris"', [hits[france]])]
+
+
+def _share(part: str, name: str, hits: list[bool], details: dict | None = None) -> Figure:
+    return Figure(part, name, sum(hits) / len(hits), len(hits), {"hits": sum(hits)} | (details or {}))
+
+
+def lower_bound(hits: int, trials: int, alpha: float = 0.025) -> float:
+    """One-sided Clopper-Pearson bound: the rate at which `hits` or more of `trials` have probability `alpha`."""
+    if hits == 0:
+        return 0.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if _at_least(hits, trials, p) < alpha else (low, p)
+    return low
+
+
+def _at_least(hits: int, trials: int, p: float) -> float:
+    """Probability of `hits` or more successes, 0 < p < 1."""
+    log = lambda k: math.log(math.comb(trials, k)) + k * math.log(p) + (trials - k) * math.log1p(-p)
+    return math.fsum(math.exp(log(k)) for k in range(hits, trials + 1))
+
+
+# ---- needles -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Where needles are hidden, and how the model may look for them."""
+
+    name: str
+    prose: bool
+    window_only: bool = False
+
+
+HAYSTACKS = (Haystack("held-out prose", True), Haystack("filler", False), Haystack("held-out prose, window only", True, True))
+
+
+def needles(model: Model, rows: Rows, lengths: list[int], trials: int, limits: Limits, say: Say,
+            haystacks: tuple[Haystack, ...] = HAYSTACKS, seed: int = 0) -> list[Figure]:
+    """Share of needles found by length, in `trials` contexts of one needle each; the same trials whatever the numerics."""
+    figures = []
+    for haystack in haystacks:
+        for length in lengths:
+            asked = hidden(model, rows, haystack.prose, length, trials, seed)
+            note = lambda text: say(f"needles, {haystack.name}, {length}: {text}")
+            with window_only(model) if haystack.window_only else _as_is():
+                hits = answered(model, asked, limits, note)
+            figures.append(_share("needles", f"{haystack.name}, {length} tokens", hits, {
+                "at_least": lower_bound(sum(hits), len(hits)), "haystack": haystack.name, "length": length, "beyond": reach(model), "seed": seed,
+                "chance": "10^-4 to 10^-6 for values of 4 to 6 digits (3/4 of the needles), below 10^-4 for two words (the rest)",
+                "trials": [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(asked, hits)]}))
+    return figures
+
+
+def hidden(model: Model, rows: Rows, prose: bool, length: int, trials: int, seed: int) -> list[Asked]:
+    """Needles at depths spread evenly over all places that are further from the question than windows alone reach."""
+    text, beyond, asked = rows.streams["prose"] if prose else filler(rows.tokenizer, length), reach(model), []
+    for i in range(trials):
+        depth = (i + 0.5) / trials * (length - beyond) / length
+        rng = Random(f"{seed}:{length}:{i}")
+        asked.append(Asked(*needle_trial(rng, rows.tokenizer, text, length, depth, beyond), depth=depth))
+    return asked
+
+
+def reach(model: Model) -> int:
+    """Tokens that no information gets across through sliding windows alone, layer by layer."""
+    return model.config.num_hidden_layers * model.config.sliding_window
+
+
+@contextmanager
+def window_only(model: Model) -> Iterator[None]:
+    """Cut off the compressed branches: CSA and HCA layers attend to their window (and sink) alone.
+
+    Compressors and indexers still run; what they made is not attended to.
+    """
+    ops = {id(block.attn.op): block.attn.op for block in (*model.layers, *model.mtp)}.values()
+    before = [(op, op.sparse_attention, op.hca_attention) for op in ops]
+    for op, sparse, _ in before:
+        op.sparse_attention, op.hca_attention = _windowed(sparse)
+    try:
+        yield
+    finally:
+        for op, sparse, hca in before:
+            op.sparse_attention, op.hca_attention = sparse, hca
+
+
+def _windowed(sparse: Callable) -> tuple[Callable, Callable]:
+    """`sparse_attention` and `hca_attention` without their entries, by the former with none."""
+    def of_csa(q, window, window_index, entries, entry_index, sink, scale, complete=False):
+        return sparse(q, window, window_index, None, None, sink, scale, complete)
+
+    def of_hca(q, window, window_index, entries, visible, sink, scale, complete=False):
+        return sparse(q.flatten(0, 1), window, window_index, None, None, sink, scale, complete).view(q.shape)
+    return of_csa, of_hca
+
+
+@contextmanager
+def _as_is() -> Iterator[None]:
+    yield
+
+
+# ---- held-out text -----------------------------------------------------------------------
+
+
+def text_rows(stream: np.ndarray, length: int, count: int) -> torch.Tensor:
+    """int64 [count or fewer, length]: BOS and length − 1 tokens, from places spread evenly, none read twice."""
+    count = min(count, len(stream) // (length - 1))
+    starts = [i * (len(stream) // count) for i in range(count)]
+    text = torch.from_numpy(np.stack([stream[s:s + length - 1] for s in starts]).astype(np.int64))
+    return torch.cat((torch.full((count, 1), BOS_ID), text), 1)
+
+
+def losses(model: Model, rows: Rows, lengths: list[int], limits: Limits, say: Say) -> list[Figure]:
+    """Nats per held-out token, each row from an empty context."""
+    return _losses(lambda ids: _losses_of(model, ids, limits.chunk), rows, lengths, limits, "loss", say)
+
+
+def state_losses(directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str, say: Say) -> list[Figure]:
+    """The same of a training state: its weights in bf16, nothing quantised, through the training operations."""
+    model = state_model(directory, device)
+
+    @torch.inference_mode()
+    def of(ids: torch.Tensor) -> torch.Tensor:
+        streams = whole(model, ids[:, :-1].to(device))[0].unflatten(0, (ids.shape[0], -1))
+        per = max(1, LOGIT_TOKENS // ids.shape[0])
+        return torch.cat([_cross_entropy(model.head(model.features(s.flatten(0, 1))), t.to(device))
+                          for s, t in zip(streams.split(per, 1), ids[:, 1:].split(per, 1))], 1).cpu()
+    small = Limits(min(limits.tokens, 1 << 16), limits.chunk, limits.rows, limits.loss_tokens)  # every token at once
+    return _losses(of, rows, lengths, small, "loss before quantisation", say)
+
+
+def state_model(directory: Path, device: str) -> Model:
+    """The model of a training state as `scripts/train_demo.py` saves it, matrices in bf16, without simulation."""
+    from scripts.training import state
+    from scripts.training.architecture import BF16, CONFIG, build, shipped_forms
+    from scripts.training.trainee import cast
+    model = build(CONFIG, BF16, device)
+    parameters, forms = dict(model.named_parameters()), shipped_forms(model)
+    if state.load(directory, {f"model.{name}": p for name, p in parameters.items()}) is None:
+        raise ValueError(f"{directory} holds no training state (state.json)")
+    with torch.no_grad():
+        for name, value in cast(parameters, forms, simulate=False).items():
+            parameters[name].requires_grad_(False).data = value
+    return model
+
+
+def _losses(of: Callable, rows: Rows, lengths: list[int], limits: Limits, part: str, say: Say) -> list[Figure]:
+    """of(ids [B, T + 1]) → nats [B, T]."""
+    figures = []
+    for kind in KINDS:
+        for length in lengths:
+            ids = text_rows(rows.streams[kind], length + 1, -(-limits.loss_tokens // length))
+            nats = []
+            for batch in ids.split(max(1, limits.tokens // length)):
+                nats.append(of(batch).double())
+                say(f"{part}, {kind}, {length}: {sum(map(len, nats))} of {len(ids)} rows")
+            nats = torch.cat(nats)
+            error = (nats.mean(1).std() / len(nats) ** 0.5).item() if len(nats) > 1 else None
+            figures.append(Figure(part, f"{kind}, {length} tokens", nats.mean().item(), nats.numel(),
+                                  {"rows": len(nats), "standard_error": error}))
+    return figures
+
+
+def _losses_of(model: Model, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+    """ids int64 [B, T + 1] → nats of each next token, fp32 [B, T] on the host."""
+    B, T = ids.shape[0], ids.shape[1] - 1
+    cache, out = model.new_cache(B, T, max_rewind=0), []
+    for s in _slices(T, max(1, LOGIT_TOKENS // B)):
+        logits = model.append(ids[:, :-1][:, s], cache, chunk=chunk)
+        out.append(_cross_entropy(logits, ids[:, 1:][:, s].to(logits.device)).cpu())
+    return torch.cat(out, 1)
+
+
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """logits [B, T, vocab] or [B·T, vocab], target int64 [B, T] → nats [B, T]."""
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view(target.shape)
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, length)) for i in range(0, length, size)]
+
+
+# ---- indexer -----------------------------------------------------------------------------
+
+QUERIES = 256  # last queries of a row, whose attention is looked at
+
+
+def indexer(model: Model, rows: Rows, lengths: list[int], limits: Limits, say: Say) -> list[Figure]:
+    """How much of the dense attention over compressed entries each CSA layer's selection holds, on held-out text.
+
+    The model runs as it is (sparse); at each CSA layer the attention over all visible entries is computed beside it.
+    """
+    figures = []
+    for kind in KINDS:
+        for length in lengths:
+            ids = text_rows(rows.streams[kind], length, limits.rows)
+            kept: dict[int, list[torch.Tensor]] = {}
+            for batch in ids.split(max(1, min(8, limits.tokens // length))):
+                _watch(model, batch, limits.chunk, kept)
+                say(f"indexer, {kind}, {length}: {sum(len(m) for m in kept[min(kept)])} of {len(ids) * QUERIES} queries")
+            for layer, parts in kept.items():
+                figures.append(_kept_figure(f"layer {layer}, {kind}, {length} tokens", torch.cat(parts)))
+            figures.append(_kept_figure(f"all CSA layers, {kind}, {length} tokens", torch.cat(sum(kept.values(), []))))
+    return figures
+
+
+def _watch(model: Model, ids: torch.Tensor, chunk: int, kept: dict[int, list[torch.Tensor]]) -> None:
+    """Run ids [B, T] and collect `masses` of the last QUERIES queries, layer → [B·QUERIES, 4]."""
+    cache = model.new_cache(*ids.shape, max_rewind=0)
+    model.append(ids[:, :-QUERIES], cache, logits="none", chunk=chunk)
+
+    def see(layer: int, *held) -> None:
+        kept.setdefault(layer, []).append(masses(*held).cpu())
+    with watched(model, see):
+        model.append(ids[:, -QUERIES:], cache, logits="none", chunk=QUERIES)
+
+
+@contextmanager
+def watched(model: Model, see: Callable) -> Iterator[None]:
+    """Calls see(layer, attn, x, qr, q, window, window_index, step, cache) after each CSA layer attended."""
+    attns = [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, CSAAttention)]
+
+    def also(i: int, attn: CSAAttention, attend: Callable) -> Callable:
+        def run(*held):
+            out = attend(*held)
+            see(i, attn, *held)
+            return out
+        return run
+    for i, attn in attns:
+        attn._attend = also(i, attn, attn._attend)
+    try:
+        yield
+    finally:
+        for _, attn in attns:
+            del attn._attend
+
+
+def masses(attn: CSAAttention, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
+    """Dense attention of each query, summed over heads and divided by them: fp64 [N, 4] of all visible entries, of the
+    selected ones, of the best that as many entries could hold, and the share of visible entries that is selected."""
+    scores = attn.indexer.scores(x, qr, step, cache)
+    selection = attn.op.topk_entries(scores, attn.indexer.topk)
+    mass = dense_mass(attn, q, window, window_index, step, cache.main.entries.visible(step))
+    k = selection.shape[-1]
+    selected = (mass.gather(-1, selection.clamp(min=0)) * (selection >= 0)).sum(-1)
+    best = mass.topk(k, dim=-1).values.sum(-1)
+    chance = (k / step.visible(attn.ratio)).clamp(max=1)
+    return torch.stack((mass.sum(-1), selected, best, chance), -1).flatten(0, 1).double()
+
+
+def dense_mass(attn: CSAAttention, q, window, window_index, step, entries) -> torch.Tensor:
+    """Mean over heads of the attention probabilities over every visible entry, fp32 [B, T, n]; window and sink have the rest.
+
+    q [N, H, D]; window [R, D] and window_index [N, W] as `sparse_attention` takes them; entries [B, n, D].
+    """
+    (N, H, D), n = q.shape, entries.shape[1]
+    queries = q.float() * attn.scale
+    rows, absent = gather_rows(window, window_index)
+    near = torch.bmm(queries, rows.transpose(1, 2)).masked_fill(absent.unsqueeze(1), float("-inf"))
+    far = torch.bmm(queries.view(step.B, step.T * H, D), entries.float().transpose(1, 2)).view(step.B, step.T, H, n)
+    seen = torch.arange(n, device=q.device) < step.visible(attn.ratio).unsqueeze(-1)
+    far = far.masked_fill(~seen.unsqueeze(2), float("-inf")).view(N, H, n)
+    p = torch.softmax(torch.cat((far, near, attn.attn_sink.view(1, H, 1).expand(N, H, 1)), -1), -1)
+    return p[..., :n].mean(1).view(step.B, step.T, n)
+
+
+def _kept_figure(name: str, found: torch.Tensor) -> Figure:
+    """found fp64 [queries, 4] of `masses`. The value is the share summed over queries: those weigh as they use entries."""
+    total, selected, best, chance = found.unbind(-1)
+    used = total > 0
+    share = lambda part: (part[used] / total[used]).mean().item()
+    return Figure("indexer", name, (selected.sum() / total.sum()).item(), len(found), {
+        "mean_of_queries": share(selected), "of_all_attention": (1 - total + selected).mean().item(),
+        "best_possible": (best.sum() / total.sum()).item(), "best_mean_of_queries": share(best),
+        "best_of_all_attention": (1 - total + best).mean().item(), "chance": chance.mean().item(),
+        "mass_of_entries": total.mean().item()})
+
+
+# ---- MTP ---------------------------------------------------------------------------------
+
+
+def mtp(model: Model, rows: Rows, limits: Limits, say: Say, length: int = 1024, prompt: int = 256, new: int = 256) -> list[Figure]:
+    """Share of drafts that greedy verification accepts: on held-out text, and on the model's own greedy continuations."""
+    figures = []
+    for kind in KINDS:
+        ids = text_rows(rows.streams[kind], length, limits.rows)
+        found = [drafted(model, batch, limits.chunk) for batch in ids.split(max(1, LOGIT_TOKENS // length))]
+        main, draft = (torch.cat(part) for part in zip(*found))
+        right = (draft[:, :-1] == ids[:, 2:]).double().mean().item()
+        figures.append(_accepted(f"held-out {kind}", draft == main[:, 1:], {"tokens": length, "draft_is_the_text": right}, say))
+        ids = continued(model, text_rows(rows.streams[kind], prompt, limits.rows), new, limits.chunk)
+        draft = torch.cat([drafted(model, batch, limits.chunk)[1] for batch in ids.split(max(1, LOGIT_TOKENS // ids.shape[1]))])
+        fours = ids[:, prompt:].unfold(1, 4, 1).tolist()
+        distinct = sum(len(set(map(tuple, row))) for row in fours) / sum(map(len, fours))
+        figures.append(_accepted(f"greedy continuations of {kind}", draft[:, prompt - 1:-1] == ids[:, prompt + 1:],
+                                 {"prompt": prompt, "new": new, "distinct_4_grams": distinct}, say))
+    return figures
+
+
+def _accepted(name: str, agree: torch.Tensor, details: dict, say: Say) -> Figure:
+    say(f"mtp, {name}: {agree.double().mean():.3f}")
+    return Figure("mtp", name, agree.double().mean().item(), agree.numel(), details)
+
+
+def drafted(model: Model, ids: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int64 [B, T] → the main model's choices [B, T] (entry t: of the token at t + 1) and the drafts [B, T − 1]
+    (entry t: of the token at t + 2), both by argmax, on the host."""
+    cache = model.new_cache(*ids.shape, max_rewind=0)
+    logits, streams = model.append(ids, cache, return_streams=True, chunk=chunk)
+    main = logits.argmax(-1).cpu()
+    del logits
+    return main, model.mtp_logits(streams[:, :-1], ids[:, 1:], chunk=chunk).argmax(-1).cpu()
+
+
+def continued(model: Model, ids: torch.Tensor, new: int, chunk: int) -> torch.Tensor:
+    """ids int64 [B, T] and `new` greedily generated tokens after them, [B, T + new]. Goes on after EOS, as documents do."""
+    cache, parts = model.new_cache(ids.shape[0], ids.shape[1] + new, max_rewind=0), [ids]
+    for _ in range(new):
+        parts.append(model.append(parts[-1], cache, logits="last", chunk=chunk).argmax(-1).cpu())
+    return torch.cat(parts, 1)
