@@ -1,14 +1,12 @@
 # `make demo` and `make test` are all a newcomer needs: each makes what it lacks.
 PYTHON ?= python3
 BIN := .venv/bin
-DEMO := demo-checkpoint
 PROMPT ?= The capital of France is
 
 .PHONY: demo test clean
 
-demo: .venv/.runtime $(DEMO)/config.json
-	$(BIN)/dsv4 generate $(DEMO) --prompt "$(PROMPT)" --max-new-tokens 64
-	@echo "(The demo checkpoint has random weights: the path is real, the text is noise.)"
+demo: .venv/.runtime
+	$(BIN)/dsv4 generate demo --prompt "$(PROMPT)" --max-new-tokens 64
 
 test: .venv/.test
 	$(BIN)/python -m pytest
@@ -24,9 +22,5 @@ test: .venv/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.lock
 	touch $@
 
-$(DEMO)/config.json: scripts/write_demo_checkpoint.py | .venv/.runtime
-	rm -rf $(DEMO)
-	$(BIN)/python scripts/write_demo_checkpoint.py $(DEMO)
-
 clean:
-	rm -rf .venv $(DEMO)
+	rm -rf .venv

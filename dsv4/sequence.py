@@ -57,10 +57,9 @@ class SequenceEntries:
         """
         if selection is None or selection.shape[-1] == 0:
             return self.values, None
-        n = self.values.shape[1]
-        mask = torch.zeros(step.B, step.T, n + 1, dtype=torch.uint8, device=selection.device)
-        mask.scatter_(2, torch.where(selection < 0, n, selection), 1)  # column n takes what is absent
-        return self.values, mask[..., :n].contiguous()
+        mask = torch.zeros(step.B, step.T, self.values.shape[1], dtype=torch.uint8, device=selection.device)
+        # Where something is absent every visible entry was chosen, so entry 0 is either chosen already or not visible.
+        return self.values, mask.scatter_(2, selection.clamp(min=0), 1)
 
     def all_visible(self, step: Step) -> torch.Tensor:
         return torch.empty(step.B, step.T, 0, dtype=torch.int64, device=step.device)

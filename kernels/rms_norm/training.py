@@ -57,7 +57,7 @@ def _backward(X, W, G, DX, DW, M, D, eps, programs, WEIGHED: tl.constexpr, ROWS:
     i = tl.arange(0, BLOCK)
     dw = tl.zeros((BLOCK,), tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(M, ROWS), programs):
-        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         at, live = row[:, None] * D + i[None, :], (row[:, None] < M) & (i[None, :] < D)
         x = tl.load(X + at, mask=live, other=0.0).to(tl.float32)
         g = tl.load(G + at, mask=live, other=0.0).to(tl.float32)

@@ -7,7 +7,7 @@ the argmax after the prompt and the tokens before it: what greedy decoding would
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from random import Random
@@ -43,7 +43,7 @@ class Limits:
     @classmethod
     def of(cls, device: str) -> "Limits":
         if torch.device(device).type == "cpu":
-            return cls(tokens=8192, chunk=256, rows=4, loss_tokens=20_000)
+            return cls(tokens=20_000, chunk=256, rows=4, loss_tokens=20_000)
         return cls(tokens=300_000, chunk=1024, rows=32, loss_tokens=200_000)
 
 
@@ -158,6 +158,7 @@ class Haystack:
     window_only: bool = False
 
 
+CHANCE = "10^-4 to 10^-6 for values of 4 to 6 digits (3/4 of the needles), below 10^-4 for two words (the rest)"
 HAYSTACKS = (Haystack("held-out prose", True), Haystack("filler", False), Haystack("held-out prose, window only", True, True))
 
 
@@ -172,8 +173,8 @@ def needles(model: Model, rows: Rows, lengths: list[int], trials: int, limits: L
             with window_only(model) if haystack.window_only else _as_is():
                 hits = answered(model, asked, limits, note)
             figures.append(_share("needles", f"{haystack.name}, {length} tokens", hits, {
-                "at_least": lower_bound(sum(hits), len(hits)), "haystack": haystack.name, "length": length, "beyond": reach(model), "seed": seed,
-                "chance": "10^-4 to 10^-6 for values of 4 to 6 digits (3/4 of the needles), below 10^-4 for two words (the rest)",
+                "at_least": lower_bound(sum(hits), len(hits)), "haystack": haystack.name, "length": length,
+                "beyond": reach(model), "seed": seed, "chance": CHANCE,
                 "trials": [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(asked, hits)]}))
     return figures
 
@@ -237,7 +238,7 @@ def text_rows(stream: np.ndarray, length: int, count: int) -> torch.Tensor:
 
 
 def losses(model: Model, rows: Rows, lengths: list[int], limits: Limits, say: Say) -> list[Figure]:
-    """Nats per held-out token, each row from an empty context."""
+    """Nats per token of the rows' split, each row from an empty context. Training text far below held-out is memorised."""
     return _losses(lambda ids: _losses_of(model, ids, limits.chunk), rows, lengths, limits, "loss", say)
 
 
@@ -251,7 +252,8 @@ def state_losses(directory: Path, rows: Rows, lengths: list[int], limits: Limits
         per = max(1, LOGIT_TOKENS // ids.shape[0])
         return torch.cat([_cross_entropy(model.head(model.features(s.flatten(0, 1))), t.to(device))
                           for s, t in zip(streams.split(per, 1), ids[:, 1:].split(per, 1))], 1).cpu()
-    small = Limits(min(limits.tokens, 1 << 16), limits.chunk, limits.rows, limits.loss_tokens)  # every token at once
+    most = 1 << (12 if torch.device(device).type == "cpu" else 16)  # whole rows at once; on a CPU with masks of T × T
+    small = replace(limits, tokens=min(limits.tokens, most))
     return _losses(of, rows, lengths, small, "loss before quantisation", say)
 
 
@@ -279,10 +281,11 @@ def _losses(of: Callable, rows: Rows, lengths: list[int], limits: Limits, part: 
             nats = []
             for batch in ids.split(max(1, limits.tokens // length)):
                 nats.append(of(batch).double())
-                say(f"{part}, {kind}, {length}: {sum(map(len, nats))} of {len(ids)} rows")
+                say(f"{part}, {rows.split} {kind}, {length}: {sum(map(len, nats))} of {len(ids)} rows")
             nats = torch.cat(nats)
             error = (nats.mean(1).std() / len(nats) ** 0.5).item() if len(nats) > 1 else None
-            figures.append(Figure(part, f"{kind}, {length} tokens", nats.mean().item(), nats.numel(),
+            text = "training" if rows.split == "train" else "held-out"
+            figures.append(Figure(part, f"{text} {kind}, {length} tokens", nats.mean().item(), nats.numel(),
                                   {"rows": len(nats), "standard_error": error}))
     return figures
 
@@ -405,7 +408,8 @@ def _kept_figure(name: str, found: torch.Tensor) -> Figure:
 # ---- MTP ---------------------------------------------------------------------------------
 
 
-def mtp(model: Model, rows: Rows, limits: Limits, say: Say, length: int = 1024, prompt: int = 256, new: int = 256) -> list[Figure]:
+def mtp(model: Model, rows: Rows, limits: Limits, say: Say, length: int = 1024, prompt: int = 256,
+        new: int = 256) -> list[Figure]:
     """Share of drafts that greedy verification accepts: on held-out text, and on the model's own greedy continuations."""
     figures = []
     for kind in KINDS:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from dsv4 import cli
 from tests import checkpoints
 from tests.checkpoints import edit_config
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """A small checkpoint with a tokenizer."""
-    from scripts.write_demo_checkpoint import train_tokenizer
+    from scripts.training.tokenizer import train_tokenizer
     path = checkpoints.write_official(tmp_path_factory.mktemp("demo") / "c")
-    train_tokenizer(320).save(str(path / "tokenizer.json"))
+    train_tokenizer([(ROOT / "README.md").read_text()], 320).save(str(path / "tokenizer.json"))
     return path
 
 

@@ -1,0 +1,51 @@
+"""The training log as one SVG: losses, the indexer, balance and speed against tokens, stages marked.
+
+    python -m scripts.training.plot LOG.jsonl OUT.svg
+"""
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+
+PANELS = (  # (keys, title, unit)
+    (("next", "draft"), "loss of the next token, and of the MTP draft", "nats, answers of needles weighted 6"),
+    (("indexer",), "KL of the dense attention's mass from the index scores", "nats"),
+    (("kept",), "share of that mass on the selected entries", "share"),
+    (("load",), "load of the busiest expert over the mean", "ratio"),
+    (("tokens_per_s",), "speed", "tokens/s"),
+)
+
+
+def smooth(values: list[float], width: int = 9) -> list[float]:
+    half = width // 2
+    windows = [values[max(0, i - half):i + half + 1] for i in range(len(values))]
+    return [sum(w) / len(w) for w in windows]
+
+
+def plot(log: Path, out: Path) -> None:
+    """Draw the rows of `log`. Raises ModuleNotFoundError without matplotlib."""
+    import matplotlib
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "dsv4"
+    import matplotlib.pyplot as plt
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, axes = plt.subplots(len(PANELS), 1, figsize=(9, 2.1 * len(PANELS)), sharex=True, constrained_layout=True)
+    for axis, (keys, title, unit) in zip(axes, PANELS):
+        for stage, part in groupby(rows, key=lambda row: row["stage"]):
+            part = list(part)
+            x = [row["tokens"] / 1e6 for row in part]
+            for i, key in enumerate(keys):
+                axis.plot(x, smooth([row[key] for row in part]), color=f"C{i}", lw=1.1)
+            axis.axvline(x[0], color="0.85", lw=0.8, zorder=0)
+            if axis is axes[0]:
+                axis.text(x[0], 1.02, stage, transform=axis.get_xaxis_transform(), fontsize=6, rotation=30, ha="left", va="bottom")
+        axis.set_ylabel(unit, fontsize=7)
+        axis.text(0.99, 0.9, title, transform=axis.transAxes, ha="right", va="top", fontsize=8)
+        axis.tick_params(labelsize=7)
+    axes[-1].set_xlabel("million tokens", fontsize=8)
+    figure.savefig(out, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    plot(Path(sys.argv[1]), Path(sys.argv[2]))
