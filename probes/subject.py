@@ -1,0 +1,76 @@
+"""What can be audited, and what each kind of subject can be asked.
+
+A probe names what it `needs`; a subject says what it `can`. What a subject cannot do makes the probe's checks VACUOUS, never
+PASS. The kinds: a checkpoint directory alone (`probes.subjects.files`), this project's model (`probes.subjects.ours`),
+transformers' model (`probes.subjects.transformers`), a recorded dump (`probes.subjects.dump`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+POINTS = {  # name → shape; B rows, T tokens, n entries, k picks, H heads of D dims, S streams
+    "attn_in": "[B, T, d], normalised input of attention",
+    "q_after_rope": "[B, T, H, D]",
+    "kv_window": "[B, T, D], rotated; as the cache holds it",
+    "compressed_kv": "[B, n, D], CSA and HCA, rotated; as the cache holds it",
+    "index_keys": "[B, n, Di], CSA; as the cache holds it",
+    "index_scores": "[B, T, n], CSA, −inf where invisible",
+    "selection": "int64 [B, T, k], CSA, −1 where absent",
+    "attn_out": "[B, T, d], after the output projection",
+    "ffn_out": "[B, T, d]",
+    "streams": "[B, T, S, d], after the layer",
+}
+CAPABILITIES = {
+    "files": "the checkpoint's tensors and config can be read (`files`)",
+    "run": "whole forward passes with captures, in any schedule (`run`)",
+    "layer": "one layer's attention on given inputs (`attention`)",
+    "rewind": "tokens can be forgotten (`run` with negative steps in its schedule)",
+    "batch": "several rows at once, of different lengths",
+    "cache": "the bytes of each cache stream (`cache_bytes`)",
+    "kernels": "this project's operations, by backend",
+}
+
+
+@dataclass
+class Capture:
+    """What a run gave. points[(layer, name)] as in POINTS; logits fp32 [B, T, vocab] of every position that was run last."""
+
+    logits: torch.Tensor | None = None
+    points: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+
+
+class Subject:
+    """The interface. A subject implements what it `can` and leaves the rest.
+
+    name: for the report; config: dsv4.config.ModelConfig; numerics: how its numbers are held, by the names of dsv4.numerics, or
+    'bf16' / 'fp32' for others; provenance: what identifies it (paths, versions, hashes).
+    """
+
+    name: str = ""
+    can: frozenset[str] = frozenset()
+    config = None
+    numerics: str = ""
+    provenance: dict = {}
+
+    def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
+        """Forward of ids int64 [B, T] from an empty context, with the points named in `want`, of every layer.
+
+        schedule: tokens a step, in order (one step of T if empty); a negative number forgets as many tokens, which are then
+        run again by the steps after it. Points and logits are those of all T positions, however they were cut.
+        """
+        raise NotImplementedError
+
+    def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
+                  want: Sequence[str] = ()) -> Capture:
+        """One layer's attention alone on attn_in [B, T, d] (and token ids), with its points; `attn_out` always."""
+        raise NotImplementedError
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A tensor as the subject itself holds it, by official name, dequantised to fp32."""
+        raise NotImplementedError
+
+    def cache_bytes(self, batch: int, max_context: int) -> dict[tuple[str, str], int]:
+        """(layer label, stream) → bytes that are really allocated."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Kinds of subject. See probes/subject.py."""
