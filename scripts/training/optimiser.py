@@ -28,7 +28,7 @@ def orthogonal(m: torch.Tensor, steps: int = 5) -> torch.Tensor:
 class Optimiser:
     """One learning rate for both. State: momenta, which a restart may leave behind."""
 
-    def __init__(self, named: dict[str, torch.nn.Parameter], weight_decay: float = 0.05):
+    def __init__(self, named: dict[str, torch.nn.Parameter], weight_decay: float = 0.1):
         wanted = {n: p for n, p in named.items() if p.requires_grad}
         self.matrices = {n: p for n, p in wanted.items() if is_muon(n, p)}
         rest = [p for n, p in wanted.items() if n not in self.matrices]

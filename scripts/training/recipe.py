@@ -33,16 +33,15 @@ class Stage:
 
 
 STAGES = (  # many needles in short rows and every entry to look at: that is what makes retrieval emerge
-    Stage("512 dense", 512, 100, 0.70, sparse=False),
-    Stage("1K dense", 1024, 140, 0.50, sparse=False),
-    Stage("2K dense", 2048, 60, 0.40, sparse=False),
-    Stage("2K sparse", 2048, 80, 0.40, sparse=True),
-    Stage("4K sparse", 4096, 9, 0.40, sparse=True),
-    Stage("4K gathered", 4096, 150, 0.40, sparse=True, gather=0.2),
-    Stage("16K gathered", 16384, 90, 0.40, sparse=True, gather=0.2),
-    Stage("32K gathered", 32768, 27, 0.40, sparse=True, gather=0.2),
-    Stage("4K simulated", 4096, 50, 0.35, sparse=True, gather=0.2, simulate=True),
-    Stage("16K simulated", 16384, 17, 0.35, sparse=True, gather=0.2, simulate=True),
+    Stage("512 dense", 512, 50, 0.70, sparse=False),
+    Stage("1K dense", 1024, 80, 0.50, sparse=False),
+    Stage("2K dense", 2048, 30, 0.40, sparse=False),
+    Stage("2K gathered", 2048, 40, 0.40, sparse=True, gather=0.2),
+    Stage("4K gathered", 4096, 110, 0.40, sparse=True, gather=0.2),
+    Stage("16K gathered", 16384, 75, 0.40, sparse=True, gather=0.2),
+    Stage("32K gathered", 32768, 25, 0.40, sparse=True, gather=0.2),
+    Stage("4K simulated", 4096, 40, 0.35, sparse=True, gather=0.2, simulate=True),
+    Stage("16K simulated", 16384, 15, 0.35, sparse=True, gather=0.2, simulate=True),
 )
 TOTAL = sum(stage.steps for stage in STAGES)
 DECAY = 0.35       # share of all steps over which the rate falls linearly to FLOOR

@@ -150,9 +150,9 @@ class Mixture:
     facts: float = 0.05
     hops: float = 0.05
     copies: float = 0.05
-    prose_in_text: float = 0.5
+    prose_in_text: float = 0.3
     facts_first: float = 0.5    # text rows that open with a few facts
-    prose_in_haystack: float = 0.7
+    prose_in_haystack: float = 0.4
     asked_early: float = 0.3    # share of needles that are asked once more between the needle and the row's end
     question_form: float = 0.3  # "Q: ...?\nA:" rather than the needle's own words
 

@@ -24,7 +24,7 @@ class Wanted:
 
     sparse: bool
     chunk: int = 128
-    mtp: float = 0.3
+    mtp: float = 0.4
     indexer: float = 1.0
     gather: float = 0.0
 

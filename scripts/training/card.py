@@ -1,0 +1,131 @@
+"""MODEL_CARD.md of the demo checkpoint, from what was measured: nothing in it is typed by hand but the words around.
+
+    python -m scripts.training.card demo DATA LOG.jsonl MEASURED.json … --hardware "one NVIDIA H200" --seconds 1967 --commit abc1234
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from itertools import groupby
+from pathlib import Path
+
+HEAD = """# The demo checkpoint
+
+A small model of the DeepSeek-V4 architecture, trained from scratch for this repository, in the official on-disk layout. It is a
+test article: every mechanism of the architecture carries load in it, so that a loader, a kernel, a probe or another
+implementation can be tried on a laptop against real score distributions. It knows a table of facts, finds needles across
+thousands of tokens, and continues Python; it is not a useful assistant.
+
+Licence of the weights: that of this repository. They were trained on the texts listed below, under their own licences.
+"""
+
+
+def card(demo: Path, data: Path, log: Path, measured: list[Path], about: dict) -> str:
+    raw = json.loads((demo / "config.json").read_text())
+    figures = [f for file in measured for f in json.loads(file.read_text())["figures"]]
+    parts = [HEAD, architecture(raw, demo), recipe(log, about), sources(data), results(figures), provenance(figures)]
+    return "\n".join(parts)
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]) + "\n"
+
+
+def architecture(raw: dict, demo: Path) -> str:
+    kinds = {0: "window", 4: "CSA", 128: "HCA"}
+    layers = raw["compress_ratios"][:raw["num_hidden_layers"]]
+    size = sum(f.stat().st_size for f in demo.iterdir() if f.suffix != ".md")
+    rows = [
+        ["layers", ", ".join(kinds[r] for r in layers) + f"; MTP block: window; the first {raw['num_hash_layers']} route by hash"],
+        ["width, streams", f"{raw['hidden_size']}, {raw['hc_mult']} hyper-connection streams"],
+        ["attention", f"{raw['num_attention_heads']} heads × {raw['head_dim']} ({raw['qk_rope_head_dim']} rotated), "
+                      f"window {raw['sliding_window']}, sinks; low-rank queries {raw['q_lora_rank']}"],
+        ["indexer", f"{raw['index_n_heads']} heads × {raw['index_head_dim']}, the best {raw['index_topk']} entries"],
+        ["experts", f"{raw['n_routed_experts']} routed, {raw['num_experts_per_tok']} a token, 1 shared; "
+                    f"width {raw['moe_intermediate_size']}"],
+        ["positions", f"YaRN ×{raw['rope_scaling']['factor']} from {raw['rope_scaling']['original_max_position_embeddings']} "
+                      "on CSA and HCA layers"],
+        ["stored", f"FP8 E4M3 (128×128 blocks, E8M0 scales), MXFP4 experts, {size:,} B in all"],
+    ]
+    return "## Architecture\n\n" + table(["", ""], rows)
+
+
+def recipe(log: Path, about: dict) -> str:
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    stages, before = [], 0
+    for name, part in groupby(rows, key=lambda row: row["stage"]):
+        part = list(part)
+        tokens = part[-1]["tokens"] - before
+        before = part[-1]["tokens"]
+        tail = part[-8:]
+        mean = lambda key: sum(row[key] for row in tail) / len(tail)
+        stages.append([name, f"{tokens / 1e6:.0f}M", f"{sum(r['tokens_per_s'] for r in part) / len(part) / 1e3:.0f}K",
+                       f"{mean('next'):.3f}", f"{mean('draft'):.3f}", f"{mean('indexer'):.3f}", f"{mean('kept'):.3f}"])
+    text = f"""## Recipe
+
+`python -m scripts.training.corpus DATA`, then `python scripts/train_demo.py DATA STATE` until it is done, then `--export`. Seed
+{about['seed']}; {about['hardware']}, {about['seconds'] / 60:.1f} minutes in all; code at commit {about['commit']}. Matrices are
+trained by Muon, the rest by AdamW; experts are balanced by their routing bias, without an auxiliary loss. The indexer learns
+from the KL of the dense attention's mass over entries, on 128 queries of each row. "dense": every visible entry is attended to.
+"sparse" and "gathered": the indexer's selection; gathered also draws the dense attention's mass into the selection.
+"simulated": the official quantisation simulation, weights as they will be stored.
+
+"""
+    return text + table(["stage (row length)", "tokens", "tokens/s", "loss", "draft loss", "indexer KL", "mass kept"], stages) + (
+        "\nLosses are nats a token at the stage's end, answers of needles weighted 6. The log and its plot: `audits/train_demo.jsonl`, "
+        "`audits/train_demo.svg`.\n")
+
+
+def sources(data: Path) -> str:
+    found = json.loads((data / "sources.json").read_text())
+    rows = [[name, s["version"], s["licence"], f"{s['documents']:,}", f"{s['tokens_train']:,}", f"{s['tokens_heldout']:,}"]
+            for name, s in sorted(found.items(), key=lambda item: -item[1]["tokens_train"])]
+    total = [sum(s[key] for s in found.values()) for key in ("documents", "tokens_train", "tokens_heldout")]
+    rows.append(["in all", "", "", *(f"{n:,}" for n in total)])
+    return ("## Data\n\nText that comes with CPython and with this repository's pinned dependencies; beside it generated facts, needles, "
+            "copies and two-hop questions (`scripts/training/rows.py`, `facts.py`). Held out by file.\n\n"
+            + table(["source", "version", "licence", "documents", "training tokens", "held-out tokens"], rows))
+
+
+def results(figures: list[dict]) -> str:
+    text = "## What it can do, as measured\n\n"
+    by_part = defaultdict(list)
+    for figure in figures:
+        by_part[figure["part"]].append(figure)
+    for part, rows in by_part.items():
+        text += f"### {part}\n\n" + table(["measured", "numerics", "value", "samples", "beside it"], [
+            [f["name"].replace("|", "\\|"), f["numerics"], f"{f['value']:.4f}", f"{f['count']:,}", beside(f["details"])] for f in rows]) + "\n"
+    return text
+
+
+def beside(details: dict) -> str:
+    show = lambda v: f"{v:.4f}" if isinstance(v, float) else str(v)
+    return ", ".join(f"{k.replace('_', ' ')} {show(v)}" for k, v in details.items() if not isinstance(v, (list, dict)))
+
+
+def provenance(figures: list[dict]) -> str:
+    runs = sorted({(f["command"], f["device"], f["torch"], f["commit"], f["date"][:10]) for f in figures})
+    return "## How the figures were obtained\n\n" + table(["command", "device", "torch", "commit", "date"],
+                                                            [[f"`{run[0]}`", *run[1:]] for run in runs])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("demo", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("measured", type=Path, nargs="+")
+    for name, kind in (("hardware", str), ("seconds", float), ("commit", str)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    parser.add_argument("--note", default="", help="what falls short, put at the top")
+    args = parser.parse_args()
+    from scripts.train_demo import SEED
+    text = card(args.demo, args.data, args.log, args.measured, vars(args) | {"seed": SEED})
+    if args.note:
+        text = text.replace("\n## Architecture", f"\n## Where it falls short\n\n{args.note}\n\n## Architecture", 1)
+    (args.demo / "MODEL_CARD.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
