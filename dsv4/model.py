@@ -141,8 +141,9 @@ class Model(Module):
             piece = slice(start, min(start + chunk, T))
             step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self.rope_frequencies())
             device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
-            features, after = self.mtp[block](streams[:, piece].flatten(0, 1).to(device), self.embed(step.ids).to(device),
-                                              step.on(device), cache.mtp_layers[block])
+            embedded = self.embed(step.ids).to(device, self.numerics.activation)
+            features, after = self.mtp[block](streams[:, piece].flatten(0, 1).to(device), embedded, step.on(device),
+                                              cache.mtp_layers[block])
             logits[:, piece] = self.head(features.to(self.device)).view(B, step.T, -1)
             if return_streams:
                 drafted[:, piece] = after.view(B, step.T, *after.shape[1:])
