@@ -1,0 +1,63 @@
+"""What every probe is, and how one is run.
+
+A probe is one small file with one dataclass: `name` (that of the file), `title`, `needs` (capabilities of a subject, see
+`probes.subject.CAPABILITIES`) and `run(subject) -> list[Check]`. Beside it lies `<name>.md`: what it measures, the public bug
+behind it, and where its thresholds come from.
+"""
+
+import importlib
+import importlib.util
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kernels.errors import Dsv4Error
+from probes.result import Check, Status, vacuous
+from probes.subject import Subject
+
+CATALOGUE = (  # in the order of the catalogue, P1 to P16
+    "load_ledger", "config_ledger", "format_decode", "dtype_ledger", "rope", "index_oracle", "schedules", "influence", "edges",
+    "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc",
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Base of all probes. seed: of whatever the probe draws at random; effort: 1.0 is what `dsv4 audit` spends by default."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    seed: int = 0
+    effort: float = 1.0
+
+    def run(self, subject: Subject) -> list[Check]:
+        raise NotImplementedError
+
+
+def available() -> list[str]:
+    """Names of the catalogue whose files exist."""
+    return [name for name in CATALOGUE if importlib.util.find_spec(f"probes.{name}") is not None]
+
+
+def probe_named(name: str) -> type[Probe]:
+    """The probe class of a file. Raises Dsv4Error listing the names."""
+    if name not in available():
+        raise Dsv4Error(f"probe {name!r} is unknown; expected one of {', '.join(available())}")
+    module = importlib.import_module(f"probes.{name}")
+    return next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Probe) and v is not Probe and v.name == name)
+
+
+def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
+    """(checks, seconds). What the subject cannot do is VACUOUS; an exception is an ERROR, and no exception leaves here."""
+    missing = sorted(probe.needs - subject.can)
+    if missing:
+        return [vacuous(probe.title, f"the subject cannot: {', '.join(missing)}")], 0.0
+    begun = time.monotonic()
+    try:
+        checks = probe.run(subject)
+    except Dsv4Error as error:
+        checks = [Check(probe.title, Status.ERROR, note=str(error))]
+    except Exception as error:  # an implementation under audit may raise anything
+        checks = [Check(probe.title, Status.ERROR, note=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")]
+    return checks or [vacuous(probe.title, "the probe found nothing to check")], time.monotonic() - begun
