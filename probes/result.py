@@ -51,7 +51,8 @@ def compare(name: str, measured, relation: str, threshold, source: str, samples:
 
     about: the other fields of `Check`. A threshold that chance alone would meet proves nothing: such a check is VACUOUS.
     """
-    check = Check(name, Status.PASS, measured=measured, relation=relation, threshold=threshold, source=source, samples=samples, **about)
+    about |= dict(measured=measured, relation=relation, threshold=threshold, source=source, samples=samples)
+    check = Check(name, Status.PASS, **about)
     if samples == 0 or measured is None:
         return replace(check, status=Status.VACUOUS, note=check.note or "nothing was measured")
     if isinstance(measured, float) and math.isnan(measured):

@@ -214,7 +214,7 @@ def build(chosen: list[Document], out: Path, vocab_size: int = 4096, held_out: f
     tokenizer.encode_special_tokens = True
     encoded = [np.asarray(e.ids + [EOS_ID], dtype=np.uint16)
                for e in tokenizer.encode_batch_fast([d.text for d in chosen], add_special_tokens=False)]
-    by_hash = sorted(range(len(chosen)), key=lambda i: hashed(chosen[i].name))
+    by_hash = sorted(range(len(chosen)), key=lambda i: (chosen[i].kind == "code", hashed(chosen[i].name)))  # all prose, then code
     fits = np.cumsum([len(encoded[i]) for i in by_hash]) <= max_tokens
     keep = {i for i, ok in zip(by_hash, fits) if ok}
     groups, counts = defaultdict(list), defaultdict(Counter)

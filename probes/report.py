@@ -1,0 +1,138 @@
+"""One report, in every format: markdown with plots for people, JSON, JUnit XML and SARIF for machines.
+
+What is no evidence must not look like success: VACUOUS and WARN are never counted as passed in any format, and a report in
+which nothing could have failed does not end with exit code 0.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loaders.errors import WriteError
+from probes.formats import json_report, junit, markdown, sarif
+from probes.result import Check, Status, vacuous, worst
+
+CLEAN, FINDINGS, COULD_NOT_RUN = 0, 1, 2
+FORMATS = {".md": markdown.render, ".xml": junit.render, ".sarif": sarif.render, ".json": json_report.render}
+
+
+@dataclass
+class Section:
+    """What one probe said.
+
+    text: markdown of the probe's own, inserted as it is; plots: name → SVG document. A probe that said nothing has one
+    VACUOUS check that says so.
+    """
+
+    probe: str
+    title: str
+    checks: list[Check]
+    seconds: float
+    text: str = ""
+    plots: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.checks = list(self.checks) or [vacuous("evidence", "the probe made no check at all")]
+
+    @property
+    def status(self) -> Status:
+        return worst(self.checks)
+
+    @property
+    def totals(self) -> dict[Status, int]:
+        return count(self.checks)
+
+
+@dataclass
+class Report:
+    """A title, where it comes from (probes.provenance), and a section a probe."""
+
+    title: str
+    provenance: dict
+    sections: list[Section] = field(default_factory=list)
+
+    @property
+    def checks(self) -> Iterator[tuple[Section, Check]]:
+        return ((section, check) for section in self.sections for check in section.checks)
+
+    @property
+    def totals(self) -> dict[Status, int]:
+        return count(check for _, check in self.checks)
+
+    @property
+    def seconds(self) -> float:
+        return sum(section.seconds for section in self.sections)
+
+    @property
+    def exit_code(self) -> int:
+        """1 for any FAIL or ERROR; 2 if nothing was measured (no check, or only VACUOUS ones); 0 otherwise."""
+        totals = self.totals
+        if totals[Status.FAIL] or totals[Status.ERROR]:
+            return FINDINGS
+        return CLEAN if totals[Status.PASS] or totals[Status.WARN] else COULD_NOT_RUN
+
+    def plot_files(self, stem: str) -> dict[tuple[int, str], str]:
+        """(section number, plot name) → file name beside the report, each once."""
+        files, taken = {}, set()
+        for i, section in enumerate(self.sections):
+            for name in section.plots:
+                base = f"{stem}-{_slug(section.probe)}-{_slug(name)}"
+                file, n = f"{base}.svg", 2
+                while file.lower() in taken:  # some file systems do not tell A from a
+                    file, n = f"{base}-{n}.svg", n + 1
+                taken.add(file.lower())
+                files[i, name] = file
+        return files
+
+
+def count(checks) -> dict[Status, int]:
+    """Checks by status; every status has an entry."""
+    totals = dict.fromkeys(Status, 0)
+    for check in checks:
+        totals[check.status] += 1
+    return totals
+
+
+def write(report: Report, directory: str | Path, stem: str) -> list[Path]:
+    """Write stem.md, .xml, .sarif, .json and the plots into `directory` (created if absent). Returns the paths.
+
+    Everything is rendered first, then written aside, then renamed: no file is ever half-written, and a failure to render or to
+    write leaves what was there. Raises WriteError.
+    """
+    if not stem or stem != Path(stem).name:
+        raise WriteError(f"report name {stem!r} is not a plain file name; expected something like 'audit'")
+    plots = report.plot_files(stem)
+    texts = {name: report.sections[i].plots[plot] for (i, plot), name in plots.items()}
+    texts |= {stem + suffix: render(report, stem) for suffix, render in FORMATS.items()}
+    return write_files(directory, texts)
+
+
+def write_files(directory: str | Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write files by name, each whole or not at all. Raises WriteError for anything the operating system refuses."""
+    directory, partial = Path(directory), None
+    targets = [directory / name for name in texts]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for target in targets:
+            if target.is_dir():  # found before the first rename, not between two
+                raise IsADirectoryError(0, f"{target.name} is a directory")
+        partial = Path(tempfile.mkdtemp(prefix=".report.partial-", dir=directory))
+        for name, text in texts.items():
+            (partial / name).write_bytes(text.encode("utf-8", "replace"))  # a lone surrogate in a name must not end it
+        for target in targets:
+            os.replace(partial / target.name, target)
+    except OSError as error:
+        why = error.strerror or error
+        raise WriteError(f"writing the report to {directory} failed ({why}); no file is half-written") from None
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    return targets
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "plot"

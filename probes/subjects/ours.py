@@ -1,0 +1,249 @@
+"""This project's model, observed from outside: by hooks on its modules and by reading its cache."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dsv4.cache import DEFAULT_MAX_REWIND, LayerCache, Ring, cache_streams
+from dsv4.errors import InputError
+from dsv4.linear import Matrix
+from dsv4.load import load_model, pieces_of
+from dsv4.model import Model
+from dsv4.step import Step
+from kernels.operations import OPERATIONS
+from kernels.quantize import PackedWeight, to_float
+from loaders.ledger import Piece
+from probes.subject import POINTS, Capture, Subject
+from probes.subjects.dump import Timeline, check_points, steps_of
+from probes.subjects.files import FilesSubject, plain
+
+IN_ATTENTION = tuple(p for p in POINTS if p not in ("ffn_out", "streams"))
+
+
+class OurSubject(Subject):
+    """`dsv4.load_model(path, numerics, backend, device)`, run by `Model.append` through its own caches.
+
+    Rows of different lengths: ids < 0 are right padding, which is neither run nor captured (NaN; −inf and −1 in scores and
+    selection). `model` may be changed by a caller who plants a fault. Captures of index_scores add calls to the model's
+    dispatch ledger where the indexer itself had nothing to score.
+    """
+
+    can = frozenset({"files", "run", "layer", "rewind", "batch", "cache", "kernels"})
+
+    def __init__(self, path: str | Path, numerics: str = "fp32", backend: str = "auto", device: str = "cpu"):
+        stored = FilesSubject(path)
+        self.files, self.config, self.numerics = stored.files, stored.config, numerics
+        self.model: Model = load_model(path, numerics=numerics, backend=backend, device=device)
+        self.name = f"ours, {numerics}, backend {self.model.backend}, {device}"
+        self.provenance = stored.provenance | {"backend": self.model.backend, "device": device, "torch": torch.__version__}
+        self._pieces: dict[str, Piece] | None = None
+
+    @property
+    def operations(self) -> dict:
+        """Operation name → the implementation that this subject's backend runs."""
+        return {name: op.resolve(self.model.backend)[0] for name, op in OPERATIONS.items()}
+
+    def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
+        """See `Subject.run`. Each step is one piece of work, however long it is."""
+        want, (B, T), lengths = check_points(want), ids.shape, _lengths(ids)
+        steps = steps_of(T, schedule)
+        cache = self.model.new_cache(B, T, _rewind_room(steps))
+        timeline, logits = Timeline(B, T), torch.full((B, T, self.config.vocab_size), float("nan"))
+        with _Taps(timeline, want) as taps:
+            for i, block in enumerate(self.model.layers):
+                taps.block(i, block)
+                taps.attention(i, block.attn, cache.layers[i])
+            for start, n in steps:
+                self._step(ids, lengths, start, n, cache, logits)
+        for i, layer_cache in enumerate(cache.layers):
+            put_entries(timeline, i, layer_cache, lengths, want)
+        return timeline.capture(logits)
+
+    def _step(self, ids: torch.Tensor, lengths: list[int], start: int, n: int, cache, logits: torch.Tensor) -> None:
+        counts = [abs(min(length, start + n) - min(length, start)) for length in lengths]
+        if n < 0:
+            cache.rewind(counts)
+        elif any(counts):
+            ragged = counts if min(counts) < n else None
+            out = self.model.append(ids[:, start:start + n].clamp(min=0), cache, n_new=ragged, chunk=n)
+            logits[:, start:start + n] = out.cpu()
+
+    @torch.inference_mode()
+    def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
+                  want: Sequence[str] = ()) -> Capture:
+        """See `Subject.attention`: the layer's module with a LayerCache and Steps of its own. Rows of equal lengths only."""
+        want, (B, T), lengths = check_points(want, IN_ATTENTION) | {"attn_out"}, ids.shape, _lengths(ids)
+        if min(lengths) < T or attn_in.shape[:2] != (B, T):
+            raise InputError(f"attn_in {list(attn_in.shape)} and ids {[B, T]} must have as many tokens in every row")
+        model, attn, steps = self.model, self.model.layers[layer].attn, steps_of(T, schedule)
+        device = model.layer_devices[layer] if model.layer_devices else model.device
+        plan = cache_streams(self.config, B, T, _rewind_room(steps), model.numerics, mtp=False)[layer]
+        cache, timeline = LayerCache(plan, self.config.sliding_window, device), Timeline(B, T)
+        with _Taps(timeline, want) as taps:
+            taps.attention(layer, attn, cache)
+            for start, n in (step for step in steps if step[1] > 0):  # a rewind is nothing but an earlier start
+                step = Step(ids[:, start:start + n].to(model.device), 0, [start] * B, model.rope_frequencies())
+                x = attn_in[:, start:start + n].to(device, model.numerics.activation).flatten(0, 1)
+                attn(x, step.on(device), cache)
+        put_entries(timeline, layer, cache, lengths, want)
+        return timeline.capture()
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The parameter as the model holds it, dequantised: its part of a stack (w13, wkv_gate) by its own official name.
+
+        Raises InputError for a tensor that the model does not hold.
+        """
+        if self._pieces is None:
+            self._pieces = {p.names.get("raw", p.names.get("weight")): p for p in pieces_of(self.model)}
+        if name not in self._pieces:
+            raise InputError(f"the model holds no parameter for {name!r}")
+        piece = self._pieces[name]
+        owner, leaf = piece.parameter.rpartition(".")[::2]
+        module = self.model.get_submodule(owner)
+        if isinstance(module, Matrix) and leaf == "weight":
+            return plain(_dequantised(module.packed(), piece.index))
+        return plain(getattr(module, leaf)[piece.index])
+
+    def cache_bytes(self, batch: int, max_context: int) -> dict[tuple[str, str], int]:
+        """Sizes of the storages of a cache that is allocated for this, with the default room to rewind."""
+        cache = self.model.new_cache(batch, max_context)
+        layers = zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)
+        return {(plan.label, name): t.untyped_storage().nbytes() for plan, layer in layers for name, t in layer.tensors.items()}
+
+
+class _Taps:
+    """Hooks on modules while the `with` block lasts; what they see goes to a timeline.
+
+    attn_in, attn_out, ffn_out, streams: what the modules are given and return. q_after_rope: what `attn.queries` returns.
+    kv_window: read from the pool that the step's kernel is handed, and from the ring after it is written. index_scores: what
+    `indexer.scores` returns, computed for the capture where every visible entry is selected unscored. selection: what the
+    indexer returns.
+    """
+
+    def __init__(self, timeline: Timeline, want: frozenset[str]):
+        self.timeline, self.want, self._undo = timeline, want, ExitStack()
+        self._step: Step | None = None              # of the block that is running
+        self._scored: dict[int, Step] = {}          # step whose scores were seen last, by layer
+
+    def __enter__(self) -> "_Taps":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._undo.close()
+
+    def block(self, i: int, block) -> None:
+        """streams and ffn_out of a block."""
+        self._before(block, lambda args: setattr(self, "_step", args[1]))
+        self._after(block, lambda args, out: self._flat(i, "streams", out, args[1]))
+        self._after(block.ffn, lambda args, out: self._flat(i, "ffn_out", out, self._step))
+
+    def attention(self, i: int, attn, cache: LayerCache) -> None:
+        """Every point within a layer's attention."""
+        self._before(attn, lambda args: self._flat(i, "attn_in", args[0], args[1]))
+        self._after(attn, lambda args, out: self._flat(i, "attn_out", out, args[1]))
+        self._around(attn, "queries", lambda args, out: self._flat(i, "q_after_rope", out[1], args[1]))
+        if "kv_window" in self.want:
+            self._around(cache.window, "extend", lambda args, pool: self._window(i, cache.window, args[0], pool))
+        if hasattr(attn, "indexer"):
+            self._around(attn.indexer, "scores", lambda args, out: self._scores(i, out, args[2]))
+            self._after(attn.indexer, lambda args, out: self._indexer(i, attn.indexer, args, out))
+
+    def _flat(self, i: int, point: str, values: torch.Tensor, step: Step) -> None:
+        """values [B·T, ...] of a step."""
+        self._put(i, point, values.unflatten(0, (step.B, step.T)), step)
+
+    def _put(self, i: int, point: str, values: torch.Tensor, step: Step) -> None:
+        """values [B, T, ...] of a step."""
+        if point in self.want:
+            self.timeline.put(i, point, values, step.starts, step.first)
+
+    def _window(self, i: int, ring: Ring, step: Step, pool: torch.Tensor) -> None:
+        """Every position that the step can read, from its pool; then those that the ring still holds, from the ring."""
+        positions = step.start.unsqueeze(1) + torch.arange(-ring.keep, step.T, device=step.device)
+        rows = ring.index(step, positions).flatten()
+        seen = pool.index_select(0, rows).view(step.B, ring.keep + step.T, -1)
+        self.timeline.put(i, "kv_window", seen, [start - ring.keep for start in step.starts], step.first)
+        held = min(step.T, ring.R)
+        slots = (step.pos[:, -held:] % ring.R).unsqueeze(-1).expand(-1, -1, pool.shape[-1])
+        kept = ring.buffer[step.rows].gather(1, slots)
+        self.timeline.put(i, "kv_window", kept, [start + step.T - held for start in step.starts], step.first)
+
+    def _scores(self, i: int, scores: torch.Tensor, step: Step) -> None:
+        self._scored[i] = step
+        self._put(i, "index_scores", scores, step)
+
+    def _indexer(self, i: int, indexer, args: tuple, selection: torch.Tensor) -> None:
+        step = args[2]
+        self._put(i, "selection", selection, step)
+        if "index_scores" not in self.want or self._scored.get(i) is step:
+            return
+        if step.max_visible(indexer.ratio):
+            indexer.scores(*args)
+        else:
+            self._put(i, "index_scores", torch.empty(step.B, step.T, 0), step)
+
+    def _before(self, module, see) -> None:
+        self._undo.callback(module.register_forward_pre_hook(lambda _, args: see(args)).remove)
+
+    def _after(self, module, see) -> None:
+        self._undo.callback(module.register_forward_hook(lambda _, args, out: see(args, out)).remove)
+
+    def _around(self, owner, method: str, see) -> None:
+        """Replace a method of one object by itself, watched."""
+        self._undo.callback(_restore, owner, method, vars(owner).get(method))
+        setattr(owner, method, partial(_watched, getattr(owner, method), see))
+
+
+def _watched(real, see, *args):
+    out = real(*args)
+    see(args, out)
+    return out
+
+
+def _restore(owner, method: str, before) -> None:
+    if before is None:
+        delattr(owner, method)
+    else:
+        setattr(owner, method, before)
+
+
+def put_entries(timeline: Timeline, i: int, cache: LayerCache, lengths: list[int], want: frozenset[str]) -> None:
+    """compressed_kv and index_keys as the entries buffers hold them at the end; NaN beyond a row's own entries."""
+    for point, compressor in (("compressed_kv", cache.main), ("index_keys", cache.index)):
+        if compressor is None or point not in want:
+            continue
+        counts = torch.tensor([n // compressor.ratio for n in lengths])
+        n = timeline.tokens // compressor.ratio
+        held = compressor.entries.buffer[:, :n].float().cpu()
+        beyond = torch.arange(n) >= counts.unsqueeze(1)
+        timeline.whole(i, point, held.masked_fill(beyond.unsqueeze(-1), float("nan")))
+
+
+def _lengths(ids: torch.Tensor) -> list[int]:
+    """Tokens of each row of right-padded ids. Raises InputError when a pad stands before a token."""
+    real = ids >= 0
+    lengths = real.sum(1).tolist()
+    if any(not bool(row[:n].all()) for row, n in zip(real, lengths)) or not all(lengths):
+        raise InputError("ids < 0 are padding, at the right of a row of at least one token; a pad stands elsewhere")
+    return lengths
+
+
+def _rewind_room(steps: list[tuple[int, int]]) -> int:
+    """How far behind the furthest position the steps go back; at least what caches have by default."""
+    room, high = DEFAULT_MAX_REWIND, 0
+    for start, n in steps:
+        high = max(high, start + n) if start + n else 0  # an empty cache has nothing to keep
+        room = max(room, high - start - n)
+    return room
+
+
+def _dequantised(packed: PackedWeight, index: tuple) -> torch.Tensor:
+    """Part of a matrix or stack: `index` is the place in the stack, then the rows."""
+    lead = tuple(i for i in index if isinstance(i, int))
+    rows = next((i for i in index if isinstance(i, slice)), slice(None))
+    of = lambda t: None if t is None else t[lead]
+    part = PackedWeight(packed.format, packed.weight[lead], of(packed.scale), of(packed.global_scale), packed.block)
+    return to_float(part, rows)
