@@ -1,0 +1,44 @@
+"""P12: a row's logits do not depend on its neighbours in the batch, nor on what ran before. See isolation.md."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from probes.measure import agreeing, token_errors, tokens
+from probes.probe import Probe
+from probes.result import Check, compare
+from probes.subject import Subject
+
+
+@dataclass(frozen=True)
+class Isolation(Probe):
+    """Rows of different lengths together and alone; the same request three times."""
+
+    name: ClassVar[str] = "isolation"
+    title: ClassVar[str] = "a request does not see its neighbours"
+    needs: ClassVar[frozenset[str]] = frozenset({"run", "batch"})
+
+    def run(self, subject: Subject) -> list[Check]:
+        T = 150
+        ids, lengths = tokens(subject, T, self.seed, rows=4), (T, 37, 129, 90)
+        padded = ids.clone()
+        for row, length in enumerate(lengths):
+            padded[row, length:] = -1
+        together = subject.run(padded, (64, 64, T - 128)).logits
+        checks = []
+        for row, length in enumerate(lengths):
+            alone = subject.run(ids[row:row + 1, :length]).logits
+            checks.append(self._check(subject, together[row:row + 1, :length], alone, f"row {row} of {length} tokens", "batching"))
+        first = subject.run(ids[:1]).logits
+        for again in (2, 3):
+            subject.run(ids[1:2])
+            found = subject.run(ids[:1]).logits
+            checks.append(compare("the same request gives the same bits", int((found != first).sum()), "==", 0,
+                                  "the same program on the same numbers", found.numel(), where=f"repeat {again}", part="state left behind"))
+        return checks
+
+    def _check(self, subject: Subject, found: torch.Tensor, alone: torch.Tensor, where: str, part: str) -> Check:
+        errors = token_errors(found, alone)
+        value, source, limit = agreeing(errors, subject.numerics)
+        return compare("a row in a batch equals the row alone", value, "<=", limit, source, errors.numel(), where=where, part=part)

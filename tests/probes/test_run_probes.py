@@ -1,0 +1,86 @@
+"""Probes on whole runs: green on a sound model, red on one that is not."""
+
+import pytest
+import torch
+
+from dsv4.cache import CompressorCache
+from probes.isolation import Isolation
+from probes.mhc import HyperConnections
+from probes.probe import execute
+from probes.result import Status, worst
+from probes.rollback import Rollback
+from probes.schedules import Schedules
+from probes.subject import Subject
+from probes.subjects.ours import OurSubject
+
+
+@pytest.fixture(scope="module")
+def subject(official):
+    return OurSubject(official, "fp32")
+
+
+@pytest.mark.parametrize("probe", [Schedules(effort=0.25), Rollback(), Isolation()], ids=lambda p: p.name)
+def test_green_on_our_model(subject, probe):
+    checks, _ = execute(probe, subject)
+    assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
+    assert all(c.samples > 0 and c.source for c in checks)
+
+
+@pytest.mark.parametrize("probe", [Schedules(), Rollback(), Isolation()], ids=lambda p: p.name)
+def test_vacuous_where_nothing_can_run(probe):
+    assert worst(execute(probe, Subject())[0]) is Status.VACUOUS
+
+
+def test_an_overlap_row_lost_at_a_cut_is_seen(subject, monkeypatch):
+    """The window before is forgotten whenever a step begins inside a window."""
+    real = CompressorCache._window_slots
+
+    def forgetful(self, step):
+        rows, absent = real(self, step)
+        if self.overlap == 2 and step.starts[0]:
+            absent = absent.clone()
+            absent[0, :self.ratio] = True
+        return rows, absent
+    monkeypatch.setattr(CompressorCache, "_window_slots", forgetful)
+    checks, _ = execute(Schedules(effort=0.25), subject)
+    assert worst(checks) is Status.FAIL and "position" in next(c for c in checks if c.status is Status.FAIL).note
+
+
+def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch):
+    from dsv4.cache import Cache
+    real = Cache.rewind
+    monkeypatch.setattr(Cache, "rewind", lambda self, counts: real(self, [max(0, n - 1) for n in counts]))
+    assert worst(execute(Rollback(), subject)[0]) in (Status.FAIL, Status.ERROR)
+
+
+def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):
+    from dsv4.cache import Entries
+    real = Entries.chosen
+
+    def leaky(self, step, entry):
+        pool, rows = real(self, step, entry)
+        return pool, torch.where(rows >= self.buffer.shape[1], rows - self.buffer.shape[1], rows)  # every row reads row 0's entries
+    monkeypatch.setattr(Entries, "chosen", leaky)
+    assert worst(execute(Isolation(), subject)[0]) is Status.FAIL
+
+
+def test_hyper_connections_are_held_against_the_oracle(subject):
+    checks, _ = execute(HyperConnections(), subject)
+    assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
+
+
+@pytest.mark.parametrize("fault", ["transposed", "iterations", "unscaled head"])
+def test_a_wrong_hyper_connection_is_seen(official, fault):
+    broken = OurSubject(official, "fp32")
+    op = broken.model.layers[2].op
+    post, pre = op.mhc_post, op.mhc_pre
+    if fault == "transposed":
+        op.mhc_post = lambda out, streams, p, comb: post(out, streams, p, comb.transpose(1, 2))
+    elif fault == "iterations":
+        op.mhc_pre = lambda streams, fn, scale, base, iters, *rest: pre(streams, fn, scale, base, 2, *rest)
+    else:
+        head = op.mhc_head
+        op.mhc_head = lambda streams, fn, scale, *rest: head(streams, fn, scale * 0, *rest)
+    checks, _ = execute(HyperConnections(), broken)
+    found = {c.part for c in checks if c.status is Status.FAIL}
+    assert ("head" in found) if fault == "unscaled head" else ("streams" in found)
