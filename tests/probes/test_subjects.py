@@ -117,6 +117,18 @@ def test_theirs_is_the_same_however_it_is_cut(theirs, ids, expected, schedule):
     assert_same(theirs.run(ids, schedule, ALL), expected)
 
 
+def test_one_step_is_one_step_and_longer_than_the_ring(ours, theirs):
+    """300 tokens: the ring keeps the last 144 of them, `append` would cut them at 256, HCA has a second entry."""
+    long, seen = torch.randint(0, CONFIG["vocab_size"], (1, 300), generator=torch.Generator().manual_seed(4)), []
+    handle = ours.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[1].T))
+    try:
+        got = ours.run(long, want=ALL)
+    finally:
+        handle.remove()
+    assert seen == [300] and not got.points[0, "kv_window"].isnan().any()
+    assert_same(got, theirs.run(long, want=ALL))
+
+
 def test_fewer_tokens_than_a_window_of_entries(ours, theirs, ids):
     a, b = (subject.run(ids[:, :3], (2, 1), ALL) for subject in (ours, theirs))
     assert a.points[CSA, "index_scores"].shape == a.points[CSA, "selection"].shape == (2, 3, 0)
@@ -232,6 +244,8 @@ def test_weights_by_official_name(ours, theirs):
         value = stored.weight(name)
         assert torch.equal(value, ours.weight(name)) and torch.equal(value, theirs.weight(name)), name
     for subject in (stored, ours, theirs):
+        subject.weight(name).zero_()  # a copy: nothing happens to the model
+        assert subject.weight(name).any()
         with pytest.raises(Exception, match="layers.9.attn.wkv"):
             subject.weight("layers.9.attn.wkv.weight")
 
@@ -251,6 +265,8 @@ def test_theirs_is_built_from_a_quantised_checkpoint(official):
     assert b.can >= {"files", "run", "layer"} and b.config == a.config
     assert_same(a.run(ids, (25, -5, 20), ALL), b.run(ids, want=ALL))
     rounded = TransformersSubject(official, torch.bfloat16)
+    layer = rounded.model.model.layers[0]
+    assert (layer.mlp.gate.weight.dtype, layer.attn_hc.fn.dtype) == (torch.bfloat16, torch.float32)
     assert rounded.numerics == "bf16" and len(rounded.run(ids, want=["streams"]).points) == 5
 
 

@@ -1,0 +1,80 @@
+"""Running an audit: open a subject, run the probes within a budget, write the report."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dsv4.errors import InputError
+from probes.probe import CATALOGUE, Probe, available, execute, probe_named
+from probes.provenance import provenance
+from probes.report import Report, Section, write
+from probes.result import vacuous
+from probes.subject import Subject
+
+SUBJECTS = ("ours", "files", "transformers")
+
+
+def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: str = "auto", device: str = "cpu") -> Subject:
+    """The subject of that kind. Raises InputError for an unknown one, CheckpointError for a broken checkpoint."""
+    match kind:
+        case "ours":
+            from probes.subjects.ours import OurSubject
+            return OurSubject(checkpoint, numerics, backend, device)
+        case "files":
+            from probes.subjects.files import FilesSubject
+            return FilesSubject(checkpoint)
+        case "transformers":
+            from probes.subjects.transformers import TransformersSubject
+            return TransformersSubject(checkpoint)
+    raise InputError(f"subject {kind!r} is unknown; expected one of {', '.join(SUBJECTS)}")
+
+
+def audit(subject: Subject, names: Sequence[str] = (), seed: int = 0, effort: float = 1.0, budget: float | None = None,
+          command: list[str] | None = None, say: Callable[[str], None] = lambda text: None) -> Report:
+    """Run the named probes (all that exist if empty) and report.
+
+    budget: seconds; a probe that would begin after it is VACUOUS, not silently left out, and so is one of the catalogue
+    that does not exist yet.
+    """
+    started, sections = time.time(), []
+    for name in names or CATALOGUE:
+        if name not in available():
+            probe_named(name) if names else None  # raises for a name nobody knows
+            sections.append(Section(name, name.replace("_", " "), [vacuous(name, "this probe does not exist yet")], 0.0))
+            continue
+        probe: Probe = probe_named(name)(seed=seed, effort=effort)
+        if budget is not None and time.time() - started > budget:
+            checks, seconds = [vacuous(probe.title, f"the budget of {budget:.0f} s was spent before it began")], 0.0
+        else:
+            checks, seconds = execute(probe, subject)
+        sections.append(Section(name, probe.title, checks, seconds))
+        say(f"{sections[-1].status.value:8} {name:16} {len(checks):4} checks  {seconds:6.1f} s")
+    about = provenance(subject, command or sys.argv, {"probes": seed}, started)
+    return Report(f"Audit of {subject.name}", about, sections)
+
+
+def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, names: Sequence[str], budget: float | None,
+        out: Path | None, say: Callable[[str], None]) -> int:
+    """`dsv4 audit`: the exit code (0 clean, 1 findings, 2 nothing was measured)."""
+    subject = open_subject(checkpoint, kind, numerics, backend, device)
+    report = audit(subject, names, budget=budget, say=say)
+    totals = ", ".join(f"{count} {status.value}" for status, count in report.totals.items() if count)
+    say(f"{totals}; exit code {report.exit_code}")
+    if out is not None:
+        stem = f"{checkpoint.resolve().name}_{kind}" + (f"_{numerics.replace(':', '-')}" if kind == "ours" else "")
+        for file in write(report, out, stem):
+            say(f"wrote {file}")
+    return report.exit_code
+
+
+def seconds(text: str) -> float:
+    """'60s', '2m' or '90' as seconds. Raises InputError."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], None)
+    try:
+        value = float(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        value = float("nan")
+    if not value > 0:
+        raise InputError(f"--budget is {text!r}; expected seconds such as 60s, or 2m")
+    return value

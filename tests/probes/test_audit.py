@@ -1,0 +1,64 @@
+"""`dsv4 audit`: exit codes, budget, subjects, what it writes."""
+
+import sys
+
+import pytest
+
+from dsv4 import cli
+from dsv4.errors import InputError
+from kernels.errors import Dsv4Error
+from probes.audit import audit, open_subject, seconds
+from probes.formats import json_report
+from probes.result import Status
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, capsys.readouterr().err
+    return call
+
+
+def test_a_clean_probe_ends_with_0_and_writes_every_format(run, official, tmp_path):
+    code, err = run("audit", official, "--probe", "isolation", "--out", tmp_path)
+    assert code == 0 and "PASS" in err and "isolation" in err
+    assert {f.suffix for f in tmp_path.iterdir()} == {".md", ".json", ".xml", ".sarif"}
+    [file] = tmp_path.glob("*.json")
+    report = json_report.load(file)
+    assert [section["probe"] for section in report["sections"]] == ["isolation"]
+
+
+def test_what_a_subject_cannot_do_is_no_success(run, official):
+    code, err = run("audit", official, "--subject", "files", "--probe", "isolation")
+    assert code == 2 and "VACUOUS" in err
+
+
+@pytest.mark.parametrize("args,message", [
+    (("--probe", "nonsense"), "probe 'nonsense' is unknown"), (("--subject", "x"), "subject 'x' is unknown"),
+    (("--budget", "soon"), "--budget is 'soon'")])
+def test_bad_input_is_one_line_and_2(run, official, args, message):
+    code, err = run("audit", official, *args)
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+
+
+def test_the_budget_leaves_nothing_out_silently(official):
+    report = audit(open_subject(official, "files"), ["isolation", "schedules"], budget=-1.0)
+    assert [c.status for _, c in report.checks] == [Status.VACUOUS] * 2
+    assert all("budget" in c.note for _, c in report.checks)
+
+
+def test_a_probe_of_the_catalogue_that_does_not_exist_says_so(official, monkeypatch):
+    monkeypatch.setattr("probes.audit.available", lambda: [])
+    report = audit(open_subject(official, "files"))
+    assert len(report.sections) == 16 and report.exit_code == 2
+    assert all(c.status is Status.VACUOUS and "does not exist yet" in c.note for _, c in report.checks)
+
+
+def test_seconds():
+    assert seconds("60s") == 60 and seconds("2m") == 120 and seconds("90") == 90
+    with pytest.raises(InputError):
+        seconds("-3")
+    assert issubclass(InputError, Dsv4Error)
