@@ -33,3 +33,8 @@ def agreeing(errors: torch.Tensor, numerics: str) -> tuple[float, str, float]:
 def tokens(subject, T: int, seed: int, rows: int = 1) -> torch.Tensor:
     """Random ids int64 [rows, T] of the subject's vocabulary."""
     return torch.randint(0, subject.config.vocab_size, (rows, T), generator=torch.Generator().manual_seed(seed))
+
+
+def pieces_of(T: int, size: int) -> list[int]:
+    """T in steps of `size`, the last shorter."""
+    return [min(size, T - start) for start in range(0, T, size)]

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from probes.measure import agreeing, token_errors, tokens
+from probes.measure import agreeing, pieces_of, token_errors, tokens
 from probes.probe import Probe
 from probes.result import Check, compare
 from probes.subject import Subject
@@ -28,7 +28,7 @@ class Schedules(Probe):
         checks = [self._check(subject, whole, subject.run(ids, (cut, T - cut)).logits, f"cut at {cut} (mod 128: {cut % 128}, mod 4: {cut % 4})")
                   for cut in cuts if 0 < cut < T]
         for size in (5, 64, 128):
-            checks.append(self._check(subject, whole, subject.run(ids, pieces(T, size)).logits, f"chunks of {size}"))
+            checks.append(self._check(subject, whole, subject.run(ids, pieces_of(T, size)).logits, f"chunks of {size}"))
         decoded = 140 if T > 140 else T
         checks.append(self._check(subject, whole[:, :T], subject.run(ids, (T - decoded, *[1] * decoded)).logits,
                                   f"the last {decoded} tokens one by one"))
@@ -40,8 +40,3 @@ class Schedules(Probe):
         first = next(iter((errors[0] > limit).nonzero().flatten().tolist()), None)
         return compare("logits equal those of one step", value, "<=", limit, source, errors.numel(), where=how, part="caches",
                        note="" if first is None else f"first beyond it at position {first}")
-
-
-def pieces(T: int, size: int) -> list[int]:
-    """T in steps of `size`, the last shorter."""
-    return [min(size, T - start) for start in range(0, T, size)]

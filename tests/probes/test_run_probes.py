@@ -6,6 +6,8 @@ import torch
 from dsv4.cache import CompressorCache
 from probes.isolation import Isolation
 from probes.mhc import HyperConnections
+from probes.moe_edges import MoEEdges
+from probes.poison import Poison
 from probes.probe import execute
 from probes.result import Status, worst
 from probes.rollback import Rollback
@@ -84,3 +86,41 @@ def test_a_wrong_hyper_connection_is_seen(official, fault):
     checks, _ = execute(HyperConnections(), broken)
     found = {c.part for c in checks if c.status is Status.FAIL}
     assert ("head" in found) if fault == "unscaled head" else ("streams" in found)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("probe", [MoEEdges(), Poison(effort=0.2)], ids=lambda p: p.name)
+def test_edges_are_green_on_every_backend(official, probe, backend):
+    checks, _ = execute(probe, OurSubject(official, "fp32", backend))
+    assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
+
+
+@pytest.mark.parametrize("fault,part", [("naive softplus", "router"), ("weighing bias", "router"), ("no clamp", "experts")])
+def test_a_wrong_expert_operation_is_seen(subject, monkeypatch, fault, part):
+    from kernels.experts import reference as experts
+    from kernels.router import cpu, reference
+    if fault == "naive softplus":
+        naive = lambda x, weight: torch.log(1 + torch.exp(x.float() @ weight.float().T)).sqrt()
+        monkeypatch.setattr(reference, "router_scores", lambda x, weight: naive(x, weight).double())
+        monkeypatch.setattr(cpu, "MAX_EXPERTS", 0)
+    elif fault == "weighing bias":
+        real = reference.route_scored
+        wrong = lambda x, weight, bias, k, f: (real(x, weight, bias, k, f)[0], real(x, weight, bias, k, f)[1] * (1 + 1e-3 * bias.abs().sum()))
+        monkeypatch.setattr(type(subject), "operations", property(lambda self: {"route_scored": wrong, **_others(self)}))
+    else:
+        monkeypatch.setattr(experts, "clamped_swiglu", lambda gate, up, limit: torch.nn.functional.silu(gate) * up)
+        monkeypatch.setattr("kernels.experts.cpu.clamped_swiglu", experts.clamped_swiglu)
+    checks, _ = execute(MoEEdges(), subject)
+    assert part in {c.part for c in checks if c.status is Status.FAIL}
+
+
+def _others(subject) -> dict:
+    from kernels.operations import OPERATIONS
+    return {name: op.resolve(subject.model.backend)[0] for name, op in OPERATIONS.items() if name != "route_scored"}
+
+
+def test_rows_that_nobody_wrote_are_seen(subject, monkeypatch):
+    """Overlap rows of the window before the first taken from the ring instead of being left out."""
+    real = CompressorCache._window_slots
+    monkeypatch.setattr(CompressorCache, "_window_slots", lambda self, step: (real(self, step)[0] + 40, real(self, step)[1] & False))
+    assert worst(execute(Poison(effort=0.1), subject)[0]) in (Status.FAIL, Status.ERROR)

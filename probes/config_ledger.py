@@ -1,0 +1,251 @@
+"""P2: what the config asks for, what is really in effect, and what nobody reads. See config_ledger.md."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dsv4.config import KIND_OF_RATIO, ModelConfig
+from dsv4.errors import ConfigError
+from probes.oracle.attention import frequencies
+from probes.probe import Probe
+from probes.result import Check, Status, compare
+from probes.subject import Subject
+
+STATED = "the value that config.json states; a value that is changed on the way needs a recorded reason (known bugs, 0.8)"
+NO_EFFECT = {  # keys that nothing needs to read, and why
+    "architectures": "names a class of another library", "torch_dtype": "dtypes are those of the tensors and of the numerics chosen",
+    "dtype": "dtypes are those of the tensors and of the numerics chosen", "auto_map": "names code of another library",
+    "transformers_version": "who wrote the file", "_name_or_path": "where the file came from", "use_cache": "there is always a cache",
+    "initializer_range": "training only", "attention_dropout": "training only", "output_router_logits": "training only",
+    "router_aux_loss_coef": "training only", "pad_token_id": "rows have lengths, nothing is padded",
+    "max_batch_size": "the caller's choice", "max_seq_len": "the caller's choice",
+    "dspark_block_size": "DSpark draft stages are not run", "dspark_noise_token_id": "DSpark draft stages are not run",
+    "dspark_target_layer_ids": "DSpark draft stages are not run", "dspark_markov_rank": "DSpark draft stages are not run",
+    "quantization_config.activation_scheme": "activations are quantised by the numerics chosen",
+    "quantization_config.quant_method": "formats are read off the tensors", "quantization_config.fmt": "formats are read off the tensors",
+    "quantization_config.scale_fmt": "formats are read off the tensors", "quantization_config.quant_algo": "formats are read off the tensors",
+    "quantization_config.moe_quant_algo": "formats are read off the tensors", "quantization_config.group_size": "fixed by the format",
+    "quantization_config.ignore": "formats are read off the tensors", "quantization_config.quantized_layers": "formats are read off the tensors",
+}
+FIXED = ("model_type", "scoring_func", "topk_method", "norm_topk_prob", "hidden_act", "num_key_value_heads", "tie_word_embeddings",
+         "attention_bias", "expert_dtype")  # any other value is refused, so the requested one is in effect
+WIDTHS = ("hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "o_lora_rank", "index_head_dim", "num_attention_heads",
+          "index_n_heads", "index_topk", "sliding_window", "n_routed_experts", "vocab_size")
+IN_MODULES = {  # class → attribute → key: values that the modules of this project's model took from the config
+    "RMSNorm": {"eps": "rms_norm_eps"}, "HyperHead": {"eps": "hc_eps", "norm_eps": "rms_norm_eps"},
+    "HyperConnection": {"iters": "hc_sinkhorn_iters", "eps": "hc_eps", "norm_eps": "rms_norm_eps"},
+    "Gate": {"topk": "num_experts_per_tok", "factor": "routed_scaling_factor"}, "Experts": {"limit": "swiglu_limit"},
+    "SharedExpert": {"limit": "swiglu_limit"},
+    "LightningIndexer": {"topk": "index_topk", "H": "index_n_heads", "D": "index_head_dim"},
+    **{f"{kind}Attention": {"W": "sliding_window", "D": "head_dim", "H": "num_attention_heads", "groups": "o_groups",
+                            "rope": "qk_rope_head_dim", "eps": "rms_norm_eps"} for kind in ("Window", "CSA", "HCA")},
+}
+
+
+@dataclass(frozen=True)
+class ConfigLedger(Probe):
+    """Key by key, then layer by layer."""
+
+    name: ClassVar[str] = "config_ledger"
+    title: ClassVar[str] = "every config key is read, and in effect as asked"
+    needs: ClassVar[frozenset[str]] = frozenset({"files"})
+
+    def run(self, subject: Subject) -> list[Check]:
+        raw, config = subject.files.config, effective_config(subject)
+        checks = [check for key in flat(raw) for check in self._key(subject, raw, key, config)]
+        return [*checks, *self._layers(subject, raw, config), *self._modules(subject, raw), *self._theirs(subject, config),
+                self._widths(config)]
+
+    def _key(self, subject: Subject, raw: dict, key: str, config: ModelConfig) -> Iterator[Check]:
+        """A key that is read is one whose change changes the ModelConfig, or is refused."""
+        about = dict(where=key, part="config", samples=1, note=subject.files.config_notes.get(key, ""))
+        requested = value_at(raw, key)
+        if not read_keys(raw, key):
+            why = NO_EFFECT.get(key)
+            note = f"requested {requested!r:.60}; never read: {why or 'nothing says why'}"
+            yield Check("key is read", Status.PASS if why else Status.WARN, measured="never read", relation="==", threshold="read",
+                        source="on the list of keys without effect" if why else "a key that nothing reads has no effect (Primus 949)",
+                        **about | {"note": note})
+            return
+        found = effective(config, key, requested)
+        yield compare("effective value is the requested one", shown(found), "==", shown(requested), STATED, **about)
+
+    def _layers(self, subject: Subject, raw: dict, config: ModelConfig) -> Iterator[Check]:
+        """Kind, ratio, base and k of each layer; by the config, by the tensors of the file, and by the model if it is ours."""
+        layers, ratios = raw["num_hidden_layers"], list(raw["compress_ratios"])
+        mtp = raw.get("num_nextn_predict_layers") or 0
+        extra = "from" in subject.files.config_notes.get("compress_ratios", "")  # transformers' form has no entries for MTP
+        yield compare("entries of compress_ratios", len(ratios), ">=", layers + (0 if extra else mtp), "one a layer and one an MTP block "
+                      "(specification 1); DSpark releases have more", 1, where="compress_ratios", part="config")
+        yield compare("layers of the effective config", len(config.compress_ratios), "==", layers, STATED, 1, where="compress_ratios",
+                      part="config")
+        for i, ratio in enumerate(ratios[:layers]):
+            wanted, where = row_of(raw, ratio), f"layer {i}"
+            have = [("config", row_of_config(config, i))] + ([("model", row_of_model(subject, i))] if modules(subject) else [])
+            for who, found in have:
+                yield compare(f"kind, ratio, θ and k of the layer, by the {who}", found, "==", wanted, STATED, 1, where=where,
+                              part="layer kind", note=f"hash-routed: {i < config.num_hash_layers}")
+            yield compare("compression ratio by the layer's tensors", ratio_in_file(subject, f"layers.{i}"), "==", ratio,
+                          "an indexer means CSA, rows of ape are the ratio (specification 2.1)", 1, where=where, part="layer kind")
+            hashed = f"layers.{i}.ffn.gate.tid2eid" in subject.files.sources
+            yield compare("routing by token id, by the layer's tensors", hashed, "==", i < config.num_hash_layers,
+                          "tid2eid stands in hash layers only (specification 2.1)", 1, where=where, part="router")
+        for i in range(subject.files.mtp_blocks):
+            yield compare("compression ratio by the block's tensors", ratio_in_file(subject, f"mtp.{i}"), "==", 0,
+                          "MTP blocks are window layers (transformers 46127)", 1, where=f"mtp {i}", part="MTP")
+
+    def _modules(self, subject: Subject, raw: dict) -> Iterator[Check]:
+        """What modules of our model took from the config, and the rotary frequencies by layer kind."""
+        if not modules(subject):
+            return
+        wrong, seen = {}, 0
+        for name, module in subject.model.named_modules():
+            for attribute, key in IN_MODULES.get(type(module).__name__, {}).items():
+                seen += 1
+                if getattr(module, attribute) != raw[key]:
+                    wrong[f"{name}.{attribute}"] = f"{key} is {raw[key]}, the module has {getattr(module, attribute)}"
+        yield compare("values that modules took from the config: differences", len(wrong), "==", 0, STATED, seen,
+                      where=next(iter(wrong), ""), part="config", note="; ".join(list(wrong.values())[:3]))
+        stated = ModelConfig.from_official(raw)
+        for base, compressed in (("main", False), ("compress", True)):
+            wanted, found = frequencies(stated, compressed), subject.model.frequencies[base].double().cpu()
+            same_shape = found.shape == wanted.shape
+            error = ((found - wanted).abs() / wanted).max().item() if same_shape else float("inf")
+            yield compare("rotary frequencies of the base", error, "<=", 1e-6, "fp32 of θ^(−2i/R) with YaRN, against fp64",
+                          wanted.numel(), where=f"base {base}", part="RoPE")
+
+    def _theirs(self, subject: Subject, config: ModelConfig) -> Iterator[Check]:
+        """The effective config that another implementation states in its provenance."""
+        for key, found in sorted((subject.provenance.get("effective") or {}).items()):
+            if hasattr(config, key):
+                yield compare("effective value of the implementation", shown(found), "==", shown(getattr(config, key)), STATED, 1,
+                              where=key, part="config")
+
+    def _widths(self, config: ModelConfig) -> Check:
+        """Sizes that coincide hide a transposition or a wrong axis."""
+        groups: dict[int, list[str]] = {}
+        for key in WIDTHS:
+            groups.setdefault(getattr(config, key), []).append(key)
+        same = [f"{' = '.join(keys)} = {size}" for size, keys in groups.items() if len(keys) > 1]
+        return Check("sizes that coincide", Status.PASS, "config.json", "config", len(same), "groups", source="reported, not judged: equal "
+                     "sizes let one pass for another (known bugs, 3)", samples=len(WIDTHS), note="; ".join(same) or "all differ")
+
+
+def effective_config(subject: Subject) -> ModelConfig:
+    """What the subject's model runs by, else what the files mean."""
+    held = getattr(getattr(subject, "model", None), "config", None)
+    return held if isinstance(held, ModelConfig) else subject.config
+
+
+def modules(subject: Subject) -> bool:
+    """Whether the subject is this project's model, whose modules can be asked."""
+    return "kernels" in subject.can and hasattr(subject, "model")
+
+
+def flat(raw: dict) -> list[str]:
+    """Keys, those of the two nested objects by 'object.key'."""
+    keys = []
+    for key, value in raw.items():
+        nested = key in ("rope_scaling", "quantization_config") and isinstance(value, dict)
+        keys += [f"{key}.{inner}" for inner in value] if nested else [key]
+    return keys
+
+
+def value_at(raw: dict, key: str):
+    outer, _, inner = key.partition(".")
+    return raw[outer][inner] if inner and isinstance(raw.get(outer), dict) else raw[key]
+
+
+def read_keys(raw: dict, key: str) -> bool:
+    """Whether a change of this key changes anything: another ModelConfig, or a refusal. expert_dtype is held against tensors."""
+    if key in FIXED or (value_at(raw, key) is None and hasattr(ModelConfig, key)):
+        return True
+    try:
+        before = ModelConfig.from_official(raw)
+        return any(ModelConfig.from_official(_with(raw, key, v)) != before for v in _other(value_at(raw, key)))
+    except (ConfigError, TypeError, ValueError, KeyError):
+        return True
+
+
+def _with(raw: dict, key: str, value) -> dict:
+    copy = json.loads(json.dumps(raw))
+    outer, _, inner = key.partition(".")
+    if inner and isinstance(copy.get(outer), dict):
+        copy[outer][inner] = value
+    else:
+        copy[key] = value
+    return copy
+
+
+def _other(value) -> list:
+    """Values of the same type that differ from this one."""
+    match value:
+        case bool():
+            return [not value]
+        case int() | float():
+            return [value * 2 + 2]
+        case str():
+            return [value + " changed"]
+        case list():
+            return [[v * 2 + 2 if isinstance(v, (int, float)) else v for v in value], value[:-1]]
+    return ["changed", 1]
+
+
+def effective(config: ModelConfig, key: str, requested):
+    """What the ModelConfig has for an official key, in the form in which config.json states it."""
+    layers = config.num_hidden_layers
+    match key:
+        case "compress_ratios":
+            mine = list(config.compress_ratios + config.mtp_compress_ratios)
+            rest = requested[len(mine):] if isinstance(requested, list) else []
+            return (mine + rest)[:max(layers, len(requested))]   # DSpark's surplus entries are its own
+        case "num_nextn_predict_layers":
+            return config.num_mtp_layers
+        case "eos_token_id":
+            return list(config.eos_token_id) if isinstance(requested, list) else (config.eos_token_id or (None,))[0]
+        case "quantization_config.weight_block_size":
+            return list(config.weight_block_size)
+    if key.startswith("rope_scaling"):
+        return getattr(config.yarn, key.partition(".")[2], requested if config.yarn else "none")  # `type` has no field of its own
+    return requested if key in FIXED else getattr(config, key, requested)
+
+
+def shown(value) -> str:
+    """A value as text: 1.0 and 1 are the same number."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(shown(v) for v in value) + "]"
+    return str(value) if isinstance(value, (bool, str)) or value is None else f"{value:.12g}" if isinstance(value, (int, float)) else repr(value)
+
+
+def row_of(raw: dict, ratio: int) -> str:
+    """A line of the layer table from the raw config: θ is that of layers that compress, or of those that do not (specification 3)."""
+    theta = raw["compress_rope_theta"] if ratio else raw["rope_theta"]
+    return _row(KIND_OF_RATIO[ratio].value, ratio, theta, raw["index_topk"] if ratio == 4 else 0)
+
+
+def row_of_config(config: ModelConfig, layer: int) -> str:
+    ratio = config.compress_ratios[layer]
+    theta = config.compress_rope_theta if ratio else config.rope_theta
+    return _row(config.kind(layer).value, ratio, theta, config.index_topk if ratio == 4 else 0)
+
+
+def row_of_model(subject: Subject, layer: int) -> str:
+    """Of the modules: which attention, its ratio, the base that it rotates by, the k of its indexer."""
+    attn, config = subject.model.layers[layer].attn, effective_config(subject)
+    ratio = getattr(attn, "compressor", attn).ratio
+    theta = config.compress_rope_theta if attn.base == "compress" else config.rope_theta
+    return _row(attn.kind.value, ratio, theta, attn.indexer.topk if hasattr(attn, "indexer") else 0)
+
+
+def _row(kind: str, ratio: int, theta: float, k: int) -> str:
+    return f"{kind}, ratio {ratio}, θ {theta:.12g}" + (f", k {k}" if k else "")
+
+
+def ratio_in_file(subject: Subject, prefix: str) -> int:
+    """The compression ratio that a layer's tensors mean."""
+    ape = subject.files.sources.get(f"{prefix}.attn.compressor.ape")
+    indexer = f"{prefix}.attn.indexer.wq_b.weight" in subject.files.sources
+    if ape is None:
+        return -1 if indexer else 0
+    return ape.shape[0] if indexer == (ape.shape[0] == 4) else -1

@@ -1,0 +1,245 @@
+"""P5: every rotation of every layer has the right base, pairing, position and direction. See rope.md.
+
+Also what the attention probes (rope, index_oracle, influence) share: the oracle in a subject's numerics, inputs, tolerances.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from probes.oracle import Oracle, Weights, weights_of
+from probes.oracle import attention as steps
+from probes.oracle.attention import Layer
+from probes.probe import Probe
+from probes.result import Check, compare, vacuous
+from probes.subject import Subject
+
+LIMITS = {  # numerics → (relative error, of which share of tokens), and why
+    "fp32": (1e-4, 1.0, "fp32 against float64: sums of some thousand terms"),
+    "native": (2e-2, 0.9, "bf16 activations and cache: 8 bits, a few roundings; nine tokens in ten"),
+    "qat": (2e-2, 0.5, "simulated FP8 and FP4 in bf16: the median token, since one value beside a rounding boundary moves its token"),
+    "qat:fp32": (1e-4, 0.5, "simulated FP8 and FP4: the median token, since one value beside a rounding boundary moves its token"),
+}
+MAX_TOKENS = 4096  # of what an attention probe runs at effort 1
+Form = Callable[[torch.Tensor], torch.Tensor]
+
+
+# ---- shared by the attention probes -------------------------------------------------------
+
+
+def limit_of(subject: Subject) -> tuple[float, float, str]:
+    """(relative error, share of tokens that must stay within, source) by numerics; those of bf16 for names unknown."""
+    limit, share, why = LIMITS.get(subject.numerics, LIMITS["native"])
+    return limit, share, f"{subject.numerics or 'bf16'}: {why}"
+
+
+def oracle_of(subject: Subject, matched: bool = True) -> Oracle:
+    """The float64 oracle on the subject's files, or on its own tensors where it has none.
+
+    matched: with the simulation and the cache dtype of its numerics; else nothing is rounded.
+    """
+    simulate = matched and subject.numerics.startswith("qat")
+    cache = torch.bfloat16 if matched and subject.numerics not in ("fp32", "qat:fp32") else None
+    files = getattr(subject, "files", None)
+    if files is None:
+        weights = Weights({}, lambda name: _wide(subject.weight(name)), lambda base: False)
+    else:
+        weights = weights_of(files.path, independent=files.layout.name == "official")
+    return Oracle(subject.config, weights, simulate, cache)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
+def heavy_tailed(subject: Subject, T: int, seed: int, rows: int = 1) -> torch.Tensor:
+    """Attention inputs fp32 [rows, T, d], each token of RMS about 1, a few channels far larger; numbers that bf16 holds."""
+    g = torch.Generator().manual_seed(seed)
+    d = subject.config.hidden_size
+    x = torch.randn(rows, T, d, generator=g) * torch.exp(0.8 * torch.randn(d, generator=g))
+    return (x / x.square().mean(-1, keepdim=True).sqrt()).bfloat16().float()
+
+
+def zeros_like_ids(x: torch.Tensor) -> torch.Tensor:
+    """Token ids for attn_in x [B, T, d]; attention alone does not look at them."""
+    return torch.zeros(x.shape[:2], dtype=torch.long)
+
+
+def far(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """‖found − wanted‖ / ‖wanted‖ by row of [B, T, ...]: [B, T]; infinite where NaN."""
+    a, b = found.double().flatten(2), wanted.double().flatten(2)
+    return torch.nan_to_num((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12), nan=float("inf"))
+
+
+def at_share(errors: torch.Tensor, share: float) -> float:
+    """The error that `share` of all stay within; None-like NaN for none."""
+    flat = errors.flatten().sort().values
+    return flat[max(int(share * len(flat) + 0.5) - 1, 0)].item() if len(flat) else float("nan")
+
+
+def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
+    """The subject's own selection, −1 for whatever is no entry; the oracle's where it gives none."""
+    picks = points.get((layer, "selection"), found["selection"])
+    return torch.where((picks < 0) | (picks >= n), -1, picks)
+
+
+def attended(layer: Layer, found: dict, selection: torch.Tensor | None, window: int | None = None):
+    """(o, masses) of the oracle's attention over other entries: `selection` None for all visible ones."""
+    q, kv = found["q_after_rope"], found["kv_window"]
+    entries = found.get("compressed_kv", kv[:, :0])
+    return steps.attention(q, kv, entries, selection, layer.w("attn.attn_sink"), window or layer.config.sliding_window, layer.ratio)
+
+
+# ---- the probe ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turned:
+    """What is rotated: values before rotation [B, n, (H,) R dims last], their positions, and what becomes of them afterwards.
+
+    at: positions as in the specification; others: wrong ones by name; form: rounding and storage after the rotation; mixed:
+    whether `form` mixes pairs, so that they cannot be looked at one by one.
+    """
+
+    point: str
+    plain: torch.Tensor
+    at: torch.Tensor
+    others: dict[str, torch.Tensor]
+    form: Form
+    part: str
+    mixed: bool = False
+
+    def turned(self, freqs: torch.Tensor, at: torch.Tensor, half_split: bool = False) -> torch.Tensor:
+        """The values, rotated by freqs [R/2] at positions `at`, as the subject should show them."""
+        R, x = 2 * len(freqs), self.plain
+        order = torch.stack((torch.arange(R // 2), torch.arange(R // 2) + R // 2), 1).flatten() if half_split else torch.arange(R)
+        x = torch.cat((x[..., :-R], x[..., -R:][..., order]), -1)
+        x = (steps.rotate_heads if x.dim() == 4 else steps.rotate)(x, at, freqs)
+        return self.form(torch.cat((x[..., :-R], x[..., -R:][..., order.argsort()]), -1))
+
+
+@dataclass(frozen=True)
+class Rope(Probe):
+    """Queries, window rows, entries, index keys and the rotation back, against the oracle and its plausible mistakes."""
+
+    name: ClassVar[str] = "rope"
+    title: ClassVar[str] = "rotations have the right base, pairs, positions and direction"
+    needs: ClassVar[frozenset[str]] = frozenset({"layer"})
+
+    def run(self, subject: Subject) -> list[Check]:
+        oracle, checks = oracle_of(subject), []
+        T = min(max(600, 4 * subject.config.sliding_window), subject.config.max_position_embeddings)
+        x = heavy_tailed(subject, T, self.seed)
+        want = ("q_after_rope", "kv_window", "compressed_kv", "index_keys", "selection")
+        for i in range(subject.config.num_hidden_layers):
+            layer, points = oracle.layer(i), subject.attention(i, x, zeros_like_ids(x), want=want).points
+            for turned in rotated_things(layer, x.double()):
+                checks += self._thing(subject, layer, turned, points.get((i, turned.point)), f"layer {i}")
+            checks.append(self._back(subject, oracle, i, x, points))
+        return checks
+
+    def _thing(self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor | None, where: str) -> list[Check]:
+        title = f"{thing.point}: rotated pairs turn by the right angles"
+        wanted = thing.turned(layer.frequencies, thing.at)
+        if found is None or found.numel() == 0 or found.shape != wanted.shape:
+            why = "the subject gives none" if found is None else f"shape {list(found.shape)}, expected {list(wanted.shape)}"
+            return [vacuous(title, why, where=where, part=f"rotation of {thing.part}")]
+        checks = [self._nearest(subject, layer, thing, found, where)]
+        return checks if thing.mixed else [self._pairs(subject, title, thing, found, wanted, 2 * len(layer.frequencies), where), *checks]
+
+    def _pairs(self, subject: Subject, title: str, thing: Turned, found, wanted, R: int, where: str) -> Check:
+        """The worst pair's angle error; positions count by the size of the pair there."""
+        limit, share, source = limit_of(subject)
+        angles, still = angle_errors(found, wanted, R), at_share(far(found[..., :-R], wanted[..., :-R]), share)
+        worst = int(angles.argmax())
+        sane = still <= 10 * limit
+        note = f"worst pair {worst} of {R // 2}; dims that are not rotated differ by {still:.2g}"
+        return compare(title, angles[worst].item(), "<=", limit * 2, f"{source}; twice that, as an angle", found[..., 0].numel(),
+                       where=where, part=f"rotation of {thing.part}" if sane else thing.part, unit="rad", note=note)
+
+    def _nearest(self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor, where: str) -> Check:
+        """Which rotation explains what is seen."""
+        limit, share, source = limit_of(subject)
+        forms = {"as specified": thing.turned(layer.frequencies, thing.at)} | mistakes(layer, thing)
+        R = 0 if thing.mixed else 2 * len(layer.frequencies)
+        errors = {name: at_share(far(found[..., -R:], form[..., -R:]), 0.5) for name, form in forms.items()}
+        apart = {name: at_share(far(form[..., -R:], forms["as specified"][..., -R:]), 0.9) for name, form in forms.items()}
+        seen = {name: e for name, e in errors.items() if name == "as specified" or apart[name] > 3 * limit}
+        name, part = f"{thing.point}: the rotation that explains it", f"rotation of {thing.part}"
+        note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(seen.items(), key=lambda item: item[1])[:4])
+        if len(seen) == 1:
+            return vacuous(name, "no mistaken rotation differs at these positions", where=where, part=part)
+        return compare(name, min(seen, key=seen.get), "==", "as specified", "the nearest of the oracle's variants, median error",
+                       found[..., 0].numel(), where=where, part=part, note=note)
+
+    def _back(self, subject: Subject, oracle: Oracle, i: int, x: torch.Tensor, points: dict) -> Check:
+        """The rotation of the output back at the query's position."""
+        layer, found, positions = oracle.layer(i), oracle.attention_layer(i, x), torch.arange(x.shape[1])
+        selection = picks_of(points, i, found, found["compressed_kv"].shape[1]) if layer.ratio == 4 else None
+        o, _ = attended(layer, found, selection)
+        forms = {"rotated back": o}
+        forms["not rotated back"] = steps.rotate_heads(o, positions, layer.frequencies)
+        forms["rotated forwards again"] = steps.rotate_heads(forms["not rotated back"], positions, layer.frequencies)
+        out = points[i, "attn_out"]
+        errors = {name: at_share(far(out, steps.output(layer, form, positions)), 0.5) for name, form in forms.items()}
+        note = "; ".join(f"{name} {e:.2g}" for name, e in errors.items())
+        return compare("attn_out: rotated back before the output projection", min(errors, key=errors.get), "==", "rotated back",
+                       "the nearest of the oracle's variants, median error", out[..., 0].numel(), where=f"layer {i}",
+                       part="rotation of the output", note=note)
+
+
+def rotated_things(layer: Layer, x: torch.Tensor) -> list[Turned]:
+    """Everything of a layer that is rotated, on attn_in x [B, T, d]."""
+    c, freqs, positions = layer.config, layer.frequencies, torch.arange(x.shape[1])
+    q = steps.rotate_heads(steps.queries(layer, x, positions)[1], positions, freqs, inverse=True)
+    kv = steps.rms(layer.linear("attn.wkv", x), layer.w("attn.kv_norm.weight"), c.rms_norm_eps)
+    main = lambda values: steps.main_kv(layer, values)
+    late = {"one position late": positions + 1}
+    things = [Turned("q_after_rope", q, positions, late, lambda values: values, "queries"),
+              Turned("kv_window", kv, positions, late, main, "window rows")]
+    if layer.ratio:
+        things.append(_entries(layer, x, "attn.compressor", "compressed_kv", main, "compressed entries"))
+    if layer.ratio == 4:
+        form = lambda values: layer.store(steps.index_form(layer, values))
+        things.append(_entries(layer, x, "attn.indexer.compressor", "index_keys", form, "indexer keys"))
+    return things
+
+
+def _entries(layer: Layer, x: torch.Tensor, name: str, point: str, form: Form, part: str) -> Turned:
+    values = steps.compress(layer, x, name)
+    w = torch.arange(values.shape[1])
+    others = {"at the entry's number": w, "at the window's end": layer.ratio * w + layer.ratio - 1,
+              "one window late": layer.ratio * (w + 1)}
+    plain = steps.rotate(values, layer.ratio * w, layer.frequencies, inverse=True)
+    return Turned(point, plain, layer.ratio * w, others, form, part, mixed=layer.simulate and point == "index_keys")
+
+
+def mistakes(layer: Layer, thing: Turned) -> dict[str, torch.Tensor]:
+    """What the values would be by the rotations that implementations really got wrong."""
+    freqs, c = layer.frequencies, layer.config
+    forms = {"not rotated": thing.turned(freqs, 0 * thing.at), "half-split pairs": thing.turned(freqs, thing.at, half_split=True),
+             "the other way round": thing.turned(-freqs, thing.at)}
+    forms |= {name: thing.turned(freqs, at) for name, at in thing.others.items()}
+    compressed = layer.ratio > 0
+    bases = {"base of the other layer kind": steps.frequencies(c, not compressed)}
+    if c.yarn is not None:
+        plain = steps.frequencies(replace(c, yarn=None), compressed)
+        theta = c.compress_rope_theta if compressed else c.rope_theta
+        stretched = steps.frequencies(replace(c, compress_rope_theta=theta), True)
+        bases |= {"YaRN missing": plain} if compressed else {"YaRN where none belongs": stretched}
+        if compressed:
+            bases["base of the other kind, with YaRN"] = steps.frequencies(replace(c, compress_rope_theta=c.rope_theta), True)
+            bases["base of the other kind, no YaRN"] = steps.frequencies(c, False)
+            del bases["base of the other layer kind"]
+    return forms | {name: thing.turned(f, thing.at) for name, f in bases.items()}
+
+
+def angle_errors(found: torch.Tensor, wanted: torch.Tensor, R: int) -> torch.Tensor:
+    """RMS angle [R/2] between the pairs of the last R dims of [..., D], over everything else, weighted by their squares."""
+    pair = lambda v: torch.view_as_complex(v[..., -R:].double().unflatten(-1, (-1, 2)).contiguous()).flatten(0, -2)
+    a, b = pair(found), pair(wanted)
+    weight = b.abs().square()
+    errors = ((a * b.conj()).angle().square() * weight).sum(0) / weight.sum(0).clamp(min=1e-30)
+    return torch.nan_to_num(errors.sqrt(), nan=torch.pi)
