@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from dsv4.cache import CompressorCache
+from probes.backend_matrix import BackendMatrix
+from probes.edges import Edges
 from probes.isolation import Isolation
 from probes.mhc import HyperConnections
 from probes.moe_edges import MoEEdges
@@ -124,3 +126,33 @@ def test_rows_that_nobody_wrote_are_seen(subject, monkeypatch):
     real = CompressorCache._window_slots
     monkeypatch.setattr(CompressorCache, "_window_slots", lambda self, step: (real(self, step)[0] + 40, real(self, step)[1] & False))
     assert worst(execute(Poison(effort=0.1), subject)[0]) in (Status.FAIL, Status.ERROR)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_operations_are_sound_on_every_backend(official, backend):
+    for probe in (Edges(), BackendMatrix()):
+        checks, _ = execute(probe, OurSubject(official, "fp32", backend))
+        assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
+
+
+@pytest.mark.parametrize("name,part", [("sparse_attention", "sparse attention"), ("hca_attention", "HCA attention"),
+                                       ("topk_entries", "selection"), ("index_scores", "index scores")])
+def test_a_wrong_operation_is_seen_at_its_edges(subject, monkeypatch, name, part):
+    real = OurSubject.operations.fget
+    faults = {
+        "sparse_attention": lambda f: lambda q, w, wi, e, ei, sink, *rest: f(q, w, wi, e, ei, sink + 0.7, *rest),      # sink twice
+        "hca_attention": lambda f: lambda q, w, wi, e, seen, *rest: f(q, w, wi, e, (seen - 1).clamp(min=0), *rest),   # one entry late
+        "topk_entries": lambda f: lambda scores, k: scores.shape[-1] - 1 - f(scores.flip(-1), k),                     # highest wins
+        "index_scores": lambda f: lambda q, w, keys, seen: f(q, w.abs(), keys, seen),                                 # weights' sign
+    }
+    monkeypatch.setattr(OurSubject, "operations", property(lambda self: real(self) | {name: faults[name](real(self)[name])}))
+    checks, _ = execute(Edges(), subject)
+    assert {c.part for c in checks if c.status in (Status.FAIL, Status.ERROR)} == {part}
+
+
+def test_a_backend_that_differs_is_named(subject, monkeypatch):
+    from kernels.hyper_connections import cpu
+    real = cpu._row
+    monkeypatch.setattr(cpu, "_row", lambda *args: tuple(x**1.01 for x in real(*args)))  # a row scaled as a whole would not show
+    checks, _ = execute(BackendMatrix(), subject)
+    assert {c.part for c in checks if c.status is Status.FAIL} == {"mhc_pre"}
