@@ -64,8 +64,8 @@ class ConfigLedger(Probe):
         if not read_keys(raw, key):
             why = NO_EFFECT.get(key)
             note = f"requested {requested!r:.60}; never read: {why or 'nothing says why'}"
-            yield Check("key is read", Status.PASS if why else Status.WARN, measured="never read", relation="==", threshold="read",
-                        source="on the list of keys without effect" if why else "a key that nothing reads has no effect (Primus 949)",
+            yield Check("key is read", Status.PASS if why else Status.WARN, measured="never read", relation="==",
+                        threshold="never read" if why else "read", source="on the list of keys without effect" if why else "a key that nothing reads has no effect (Primus 949)",
                         **about | {"note": note})
             return
         found = effective(config, key, requested)
@@ -206,7 +206,9 @@ def effective(config: ModelConfig, key: str, requested):
             return list(config.eos_token_id) if isinstance(requested, list) else (config.eos_token_id or (None,))[0]
         case "quantization_config.weight_block_size":
             return list(config.weight_block_size)
-    if key.startswith("rope_scaling"):
+    if key == "rope_scaling":
+        return requested if config.yarn is None else config.yarn
+    if key.startswith("rope_scaling."):
         return getattr(config.yarn, key.partition(".")[2], requested if config.yarn else "none")  # `type` has no field of its own
     return requested if key in FIXED else getattr(config, key, requested)
 

@@ -9,7 +9,7 @@ import torch
 from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
-from probes.oracle.formats import hadamard
+from probes.oracle.formats import hadamard, simulate_fp4
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
 from probes.rope import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, zeros_like_ids
@@ -89,10 +89,35 @@ class IndexOracle(Probe):
 def indexed(layer: Layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """attn_in [1, T, d] → index keys, queries, weights, scores, by the oracle."""
     x, positions = x.double(), torch.arange(x.shape[1])
-    qr, _ = steps.queries(layer, x, positions)
-    parts = {"keys": steps.index_keys(layer, x), "queries": steps.index_queries(layer, qr, positions),
-             "weights": steps.index_weights(layer, x)}
+    parts = {"keys": keys(layer, x), "queries": queries(layer, x, positions), "weights": held(layer, steps.index_weights(layer, x))}
     return parts | {"index_scores": score(layer, parts)}
+
+
+def held(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """x as activations hold it before FP4: a matched oracle quantises the same numbers, or values at the boundaries flip."""
+    return layer.store(x) if layer.simulate else x
+
+
+def form(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """`steps.index_form`, with what Hadamard gives held before FP4."""
+    return simulate_fp4(held(layer, hadamard(held(layer, x))), 32) if layer.simulate else x
+
+
+def keys(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """Index keys [B, n, Di] of attn_in x [B, T, d], as the cache holds them."""
+    w = lambda leaf: layer.w(f"attn.indexer.compressor.{leaf}")
+    pooled = held(layer, steps.pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=True))
+    entries = held(layer, steps.rms(pooled, w("norm.weight"), layer.config.rms_norm_eps))
+    return layer.store(form(layer, steps.rotate(entries, layer.ratio * torch.arange(entries.shape[1]), layer.frequencies)))
+
+
+def queries(layer: Layer, x: torch.Tensor, positions: torch.Tensor, turn: bool = True) -> torch.Tensor:
+    """Index queries [B, T, Hi, Di] of attn_in x [B, T, d], with activations held in the cache's dtype if simulated."""
+    c = layer.config
+    a = held(layer, layer.linear("attn.wq_a", x))
+    qr = held(layer, steps.rms(a, layer.w("attn.q_norm.weight"), c.rms_norm_eps))
+    q = held(layer, layer.linear("attn.indexer.wq_b", qr)).unflatten(-1, (c.index_n_heads, c.index_head_dim))
+    return form(layer, steps.rotate_heads(q, positions, layer.frequencies) if turn else q)
 
 
 def score(layer: Layer, parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -158,7 +183,7 @@ def variants(case: Case) -> dict[str, tuple[str, torch.Tensor]]:
         "sigmoid of the weights": ("indexer weights", scores(weights=sigmoid_weights(right["weights"], c))),
         "weights missing": ("indexer weights", scores(weights=torch.ones_like(right["weights"]))),
         "half the heads": ("indexer queries", scores(weights=half_of(right["weights"]))),
-        "queries not rotated": ("indexer queries", scores(queries=unrotated(case))),
+        "queries not rotated": ("indexer queries", scores(queries=queries(layer, case.x.double(), torch.arange(case.x.shape[1]), turn=False))),
     }
     own = case.points.get("index_keys")
     if own is not None and own.shape == right["keys"].shape:
@@ -176,15 +201,6 @@ def sigmoid_weights(weights: torch.Tensor, c) -> torch.Tensor:
 
 def half_of(weights: torch.Tensor) -> torch.Tensor:
     return torch.cat((weights[..., :weights.shape[-1] // 2], torch.zeros_like(weights[..., weights.shape[-1] // 2:])), -1)
-
-
-def unrotated(case: Case) -> torch.Tensor:
-    """Index queries without their rotation (before any quantisation)."""
-    layer, positions = case.layer, torch.arange(case.x.shape[1])
-    qr, _ = steps.queries(layer, case.x.double(), positions)
-    plain = replace(layer, simulate=False)
-    back = steps.rotate_heads(steps.index_queries(plain, qr, positions), positions, layer.frequencies, inverse=True)
-    return steps.index_form(layer, back)
 
 
 # ---- selection ----------------------------------------------------------------------------
