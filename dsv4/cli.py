@@ -15,9 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dsv4 import tables
 from dsv4.errors import Dsv4Error, InputError
+from probes.cli import audit_app  # the command line alone knows the engine and the probes above it
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Run, measure and audit DeepSeek-V4-style checkpoints.")
+app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implementation of it.")
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -133,24 +135,6 @@ def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, o
         _print_json(document)
     else:
         tables.plan(document, Console(highlight=False, markup=False, soft_wrap=True))
-
-
-@app.command()
-def audit(
-    checkpoint: Checkpoint,
-    subject: Annotated[str, typer.Option(help="ours: this project's model; files: the checkpoint alone; transformers: that "
-                                         "implementation on the same weights.")] = "ours",
-    numerics: Numerics = NumericsChoice.fp32,
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
-    device: Device = "cpu",
-    probe: Annotated[list[str] | None, typer.Option(help="Run this probe only; may be given several times.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Time, e.g. 60s: probes that would begin later are VACUOUS.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the report: markdown, JSON, JUnit XML and SARIF.")] = None,
-):
-    """Probe a checkpoint and an implementation of it. Exit code 0: clean; 1: findings; 2: it could not run."""
-    from probes import audit as auditing  # the probes stand above the engine: only the command line knows both
-    limit = None if budget is None else auditing.seconds(budget)
-    raise typer.Exit(auditing.run(checkpoint, subject, numerics.value, backend, device, probe or [], limit, out, errors.print))
 
 
 @contextmanager

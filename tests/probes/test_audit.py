@@ -1,5 +1,6 @@
 """`dsv4 audit`: exit codes, budget, subjects, what it writes."""
 
+import json
 import sys
 
 import pytest
@@ -62,3 +63,21 @@ def test_seconds():
     with pytest.raises(InputError):
         seconds("-3")
     assert issubclass(InputError, Dsv4Error)
+
+
+def test_two_audits_are_compared(run, official, tmp_path, capsys):
+    run("audit", "run", official, "--probe", "isolation", "--out", tmp_path)
+    [file] = tmp_path.glob("*.json")
+    code, _ = run("audit", "diff", file, file)
+    assert code == 0
+    report = json_report.load(file)
+    report["sections"][0]["checks"][0]["status"] = "FAIL"
+    worse = tmp_path / "worse.json"
+    worse.write_text(json.dumps(report))
+    code, _ = run("audit", "diff", file, worse, "--out", tmp_path / "diff.md")
+    assert code == 1 and "a row in a batch equals the row alone" in (tmp_path / "diff.md").read_text()
+    code, err = run("audit", "diff", file, tmp_path / "absent.json")
+    assert code == 2 and len(err.strip().splitlines()) == 1
+    (tmp_path / "w.json").write_text("{}")
+    code, err = run("audit", "diff", file, file, "--waivers", tmp_path / "w.json")
+    assert code == 2 and "expected a list" in err

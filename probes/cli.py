@@ -1,0 +1,75 @@
+"""`dsv4 audit`: the probes' part of the command line."""
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from dsv4.errors import InputError
+
+say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+
+
+class RunByDefault(TyperGroup):
+    """`dsv4 audit CHECKPOINT …` means `dsv4 audit run CHECKPOINT …`."""
+
+    def parse_args(self, ctx, args):
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@audit_app.command("run")
+def run_audit(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
+    subject: Annotated[str, typer.Option(help="ours: this project's model; files: the checkpoint alone; transformers: that "
+                                         "implementation on the same weights.")] = "ours",
+    numerics: Annotated[str, typer.Option(help="fp32, native, qat or qat:fp32.")] = "fp32",
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    probe: Annotated[list[str] | None, typer.Option(help="Run this probe only; may be given several times.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Time, e.g. 60s: probes that would begin later are VACUOUS.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the report: markdown, JSON, JUnit XML and SARIF.")] = None,
+):
+    """Probe a checkpoint and an implementation of it. Exit code 0: clean; 1: findings; 2: it could not run."""
+    from probes import audit
+    limit = None if budget is None else audit.seconds(budget)
+    raise typer.Exit(audit.run(checkpoint, subject, numerics, backend, device, probe or [], limit, out, say))
+
+
+@audit_app.command("diff")
+def diff_audits(
+    old: Annotated[Path, typer.Argument(help="JSON report of before.", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="JSON report of after.", show_default=False)],
+    waivers: Annotated[Path | None, typer.Option(help="JSON list of {probe, name, where, reason, expires}.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the markdown here instead of to stdout.")] = None,
+):
+    """What changed between two audits. Exit code 1: regressions, vanished evidence or expired waivers."""
+    from probes.difference import difference
+    from probes.formats import json_report
+    from probes.report import write_files
+    found = difference(json_report.load(old), json_report.load(new), _waivers(waivers), date.today())
+    if out is None:
+        print(found.to_markdown())
+    else:
+        write_files(out.parent, {out.name: found.to_markdown()})
+    raise typer.Exit(found.exit_code)
+
+
+def _waivers(file: Path | None) -> list[dict]:
+    if file is None:
+        return []
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"waivers {file.name} cannot be read ({str(error)[:60]}); expected a JSON list") from None
+    if not isinstance(value, list):
+        raise InputError(f"waivers {file.name} holds a {type(value).__name__}; expected a list")
+    return value
