@@ -13,24 +13,25 @@ from probes.result import Check, Status, compare
 from probes.subject import Subject
 
 STATED = "the value that config.json states; a value that is changed on the way needs a recorded reason (known bugs, 0.8)"
+BY_TENSORS, NUMERICS = "formats are read off the tensors", "dtypes are those of the tensors and of the numerics chosen"
+TRAINING, DSPARK, FOREIGN = "training only", "DSpark draft stages are not run", "names code of another library"
 NO_EFFECT = {  # keys that nothing needs to read, and why
-    "architectures": "names a class of another library", "torch_dtype": "dtypes are those of the tensors and of the numerics chosen",
-    "dtype": "dtypes are those of the tensors and of the numerics chosen", "auto_map": "names code of another library",
-    "transformers_version": "who wrote the file", "_name_or_path": "where the file came from", "use_cache": "there is always a cache",
-    "initializer_range": "training only", "attention_dropout": "training only", "output_router_logits": "training only",
-    "router_aux_loss_coef": "training only", "pad_token_id": "rows have lengths, nothing is padded",
-    "max_batch_size": "the caller's choice", "max_seq_len": "the caller's choice",
-    "dspark_block_size": "DSpark draft stages are not run", "dspark_noise_token_id": "DSpark draft stages are not run",
-    "dspark_target_layer_ids": "DSpark draft stages are not run", "dspark_markov_rank": "DSpark draft stages are not run",
+    "architectures": FOREIGN, "auto_map": FOREIGN, "torch_dtype": NUMERICS, "dtype": NUMERICS,
+    "transformers_version": "who wrote the file", "_name_or_path": "where the file came from",
+    "use_cache": "there is always a cache",
+    "pad_token_id": "rows have lengths, nothing is padded", "max_batch_size": "the caller's choice",
+    "max_seq_len": "the caller's choice",
+    **dict.fromkeys(("initializer_range", "attention_dropout", "output_router_logits", "router_aux_loss_coef"), TRAINING),
+    **{f"dspark_{key}": DSPARK for key in ("block_size", "noise_token_id", "target_layer_ids", "markov_rank")},
     "quantization_config.activation_scheme": "activations are quantised by the numerics chosen",
-    "quantization_config.quant_method": "formats are read off the tensors", "quantization_config.fmt": "formats are read off the tensors",
-    "quantization_config.scale_fmt": "formats are read off the tensors", "quantization_config.quant_algo": "formats are read off the tensors",
-    "quantization_config.moe_quant_algo": "formats are read off the tensors", "quantization_config.group_size": "fixed by the format",
-    "quantization_config.ignore": "formats are read off the tensors", "quantization_config.quantized_layers": "formats are read off the tensors",
+    **{f"quantization_config.{key}": BY_TENSORS for key in ("quant_method", "fmt", "scale_fmt", "quant_algo", "moe_quant_algo",
+                                                            "group_size", "ignore", "quantized_layers")},
 }
-FIXED = ("model_type", "scoring_func", "topk_method", "norm_topk_prob", "hidden_act", "num_key_value_heads", "tie_word_embeddings",
+FIXED = ("model_type", "scoring_func", "topk_method", "norm_topk_prob", "hidden_act", "num_key_value_heads",
+         "tie_word_embeddings",
          "attention_bias", "expert_dtype")  # any other value is refused, so the requested one is in effect
-WIDTHS = ("hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "o_lora_rank", "index_head_dim", "num_attention_heads",
+WIDTHS = ("hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "o_lora_rank", "index_head_dim",
+          "num_attention_heads",
           "index_n_heads", "index_topk", "sliding_window", "n_routed_experts", "vocab_size")
 IN_MODULES = {  # class → attribute → key: values that the modules of this project's model took from the config
     "RMSNorm": {"eps": "rms_norm_eps"}, "HyperHead": {"eps": "hc_eps", "norm_eps": "rms_norm_eps"},
@@ -62,11 +63,11 @@ class ConfigLedger(Probe):
         about = dict(where=key, part="config", samples=1, note=subject.files.config_notes.get(key, ""))
         requested = value_at(raw, key)
         if not read_keys(raw, key):
-            why = NO_EFFECT.get(key)
+            why = reason(raw, key)
             note = f"requested {requested!r:.60}; never read: {why or 'nothing says why'}"
+            source = "on the list of keys without effect" if why else "a key that nothing reads has no effect (Primus 949)"
             yield Check("key is read", Status.PASS if why else Status.WARN, measured="never read", relation="==",
-                        threshold="never read" if why else "read", source="on the list of keys without effect" if why else "a key that nothing reads has no effect (Primus 949)",
-                        **about | {"note": note})
+                        threshold="never read" if why else "read", source=source, **about | {"note": note})
             return
         found = effective(config, key, requested)
         yield compare("effective value is the requested one", shown(found), "==", shown(requested), STATED, **about)
@@ -76,10 +77,11 @@ class ConfigLedger(Probe):
         layers, ratios = raw["num_hidden_layers"], list(raw["compress_ratios"])
         mtp = raw.get("num_nextn_predict_layers") or 0
         extra = "from" in subject.files.config_notes.get("compress_ratios", "")  # transformers' form has no entries for MTP
-        yield compare("entries of compress_ratios", len(ratios), ">=", layers + (0 if extra else mtp), "one a layer and one an MTP block "
-                      "(specification 1); DSpark releases have more", 1, where="compress_ratios", part="config")
-        yield compare("layers of the effective config", len(config.compress_ratios), "==", layers, STATED, 1, where="compress_ratios",
-                      part="config")
+        yield compare("entries of compress_ratios", len(ratios), ">=", layers + (0 if extra else mtp),
+                      "one a layer and one an MTP block (specification 1); DSpark releases have more", 1,
+                      where="compress_ratios", part="config")
+        yield compare("layers of the effective config", len(config.compress_ratios), "==", layers, STATED, 1,
+                      where="compress_ratios", part="config")
         for i, ratio in enumerate(ratios[:layers]):
             wanted, where = row_of(raw, ratio), f"layer {i}"
             have = [("config", row_of_config(config, i))] + ([("model", row_of_model(subject, i))] if modules(subject) else [])
@@ -87,7 +89,8 @@ class ConfigLedger(Probe):
                 yield compare(f"kind, ratio, θ and k of the layer, by the {who}", found, "==", wanted, STATED, 1, where=where,
                               part="layer kind", note=f"hash-routed: {i < config.num_hash_layers}")
             yield compare("compression ratio by the layer's tensors", ratio_in_file(subject, f"layers.{i}"), "==", ratio,
-                          "an indexer means CSA, rows of ape are the ratio (specification 2.1)", 1, where=where, part="layer kind")
+                          "an indexer means CSA, rows of ape are the ratio (specification 2.1)", 1, where=where,
+                          part="layer kind")
             hashed = f"layers.{i}.ffn.gate.tid2eid" in subject.files.sources
             yield compare("routing by token id, by the layer's tensors", hashed, "==", i < config.num_hash_layers,
                           "tid2eid stands in hash layers only (specification 2.1)", 1, where=where, part="router")
@@ -119,8 +122,8 @@ class ConfigLedger(Probe):
         """The effective config that another implementation states in its provenance."""
         for key, found in sorted((subject.provenance.get("effective") or {}).items()):
             if hasattr(config, key):
-                yield compare("effective value of the implementation", shown(found), "==", shown(getattr(config, key)), STATED, 1,
-                              where=key, part="config")
+                yield compare("effective value of the implementation", shown(found), "==", shown(getattr(config, key)), STATED,
+                              1, where=key, part="config")
 
     def _widths(self, config: ModelConfig) -> Check:
         """Sizes that coincide hide a transposition or a wrong axis."""
@@ -128,8 +131,9 @@ class ConfigLedger(Probe):
         for key in WIDTHS:
             groups.setdefault(getattr(config, key), []).append(key)
         same = [f"{' = '.join(keys)} = {size}" for size, keys in groups.items() if len(keys) > 1]
-        return Check("sizes that coincide", Status.PASS, "config.json", "config", len(same), "groups", source="reported, not judged: equal "
-                     "sizes let one pass for another (known bugs, 3)", samples=len(WIDTHS), note="; ".join(same) or "all differ")
+        return Check("sizes that coincide", Status.PASS, "config.json", "config", len(same), "groups",
+                     source="reported, not judged: equal sizes let one pass for another (known bugs, 3)", samples=len(WIDTHS),
+                     note="; ".join(same) or "all differ")
 
 
 def effective_config(subject: Subject) -> ModelConfig:
@@ -152,13 +156,23 @@ def flat(raw: dict) -> list[str]:
     return keys
 
 
+def reason(raw: dict, key: str) -> str | None:
+    """Why nothing reads a key. What transformers repeats within rope_scaling must agree with what is read."""
+    value = value_at(raw, key)
+    if key == "rope_scaling.rope_type" and value == raw["rope_scaling"].get("type"):
+        return "repeats type"
+    if key == "rope_scaling.rope_theta" and value in (raw["rope_theta"], raw["compress_rope_theta"]):
+        return "repeats a θ that is read"
+    return NO_EFFECT.get(key)
+
+
 def value_at(raw: dict, key: str):
     outer, _, inner = key.partition(".")
     return raw[outer][inner] if inner and isinstance(raw.get(outer), dict) else raw[key]
 
 
 def read_keys(raw: dict, key: str) -> bool:
-    """Whether a change of this key changes anything: another ModelConfig, or a refusal. expert_dtype is held against tensors."""
+    """Whether a change of this key changes anything: another ModelConfig, or a refusal."""
     if key in FIXED or (value_at(raw, key) is None and hasattr(ModelConfig, key)):
         return True
     try:
@@ -209,7 +223,8 @@ def effective(config: ModelConfig, key: str, requested):
     if key == "rope_scaling":
         return requested if config.yarn is None else config.yarn
     if key.startswith("rope_scaling."):
-        return getattr(config.yarn, key.partition(".")[2], requested if config.yarn else "none")  # `type` has no field of its own
+        return getattr(config.yarn, key.partition(".")[2], requested
+                       if config.yarn else "none")  # `type` has no field of its own
     return requested if key in FIXED else getattr(config, key, requested)
 
 
@@ -217,11 +232,13 @@ def shown(value) -> str:
     """A value as text: 1.0 and 1 are the same number."""
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(shown(v) for v in value) + "]"
-    return str(value) if isinstance(value, (bool, str)) or value is None else f"{value:.12g}" if isinstance(value, (int, float)) else repr(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:.12g}"
+    return str(value)
 
 
 def row_of(raw: dict, ratio: int) -> str:
-    """A line of the layer table from the raw config: θ is that of layers that compress, or of those that do not (specification 3)."""
+    """A line of the layer table from the raw config: θ is that of layers that compress or do not (specification 3)."""
     theta = raw["compress_rope_theta"] if ratio else raw["rope_theta"]
     return _row(KIND_OF_RATIO[ratio].value, ratio, theta, raw["index_topk"] if ratio == 4 else 0)
 

@@ -1,0 +1,191 @@
+"""P15: bytes of the cache by formula and as allocated; rows that share no byte; slots beyond 2 GiB. See memory_map.md."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dsv4.cache import DEFAULT_MAX_REWIND, Entries, Stream, cache_streams, zeros
+from dsv4.config import KIND_OF_RATIO, ModelConfig
+from dsv4.errors import CapacityError
+from dsv4.step import Step
+from probes.measure import tokens
+from probes.probe import Probe
+from probes.result import Check, Status, compare, vacuous
+from probes.subject import Subject
+
+MEASURED, FORMULA_ONLY = (8 << 10, 128 << 10), 1 << 20
+WIDTH = {"fp32": 4, "qat:fp32": 4, "native": 2, "qat": 2}   # bytes of a cached number by numerics
+EXACT = "rows × width × bytes, written out in memory_map.md; buffers are allocated once, without padding"
+APART = "rows of a batch are strangers (PocketLLM 241)"
+FAR = 1 << 31                                               # where 32-bit offsets end
+
+
+@dataclass(frozen=True)
+class MemoryMap(Probe):
+    """Of this project's model, whose caches can be asked; a formula of its own, not the one that allocates."""
+
+    name: ClassVar[str] = "memory_map"
+    title: ClassVar[str] = "cache memory: bytes by stream, and whose they are"
+    needs: ClassVar[frozenset[str]] = frozenset({"cache"})
+
+    def run(self, subject: Subject) -> list[Check]:
+        if subject.numerics not in WIDTH:
+            return [vacuous("bytes of the cache", f"numerics {subject.numerics!r} say nothing of caches", part="cache")]
+        limit = subject.config.max_position_embeddings
+        checks = []
+        for context in sorted({min(c, limit) for c in MEASURED}):
+            for batch in (1, 2):
+                checks += self._sizes(subject, batch, context)
+        checks += self._formula(subject, FORMULA_ONLY)
+        if "kernels" in subject.can and hasattr(subject, "model"):
+            checks += [*self._ranges(subject), *self._strangers(subject), self._far(subject)]
+        return checks
+
+    def _sizes(self, subject: Subject, batch: int, context: int) -> Iterator[Check]:
+        """Allocated against the formula: by kind and stream, and which buffer of which layer is off."""
+        where = f"batch {batch}, context {context}"
+        try:
+            found = subject.cache_bytes(batch, context)
+        except CapacityError as error:
+            yield vacuous("bytes allocated", str(error), where=where, part="cache")
+            return
+        mtp = any(label.startswith("mtp") for label, _ in found)
+        wanted = formula(subject.config, WIDTH[subject.numerics], batch, context, mtp)
+        for key in sorted(set(wanted) | set(found)):
+            if wanted.get(key) != found.get(key):
+                yield compare("bytes of the buffer", found.get(key, 0), "==", wanted.get(key, 0), EXACT, 1, unit="B",
+                              where=f"{key[0]}, {where}", part=key[1])
+        by_kind = lambda sizes: _by_kind(subject.config, sizes)
+        allocated = by_kind(found)
+        for (kind, stream), size in by_kind(wanted).items():
+            count = sum(_kind(subject.config, label) == kind and name == stream for label, name in wanted)
+            yield compare(f"bytes of {kind} layers, {stream}", allocated.get((kind, stream), 0), "==", size, EXACT, count,
+                          unit="B", where=where, part=stream)
+        yield compare("bytes of the whole cache", sum(found.values()), "==", sum(wanted.values()), EXACT, len(wanted), unit="B",
+                      where=where, part="cache")
+
+    def _formula(self, subject: Subject, context: int) -> Iterator[Check]:
+        """What the planner says against the formula here, without allocating; beyond the model's maximum too."""
+        numerics = getattr(getattr(subject, "model", None), "numerics", None)
+        config, width = subject.config, WIDTH[subject.numerics]
+        wanted, fixed = formula(config, width, 1, context, mtp=True), sum(formula(config, width, 1, 0, mtp=True).values())
+        note = f"{per_token(config, width):.6g} B a token, and {fixed} B whatever it holds"
+        if context > subject.config.max_position_embeddings:
+            note += f"; beyond the {subject.config.max_position_embeddings} tokens that the checkpoint allows"
+        where = f"batch 1, context {context}"
+        if numerics is None:
+            yield Check("bytes by formula", Status.PASS, where, "cache", sum(wanted.values()), "B", source="reported",
+                        samples=len(wanted), note=note)
+            return
+        planned = {(layer.label, s.name): s.nbytes
+                   for layer in cache_streams(subject.config, 1, context, DEFAULT_MAX_REWIND, numerics, mtp=True)
+                   for s in layer.streams}
+        off = [key for key in wanted.keys() | planned.keys() if wanted.get(key) != planned.get(key)]
+        first = min(off, default=(where, "cache"))
+        yield compare("bytes that the planner says", sum(planned.values()), "==", sum(wanted.values()), EXACT, len(wanted),
+                      unit="B", where=first[0] if off else where, part=first[1], note=note)
+        yield compare("streams that the planner sizes otherwise", len(off), "==", 0, EXACT, len(wanted), unit="streams",
+                      where=first[0] if off else where, part=first[1])
+
+    def _ranges(self, subject: Subject) -> Iterator[Check]:
+        """Address ranges of the rows of every buffer: none shares a byte with another, all lie within their storages."""
+        cache = subject.model.new_cache(2, min(MEASURED[0], subject.config.max_position_embeddings))
+        spans, outside = [], []
+        for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True):
+            for stream, tensor in layer.tensors.items():
+                storage = tensor.untyped_storage()
+                for row in range(2):
+                    start, stop = span(tensor[row])
+                    spans.append((start, stop, f"{plan.label}, row {row}", stream))
+                    if start < storage.data_ptr() or stop > storage.data_ptr() + storage.nbytes():
+                        outside.append((plan.label, stream))
+        spans.sort()
+        shared = [(a, b) for a, b in zip(spans, spans[1:]) if b[0] < a[1]]
+        where, part = (shared[0][0][2], shared[0][0][3]) if shared else ("", "cache")
+        yield compare("rows that share memory", len(shared), "==", 0, APART, len(spans), unit="pairs", where=where, part=part,
+                      note="; ".join(f"{a[2]} {a[3]} and {b[2]} {b[3]}" for a, b in shared[:3]))
+        yield compare("rows beyond their storage", len(outside), "==", 0, "a buffer ends where its storage does", len(spans),
+                      unit="rows", where=outside[0][0] if outside else "", part=outside[0][1] if outside else "cache")
+
+    def _strangers(self, subject: Subject) -> Iterator[Check]:
+        """Tokens for one row, past the end of the ring: the other row's bytes stay as they were."""
+        config, model = subject.config, subject.model
+        T = min(config.sliding_window + DEFAULT_MAX_REWIND + 5, config.max_position_embeddings)
+        ids = tokens(subject, T, self.seed, rows=2)
+        for busy in range(2):
+            cache = model.new_cache(2, T)
+            model.append(ids, cache, n_new=[T if row == busy else 0 for row in range(2)], logits="none")
+            touched, idle, seen = [], [], 0
+            for plan, layer in zip(cache.plan, cache.layers, strict=False):
+                for stream, tensor in layer.tensors.items():
+                    seen += 1
+                    if tensor[1 - busy].count_nonzero():
+                        touched.append((plan.label, stream))
+                    if not tensor[busy].count_nonzero() and T >= plan.ratio:
+                        idle.append((plan.label, stream))
+            outcomes = {"buffers of the other row that were written": touched, "buffers of the row that nothing wrote": idle}
+            for what, bad in outcomes.items():
+                label, part = bad[0] if bad else ("any layer", "cache")
+                yield compare(what, len(bad), "==", 0, APART, seen, unit="buffers", where=f"{label}, row {busy}", part=part)
+
+    def _far(self, subject: Subject) -> Check:
+        """An entry whose first element lies at offset 2^31: written and found again, and no other in its place."""
+        ratio, D = 4, subject.config.head_dim
+        n = FAR // D + 1
+        about = dict(where=f"entry {n - 1} of {D} dims", part="entries", unit="entries")
+        try:
+            buffer = zeros(Stream("entries", (1, n, D), torch.float16, ""), torch.device("cpu"))  # pages are taken when written
+        except (RuntimeError, MemoryError) as error:
+            return vacuous("entries beyond 2^31 elements", f"{2 * n * D} B cannot be reserved: {str(error).splitlines()[0]}",
+                           **about)
+        entries = Entries(buffer, ratio)
+        step = Step(torch.zeros(1, ratio, dtype=torch.int64), 0, [(n - 1) * ratio], {})
+        entries.write(step, torch.ones(1, D))
+        pool, rows = entries.chosen(step, torch.full((1, ratio, 1), n - 1))
+        right = bool((buffer[0, n - 1] == 1).all()) and bool((pool[rows[0, 0]] == 1).all()) and not buffer[0, 0].any()
+        return compare("entries beyond 2^31 elements that are written and read in place", int(right), "==", 1,
+                       "offsets are 64 bits wide; int32 ones wrap here (SGLang 40351)", 3, **about)
+
+
+def formula(config: ModelConfig, width: int, batch: int, context: int, mtp: bool) -> dict[tuple[str, str], int]:
+    """(layer label, stream) → bytes, with the default room to rewind: written out here, not taken from the cache."""
+    layers = [(f"layer {i}", r) for i, r in enumerate(config.compress_ratios)]
+    layers += [(f"mtp {i}", r) for i, r in enumerate(config.mtp_compress_ratios)] if mtp else []
+    sizes = {}
+    for label, ratio in layers:
+        sizes[label, "window"] = batch * (config.sliding_window + DEFAULT_MAX_REWIND) * config.head_dim * width
+        parts = [("main", "entries", config.head_dim)] if ratio else []
+        parts += [("index", "index keys", config.index_head_dim)] if ratio == 4 else []
+        overlap = 2 if ratio == 4 else 1
+        for which, stream, dims in parts:
+            sizes[label, f"{which} raw rows"] = batch * (overlap * ratio + DEFAULT_MAX_REWIND) * 2 * overlap * dims * 4
+            sizes[label, stream] = batch * -(-context // ratio) * dims * width
+    return sizes
+
+
+def per_token(config: ModelConfig, width: int) -> float:
+    """Bytes that a token adds for good."""
+    csa = config.compress_ratios.count(4) * (config.head_dim + config.index_head_dim) / 4
+    return width * (csa + config.compress_ratios.count(128) * config.head_dim / 128)
+
+
+def span(row: torch.Tensor) -> tuple[int, int]:
+    """First byte and the one after the last of a view, whatever its strides."""
+    last = sum((extent - 1) * stride for extent, stride in zip(row.shape, row.stride()))
+    return row.data_ptr(), row.data_ptr() + (last + 1) * row.element_size()
+
+
+def _kind(config: ModelConfig, label: str) -> str:
+    which, i = label.split()
+    ratio = (config.mtp_compress_ratios if which == "mtp" else config.compress_ratios)[int(i)]
+    return ("MTP " if which == "mtp" else "") + KIND_OF_RATIO[ratio].value
+
+
+def _by_kind(config: ModelConfig, sizes: dict) -> Counter:
+    total: Counter = Counter()
+    for (label, stream), size in sizes.items():
+        total[_kind(config, label), stream] += size
+    return total
