@@ -51,7 +51,7 @@ def test_index_queries_go_through_the_same_transform_as_the_keys(official):
     qr, queries = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), {}
     for numerics in ("qat:fp32", "fp32"):
         model = load_model(official, numerics=numerics)
-        step = Step(IDS[:, :20], 0, [5], model._frequencies())
+        step = Step(IDS[:, :20], 0, [5], model.rope_frequencies())
         queries[numerics] = model.layers[1].attn.indexer.queries(qr, step)
     simulated, exact = queries["qat:fp32"], queries["fp32"]
     assert torch.equal(simulate_fp4_blocks(simulated, 32), simulated)
