@@ -2,7 +2,7 @@
 
     python scripts/measure_demo.py CHECKPOINT DATA --out FILE.json [--device cuda] [--numerics native,qat]
         [--lengths 4096,16384,32768] [--trials 100] [--only facts,needles,indexer,loss,mtp] [--plot FILE.svg]
-        [--compare-state STATE]
+        [--haystacks prose,filler,window] [--compare-state STATE]
 
 DATA is the corpus folder of scripts/training/corpus.py, of which the held-out part is read (and for the loss, beside it, text
 that was trained on). What each part measures stands in scripts/training/evaluation.py. The file is written after every part, so
@@ -36,6 +36,7 @@ from scripts.training.evaluation import Figure, Limits  # noqa: E402
 from scripts.training.rows import Rows, load_tokenizer  # noqa: E402
 
 PARTS = ("facts", "needles", "indexer", "loss", "mtp")
+HAYSTACKS = dict(zip(("prose", "filler", "window"), evaluation.HAYSTACKS))
 LOSS_LENGTHS = [1024, 4096]
 
 
@@ -93,12 +94,13 @@ def measure(args, report: Report) -> None:
     limits = Limits.of(args.device)
     rows, seen = (Rows(args.data, seed=0, length=1024, split=split) for split in ("heldout", "train"))
     tokenizer = load_tokenizer(args.checkpoint)  # the shipped one
+    haystacks = tuple(haystack for key, haystack in HAYSTACKS.items() if key in args.haystacks)
     for numerics in args.numerics:
         model = load_model(args.checkpoint, numerics=numerics, device=args.device)
         say = lambda text: report.say(f"{numerics}: {text}")
         parts = {
             "facts": lambda: evaluation.facts(model, tokenizer, limits, say),
-            "needles": lambda: evaluation.needles(model, rows, args.lengths, args.trials, limits, say),
+            "needles": lambda: evaluation.needles(model, rows, args.lengths, args.trials, limits, say, haystacks),
             "indexer": lambda: evaluation.indexer(model, rows, indexer_lengths(model), limits, say),
             "loss": lambda: sum((evaluation.losses(model, r, LOSS_LENGTHS, limits, say) for r in (rows, seen)), []),
             "mtp": lambda: evaluation.mtp(model, rows, limits, say)}
@@ -158,12 +160,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--numerics", type=words, default=["native", "qat"])
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[4096, 16384, 32768])
     parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--haystacks", type=words, default=list(HAYSTACKS), help=f"of {','.join(HAYSTACKS)}")
     parser.add_argument("--only", type=words, default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--plot", type=Path, help="needles by length and depth, as SVG (takes matplotlib)")
     parser.add_argument("--compare-state", type=Path, help="training state whose loss in bf16 stands beside the checkpoint's")
     args = parser.parse_args()
-    if strange := [part for part in args.only if part not in PARTS]:
-        parser.error(f"--only has {', '.join(strange)}; expected some of {', '.join(PARTS)}")
+    for name, given, known in (("--only", args.only, PARTS), ("--haystacks", args.haystacks, HAYSTACKS)):
+        if strange := [word for word in given if word not in known]:
+            parser.error(f"{name} has {', '.join(strange)}; expected some of {', '.join(known)}")
     if args.trials < 1:
         parser.error(f"--trials is {args.trials}; expected at least 1")
     for file in (args.checkpoint / "tokenizer.json", args.data / "tokenizer.json", args.data / "tokens.npz"):

@@ -3,6 +3,7 @@
     python -m scripts.training.corpus DATA           # once: text, tokeniser (any machine, no GPU)
     python scripts/train_demo.py DATA STATE [--minutes 9.5]
     python scripts/train_demo.py DATA STATE --export demo  # quantise and write the official checkpoint
+    python scripts/train_demo.py DATA OTHER --window-only --steps 1730  # the ablation, for a fraction of the time
 
 STATE holds the parameters (matrices in bf16, at most 60 MB) and log.jsonl. A stretch ends after --minutes, or at the
 end of the recipe (scripts/training/recipe.py); the seed, the data's order and the schedule depend on the step alone.
@@ -20,8 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dsv4.load import resolve_device  # noqa: E402
+from kernels.errors import Dsv4Error  # noqa: E402
 from scripts.training import recipe, state  # noqa: E402
-from scripts.training.architecture import BF16, CONFIG, QAT, build, initialise  # noqa: E402
+from scripts.training.architecture import BF16, CONFIG, QAT, WINDOW_ONLY, build, initialise  # noqa: E402
 from scripts.training.optimiser import Optimiser  # noqa: E402
 from scripts.training.trainee import Trainee, cast, forms_of  # noqa: E402
 
@@ -50,12 +53,13 @@ class Batches(IterableDataset):
 class Run:
     """One stretch of training."""
 
-    def __init__(self, data: Path, where: Path, device: str, workers: int):
-        self.data, self.where, self.device, self.workers = data, where, device, workers
-        self.trainee = Trainee(build(CONFIG, BF16, device))
+    def __init__(self, data: Path, where: Path, device: str, workers: int, raw: dict = CONFIG):
+        self.data, self.where, self.device, self.workers, self.raw = data, where, device, workers, raw
+        self.trainee = Trainee(build(raw, BF16, device))
         self.parameters = dict(self.trainee.named_parameters())
-        facts = state.load(where, self.parameters)
-        if facts is None:
+        if (where / "state.json").is_file():
+            facts = state.load(where, self.parameters)
+        else:
             initialise(self.trainee.model, SEED)
             facts = {"step": 0, "seconds": 0.0}
         self.step, self.seconds = facts["step"], facts["seconds"]
@@ -65,21 +69,22 @@ class Run:
 
     def simulate(self) -> None:
         """Go over to the model in simulated numerics: same parameters."""
-        model = build(CONFIG, QAT, self.device)
+        model = build(self.raw, QAT, self.device)
         held = dict(self.trainee.model.named_parameters())
         for name, _ in list(model.named_parameters()):
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             setattr(module, leaf, held[name])
         self.trainee, self.simulating = Trainee(model), True
 
-    def stretch(self, minutes: float) -> None:
+    def stretch(self, minutes: float, steps: int) -> None:
+        """Train for so many minutes, up to step `steps`, and save."""
         begun, first = time.time(), self.step
-        while self.step < recipe.TOTAL and time.time() - begun < 60 * minutes:
+        while self.step < steps and time.time() - begun < 60 * minutes:
             stage = recipe.stage_at(self.step)
             if stage.simulate and not self.simulating:
                 self.simulate()
             before = sum(s.steps for s in recipe.STAGES[:recipe.STAGES.index(stage)])
-            loader = DataLoader(Batches(self.data, stage, self.step, before + stage.steps - self.step), batch_size=None,
+            loader = DataLoader(Batches(self.data, stage, self.step, min(before + stage.steps, steps) - self.step), batch_size=None,
                                 num_workers=self.workers, prefetch_factor=4, pin_memory=True)
             tick, at = time.time(), self.step
             for step, ids, weight in loader:
@@ -97,7 +102,8 @@ class Run:
                     break
             del loader
         self.seconds += time.time() - begun
-        state.save(self.where, self.parameters, {"step": self.step, "seconds": round(self.seconds, 1)})
+        state.save(self.where, self.parameters, {"step": self.step, "seconds": round(self.seconds, 1),
+                                                    "window_only": self.raw is WINDOW_ONLY})
 
     def _update(self, ids, weight, stage, since_restart: int):
         forms = forms_of(self.trainee)
@@ -141,17 +147,28 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=recipe.TOTAL, help="stop at this step")
+    parser.add_argument("--window-only", action="store_true", help="train the ablation: window layers only, of the same size")
     parser.add_argument("--export", type=Path, help="write the official checkpoint here instead of training")
     args = parser.parse_args()
-    if args.export is not None:
-        from scripts.training.export import export
-        export(args.data, args.state, args.export)
-        return
+    try:
+        if args.export is not None:
+            from scripts.training.export import export
+            export(args.data, args.state, args.export)
+        else:
+            train(args)
+    except (Dsv4Error, ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+
+
+def train(args: argparse.Namespace) -> None:
+    """One stretch. Raises InputError for a device that does not exist, ValueError for a state of another model."""
+    resolve_device(args.device)
     args.state.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = True
-    run = Run(args.data, args.state, args.device, args.workers)
+    run = Run(args.data, args.state, args.device, args.workers, WINDOW_ONLY if args.window_only else CONFIG)
     print(f"{sum(p.numel() for p in run.parameters.values()) / 1e6:.1f}M parameters, step {run.step} of {recipe.TOTAL}", flush=True)
-    run.stretch(args.minutes)
+    run.stretch(args.minutes, min(args.steps, recipe.TOTAL))
     print(f"stopped at step {run.step} of {recipe.TOTAL} after {run.seconds / 60:.1f} minutes in all", flush=True)
 
 

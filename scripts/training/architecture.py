@@ -24,6 +24,8 @@ CONFIG = dict(
     num_nextn_predict_layers=1, tie_word_embeddings=False, attention_bias=False, bos_token_id=0, eos_token_id=1, expert_dtype="fp4",
     quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128]),
 )
+WINDOW_ONLY = CONFIG | dict(  # the ablation: every layer a window; wider experts make up for what compressors and indexers weigh
+    compress_ratios=[0] * len(CONFIG["compress_ratios"]), moe_intermediate_size=168)
 BF16 = Numerics("training", torch.bfloat16, torch.bfloat16, simulate=False, dense=True)
 QAT = Numerics("training qat", torch.bfloat16, torch.bfloat16, simulate=True, dense=True)
 FP32 = Numerics("training fp32", torch.float32, torch.float32, simulate=False, dense=True)

@@ -239,11 +239,19 @@ def text_rows(stream: np.ndarray, length: int, count: int) -> torch.Tensor:
 
 def losses(model: Model, rows: Rows, lengths: list[int], limits: Limits, say: Say) -> list[Figure]:
     """Nats per token of the rows' split, each row from an empty context. Training text far below held-out is memorised."""
-    return _losses(lambda ids: _losses_of(model, ids, limits.chunk), rows, lengths, limits, "loss", say)
+    of = lambda ids: _losses_of(model, ids, limits.chunk)
+    return _figures("loss", rows, _row_losses(of, rows, lengths, limits, lambda text: say(f"loss, {text}")))
 
 
 def state_losses(directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str, say: Say) -> list[Figure]:
     """The same of a training state: its weights in bf16, nothing quantised, through the training operations."""
+    part = "loss before quantisation"
+    return _figures(part, rows, state_row_losses(directory, rows, lengths, limits, device, lambda text: say(f"{part}, {text}")))
+
+
+def state_row_losses(directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str,
+                     say: Say) -> dict[tuple[str, int], torch.Tensor]:
+    """(kind, length) → nats fp64 [rows, length] of a training state."""
     model = state_model(directory, device)
 
     @torch.inference_mode()
@@ -253,41 +261,42 @@ def state_losses(directory: Path, rows: Rows, lengths: list[int], limits: Limits
         return torch.cat([_cross_entropy(model.head(model.features(s.flatten(0, 1))), t.to(device))
                           for s, t in zip(streams.split(per, 1), ids[:, 1:].split(per, 1))], 1).cpu()
     most = 1 << (12 if torch.device(device).type == "cpu" else 16)  # whole rows at once; on a CPU with masks of T × T
-    small = replace(limits, tokens=min(limits.tokens, most))
-    return _losses(of, rows, lengths, small, "loss before quantisation", say)
+    return _row_losses(of, rows, lengths, replace(limits, tokens=min(limits.tokens, most)), say)
 
 
 def state_model(directory: Path, device: str) -> Model:
     """The model of a training state as `scripts/train_demo.py` saves it, matrices in bf16, without simulation."""
     from scripts.training import state
-    from scripts.training.architecture import BF16, CONFIG, build, shipped_forms
+    from scripts.training.architecture import BF16, CONFIG, WINDOW_ONLY, build, shipped_forms
     from scripts.training.trainee import cast
-    model = build(CONFIG, BF16, device)
+    model = build(WINDOW_ONLY if state.facts_of(directory).get("window_only") else CONFIG, BF16, device)
     parameters, forms = dict(model.named_parameters()), shipped_forms(model)
-    if state.load(directory, {f"model.{name}": p for name, p in parameters.items()}) is None:
-        raise ValueError(f"{directory} holds no training state (state.json)")
+    state.load(directory, {f"model.{name}": p for name, p in parameters.items()})
     with torch.no_grad():
         for name, value in cast(parameters, forms, simulate=False).items():
             parameters[name].requires_grad_(False).data = value
     return model
 
 
-def _losses(of: Callable, rows: Rows, lengths: list[int], limits: Limits, part: str, say: Say) -> list[Figure]:
-    """of(ids [B, T + 1]) → nats [B, T]."""
-    figures = []
+def _row_losses(of: Callable, rows: Rows, lengths: list[int], limits: Limits, say: Say) -> dict[tuple[str, int], torch.Tensor]:
+    """of(ids [B, T + 1]) → nats [B, T]; here by (kind, length), fp64 [rows, length]."""
+    found = {}
     for kind in KINDS:
         for length in lengths:
             ids = text_rows(rows.streams[kind], length + 1, -(-limits.loss_tokens // length))
             nats = []
             for batch in ids.split(max(1, limits.tokens // length)):
                 nats.append(of(batch).double())
-                say(f"{part}, {rows.split} {kind}, {length}: {sum(map(len, nats))} of {len(ids)} rows")
-            nats = torch.cat(nats)
-            error = (nats.mean(1).std() / len(nats) ** 0.5).item() if len(nats) > 1 else None
-            text = "training" if rows.split == "train" else "held-out"
-            figures.append(Figure(part, f"{text} {kind}, {length} tokens", nats.mean().item(), nats.numel(),
-                                  {"rows": len(nats), "standard_error": error}))
-    return figures
+                say(f"{rows.split} {kind}, {length}: {sum(map(len, nats))} of {len(ids)} rows")
+            found[kind, length] = torch.cat(nats)
+    return found
+
+
+def _figures(part: str, rows: Rows, losses: dict[tuple[str, int], torch.Tensor]) -> list[Figure]:
+    text = "training" if rows.split == "train" else "held-out"
+    error = lambda nats: (nats.mean(1).std() / len(nats) ** 0.5).item() if len(nats) > 1 else None
+    return [Figure(part, f"{text} {kind}, {length} tokens", nats.mean().item(), nats.numel(),
+                   {"rows": len(nats), "standard_error": error(nats)}) for (kind, length), nats in losses.items()]
 
 
 def _losses_of(model: Model, ids: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -33,8 +33,7 @@ def export(data: Path, where: Path, out: Path) -> None:
     """
     model = build(CONFIG, FP32, "cpu")
     parameters = dict(Trainee(model).named_parameters())
-    if state.load(where, parameters) is None:
-        raise InputError(f"{where} has no state.json; train first")
+    state.load(where, parameters)
     tokenizer = data / "tokenizer.json"
     if not tokenizer.is_file():
         raise InputError(f"{tokenizer} does not exist; run scripts.training.corpus first")

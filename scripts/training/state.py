@@ -18,7 +18,8 @@ def save(directory: Path, parameters: dict[str, torch.Tensor], facts: dict) -> N
     parts, size = [{}], 0
     for name, p in parameters.items():
         value = p.detach().cpu()
-        value = (value.to(torch.bfloat16) if value.dim() > 1 and value.is_floating_point() else value).contiguous()
+        matrix = value.dim() > 1 and value.is_floating_point() and not name.endswith((".fn", ".ape"))
+        value = (value.to(torch.bfloat16) if matrix else value).contiguous()
         if size + value.nbytes > PART_BYTES and parts[-1]:
             parts.append({})
             size = 0
@@ -34,15 +35,21 @@ def save(directory: Path, parameters: dict[str, torch.Tensor], facts: dict) -> N
             old.unlink()
 
 
-def load(directory: Path, parameters: dict[str, torch.Tensor]) -> dict | None:
-    """Fill `parameters` from a saved state and return its facts; None if there is none."""
+def facts_of(directory: Path) -> dict:
+    """What state.json says: step, seconds, parts, window_only. Raises ValueError if there is none."""
     file = directory / "state.json"
     if not file.is_file():
-        return None
-    facts = json.loads(file.read_text())
+        raise ValueError(f"{directory} holds no training state (state.json); expected one written by scripts/train_demo.py")
+    return json.loads(file.read_text())
+
+
+def load(directory: Path, parameters: dict[str, torch.Tensor]) -> dict:
+    """Fill `parameters` from a saved state and return its facts. Raises ValueError for none, or one of another model."""
+    facts = facts_of(directory)
     values = {name: v for part in facts["parts"] for name, v in load_file(directory / part).items()}
     if values.keys() != parameters.keys():
-        raise ValueError(f"{file} is of another model: {len(values.keys() ^ parameters.keys())} parameters differ")
+        raise ValueError(f"{directory} is of another model: {len(values.keys() ^ parameters.keys())} parameters differ; "
+                         "expected a state of this recipe (with or without --window-only)")
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(values[name])

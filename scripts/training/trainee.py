@@ -60,8 +60,9 @@ class Trainee(nn.Module):
         out = {"next": head(model.features(streams), ids[:, 1:T + 1], weight[:, 1:T + 1])}
         features = drafts(model, streams.detach() if wanted.mtp == 0 else streams, ids[:, 1:T + 1], step, sequences)
         out["draft"] = head(features, ids[:, 2:], weight[:, 2:])
-        parts = zip(*(self._indexer(attn, step, at, min(wanted.chunk, T - at)) for attn in layers))
-        out["indexer"], out["kept"], out["gather"] = (torch.stack(part).mean() for part in parts)
+        parts = [self._indexer(attn, step, at, min(wanted.chunk, T - at)) for attn in layers]
+        parts = parts or [[torch.zeros((), device=ids.device)] * 3]  # an ablation without CSA layers
+        out["indexer"], out["kept"], out["gather"] = (torch.stack(part).mean() for part in zip(*parts))
         out["total"] = (out["next"] + wanted.mtp * out["draft"] + wanted.indexer * out["indexer"]
                         + (wanted.gather * out["gather"] if wanted.gather else 0.0))
         return out
