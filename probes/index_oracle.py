@@ -6,13 +6,13 @@ from typing import ClassVar
 
 import torch
 
+from probes.measure import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, zeros_like_ids
 from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
 from probes.oracle.formats import hadamard, simulate_fp4
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
-from probes.rope import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, zeros_like_ids
 from probes.subject import Subject
 
 FLOORS = {"fp32": 0.999, "native": 0.98, "bf16": 0.98, "qat": 0.75, "qat:fp32": 0.75}  # known_bugs 2.1, loosely

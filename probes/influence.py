@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import torch
 
+from probes.measure import MAX_TOKENS, at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, zeros_like_ids
 from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
-from probes.rope import MAX_TOKENS, at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, zeros_like_ids
 from probes.subject import Subject
 
 QUIET = {"fp32": 1e-6, "qat:fp32": 1e-6}  # relative change of an output that must not change; 2e-3, half a bf16 step, else

@@ -1,7 +1,4 @@
-"""P5: every rotation of every layer has the right base, pairing, position and direction. See rope.md.
-
-Also what the attention probes (rope, index_oracle, influence) share: the oracle in a subject's numerics, inputs, tolerances.
-"""
+"""P5: every rotation of every layer has the right base, pairing, position and direction. See rope.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,99 +6,15 @@ from typing import ClassVar
 
 import torch
 
-from probes.oracle import Oracle, Weights, weights_of
+from probes.measure import at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, zeros_like_ids
+from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
 
-LIMITS = {  # numerics → (relative error, of which share of tokens), and why
-    "fp32": (1e-4, 1.0, "fp32 against float64: sums of some thousand terms"),
-    "native": (2e-2, 0.9, "bf16 activations and cache: 8 bits, a few roundings; nine tokens in ten"),
-    "qat": (6e-2, 0.5, "simulated FP8 in bf16: a value beside a rounding boundary moves by a step of 6 %; the median token"),
-    "qat:fp32": (1e-4, 0.5, "simulated FP8 and FP4: the median token, since a value beside a rounding boundary moves its own"),
-}
-MAX_TOKENS = 4096  # of what an attention probe runs at effort 1
 Form = Callable[[torch.Tensor], torch.Tensor]
-
-
-# ---- shared by the attention probes -------------------------------------------------------
-
-
-def limit_of(subject: Subject) -> tuple[float, float, str]:
-    """(relative error, share of tokens that must stay within, source) by numerics; those of bf16 for names unknown."""
-    limit, share, why = LIMITS.get(subject.numerics, LIMITS["native"])
-    return limit, share, f"{subject.numerics or 'bf16'}: {why}"
-
-
-def oracle_of(subject: Subject, matched: bool = True) -> Oracle:
-    """The float64 oracle on the subject's files, or on its own tensors where it has none.
-
-    matched: with the simulation and the cache dtype of its numerics; else nothing is rounded.
-    """
-    simulate = matched and subject.numerics.startswith("qat")
-    cache = torch.bfloat16 if matched and subject.numerics not in ("fp32", "qat:fp32") else None
-    files = getattr(subject, "files", None)
-    if files is None:
-        weights = Weights({}, lambda name: _wide(subject.weight(name)), lambda base: False)
-    else:
-        weights = weights_of(files.path, independent=files.layout.name == "official")
-    return Oracle(subject.config, weights, simulate, cache)
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.double() if value.is_floating_point() else value
-
-
-def heavy_tailed(subject: Subject, T: int, seed: int, rows: int = 1) -> torch.Tensor:
-    """Attention inputs fp32 [rows, T, d], each token of RMS about 1, a few channels far larger; numbers that bf16 holds."""
-    g = torch.Generator().manual_seed(seed)
-    d = subject.config.hidden_size
-    x = torch.randn(rows, T, d, generator=g) * torch.exp(0.8 * torch.randn(d, generator=g))
-    return (x / x.square().mean(-1, keepdim=True).sqrt()).bfloat16().float()
-
-
-def zeros_like_ids(x: torch.Tensor) -> torch.Tensor:
-    """Token ids for attn_in x [B, T, d]; attention alone does not look at them."""
-    return torch.zeros(x.shape[:2], dtype=torch.long)
-
-
-def far(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """‖found − wanted‖ / ‖wanted‖ by row of [B, T, ...]: [B, T]; infinite where NaN."""
-    a, b = found.double().flatten(2), wanted.double().flatten(2)
-    return torch.nan_to_num((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12), nan=float("inf"))
-
-
-def at_share(errors: torch.Tensor, share: float) -> float:
-    """The error that `share` of all stay within; None-like NaN for none."""
-    flat = errors.flatten().sort().values
-    return flat[max(int(share * len(flat) + 0.5) - 1, 0)].item() if len(flat) else float("nan")
-
-
-def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
-    """The subject's own selection int64 [B, T, k], −1 for none; the oracle's for queries where it selects too few entries.
-
-    A selection of nothing, or none at all, must not become the yardstick of what is attended to.
-    """
-    wanted = found["selection"]
-    picks = points.get((layer, "selection"), wanted[..., :0])
-    picks = torch.where((picks < 0) | (picks >= n), -1, picks)
-    fill = lambda t, width: torch.nn.functional.pad(t, (0, width - t.shape[-1]), value=-1)
-    width = max(picks.shape[-1], wanted.shape[-1])
-    count = lambda t: steps.chosen(t, n).sum(-1, keepdim=True)
-    return torch.where(count(picks) == count(wanted), fill(picks, width), fill(wanted, width))
-
-
-def attended(layer: Layer, found: dict, selection: torch.Tensor | None, window: int | None = None):
-    """(o, masses) of the oracle's attention over other entries: `selection` None for all visible ones."""
-    q, kv = found["q_after_rope"], found["kv_window"]
-    entries = found.get("compressed_kv", kv[:, :0])
-    window = window or layer.config.sliding_window
-    return steps.attention(q, kv, entries, selection, layer.w("attn.attn_sink"), window, layer.ratio)
-
-
-# ---- the probe ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
