@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 from dsv4.config import KIND_OF_RATIO, ModelConfig
@@ -27,12 +28,18 @@ NO_EFFECT = {  # keys that nothing needs to read, and why
     **{f"quantization_config.{key}": BY_TENSORS for key in ("quant_method", "fmt", "scale_fmt", "quant_algo", "moe_quant_algo",
                                                             "group_size", "ignore", "quantized_layers")},
 }
-FIXED = ("model_type", "scoring_func", "topk_method", "norm_topk_prob", "hidden_act", "num_key_value_heads",
-         "tie_word_embeddings",
-         "attention_bias", "expert_dtype")  # any other value is refused, so the requested one is in effect
+FIXED = {"model_type": "deepseek_v4", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True,
+         "hidden_act": "silu", "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": False}  # all there is
+YARN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+OBEYED = "specification 1 and 3 say what it does: a model that never reads it is another model (Automodel 2103, Primus 949)"
+SPECIFIED = {*FIXED, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
+             "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk",
+             "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor",
+             "compress_ratios", "num_hash_layers", "swiglu_limit", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps",
+             "rope_theta", "compress_rope_theta", "rope_scaling", *(f"rope_scaling.{key}" for key in ("type", *YARN)),
+             "max_position_embeddings", "num_nextn_predict_layers", "quantization_config.weight_block_size"}
 WIDTHS = ("hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "o_lora_rank", "index_head_dim",
-          "num_attention_heads",
-          "index_n_heads", "index_topk", "sliding_window", "n_routed_experts", "vocab_size")
+          "num_attention_heads", "index_n_heads", "index_topk", "sliding_window", "n_routed_experts", "vocab_size")
 IN_MODULES = {  # class → attribute → key: values that the modules of this project's model took from the config
     "RMSNorm": {"eps": "rms_norm_eps"}, "HyperHead": {"eps": "hc_eps", "norm_eps": "rms_norm_eps"},
     "HyperConnection": {"iters": "hc_sinkhorn_iters", "eps": "hc_eps", "norm_eps": "rms_norm_eps"},
@@ -42,6 +49,9 @@ IN_MODULES = {  # class → attribute → key: values that the modules of this p
     **{f"{kind}Attention": {"W": "sliding_window", "D": "head_dim", "H": "num_attention_heads", "groups": "o_groups",
                             "rope": "qk_rope_head_dim", "eps": "rms_norm_eps"} for kind in ("Window", "CSA", "HCA")},
 }
+ATTENTION_SCALE = ("softmax scale", lambda raw: raw["head_dim"]**-0.5)
+SCALES = {**{f"{kind}Attention": ATTENTION_SCALE for kind in ("Window", "CSA", "HCA")},  # no mscale (specification 3)
+          "LightningIndexer": ("temperature", lambda raw: (raw["index_head_dim"] * raw["index_n_heads"])**-0.5)}
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,8 @@ class ConfigLedger(Probe):
     def run(self, subject: Subject) -> list[Check]:
         raw, config = subject.files.config, effective_config(subject)
         checks = [check for key in flat(raw) for check in self._key(subject, raw, key, config)]
-        return [*checks, *self._layers(subject, raw, config), *self._modules(subject, raw), *self._theirs(subject, config),
-                self._widths(config)]
+        return [self._as_written(subject, raw), *checks, *self._layers(subject, raw, config), *self._modules(subject, raw),
+                *self._theirs(subject, config), self._widths(config)]
 
     def _key(self, subject: Subject, raw: dict, key: str, config: ModelConfig) -> Iterator[Check]:
         """A key that is read is one whose change changes the ModelConfig, or is refused."""
@@ -64,13 +74,25 @@ class ConfigLedger(Probe):
         requested = value_at(raw, key)
         if not read_keys(raw, key):
             why = reason(raw, key)
+            status = Status.PASS if why else Status.FAIL if key in SPECIFIED else Status.WARN
             note = f"requested {requested!r:.60}; never read: {why or 'nothing says why'}"
-            source = "on the list of keys without effect" if why else "a key that nothing reads has no effect (Primus 949)"
-            yield Check("key is read", Status.PASS if why else Status.WARN, measured="never read", relation="==",
-                        threshold="never read" if why else "read", source=source, **about | {"note": note})
+            source = OBEYED if status is Status.FAIL else "on the list of keys without effect" if why else \
+                "a key that nothing reads has no effect (Primus 949)"
+            yield Check("key is read", status, measured="never read", relation="==", threshold="never read" if why else "read",
+                        source=source, **about | {"note": note})
             return
         found = effective(config, key, requested)
         yield compare("effective value is the requested one", shown(found), "==", shown(requested), STATED, **about)
+
+    def _as_written(self, subject: Subject, raw: dict) -> Check:
+        """config.json itself against the dictionary that the loader made of it: a value may have been changed in between."""
+        file = json.loads((subject.files.path / "config.json").read_text())
+        whole = "compress_ratios" in file and "hidden_size" in file and not {"layer_types", "rope_parameters"} & set(file)
+        kept = [key for key in file if (whole or key in raw) and key not in subject.files.config_notes]
+        wrong = [key for key in kept if key not in raw or raw[key] != file[key]]
+        note = "; ".join(f"{key}: {file[key]!r:.40} in the file, {raw.get(key)!r:.40} as read" for key in wrong[:3])
+        return compare("keys that differ from config.json as it lies there", len(wrong), "==", 0, STATED, len(kept), unit="keys",
+                       where=wrong[0] if wrong else "config.json", part="config", note=note)
 
     def _layers(self, subject: Subject, raw: dict, config: ModelConfig) -> Iterator[Check]:
         """Kind, ratio, base and k of each layer; by the config, by the tensors of the file, and by the model if it is ours."""
@@ -107,12 +129,15 @@ class ConfigLedger(Probe):
             for attribute, key in IN_MODULES.get(type(module).__name__, {}).items():
                 seen += 1
                 if getattr(module, attribute) != raw[key]:
-                    wrong[f"{name}.{attribute}"] = f"{key} is {raw[key]}, the module has {getattr(module, attribute)}"
+                    wrong[f"{name}.{attribute} ({key})"] = f"{key} is {raw[key]}, the module has {getattr(module, attribute)}"
+            if type(module).__name__ in SCALES:
+                seen, (said, scale) = seen + 1, SCALES[type(module).__name__]
+                if abs(module.scale / scale(raw) - 1) > 1e-9:
+                    wrong[f"{name}.scale ({said})"] = f"{said} is {scale(raw):.6g}, the module has {module.scale:.6g}"
         yield compare("values that modules took from the config: differences", len(wrong), "==", 0, STATED, seen,
                       where=next(iter(wrong), ""), part="config", note="; ".join(list(wrong.values())[:3]))
-        stated = ModelConfig.from_official(raw)
         for base, compressed in (("main", False), ("compress", True)):
-            wanted, found = frequencies(stated, compressed), subject.model.frequencies[base].double().cpu()
+            wanted, found = frequencies(rotary(raw), compressed), subject.model.frequencies[base].double().cpu()
             same_shape = found.shape == wanted.shape
             error = ((found - wanted).abs() / wanted).max().item() if same_shape else float("inf")
             yield compare("rotary frequencies of the base", error, "<=", 1e-6, "fp32 of θ^(−2i/R) with YaRN, against fp64",
@@ -134,6 +159,13 @@ class ConfigLedger(Probe):
         return Check("sizes that coincide", Status.PASS, "config.json", "config", len(same), "groups",
                      source="reported, not judged: equal sizes let one pass for another (known bugs, 3)", samples=len(WIDTHS),
                      note="; ".join(same) or "all differ")
+
+
+def rotary(raw: dict) -> SimpleNamespace:
+    """What the rotation needs, from config.json alone."""
+    scaling = raw.get("rope_scaling") or {}
+    yarn = SimpleNamespace(**{key: scaling[key] for key in YARN}) if "factor" in scaling else None
+    return SimpleNamespace(**{k: raw[k] for k in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")}, yarn=yarn)
 
 
 def effective_config(subject: Subject) -> ModelConfig:
@@ -173,7 +205,7 @@ def value_at(raw: dict, key: str):
 
 def read_keys(raw: dict, key: str) -> bool:
     """Whether a change of this key changes anything: another ModelConfig, or a refusal."""
-    if key in FIXED or (value_at(raw, key) is None and hasattr(ModelConfig, key)):
+    if key in FIXED or key == "expert_dtype" or (value_at(raw, key) is None and hasattr(ModelConfig, key)):
         return True
     try:
         before = ModelConfig.from_official(raw)
@@ -223,9 +255,8 @@ def effective(config: ModelConfig, key: str, requested):
     if key == "rope_scaling":
         return requested if config.yarn is None else config.yarn
     if key.startswith("rope_scaling."):
-        return getattr(config.yarn, key.partition(".")[2], requested
-                       if config.yarn else "none")  # `type` has no field of its own
-    return requested if key in FIXED else getattr(config, key, requested)
+        return getattr(config.yarn, key.partition(".")[2], requested if config.yarn else "none")  # `type` has no field
+    return FIXED[key] if key in FIXED else getattr(config, key, requested)
 
 
 def shown(value) -> str:

@@ -15,8 +15,10 @@ from dsv4.numerics import numerics_named
 from kernels.quantize import WeightFormat
 from loaders.errors import CheckpointError
 from loaders.expected import official_tensors
+from loaders.files import DTYPES
 from loaders.ledger import LoadLedger, poisoned
 from loaders.load import Inventory
+from probes.oracle.names import places
 from probes.oracle.weights import decode, read_header
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
@@ -24,6 +26,7 @@ from probes.subject import Subject
 
 STRICT = "every tensor has one place and every place one tensor (specification 2.1); there is no tolerance"
 EXACT = "FP8, FP4 and BF16 widen to fp32 without rounding (specification 2.2): equal, not near"
+NAMES = "specification 2.1 and 2.3: a table of names written out in probes.oracle.names, not the loader's rules"
 UNIQUE = "trained tensors do not repeat: equal values mean one tensor read under two names"
 COMPANIONS = (".scale", ".weight_scale", ".weight_scale_2", ".input_scale")
 NAMED = 12        # tensors that get a check of their own; the rest is counted
@@ -100,7 +103,20 @@ class LoadLedgerProbe(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         ledger = ledger_of(subject)
-        return [*self._accounts(subject, ledger), *self._expected(subject, ledger), *self._values(subject, ledger)]
+        return [*self._names(subject), *self._accounts(subject, ledger), *self._expected(subject, ledger),
+                *self._values(subject, ledger)]
+
+    def _names(self, subject: Subject) -> Iterator[Check]:
+        """Each key of the files stands for the official tensor that the specification says, and the loader knows it as that."""
+        wanted = {}
+        for shard in subject.files.files.shards:
+            for key, (_, shape, *_) in read_header(subject.files.path / shard.name).items():
+                wanted |= places(key, shape)
+        found = {n: (s.tensor.key, s.start // DTYPES[s.dtype].itemsize) for n, s in subject.files.sources.items()}
+        wrong = [n for n in wanted if found.get(n) != wanted[n]] + [n for n in found if n not in wanted]
+        note = "; ".join(f"{n}: {wanted.get(n, ('nothing',))[0]} of the file, taken from {found.get(n, ('nothing',))[0]}"
+                         for n in wrong[:3])
+        yield from named("tensor is taken from the key that means it", wrong, len(wanted), NAMES, note)
 
     def _accounts(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
         sources = subject.files.sources
@@ -129,9 +145,11 @@ class LoadLedgerProbe(Probe):
         wrong = [n for n, (_, shape) in wanted.items() if n in sources and not same(tuple(sources[n].shape), tuple(shape))]
         yield from named("shape is what the config asks for", wrong, len(wanted), STRICT)
         if subject.config.num_mtp_layers and not subject.files.mtp_blocks:
-            yield Check("MTP block that the config announces", Status.WARN, "mtp.0", "MTP", 0, "blocks", "==",
-                        subject.config.num_mtp_layers, "num_nextn_predict_layers of config.json", samples=1,
-                        note="the file holds DSpark stages instead" if subject.files.has_dspark else "the file holds none")
+            dropped = subject.files.layout.name.startswith("official") and not subject.files.has_dspark
+            yield Check("MTP block that the config announces", Status.FAIL if dropped else Status.WARN, "mtp.0", "MTP", 0, "blocks",
+                        "==", subject.config.num_mtp_layers, "num_nextn_predict_layers of config.json", samples=1,
+                        note="the file holds DSpark stages instead" if subject.files.has_dspark else "the file holds none"
+                        if dropped else "the file holds none: transformers does not write it")
 
     def _values(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
         holds = type(subject).weight is not Subject.weight
