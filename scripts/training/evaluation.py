@@ -1,16 +1,13 @@
 """What a trained checkpoint can do, measured on the loaded model: facts, needles, the indexer's picks, loss, MTP drafts.
 
-Every part takes the model, what to ask it, and `Limits`, and returns figures. Answers count when each of their tokens is
-the argmax after the prompt and the tokens before it: what greedy decoding would have generated.
+Every part takes the model, what to ask it, and `Limits`, and returns figures. Needles and the dense attention's mass are those
+of `probes.recall`.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import torch
@@ -20,9 +17,12 @@ from tokenizers import Tokenizer
 from dsv4.attention import CSAAttention
 from dsv4.model import Model
 from dsv4.sequence import whole
-from kernels.attention.reference import gather_rows
+from probes.recall import needles as needles_of
+from probes.recall.haystack import CHANCE, filler
+from probes.recall.mass import dense_mass, watched, window_only
+from probes.recall.needles import Asked, Haystack, answered, hidden, lower_bound, reach, replies
 from scripts.training.facts import RELATIONS
-from scripts.training.rows import Encoder, Rows, filler, needle_trial
+from scripts.training.rows import Encoder, Rows
 from scripts.training.tokenizer import BOS_ID
 
 KINDS = ("prose", "code")
@@ -31,12 +31,9 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much work at once (`tokens` over all rows of a batch, `chunk` of a row in one step), and samples of each part:
-    rows for the indexer and for MTP, tokens for the loss."""
+class Limits(needles_of.Limits):
+    """How much work at once, and samples of each part: rows for the indexer and for MTP, tokens for the loss."""
 
-    tokens: int
-    chunk: int
     rows: int
     loss_tokens: int
 
@@ -61,54 +58,6 @@ class Figure:
 # ---- answers -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt (BOS first), the answer that counts, and where in the context it stands (needles)."""
-
-    prompt: list[int]
-    answer: list[int]
-    depth: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.answer)
-
-
-def answered(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[bool]:
-    """Whether greedy decoding would give each answer in full, by teacher forcing."""
-    return [reply == a.answer for a, reply in zip(asked, replies(model, asked, limits, say))]
-
-
-def replies(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[list[int]]:
-    """What greedy decoding generates for each prompt up to the answer's length, or to its first token that is wrong."""
-    found: dict[int, list[int]] = {}
-    order = sorted(range(len(asked)), key=lambda i: (len(asked[i].prompt), len(asked[i].answer)))
-    size = max(1, limits.tokens // max(map(len, asked)))
-    for start in range(0, len(order), size):
-        batch = order[start:start + size]
-        found |= zip(batch, _replies(model, [asked[i] for i in batch], limits.chunk))
-        say(f"{len(found)} of {len(asked)} asked, {sum(found[i] == asked[i].answer for i in found)} right")
-    return [found[i] for i in range(len(asked))]
-
-
-def _replies(model: Model, asked: list[Asked], chunk: int) -> list[list[int]]:
-    """One batch. Rows in order of length, so that those that run together are neighbours; no logits of the context."""
-    cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=0)
-    model.append(*_ragged([a.prompt[:-1] for a in asked], cache), logits="none", chunk=chunk)
-    logits = model.append(*_ragged([a.prompt[-1:] + a.answer[:-1] for a in asked], cache), logits="all", chunk=chunk)
-    best = [row[:len(a.answer)].tolist() for row, a in zip(logits.argmax(-1).cpu(), asked)]
-    right = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, a.answer))) for row, a in zip(best, asked)]
-    return [row[:n + 1] for row, n in zip(best, right)]
-
-
-def _ragged(rows: list[list[int]], cache) -> tuple:
-    """Arguments of `append`: ids int64 [B, T] padded to the longest row, the cache, each row's count."""
-    counts = [len(row) for row in rows]
-    ids = torch.full((len(rows), max(counts)), BOS_ID)
-    for b, row in enumerate(rows):
-        ids[b, :len(row)] = torch.tensor(row)
-    return ids, cache, counts
-
-
 def facts(model: Model, tokenizer: Tokenizer, limits: Limits, say: Say) -> list[Figure]:
     """Share of each table's facts that the canonical prompt brings up."""
     encode = Encoder(tokenizer)
@@ -129,36 +78,9 @@ def _share(part: str, name: str, hits: list[bool], details: dict | None = None) 
     return Figure(part, name, sum(hits) / len(hits), len(hits), {"hits": sum(hits)} | (details or {}))
 
 
-def lower_bound(hits: int, trials: int, alpha: float = 0.025) -> float:
-    """One-sided Clopper-Pearson bound: the rate at which `hits` or more of `trials` have probability `alpha`."""
-    if hits == 0:
-        return 0.0
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        low, high = (p, high) if _at_least(hits, trials, p) < alpha else (low, p)
-    return low
-
-
-def _at_least(hits: int, trials: int, p: float) -> float:
-    """Probability of `hits` or more successes, 0 < p < 1."""
-    log = lambda k: math.log(math.comb(trials, k)) + k * math.log(p) + (trials - k) * math.log1p(-p)
-    return math.fsum(math.exp(log(k)) for k in range(hits, trials + 1))
-
-
 # ---- needles -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Haystack:
-    """Where needles are hidden, and how the model may look for them."""
-
-    name: str
-    prose: bool
-    window_only: bool = False
-
-
-CHANCE = "10^-4 to 10^-6 for values of 4 to 6 digits (3/4 of the needles), below 10^-4 for two words (the rest)"
 HAYSTACKS = (Haystack("held-out prose", True), Haystack("filler", False), Haystack("held-out prose, window only", True, True))
 
 
@@ -168,62 +90,16 @@ def needles(model: Model, rows: Rows, lengths: list[int], trials: int, limits: L
     figures = []
     for haystack in haystacks:
         for length in lengths:
-            asked = hidden(model, rows, haystack.prose, length, trials, seed)
+            text = rows.streams["prose"] if haystack.prose else filler(rows.tokenizer, length)
+            asked = hidden(model, rows.tokenizer, text, length, trials, seed)
             note = lambda text: say(f"needles, {haystack.name}, {length}: {text}")
-            with window_only(model) if haystack.window_only else _as_is():
+            with window_only(model) if haystack.window_only else nullcontext():
                 hits = answered(model, asked, limits, note)
             figures.append(_share("needles", f"{haystack.name}, {length} tokens", hits, {
                 "at_least": lower_bound(sum(hits), len(hits)), "haystack": haystack.name, "length": length,
                 "beyond": reach(model), "seed": seed, "chance": CHANCE,
                 "trials": [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(asked, hits)]}))
     return figures
-
-
-def hidden(model: Model, rows: Rows, prose: bool, length: int, trials: int, seed: int) -> list[Asked]:
-    """Needles at depths spread evenly over all places that are further from the question than windows alone reach."""
-    text, beyond, asked = rows.streams["prose"] if prose else filler(rows.tokenizer, length), reach(model), []
-    for i in range(trials):
-        depth = (i + 0.5) / trials * (length - beyond) / length
-        rng = Random(f"{seed}:{length}:{i}")
-        asked.append(Asked(*needle_trial(rng, rows.tokenizer, text, length, depth, beyond), depth=depth))
-    return asked
-
-
-def reach(model: Model) -> int:
-    """Tokens that no information gets across through sliding windows alone, layer by layer."""
-    return model.config.num_hidden_layers * model.config.sliding_window
-
-
-@contextmanager
-def window_only(model: Model) -> Iterator[None]:
-    """Cut off the compressed branches: CSA and HCA layers attend to their window (and sink) alone.
-
-    Compressors and indexers still run; what they made is not attended to.
-    """
-    ops = {id(block.attn.op): block.attn.op for block in (*model.layers, *model.mtp)}.values()
-    before = [(op, op.sparse_attention, op.hca_attention) for op in ops]
-    for op, sparse, _ in before:
-        op.sparse_attention, op.hca_attention = _windowed(sparse)
-    try:
-        yield
-    finally:
-        for op, sparse, hca in before:
-            op.sparse_attention, op.hca_attention = sparse, hca
-
-
-def _windowed(sparse: Callable) -> tuple[Callable, Callable]:
-    """`sparse_attention` and `hca_attention` without their entries, by the former with none."""
-    def of_csa(q, window, window_index, entries, entry_index, sink, scale, complete=False):
-        return sparse(q, window, window_index, None, None, sink, scale, complete)
-
-    def of_hca(q, window, window_index, entries, visible, sink, scale, complete=False):
-        return sparse(q.flatten(0, 1), window, window_index, None, None, sink, scale, complete).view(q.shape)
-    return of_csa, of_hca
-
-
-@contextmanager
-def _as_is() -> Iterator[None]:
-    yield
 
 
 # ---- held-out text -----------------------------------------------------------------------
@@ -353,26 +229,6 @@ def _watch(model: Model, ids: torch.Tensor, chunk: int, kept: dict[int, list[tor
         model.append(ids[:, -QUERIES:], cache, logits="none", chunk=QUERIES)
 
 
-@contextmanager
-def watched(model: Model, see: Callable) -> Iterator[None]:
-    """Calls see(layer, attn, x, qr, q, window, window_index, step, cache) after each CSA layer attended."""
-    attns = [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, CSAAttention)]
-
-    def also(i: int, attn: CSAAttention, attend: Callable) -> Callable:
-        def run(*held):
-            out = attend(*held)
-            see(i, attn, *held)
-            return out
-        return run
-    for i, attn in attns:
-        attn._attend = also(i, attn, attn._attend)
-    try:
-        yield
-    finally:
-        for _, attn in attns:
-            del attn._attend
-
-
 def masses(attn: CSAAttention, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
     """Dense attention of each query, summed over heads and divided by them: fp64 [N, 4] of all visible entries, of the
     selected ones, of the best that as many entries could hold, and the share of visible entries that is selected."""
@@ -384,22 +240,6 @@ def masses(attn: CSAAttention, x, qr, q, window, window_index, step, cache) -> t
     best = mass.topk(k, dim=-1).values.sum(-1)
     chance = (k / step.visible(attn.ratio)).clamp(max=1)
     return torch.stack((mass.sum(-1), selected, best, chance), -1).flatten(0, 1).double()
-
-
-def dense_mass(attn: CSAAttention, q, window, window_index, step, entries) -> torch.Tensor:
-    """Mean over heads of the attention probabilities over every visible entry, fp32 [B, T, n]; window and sink have the rest.
-
-    q [N, H, D]; window [R, D] and window_index [N, W] as `sparse_attention` takes them; entries [B, n, D].
-    """
-    (N, H, D), n = q.shape, entries.shape[1]
-    queries = q.float() * attn.scale
-    rows, absent = gather_rows(window, window_index)
-    near = torch.bmm(queries, rows.transpose(1, 2)).masked_fill(absent.unsqueeze(1), float("-inf"))
-    far = torch.bmm(queries.view(step.B, step.T * H, D), entries.float().transpose(1, 2)).view(step.B, step.T, H, n)
-    seen = torch.arange(n, device=q.device) < step.visible(attn.ratio).unsqueeze(-1)
-    far = far.masked_fill(~seen.unsqueeze(2), float("-inf")).view(N, H, n)
-    p = torch.softmax(torch.cat((far, near, attn.attn_sink.view(1, H, 1).expand(N, H, 1)), -1), -1)
-    return p[..., :n].mean(1).view(step.B, step.T, n)
 
 
 def _kept_figure(name: str, found: torch.Tensor) -> Figure:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from probes.recall.haystack import needle_trial
 from scripts.training import evaluation
 from scripts.training.evaluation import Asked, Limits, answered
 from scripts.training.facts import FACTS
-from scripts.training.rows import Encoder, load_tokenizer, needle_trial
+from scripts.training.rows import Encoder, load_tokenizer
 from scripts.training.tokenizer import BOS_ID
 
 ROOT = Path(__file__).resolve().parents[2]

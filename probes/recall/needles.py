@@ -1,0 +1,144 @@
+"""Needles: whether greedy decoding finds a value that was stated once, further back than sliding windows reach.
+
+An answer counts when each of its tokens is the argmax after the prompt and the tokens before it, by teacher forcing: what
+greedy decoding would have generated.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import takewhile
+from random import Random
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from dsv4.model import Model
+from probes.recall.haystack import filler, needle_trial
+from probes.recall.mass import window_only
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much work at once: `tokens` over all rows of a batch, `chunk` of a row in one step."""
+
+    tokens: int
+    chunk: int
+
+    @classmethod
+    def of(cls, device: str) -> "Limits":
+        return cls(20_000, 256) if torch.device(device).type == "cpu" else cls(300_000, 1024)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt (BOS first), the answer that counts, and where in the context it stands (needles)."""
+
+    prompt: list[int]
+    answer: list[int]
+    depth: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+def answered(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[bool]:
+    """Whether greedy decoding would give each answer in full, by teacher forcing."""
+    return [reply == a.answer for a, reply in zip(asked, replies(model, asked, limits, say))]
+
+
+def replies(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[list[int]]:
+    """What greedy decoding generates for each prompt up to the answer's length, or to its first token that is wrong."""
+    found: dict[int, list[int]] = {}
+    order = sorted(range(len(asked)), key=lambda i: (len(asked[i].prompt), len(asked[i].answer)))
+    size = max(1, limits.tokens // max(map(len, asked)))
+    for start in range(0, len(order), size):
+        batch = order[start:start + size]
+        found |= zip(batch, _replies(model, [asked[i] for i in batch], limits.chunk))
+        say(f"{len(found)} of {len(asked)} asked, {sum(found[i] == asked[i].answer for i in found)} right")
+    return [found[i] for i in range(len(asked))]
+
+
+def _replies(model: Model, asked: list[Asked], chunk: int) -> list[list[int]]:
+    """One batch. Rows in order of length, so that those that run together are neighbours; no logits of the context."""
+    cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=0)
+    if any(len(a.prompt) > 1 for a in asked):
+        model.append(*_ragged([a.prompt[:-1] for a in asked], cache), logits="none", chunk=chunk)
+    logits = model.append(*_ragged([a.prompt[-1:] + a.answer[:-1] for a in asked], cache), logits="all", chunk=chunk)
+    best = [row[:len(a.answer)].tolist() for row, a in zip(logits.argmax(-1).cpu(), asked)]
+    right = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, a.answer))) for row, a in zip(best, asked)]
+    return [row[:n + 1] for row, n in zip(best, right)]
+
+
+def _ragged(rows: list[list[int]], cache) -> tuple:
+    """Arguments of `append`: ids int64 [B, T] padded to the longest row, the cache, each row's count."""
+    counts = [len(row) for row in rows]
+    ids = torch.zeros((len(rows), max(counts)), dtype=torch.int64)
+    for b, row in enumerate(rows):
+        ids[b, :len(row)] = torch.tensor(row)
+    return ids, cache, counts
+
+
+def lower_bound(hits: int, trials: int, alpha: float = 0.025) -> float:
+    """One-sided Clopper-Pearson bound: the rate at which `hits` or more of `trials` have probability `alpha`."""
+    if hits == 0:
+        return 0.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if _at_least(hits, trials, p) < alpha else (low, p)
+    return low
+
+
+def _at_least(hits: int, trials: int, p: float) -> float:
+    """Probability of `hits` or more successes, 0 < p < 1."""
+    log = lambda k: math.log(math.comb(trials, k)) + k * math.log(p) + (trials - k) * math.log1p(-p)
+    return math.fsum(math.exp(log(k)) for k in range(hits, trials + 1))
+
+
+def reach(model: Model) -> int:
+    """Tokens that no information gets across through sliding windows alone, layer by layer."""
+    return model.config.num_hidden_layers * model.config.sliding_window
+
+
+def hidden(model: Model, tokenizer: Tokenizer, text: np.ndarray, length: int, trials: int, seed: int) -> list[Asked]:
+    """Needles at depths spread evenly over all places that are further from the question than windows alone reach."""
+    beyond, asked = reach(model), []
+    for i in range(trials):
+        depth = (i + 0.5) / trials * (length - beyond) / length
+        rng = Random(f"{seed}:{length}:{i}")
+        asked.append(Asked(*needle_trial(rng, tokenizer, text, length, depth, beyond, model.config.bos_token_id), depth=depth))
+    return asked
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Where needles are hidden, and how the model may look for them."""
+
+    name: str
+    prose: bool
+    window_only: bool = False
+
+
+HAYSTACKS = (Haystack("prose", True), Haystack("looped filler", False), Haystack("prose, window only", True, True))
+
+
+def found(model: Model, tokenizer: Tokenizer, prose: np.ndarray, lengths: list[int], trials: int, limits: Limits, say: Say,
+          seed: int = 0) -> list[dict]:
+    """Needles found by haystack and length, as JSON values; the same trials whatever the numerics. Lengths beyond `reach`."""
+    rows = []
+    for haystack in HAYSTACKS:
+        for length in lengths:
+            text = prose if haystack.prose else filler(tokenizer, length)
+            asked = hidden(model, tokenizer, text, length, trials, seed)
+            note = lambda text: say(f"needles, {haystack.name}, {length} tokens: {text}")
+            with window_only(model) if haystack.window_only else nullcontext():
+                hits = answered(model, asked, limits, note)
+            rows.append({"haystack": haystack.name, "window_only": haystack.window_only, "context": length, "trials": trials,
+                         "hits": sum(hits), "share": sum(hits) / trials, "at_least": lower_bound(sum(hits), trials),
+                         "depths": [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(asked, hits)]})
+    return rows
