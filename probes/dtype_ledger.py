@@ -95,12 +95,24 @@ class DtypeLedger(Probe):
         simulated = [n for n, (_, module) in plain.items() if quantises(module)]
         yield from named("their inputs are not quantised", simulated, len(plain),
                          "the official simulation quantises inputs of FP8 and FP4 weights only (specification 3)")
+        yield from self._inputs(subject, held)
         held_choice = subject.model.numerics
         yield compare("numerics in effect", str(held_choice), "==", str(NUMERICS.get(subject.numerics)),
                       "the numerics asked for at load", 1, where="model", part="numerics")
         for base, f in subject.model.frequencies.items():
             yield compare("rotary frequencies are fp32", str(f.dtype), "==", "torch.float32", "specification 3: RoPE in fp32",
                           f.numel(), where=f"base {base}", part="RoPE")
+
+    def _inputs(self, subject: Subject, held: dict) -> Iterator[Check]:
+        """Inputs of quantised matrices: through FP8 in simulated numerics, as they are in others; those of wo_a never."""
+        matrices = {n: module for n, (_, module) in held.items() if hasattr(module, "simulate")}
+        matrices |= {f"{n}.w1.weight": module for n, module in subject.model.named_modules() if n.endswith("ffn.experts")}
+        packed = {n: m for n, m in matrices.items() if getattr(getattr(m, "w13", m), "quantised", False)}
+        simulated = subject.numerics.startswith("qat")
+        wrong = [n for n, module in packed.items() if module.simulate != (simulated and ".wo_a." not in n)]
+        if packed:
+            yield from named("inputs of FP8 and FP4 matrices are quantised in simulated numerics only, those of wo_a never", wrong,
+                             len(packed), "specification 3: activation quantisation in linears")
 
     def _held(self, subject: Subject) -> dict:
         """Official name → (dtype in memory, module) of everything that is copied or dequantised into a parameter."""

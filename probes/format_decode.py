@@ -32,7 +32,7 @@ class FormatDecode(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"files"})
 
     def run(self, subject: Subject) -> list[Check]:
-        return [*self._codes(), *self._scales_of_one(), *self._file(subject), *self._ranges(subject)]
+        return [*self._codes(), *self._scales_of_one(), *self._file(subject), *self._ranges(subject), *self._simulation(subject)]
 
     def _codes(self) -> Iterator[Check]:
         """Rows are scale bytes, columns codes."""
@@ -51,6 +51,24 @@ class FormatDecode(Probe):
         raw = torch.from_numpy(BYTES.copy())
         for label, given in (("float8_e8m0fnu", raw.view(torch.float8_e8m0fnu)), ("uint8", raw)):
             yield equal(f"E8M0 byte as {label} → fp32", quantize.decode_e8m0(given), formats.E8M0, where="E8M0", part="scales")
+
+    def _simulation(self, subject: Subject) -> Iterator[Check]:
+        """The operations that the subject's backend runs to quantise activations, KV and index keys, on awkward blocks."""
+        if "kernels" not in subject.can:
+            return
+        run, c, rotated = subject.operations, subject.config, subject.config.qk_rope_head_dim
+        cases = (("FP8", "activations", 128, max(c.hidden_size, 200), 0), ("FP8", "main KV", 64, c.head_dim, rotated),
+                 ("FP4", "index queries and keys", 32, c.index_head_dim, 0))
+        for kind, what, block, width, keep in cases:
+            x = awkward(width, self.seed)
+            found = run[f"simulate_{kind.lower()}_blocks"](x.clone(), block, *([keep] if keep else []))
+            wanted = (formats.simulate_fp8(x.double(), block, keep) if kind == "FP8" else formats.simulate_fp4(x.double(), block))
+            yield equal(f"simulated {kind} of {what}", found, wanted.numpy(), f"blocks of {block}", f"{kind} simulation")
+        x = awkward(c.index_head_dim, self.seed)[:24]
+        found, wanted = run["hadamard"](x.clone()).double(), formats.hadamard(x.double())
+        error = ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-30)).max().item()
+        yield compare("Hadamard transform", error, "<=", 1e-5, f"fp32 sums of {c.index_head_dim} terms", found.numel(),
+                      where=f"{c.index_head_dim} dims", part="Hadamard", unit="relative")
 
     def _file(self, subject: Subject) -> Iterator[Check]:
         tensors, block = headers(subject.files), tuple(subject.config.weight_block_size)
@@ -107,6 +125,19 @@ class FormatDecode(Probe):
                     f"{value[low]:.3g} … {value[high]:.3g}",
                     source="reported; a scale at an end of E8M0 makes every weight of its block 0 or infinite",
                     samples=row["n"], note=note)
+
+
+def awkward(width: int, seed: int) -> torch.Tensor:
+    """fp32 [48, width]: rows of all sizes, one of zeros, halves between codes, and largest values at and beside the limits."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(48, width, generator=g) * 2.0 ** torch.randint(-30, 30, (48, 1), generator=g)
+    x[1], x[2] = 0, torch.randint(-24, 25, (width,), generator=g) / 4
+    for row, top in enumerate((448.0, 6.0, 3.0, 224.0, 7.0, 480.0), 3):
+        x[row] = x[row] / x[row].abs().max() * top
+        x[row, 0] = top
+        x[row + 6] = x[row]
+        x[row + 6, 0] = torch.nextafter(torch.tensor(top), torch.tensor(float("inf")))
+    return x
 
 
 def grids() -> Iterator[tuple[str, torch.Tensor, np.ndarray]]:
