@@ -5,7 +5,7 @@ PASS. The kinds: a checkpoint directory alone (`probes.subjects.files`), this pr
 transformers' model (`probes.subjects.transformers`), a recorded dump (`probes.subjects.dump`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,8 @@ CAPABILITIES = {
     "files": "the checkpoint's tensors and config can be read (`files`)",
     "run": "whole forward passes with captures, in any schedule (`run`)",
     "layer": "one layer's attention on given inputs (`attention`)",
+    "block": "one whole layer on given streams (`block`)",
+    "recorded": "one run with captures, made elsewhere (`run` and `stream` answer for that run alone)",
     "rewind": "tokens can be forgotten (`run` with negative steps in its schedule)",
     "batch": "several rows at once, of different lengths",
     "cache": "the bytes of each cache stream (`cache_bytes`)",
@@ -60,6 +62,20 @@ class Subject:
         schedule: tokens a step, in order (one step of T if empty); a negative number forgets as many tokens, which are then
         run again by the steps after it. Points and logits are those of all T positions, however they were cut.
         """
+        raise NotImplementedError
+
+    def stream(self, ids: torch.Tensor, want: Sequence[str], see: Callable[[int, dict], None]) -> torch.Tensor | None:
+        """`run` in one step, handing over each layer when it is done: see(layer, {point: tensor}). Returns the logits.
+
+        Subjects that can do so forget a layer's points after `see`, so that memory does not grow with the layers.
+        """
+        capture = self.run(ids, want=want)
+        for layer in range(self.config.num_hidden_layers):
+            see(layer, {point: value for (i, point), value in capture.points.items() if i == layer})
+        return capture.logits
+
+    def block(self, layer: int, streams: torch.Tensor, ids: torch.Tensor, want: Sequence[str] = ()) -> Capture:
+        """One whole layer alone, on the streams [B, T, S, d] that enter it (and token ids), in one step from position 0."""
         raise NotImplementedError
 
     def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),

@@ -1,7 +1,7 @@
 """Captures as tensors: put together from steps (`Timeline`), written to a file (`write_dump`), read back (`DumpSubject`)."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -91,6 +91,11 @@ class Timeline:
         """The tensors of POINTS, fp32 or int64, on the CPU."""
         return Capture(logits, {key: self._held[key] for key in sorted(self._held, key=in_order)})
 
+    def take(self, layer: int) -> dict[str, torch.Tensor]:
+        """The points of a layer by name, which are forgotten here."""
+        keys = sorted((key for key in self._held if key[0] == layer), key=in_order)
+        return {key[1]: self._held.pop(key) for key in keys}
+
     def _room(self, layer: int, point: str, values: torch.Tensor) -> torch.Tensor:
         """The tensor [B, T, ...] of a point, as wide as `values` at least."""
         held = self._held.get((layer, point))
@@ -149,6 +154,15 @@ class DumpSubject(Subject):
                               f"asked for {list(schedule) or 'one step'}")
         points = {key: self._read(name) for key, name in self._names.items() if key[1] in want}
         return Capture(self._read("logits") if self._has_logits else None, points)
+
+    def stream(self, ids: torch.Tensor, want: Sequence[str], see: Callable[[int, dict], None]) -> torch.Tensor | None:
+        """The recorded points layer by layer, however the run was cut into steps: points are those of all positions."""
+        want = check_points(want)
+        if ids.shape != self.ids.shape or not torch.equal(ids.cpu(), self.ids):
+            raise NotRecorded(f"{self.file.name} holds a run of other ids than it was asked for")
+        for layer in range(self.config.num_hidden_layers):
+            see(layer, {p: self._read(name) for (i, p), name in self._names.items() if i == layer and p in want})
+        return self._read("logits") if self._has_logits else None
 
     def recorded(self) -> dict[str, tuple[int, ...]]:
         """Which layers each recorded point has."""

@@ -1,6 +1,6 @@
 """This project's model, observed from outside: by hooks on its modules and by reading its cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ class OurSubject(Subject):
     dispatch ledger where the indexer itself had nothing to score.
     """
 
-    can = frozenset({"files", "run", "layer", "rewind", "batch", "cache", "kernels"})
+    can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "kernels"})
 
     def __init__(self, path: str | Path, numerics: str = "fp32", backend: str = "auto", device: str = "cpu"):
         stored = FilesSubject(path)
@@ -48,17 +48,27 @@ class OurSubject(Subject):
 
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
         """See `Subject.run`. Each step is one piece of work, however long it is."""
-        want, (B, T), lengths = check_points(want), ids.shape, _lengths(ids)
-        steps = steps_of(T, schedule)
+        return self._run(ids, steps_of(ids.shape[1], schedule), check_points(want))
+
+    def stream(self, ids: torch.Tensor, want: Sequence[str], see: Callable[[int, dict], None]) -> torch.Tensor:
+        """See `Subject.stream`: the same pass, each layer's points handed over and forgotten when its block is done."""
+        return self._run(ids, steps_of(ids.shape[1], ()), check_points(want), see).logits
+
+    def _run(self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str],
+             see: Callable | None = None) -> Capture:
+        """A run of these steps; with `see`, of one step, whose points go there instead of into the capture."""
+        (B, T), lengths = ids.shape, _lengths(ids)
         cache = self.model.new_cache(B, T, _rewind_room(steps))
         timeline, logits = Timeline(B, T), torch.full((B, T, self.config.vocab_size), float("nan"))
         with _Taps(timeline, want) as taps:
             for i, block in enumerate(self.model.layers):
                 taps.block(i, block)
                 taps.attention(i, block.attn, cache.layers[i])
+                if see is not None:
+                    taps.done(block, partial(_hand_over, see, timeline, i, cache.layers[i], lengths, want))
             for start, n in steps:
                 self._step(ids, lengths, start, n, cache, logits)
-        for i, layer_cache in enumerate(cache.layers):
+        for i, layer_cache in enumerate(cache.layers if see is None else ()):
             put_entries(timeline, i, layer_cache, lengths, want)
         return timeline.capture(logits)
 
@@ -70,6 +80,21 @@ class OurSubject(Subject):
             ragged = counts if min(counts) < n else None
             out = self.model.append(ids[:, start:start + n].clamp(min=0), cache, n_new=ragged, chunk=n)
             logits[:, start:start + n] = out.cpu()
+
+    @torch.inference_mode()
+    def block(self, layer: int, streams: torch.Tensor, ids: torch.Tensor, want: Sequence[str] = ()) -> Capture:
+        """See `Subject.block`: the layer's module with a LayerCache and a Step of its own. Rows of equal lengths only."""
+        want, (B, T), model, block = check_points(want), ids.shape, self.model, self.model.layers[layer]
+        device = model.layer_devices[layer] if model.layer_devices else model.device
+        plan = cache_streams(self.config, B, T, DEFAULT_MAX_REWIND, model.numerics, mtp=False)[layer]
+        cache, timeline = LayerCache(plan, self.config.sliding_window, device), Timeline(B, T)
+        with _Taps(timeline, want) as taps:
+            taps.block(layer, block)
+            taps.attention(layer, block.attn, cache)
+            step = Step(ids.to(model.device), 0, [0] * B, model.rope_frequencies())
+            block(streams.to(device, model.numerics.activation).flatten(0, 1), step.on(device), cache)
+        put_entries(timeline, layer, cache, _lengths(ids), want)
+        return timeline.capture()
 
     @torch.inference_mode()
     def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
@@ -140,6 +165,10 @@ class _Taps:
         self._after(block, lambda args, out: self._flat(i, "streams", out, args[1]))
         self._after(block.ffn, lambda args, out: self._flat(i, "ffn_out", out, self._step))
 
+    def done(self, block, then: Callable[[], None]) -> None:
+        """Call `then` after the block, and after what watches it."""
+        self._after(block, lambda args, out: then())
+
     def attention(self, i: int, attn, cache: LayerCache) -> None:
         """Every point within a layer's attention."""
         self._before(attn, lambda args: self._flat(i, "attn_in", args[0], args[1]))
@@ -208,6 +237,11 @@ def _restore(owner, method: str, before) -> None:
         delattr(owner, method)
     else:
         setattr(owner, method, before)
+
+
+def _hand_over(see: Callable, timeline: Timeline, i: int, cache: LayerCache, lengths: list[int], want: frozenset[str]) -> None:
+    put_entries(timeline, i, cache, lengths, want)
+    see(i, timeline.take(i))
 
 
 def put_entries(timeline: Timeline, i: int, cache: LayerCache, lengths: list[int], want: frozenset[str]) -> None:

@@ -14,6 +14,7 @@ Where each point is taken, within `model.model.layers[i]`:
 - streams       output of the layer
 """
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -48,7 +49,7 @@ class TransformersSubject(Subject):
         stored = FilesSubject(model_or_path) if isinstance(model_or_path, (str, Path)) else None
         self.model = (build(stored, dtype) if stored else model_or_path).eval()
         dtype = self.model.get_input_embeddings().weight.dtype
-        self.can = frozenset({"run", "layer", *(["files"] if stored else [])})
+        self.can = frozenset({"run", "layer", "block", *(["files"] if stored else [])})
         self.files = stored.files if stored else None
         self.config = stored.config if stored else ModelConfig.from_official(to_official(self.model.config.to_dict())[0])
         self.numerics = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
@@ -60,21 +61,46 @@ class TransformersSubject(Subject):
     @torch.inference_mode()
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
         """See `Subject.run`. Raises InputError for a negative step and for padding."""
-        want, steps = check_points(want), self._steps(ids, schedule)
+        return self._run(ids, self._steps(ids, schedule), check_points(want))
+
+    @torch.inference_mode()
+    def stream(self, ids: torch.Tensor, want: Sequence[str], see: Callable[[int, dict], None]) -> torch.Tensor:
+        """See `Subject.stream`: the same pass, each layer's points handed over and forgotten when it is done."""
+        return self._run(ids, self._steps(ids, ()), check_points(want), see).logits
+
+    def _run(self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str],
+             see: Callable | None = None) -> Capture:
+        """A run of these steps; with `see`, of one step, whose points go there instead of into the capture."""
         B, T = ids.shape
         cache, timeline, logits = self._cache(), Timeline(B, T), torch.empty(B, T, self.config.vocab_size)
         with _Taps(timeline, want, self.config) as taps:
             for i, layer in enumerate(self.model.model.layers):
                 taps.layer(i, layer)
                 taps.attention(i, layer.self_attn, cache.layers[i])
+                if see is not None:
+                    taps.done(layer, partial(_hand_over, see, timeline, i, cache.layers[i], want))
             for start, n in steps:
                 taps.start = start
                 piece = ids[:, start:start + n].to(self.model.device)
                 logits[:, start:start + n] = self.model(piece, past_key_values=cache, use_cache=True).logits.float().cpu()
-        for i in range(self.config.num_hidden_layers):
+        for i in range(self.config.num_hidden_layers if see is None else 0):
             put_entries(timeline, i, cache.layers[i], want)
         with torch.inference_mode(False):
             return timeline.capture(logits.clone())
+
+    @torch.inference_mode()
+    def block(self, layer: int, streams: torch.Tensor, ids: torch.Tensor, want: Sequence[str] = ()) -> Capture:
+        """See `Subject.block`: the decoder layer, with rotations and mask made as DeepseekV4Model makes them."""
+        want, module, cache, timeline = check_points(want), self.model.model.layers[layer], self._cache(), Timeline(*ids.shape)
+        cache.layers = [cache.layers[layer]] * len(cache.layers)
+        with _Taps(timeline, want, self.config) as taps:
+            taps.layer(layer, module)
+            taps.attention(layer, module.self_attn, cache.layers[layer])
+            x = streams.to(self.model.device, module.self_attn.kv_proj.weight.dtype)
+            module(x, input_ids=ids.to(self.model.device), past_key_values=cache, **self._positional(x[:, :, 0], 0, cache))
+        put_entries(timeline, layer, cache.layers[layer], want)
+        with torch.inference_mode(False):
+            return timeline.capture()
 
     @torch.inference_mode()
     def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
@@ -144,6 +170,10 @@ class _Taps:
         self._after(layer.mlp, lambda out: self._put(i, "ffn_out", out))
         self._after(layer, lambda out: self._put(i, "streams", out))
 
+    def done(self, layer, then: Callable[[], None]) -> None:
+        """Call `then` after the layer, and after what watches it."""
+        self._after(layer, lambda out: then())
+
     def attention(self, i: int, attn, cache_layer) -> None:
         """Every point within a layer's attention."""
         self._tapped[attn] = i
@@ -192,6 +222,11 @@ class _WatchedFunctions:
         return watched
 
 
+def _hand_over(see: Callable, timeline: Timeline, i: int, cache_layer, want: frozenset[str]) -> None:
+    put_entries(timeline, i, cache_layer, want)
+    see(i, timeline.take(i))
+
+
 def put_entries(timeline: Timeline, i: int, cache_layer, want: frozenset[str]) -> None:
     """compressed_kv and index_keys as the cache layer holds them at the end."""
     held = getattr(cache_layer, "compressed_kv", {})
@@ -232,13 +267,15 @@ def _place(name: str) -> tuple[str, Callable]:
     """(their parameter, the part of it) for an official name."""
     if ".ffn.experts." not in name:
         return _to_transformers(name), lambda t: t
-    _, i, _, _, e, leaf, _ = name.split(".")
-    stack = EXPERT.get(leaf, leaf)
+    stacked = re.fullmatch(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.(w[123])\.weight", name)
+    if stacked is None:  # an expert of an MTP block, which they drop, or a scale, which is multiplied out
+        raise InputError(f"transformers' model holds no parameter for {name!r}")
+    i, e, leaf = stacked.groups()
 
     def part(t: torch.Tensor) -> torch.Tensor:
         rows = t.shape[1] // 2
         return {"w1": t[int(e), :rows], "w3": t[int(e), rows:], "w2": t[int(e)]}[leaf]
-    return f"model.layers.{i}.mlp.experts.{stack}", part
+    return f"model.layers.{i}.mlp.experts.{EXPERT[leaf]}", part
 
 
 def _modeling():

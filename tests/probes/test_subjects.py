@@ -315,7 +315,7 @@ def test_dumps_that_are_none(ours, ids, tmp_path):
 
 
 def test_what_each_can(ours, theirs):
-    assert ours.can <= CAPABILITIES.keys() and theirs.can == {"run", "layer"}
+    assert ours.can <= CAPABILITIES.keys() and theirs.can == {"run", "layer", "block"}
     for subject in (ours, theirs):
         assert subject.name and subject.provenance and subject.numerics == "fp32"
     assert theirs.config.compress_ratios == ours.config.compress_ratios
@@ -399,3 +399,38 @@ def test_the_readme_s_skeleton_works(ours, ids):
     assert torch.equal(got.points[5, "attn_in"], ids.float().unsqueeze(-1)) and got.points[5, "streams"].shape == (2, T, 2, 1)
     assert got.points[HCA, "compressed_kv"].shape == (2, 1, 3) and (0, "compressed_kv") not in got.points
     assert all(p in text for p in POINTS)
+
+
+def test_tensors_that_transformers_does_not_have(theirs):
+    """Experts of an MTP block are not those of layer 0, and scales are multiplied out."""
+    for name in ("mtp.0.ffn.experts.0.w1.weight", "layers.0.ffn.experts.0.w1.scale", "layers.0.ffn.experts.0.w4.weight"):
+        with pytest.raises(InputError, match="holds no parameter"):
+            theirs.weight(name)
+    assert theirs.weight("layers.0.ffn.experts.0.w1.weight").dim() == 2
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_layers_handed_over_one_by_one_are_those_of_a_run(request, ids, kind):
+    """`stream` gives what `run` gives, and `block` on the streams before a layer gives that layer again."""
+    subject, seen = request.getfixturevalue(kind), {}
+    whole = subject.run(ids, want=ALL)
+
+    def see(i, points):
+        assert list(points) == [p for p in POINTS if p in points]
+        seen[i] = points
+    logits = subject.stream(ids, ALL, see)
+    assert list(seen) == list(range(CONFIG["num_hidden_layers"])) and torch.equal(logits, whole.logits)
+    assert {(i, p) for i in seen for p in seen[i]} == set(whole.points)
+    assert all(torch.equal(v, whole.points[i, p]) for i in seen for p, v in seen[i].items())
+    for i in (CSA, HCA):
+        again = subject.block(i, seen[i - 1]["streams"], ids, ALL).points
+        assert all(torch.equal(v, seen[i][p]) for (_, p), v in again.items()) and len(again) == len(seen[i])
+
+
+def test_a_dump_hands_over_its_layers(ours, ids, tmp_path):
+    capture, seen = ours.run(ids, (100, 40), ALL), {}
+    dump = DumpSubject(write_dump(capture, ids, tmp_path / "run", {"schedule": (100, 40)}), ours.files.path / "config.json")
+    logits = dump.stream(ids, ALL, lambda i, points: seen.update({(i, p): v for p, v in points.items()}))
+    assert torch.equal(logits, capture.logits) and all(torch.equal(seen[k], v) for k, v in capture.points.items())
+    with pytest.raises(NotRecorded):
+        dump.stream(ids + 1, ALL, lambda i, points: None)
