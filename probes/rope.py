@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
 
-from probes.measure import at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, zeros_like_ids
+from probes.measure import at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, pieces_of, zeros_like_ids
 from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
@@ -53,35 +54,40 @@ class Rope(Probe):
     def run(self, subject: Subject) -> list[Check]:
         oracle, checks = oracle_of(subject), []
         T = min(max(600, 4 * subject.config.sliding_window), subject.config.max_position_embeddings)
-        x = heavy_tailed(subject, T, self.seed)
+        x, rows, schedule = heavy_tailed(subject, T, self.seed), 2 if "batch" in subject.can else 1, steps_of_all_sizes(T)
+        same = x.repeat(rows, 1, 1)  # what is right for the first row is right for the others
         want = ("q_after_rope", "kv_window", "compressed_kv", "index_keys", "selection")
         for i in range(subject.config.num_hidden_layers):
-            layer, points = oracle.layer(i), subject.attention(i, x, zeros_like_ids(x), want=want).points
-            for turned in rotated_things(layer, x.double()):
+            layer, points = oracle.layer(i), subject.attention(i, same, zeros_like_ids(same), schedule, want).points
+            for turned in rotated_things(layer, x.double(), starts_of(schedule)):
                 checks += self._thing(subject, layer, turned, points.get((i, turned.point)), f"layer {i}")
-            checks.append(self._back(subject, oracle, i, x, points))
+            checks.append(self._back(subject, oracle, i, x, {key: value[:1] for key, value in points.items()}))
         return checks
 
     def _thing(self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor | None, where: str) -> list[Check]:
         title = f"{thing.point}: rotated pairs turn by the right angles"
         wanted = thing.turned(layer.frequencies, thing.at)
-        if found is None or found.numel() == 0 or found.shape != wanted.shape:
+        if found is None or found.numel() == 0 or found.shape[1:] != wanted.shape[1:]:
             why = "the subject gives none" if found is None else f"shape {list(found.shape)}, expected {list(wanted.shape)}"
             return [vacuous(title, why, where=where, part=f"rotation of {thing.part}")]
         checks = [self._nearest(subject, layer, thing, found, where)]
         R = 2 * len(layer.frequencies)
-        return checks if thing.mixed else [self._pairs(subject, title, thing, found, wanted, R, where), *checks]
+        return checks if thing.mixed else [*self._pairs(subject, title, thing, found, wanted.expand(found.shape), R, where), *checks]
 
-    def _pairs(self, subject: Subject, title: str, thing: Turned, found, wanted, R: int, where: str) -> Check:
-        """The worst pair's angle error; positions count by the size of the pair there."""
+    def _pairs(self, subject: Subject, title: str, thing: Turned, found, wanted, R: int, where: str) -> list[Check]:
+        """The worst pair's angle error, where positions count by the size of the pair there; and the values as a whole."""
         limit, share, source = limit_of(subject)
         angles, still = angle_errors(found, wanted, R), at_share(far(found[..., :-R], wanted[..., :-R]), share)
-        worst = int(angles.argmax())
+        worst, errors = int(angles.argmax()), far(found, wanted)
         sane = still <= 10 * limit
+        first = next(iter((errors > 3 * limit).nonzero().tolist()), None)
         note = f"worst pair {worst} of {R // 2}; dims that are not rotated differ by {still:.2g}"
-        return compare(title, angles[worst].item(), "<=", limit * 2, f"{source}; twice that, as an angle",
-                       found[..., 0].numel(), where=where, part=f"rotation of {thing.part}" if sane else thing.part,
-                       unit="rad", note=note)
+        note += f"; first beyond three limits: row {first[0]}, number {first[1]}" if first else ""
+        about = dict(where=where, part=f"rotation of {thing.part}" if sane else thing.part, note=note)
+        return [compare(title, angles[worst].item(), "<=", limit * 2, f"{source}; twice that, as an angle",
+                        found[..., 0].numel(), unit="rad", **about),
+                compare(f"{thing.point}: equal the oracle's", at_share(errors, share), "<=", limit, source, errors.numel(),
+                        unit="relative", **about)]
 
     def _nearest(self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor, where: str) -> Check:
         """Which rotation explains what is seen."""
@@ -115,13 +121,24 @@ class Rope(Probe):
                        part="rotation of the output", note=note)
 
 
-def rotated_things(layer: Layer, x: torch.Tensor) -> list[Turned]:
-    """Everything of a layer that is rotated, on attn_in x [B, T, d]."""
+def steps_of_all_sizes(T: int) -> tuple[int, ...]:
+    """A third of T in one step, then chunks of an odd size, and the last tokens one by one."""
+    first, alone = T // 3, min(24, T // 4)
+    return (first, *pieces_of(T - first - alone, 61), *[1] * alone)
+
+
+def starts_of(schedule: tuple[int, ...]) -> torch.Tensor:
+    """int64 [T]: where the step of each token begins."""
+    return torch.tensor([start for start, n in zip(accumulate(schedule, initial=0), schedule) for _ in range(n)])
+
+
+def rotated_things(layer: Layer, x: torch.Tensor, starts: torch.Tensor) -> list[Turned]:
+    """Everything of a layer that is rotated, on attn_in x [B, T, d] in steps that begin at `starts`."""
     c, freqs, positions = layer.config, layer.frequencies, torch.arange(x.shape[1])
     q = steps.rotate_heads(steps.queries(layer, x, positions)[1], positions, freqs, inverse=True)
     kv = steps.rms(layer.linear("attn.wkv", x), layer.w("attn.kv_norm.weight"), c.rms_norm_eps)
     main = lambda values: steps.main_kv(layer, values)
-    late = {"one position late": positions + 1}
+    late = {"one position late": positions + 1, "positions counted from the start of the step": positions - starts}
     things = [Turned("q_after_rope", q, positions, late, lambda values: values, "queries"),
               Turned("kv_window", kv, positions, late, main, "window rows")]
     if layer.ratio:
