@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from dsv4.config import ModelConfig
-from kernels.quantize import quantize_fp8, quantize_mxfp4
 from loaders.expected import official_tensors
 from loaders.files import DTYPES
 from loaders.write import write_checkpoint
+from probes.mutations import profile
 
 # Widths are multiples of 32 for MXFP4, and differ wherever one could be taken for another.
 SMALL = dict(
@@ -25,42 +25,20 @@ SMALL = dict(
 )
 
 
+def plain(name: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    """Normal, of the size that keeps activations near 1; norms around 1."""
+    std, mean = (shape[-1] ** -0.5 if len(shape) > 1 else 0.5), float(name.endswith("norm.weight"))
+    return torch.randn(shape, generator=g) * std * (0.3 if mean else 1.0) + mean
+
+
 def random_values(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     """Dense fp32 values of every official tensor (tables int64), by name."""
-    g = torch.Generator().manual_seed(seed)
-    values = {}
-    for name, (dtype, shape) in official_tensors(config, dense="F32", experts="F32").items():
-        if dtype == "I64":
-            k = config.num_experts_per_tok
-            values[name] = torch.stack([torch.randperm(config.n_routed_experts, generator=g)[:k] for _ in range(shape[0])])
-            continue
-        std, mean = (shape[-1] ** -0.5 if len(shape) > 1 else 0.5), float(name.endswith("norm.weight"))
-        values[name] = torch.randn(shape, generator=g) * std * (0.3 if mean else 1.0) + mean
-    return values
-
-
-def official_value(values: dict, config: ModelConfig, experts: str):
-    """value_of for write_checkpoint: quantises `values` as the official layout stores them."""
-    target = official_tensors(config, experts=experts)
-
-    def value_of(name: str) -> torch.Tensor:
-        base = name.removesuffix(".weight").removesuffix(".scale")
-        if f"{base}.scale" not in target:
-            return values[name].to(DTYPES[target[name][0]])
-        fp8 = target[f"{base}.weight"][0] == "F8_E4M3"
-        weight, scale = (quantize_fp8(values[f"{base}.weight"], config.weight_block_size) if fp8
-                         else quantize_mxfp4(values[f"{base}.weight"]))
-        return scale if name.endswith(".scale") else weight if fp8 else weight.view(torch.int8)
-    return value_of
+    return profile.random_values(config, seed, plain)
 
 
 def write_official(root: Path, raw: dict = SMALL, experts: str = "MXFP4", seed: int = 0, max_shard_bytes: int = 200_000) -> Path:
     """An official checkpoint (FP8 + `experts`), sharded."""
-    config = ModelConfig.from_official(raw)
-    raw = {**raw, "expert_dtype": {"MXFP4": "fp4", "FP8": "fp8"}[experts]}
-    write_checkpoint(root, official_tensors(config, experts=experts), official_value(random_values(config, seed), config, experts),
-                     {"config.json": raw}, max_shard_bytes=max_shard_bytes)
-    return root
+    return profile.write_values(root, raw, random_values(ModelConfig.from_official(raw), seed), experts, max_shard_bytes)
 
 
 def write_dense(root: Path, raw: dict = SMALL, dtype: str = "F32", seed: int = 0) -> Path:
