@@ -1,24 +1,25 @@
 """P6: the indexer's keys, scores and picks, against the oracle in the same numerics and in float64. See index_oracle.md."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from probes.measure import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, zeros_like_ids
+from probes.measure import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, steps_of_all_sizes, zeros_like_ids
 from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
-from probes.oracle.formats import hadamard, simulate_fp4
+from probes.oracle.indexer import KEYS, QUERIES, SCORES, form, held, indexed, mistakes, queries  # noqa: F401 (form, held, queries: recall)
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
 from probes.subject import Subject
 
 FLOORS = {"fp32": 0.999, "native": 0.98, "bf16": 0.98, "qat": 0.75, "qat:fp32": 0.75}  # known_bugs 2.1, loosely
-SCORES = {"fp32": 1e-4, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-4}                 # relative, of the median query
+LIMIT = {"fp32": 1e-4, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-4}                  # relative, of the median query
 TIES = {"fp32": 1e-5, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-3}                   # of a query's largest score
-PARTS = {"keys": "indexer keys", "queries": "indexer queries", "weights": "indexer weights"}
+ENTRY, ROUGHLY = 0.5, "half of an entry's score: FP4 moves scores by 0.13 to 0.18 (known bugs, 2.1), a lost one by 1"
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,17 @@ class Case:
     wanted: dict[str, torch.Tensor]
     exact: dict[str, torch.Tensor]
     k: int
+    how: str = ""    # the steps it ran in, and its row
+    since: int = 0   # queries from here on are judged
 
     @property
     def where(self) -> str:
-        return self.layer.prefix.replace("layers.", "layer ").strip(".")
+        return self.layer.prefix.replace("layers.", "layer ").strip(".") + self.how
+
+    @property
+    def judged(self) -> torch.Tensor:
+        """bool [T]"""
+        return torch.arange(self.x.shape[1]) >= self.since
 
     @property
     def visible(self) -> torch.Tensor:
@@ -44,8 +52,8 @@ class Case:
 
     @property
     def crowded(self) -> torch.Tensor:
-        """bool [T]: whether there is anything to choose."""
-        return self.visible > self.k
+        """bool [T]: whether there is anything to choose, for a query that is judged."""
+        return (self.visible > self.k) & self.judged
 
     @property
     def picks(self) -> torch.Tensor:
@@ -75,55 +83,31 @@ class IndexOracle(Probe):
         return [check for i in layers for check in self._layer(subject, matched, exact, i, x)]
 
     def _layer(self, subject: Subject, matched: Oracle, exact: Oracle, i: int, x: torch.Tensor) -> list[Check]:
-        want = ("index_keys", "index_scores", "selection")
-        run = lambda x: {name: v for (_, name), v in subject.attention(i, x, zeros_like_ids(x), want=want).points.items()}
-        wanted = indexed(matched.layer(i), x)
-        case = Case(subject, matched.layer(i), x, run(x), wanted, indexed(exact.layer(i), x), subject.config.index_topk)
-        checks = [keys_check(case), scores_check(case)]
+        layer, k = matched.layer(i), subject.config.index_topk
+        case = Case(subject, layer, x, run_of(subject, i, x)[0], indexed(layer, x), indexed(exact.layer(i), x), k)
+        checks = [keys_check(case), scores_check(case), entries_check(case)]
         if "selection" not in case.points:
             return checks + [vacuous("selection", "the subject gives none", where=case.where, part="selection")]
         checks += [matched_check(case), own_check(case), exact_check(case), *shape_checks(case)]
-        return checks + [ties_check(replace(case, points=run(torch.zeros_like(x))))]
+        checks += [ties_check(replace(case, points=run_of(subject, i, torch.zeros_like(x))[0]))]
+        return checks + [check for stepped in self._in_steps(case, i) for check in stepped]
+
+    def _in_steps(self, case: Case, i: int) -> Iterator[list[Check]]:
+        """A third in one step, chunks, single tokens; in two rows of different tokens. Single tokens are judged alone too."""
+        T, rows = case.x.shape[1], 2 if "batch" in case.subject.can else 1
+        x = torch.cat((case.x, heavy_tailed(case.subject, T, self.seed + 1)))[:rows]
+        schedule = steps_of_all_sizes(T)
+        for row, points in enumerate(run_of(case.subject, i, x, schedule)):
+            wanted = indexed(case.layer, x[row:row + 1]) if row else case.wanted
+            for how, since in (("chunks", 0), ("decode", T - schedule.count(1))):
+                now = replace(case, x=x[row:row + 1], points=points, wanted=wanted, how=f", {how}, row {row}", since=since)
+                yield [keys_check(now), scores_check(now), entries_check(now), matched_check(now), own_check(now), *shape_checks(now)]
 
 
-def indexed(layer: Layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """attn_in [1, T, d] → index keys, queries, weights, scores, by the oracle."""
-    x, positions = x.double(), torch.arange(x.shape[1])
-    parts = {"keys": keys(layer, x), "queries": queries(layer, x, positions),
-             "weights": held(layer, steps.index_weights(layer, x))}
-    return parts | {"index_scores": score(layer, parts)}
-
-
-def held(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    """x as activations hold it before FP4: a matched oracle quantises the same numbers, or values at the boundaries flip."""
-    return layer.store(x) if layer.simulate else x
-
-
-def form(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    """`steps.index_form`, with what Hadamard gives held before FP4."""
-    return simulate_fp4(held(layer, hadamard(held(layer, x))), 32) if layer.simulate else x
-
-
-def keys(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    """Index keys [B, n, Di] of attn_in x [B, T, d], as the cache holds them."""
-    w = lambda leaf: layer.w(f"attn.indexer.compressor.{leaf}")
-    pooled = held(layer, steps.pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=True))
-    entries = held(layer, steps.rms(pooled, w("norm.weight"), layer.config.rms_norm_eps))
-    return layer.store(form(layer, steps.rotate(entries, layer.ratio * torch.arange(entries.shape[1]), layer.frequencies)))
-
-
-def queries(layer: Layer, x: torch.Tensor, positions: torch.Tensor, turn: bool = True) -> torch.Tensor:
-    """Index queries [B, T, Hi, Di] of attn_in x [B, T, d], with activations held in the cache's dtype if simulated."""
-    c = layer.config
-    a = held(layer, layer.linear("attn.wq_a", x))
-    qr = held(layer, steps.rms(a, layer.w("attn.q_norm.weight"), c.rms_norm_eps))
-    q = held(layer, layer.linear("attn.indexer.wq_b", qr)).unflatten(-1, (c.index_n_heads, c.index_head_dim))
-    return form(layer, steps.rotate_heads(q, positions, layer.frequencies) if turn else q)
-
-
-def score(layer: Layer, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    positions = torch.arange(parts["queries"].shape[1])
-    return steps.index_scores(parts["queries"], parts["weights"], parts["keys"], positions, layer.ratio)
+def run_of(subject: Subject, i: int, x: torch.Tensor, schedule: tuple[int, ...] = ()) -> list[dict[str, torch.Tensor]]:
+    """The indexer's points of layer i by row of x [B, T, d], each [1, ...]."""
+    points = subject.attention(i, x, zeros_like_ids(x), schedule, ("index_keys", "index_scores", "selection")).points
+    return [{name: value[row:row + 1] for (_, name), value in points.items()} for row in range(len(x))]
 
 
 def keys_check(case: Case) -> Check:
@@ -131,22 +115,36 @@ def keys_check(case: Case) -> Check:
     limit, share, source = limit_of(case.subject)
     name, found, wanted = "index keys equal the oracle's", case.points.get("index_keys"), case.wanted["keys"]
     if found is None or found.shape != wanted.shape:
-        return vacuous(name, "the subject gives none of this shape", where=case.where, part=PARTS["keys"])
+        return vacuous(name, "the subject gives none of this shape", where=case.where, part=KEYS)
     return compare(name, at_share(far(found, wanted), share), "<=", limit, source, found.shape[1],
-                   where=case.where, part=PARTS["keys"], unit="relative", chance=far(wanted.roll(1, 1), wanted).median().item())
+                   where=case.where, part=KEYS, unit="relative", chance=far(wanted.roll(1, 1), wanted).median().item())
 
 
 def scores_check(case: Case) -> Check:
     """Scores over visible entries, query by query: recall alone does not see a wrong temperature (known_bugs 0.2)."""
     name, found, wanted = "index scores equal the oracle's", case.points.get("index_scores"), case.wanted["index_scores"]
     if found is None or found.shape != wanted.shape:
-        return vacuous(name, "the subject gives none of this shape", where=case.where, part="indexer scores")
-    limit = SCORES.get(case.subject.numerics, SCORES["native"])
+        return vacuous(name, "the subject gives none of this shape", where=case.where, part=SCORES)
+    limit = LIMIT.get(case.subject.numerics, LIMIT["native"])
     error = score_error(case, wanted)
-    part, note = ("", "") if error <= limit else blame(case)
+    part, note = (QUERIES, "") if error <= limit else blame(case)
     return compare(name, error, "<=", limit, f"{limit_of(case.subject)[2]}; the median query", int(case.crowded.sum()),
-                   where=case.where, part=part or "indexer queries", unit="relative", note=note,
+                   where=case.where, part=part, unit="relative", note=note,
                    chance=far(finite(wanted.roll(1, 2))[:, case.crowded], finite(wanted)[:, case.crowded]).median().item())
+
+
+def entries_check(case: Case) -> Check:
+    """Scores entry by entry: the median query does not see a stretch of entries that is lost."""
+    name, found, wanted = "scores of every entry are the oracle's, roughly", case.points.get("index_scores"), case.wanted["index_scores"]
+    if found is None or found.shape != wanted.shape:
+        return vacuous(name, "the subject gives none of this shape", where=case.where, part=SCORES)
+    errors = entry_errors(case)
+    worst = int(errors.argmax()) if len(errors) else 0
+    off = int((errors > ENTRY).sum())
+    part, note = (SCORES, "") if off == 0 else blame(case)
+    note = "; ".join(filter(None, (f"worst entry {worst}; {off} of {len(errors)} entries are off", note)))
+    return compare(name, errors.max().item() if len(errors) else None, "<=", ENTRY, ROUGHLY, len(errors), where=case.where,
+                   part=part, unit="relative", note=note)
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:
@@ -156,53 +154,39 @@ def finite(scores: torch.Tensor) -> torch.Tensor:
 def score_error(case: Case, wanted: torch.Tensor) -> float:
     """Of the median query with a choice; infinite where the subject hides or shows other entries than it should."""
     found = case.points["index_scores"].double()
-    if not torch.equal(found == -math.inf, wanted == -math.inf):
+    if not torch.equal((found == -math.inf)[:, case.judged], (wanted == -math.inf)[:, case.judged]):
         return math.inf
     return at_share(far(finite(found)[:, case.crowded], finite(wanted)[:, case.crowded]), 0.5)
 
 
+def entry_errors(case: Case) -> torch.Tensor:
+    """Relative error [entries] over the queries with a choice that see the entry; infinite where NaN or hidden."""
+    found, wanted = (s.double()[:, case.crowded] for s in (case.points["index_scores"], case.wanted["index_scores"]))
+    seen = (wanted > -math.inf).any(1)[0]
+    a, b = found[..., seen].transpose(1, 2), finite(wanted)[..., seen].transpose(1, 2)
+    a = torch.where(wanted[..., seen].transpose(1, 2) == -math.inf, 0, a)
+    return far(torch.where(a.isinf(), math.nan, a), b)[0]
+
+
 def blame(case: Case) -> tuple[str, str]:
-    """(part at fault, why): the nearest of the oracle's variants of the score, the subject's own keys among them."""
-    errors = {name: score_error(case, scores) for name, (_, scores) in variants(case).items()}
+    """(part at fault, why): the nearest of the oracle's mistaken scores, the subject's own keys among them."""
+    found, right = case.points["index_scores"][:, case.judged], case.wanted["index_scores"][:, case.judged]
+    hidden, shown = ((found == -math.inf) & (right > -math.inf)).sum().item(), ((found > -math.inf) & (right == -math.inf)).sum().item()
+    if hidden or shown:
+        return SCORES, f"{hidden} scores of visible entries are −inf, {shown} of invisible ones are not"
+    known = mistakes(case.layer, case.x, case.wanted, case.points.get("index_keys"))
+    errors = {name: score_error(case, scores) for name, (_, scores) in known.items()}
     best = min(errors, key=errors.get)
     note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(errors.items(), key=lambda item: item[1])[:3])
-    if errors[best] > 0.5 * score_error(case, case.wanted["index_scores"]):
-        return "indexer queries", f"no known mistake explains it: {note}"
-    return variants(case)[best][0], f"nearest: {note}"
-
-
-def variants(case: Case) -> dict[str, tuple[str, torch.Tensor]]:
-    """Mistaken scores by name, each with the part that is at fault."""
-    layer, right, c = case.layer, case.wanted, case.subject.config
-    scores = lambda **other: score(layer, right | other)
-    hide = right["index_scores"] == -math.inf
-    size, everywhere = (c.index_n_heads * c.index_head_dim)**0.5, torch.arange(case.x.shape[1])
-    raw = torch.einsum("bth,bthd,bnd->btn", right["weights"], right["queries"], right["keys"]).masked_fill(hide, -math.inf)
-    found = {
-        "ReLU missing": ("indexer scores", raw),
-        "temperature missing": ("indexer weights", scores(weights=right["weights"] * size)),
-        "temperature twice": ("indexer weights", scores(weights=right["weights"] / size)),
-        "sigmoid of the weights": ("indexer weights", scores(weights=sigmoid_weights(right["weights"], c))),
-        "weights missing": ("indexer weights", scores(weights=torch.ones_like(right["weights"]))),
-        "half the heads": ("indexer queries", scores(weights=half_of(right["weights"]))),
-        "queries not rotated": ("indexer queries", scores(queries=queries(layer, case.x.double(), everywhere, False))),
-    }
+    if errors[best] <= 0.5 * score_error(case, case.wanted["index_scores"]):
+        return known[best][0], f"nearest: {note}"
+    wrong = entry_errors(case) > ENTRY
     own = case.points.get("index_keys")
-    if own is not None and own.shape == right["keys"].shape:
-        found["the subject's own keys"] = (PARTS["keys"], scores(keys=own.double()))
-    if layer.simulate:
-        found["Hadamard of queries missing"] = (PARTS["queries"], scores(queries=hadamard(right["queries"])))
-        found["Hadamard of keys missing"] = (PARTS["keys"], scores(keys=hadamard(right["keys"])))
-    return found
-
-
-def sigmoid_weights(weights: torch.Tensor, c) -> torch.Tensor:
-    scale = (c.index_n_heads * c.index_head_dim)**-0.5
-    return torch.sigmoid(weights / scale) * scale
-
-
-def half_of(weights: torch.Tensor) -> torch.Tensor:
-    return torch.cat((weights[..., :weights.shape[-1] // 2], torch.zeros_like(weights[..., weights.shape[-1] // 2:])), -1)
+    if wrong.any() and not wrong.all() and wrong.float().mean() < 0.9:  # a wrong query or weight spares no entry
+        sound = own is not None and own.shape == case.wanted["keys"].shape and bool((far(own, case.wanted["keys"])[0][
+            :len(wrong)][wrong] < ENTRY).all())
+        return (SCORES if sound else KEYS), f"{int(wrong.sum())} of {len(wrong)} entries are off, the first is {int(wrong.nonzero()[0])}"
+    return QUERIES, f"no known mistake explains it: {note}"
 
 
 # ---- selection ----------------------------------------------------------------------------
@@ -267,16 +251,16 @@ def kept(scores: torch.Tensor, picked: torch.Tensor, best: torch.Tensor) -> floa
 
 def shape_checks(case: Case) -> list[Check]:
     """Sentinels, invisible and double picks: of all queries, those with fewer visible entries than k included."""
-    raw, n = case.points["selection"][0], case.wanted["index_scores"].shape[-1]
-    real, about = raw >= 0, dict(where=case.where, part="selection")
-    invisible = (real & (raw >= case.visible.unsqueeze(-1))).sum().item()
+    raw, n = case.points["selection"][0][case.judged], case.wanted["index_scores"].shape[-1]
+    real, about, visible = raw >= 0, dict(where=case.where, part="selection"), case.visible[case.judged]
+    invisible = (real & (raw >= visible.unsqueeze(-1))).sum().item()
     double = sum(len(row) - len(set(row)) for row in (r[r >= 0].tolist() for r in raw))
-    wrong = (real.sum(-1) != case.visible.clamp(max=case.k)).sum().item()
-    few = int((case.visible < case.k).sum())
+    wrong = (real.sum(-1) != visible.clamp(max=case.k)).sum().item()
+    few = int((visible < case.k).sum())
     return [compare("no pick is invisible", invisible, "==", 0, "specification §3, Visibility", int(real.sum()), **about),
             compare("no entry is picked twice", double, "==", 0, "specification §3, Indexer", int(real.sum()), **about),
             compare("−1 wherever fewer than k entries are visible, and nowhere else", wrong, "==", 0,
-                    "specification §3, Indexer", len(raw) if few else 0, unit="queries",
+                    "specification §3, Indexer", len(raw) if few or case.since else 0, unit="queries",
                     note=f"{few} queries see fewer than k of {n} entries", **about)]
 
 

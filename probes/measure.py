@@ -55,6 +55,12 @@ def pieces_of(T: int, size: int) -> list[int]:
     return [min(size, T - start) for start in range(0, T, size)]
 
 
+def steps_of_all_sizes(T: int) -> tuple[int, ...]:
+    """A third of T in one step, then chunks of an odd size, and the last tokens one by one."""
+    first, alone = T // 3, min(24, T // 4)
+    return (first, *pieces_of(T - first - alone, 61), *[1] * alone)
+
+
 # ---- shared by the attention probes -------------------------------------------------------
 
 

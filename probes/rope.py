@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from probes.measure import at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, pieces_of, zeros_like_ids
+from probes.measure import at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, steps_of_all_sizes, zeros_like_ids
 from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
@@ -119,12 +119,6 @@ class Rope(Probe):
         return compare("attn_out: rotated back before the output projection", min(errors, key=errors.get), "==", "rotated back",
                        "the nearest of the oracle's variants, median error", out[..., 0].numel(), where=f"layer {i}",
                        part="rotation of the output", note=note)
-
-
-def steps_of_all_sizes(T: int) -> tuple[int, ...]:
-    """A third of T in one step, then chunks of an odd size, and the last tokens one by one."""
-    first, alone = T // 3, min(24, T // 4)
-    return (first, *pieces_of(T - first - alone, 61), *[1] * alone)
 
 
 def starts_of(schedule: tuple[int, ...]) -> torch.Tensor:

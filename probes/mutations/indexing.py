@@ -72,8 +72,7 @@ def fp4_simulation_a_stub(site: Site) -> None:
 def quantised_kv_diverted_to_raw_attention(site: Site) -> None:
     """With quantised KV, dispatch leaves every sparse path: CSA layers attend to their window only."""
     real = CSAAttention._attend
-    site.patch(CSAAttention, "_attend", lambda attn, *rest: (WindowAttention if attn.numerics.simulate else CSAAttention)._attend(
-        attn, *rest) if attn.numerics.simulate else real(attn, *rest))
+    site.patch(CSAAttention, "_attend", lambda attn, *rest: (WindowAttention._attend if attn.numerics.simulate else real)(attn, *rest))
 
 
 @mutation("1.5", bugs=(66, 68), parts=("indexer scores",), probes=("index_oracle",))
@@ -264,7 +263,7 @@ def swizzle_for_another_head_dim(site: Site) -> None:
         torch.where(torch.arange(q.shape[-1]) % 16 < 8, q, 0), weights, keys, visible))
 
 
-@mutation("1.5", bugs=(79,), parts=("indexer scores", "selection"), probes=("index_oracle",))
+@mutation("1.5", bugs=(79,), parts=("row 1",), probes=("index_oracle",))
 def keys_of_the_first_row_for_every_row(site: Site) -> None:
     """A stride of 0 over the batch: every row is scored with the first row's keys."""
     scored(site, read_as(lambda keys: keys[:1].expand_as(keys)))
