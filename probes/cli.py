@@ -44,6 +44,26 @@ def run_audit(
     raise typer.Exit(audit.run(checkpoint, subject, numerics, backend, device, probe or [], limit, out, say))
 
 
+@audit_app.command("selftest")
+def selftest_audit(
+    out: Annotated[Path | None, typer.Option(help="Directory for the detection matrix: selftest.md and selftest.json.")] = None,
+    section: Annotated[str | None, typer.Option(help="Only this section of the list of known bugs, e.g. 1.3.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only mutations with this text in their name.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Only the first mutation of each section.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a processor.", show_default=False)] = None,
+    backend: Annotated[str, typer.Option(help="auto, cpu or triton.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+):
+    """Plant every known bug and see that the probes name it. Exit code 0: all caught, sound subjects green; 1: gaps; 2: it could not run."""
+    from rich.progress import Progress
+
+    from probes import detection
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("planting")
+        done = lambda result, of: bar.update(task, advance=1, total=of)
+        raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done))
+
+
 @audit_app.command("diff")
 def diff_audits(
     old: Annotated[Path, typer.Argument(help="JSON report of before.", show_default=False)],

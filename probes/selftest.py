@@ -1,0 +1,282 @@
+"""P0: every planted fault must be named by a probe that was not told of it, and every sound subject must be green.
+
+A fault is planted in a private copy of a synthetic checkpoint (`probes.mutations.profile`), the subject is opened as
+`dsv4 audit` opens it, and probes run until a FAIL or ERROR names one of the fault's `parts`. A red check that names something
+else does not count: such a fault is seen, but not named, and is a gap. So is one that no probe sees.
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from dsv4.errors import InputError
+from dsv4.load import resolve_backend, resolve_device
+from dsv4.numerics import NUMERICS
+from kernels.errors import Dsv4Error
+from probes.audit import open_subject
+from probes.mutations import Mutation, Site
+from probes.probe import available, execute, probe_named
+from probes.report import count
+from probes.result import Check, Status
+
+RED = (Status.FAIL, Status.ERROR)
+PACKAGES = ("dsv4", "kernels", "loaders", "probes")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where faults are planted: the folder of the profiles, and how subjects are opened."""
+
+    profiles: Path
+    backend: str = "auto"
+    device: str = "cpu"
+
+    @property
+    def resolved(self) -> str:
+        """The backend that runs. Raises InputError for the reference, which is the definition: no kernel is changed in it."""
+        backend = resolve_backend(self.backend, resolve_device(self.device))
+        if backend == "reference":
+            raise InputError(f"on {self.device} with backend {self.backend!r} the reference would run, in which no kernel can be "
+                             "wrong; choose --backend cpu, or triton on a GPU")
+        return backend
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one fault.
+
+    by: the probe, or 'load' for a refusal while loading; status, finding, where, part: of the check; word: of the mutation's
+    parts that it names; seen: probes that were red before and named something else; note: why it was not caught.
+    """
+
+    caught: bool = False
+    by: str = ""
+    status: str = ""
+    finding: str = ""
+    where: str = ""
+    part: str = ""
+    word: str = ""
+    seen: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A mutation and what became of it; left: what was not as before when it had been undone."""
+
+    mutation: Mutation
+    found: Found
+    seconds: float = 0.0
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Clean:
+    """The whole catalogue on a subject in which nothing is planted."""
+
+    profile: str
+    numerics: str
+    backend: str
+    totals: dict[Status, int] = field(default_factory=dict)
+    red: tuple[str, ...] = ()
+    vacuous: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()  # what each check could name, for the chance level
+    seconds: float = 0.0
+
+    @property
+    def green(self) -> bool:
+        return not self.red and self.totals.get(Status.PASS, 0) > 0
+
+
+# ---- one fault ----------------------------------------------------------------------------
+
+
+def look(mutation: Mutation, bench: Bench) -> Outcome:
+    """Plant, open, probe, undo. Nothing that the fault makes crash leaves here."""
+    begun, before = time.monotonic(), state()
+    with tempfile.TemporaryDirectory(prefix="dsv4-selftest-") as folder:
+        site = Site(Path(shutil.copytree(bench.profiles / mutation.profile, Path(folder) / mutation.profile)))
+        try:
+            found = _found(mutation, site, bench)
+        finally:
+            site.undo()
+    return Outcome(mutation, found, time.monotonic() - begun, left_over(before, state()))
+
+
+def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
+    try:
+        mutation.plant(site)
+    except Exception as error:
+        return Found(note=f"it could not be planted: {said(error)}")
+    try:
+        subject = open_subject(site.checkpoint, "ours", mutation.numerics, bench.backend, bench.device)
+    except Exception as error:
+        return _judged(mutation, "load", [refusal(error)], ())
+    try:
+        for change in site.loaded:
+            change(subject)
+    except Exception as error:
+        return Found(note=f"it could not be planted: {said(error)}")
+    found = Found()
+    for name in order(mutation):
+        checks, _ = execute(probe_named(name)(), subject)
+        found = _judged(mutation, name, checks, found.seen)
+        if found.caught:
+            break
+    return found
+
+
+def refusal(error: Exception) -> Check:
+    """A typed error while loading is a finding; any other is a crash, and counts only if it names the part all the same."""
+    name, status = ("refused while loading", Status.FAIL) if isinstance(error, Dsv4Error) else ("crash while loading", Status.ERROR)
+    return Check(name, status, note=said(error))
+
+
+def said(error: Exception) -> str:
+    """One line of an exception; the type too if it is not one of this project's."""
+    line = str(error).splitlines()[0] if str(error) else ""
+    return line if isinstance(error, Dsv4Error) else f"{type(error).__name__}: {line}"
+
+
+def order(mutation: Mutation) -> list[str]:
+    """The mutation's own probes first, which saves time, then the others of the catalogue."""
+    first = [name for name in mutation.probes if name in available()]
+    return first + [name for name in available() if name not in first]
+
+
+def _judged(mutation: Mutation, probe: str, checks: list[Check], seen: tuple[str, ...]) -> Found:
+    red = [check for check in checks if check.status in RED]
+    for check in red:
+        word = named(mutation.parts, texts_of(check))
+        if word:
+            return Found(True, probe, check.status.value, check.name, check.where, check.part, word, seen,
+                         check.note if probe == "load" or check.status is Status.ERROR else "")
+    seen = (*seen, probe) if red else seen
+    first = f"; {probe} said: {red[0].name}: {red[0].note}" if red and probe == "load" else ""
+    return Found(seen=seen, note=("seen, but not named" if seen else "no probe saw it") + first)
+
+
+def texts_of(check: Check) -> tuple[str, ...]:
+    """What a check says of where the fault is. The name of an ERROR is only the probe's title; its note says what broke."""
+    about = (check.part, check.where)
+    if check.status is Status.ERROR or check.name.endswith("while loading"):
+        return (*about, check.note)
+    return (*about, check.name)
+
+
+def named(words: Iterable[str], texts: Iterable[str]) -> str:
+    """The first of `words` that stands in a text, not as part of a longer word; '' for none. 'sink' is not in 'Sinkhorn'."""
+    texts = list(texts)
+    for word in words:
+        before, after = ("(?<![a-z0-9])" * word[:1].isalnum(), "(?![a-z0-9])" * word[-1:].isalnum())
+        if any(re.search(before + re.escape(word) + after, text, re.I) for text in texts):
+            return word
+    return ""
+
+
+def chance(mutation: Mutation, texts: tuple[str, ...]) -> float:
+    """Share of a sound subject's checks that the mutation's words would match: how often any red check at all would count."""
+    return sum(bool(named(mutation.parts, [text])) for text in texts) / len(texts) if texts else float("nan")
+
+
+# ---- nothing stays behind -----------------------------------------------------------------
+
+
+def state() -> dict[str, object]:
+    """What modules, classes and tables of this project hold, by place."""
+    held: dict[str, object] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.partition(".")[0] not in PACKAGES:
+            continue
+        for name, value in list(vars(module).items()):
+            place = f"{module_name}.{name}"
+            if isinstance(value, ModuleType) or name.startswith("__"):
+                continue
+            held[place] = value
+            if isinstance(value, type) and value.__module__ == module_name:
+                held |= {f"{place}.{k}": v for k, v in vars(value).items() if not k.startswith("__") or k == "__init__"}
+            elif isinstance(value, dict) and name.isupper():
+                held |= {f"{place}[{k!r}]": v for k, v in value.items()}
+    return held
+
+
+def left_over(before: dict[str, object], after: dict[str, object]) -> tuple[str, ...]:
+    """Places that do not hold the same object any more; modules that were imported since are new, not changed."""
+    return tuple(sorted(place for place, value in before.items() if after.get(place) is not value))
+
+
+# ---- sound subjects -----------------------------------------------------------------------
+
+
+def settings(mutations: Iterable[Mutation], backend: str, everything: bool) -> list[Clean]:
+    """What must be green: where faults are planted; and if `everything`, the default profile in all numerics and on the reference."""
+    found = {(m.profile, m.numerics, backend): None for m in mutations}
+    if everything:
+        found |= {("default", numerics, b): None for b in ("reference", backend) for numerics in NUMERICS}
+    return [Clean(*key) for key in sorted(found)]
+
+
+def audit_clean(setting: Clean, bench: Bench) -> Clean:
+    """The whole catalogue."""
+    begun = time.monotonic()
+    subject = open_subject(bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device)
+    checks = [(name, check) for name in available() for check in execute(probe_named(name)(), subject)[0]]
+    tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.where}" if c.where else "") + (f" ({c.part})" if c.part else "")
+    of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)
+    return replace(setting, totals=count(c for _, c in checks), red=of(*RED), vacuous=of(Status.VACUOUS),
+                   texts=tuple("\n".join(texts_of(c)) for _, c in checks), seconds=time.monotonic() - begun)
+
+
+# ---- all of them --------------------------------------------------------------------------
+
+
+def work(task: Mutation | Clean, bench: Bench) -> Outcome | Clean:
+    return look(task, bench) if isinstance(task, Mutation) else audit_clean(task, bench)
+
+
+def run_all(tasks: list[Mutation | Clean], bench: Bench, jobs: int) -> Iterator[tuple[int, Outcome | Clean]]:
+    """(number of the task, its result), as they become ready. Sound subjects come last, in processes where faults were planted.
+
+    A fault that kills its process takes the pool with it: the tasks that are lost are done again, each in a process of its own.
+    """
+    if jobs == 1:
+        yield from ((i, work(task, bench)) for i, task in enumerate(tasks))
+        return
+    todo = dict(enumerate(tasks))
+    with _pool(jobs, bench) as pool:
+        waiting = {pool.submit(work, task, bench): i for i, task in todo.items()}
+        for future in as_completed(waiting):
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                break
+            yield waiting[future], result
+            del todo[waiting[future]]
+    for i, task in todo.items():
+        yield i, _alone(task, bench)
+
+
+def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
+    lives = 1 if bench.device.startswith("cuda") else None  # a fault on a GPU ends every later call of its process
+    return ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,), max_tasks_per_child=lives)
+
+
+def _alone(task: Mutation | Clean, bench: Bench) -> Outcome | Clean:
+    with _pool(1, bench) as pool:
+        try:
+            return pool.submit(work, task, bench).result()
+        except BrokenProcessPool:
+            if isinstance(task, Mutation):
+                return Outcome(task, Found(note="the process died, without a word of what it died of"))
+            return replace(task, red=("the process died",))
