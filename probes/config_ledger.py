@@ -19,9 +19,8 @@ TRAINING, DSPARK, FOREIGN = "training only", "DSpark draft stages are not run", 
 NO_EFFECT = {  # keys that nothing needs to read, and why
     "architectures": FOREIGN, "auto_map": FOREIGN, "torch_dtype": NUMERICS, "dtype": NUMERICS,
     "transformers_version": "who wrote the file", "_name_or_path": "where the file came from",
-    "use_cache": "there is always a cache",
-    "pad_token_id": "rows have lengths, nothing is padded", "max_batch_size": "the caller's choice",
-    "max_seq_len": "the caller's choice",
+    "use_cache": "there is always a cache", "pad_token_id": "rows have lengths, nothing is padded",
+    "max_batch_size": "the caller's choice", "max_seq_len": "the caller's choice",
     **dict.fromkeys(("initializer_range", "attention_dropout", "output_router_logits", "router_aux_loss_coef"), TRAINING),
     **{f"dspark_{key}": DSPARK for key in ("block_size", "noise_token_id", "target_layer_ids", "markov_rank")},
     "quantization_config.activation_scheme": "activations are quantised by the numerics chosen",
@@ -31,6 +30,7 @@ NO_EFFECT = {  # keys that nothing needs to read, and why
 FIXED = {"model_type": "deepseek_v4", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True,
          "hidden_act": "silu", "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": False}  # all there is
 YARN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+UNREAD = "a key that nothing reads has no effect (Primus 949)"
 OBEYED = "specification 1 and 3 say what it does: a model that never reads it is another model (Automodel 2103, Primus 949)"
 SPECIFIED = {*FIXED, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
              "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk",
@@ -76,8 +76,7 @@ class ConfigLedger(Probe):
             why = reason(raw, key)
             status = Status.PASS if why else Status.FAIL if key in SPECIFIED else Status.WARN
             note = f"requested {requested!r:.60}; never read: {why or 'nothing says why'}"
-            source = OBEYED if status is Status.FAIL else "on the list of keys without effect" if why else \
-                "a key that nothing reads has no effect (Primus 949)"
+            source = "on the list of keys without effect" if why else OBEYED if key in SPECIFIED else UNREAD
             yield Check("key is read", status, measured="never read", relation="==", threshold="never read" if why else "read",
                         source=source, **about | {"note": note})
             return
@@ -91,8 +90,8 @@ class ConfigLedger(Probe):
         kept = [key for key in file if (whole or key in raw) and key not in subject.files.config_notes]
         wrong = [key for key in kept if key not in raw or raw[key] != file[key]]
         note = "; ".join(f"{key}: {file[key]!r:.40} in the file, {raw.get(key)!r:.40} as read" for key in wrong[:3])
-        return compare("keys that differ from config.json as it lies there", len(wrong), "==", 0, STATED, len(kept), unit="keys",
-                       where=wrong[0] if wrong else "config.json", part="config", note=note)
+        return compare("keys that differ from config.json as it lies there", len(wrong), "==", 0, STATED, len(kept),
+                       unit="keys", where=wrong[0] if wrong else "config.json", part="config", note=note)
 
     def _layers(self, subject: Subject, raw: dict, config: ModelConfig) -> Iterator[Check]:
         """Kind, ratio, base and k of each layer; by the config, by the tensors of the file, and by the model if it is ours."""
@@ -138,8 +137,7 @@ class ConfigLedger(Probe):
                       where=next(iter(wrong), ""), part="config", note="; ".join(list(wrong.values())[:3]))
         for base, compressed in (("main", False), ("compress", True)):
             wanted, found = frequencies(rotary(raw), compressed), subject.model.frequencies[base].double().cpu()
-            same_shape = found.shape == wanted.shape
-            error = ((found - wanted).abs() / wanted).max().item() if same_shape else float("inf")
+            error = ((found - wanted).abs() / wanted).max().item() if found.shape == wanted.shape else float("inf")
             yield compare("rotary frequencies of the base", error, "<=", 1e-6, "fp32 of θ^(−2i/R) with YaRN, against fp64",
                           wanted.numel(), where=f"base {base}", part="RoPE")
 

@@ -111,8 +111,8 @@ class DtypeLedger(Probe):
         simulated = subject.numerics.startswith("qat")
         wrong = [n for n, module in packed.items() if module.simulate != (simulated and ".wo_a." not in n)]
         if packed:
-            yield from named("inputs of FP8 and FP4 matrices are quantised in simulated numerics only, those of wo_a never", wrong,
-                             len(packed), "specification 3: activation quantisation in linears")
+            yield from named("inputs of FP8 and FP4 matrices are quantised in simulated numerics only, those of wo_a never",
+                             wrong, len(packed), "specification 3: activation quantisation in linears")
 
     def _held(self, subject: Subject) -> dict:
         """Official name → (dtype in memory, module) of everything that is copied or dequantised into a parameter."""

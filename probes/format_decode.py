@@ -32,7 +32,8 @@ class FormatDecode(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"files"})
 
     def run(self, subject: Subject) -> list[Check]:
-        return [*self._codes(), *self._scales_of_one(), *self._file(subject), *self._ranges(subject), *self._simulation(subject)]
+        return [*self._codes(), *self._scales_of_one(), *self._file(subject), *self._ranges(subject),
+                *self._simulation(subject)]
 
     def _codes(self) -> Iterator[Check]:
         """Rows are scale bytes, columns codes."""
@@ -62,7 +63,7 @@ class FormatDecode(Probe):
         for kind, what, block, width, keep in cases:
             x = awkward(width, self.seed)
             found = run[f"simulate_{kind.lower()}_blocks"](x.clone(), block, *([keep] if keep else []))
-            wanted = (formats.simulate_fp8(x.double(), block, keep) if kind == "FP8" else formats.simulate_fp4(x.double(), block))
+            wanted = formats.simulate_fp8(x.double(), block, keep) if kind == "FP8" else formats.simulate_fp4(x.double(), block)
             yield equal(f"simulated {kind} of {what}", found, wanted.numpy(), f"blocks of {block}", f"{kind} simulation")
         x = awkward(c.index_head_dim, self.seed)[:24]
         found, wanted = run["hadamard"](x.clone()).double(), formats.hadamard(x.double())

@@ -146,10 +146,11 @@ class LoadLedgerProbe(Probe):
         yield from named("shape is what the config asks for", wrong, len(wanted), STRICT)
         if subject.config.num_mtp_layers and not subject.files.mtp_blocks:
             dropped = subject.files.layout.name.startswith("official") and not subject.files.has_dspark
-            yield Check("MTP block that the config announces", Status.FAIL if dropped else Status.WARN, "mtp.0", "MTP", 0, "blocks",
-                        "==", subject.config.num_mtp_layers, "num_nextn_predict_layers of config.json", samples=1,
-                        note="the file holds DSpark stages instead" if subject.files.has_dspark else "the file holds none"
-                        if dropped else "the file holds none: transformers does not write it")
+            note = "the file holds DSpark stages instead" if subject.files.has_dspark else "the file holds none"
+            note += "" if dropped or subject.files.has_dspark else ", as transformers writes files"
+            yield Check("MTP block that the config announces", Status.FAIL if dropped else Status.WARN, "mtp.0", "MTP", 0,
+                        "blocks", "==", subject.config.num_mtp_layers, "num_nextn_predict_layers of config.json", samples=1,
+                        note=note)
 
     def _values(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
         holds = type(subject).weight is not Subject.weight

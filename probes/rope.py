@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from probes.measure import at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, steps_of_all_sizes, zeros_like_ids
+from probes.measure import (
+    at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, steps_of_all_sizes, zeros_like_ids,
+)
 from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
@@ -72,7 +74,9 @@ class Rope(Probe):
             return [vacuous(title, why, where=where, part=f"rotation of {thing.part}")]
         checks = [self._nearest(subject, layer, thing, found, where)]
         R = 2 * len(layer.frequencies)
-        return checks if thing.mixed else [*self._pairs(subject, title, thing, found, wanted.expand(found.shape), R, where), *checks]
+        if thing.mixed:
+            return checks
+        return [*self._pairs(subject, title, thing, found, wanted.expand(found.shape), R, where), *checks]
 
     def _pairs(self, subject: Subject, title: str, thing: Turned, found, wanted, R: int, where: str) -> list[Check]:
         """The worst pair's angle error, where positions count by the size of the pair there; and the values as a whole."""

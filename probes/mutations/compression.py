@@ -36,7 +36,8 @@ def rows_of_nan_in_the_pool(site: Site) -> None:
     def change(real):
         def pool(cache, step, *rest):
             found = real(cache, step, *rest)
-            return found if found is None or min(step.starts) >= cache.ratio else found.index_fill(0, torch.tensor([0]), torch.nan)
+            known = found is None or min(step.starts) >= cache.ratio
+            return found if known else found.index_fill(0, torch.tensor([0]), torch.nan)
         return pool
     pooled(site, change)
 
@@ -104,7 +105,8 @@ def unfinished_window_lost_at_a_cut(site: Site) -> None:
         cut = step.start.view(-1, 1, 1)
         offset = torch.arange(-(cache.overlap - 1) * cache.ratio, cache.ratio)
         tokens = (step.new_windows(cache.ratio) * cache.ratio).unsqueeze(-1) + offset
-        return rows, absent | (tokens < cut).flatten(0, 1).unsqueeze(-1) & (tokens >= cut - cut % cache.ratio).flatten(0, 1).unsqueeze(-1)
+        lost = (tokens < cut) & (tokens >= cut - cut % cache.ratio)
+        return rows, absent | lost.flatten(0, 1).unsqueeze(-1)
     slots(site, change)
 
 
@@ -225,12 +227,12 @@ def pooling_in_bf16(site: Site) -> None:
 
 
 @mutation("1.4", bugs=(61,), parts=("entries", "index keys"), probes=("memory_map",))
-def entries_sized_by_raw_tokens(site: Site) -> None:
+def compressed_buffers_of_the_raw_length(site: Site) -> None:
     """Buffers of entries and index keys are sized by raw tokens: `ratio` times what is needed."""
     def layer_streams(config, label, ratio, *rest):
         plan = real(config, label, ratio, *rest)
-        wide = lambda s: replace(s, shape=(s.shape[0], s.shape[1] * ratio, s.shape[2])) if s.name in ("entries", "index keys") else s
-        return replace(plan, streams=tuple(wide(s) for s in plan.streams))
+        wide = lambda s: replace(s, shape=(s.shape[0], s.shape[1] * ratio, s.shape[2]))
+        return replace(plan, streams=tuple(wide(s) if s.name in ("entries", "index keys") else s for s in plan.streams))
     real = site.patch(caches, "layer_streams", layer_streams)
 
 
@@ -239,8 +241,9 @@ def compressor_state_of_one_window(site: Site) -> None:
     """The state of an overlapping compressor has room for one window beside what may be rewound, not two."""
     def layer_streams(config, label, ratio, *rest):
         plan = real(config, label, ratio, *rest)
-        short = lambda s: replace(s, shape=(s.shape[0], s.shape[1] - ratio, s.shape[2])) if s.name.endswith("raw rows") else s
-        return replace(plan, streams=tuple(short(s) for s in plan.streams)) if ratio == 4 else plan
+        short = lambda s: replace(s, shape=(s.shape[0], s.shape[1] - ratio, s.shape[2]))
+        streams = tuple(short(s) if s.name.endswith("raw rows") else s for s in plan.streams)
+        return replace(plan, streams=streams) if ratio == 4 else plan
     real = site.patch(caches, "layer_streams", layer_streams)
 
 

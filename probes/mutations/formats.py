@@ -183,8 +183,8 @@ def router_requantised(site: Site) -> None:
 @mutation("1.2", bugs=(26,), parts=("route_scored",), probes=("backend_matrix",))
 def router_scores_in_bf16(site: Site) -> None:
     """sqrt(softplus) of the router's scores is computed in bf16: near ties go to the wrong expert."""
-    site.kernel("route_scored", lambda real: lambda x, w, bias, k, factor: real(x.bfloat16().to(x.dtype), w.bfloat16().to(w.dtype),
-                                                                               bias.bfloat16().float(), k, factor))
+    rounded = lambda t: t.bfloat16().to(t.dtype)
+    site.kernel("route_scored", lambda real: lambda x, w, bias, *rest: real(rounded(x), rounded(w), rounded(bias), *rest))
 
 
 @mutation("1.2", bugs=(26,), parts=("sparse attention", "sparse_attention", "attention core"), probes=("edges", "influence"))
@@ -202,7 +202,7 @@ def wo_a_repacked_for_another_kernel(site: Site) -> None:
         for module in subject.model.modules():
             if isinstance(module, GroupedLinear):
                 codes = module.weight.data.view(torch.uint8)
-                tiles = codes.view(codes.shape[0] // 16, 16, codes.shape[1] // 16, 16).transpose(1, 2)
+                tiles = codes.unflatten(1, (-1, 8)).unflatten(0, (-1, 8)).transpose(1, 2)
                 module.weight.data = tiles.reshape(codes.shape).view(torch.float8_e4m3fn)
     site.after_load(change)
 

@@ -50,7 +50,7 @@ def indexers(site: Site, change: Callable) -> None:
     site.after_load(lambda subject: [change(b.attn.indexer) for b in subject.model.layers if hasattr(b.attn, "indexer")])
 
 
-@mutation("1.5", bugs=(64,), parts=("indexer keys", "indexer queries", "Hadamard"), probes=("index_oracle",), numerics="qat:fp32")
+@mutation("1.5", bugs=(64,), parts=("indexer keys", "Hadamard"), probes=("index_oracle",), numerics="qat:fp32")
 def hadamard_missing(site: Site) -> None:
     """Neither queries nor keys pass through the Hadamard transform before FP4."""
     site.kernel("hadamard", lambda real: lambda x: x)
@@ -72,7 +72,8 @@ def fp4_simulation_a_stub(site: Site) -> None:
 def quantised_kv_diverted_to_raw_attention(site: Site) -> None:
     """With quantised KV, dispatch leaves every sparse path: CSA layers attend to their window only."""
     real = CSAAttention._attend
-    site.patch(CSAAttention, "_attend", lambda attn, *rest: (WindowAttention._attend if attn.numerics.simulate else real)(attn, *rest))
+    path = lambda attn: WindowAttention._attend if attn.numerics.simulate else real
+    site.patch(CSAAttention, "_attend", lambda attn, *rest: path(attn)(attn, *rest))
 
 
 @mutation("1.5", bugs=(66, 68), parts=("indexer scores",), probes=("index_oracle",))
@@ -101,8 +102,8 @@ def sigmoid_of_the_head_weights(site: Site) -> None:
 @mutation("1.5", bugs=(68,), parts=("indexer queries",), probes=("index_oracle",))
 def half_of_the_index_heads(site: Site) -> None:
     """A kernel with a fixed number of heads sees half of them."""
-    scored(site, lambda real: lambda q, weights, keys, visible: real(q[:, :, :q.shape[2] // 2].contiguous(),
-                                                                    weights[:, :, :q.shape[2] // 2].contiguous(), keys, visible))
+    first = lambda t: t[:, :, :t.shape[2] // 2].contiguous()
+    scored(site, lambda real: lambda q, weights, keys, visible: real(first(q), first(weights), keys, visible))
 
 
 @mutation("1.5", bugs=(70,), parts=("temperature", "indexer weights"), probes=("index_oracle",))
@@ -114,7 +115,8 @@ def temperature_missing(site: Site) -> None:
 @mutation("1.5", bugs=(70,), parts=("indexer weights",), probes=("index_oracle",))
 def temperature_lost_in_the_kernel(site: Site) -> None:
     """The kernel takes the temperature out again, where no attribute of a module shows it."""
-    scored(site, lambda real: lambda q, weights, keys, visible: real(q, weights * (q.shape[2] * q.shape[3]) ** 0.5, keys, visible))
+    size = lambda q: (q.shape[2] * q.shape[3]) ** 0.5
+    scored(site, lambda real: lambda q, weights, keys, visible: real(q, weights * size(q), keys, visible))
 
 
 @mutation("1.5", bugs=(71,), parts=("indexer scores", "selection"), probes=("index_oracle",))

@@ -8,6 +8,7 @@ import torch
 
 from dsv4 import model as models
 from dsv4 import step as steps
+from dsv4.compressor import IndexerKeyCompressor
 from dsv4.config import Yarn
 from dsv4.step import Step
 from kernels.rope import inverse_frequencies, rotation
@@ -121,12 +122,13 @@ def window_and_entries_in_different_bases(site: Site) -> None:
 @mutation("1.3", bugs=(39,), parts=("rotation of indexer keys",), probes=("rope",))
 def index_keys_in_the_other_base(site: Site) -> None:
     """Index keys alone rotate with θ 10000."""
-    def change(real):
-        def rotate(keys, cis):
-            f = inverse_frequencies(2 * cis.shape[-1], 10000.0)
-            return real(keys, rotation(4 * torch.arange(len(keys)), f))  # right for one step from the beginning, but for the base
-        return rotate
-    in_indexers(site, change, queries=False)
+    def forward(compressor, x, step, cache):
+        step.window_cis = lambda ratio, base: Step.window_cis(step, ratio, "main")
+        try:
+            real(compressor, x, step, cache)
+        finally:
+            del step.window_cis
+    real = site.patch(IndexerKeyCompressor, "forward", forward)
 
 
 @mutation("1.3", bugs=(40,), parts=("RoPE", "rotation"), probes=("rope",))
@@ -141,7 +143,8 @@ def theta_and_factor_of_another_release(site: Site) -> None:
 @mutation("1.3", bugs=(40,), parts=("RoPE", "rotation"), probes=("rope",))
 def linear_interpolation_instead_of_yarn(site: Site) -> None:
     """Every frequency is divided by the factor: no ramp between fast and slow ones."""
-    frequencies(site, lambda c, found: found | {"compress": inverse_frequencies(c.qk_rope_head_dim, c.compress_rope_theta) / 16})
+    stretched = lambda c: inverse_frequencies(c.qk_rope_head_dim, c.compress_rope_theta) / c.yarn.factor
+    frequencies(site, lambda config, found: found | {"compress": stretched(config)})
 
 
 @mutation("1.3", bugs=(41,), parts=("softmax scale",), probes=("config_ledger",))

@@ -87,4 +87,5 @@ def misread(keys: torch.Tensor) -> dict[str, torch.Tensor]:
     """Keys [1, n, Di] as a kernel sees them that reads another row, or another layout than they were written in."""
     found = {"keys of the entry before": keys.roll(1, 1), "keys of the entry after": keys.roll(-1, 1)}
     blocks = (b for b in (2, 4, 8, 16, 32, 64) if b < keys.shape[-1] and keys.shape[-1] % b == 0)
-    return found | {f"keys read in blocks of {b} dims": keys.unflatten(-1, (-1, b)).transpose(-1, -2).flatten(-2) for b in blocks}
+    shuffled = lambda b: keys.unflatten(-1, (-1, b)).transpose(-1, -2).flatten(-2)
+    return found | {f"keys read in blocks of {b} dims": shuffled(b) for b in blocks}
