@@ -25,7 +25,8 @@ class Step:
         self.ids = ids.flatten()
         self.first, self.starts = first, starts
         self.device = ids.device
-        self.start = torch.tensor(starts, device=self.device)
+        even = min(starts) == max(starts)  # filled on the device: a copy from the host would wait for all work before it
+        self.start = torch.full((self.B,), starts[0], device=self.device) if even else torch.tensor(starts, device=self.device)
         self.pos = self.start.unsqueeze(1) + torch.arange(self.T, device=self.device)
         self.row = torch.arange(first, first + self.B, device=self.device).unsqueeze(1)  # [B, 1]
         self.frequencies = frequencies

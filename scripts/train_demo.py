@@ -126,7 +126,7 @@ class Run:
         for name, chosen in self.trainee.chosen:
             bias = self.parameters.get(f"model.{name}.bias")
             if bias is not None:
-                load = torch.bincount(chosen.flatten(), minlength=bias.numel()).float()
+                load = (chosen.flatten().unsqueeze(1) == torch.arange(bias.numel(), device=bias.device)).sum(0).float()
                 bias += BALANCE * torch.sign(load.mean() - load)
                 worst.append(load.max() / load.mean())
         return torch.stack(worst).max()

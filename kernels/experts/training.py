@@ -15,9 +15,9 @@ from kernels.quantize.weights import PackedWeight
 def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
     N, k = indices.shape
     E = w13.weight.shape[0]
-    order = torch.argsort(indices.flatten(), stable=True)  # sorted place → (token, slot)
+    chosen, order = torch.sort(indices.flatten(), stable=True)  # sorted place → (token, slot)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(N * k, device=x.device))
-    ends = torch.bincount(indices.flatten(), minlength=E).cumsum(0)
+    ends = torch.searchsorted(chosen, torch.arange(E, device=x.device), right=True)  # bincount would wait for the device
     rows = _Spread.apply(simulate_fp8_blocks(x, ACTIVATION_BLOCK) if simulate else x, order // k, place, k)
     h = _swiglu(_grouped(rows, w13.weight, ends), routing.flatten()[order], limit)
     if simulate:

@@ -1,6 +1,8 @@
 """The training log as one SVG: losses, the indexer, balance and speed against tokens, stages marked.
 
-    python -m scripts.training.plot LOG.jsonl OUT.svg
+    python -m scripts.training.plot LOG.jsonl OUT.svg [ABLATION.jsonl]
+
+The log of the window-only ablation is drawn dotted, where it says something.
 """
 
 import json
@@ -23,23 +25,23 @@ def smooth(values: list[float], width: int = 9) -> list[float]:
     return [sum(w) / len(w) for w in windows]
 
 
-def plot(log: Path, out: Path) -> None:
+def plot(log: Path, out: Path, ablation: Path | None = None) -> None:
     """Draw the rows of `log`. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "dsv4"
     import matplotlib.pyplot as plt
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    read = lambda file: [json.loads(line) for line in file.read_text().splitlines()]
+    rows, other = read(log), [] if ablation is None else read(ablation)
     figure, axes = plt.subplots(len(PANELS), 1, figsize=(9, 2.1 * len(PANELS)), sharex=True, constrained_layout=True)
     for axis, (keys, title, unit) in zip(axes, PANELS):
-        for stage, part in groupby(rows, key=lambda row: row["stage"]):
-            part = list(part)
-            x = [row["tokens"] / 1e6 for row in part]
-            for i, key in enumerate(keys):
-                axis.plot(x, smooth([row[key] for row in part]), color=f"C{i}", lw=1.1)
-            axis.axvline(x[0], color="0.85", lw=0.8, zorder=0)
+        for stage, x in _draw(axis, rows, keys, "-"):
+            axis.axvline(x, color="0.85", lw=0.8, zorder=0)
             if axis is axes[0]:
-                axis.text(x[0], 1.02, stage, transform=axis.get_xaxis_transform(), fontsize=6, rotation=30, ha="left", va="bottom")
+                axis.text(x, 1.02, stage, transform=axis.get_xaxis_transform(), fontsize=6, rotation=30, ha="left", va="bottom")
+        if keys[0] not in ("indexer", "kept"):
+            _draw(axis, other, keys, ":")
+            title += " (dotted: window layers only)" if other else ""
         axis.set_ylabel(unit, fontsize=7)
         axis.text(0.99, 0.9, title, transform=axis.transAxes, ha="right", va="top", fontsize=8)
         axis.tick_params(labelsize=7)
@@ -47,5 +49,17 @@ def plot(log: Path, out: Path) -> None:
     figure.savefig(out, metadata={"Date": None})
 
 
+def _draw(axis, rows: list[dict], keys: tuple[str, ...], style: str) -> list[tuple[str, float]]:
+    """Lines of the keys, broken between stages. Returns (stage, where it begins)."""
+    begun = []
+    for stage, part in groupby(rows, key=lambda row: row["stage"]):
+        part = list(part)
+        x = [row["tokens"] / 1e6 for row in part]
+        for i, key in enumerate(keys):
+            axis.plot(x, smooth([row[key] for row in part]), style, color=f"C{i}", lw=1.1)
+        begun.append((stage, x[0]))
+    return begun
+
+
 if __name__ == "__main__":
-    plot(Path(sys.argv[1]), Path(sys.argv[2]))
+    plot(*map(Path, sys.argv[1:]))
