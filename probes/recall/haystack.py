@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEAR = 64  # tokens before the wanted place in which a sentence's end is looked for
-FORMAT = ("one sentence such as ' The secret code of quiet otter is 48213.', somewhere in the context; the context ends with its "
-          "first words, ' The secret code of quiet otter is', and every token of the value must be the argmax")
+FORMAT = ("one sentence such as ' The secret code of quiet otter is 48213.', somewhere in the context; the context ends with "
+          "its first words, ' The secret code of quiet otter is', and every token of the value must be the argmax")
 CHANCE = "10^-4 to 10^-6 for values of 4 to 6 digits (3/4 of the needles), below 10^-4 for two words (the rest)"
 
 ADJECTIVES = """amber ancient arctic autumn bold brave brass bright broken bronze calm careful cheerful chilly clever cloudy

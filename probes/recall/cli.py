@@ -1,0 +1,134 @@
+"""`dsv4 recall`: the command line of the measurement."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dsv4.errors import InputError
+
+errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+STEM = "recall"
+
+
+def option(about: str, **more):
+    return typer.Option(help=about, show_default=False, **more)
+
+
+Number = int | None
+Word = str | None
+
+
+def recall(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
+    context: Annotated[Word, option("Contexts in tokens, e.g. 4096,16K; default: those with 8·k and 16·k entries.")] = None,
+    k: Annotated[Word, option("Entries to select, e.g. 64,512; default: index_topk. Others are what-ifs: the best of the "
+                              "model's own scores.")] = None,
+    text: Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")] = None,
+    subject: Annotated[str, option("ours (default); transformers: that implementation on the same weights.")] = "ours",
+    dump: Annotated[Path | None, option("A recorded run (probes.subjects.dump), instead of running anything.")] = None,
+    numerics: Annotated[Word, option("native (default), fp32, qat or qat:fp32.")] = None,
+    backend: Annotated[Word, option("auto (default), reference, cpu or triton.")] = None,
+    device: Annotated[Word, option("cpu (default), cuda or cuda:N.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows of text.")] = 2,
+    queries: Annotated[int, typer.Option(help="Last queries of each context that are measured, in each row.")] = 128,
+    needles: Annotated[Number, option("Needles a haystack and length, 0 for none; default: 100 on a GPU, 20 on a CPU.")] = None,
+    seed: Annotated[int, typer.Option(help="Of needles, and of random ids.")] = 0,
+    vacuous: Annotated[bool, typer.Option("--vacuous", help="Measure below 8·k entries too; such rows are VACUOUS.")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="Exit code 1 if the classic gate fails, 2 if it is VACUOUS.")] = False,
+    out: Annotated[Path | None, option("Directory for recall.md, recall.json and plots.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")] = False,
+):
+    """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could not."""
+    from probes.recall import document, plots
+    from probes.recall.settings import settle
+    from probes.recall.text import read_text
+    from probes.subjects.files import FilesSubject
+    _refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device})
+    config = FilesSubject(checkpoint).config
+    recorded = None if dump is None else _recorded(dump, checkpoint)
+    longest = None if recorded is None else recorded.ids.shape[1]
+    contexts = _counts("--context", context) or (longest and [longest])
+    trials = needles if needles is not None else 20 if (device or "cpu").startswith("cpu") else 100
+    settings = settle(config, contexts, _counts("--k", k), queries, rows, trials, seed, vacuous, longest)
+    tokens = rows * settings.contexts[-1]
+    material = None if recorded else read_text(text, checkpoint, config.vocab_size, tokens, seed)
+    with _progress(tokens) as (say, advance):
+        say("loading")
+        opened = recorded or _opened(checkpoint, subject, numerics or "native", backend or "auto", device or "cpu")
+        found = document.measured(opened, settings, material, sys.argv, say, advance)
+    if not plots.available():
+        found["notes"].append(plots.MISSING)
+    _show(found, as_json)
+    if out is not None:
+        for file in _write(found, out):
+            errors.print(f"wrote {file}")
+    raise typer.Exit({"FAIL": 1, "VACUOUS": 2}.get(found["gate"]["status"], 0) if gate else 0)
+
+
+def _refuse_idle(used: bool, given: dict[str, str | None]) -> None:
+    """Raises InputError for options that this subject does not look at: nothing is ignored silently."""
+    idle = [name for name, value in given.items() if value is not None]
+    if idle and not used:
+        raise InputError(f"{', '.join(idle)} would change nothing here: they are of --subject ours; leave them out")
+
+
+def _counts(name: str, text: str | None) -> list[int] | None:
+    """'4096,16K' → [4096, 16384]. Raises InputError."""
+    from dsv4.memory import parse_count
+    if text is None:
+        return None
+    if not all(part.strip() for part in text.split(",")):
+        raise InputError(f"{name} is {text!r}; expected numbers separated by commas, such as 4096,16K")
+    return [parse_count(part.strip()) for part in text.split(",")]
+
+
+def _opened(checkpoint: Path, kind: str, numerics: str, backend: str, device: str):
+    from probes.audit import open_subject
+    if kind not in ("ours", "transformers"):
+        raise InputError(f"--subject is {kind!r}; expected ours or transformers (recorded runs: --dump FILE)")
+    return open_subject(checkpoint, kind, numerics, backend, device)
+
+
+def _recorded(dump: Path, checkpoint: Path):
+    """A dump, whose weights are the checkpoint's."""
+    from probes.subjects.dump import DumpSubject
+    from probes.subjects.files import FilesSubject
+    subject = DumpSubject(dump, checkpoint)
+    subject.files = FilesSubject(checkpoint).files
+    return subject
+
+
+def _show(found: dict, as_json: bool) -> None:
+    from probes.recall import document, tables
+    if as_json:
+        sys.stdout.write(document.render(found))
+        return
+    wide = None if sys.stdout.isatty() else 120  # of what goes to a file, nothing is cut off at 80
+    tables.show(found, Console(highlight=False, markup=False, soft_wrap=True, width=wide))
+
+
+def _write(found: dict, out: Path) -> list[Path]:
+    """All files or none; a plot for each title."""
+    from probes.recall import document, markdown, plots
+    from probes.report import write_files
+    drawn = plots.draw(found) if plots.available() else {}
+    files = {title: f"{STEM}-{title.lower().replace(' ', '-')}.svg" for title in drawn}
+    texts = {files[title]: svg for title, svg in drawn.items()}
+    return write_files(out, texts | {f"{STEM}.md": markdown.render(found, files), f"{STEM}.json": document.render(found)})
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[tuple]:
+    """(say, advance): a bar on a terminal, lines elsewhere; on stderr."""
+    if not errors.is_terminal:
+        yield errors.print, lambda tokens: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, description=text), lambda tokens: bar.advance(task, tokens)

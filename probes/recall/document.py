@@ -1,0 +1,54 @@
+"""The measurement as strict JSON, described by probes/schema/recall-1.json."""
+
+import json
+import time
+from pathlib import Path
+
+from dsv4.errors import Dsv4Error
+from probes.formats import schema
+from probes.formats.json_report import strict
+from probes.provenance import provenance
+from probes.recall import measure
+from probes.recall.settings import Settings
+from probes.recall.text import Text
+from probes.subject import Subject
+
+VERSION = "1"
+SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"recall-{VERSION}.json"
+
+
+def measured(subject: Subject, settings: Settings, text: Text | None, command: list[str], say: measure.Say = lambda text: None,
+             advance: measure.Advance = lambda tokens: None) -> dict:
+    """Everything that `dsv4 recall` reports, as JSON values that fit the schema. text: None for a recorded dump."""
+    started = time.time()
+    rows = measure.indexer(subject, settings, text, say, advance)
+    needles, notes = measure.needles_of(subject, settings, text, say)
+    bad = sum(r["nan_queries"] for r in rows if r["layer"] is not None)
+    notes += [f"NaN in the scores or the attention of {bad} queries: their figures mean nothing"] if bad else []
+    about = provenance(subject, command, {"needles and random ids": settings.seed}, started)
+    document = {
+        "schema_version": VERSION, "title": f"Indexer recall of {about['checkpoint']['name']}, {about['subject']}",
+        "provenance": about, "text": text.about() if text else recorded(subject),
+        "settings": {"contexts": list(settings.contexts), "k": list(settings.ks), "index_topk": subject.config.index_topk,
+                     "sliding_window": subject.config.sliding_window, "queries": settings.queries, "rows": settings.rows,
+                     "needles": settings.needles, "seed": settings.seed},
+        "rows": rows, "gate": measure.gate(rows).to_json(), "needles": needles, "notes": notes, "seconds": about["seconds"],
+    }
+    return valid(strict(document))
+
+
+def recorded(subject: Subject) -> dict:
+    """What stands in the text's place for a dump."""
+    return {"name": "the recorded ids", "sha256": None, "tokens": subject.ids.numel(), "tokenizer": False}
+
+
+def valid(document: dict) -> dict:
+    """`document` itself. Raises Dsv4Error with the first thing that contradicts the schema."""
+    found = schema.problems(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    if found:
+        raise Dsv4Error(f"the measurement is no valid recall-{VERSION} document: {found[0]}")
+    return document
+
+
+def render(document: dict) -> str:
+    return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
