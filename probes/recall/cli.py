@@ -49,9 +49,10 @@ def recall(
     from probes.recall.text import read_text
     from probes.subjects.files import FilesSubject
     _refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device})
+    _refuse_idle(dump is None, {"--text": text})
     config = FilesSubject(checkpoint).config
     recorded = None if dump is None else _recorded(dump, checkpoint)
-    longest = None if recorded is None else recorded.ids.shape[1]
+    rows, longest = (rows, None) if recorded is None else recorded.ids.shape
     contexts = _counts("--context", context) or (longest and [longest])
     trials = needles if needles is not None else 20 if (device or "cpu").startswith("cpu") else 100
     settings = settle(config, contexts, _counts("--k", k), queries, rows, trials, seed, vacuous, longest)
@@ -70,11 +71,11 @@ def recall(
     raise typer.Exit({"FAIL": 1, "VACUOUS": 2}.get(found["gate"]["status"], 0) if gate else 0)
 
 
-def _refuse_idle(used: bool, given: dict[str, str | None]) -> None:
+def _refuse_idle(used: bool, given: dict) -> None:
     """Raises InputError for options that this subject does not look at: nothing is ignored silently."""
     idle = [name for name, value in given.items() if value is not None]
     if idle and not used:
-        raise InputError(f"{', '.join(idle)} would change nothing here: they are of --subject ours; leave them out")
+        raise InputError(f"{', '.join(idle)} would change nothing of this subject; leave it out, or use --subject ours")
 
 
 def _counts(name: str, text: str | None) -> list[int] | None:

@@ -10,7 +10,7 @@ from probes.index_oracle import IndexOracle, indexed
 from probes.measure import oracle_of
 from probes.recall import document, measure, plots
 from probes.recall.figures import mask, row, tally
-from probes.recall.observe import Oracles, Seen, observe_capture, observe_model
+from probes.recall.observe import Oracles, Seen, observe_model
 from probes.recall.oracle import GrowingOracle
 from probes.recall.settings import Settings, VacuousSetting, settle
 from probes.recall.text import Text, read_text, rows_of
@@ -179,7 +179,7 @@ def test_the_demo_keeps_the_attention_that_matters_until_its_keys_are_shifted(mo
 # ---- other subjects -----------------------------------------------------------------------
 
 
-def test_a_recorded_run_gives_the_figures_of_the_run(subject, path, text, tmp_path):
+def test_a_recorded_run_gives_the_figures_of_the_run(subject, path, text, tmp_path, run):  # noqa: F811
     """Captured whole rather than query by query: another way to each figure, attention mass included."""
     ids = rows_of(text, 232, 2, bos=0)
     capture = subject.run(ids, want=("attn_in", "q_after_rope", "kv_window", "compressed_kv", "index_scores", "selection"))
@@ -189,7 +189,10 @@ def test_a_recorded_run_gives_the_figures_of_the_run(subject, path, text, tmp_pa
     for key, r in ours.items():
         for name in ("recall_fp32", "recall_matched", "attention_mass_kept", "attention_mass_best", "overlap", "score_scale"):
             assert theirs[key][name] == pytest.approx(r[name], abs=1e-4), (key, name)
-    observe_capture(dump, Oracles(dump), ids, [192], 40, lambda seen: None)
+    code, out, err = run("recall", path, "--dump", tmp_path / "run.safetensors", "--queries", 40, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["settings"]["contexts"] == [232] and found["text"]["name"] == "the recorded ids", err
+    assert found["rows"][0]["attention_mass_kept"] == pytest.approx(ours[CSA[0], 232, 6]["attention_mass_kept"], abs=1e-4)
 
 
 def test_a_dump_without_the_points_says_which(subject, path, text, tmp_path):
