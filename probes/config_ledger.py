@@ -297,3 +297,8 @@ def ratio_in_file(subject: Subject, prefix: str) -> int:
     if ape is None:
         return -1 if indexer else 0
     return ape.shape[0] if indexer == (ape.shape[0] == 4) else -1
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(ConfigLedger)

@@ -142,3 +142,8 @@ class DtypeLedger(Probe):
                       "dsv4.numerics: raw rows of compressors fp32, "
                       "else the cache dtype of the numerics", seen, unit="streams", where=first[0], part=first[1],
                       note="; ".join(f"{label} {stream}: {d}, expected {w}" for label, stream, d, w in wrong[:3]))
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(DtypeLedger)

@@ -176,3 +176,8 @@ def differing(found: torch.Tensor, wanted: np.ndarray) -> int:
 def equal(what: str, found: torch.Tensor, wanted: np.ndarray, where: str, part: str = "formats") -> Check:
     return compare(what, differing(found.contiguous(), wanted), "==", 0, BITS, int(wanted.size), unit="values", where=where,
                    part=part)
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(FormatDecode)

@@ -276,3 +276,8 @@ def ties_check(case: Case) -> Check:
                     len(rows), where=case.where, part="selection", unit="queries")
     free = check.status is Status.FAIL and "kernels" not in case.subject.can
     return replace(check, status=Status.WARN, note="any choice among equals is right, but runs may differ") if free else check
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(IndexOracle)

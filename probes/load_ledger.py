@@ -258,3 +258,8 @@ def _same(held: torch.Tensor, value: torch.Tensor, numerics: str) -> bool:
         return False
     held = held.reshape(value.shape)
     return torch.equal(held, value) or (numerics == "bf16" and torch.equal(held, value.bfloat16().float()))
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(LoadLedgerProbe)

@@ -189,3 +189,8 @@ def _by_kind(config: ModelConfig, sizes: dict) -> Counter:
     for (label, stream), size in sizes.items():
         total[_kind(config, label), stream] += size
     return total
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(MemoryMap)

@@ -80,3 +80,7 @@ class HyperConnections(Probe):
                                 source="reported, not judged: the reference itself leaves up to 8e-2", samples=comb.numel()))
         return checks
 
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(HyperConnections)

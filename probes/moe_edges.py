@@ -93,3 +93,8 @@ class MoEEdges(Probe):
         except Dsv4Error as error:
             return Check("an id outside the vocabulary is refused", Status.PASS, where=where, note=str(error)[:80], **about)
         return Check("an id outside the vocabulary is refused", Status.FAIL, where=where, note="it ran", **about)
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(MoEEdges)

@@ -46,3 +46,8 @@ class Poison(Probe):
             parts.append(subject.model.append(ids[:, start:start + n], cache, chunk=n))
             start += n
         return torch.cat(parts, 1).cpu()
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(Poison)

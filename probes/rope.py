@@ -184,3 +184,8 @@ def angle_errors(found: torch.Tensor, wanted: torch.Tensor, R: int) -> torch.Ten
     weight = b.abs().square()
     errors = ((a * b.conj()).angle().square() * weight).sum(0) / weight.sum(0).clamp(min=1e-30)
     return torch.nan_to_num(errors.sqrt(), nan=torch.pi)
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(Rope)
