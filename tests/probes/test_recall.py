@@ -1,19 +1,21 @@
-"""Recall of the indexer: figures by hand, against planted faults, from other subjects; refusals, the gate, the report."""
+"""Recall of the indexer: figures by hand, on sound models, under planted faults, from other subjects; needles."""
 
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from dsv4.tokenizer import Tokenizer
 from probes.index_oracle import IndexOracle, indexed
 from probes.measure import oracle_of
-from probes.recall import document, measure, plots
+from probes.recall import measure, needles
 from probes.recall.figures import mask, row, tally
 from probes.recall.observe import Oracles, Seen, observe_model
 from probes.recall.oracle import GrowingOracle
-from probes.recall.settings import Settings, VacuousSetting, settle
-from probes.recall.text import Text, read_text, rows_of
+from probes.recall.settings import Settings
+from probes.recall.text import read_text, rows_of
 from probes.result import Status
 from probes.subjects.dump import DumpSubject, write_dump
 from probes.subjects.ours import OurSubject
@@ -176,6 +178,27 @@ def test_the_demo_keeps_the_attention_that_matters_until_its_keys_are_shifted(mo
     assert broken["recall_matched"] < 0.6 and broken["attention_mass_kept"] < sound["attention_mass_kept"] - 0.2
 
 
+def test_quantisation_costs_recall_against_the_exact_oracle_alone(official, text):
+    for r in figures(OurSubject(official, "qat:fp32"), text, replace(SETTINGS, contexts=(192,), rows=1)).values():
+        assert r["recall_matched"] > 0.999 > 0.97 > r["recall_fp32"] and r["score_mass_kept"] < 0.999
+
+
+def test_needles_and_their_control(demo, monkeypatch):  # noqa: F811
+    """The same trials, with and without the compressed branches. A trial counts as found here if they are in play."""
+    model, tokenizer = OurSubject(demo, "fp32").model, Tokenizer(demo, 320).backend
+    ids = torch.arange(60).unsqueeze(0)
+    whole = model(ids)
+
+    def asked_of(model, asked, limits, say):
+        return [torch.equal(model(ids), whole)] * len(asked)
+    monkeypatch.setattr(needles, "answered", asked_of)
+    rows = needles.found(model, tokenizer, np.arange(400) % 300, [120, 200], 5, needles.Limits(1000, 64), lambda text: None)
+    assert [(r["haystack"], r["context"], r["hits"], r["at_least"] > 0.47) for r in rows] == [
+        (name, context, hits, hits == 5) for name, hits in (("prose", 5), ("looped filler", 5), ("prose, window only", 0))
+        for context in (120, 200)]
+    assert all(d["depth"] * r["context"] + needles.reach(model) < r["context"] for r in rows for d in r["depths"])
+
+
 # ---- other subjects -----------------------------------------------------------------------
 
 
@@ -201,104 +224,3 @@ def test_a_dump_without_the_points_says_which(subject, path, text, tmp_path):
     dump.files = subject.files
     with pytest.raises(Exception, match="gives no attn_in, q_after_rope, kv_window, compressed_kv, index_scores of layer 1"):
         figures(dump, None, replace(SETTINGS, contexts=(192,)))
-
-
-# ---- refusals and the gate ----------------------------------------------------------------
-
-
-def test_vacuous_settings_are_refused(subject):
-    with pytest.raises(VacuousSetting, match="n_comp = 47 entries, fewer than 8 · k = 48.*use --context 192 or more, or --vac"):
-        settle(subject.config, [188], None, 40, 2, 0, 0, vacuous=False)
-    with pytest.raises(VacuousSetting, match="chance alone recalls 100%; use --k 128 or less"):
-        settle(subject.config, [400], [2000], 40, 2, 0, 0, vacuous=False)
-    assert settle(subject.config, None, None, 128, 2, 0, 0, vacuous=False).contexts == (192, 384)
-    assert settle(subject.config, [188], None, 40, 2, 0, 0, vacuous=True).is_vacuous(188, 6)
-
-
-def test_vacuous_rows_say_so(subject, text):
-    """Nothing is left out when every visible entry is selected: recall is 1, and so is chance."""
-    found = figures(subject, text, replace(SETTINGS, contexts=(24,), queries=8))
-    assert {r["status"] for r in found.values()} == {"VACUOUS"}
-    assert found[None, 24, 6]["recall_fp32"] == found[None, 24, 6]["chance"] == found[None, 24, 6]["recall_matched"] == 1.0
-
-
-def gate_row(n_comp: int, recall: float, k: int = 512) -> dict:
-    return {"layer": 2, "context": 4 * n_comp, "n_comp": n_comp, "k": k, "what_if": False, "queries": 10, "recall_fp32": recall,
-            "chance": k / n_comp, "status": "VACUOUS" if n_comp < 8 * k else "MEASURED"}
-
-
-@pytest.mark.parametrize("rows, status", [
-    ([gate_row(4096, 0.995)], "PASS"), ([gate_row(4096, 0.985)], "FAIL"), ([gate_row(1024, 0.995)], "VACUOUS"),
-    ([gate_row(1024, 0.985)], "FAIL"), ([gate_row(4096, 0.995), gate_row(4096, 0.5)], "FAIL"),
-    ([gate_row(1000, 1.0)], "VACUOUS"), ([gate_row(8192, 1.0, k=64)], "VACUOUS")],
-    ids=["good", "bad", "good at twice k", "bad at twice k", "one bad layer", "too few entries", "another k"])
-def test_the_classic_gate(rows, status):
-    check = measure.gate(rows)
-    assert check.status.value == status and check.chance is not None and (check.note or status == "PASS")
-
-
-# ---- the report ---------------------------------------------------------------------------
-
-
-def test_the_command_line_writes_a_report(run, demo, tmp_path):  # noqa: F811
-    file = tmp_path / "prose.txt"
-    file.write_text((ROOT / "README.md").read_text() * 2)
-    code, out, err = run("recall", demo, "--text", file, "--needles", 2, "--rows", 1, "--queries", 16, "--context", "192,224",
-                         "--out", tmp_path / "report")
-    assert code == 0, err
-    for part in ("prose.txt", "MEASURED  192 tokens, n_comp 48, k = 6", "all CSA", "VACUOUS  classic gate",
-                 "prose, window only", "0 of 2"):
-        assert part in out, part
-    found = json.loads((tmp_path / "report" / "recall.json").read_text())
-    assert document.valid(found)["settings"]["contexts"] == [192, 224] and found["needles"]["beyond"] == 40
-    assert found["text"]["name"] == "prose.txt" and len(found["text"]["sha256"]) == 64
-    assert str(tmp_path) not in json.dumps(found)
-    shown = (tmp_path / "report" / "recall.md").read_text()
-    for part in ("attention mass kept **", "## By distance", "## Needles", "97.5 %", "## Provenance", "100 by 96.4 %"):
-        assert part in shown, part
-    for name in ("by-layer", "by-distance", "needles"):
-        assert f"recall-{name}.svg" in shown and "<svg" in (tmp_path / "report" / f"recall-{name}.svg").read_text()
-
-
-def test_the_command_line_in_other_words(run, demo, tmp_path, monkeypatch):  # noqa: F811
-    """JSON on stdout; no plots without matplotlib, and a note; the gate's exit code; a vacuous setting."""
-    monkeypatch.setattr(plots, "available", lambda: False)
-    given = ("recall", demo, "--rows", 1, "--queries", 8, "--needles", 0, "--json", "--out", tmp_path)
-    code, out, err = run(*given, "--context", 192, "--gate")
-    found = json.loads(out)
-    assert code == 2 and found["gate"]["status"] == "VACUOUS" and plots.MISSING in found["notes"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["recall.json", "recall.md"]
-    code, out, err = run(*given, "--context", 100)
-    assert code == 2 and err.startswith("error: a context of 100 tokens has n_comp = 25") and err.count("\n") == 1 and not out
-    code, out, err = run(*given, "--context", 100, "--vacuous")
-    assert code == 0 and {r["status"] for r in json.loads(out)["rows"]} == {"VACUOUS"}
-
-
-@pytest.mark.parametrize("options, message", [
-    (("--context", "5000"), "exceeds the 4096 tokens"), (("--context", "a"), "a"),
-    (("--context", "192,,200"), "separated by commas"), (("--k", "0"), "0"), (("--text", "nowhere.txt"), "nowhere.txt"),
-    (("--subject", "files"), "expected ours or transformers"), (("--dump", "nowhere"), "no dump"),
-    (("--subject", "transformers", "--numerics", "qat"), "--numerics would change nothing")])
-def test_what_cannot_be_measured_is_one_line(run, demo, options, message):  # noqa: F811
-    code, out, err = run("recall", demo, "--needles", 0, *options)
-    assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out
-
-
-def test_random_ids_without_a_tokenizer(path, text):
-    assert text.sha256 is None and "no tokenizer.json" in text.name and text.ids.max() < SMALL["vocab_size"]
-    with pytest.raises(Exception, match="cannot be read; copy the model's there"):
-        read_text(ROOT / "README.md", path, 320, 10, 0)
-    with pytest.raises(Exception, match="a context of 2000 needs 1999"):
-        rows_of(text, 2000, 1, bos=0)
-    rows = rows_of(Text("t", None, text.ids), 301, 9, bos=7)
-    assert rows.shape == (3, 301) and (rows[:, 0] == 7).all() and rows[1, 1:].tolist() == text.ids[333:633].tolist()
-
-
-def test_the_schema_refuses_what_it_does_not_know(subject, text):
-    found = document.measured(subject, replace(SETTINGS, contexts=(192,), rows=1), text, ["dsv4", "recall"])
-    assert found["provenance"]["checkpoint"]["name"] == "dense"
-    assert found["needles"] is None and "turned off" in found["notes"][0]
-    with pytest.raises(Exception, match="extra is unknown"):
-        document.valid(found | {"rows": [found["rows"][0] | {"extra": 1}]})
-    with pytest.raises(Exception, match="no chance"):
-        document.valid(found | {"rows": [{k: v for k, v in found["rows"][0].items() if k != "chance"}]})

@@ -1,0 +1,116 @@
+"""`dsv4 recall`: what it refuses, the gate, the text, the report and the command line."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from probes.recall import document, measure, plots
+from probes.recall.settings import VacuousSetting, settle
+from probes.recall.text import Text, read_text, rows_of
+from tests.checkpoints import SMALL
+from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures)
+from tests.probes.test_recall import SETTINGS, figures, one_thread, path, subject, text  # noqa: F401  (fixtures)
+
+# ruff: noqa: F811
+
+
+# ---- refusals and the gate ----------------------------------------------------------------
+
+
+def test_vacuous_settings_are_refused(subject):
+    with pytest.raises(VacuousSetting, match="n_comp = 47 entries, fewer than 8 · k = 48.*use --context 192 or more, or --vac"):
+        settle(subject.config, [188], None, 40, 2, 0, 0, vacuous=False)
+    with pytest.raises(VacuousSetting, match="chance alone recalls 100%; use --k 128 or less"):
+        settle(subject.config, [400], [2000], 40, 2, 0, 0, vacuous=False)
+    assert settle(subject.config, None, None, 128, 2, 0, 0, vacuous=False).contexts == (192, 384)
+    assert settle(subject.config, [188], None, 40, 2, 0, 0, vacuous=True).is_vacuous(188, 6)
+
+
+def test_vacuous_rows_say_so(subject, text):
+    """Nothing is left out when every visible entry is selected: recall is 1, and so is chance."""
+    found = figures(subject, text, replace(SETTINGS, contexts=(24,), queries=8))
+    assert {r["status"] for r in found.values()} == {"VACUOUS"}
+    assert found[None, 24, 6]["recall_fp32"] == found[None, 24, 6]["chance"] == found[None, 24, 6]["recall_matched"] == 1.0
+
+
+def gate_row(n_comp: int, recall: float, k: int = 512) -> dict:
+    return {"layer": 2, "context": 4 * n_comp, "n_comp": n_comp, "k": k, "what_if": False, "queries": 10, "recall_fp32": recall,
+            "chance": k / n_comp, "status": "VACUOUS" if n_comp < 8 * k else "MEASURED"}
+
+
+@pytest.mark.parametrize("rows, status", [
+    ([gate_row(4096, 0.995)], "PASS"), ([gate_row(4096, 0.985)], "FAIL"), ([gate_row(1024, 0.995)], "VACUOUS"),
+    ([gate_row(1024, 0.985)], "FAIL"), ([gate_row(4096, 0.995), gate_row(4096, 0.5)], "FAIL"),
+    ([gate_row(1000, 1.0)], "VACUOUS"), ([gate_row(8192, 1.0, k=64)], "VACUOUS")],
+    ids=["good", "bad", "good at twice k", "bad at twice k", "one bad layer", "too few entries", "another k"])
+def test_the_classic_gate(rows, status):
+    check = measure.gate(rows)
+    assert check.status.value == status and check.chance is not None and (check.note or status == "PASS")
+
+
+# ---- the report ---------------------------------------------------------------------------
+
+
+def test_the_command_line_writes_a_report(run, demo, tmp_path):
+    file = tmp_path / "prose.txt"
+    file.write_text((ROOT / "README.md").read_text() * 2)
+    code, out, err = run("recall", demo, "--text", file, "--needles", 2, "--rows", 1, "--queries", 16, "--context", "192,224",
+                         "--out", tmp_path / "report")
+    assert code == 0, err
+    for part in ("prose.txt", "MEASURED  192 tokens, n_comp 48, k = 6", "all CSA", "VACUOUS  classic gate",
+                 "prose, window only", "0 of 2"):
+        assert part in out, part
+    found = json.loads((tmp_path / "report" / "recall.json").read_text())
+    assert document.valid(found)["settings"]["contexts"] == [192, 224] and found["needles"]["beyond"] == 40
+    assert found["text"]["name"] == "prose.txt" and len(found["text"]["sha256"]) == 64
+    assert str(tmp_path) not in json.dumps(found)
+    shown = (tmp_path / "report" / "recall.md").read_text()
+    for part in ("attention mass kept **", "## By distance", "## Needles", "97.5 %", "## Provenance", "100 by 96.4 %"):
+        assert part in shown, part
+    for name in ("by-layer", "by-distance", "needles"):
+        assert f"recall-{name}.svg" in shown and "<svg" in (tmp_path / "report" / f"recall-{name}.svg").read_text()
+
+
+def test_the_command_line_in_other_words(run, demo, tmp_path, monkeypatch):
+    """JSON on stdout; no plots without matplotlib, and a note; the gate's exit code; a vacuous setting."""
+    monkeypatch.setattr(plots, "available", lambda: False)
+    given = ("recall", demo, "--rows", 1, "--queries", 8, "--needles", 0, "--json", "--out", tmp_path)
+    code, out, err = run(*given, "--context", 192, "--gate")
+    found = json.loads(out)
+    assert code == 2 and found["gate"]["status"] == "VACUOUS" and plots.MISSING in found["notes"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["recall.json", "recall.md"]
+    code, out, err = run(*given, "--context", 100)
+    assert code == 2 and err.startswith("error: a context of 100 tokens has n_comp = 25") and err.count("\n") == 1 and not out
+    code, out, err = run(*given, "--context", 100, "--vacuous")
+    assert code == 0 and {r["status"] for r in json.loads(out)["rows"]} == {"VACUOUS"}
+
+
+@pytest.mark.parametrize("options, message", [
+    (("--context", "5000"), "exceeds the 4096 tokens"), (("--context", "a"), "a"),
+    (("--context", "192,,200"), "separated by commas"), (("--k", "0"), "0"), (("--text", "nowhere.txt"), "nowhere.txt"),
+    (("--subject", "files"), "expected ours or transformers"), (("--dump", "nowhere"), "no dump"),
+    (("--subject", "transformers", "--numerics", "qat"), "--numerics would change nothing")])
+def test_what_cannot_be_measured_is_one_line(run, demo, options, message):
+    code, out, err = run("recall", demo, "--needles", 0, *options)
+    assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out
+
+
+def test_random_ids_without_a_tokenizer(path, text):
+    assert text.sha256 is None and "no tokenizer.json" in text.name and text.ids.max() < SMALL["vocab_size"]
+    with pytest.raises(Exception, match="cannot be read; copy the model's there"):
+        read_text(ROOT / "README.md", path, 320, 10, 0)
+    with pytest.raises(Exception, match="a context of 2000 needs 1999"):
+        rows_of(text, 2000, 1, bos=0)
+    rows = rows_of(Text("t", None, text.ids), 301, 9, bos=7)
+    assert rows.shape == (3, 301) and (rows[:, 0] == 7).all() and rows[1, 1:].tolist() == text.ids[333:633].tolist()
+
+
+def test_the_schema_refuses_what_it_does_not_know(subject, text):
+    found = document.measured(subject, replace(SETTINGS, contexts=(192,), rows=1), text, ["dsv4", "recall"])
+    assert found["provenance"]["checkpoint"]["name"] == "dense"
+    assert found["needles"] is None and "turned off" in found["notes"][0]
+    with pytest.raises(Exception, match="extra is unknown"):
+        document.valid(found | {"rows": [found["rows"][0] | {"extra": 1}]})
+    with pytest.raises(Exception, match="no chance"):
+        document.valid(found | {"rows": [{k: v for k, v in found["rows"][0].items() if k != "chance"}]})
