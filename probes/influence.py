@@ -5,42 +5,51 @@ from typing import ClassVar
 
 import torch
 
-from probes.measure import MAX_TOKENS, at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, zeros_like_ids
-from probes.oracle import Oracle
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer
+from probes.ablation import attend, blame, mistakes, nobody, paths, sink_shares
+from probes.measure import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, picks_of, points_at, zeros_like_ids
+from probes.oracle.attention import Layer, chosen
+from probes.perturbation import Change, changes_for, direction, judged, resized
 from probes.probe import Probe
-from probes.result import Check, compare, vacuous
+from probes.result import Check, Status, compare, vacuous
 from probes.subject import Subject
 
-QUIET = {"fp32": 1e-6, "qat:fp32": 1e-6}  # relative change of an output that must not change; 2e-3, half a bf16 step, else
+QUIET = {"fp32": 1e-6, "qat:fp32": 1e-6}  # relative change of an output that must not change; else:
+QUIET_BF16 = 3e-4  # sums in another order, 1e-6 apart, round one value in some thousand to another bf16
 SINKS = {"fp32": 1e-3, "native": 0.1, "qat": 0.5, "qat:fp32": 0.05}  # share of a sink's removal in the output
 EXPECTED = {0: "window only", 4: "selected", 128: "all"}
-SIZES = (1.0, 0.3, 0.1, 0.03)  # of a change of a token, until the selection stays
-LATE = 24                      # queries at the end that the path is judged by
+LATE = 24  # queries at the end that the path is judged by
 
 
 @dataclass(frozen=True)
-class Change:
-    """A token that is changed. kind: what it is to the query; moves: whether the query must notice; part: whom to blame."""
+class Case:
+    """A layer and its inputs x [2 + C + 1, T, d]: row 0 as drawn, 1 the same again, 2 + j with change j, the last a stranger.
 
-    token: int
-    kind: str
-    moves: bool
-    part: str
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One run of a layer: row 0 as drawn, row 1 the same again, row 2 + j with change j; out [B, T, d].
-
-    picks: the selection of each row, None but on CSA layers; found: the oracle's points.
+    base: the oracle's points of rows 0 and −1, at the judged queries; changed: of rows 0 and 2 … 2 + C at the last query.
     """
 
+    subject: Subject
+    layer: Layer
+    i: int
+    x: torch.Tensor
     changes: tuple[Change, ...]
+    base: dict[str, torch.Tensor]
+    changed: dict[str, torch.Tensor]
+
+    @property
+    def quiet(self) -> float:
+        return QUIET.get(self.subject.numerics, QUIET_BF16)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A run of a case by one schedule: out [rows, T, d], and the picks of `base` and `changed`, None but on CSA layers."""
+
+    case: Case
+    where: str
     out: torch.Tensor
-    picks: torch.Tensor | None
-    found: dict[str, torch.Tensor]
+    base: torch.Tensor | None
+    changed: torch.Tensor | None
+    raw: torch.Tensor | None  # selection as given, of rows 0 and −1 at the judged queries
 
 
 @dataclass(frozen=True)
@@ -53,173 +62,134 @@ class Influence(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, checks, T = oracle_of(subject), [], length(subject, self.effort)
-        x = heavy_tailed(subject, T, self.seed)
+        x = heavy_tailed(subject, T, self.seed, rows=2)
         for i in range(subject.config.num_hidden_layers):
-            layer = oracle.layer(i)
-            changes, size, found = choose(subject, oracle, i, x, self.seed)
-            for name, schedule in schedules(T, subject.config.sliding_window).items():
-                rows = run_rows(subject, layer, i, perturbed(x, changes, size, self.seed), changes, schedule, found)
-                where = f"layer {i}, {name}"
-                checks += [*influence_checks(subject, layer, rows, where), *path_checks(subject, layer, rows, where)]
-                checks += sink_checks(subject, layer, rows, f"layer {i}") if name == "one step" else []
+            case = choose(subject, oracle.layer(i), i, x, self.seed)
+            plan, single = schedules(T, subject.config.sliding_window), only_row(case)
+            for name, schedule in plan.items():
+                checks += scheduled(case, schedule, f"layer {i}, {name}")
+            checks += scheduled(single, plan["decode"], f"layer {i}, decode, one row")
         return checks
 
 
 def length(subject: Subject, effort: float) -> int:
-    """Tokens: 2 · k entries, two of HCA, all beyond the window; and at the end an unfinished HCA window longer than that."""
+    """Tokens: 1.5 · k entries, two of HCA, all beyond the window; and at the end an unfinished HCA window longer than that."""
     c = subject.config
     k = c.index_topk if 4 in c.compress_ratios else 0
-    T = c.sliding_window + max(8 * k, 256)
+    T = c.sliding_window + max(6 * k, 256)
     T += (c.sliding_window + 21 - T) % 128
     return int(min(T, MAX_TOKENS * effort, c.max_position_embeddings))
 
 
 def schedules(T: int, window: int) -> dict[str, tuple[int, ...]]:
-    """One step; chunks that end nowhere in particular; and the last tokens one by one."""
-    decoded = min(window + LATE, 48, T - 1)
+    """One step; chunks that end nowhere in particular; and the first and the last tokens one by one."""
+    decoded, first = min(window + LATE, 48, T // 2), min(window + 4, 20, T // 4)
     chunk = max(T // 5, 1) | 1
     return {"one step": (), "chunks": (chunk,) * (T // chunk) + ((T % chunk,) if T % chunk else ()),
-            "decode": (T - decoded, *[1] * decoded)}
+            "decode": (*[1] * first, T - first - decoded, *[1] * decoded)}
 
 
-def run_rows(subject: Subject, layer: Layer, i: int, x: torch.Tensor, changes=(), schedule=(),
-             found: dict | None = None) -> Rows:
-    """x [B, T, d] through layer i of the subject and, unless `found` is its answer already, of the oracle."""
-    points = subject.attention(i, x, zeros_like_ids(x), schedule, ("selection",)).points
-    found, csa = found or steps.attention_layer(layer, x.double()), layer.ratio == 4
-    picks = picks_of(points, i, found, found["index_keys"].shape[1]) if csa else None
-    return Rows(changes, points[i, "attn_out"].double(), picks, found)
+def only_row(case: Case) -> Case:
+    """Its first row and no other: one token of one row is a shape that kernels of its own serve."""
+    first = lambda found: {name: v if name == "at" else v[:1] for name, v in found.items()}
+    return replace(case, x=case.x[:1], changes=(), base=first(case.base), changed=first(case.changed))
 
 
-def perturbed(x: torch.Tensor, changes: tuple[Change, ...], size: float, seed: int) -> torch.Tensor:
-    """x [1, T, d] → [2 + len(changes), T, d]: twice as it is, then with each change, of RMS `size`."""
-    rows, g = x.repeat(2 + len(changes), 1, 1), torch.Generator().manual_seed(seed + 1)
-    for j, change in enumerate(changes):
-        rows[2 + j, change.token] += size * torch.randn(x.shape[-1], generator=g)
-    return rows.bfloat16().float()
+def scheduled(case: Case, schedule: tuple[int, ...], where: str) -> list[Check]:
+    """All checks of one schedule. What the subject raises is an ERROR of it, and the other schedules run all the same."""
+    try:
+        seen = run_case(case, schedule, where)
+    except Exception as error:  # an implementation under audit may raise anything
+        note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return [Check("the layer runs", Status.ERROR, where=where, part="attention core", note=note)]
+    return [*(influence_checks(seen) if case.changes else ()), *path_checks(seen), sink_check(seen)]
 
 
-# ---- which tokens -------------------------------------------------------------------------
+def ends_of(case: Case) -> list[int]:
+    """The row itself and the stranger."""
+    return [0, -1] if len(case.x) > 1 else [0]
 
 
-def choose(subject: Subject, oracle: Oracle, i: int, x: torch.Tensor, seed: int) -> tuple[tuple[Change, ...], float, dict]:
-    """Changes for the last query of x [1, T, d], the largest size that leaves the selection for it, the oracle's points."""
-    layer, t = oracle.layer(i), x.shape[1] - 1
-    base = run_rows(subject, layer, i, x)
-    changes = around_window(layer, t) + entries_of(layer, base, t) + future(layer, t)
-    sizes = SIZES if layer.ratio == 4 else SIZES[:1]
-    for size in sizes:
-        rows = run_rows(subject, layer, i, perturbed(x, changes, size, seed), changes)
-        if layer.ratio != 4 or steady(rows, t).all():
-            break
-    return changes, size, rows.found
+def run_case(case: Case, schedule: tuple[int, ...], where: str) -> Seen:
+    points = case.subject.attention(case.i, case.x, zeros_like_ids(case.x), schedule, ("selection",)).points
+    out, csa = points[case.i, "attn_out"].double(), case.layer.ratio == 4
+    mine = lambda rows: {key: v[rows] for key, v in points.items() if key[1] == "selection"}
+    of = lambda found, rows: picks_of(mine(rows), case.i, found, found["compressed_kv"].shape[1]) if csa else None
+    ends, others = ends_of(case), [0, *range(2, len(out) - 1)]
+    raw = mine(ends).get((case.i, "selection"))
+    return Seen(case, where, out, of(case.base, ends), of(case.changed, others), None if raw is None else raw[:, case.base["at"]])
 
 
-def steady(rows: Rows, t: int) -> torch.Tensor:
-    """bool [changes]: the query at t selects the same entries as without the change. A change after t is no concern of t."""
-    if rows.picks is None:
-        return torch.ones(len(rows.changes), dtype=torch.bool)
-    picks = rows.picks[:, t].sort(-1).values
-    same = (picks[2:] == picks[0]).all(-1)
-    return same | torch.tensor([change.kind == "later token" for change in rows.changes], dtype=torch.bool)
-
-
-def around_window(layer: Layer, t: int) -> tuple[Change, ...]:
-    """The oldest token of the window; and on layers where it is in no entry, the one before."""
-    W, ratio = layer.config.sliding_window, layer.ratio
-    if t < W:
-        return ()
-    beyond = (Change(t - W, "token just outside the window", False, "window"),)
-    free = ratio == 0 or (ratio == 128 and (t - W) // ratio >= (t + 1) // ratio)
-    return (Change(t - W + 1, "oldest token of the window", True, "window"),) + (beyond if free else ())
-
-
-def entries_of(layer: Layer, base: Rows, t: int) -> tuple[Change, ...]:
-    """Tokens outside the window: of attended entries, and on CSA layers of entries that are not."""
-    n, outside = (t + 1) // layer.ratio if layer.ratio else 0, t - layer.config.sliding_window
-    if layer.ratio == 128:
-        tokens = {layer.ratio // 2, layer.ratio * (n - 1) + 5} if n else set()
-        return tuple(Change(j, "token of a visible entry", True, "compressed entries") for j in sorted(tokens) if j <= outside)
-    if layer.ratio != 4:
-        return ()
-    chosen, scores = set(base.picks[0, t].tolist()) - {-1}, base.found["index_scores"][0, t]
-    of = {4 * v + 1: [w for w in (v, v + 1) if w < n] for v in range(n) if 4 * v + 1 <= outside}  # token → its entries
-    inside = {j: min(scores[w] for w in ws) for j, ws in of.items() if set(ws) <= chosen}
-    inside = inside or {j: scores[ws[0]] for j, ws in of.items() if ws[0] in chosen}
-    unselected = {j: max(scores[w] for w in ws) for j, ws in of.items() if not set(ws) & chosen}
-    best, least = sorted(inside, key=inside.get)[-2:], sorted(unselected, key=unselected.get)[:2]
-    return (*(Change(j, "token of a selected entry", True, "compressed entries") for j in best),
-            *(Change(j, "token of unselected entries only", False, "selection") for j in least))
-
-
-def future(layer: Layer, t: int) -> tuple[Change, ...]:
-    """The last token of an entry in the middle: nothing before it may notice."""
-    ratio = layer.ratio or 4
-    middle = t // 2 // ratio * ratio
-    return (Change((middle or ratio) - 1, "later token", False, "causality"),)
+def choose(subject: Subject, layer: Layer, i: int, x: torch.Tensor, seed: int) -> Case:
+    """Changes for the last query of x [2, T, d] (the row and a stranger), each as large as leaves the selection for it."""
+    base, last = points_at(layer, x, judged(layer, x.shape[1], LATE)), torch.tensor([x.shape[1] - 1])
+    picks = None
+    if layer.ratio == 4:
+        points = subject.attention(i, x, zeros_like_ids(x), (), ("selection",)).points
+        picks = picks_of(points, i, base, base["compressed_kv"].shape[1])[0, -1]
+    changes = changes_for(layer, base, picks)
+    noise = torch.stack([direction(layer, base, x[0], change, seed + j) for j, change in enumerate(changes)])
+    rows = resized(subject, layer, i, x[:1], changes, noise, picks)
+    changed = points_at(layer, torch.cat((x[:1], rows)), last)
+    return Case(subject, layer, i, torch.cat((x[:1], x[:1], rows, x[1:])), changes, base, changed)
 
 
 # ---- influence ----------------------------------------------------------------------------
 
 
-def influence_checks(subject: Subject, layer: Layer, rows: Rows, where: str) -> list[Check]:
+def influence_checks(seen: Seen) -> list[Check]:
     """One check a kind of change: the worst of its tokens."""
-    kinds, needed = list(dict.fromkeys(change.kind for change in rows.changes)), {4: ("token of a selected entry", "token of "
-                    "unselected entries only"), 128: ("token of a visible entry",)}.get(layer.ratio, ())
-    checks = [vacuous(f"influence: {kind}", "no such token within reach", where=where, part="compressed entries")
+    case = seen.case
+    kinds, needed = list(dict.fromkeys(change.kind for change in case.changes)), {4: ("token of a selected entry", "token of "
+                    "unselected entries only"), 128: ("token of a visible entry",)}.get(case.layer.ratio, ())
+    checks = [vacuous(f"influence: {kind}", "no such token within reach", where=seen.where, part="compressed entries")
               for kind in needed if kind not in kinds]
-    mine, other = oracle_changes(layer, rows)
-    return checks + [_kind(subject, rows, kind, mine, other, where) for kind in kinds]
+    mine = attend(case.layer, case.changed, seen.changed)[:, -1]
+    if "everything" not in case.changed:  # the same for every schedule
+        case.changed["everything"] = attend(case.layer, case.changed, None, case.x.shape[1])[:, -1]
+    return checks + [_kind(seen, kind, mine[1:] - mine[0], case.changed["everything"]) for kind in kinds]
 
 
-def oracle_changes(layer: Layer, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Relative change [changes] of the last query's output by the oracle: as it should attend, and attending to everything."""
-    T = rows.out.shape[1]
-    if "everything" not in rows.found:  # the same for every schedule
-        rows.found["everything"] = projected(layer, attended(layer, rows.found, None, window=T)[0])[:, -1]
-    return moved(projected(layer, attended(layer, rows.found, rows.picks)[0])[:, -1]), moved(rows.found["everything"])
+def steady(seen: Seen) -> torch.Tensor:
+    """bool [C]: the last query selects the same entries as without the change. A change after it is no concern of it."""
+    changes = seen.case.changes
+    if seen.changed is None:
+        return torch.ones(len(changes), dtype=torch.bool)
+    picks = seen.changed[:, -1].sort(-1).values
+    same = (picks[1:] == picks[0]).all(-1)
+    return same | torch.tensor([change.kind == "later token" for change in changes], dtype=torch.bool)
 
 
-def projected(layer: Layer, o: torch.Tensor) -> torch.Tensor:
-    return steps.output(layer, o, torch.arange(o.shape[1]))
-
-
-def moved(out: torch.Tensor) -> torch.Tensor:
-    """out [2 + changes, d] → relative change of each changed row against row 0."""
-    return (out[2:] - out[0]).norm(dim=-1) / out[0].norm().clamp(min=1e-12)
-
-
-def _kind(subject: Subject, rows: Rows, kind: str, mine: torch.Tensor, other: torch.Tensor, where: str) -> Check:
-    t, out, named = rows.out.shape[1] - 1, rows.out, f"influence: {kind}"
-    noise = ((out[1, t] - out[0, t]).norm() / out[0, t].norm().clamp(min=1e-12)).item()
-    quiet = QUIET.get(subject.numerics, 2e-3) + 10 * noise
-    mask = steady(rows, t) & torch.tensor([change.kind == kind for change in rows.changes])
-    change = next(change for change in rows.changes if change.kind == kind)
-    about = dict(where=where, part=change.part, unit="relative change", 
-                 note=f"tokens {[c.token for c in rows.changes if c.kind == kind]}, query {t}, "
-                 f"change of an identical rerun {noise:.2g}")
+def _kind(seen: Seen, kind: str, mine: torch.Tensor, everything: torch.Tensor) -> Check:
+    """mine: the oracle's change of the last query's output [C, d]; everything: its output where all is attended to."""
+    out, changes, named = seen.out, seen.case.changes, f"influence: {kind}"
+    t, size = out.shape[1] - 1, out[0, -1].norm().clamp(min=1e-12)
+    noise = ((out[1, t] - out[0, t]).norm() / size).item()
+    quiet, mask = seen.case.quiet + 10 * noise, steady(seen) & torch.tensor([change.kind == kind for change in changes])
+    change = next(change for change in changes if change.kind == kind)
+    about = dict(where=seen.where, part=change.part, unit="relative change",
+                 note=f"tokens {[c.token for c in changes if c.kind == kind]}, query {t}, change of an identical rerun {noise:.2g}")
     if kind == "later token":
-        return later(rows, quiet, named, about)
-    seen = torch.nan_to_num(moved(out[:, t]), nan=float("inf"))
+        return later(seen, quiet, named, about)
+    moved = out[2:-1, t] - out[0, t]
     if not change.moves:
-        return compare(named + " has none", *_worst(seen[mask]), "<=", quiet,
-                       "ten times an identical rerun, and rounding of the output", int(mask.sum()),
-                       chance=other[mask].min().item() if mask.any() else None, **about)
-    mask &= mine > 10 * quiet
-    ratio = torch.where(torch.isfinite(seen), seen / mine.clamp(min=1e-12), 0)[mask]
+        found = torch.nan_to_num(moved.norm(dim=-1) / size, nan=float("inf"))[mask]
+        chance = ((everything[1:] - everything[0]).norm(dim=-1) / everything[0].norm().clamp(min=1e-12))[mask]
+        return compare(named + " has none", found.max().item() if len(found) else None, "<=", quiet,
+                       "ten times an identical rerun, and rounding of the output", len(found),
+                       chance=chance.min().item() if len(found) else None, **about)
+    wanted = mine.norm(dim=-1) / size
+    mask &= wanted > 10 * quiet
+    ratio = torch.nan_to_num((moved * mine).sum(-1) / mine.square().sum(-1).clamp(min=1e-30), nan=0.0, posinf=0.0)[mask]
     return compare(named + " has its share", ratio.min().item() if len(ratio) else None, ">=", 0.25,
                    "a quarter of the oracle's own change; changes within ten times the noise are not counted", len(ratio),
-                   chance=noise / mine[mask].min().item() if len(ratio) else None, **about | {"unit": "of the oracle's change"})
+                   chance=noise / wanted[mask].min().item() if len(ratio) else None, **about | {"unit": "of the oracle's change"})
 
 
-def _worst(values: torch.Tensor) -> tuple[float | None]:
-    return (values.max().item() if len(values) else None,)
-
-
-def later(rows: Rows, quiet: float, name: str, about: dict) -> Check:
+def later(seen: Seen, quiet: float, name: str, about: dict) -> Check:
     """Nothing before the changed token may change, at any query."""
-    j, change = next((j, c) for j, c in enumerate(rows.changes) if c.kind == "later token")
-    before, base = rows.out[2 + j, :change.token], rows.out[0, :change.token]
+    j, change = next((j, c) for j, c in enumerate(seen.case.changes) if c.kind == "later token")
+    before, base = seen.out[2 + j, :change.token], seen.out[0, :change.token]
     errors = torch.nan_to_num((before - base).norm(dim=-1) / base.norm(dim=-1).clamp(min=1e-12), nan=float("inf"))
     return compare(name + " has none", errors.max().item() if len(errors) else None, "<=", quiet,
                    "ten times an identical rerun, and rounding of the output", len(errors), **about)
@@ -228,38 +198,44 @@ def later(rows: Rows, quiet: float, name: str, about: dict) -> Check:
 # ---- the path -----------------------------------------------------------------------------
 
 
-def paths(layer: Layer, rows: Rows) -> dict[str, torch.Tensor]:
-    """What attn_out [1, T, d] of row 0 would be, by path."""
-    found, T = {name: v[:1] for name, v in rows.found.items()}, rows.out.shape[1]  # of row 0
-    none = torch.full((1, T, 1), -1)
-    outs = {"window only": projected(layer, attended(layer, found, none)[0])}
-    if layer.ratio == 4:
-        outs["selected"] = projected(layer, attended(layer, found, rows.picks[:1])[0])
-    if layer.ratio:
-        outs["all"] = projected(layer, attended(layer, found, None)[0])
-    else:
-        outs["every token"] = projected(layer, attended(layer, found, none, window=T)[0])
-    return outs | {"nothing": torch.zeros_like(outs["window only"])}
+def path_checks(seen: Seen) -> list[Check]:
+    """Which path the late queries take, how near they are to it, and the queries that see few keys."""
+    case, expected = seen.case, EXPECTED[seen.case.layer.ratio]
+    outs, (limit, share, source) = paths(case.layer, case.base, seen.base), limit_of(case.subject)
+    out = seen.out[ends_of(case)][:, case.base["at"]]
+    checks = [_path(seen, {name: v[:, -LATE:] for name, v in outs.items()}, out[:, -LATE:])]
+    for name, part in (("late", slice(-LATE, None)), ("few", slice(0, -LATE))):
+        found, wanted = out[:, part], outs[expected][:, part]
+        error = at_share(far(found, wanted), share) if found.numel() else None
+        label = {"late": "attn_out equals the oracle's on the specified path",
+                 "few": "attn_out equals the oracle's where few keys are visible, and where one more becomes so"}[name]
+        default, note = {"late": "attention core", "few": "absent keys"}[name], ""
+        if error is not None and error > limit:
+            default, note = _blame(seen, found, wanted, part, default)
+        checks.append(compare(label, error, "<=", limit, source, found[..., 0].numel(), where=seen.where, part=default,
+                              unit="relative", chance=1.0, note=note))
+    return checks + _counts(seen)
 
 
-def path_checks(subject: Subject, layer: Layer, rows: Rows, where: str) -> list[Check]:
-    """Which path the late queries take, and how near their output is to it."""
-    limit, share, source = limit_of(subject)
-    outs, expected, late = paths(layer, rows), EXPECTED[layer.ratio], slice(-LATE, None)
-    out, about = rows.out[:1, late], dict(where=where, samples=min(LATE, rows.out.shape[1]))
-    distance = {name: at_share(apart(out, v[:, late], outs[expected][:, late]), 0.5) for name, v in outs.items()}
-    power = min(at_share(far(v[:, late], outs[expected][:, late]), 0.5) for name, v in outs.items() if name != expected)
-    part = {0: "window", 4: "selection", 128: "compressed entries"}[layer.ratio]
+def _blame(seen: Seen, found: torch.Tensor, wanted: torch.Tensor, part: slice, default: str) -> tuple[str, str]:
+    """The known mistake that explains what these judged queries show."""
+    base = seen.case.base | {name: seen.case.base[name][:, part] for name in ("q_after_rope",)}
+    base["at"] = seen.case.base["at"][part]
+    return blame(found, wanted, mistakes(seen.case.layer, base, None if seen.base is None else seen.base[:, part]), default)
+
+
+def _path(seen: Seen, outs: dict[str, torch.Tensor], out: torch.Tensor) -> Check:
+    limit, _, _ = limit_of(seen.case.subject)
+    ratio, expected = seen.case.layer.ratio, EXPECTED[seen.case.layer.ratio]
+    distance = {name: at_share(apart(out, v, outs[expected]), 0.5) for name, v in outs.items()}
+    power = min(at_share(far(v, outs[expected]), 0.5) for name, v in outs.items() if name != expected)
     nearest, note = min(distance, key=distance.get), "; ".join(f"{name} {d:.2g}" for name, d in distance.items())
-    part = "compressed entries" if nearest == "window only" and layer.ratio else part
-    if power < 3 * limit:
-        path = vacuous("path", f"the paths differ by {power:.2g} only", where=where, part=part)
-    else:
-        path = compare("path", nearest, "==", expected, "nearest of the oracle's paths, median relative error", part=part,
-                       note=f"distances: {note}", **about)
-    error = at_share(far(out, outs[expected][:, late]), share)
-    return [path, compare("attn_out equals the oracle's on the specified path", error, "<=", limit, source,
-                          part="attention core", unit="relative", chance=1.0, **about)]
+    part = {0: "window", 4: "selection", 128: "compressed entries"}[ratio]
+    part = {"window only": "compressed entries", "entries only": "window"}.get(nearest, part) if ratio else part
+    if power < 2 * limit:  # else an output within the limit of one path is nearer to it than to any other
+        return vacuous("path", f"the paths differ by {power:.2g} only", where=seen.where, part=part)
+    return compare("path", nearest, "==", expected, "nearest of the oracle's paths, median relative error", out[..., 0].numel(),
+                   part=part, where=seen.where, note=f"distances: {note}")
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -268,29 +244,36 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor) -> tor
     return torch.nan_to_num(errors, nan=float("inf"))
 
 
-# ---- sinks --------------------------------------------------------------------------------
+def _counts(seen: Seen) -> list[Check]:
+    """A CSA query selects as many entries as it should, whatever the schedule."""
+    if seen.raw is None:
+        return []
+    at, k = seen.case.base["at"], seen.case.layer.config.index_topk
+    wanted, n = ((at + 1) // 4).clamp(max=k), seen.case.base["compressed_kv"].shape[1]
+    held = torch.where((seen.raw < 0) | (seen.raw >= n), -1, seen.raw)
+    wrong = (chosen(held, n).sum(-1) != wanted).sum().item()
+    return [compare("queries select k entries, or all that are visible", wrong, "==", 0, "specification §3, Indexer",
+                    held[..., 0].numel(), where=seen.where, part="selection", unit="queries")]
 
 
-def sink_checks(subject: Subject, layer: Layer, rows: Rows, where: str) -> list[Check]:
-    """How much of each head's sink is missing in the output: 0 with it, 1 without it, about −1 with it twice.
+def sink_check(seen: Seen) -> Check:
+    """How much of each head's sink is missing in the output of the last queries: 0 with it, 1 without it, −1 with it twice."""
+    case, part = seen.case, slice(-LATE, None)
+    found = case.base | {"at": case.base["at"][part], "q_after_rope": case.base["q_after_rope"][:, part]}
+    picks = nobody(found) if case.layer.ratio == 0 else None if seen.base is None else seen.base[:, part]
+    share, error, left = sink_shares(case.layer, found, picks, seen.out[ends_of(case)][:, found["at"]])
+    limit, name = SINKS.get(case.subject.numerics, SINKS["native"]), "every head's sink is in its softmax, once"
+    if left > 0.5 and bool((share.abs() > limit).any()):
+        counted = error < limit / 3  # the rest may be rounding; or a fault elsewhere, which makes every error large
+    else:
+        counted = torch.ones_like(share, dtype=torch.bool)
+    worst = int((share.abs() * counted).argmax())
+    about = dict(where=f"{seen.where}, head {worst}", part="sink", unit="share of its removal",
+                 note=f"{int((~counted).sum())} of {len(counted)} heads have a sink that cannot be told from noise")
+    return compare(name, share[worst].abs().item() if counted.any() else None, "<=", limit,
+                   "0 is the oracle with the sink, 1 without; by numerics", int(counted.sum()), chance=1.0, **about)
 
-    Without its sink, a head's output grows by 1 / (1 − sink mass). The coefficients of all heads together are a least-squares
-    fit of what the subject's output differs from the oracle's.
-    """
-    found, plain = {name: v[:1] for name, v in rows.found.items()}, replace(layer, simulate=False)
-    o, masses = attended(layer, found, None if rows.picks is None else rows.picks[:1])
-    late = torch.arange(o.shape[1])[-(128 if o.shape[2] <= 16 else 8):]
-    o, mass = o[:, late], masses["sink"][:, late, :, None]
-    without = o * (mass / (1 - mass).clamp(min=1e-9))
-    heads = torch.eye(o.shape[2], dtype=o.dtype)
-    grown = torch.stack([steps.output(plain, without * head[:, None], late).flatten() for head in heads], 1)  # [n · d, H]
-    missing = rows.out[0, late].flatten() - steps.output(layer, o, late).flatten()
-    share = torch.linalg.lstsq(grown, missing.nan_to_num(nan=1e9).unsqueeze(1)).solution.flatten()
-    size = grown.norm(dim=0) / rows.out[0, late].norm().clamp(min=1e-12)
-    limit = SINKS.get(subject.numerics, SINKS["native"])
-    seen = size > max(QUIET.get(subject.numerics, 2e-3), 1e-6 / limit)  # or rounding alone could look like a share
-    worst = int((share.abs() * seen).argmax())
-    return [compare("every head's sink is in its softmax, once", share[worst].abs().item(), "<=", limit,
-                    "0 is the oracle with the sink, 1 without; by numerics", int(seen.sum()), where=f"{where}, head {worst}",
-                    part="sink", unit="share of its removal", chance=1.0,
-                    note=f"{int((~seen).sum())} of {len(seen)} heads have a sink too small to be seen")]
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(Influence)

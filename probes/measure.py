@@ -114,13 +114,27 @@ def at_share(errors: torch.Tensor, share: float) -> float:
     return flat[max(int(share * len(flat) + 0.5) - 1, 0)].item() if len(flat) else float("nan")
 
 
-def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
-    """The subject's own selection int64 [B, T, k], −1 for none; the oracle's for queries where it selects too few entries.
+def points_at(layer: Layer, x: torch.Tensor, at: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The oracle's points of attention on attn_in x [B, T, d], those of queries at positions `at` [Q] only, and `at` itself."""
+    x, queried = x.double(), x[:, at].double()
+    qr, q = steps.queries(layer, queried, at)
+    found = {"at": at, "q_after_rope": q, "kv_window": steps.window_rows(layer, x, torch.arange(x.shape[1]))}
+    if layer.ratio:
+        found["compressed_kv"] = steps.main_kv(layer, steps.compress(layer, x, "attn.compressor"))
+    if layer.ratio == 4:
+        scores = steps.index_scores(steps.index_queries(layer, qr, at), steps.index_weights(layer, queried),
+                                    steps.index_keys(layer, x), at, layer.ratio)
+        found |= {"index_scores": scores, "selection": steps.select(scores, layer.config.index_topk)}
+    return found
 
-    A selection of nothing, or none at all, must not become the yardstick of what is attended to.
+
+def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
+    """The subject's own selection int64 [B, Q, k], −1 for none; the oracle's for queries where it selects too few entries.
+
+    A selection of nothing, or none at all, must not become the yardstick of what is attended to. Of the queries of `found`.
     """
     wanted = found["selection"]
-    picks = points.get((layer, "selection"), wanted[..., :0])
+    picks = points[layer, "selection"][:, found.get("at", slice(None))] if (layer, "selection") in points else wanted[..., :0]
     picks = torch.where((picks < 0) | (picks >= n), -1, picks)
     fill = lambda t, width: torch.nn.functional.pad(t, (0, width - t.shape[-1]), value=-1)
     width = max(picks.shape[-1], wanted.shape[-1])
@@ -129,8 +143,8 @@ def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
 
 
 def attended(layer: Layer, found: dict, selection: torch.Tensor | None, window: int | None = None):
-    """(o, masses) of the oracle's attention over other entries: `selection` None for all visible ones."""
+    """(o, masses) of the oracle's attention over other entries: `selection` None for all visible ones; 0 for no window."""
     q, kv = found["q_after_rope"], found["kv_window"]
     entries = found.get("compressed_kv", kv[:, :0])
-    window = window or layer.config.sliding_window
-    return steps.attention(q, kv, entries, selection, layer.w("attn.attn_sink"), window, layer.ratio)
+    window = layer.config.sliding_window if window is None else window
+    return steps.attention(q, kv, entries, selection, layer.w("attn.attn_sink"), window, layer.ratio, found.get("at"))

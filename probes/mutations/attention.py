@@ -62,7 +62,7 @@ def window_one_too_long(site: Site) -> None:
     windows(site, lambda W: W + 1)
 
 
-@mutation("1.7", bugs=(109,), parts=("window",), probes=("influence", "schedules"))
+@mutation("1.7", bugs=(109,), parts=("window", "caches"), probes=("influence", "schedules"))
 def ring_without_room_for_the_step(site: Site) -> None:
     """The ring ignores the tokens of the current step: later ones overwrite rows that earlier queries still need."""
     site.patch(Ring, "_in_place", lambda self, step: step.T <= self.R)
@@ -98,7 +98,7 @@ def recent_tokens_are_seen_once(site: Site) -> None:
     site.patch(Entries, "chosen", older)
 
 
-@mutation("1.7", bugs=(108,), parts=("compressed entries", "row"), probes=("influence", "isolation"))
+@mutation("1.7", bugs=(108,), parts=("rows of the batch", "batching"), probes=("influence", "isolation"))
 def rows_addressed_without_their_stride(site: Site) -> None:
     """Entries are read by a flat number that ignores how far apart the rows of a batch lie."""
     def packed(self, step, entry):
@@ -153,7 +153,7 @@ def sinks_shared_across_layers(site: Site) -> None:
     site.after_load(share)
 
 
-@mutation("1.7", bugs=(106,), parts=("sink",), probes=("influence",))
+@mutation("1.7", bugs=(106,), parts=("sink",), probes=("edges", "influence"))
 def sink_dropped_with_one_query(site: Site) -> None:
     """The interface that decode calls has no argument for sinks, and they vanish there."""
     for name in CORES:
@@ -161,7 +161,7 @@ def sink_dropped_with_one_query(site: Site) -> None:
             q, w, wi, e, which, sink - (1e4 if len(wi) == 1 else 0), *rest))
 
 
-@mutation("1.7", bugs=(), parts=("sink",), probes=("influence", "edges"))
+@mutation("1.7", bugs=(), parts=("sink", "sparse attention", "HCA attention"), probes=("edges", "influence"))
 def sink_has_a_value(site: Site) -> None:
     """The sink is a key with a value, that of the first row of the pool."""
     for name in CORES:

@@ -40,13 +40,13 @@ def window_only(site: Site, when) -> None:
 # ---- sentinels ----------------------------------------------------------------------------
 
 
-@mutation("1.6", bugs=(82,), parts=("absent",), probes=("influence",))
+@mutation("1.6", bugs=(82,), parts=("absent keys",), probes=("influence",))
 def missing_picks_read_entry_0(site: Site) -> None:
     """−1 is clamped to 0: a query that sees fewer than k entries attends to entry 0 once for each that is missing."""
     gathered(site, lambda entry, step: entry.clamp(min=0))
 
 
-@mutation("1.6", bugs=(88,), parts=("absent",), probes=("influence",))
+@mutation("1.6", bugs=(88,), parts=("absent keys",), probes=("influence",))
 def stale_tail_is_gathered(site: Site) -> None:
     """The tail of the selection holds what an earlier step left there, and the gather does not mask it."""
     gathered(site, lambda entry, step: torch.where(entry < 0, min(STALE, max(step.max_visible(4) - 1, 0)), entry))
@@ -58,7 +58,7 @@ def selection_buffer_is_never_cleared(site: Site) -> None:
     site.kernel("topk_entries", lambda real: lambda scores, k: torch.where(real(scores, k) < 0, 0, real(scores, k)))
 
 
-@mutation("1.6", bugs=(85,), parts=("absent", "sparse attention"), probes=("edges", "influence"))
+@mutation("1.6", bugs=(85,), parts=("absent keys", "sparse attention"), probes=("edges", "influence"))
 def lanes_beyond_the_selection_are_read(site: Site) -> None:
     """With more than 64 queries, lanes beyond a query's own number of picks are read too."""
     def unbounded(real):
@@ -70,7 +70,7 @@ def lanes_beyond_the_selection_are_read(site: Site) -> None:
     site.kernel("sparse_attention", unbounded)
 
 
-@mutation("1.6", bugs=(96,), parts=("sparse attention", "absent"), probes=("edges",))
+@mutation("1.6", bugs=(96,), parts=("absent keys",), probes=("edges",))
 def absent_rows_in_the_denominator(site: Site) -> None:
     """Rows of slot −1 are zeros and stay in the softmax: each adds exp(0) to the denominator."""
     def zeros_count(real):
@@ -84,7 +84,7 @@ def absent_rows_in_the_denominator(site: Site) -> None:
     site.kernel("sparse_attention", zeros_count)
 
 
-@mutation("1.6", bugs=(92, 93), parts=("sparse attention", "absent"), probes=("edges",), numerics="native")
+@mutation("1.6", bugs=(92, 93), parts=("sparse attention", "absent keys"), probes=("edges",), numerics="native")
 def masks_are_added_in_bf16(site: Site) -> None:
     """Two planes of finfo.min are added: −inf in bf16, and NaN for a query all of whose picks are masked."""
     def added(real):
@@ -110,7 +110,7 @@ def no_mask_without_entries(site: Site) -> None:
     site.kernel("hca_attention", unmasked)
 
 
-@mutation("1.6", bugs=(91,), parts=("selection", "compressed entries"), probes=("index_oracle",))
+@mutation("1.6", bugs=(91,), parts=("selection", "compressed entries"), probes=("influence", "index_oracle"))
 def few_entries_select_none(site: Site) -> None:
     """With no more entries than k the scoring is skipped, and with it the selection."""
     picked(site, lambda picks, step: torch.full_like(picks, -1) if step.max_visible(4) <= 6 else picks)
@@ -297,7 +297,7 @@ def selection_of_another_row(site: Site) -> None:
     gathered(site, lambda entry, step: entry.roll(1, 0))
 
 
-@mutation("1.6", bugs=(97,), parts=("compressed entries", "neighbour", "row"), probes=("influence", "isolation"))
+@mutation("1.6", bugs=(97,), parts=("rows of the batch", "batching"), probes=("influence", "isolation"))
 def entries_of_the_first_row(site: Site) -> None:
     """In a batch, every row reads the entries of the first."""
     def first(self, step, entry):

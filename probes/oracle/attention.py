@@ -179,28 +179,29 @@ def chosen(selection: torch.Tensor, n: int) -> torch.Tensor:
     return wanted[..., :n]
 
 
-def attention(q, kv, entries, selection, sink, window: int, ratio: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def attention(q, kv, entries, selection, sink, window: int, ratio: int, at=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Attention with one shared latent as key and value, and a sink (§3, Attention).
 
-    q [B, T, H, D]; kv [B, T, D], of which t sees the last `window` up to itself; entries [B, n, D]; selection int64 [B, T, k]
-    or None for every visible one; sink [H]. Returns o [B, T, H, D], still rotated, and the masses 'window' [B, T, H],
-    'entries' [B, T, H, n] and 'sink' [B, T, H], which add up to 1.
+    q [B, Q, H, D] at positions at [Q], every one if None; kv [B, T, D], of which t sees the last `window` up to itself; entries
+    [B, n, D]; selection int64 [B, Q, k] or None for every visible one; sink [H]. Returns o [B, Q, H, D], still rotated, and the
+    masses 'window' [B, Q, H], 'entries' [B, Q, H, n] and 'sink' [B, Q, H], which add up to 1.
     """
-    B, T, H, D = q.shape
-    n, keys = entries.shape[1], torch.cat((kv, entries), 1)
-    o, near, far = torch.empty_like(q), q.new_empty(B, T, H), q.new_empty(B, T, H, n)
-    for t in torch.arange(T).split(256):
-        j = torch.arange(T)
+    B, Q, H, D = q.shape
+    T, n, keys = kv.shape[1], entries.shape[1], torch.cat((kv, entries), 1)
+    positions, j = torch.arange(T) if at is None else at, torch.arange(T)
+    o, near, far = torch.empty_like(q), q.new_empty(B, Q, H), q.new_empty(B, Q, H, n)
+    for i in torch.arange(Q).split(256):
+        t = positions[i]
         raw = (j <= t.unsqueeze(-1)) & (j > t.unsqueeze(-1) - window)
         seen = visible(t, n, ratio) if ratio else torch.ones(len(t), 0, dtype=torch.bool)
-        seen = seen.expand(B, -1, -1) if selection is None else chosen(selection[:, t], n)
-        seen = torch.cat((raw.expand(B, -1, -1), seen), -1)                      # [B, t, T + n]
+        seen = seen.expand(B, -1, -1) if selection is None else chosen(selection[:, i], n)
+        seen = torch.cat((raw.expand(B, -1, -1), seen), -1)                      # [B, i, T + n]
         for h in range(H):
-            logits = (q[:, t, h] @ keys.transpose(1, 2) * D**-0.5).masked_fill(~seen, -math.inf)
-            m = logits.amax(-1, keepdim=True)
+            logits = (q[:, i, h] @ keys.transpose(1, 2) * D**-0.5).masked_fill(~seen, -math.inf)
+            m = logits.amax(-1, keepdim=True).clamp(min=-500)                    # of a query without any key
             e = torch.exp(logits - m)
             p = e / (e.sum(-1, keepdim=True) + torch.exp(sink[h] - m))
-            o[:, t, h], near[:, t, h], far[:, t, h] = p @ keys, p[..., :T].sum(-1), p[..., T:]
+            o[:, i, h], near[:, i, h], far[:, i, h] = p @ keys, p[..., :T].sum(-1), p[..., T:]
     return o, {"window": near, "entries": far, "sink": 1 - near - far.sum(-1)}
 
 
