@@ -257,7 +257,7 @@ def output_goes_to_one_stream(site: Site) -> None:
         out, streams, post * (torch.arange(post.shape[1]) == 0), comb))
 
 
-@mutation("1.8", bugs=(), parts=("streams",), probes=("mhc",))
+@mutation("1.8", bugs=(), parts=("embedding",), probes=("mhc",))
 def embedding_in_one_stream(site: Site) -> None:
     """The token's embedding starts the first stream, and the others start at zero."""
     real = Block.forward
