@@ -83,7 +83,7 @@ class Rope(Probe):
         limit, share, source = limit_of(subject)
         angles, still = angle_errors(found, wanted, R), at_share(far(found[..., :-R], wanted[..., :-R]), share)
         worst, errors = int(angles.argmax()), far(found, wanted)
-        sane = still <= 10 * limit
+        sane = still <= limit
         first = next(iter((errors > 3 * limit).nonzero().tolist()), None)
         note = f"worst pair {worst} of {R // 2}; dims that are not rotated differ by {still:.2g}"
         note += f"; first beyond three limits: row {first[0]}, number {first[1]}" if first else ""

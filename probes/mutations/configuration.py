@@ -25,7 +25,7 @@ def stated(site: Site, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@mutation("1.1", bugs=(14,), parts=("rope_scaling", "RoPE"), probes=("config_ledger",))
+@mutation("1.1", bugs=(14,), parts=("rope_scaling", "base compress"), probes=("config_ledger",))
 def rope_scaling_ignored(site: Site) -> None:
     """rope_scaling is never read: no YaRN anywhere, drift at long context."""
     site.patch(configuration, "_yarn", lambda raw: None)

@@ -54,7 +54,7 @@ def entries_at(site: Site, position: Callable) -> None:
                                                                       step.frequencies[base]))
 
 
-@mutation("1.3", bugs=(32, 34), parts=("rotation",), probes=("rope",))
+@mutation("1.3", bugs=(32, 34), parts=("rotation of queries",), probes=("rope",))
 def half_split_rotation(site: Site) -> None:
     """Dims j and j + R/2 are rotated as a pair, as Llama does, instead of neighbours."""
     site.kernel("rotate", halves)
@@ -66,7 +66,7 @@ def half_split_rotation_in_the_indexer(site: Site) -> None:
     in_indexers(site, halves)
 
 
-@mutation("1.3", bugs=(34,), parts=("rotation",), probes=("rope",))
+@mutation("1.3", bugs=(34,), parts=("rotation of queries",), probes=("rope",))
 def first_dims_rotated(site: Site) -> None:
     """The first dims are rotated instead of the last, as a docstring of transformers says."""
     def change(real):
@@ -77,7 +77,7 @@ def first_dims_rotated(site: Site) -> None:
     site.kernel("rotate", change)
 
 
-@mutation("1.3", bugs=(34,), parts=("rotation",), probes=("rope",))
+@mutation("1.3", bugs=(34,), parts=("rotation of queries",), probes=("rope",))
 def rotation_by_the_negative_angle(site: Site) -> None:
     """The sine has the wrong sign: everything turns the other way round."""
     site.kernel("rotate", lambda real: lambda x, cis: real(x, cis.conj().resolve_conj()))
@@ -89,7 +89,7 @@ def no_inverse_rotation(site: Site) -> None:
     site.patch(Step, "inverse_cis", lambda step, base: torch.ones_like(step.cis(base)))
 
 
-@mutation("1.3", bugs=(36,), parts=("RoPE", "rotation"), probes=("rope",))
+@mutation("1.3", bugs=(36,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def one_base_for_all_layers(site: Site) -> None:
     """Every layer rotates with rope_theta and YaRN: invisible inside the window."""
     def change(config, found):
@@ -98,13 +98,13 @@ def one_base_for_all_layers(site: Site) -> None:
     frequencies(site, change)
 
 
-@mutation("1.3", bugs=(38,), parts=("RoPE", "rotation"), probes=("rope",))
+@mutation("1.3", bugs=(38,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def yarn_on_window_layers(site: Site) -> None:
     """YaRN is applied where compress_ratio is 0."""
     frequencies(site, lambda c, found: found | {"main": inverse_frequencies(c.qk_rope_head_dim, c.rope_theta, c.yarn)})
 
 
-@mutation("1.3", bugs=(14, 38), parts=("RoPE", "rotation"), probes=("rope",))
+@mutation("1.3", bugs=(14, 38), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def yarn_on_no_layer(site: Site) -> None:
     """YaRN is read and applied nowhere: the compressing layers lack it."""
     frequencies(site, lambda c, found: found | {"compress": inverse_frequencies(c.qk_rope_head_dim, c.compress_rope_theta)})
@@ -131,7 +131,7 @@ def index_keys_in_the_other_base(site: Site) -> None:
     real = site.patch(IndexerKeyCompressor, "forward", forward)
 
 
-@mutation("1.3", bugs=(40,), parts=("RoPE", "rotation"), probes=("rope",))
+@mutation("1.3", bugs=(40,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def theta_and_factor_of_another_release(site: Site) -> None:
     """θ 40000 with factor 4 where config.json says 160000 and 16."""
     def change(config, found):
@@ -140,7 +140,7 @@ def theta_and_factor_of_another_release(site: Site) -> None:
     frequencies(site, change)
 
 
-@mutation("1.3", bugs=(40,), parts=("RoPE", "rotation"), probes=("rope",))
+@mutation("1.3", bugs=(40,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def linear_interpolation_instead_of_yarn(site: Site) -> None:
     """Every frequency is divided by the factor: no ramp between fast and slow ones."""
     stretched = lambda c: inverse_frequencies(c.qk_rope_head_dim, c.compress_rope_theta) / c.yarn.factor
@@ -156,7 +156,7 @@ def mscale_in_the_softmax(site: Site) -> None:
     site.after_load(change)
 
 
-@mutation("1.3", bugs=(41,), parts=("rotation",), probes=("rope",))
+@mutation("1.3", bugs=(41,), parts=("rotation of queries",), probes=("rope",))
 def mscale_in_cos_and_sin(site: Site) -> None:
     """cos and sin carry V3's mscale, 1.277: logits of the rotated dims are 1.63 times what they should be."""
     site.patch(steps, "rotation", lambda positions, f: 1.277 * rotation(positions, f))
@@ -172,7 +172,7 @@ def entries_never_rotated(site: Site) -> None:
     site.after_load(change)
 
 
-@mutation("1.3", bugs=(44,), parts=("RoPE", "rotation"), probes=("rope",))
+@mutation("1.3", bugs=(44,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def frequencies_divided_by(site: Site) -> None:
     """Inverse frequencies are passed to a kernel that divides by what it is given."""
     frequencies(site, lambda config, found: {base: 1 / f for base, f in found.items()})
@@ -202,14 +202,14 @@ def entries_rotated_at_their_number(site: Site) -> None:
     entries_at(site, lambda w, ratio: w)
 
 
-@mutation("1.3", bugs=(47,), parts=("determinism", "rotation"), probes=("poison",))
+@mutation("1.3", bugs=(47,), parts=("determinism", "rotation of queries"), probes=("poison",))
 def two_unordered_stores_to_the_rotated_dims(site: Site) -> None:
     """Two unordered stores to the rotated dims: now and then the unrotated one comes last."""
     chance = random.Random(0)
     site.kernel("rotate", lambda real: lambda x, cis: x if chance.random() < 0.01 else real(x, cis))
 
 
-@mutation("1.3", bugs=(48,), parts=("rotation",), probes=("rope",))
+@mutation("1.3", bugs=(48,), parts=("rotation of queries",), probes=("rope",))
 def rows_beyond_the_first_rotated_wrongly_in_decode(site: Site) -> None:
     """With one token a row, rows after the first are rotated as if they stood at position 0."""
     def cis(step, base):
@@ -218,19 +218,19 @@ def rows_beyond_the_first_rotated_wrongly_in_decode(site: Site) -> None:
     real = site.patch(Step, "cis", cis)
 
 
-@mutation("1.3", bugs=(48, 52), parts=("rotation",), probes=("rope",))
+@mutation("1.3", bugs=(48, 52), parts=("rotation of queries",), probes=("rope",))
 def positions_counted_from_the_start_of_a_chunk(site: Site) -> None:
     """Positions of the rotation start at 0 in every chunk."""
     site.patch(Step, "cis", lambda step, base: rotation((step.pos - step.start.unsqueeze(1)).flatten(), step.frequencies[base]))
 
 
-@mutation("1.3", bugs=(44,), parts=("RoPE", "rotation"), probes=("rope",))
+@mutation("1.3", bugs=(44,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def frequencies_in_bf16(site: Site) -> None:
     """The frequencies are rounded to bf16: positions in the hundreds turn by wrong angles."""
     frequencies(site, lambda config, found: {base: f.bfloat16().float() for base, f in found.items()})
 
 
-@mutation("1.3", bugs=(44,), parts=("rotation",), probes=("rope",))
+@mutation("1.3", bugs=(44,), parts=("rotation of queries",), probes=("rope",))
 def positions_in_bf16(site: Site) -> None:
     """Positions pass through bf16, which has no odd numbers beyond 256."""
     site.patch(steps, "rotation", lambda positions, f: rotation(positions.bfloat16().long(), f))
