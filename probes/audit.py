@@ -6,21 +6,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsv4.errors import InputError
-from probes.probe import CATALOGUE, Probe, available, execute, probe_named
+from dsv4.numerics import NUMERICS
+from probes.probe import BESIDE, CATALOGUE, Probe, available, execute, probe_named
 from probes.provenance import provenance
 from probes.report import Report, Section, write
 from probes.result import vacuous
 from probes.subject import Subject
 
-SUBJECTS = ("ours", "files", "transformers")
+SUBJECTS = ("ours[:NUMERICS[:BACKEND]]", "files", "transformers", "a recorded dump (FILE.safetensors or dump:FILE)")
 
 
 def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: str = "auto", device: str = "cpu") -> Subject:
-    """The subject of that kind. Raises InputError for an unknown one, CheckpointError for a broken checkpoint."""
+    """The subject of that kind; 'ours:native:reference' says numerics and backend itself.
+
+    Raises InputError for an unknown one, CheckpointError for a broken checkpoint.
+    """
+    kind, _, rest = kind.partition(":")
+    if kind == "dump" or not rest and kind.endswith(".safetensors"):
+        from probes.subjects.dump import DumpSubject
+        return DumpSubject(rest or kind, checkpoint)
     match kind:
         case "ours":
             from probes.subjects.ours import OurSubject
+            numerics, backend = parts_of(rest, numerics, backend)
             return OurSubject(checkpoint, numerics, backend, device)
+        case _ if rest:
+            kind = f"{kind}:{rest}"
         case "files":
             from probes.subjects.files import FilesSubject
             return FilesSubject(checkpoint)
@@ -28,6 +39,21 @@ def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: s
             from probes.subjects.transformers import TransformersSubject
             return TransformersSubject(checkpoint)
     raise InputError(f"subject {kind!r} is unknown; expected one of {', '.join(SUBJECTS)}")
+
+
+def parts_of(rest: str, numerics: str, backend: str) -> tuple[str, str]:
+    """'native:cpu' or 'qat:fp32:cpu' as numerics and backend; what is not said stays."""
+    if not rest:
+        return numerics, backend
+    if rest in NUMERICS:
+        return rest, backend
+    first, _, last = rest.rpartition(":")
+    return (first, last) if first in NUMERICS else (rest, backend)
+
+
+def subject_words(kind: str) -> str:
+    """A subject's kind as part of a file name."""
+    return Path(kind).stem if kind.endswith(".safetensors") else kind.replace(":", "-")
 
 
 def audit(subject: Subject, names: Sequence[str] = (), seed: int = 0, effort: float = 1.0, budget: float | None = None,
@@ -38,7 +64,7 @@ def audit(subject: Subject, names: Sequence[str] = (), seed: int = 0, effort: fl
     that does not exist yet.
     """
     started, sections = time.time(), []
-    for name in names or CATALOGUE:
+    for name in names or (*CATALOGUE, *(BESIDE if "recorded" in subject.can else ())):
         if name not in available():
             probe_named(name) if names else None  # raises for a name nobody knows
             sections.append(Section(name, name.replace("_", " "), [vacuous(name, "this probe does not exist yet")], 0.0))
@@ -62,7 +88,8 @@ def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, n
     totals = ", ".join(f"{count} {status.value}" for status, count in report.totals.items() if count)
     say(f"{totals}; exit code {report.exit_code}")
     if out is not None:
-        stem = f"{checkpoint.resolve().name}_{kind}" + (f"_{numerics.replace(':', '-')}" if kind == "ours" else "")
+        said = f"ours:{numerics}" if kind == "ours" else kind
+        stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
         for file in write(report, out, stem):
             say(f"wrote {file}")
     return report.exit_code

@@ -30,7 +30,7 @@ audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode
 def run_audit(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
     subject: Annotated[str, typer.Option(help="ours: this project's model; files: the checkpoint alone; transformers: that "
-                                         "implementation on the same weights.")] = "ours",
+                                         "implementation on the same weights; FILE.safetensors: a recorded run.")] = "ours",
     numerics: Annotated[str, typer.Option(help="fp32, native, qat or qat:fp32.")] = "fp32",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
@@ -54,7 +54,8 @@ def selftest_audit(
     backend: Annotated[str, typer.Option(help="auto, cpu or triton.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
 ):
-    """Plant every known bug and see that the probes name it. Exit code 0: all caught, sound subjects green; 1: gaps; 2: it could not run."""
+    """Plant every known bug and see that the probes name it. Exit code 0: all caught, sound subjects green; 1: gaps; 2: it
+    could not run."""
     from rich.progress import Progress
 
     from probes import detection
@@ -62,6 +63,44 @@ def selftest_audit(
         task = bar.add_task("planting")
         done = lambda result, of: bar.update(task, advance=1, total=of)
         raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done))
+
+
+@audit_app.command("bisect")
+def bisect_audit(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
+    subject: Annotated[str, typer.Option(help="ours[:NUMERICS[:BACKEND]], transformers, or FILE.safetensors.")] = "ours",
+    reference: Annotated[str, typer.Option(help="oracle: float64 from the specification; or another subject.")] = "oracle",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    text: Annotated[Path | None, typer.Option(help="Run on this text instead of random tokens.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random tokens.")] = 0,
+    budget: Annotated[str | None, typer.Option(help="Time, e.g. 60s: layers that would begin later are VACUOUS.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the report, with the plot.")] = None,
+):
+    """Where a subject leaves the reference first, and proof of the cause. Exit code 0: nowhere; 1: found; 2: could not run."""
+    from probes import audit, bisect_report
+    from probes.inputs import ids_for
+    limit = None if budget is None else audit.seconds(budget)
+    ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
+    raise typer.Exit(bisect_report.run(checkpoint, subject, reference, device, ids_of, limit, out, say))
+
+
+@audit_app.command("record")
+def record_audit(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The file: NAME.safetensors.", show_default=False)],
+    subject: Annotated[str, typer.Option(help="ours[:NUMERICS[:BACKEND]] or transformers.")] = "ours",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    text: Annotated[Path | None, typer.Option(help="Run on this text instead of random tokens.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random tokens.")] = 0,
+    point: Annotated[list[str] | None, typer.Option(help="Record this point only; may be given several times.")] = None,
+):
+    """Record one run, to be audited or bisected without what made it: `--subject NAME.safetensors`."""
+    from probes import record
+    from probes.inputs import ids_for
+    ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
+    raise typer.Exit(record.run(checkpoint, subject, device, ids_of, point or [], out, say))
 
 
 @audit_app.command("diff")

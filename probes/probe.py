@@ -19,6 +19,7 @@ CATALOGUE = (  # in the order of the catalogue, P1 to P16
     "load_ledger", "config_ledger", "format_decode", "dtype_ledger", "rope", "index_oracle", "schedules", "influence", "edges",
     "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc",
 )
+BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Probe:
 
 
 def available() -> list[str]:
-    """Names of the catalogue whose files exist."""
-    return [name for name in CATALOGUE if importlib.util.find_spec(f"probes.{name}") is not None]
+    """Names of the catalogue, and of those beside it, whose files exist."""
+    return [name for name in (*CATALOGUE, *BESIDE) if importlib.util.find_spec(f"probes.{name}") is not None]
 
 
 def probe_named(name: str) -> type[Probe]:

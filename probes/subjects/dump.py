@@ -13,7 +13,7 @@ from dsv4.errors import InputError
 from loaders.config_files import read_config, to_official
 from loaders.files import read_json
 from probes.subject import POINTS, Capture, Subject
-from probes.subjects.files import plain
+from probes.subjects.files import FilesSubject, plain
 
 FORMAT = "dsv4 probe dump 1"
 PADS = {"index_scores": float("-inf"), "selection": -1}  # points whose last size grows with the tokens seen; their pad
@@ -136,6 +136,8 @@ class DumpSubject(Subject):
 
     def __init__(self, file: str | Path, config_path: str | Path):
         self.file, self.config = Path(file), _config(Path(config_path))
+        if Path(config_path).is_dir():  # the weights that it ran with, for the oracle
+            self.files, self.can = FilesSubject(config_path).files, frozenset({"recorded", "files"})
         about = self._read_headers()
         self.schedule = tuple(about.get("schedule", ()))
         self.name, self.numerics = str(about.get("name", self.file.name)), str(about.get("numerics", ""))
@@ -163,6 +165,10 @@ class DumpSubject(Subject):
         for layer in range(self.config.num_hidden_layers):
             see(layer, {p: self._read(name) for (i, p), name in self._names.items() if i == layer and p in want})
         return self._read("logits") if self._has_logits else None
+
+    def layer(self, i: int) -> dict[str, torch.Tensor]:
+        """Every recorded point of a layer, by name."""
+        return {point: self._read(name) for (j, point), name in self._names.items() if j == i}
 
     def recorded(self) -> dict[str, tuple[int, ...]]:
         """Which layers each recorded point has."""
