@@ -137,21 +137,21 @@ def one_expert_fewer(site: Site) -> None:
 # ---- hash layers --------------------------------------------------------------------------
 
 
-@mutation("1.9", bugs=(125,), parts=("hash", "token ids"), probes=("moe_edges",))
+@mutation("1.9", bugs=(125,), parts=("hash table",), probes=("moe_edges",))
 def every_token_routes_as_id_0(site: Site) -> None:
     """Hash layers get no ids and take zeros: every token goes to the experts of token 0."""
     real = Gate.forward
     site.patch(Gate, "forward", lambda self, x, ids: real(self, x, torch.zeros_like(ids)))
 
 
-@mutation("1.9", bugs=(), parts=("hash", "token ids"), probes=("moe_edges",))
+@mutation("1.9", bugs=(), parts=("hash table",), probes=("moe_edges",))
 def hash_table_one_row_off(site: Site) -> None:
     """The table is read at the next token id."""
     site.kernel("route_hashed", lambda real: lambda x, weight, table, ids, factor: real(
         x, weight, table, (ids + 1) % len(table), factor))
 
 
-@mutation("1.9", bugs=(126,), parts=("hash", "token ids"), probes=("moe_edges",))
+@mutation("1.9", bugs=(126,), parts=("hash table",), probes=("moe_edges",))
 def token_ids_pass_through_bf16(site: Site) -> None:
     """Token ids are cast with the activations to bf16 and lose their low bits beyond 256."""
     real = Gate.forward
@@ -159,7 +159,7 @@ def token_ids_pass_through_bf16(site: Site) -> None:
         self, x, ids if self.tid2eid is None else ids.bfloat16().long().clamp(max=len(self.tid2eid) - 1)))
 
 
-@mutation("1.9", bugs=(), parts=("hash",), probes=("moe_edges",))
+@mutation("1.9", bugs=(), parts=("hash table",), probes=("moe_edges",))
 def hash_table_ignored(site: Site) -> None:
     """Hash layers choose experts by score like the others."""
     def by_score(real):
@@ -171,7 +171,7 @@ def hash_table_ignored(site: Site) -> None:
     site.kernel("route_hashed", by_score)
 
 
-@mutation("1.9", bugs=(), parts=("hash", "router"), probes=("moe_edges",))
+@mutation("1.9", bugs=(), parts=("routing weights", "router"), probes=("moe_edges",))
 def hash_layers_weigh_equally(site: Site) -> None:
     """Hash layers give each of a token's experts the same weight: scores are not looked at."""
     def equal(real):
@@ -182,7 +182,7 @@ def hash_layers_weigh_equally(site: Site) -> None:
     site.kernel("route_hashed", equal)
 
 
-@mutation("1.9", bugs=(), parts=("hash", "router"), probes=("moe_edges",))
+@mutation("1.9", bugs=(), parts=("routing weights", "router"), probes=("moe_edges",))
 def hash_layers_weigh_by_the_best_scores(site: Site) -> None:
     """On hash layers the weights are those of the best experts, not of the experts that the table names."""
     def other(real):
@@ -244,7 +244,7 @@ def activation_is_gelu(site: Site) -> None:
     experts(site, lambda gate, up, limit: F.gelu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
 
 
-@mutation("1.9", bugs=(), parts=("experts",), probes=("moe_edges",))
+@mutation("1.9", bugs=(), parts=("expert order",), probes=("moe_edges",))
 def experts_one_off(site: Site) -> None:
     """Expert e runs with the weights of expert e + 1."""
     real = Experts.forward
@@ -252,7 +252,7 @@ def experts_one_off(site: Site) -> None:
         self, x, (indices + 1) % self.w13.weight.shape[0], weights))
 
 
-@mutation("1.9", bugs=(127,), parts=("experts",), probes=("moe_edges",))
+@mutation("1.9", bugs=(127,), parts=("expert order",), probes=("moe_edges",))
 def global_ids_into_local_experts(site: Site) -> None:
     """Expert numbers are global and the stack holds half of them: the second half runs as the first."""
     real = Experts.forward
@@ -276,7 +276,7 @@ def shared_expert_scaled(site: Site) -> None:
     site.patch(MoE, "forward", scaled)
 
 
-@mutation("1.9", bugs=(), parts=("router",), probes=("moe_edges",))
+@mutation("1.9", bugs=(), parts=("routing weights",), probes=("moe_edges",))
 def weights_before_and_after_the_experts(site: Site) -> None:
     """The routing weight multiplies before w2 and again after it."""
     site.kernel("experts", lambda real: lambda x, indices, weights, *rest: real(x, indices, weights * weights, *rest))
