@@ -27,11 +27,16 @@ from probes.selftest import Bench, Clean, Outcome, chance, run_all, settings
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent / "schema" / f"selftest-{VERSION}.json"
 STEM = "selftest"
+EXPLAINED = """\
+Each mutation plants one class of known bug in a synthetic checkpoint or in the code that runs it. It counts as caught only if
+a FAIL or ERROR names the part that is at fault; probes are not told what is planted. *By chance* is the share of a sound
+subject's checks that the mutation's words match: how often just any red check would have counted."""
 MOST_TEXT = 160  # characters of a note in a cell; the JSON has all
 SECTIONS = {  # of the list of known bugs
     "1.1": "Weight loading, key mapping, configuration", "1.2": "Number formats and dtypes", "1.3": "RoPE and YaRN",
-    "1.4": "Compressor", "1.5": "Indexer scoring", "1.6": "Top-k, sentinels, masks", "1.7": "Attention core, sink, output projection",
-    "1.8": "Hyper-connections", "1.9": "Experts", "1.10": "Addressing, caching, concurrency, graphs",
+    "1.4": "Compressor", "1.5": "Indexer scoring", "1.6": "Top-k, sentinels, masks",
+    "1.7": "Attention core, sink, output projection", "1.8": "Hyper-connections",
+    "1.9": "Experts", "1.10": "Addressing, caching, concurrency, graphs",
     "1.11": "MTP, parallelism, the harness",
 }
 
@@ -100,7 +105,8 @@ def run(out: Path | None, section: str | None, name: str | None, fast: bool, job
     """`dsv4 audit selftest`: the exit code (0 all caught and green, 1 gaps or false alarms)."""
     chosen = {"section": section, "name": name, "fast": fast or None}
     selection = ", ".join(f"{key} {value}" for key, value in chosen.items() if value) or "all"
-    matrix = selftest(select(section, name, fast), Bench(Path(), backend, device), jobs or os.cpu_count() or 1, selection, done=done)
+    bench, jobs = Bench(Path(), backend, device), jobs or os.cpu_count() or 1
+    matrix = selftest(select(section, name, fast), bench, jobs, selection, done=done)
     for line in summary(matrix):
         say(line)
     if out is not None:
@@ -133,15 +139,16 @@ def write(matrix: Matrix, directory: Path) -> list[Path]:
 
 def document(matrix: Matrix) -> dict:
     """The matrix as JSON values of the schema."""
+    gaps, alarms = len(matrix.gaps), len(matrix.alarms)
     return {
         "schema_version": VERSION, "title": "Detection matrix", "exit_code": matrix.exit_code, "selection": matrix.selection,
-        "totals": {"mutations": len(matrix.outcomes), "caught": len(matrix.outcomes) - len(matrix.gaps), "gaps": len(matrix.gaps),
-                   "clean": len(matrix.clean), "green": len(matrix.clean) - len(matrix.alarms)},
+        "totals": {"mutations": len(matrix.outcomes), "caught": len(matrix.outcomes) - gaps, "gaps": gaps,
+                   "clean": len(matrix.clean), "green": len(matrix.clean) - alarms},
         "seconds": round(matrix.seconds, 1), "provenance": json_report.strict(matrix.provenance),
         "mutations": [_mutation(matrix, o) for o in matrix.outcomes],
         "clean": [{"profile": c.profile, "numerics": c.numerics, "backend": c.backend, "green": c.green,
-                   "totals": {status.value: n for status, n in c.totals.items()}, "red": list(c.red), "vacuous": list(c.vacuous),
-                   "seconds": round(c.seconds, 2)} for c in matrix.clean],
+                   "totals": {status.value: n for status, n in c.totals.items()}, "red": list(c.red),
+                   "vacuous": list(c.vacuous), "seconds": round(c.seconds, 2)} for c in matrix.clean],
     }
 
 
@@ -150,7 +157,8 @@ def _mutation(matrix: Matrix, o: Outcome) -> dict:
     row = {"name": m.name, "section": m.section, "bugs": list(m.bugs), "what": m.what, "parts": list(m.parts),
            "numerics": m.numerics, "profile": m.profile, "caught": f.caught, "by": f.by or None, "seen": list(f.seen),
            "chance": None if math.isnan(level) else round(level, 4), "seconds": round(o.seconds, 2)}
-    said = {"status": f.status, "finding": f.finding, "where": f.where, "part": f.part, "word": f.word, "note": f.note, "left": list(o.left)}
+    said = {"status": f.status, "finding": f.finding, "where": f.where, "part": f.part, "word": f.word, "note": f.note,
+            "left": list(o.left)}
     return row | {key: value for key, value in said.items() if value}
 
 
@@ -160,10 +168,7 @@ def _mutation(matrix: Matrix, o: Outcome) -> dict:
 def markdown(matrix: Matrix) -> str:
     whole = "" if matrix.selection == "all" else f" Not the whole matrix: {escape(matrix.selection)}."
     parts = ["# Detection matrix", f"**{headline(matrix)}** (exit code {matrix.exit_code}). {matrix.seconds:.0f} s.{whole}",
-             "Each mutation plants one class of known bug in a synthetic checkpoint or in the code that runs it. It counts as caught "
-             "only if a FAIL or ERROR names the part that is at fault; probes are not told what is planted. *by chance* is the share of a "
-             "sound subject's checks that the mutation's words match: how often just any red check would have counted.",
-             _gaps(matrix), _by_probe(matrix), "## Sound subjects", _clean(matrix), "## Mutations"]
+             EXPLAINED, _gaps(matrix), _by_probe(matrix), "## Sound subjects", _clean(matrix), "## Mutations"]
     for section, group in groupby(matrix.outcomes, key=lambda o: o.mutation.section):
         parts += [f"### {section} {SECTIONS.get(section, '')}", _rows(matrix, list(group))]
     rows = [[escape(key), escape(value)] for key, value in words.flat(matrix.provenance) if key != "command" and value]
@@ -172,8 +177,9 @@ def markdown(matrix: Matrix) -> str:
 
 
 def _gaps(matrix: Matrix) -> str:
-    lines = [f"- **gap** {escape(o.mutation.section)} **{escape(o.mutation.name)}**: {escape(o.found.note)}"
-             + (f" (red: {escape(', '.join(o.found.seen))})" if o.found.seen else "") + f". {escape(o.mutation.what)}" for o in matrix.gaps]
+    red = lambda o: f" (red: {escape(', '.join(o.found.seen))})" if o.found.seen else ""
+    lines = [f"- **gap** {escape(o.mutation.section)} **{escape(o.mutation.name)}**: {escape(o.found.note)}{red(o)}. "
+             f"{escape(o.mutation.what)}" for o in matrix.gaps]
     lines += [f"- **false alarm** {escape(c.profile)}, {escape(c.numerics)}, {escape(c.backend)}: {escape(red)}"
               for c in matrix.alarms for red in c.red or ["nothing passed"]]
     lines += [f"- **not undone** {escape(o.mutation.name)}: {escape(', '.join(o.left))}" for o in matrix.outcomes if o.left]
@@ -194,7 +200,7 @@ def _clean(matrix: Matrix) -> str:
     rows = [[c.profile, c.numerics, c.backend, "green" if c.green else "**RED**",
              *(str(c.totals.get(status, 0) or "·") for status in Status), f"{c.seconds:.0f}"] for c in matrix.clean]
     parts = [table(["profile", "numerics", "backend", "", *(">" + status.value for status in Status), ">seconds"], rows)]
-    vacuous = [f"- {escape(c.profile)}, {escape(c.numerics)}, {escape(c.backend)}: {escape(v)}" for c in matrix.clean for v in c.vacuous]
+    vacuous = [f"- {escape(f'{c.profile}, {c.numerics}, {c.backend}: {v}')}" for c in matrix.clean for v in c.vacuous]
     if vacuous:
         parts.append("<details><summary>VACUOUS checks of sound subjects: no evidence there</summary>\n\n" + "\n".join(vacuous)
                      + "\n\n</details>")
@@ -208,10 +214,11 @@ def _rows(matrix: Matrix, outcomes: list[Outcome]) -> str:
 
 def _row(o: Outcome, level: float) -> list[str]:
     m, f = o.mutation, o.found
-    setting = "" if (m.numerics, m.profile) == ("fp32", "default") else f" ({', '.join({m.numerics, m.profile} - {'fp32', 'default'})})"
+    unusual = [said for said, usual in ((m.numerics, "fp32"), (m.profile, "default")) if said != usual]
+    setting = f" ({', '.join(unusual)})" if unusual else ""
     note = f.note if len(f.note) <= MOST_TEXT else f.note[:MOST_TEXT].rpartition(" ")[0] + " …"
     finding = f.finding + (f" at {f.where}" if f.where else "") + (f": {note}" if note else "")
     by = f"**{f.by}**" + (" (ERROR)" if f.status == Status.ERROR.value else "") if f.caught else "**gap**"
     named = f"{f.part or '–'} ({f.word})" if f.caught and f.word.casefold() not in f.part.casefold() else f.part
-    return [escape(m.name) + escape(setting), ", ".join(map(str, m.bugs)), escape(m.what), by, escape(finding if f.caught else f.note),
-            escape(named), "" if math.isnan(level) else f"{level:.1%}"]
+    return [escape(m.name + setting), ", ".join(map(str, m.bugs)), escape(m.what), by,
+            escape(finding if f.caught else f.note), escape(named), "" if math.isnan(level) else f"{level:.1%}"]

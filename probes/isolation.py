@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from probes.control import chance_of
 from probes.measure import agreeing, token_errors, tokens
 from probes.probe import Probe
 from probes.result import Check, compare
@@ -29,16 +30,24 @@ class Isolation(Probe):
         checks = []
         for row, length in enumerate(lengths):
             alone = subject.run(ids[row:row + 1, :length]).logits
-            checks.append(self._check(subject, together[row:row + 1, :length], alone, f"row {row} of {length} tokens", "batching"))
+            found, where = together[row:row + 1, :length], f"row {row} of {length} tokens"
+            checks.append(self._check(subject, found, alone, where, "batching"))
         first = subject.run(ids[:1]).logits
         for again in (2, 3):
             subject.run(ids[1:2])
             found = subject.run(ids[:1]).logits
             checks.append(compare("the same request gives the same bits", int((found != first).sum()), "==", 0,
-                                  "the same program on the same numbers", found.numel(), where=f"repeat {again}", part="state left behind"))
+                                  "the same program on the same numbers", found.numel(), where=f"repeat {again}",
+                                  part="state left behind"))
         return checks
 
     def _check(self, subject: Subject, found: torch.Tensor, alone: torch.Tensor, where: str, part: str) -> Check:
         errors = token_errors(found, alone)
         value, source, limit = agreeing(errors, subject.numerics)
-        return compare("a row in a batch equals the row alone", value, "<=", limit, source, errors.numel(), where=where, part=part)
+        return compare("a row in a batch equals the row alone", value, "<=", limit, source, errors.numel(), where=where,
+                       part=part, chance=chance_of(alone, token_errors))
+
+
+if __name__ == "__main__":
+    from probes.main import main
+    main(Isolation)

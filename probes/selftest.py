@@ -47,8 +47,8 @@ class Bench:
         """The backend that runs. Raises InputError for the reference, which is the definition: no kernel is changed in it."""
         backend = resolve_backend(self.backend, resolve_device(self.device))
         if backend == "reference":
-            raise InputError(f"on {self.device} with backend {self.backend!r} the reference would run, in which no kernel can be "
-                             "wrong; choose --backend cpu, or triton on a GPU")
+            raise InputError(f"on {self.device} with backend {self.backend!r} the reference would run, in which no kernel can "
+                             "be wrong; choose --backend cpu, or triton on a GPU")
         return backend
 
 
@@ -139,8 +139,9 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
 
 def refusal(error: Exception) -> Check:
     """A typed error while loading is a finding; any other is a crash, and counts only if it names the part all the same."""
-    name, status = ("refused while loading", Status.FAIL) if isinstance(error, Dsv4Error) else ("crash while loading", Status.ERROR)
-    return Check(name, status, note=said(error))
+    if isinstance(error, Dsv4Error):
+        return Check("refused while loading", Status.FAIL, note=said(error))
+    return Check("crash while loading", Status.ERROR, note=said(error))
 
 
 def said(error: Exception) -> str:
@@ -220,7 +221,7 @@ def left_over(before: dict[str, object], after: dict[str, object]) -> tuple[str,
 
 
 def settings(mutations: Iterable[Mutation], backend: str, everything: bool) -> list[Clean]:
-    """What must be green: where faults are planted; and if `everything`, the default profile in all numerics and on the reference."""
+    """What must be green: where faults are planted; if `everything`, the default profile in all numerics, also as reference."""
     found = {(m.profile, m.numerics, backend): None for m in mutations}
     if everything:
         found |= {("default", numerics, b): None for b in ("reference", backend) for numerics in NUMERICS}
@@ -251,7 +252,7 @@ def run_all(tasks: list[Mutation | Clean], bench: Bench, jobs: int) -> Iterator[
     A fault that kills its process takes the pool with it: the tasks that are lost are done again, each in a process of its own.
     """
     if jobs == 1:
-        yield from ((i, work(task, bench)) for i, task in enumerate(tasks))
+        yield from _here(tasks, bench)
         return
     todo = dict(enumerate(tasks))
     with _pool(jobs, bench) as pool:
@@ -265,6 +266,16 @@ def run_all(tasks: list[Mutation | Clean], bench: Bench, jobs: int) -> Iterator[
             del todo[waiting[future]]
     for i, task in todo.items():
         yield i, _alone(task, bench)
+
+
+def _here(tasks: list[Mutation | Clean], bench: Bench) -> Iterator[tuple[int, Outcome | Clean]]:
+    """In this process, on one thread as in the others: on a busy machine threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from ((i, work(task, bench)) for i, task in enumerate(tasks))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:

@@ -1,7 +1,7 @@
 """Synthetic checkpoints in which planted faults show: official layout, every tensor random and distinct.
 
-What a fault needs to be visible is listed in section 3 of the known bugs; `tests/probes/test_profile.py` measures that a profile
-has it. Numbers that could be taken for one another differ; matrices have scales that differ from block to block.
+What a fault needs to be visible is listed in section 3 of the known bugs; `tests/probes/test_profile.py` measures that a
+profile has it. Numbers that could be taken for one another differ; matrices have scales that differ from block to block.
 """
 
 import re
@@ -19,9 +19,10 @@ from loaders.write import write_checkpoint
 
 QUANTISED = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128])
 COMMON = dict(
-    model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], vocab_size=320, num_key_value_heads=1, n_shared_experts=1,
-    hidden_act="silu", scoring_func="sqrtsoftplus", topk_method="noaux_tc", norm_topk_prob=True, num_nextn_predict_layers=1,
-    hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, swiglu_limit=10.0, max_position_embeddings=4096,
+    model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], vocab_size=320, num_key_value_heads=1,
+    n_shared_experts=1, hidden_act="silu", scoring_func="sqrtsoftplus", topk_method="noaux_tc", norm_topk_prob=True,
+    num_nextn_predict_layers=1, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, swiglu_limit=10.0,
+    max_position_embeddings=4096,
     bos_token_id=0, eos_token_id=1, tie_word_embeddings=False, expert_dtype="fp4", quantization_config=QUANTISED,
 )
 DEFAULT = COMMON | dict(  # CSA with hash layers and without; HCA twice; window only below and in the MTP block
@@ -59,6 +60,11 @@ def matrix(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     return normal(shape, g) * shape[-1]**-0.5 * spread(shape, g, 128, 128)
 
 
+def expert(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    """As `matrix`, with MXFP4 scales that differ: one for 32 numbers of a row."""
+    return normal(shape, g) * shape[-1]**-0.5 * spread(shape, g, 1, 32)
+
+
 def sinks(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     """From −8 to 8, in an order of each layer's own; most of them low, so that most heads attend to something."""
     return (16 * torch.linspace(0, 1, shape[0])**2 - 8)[torch.randperm(shape[0], generator=g)]
@@ -78,8 +84,8 @@ RULES: tuple[tuple[str, Draw], ...] = (  # first match of the official name
     (r".*hc_\w+_scale", lambda shape, g: 0.7 + torch.rand(shape, generator=g)),
     (r".*(gate\.bias|hc_\w+_base)", normal),
     (r".*hc_\w+_fn", lambda shape, g: normal(shape, g) * shape[-1]**-0.5),
-    (r".*experts\..*w[13]\.weight", lambda shape, g: 4 * normal(shape, g) * shape[-1]**-0.5 * spread(shape, g, 1, 32)),  # beyond ±10
-    (r".*experts\..*w2\.weight", lambda shape, g: normal(shape, g) * shape[-1]**-0.5 / 8 * spread(shape, g, 1, 32)),
+    (r".*experts\..*w[13]\.weight", lambda shape, g: 4 * expert(shape, g)),  # activations cross ±10
+    (r".*experts\..*w2\.weight", lambda shape, g: expert(shape, g) / 8),
     (r".*", matrix),
 )
 

@@ -1,0 +1,28 @@
+"""What every comparison of a model with itself needs: proof that it could have failed.
+
+A model whose logits are the same everywhere, or a harness that compares zeros with zeros, agrees with itself in every schedule
+(known bugs 147, 148). So each such comparison carries what a wrong answer would have scored, and `controls` fail where the
+harness cannot tell right from wrong.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from probes.measure import agreeing
+from probes.result import Check, compare
+
+
+def chance_of(logits: torch.Tensor, errors: Callable) -> float:
+    """What a wrong answer scores: the median error of taking each position of logits [B, T, vocab] for the one before."""
+    return errors(logits.roll(1, 1), logits)[:, 1:].nanmedian().item()
+
+
+def controls(logits: torch.Tensor, errors: Callable, numerics: str) -> list[Check]:
+    """`errors`, a harness's own comparison, finds a run equal to itself and not equal to itself shifted by a token."""
+    same, (_, _, limit) = errors(logits, logits.clone()), agreeing(torch.zeros(1, 1), numerics)
+    about = dict(where="control", part="harness")
+    return [compare("a run equals itself", same.max().item(), "==", 0.0,
+                    "equal numbers differ by nothing (known bug 146: a harness that shifted twice)", same.numel(), **about),
+            compare("a run shifted by one token is told apart", chance_of(logits, errors), ">=", 2 * limit,
+                    "twice what the numerics may explain (known bug 148: both sides near 0)", logits.shape[1] - 1, **about)]

@@ -1,0 +1,176 @@
+"""Section 1.10: addressing, caching, concurrency, graphs."""
+
+from dataclasses import replace
+from itertools import count
+
+import torch
+from torch.nn import functional as F
+
+from dsv4 import cache as caching
+from dsv4.cache import Cache, CompressorCache, Entries, Lengths, Ring
+from dsv4.step import Step
+from probes.mutations import Site, mutation
+
+
+def resized(site: Site, change) -> None:
+    """Buffers of every layer are allocated with change(name, shape, ratio) as their shape."""
+    def streams(config, label, ratio, *rest):
+        plan = real(config, label, ratio, *rest)
+        return replace(plan, streams=tuple(replace(s, shape=change(s.name, s.shape, ratio)) for s in plan.streams))
+    real = site.patch(caching, "layer_streams", streams)
+
+
+def stored_at(site: Site, slot_of) -> None:
+    """Entries are written to slot_of(slots int64 [n], entries per row, width); negative: not at all."""
+    def write(entries, step, values):
+        n, D = entries.buffer.shape[1:]
+        slots = slot_of((step.new_windows(entries.ratio) + step.row * n).flatten(), n, D)
+        entries.flat.index_copy_(0, slots[slots >= 0], values.to(entries.buffer.dtype)[slots >= 0])
+    site.patch(Entries, "write", write)
+
+
+@mutation("1.10", bugs=(128, 75), parts=("entries",), probes=("memory_map",))
+def entry_offsets_in_32_bits(site: Site) -> None:
+    """Offsets of entries, slot times width, are 32 bits wide: beyond 2 GiB they wrap, and far entries land on near ones."""
+    stored_at(site, lambda slots, n, D: (slots * D).to(torch.int32).long().remainder(n * D) // D)
+
+
+@mutation("1.10", bugs=(79,), parts=("indexer keys", "index keys", "compressed entries", "entries"), probes=("index_oracle",))
+def stores_beyond_a_register_are_dropped(site: Site) -> None:
+    """An offset register is too narrow and drops stores: entries from the 32nd of a row on are never written."""
+    stored_at(site, lambda slots, n, D: torch.where(slots % n < 32, slots, -1))
+
+
+@mutation("1.10", bugs=(109,), parts=("window", "window KV"), probes=("influence",))
+def window_without_the_current_token(site: Site) -> None:
+    """The window's rows are read before the step's own are written: it ends one token early."""
+    def last(ring, step, window):
+        positions = step.pos.unsqueeze(-1) + torch.arange(-window, 0, device=step.device)
+        return torch.where(positions < 0, -1, ring.index(step, positions)).flatten(0, 1)
+    site.patch(Ring, "last", last)
+
+
+@mutation("1.10", bugs=(109, 132), parts=("rewinding", "window"), probes=("rollback",))
+def rings_without_room_to_rewind(site: Site) -> None:
+    """Rings are as long as what a step reads: rows of a rejected draft have overwritten those that are needed again."""
+    real = site.patch(caching, "layer_streams", lambda config, label, ratio, batch, context, rewind, numerics:
+                      real(config, label, ratio, batch, context, 0, numerics))
+
+
+@mutation("1.10", bugs=(59,), parts=("raw rows",), probes=("memory_map",))
+def raw_rows_ring_one_window_short(site: Site) -> None:
+    """The ring of raw rows is sized by one compression window; overlapping windows need two."""
+    resized(site, lambda name, shape, ratio: (shape[0], shape[1] - ratio, shape[2]) if "raw" in name and ratio == 4 else shape)
+
+
+@mutation("1.10", bugs=(61,), parts=("entries", "index keys"), probes=("memory_map",))
+def entries_sized_by_raw_tokens(site: Site) -> None:
+    """The buffers of entries and index keys are sized by the tokens, not by the compressed length."""
+    longer = lambda shape, ratio: (shape[0], shape[1] * ratio, shape[2])
+    resized(site, lambda name, shape, ratio: longer(shape, ratio) if name in ("entries", "index keys") else shape)
+
+
+@mutation("1.10", bugs=(132, 130), parts=("rewinding", "rewind"), probes=("rollback",))
+def rejected_drafts_stay_in_the_compressor(site: Site) -> None:
+    """A raw row that is there is not written again: after a rewind, entries pool the tokens of the rejected draft."""
+    def pool(cache, step, raw, ape, op):
+        high, cache.high = getattr(cache, "high", 0), max(getattr(cache, "high", 0), max(step.starts) + step.T)
+        held = cache.raw.flat[(step.pos % cache.raw.R + step.row * cache.raw.R).flatten()].clone()
+        held[:, raw.shape[1] // 2:] -= ape[step.pos.flatten() % cache.ratio]
+        return real(cache, step, torch.where((step.pos.flatten() < high).unsqueeze(1), held, raw), ape, op)
+    real = site.patch(CompressorCache, "pool", pool)
+
+
+@mutation("1.10", bugs=(132,), parts=("rewinding", "rewind"), probes=("rollback",))
+def rewind_of_a_batch_by_one_count(site: Site) -> None:
+    """A snapshot of the batch, not of each sequence: all rows are rewound by the count of the first."""
+    real = site.patch(Cache, "rewind", lambda cache, n: real(cache, n if isinstance(n, int) else [n[0]] * cache.batch))
+
+
+@mutation("1.10", bugs=(130,), parts=("rewinding", "prefix"), probes=("rollback",))
+def prefix_hit_without_its_window(site: Site) -> None:
+    """A prefix that is taken up again has its entries and index keys; the window's ring was of the request and is empty."""
+    def rewind(cache, n):
+        real(cache, n)
+        for layer in cache.layers:
+            layer.window.buffer.zero_()
+    real = site.patch(Cache, "rewind", rewind)
+
+
+@mutation("1.10", bugs=(133,), parts=("state left behind",), probes=("isolation",))
+def compressor_state_survives_the_request(site: Site) -> None:
+    """The compressor's running rows are not cleared: a request begins with what the one before it left."""
+    left = {}
+
+    def pool(cache, step, raw, ape, op):
+        if min(step.starts) == 0 and id(ape) in left:
+            raw[0] += left[id(ape)]
+        left[id(ape)] = raw[-1].clone()
+        return real(cache, step, raw, ape, op)
+    real = site.patch(CompressorCache, "pool", pool)
+
+
+@mutation("1.10", bugs=(134,), parts=("batching",), probes=("isolation",))
+def rows_read_the_entries_of_the_first(site: Site) -> None:
+    """Selected entries are addressed without the slot of their row: every request reads those of the first."""
+    site.patch(Entries, "chosen", lambda entries, step, entry: (entries.flat, entry.flatten(0, 1)))
+
+
+@mutation("1.10", bugs=(108,), parts=("hca_attention", "HCA attention", "batching"), probes=("backend_matrix",))
+def kernel_ignores_the_row_stride(site: Site) -> None:
+    """HCA attention takes the visible entries of all rows for one packed block, whatever the stride between rows."""
+    def packed(real):
+        def attend(q, window, near, entries, *rest):
+            B, n, D = entries.shape
+            return real(q, window, near, entries.as_strided((B, n, D), (n * D, D, 1)), *rest)
+        return attend
+    site.kernel("hca_attention", packed)
+
+
+@mutation("1.10", bugs=(138, 97), parts=("batching", "row 0", "row 1", "row 2", "row 3"), probes=("isolation",))
+def rows_without_tokens_advance(site: Site) -> None:
+    """The lengths of all rows advance with each step, also of those that ran nothing in it."""
+    real = site.patch(Lengths, "advance", lambda lengths, rows, n: real(lengths, slice(0, len(lengths.now)), n))
+
+
+@mutation("1.10", bugs=(140,), parts=("unwritten slots", "sparse attention", "sparse_attention"), probes=("poison",))
+def absent_rows_weighted_by_zero(site: Site) -> None:
+    """Absent rows of the window are gathered all the same and weighted by 0: whatever memory holds there, NaN too."""
+    def late(real):
+        def attend(q, window, near, *rest):
+            return real(q, window, near, *rest) + 0 * window[near].sum(1).unsqueeze(1)
+        return attend
+    site.kernel("sparse_attention", late)
+
+
+@mutation("1.10", bugs=(136,), parts=("one by one", "decode"), probes=("schedules",))
+def visible_entries_fixed_at_capture(site: Site) -> None:
+    """A captured decode step keeps how many entries were visible when it was captured, and replays that."""
+    held = {}
+
+    def visible(step, ratio):
+        return real(step, ratio) if step.T > 1 else held.setdefault((step.B, ratio, step.device), real(step, ratio))
+    real = site.patch(Step, "visible", visible)
+
+
+@mutation("1.10", bugs=(139,), parts=("head",), probes=("mhc",))
+def head_reads_freed_weights(site: Site) -> None:
+    """The output head keeps a pointer to the weights before they were reloaded; the parameter itself is right."""
+    def change(subject):
+        freed = subject.model.head.weight.detach().float().roll(1, 0)
+        subject.model.head.forward = lambda y: F.linear(y.float(), freed)
+    site.after_load(change)
+
+
+@mutation("1.10", bugs=(135, 99), parts=("determinism", "state left behind"), probes=("poison",))
+def experts_sum_in_order_of_arrival(site: Site) -> None:
+    """The experts' outputs are added in whatever order they arrive: the last bits differ from run to run."""
+    calls = count()
+
+    def unordered(real):
+        def experts(*args):
+            g = torch.Generator().manual_seed(next(calls))
+            out = real(*args)
+            return out * (1 + 1e-6 * torch.rand(out.shape, generator=g).to(out.device))
+        return experts
+    site.kernel("experts", unordered)
