@@ -12,6 +12,7 @@ from probes.oracle import names
 from probes.probe import execute, probe_named
 from probes.result import Status
 from probes.subjects.ours import OurSubject
+from probes.subjects.transformers import TransformersSubject
 from tests import checkpoints, oracle
 
 SEEN = (  # mutation, probe, its check, a word of the part or place
@@ -84,6 +85,13 @@ def test_weights_and_scores_that_are_right_are_not_blamed(official, tmp_path, mu
     finally:
         site.undo()
     assert all(c.status is Status.PASS for c in checks if "row 1" not in c.where)
+
+
+@pytest.mark.parametrize("probe", ["config_ledger", "rope"])
+def test_another_implementation_is_no_exception(official, probe):
+    """transformers writes defaults into the config that it is given, and takes one row in steps of all sizes."""
+    checks = execute(probe_named(probe)(), TransformersSubject(official, torch.float32))[0]
+    assert not [c for c in checks if c.status in (Status.FAIL, Status.ERROR)], checks
 
 
 # ---- the oracle's table of names ---------------------------------------------------------------
