@@ -68,13 +68,14 @@ def recipe(log: Path, about: dict) -> str:
 {about['seed']}; {about['hardware']}, {about['seconds'] / 60:.1f} minutes in all; code at commit {about['commit']}. Matrices are
 trained by Muon, the rest by AdamW; experts are balanced by their routing bias, without an auxiliary loss. The indexer learns
 from the KL of the dense attention's mass over entries, on 128 queries of each row. "dense": every visible entry is attended to.
-"sparse" and "gathered": the indexer's selection; gathered also draws the dense attention's mass into the selection.
-"simulated": the official quantisation simulation, weights as they will be stored.
+"gathered": the indexer's selection, and a loss that draws the dense attention's mass into it. "simulated": the official
+quantisation simulation, weights as they will be stored. The ablation (`--window-only`) has window layers only and wider experts
+for the same number of parameters; both are compared at the same step.
 
 """
     return text + table(["stage (row length)", "tokens", "tokens/s", "loss", "draft loss", "indexer KL", "mass kept"], stages) + (
-        "\nLosses are nats a token at the stage's end, answers of needles weighted 6. The log and its plot: `audits/train_demo.jsonl`, "
-        "`audits/train_demo.svg`.\n")
+        "\nLosses are nats a token at the stage's end, answers of needles weighted 6. The logs and their plot: `audits/train_demo.jsonl`, "
+        "`audits/train_demo_window_only.jsonl`, `audits/train_demo.svg`.\n")
 
 
 def sources(data: Path) -> str:
