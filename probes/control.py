@@ -10,12 +10,20 @@ from collections.abc import Callable
 import torch
 
 from probes.measure import agreeing
-from probes.result import Check, compare
+from probes.result import Check, Status, compare
 
 
 def chance_of(logits: torch.Tensor, errors: Callable) -> float:
     """What a wrong answer scores: the median error of taking each position of logits [B, T, vocab] for the one before."""
     return errors(logits.roll(1, 1), logits)[:, 1:].nanmedian().item()
+
+
+def attempted(name: str, where: str, part: str, make: Callable[[], Check]) -> Check:
+    """make(), or an ERROR that says where it broke: one comparison that cannot be made must not take the others with it."""
+    try:
+        return make()
+    except Exception as error:  # an implementation under audit may raise anything
+        return Check(name, Status.ERROR, where, part, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def controls(logits: torch.Tensor, errors: Callable, numerics: str) -> list[Check]:

@@ -1,15 +1,18 @@
 """P12: a row's logits do not depend on its neighbours in the batch, nor on what ran before. See isolation.md."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 
-from probes.control import chance_of
+from probes.control import attempted, chance_of
 from probes.measure import agreeing, token_errors, tokens
 from probes.probe import Probe
 from probes.result import Check, compare
 from probes.subject import Subject
+
+BESIDE = "a row in a batch equals the row alone"
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,15 @@ class Isolation(Probe):
         padded = ids.clone()
         for row, length in enumerate(lengths):
             padded[row, length:] = -1
-        together = subject.run(padded, (64, 64, T - 128)).logits
-        checks = []
-        for row, length in enumerate(lengths):
+        together, checks = [], []
+
+        def beside(row: int, length: int) -> Check:
+            if not together:
+                together.append(subject.run(padded, (64, 64, T - 128)).logits)
             alone = subject.run(ids[row:row + 1, :length]).logits
-            found, where = together[row:row + 1, :length], f"row {row} of {length} tokens"
-            checks.append(self._check(subject, found, alone, where, "batching"))
+            return self._check(subject, together[0][row:row + 1, :length], alone, f"row {row} of {length} tokens", "batching")
+        for row, length in enumerate(lengths):
+            checks.append(attempted(BESIDE, f"row {row} of {length} tokens", "batching", partial(beside, row, length)))
         first = subject.run(ids[:1]).logits
         for again in (2, 3):
             subject.run(ids[1:2])
@@ -44,7 +50,7 @@ class Isolation(Probe):
     def _check(self, subject: Subject, found: torch.Tensor, alone: torch.Tensor, where: str, part: str) -> Check:
         errors = token_errors(found, alone)
         value, source, limit = agreeing(errors, subject.numerics)
-        return compare("a row in a batch equals the row alone", value, "<=", limit, source, errors.numel(), where=where,
+        return compare(BESIDE, value, "<=", limit, source, errors.numel(), where=where,
                        part=part, chance=chance_of(alone, token_errors))
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND
-from probes.control import chance_of
+from probes.control import attempted, chance_of
 from probes.measure import agreeing, oracle_of, token_errors, tokens
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
@@ -16,6 +16,7 @@ from probes.subject import Subject
 LENGTH, TAIL = 128 + 40, 8
 PLACES = (5, 20, 21, 22, 23, 126, 127, 128, 129, 150)  # every residue mod 4, both sides of 128
 DRAFTS = (1, 4, 8)
+NAME = "logits after a rewind equal those without it"
 LIMIT = 2e-4
 SAME = "the same steps on the same numbers, with a rewind between or without: rounding of sums, whatever the numerics"
 
@@ -36,14 +37,18 @@ class Rollback(Probe):
             run = lambda schedule: subject.run(ids[:, :stop], schedule).logits[:, at:stop]
             straight = run((at, *[1] * (stop - at)))
             for n in DRAFTS[1:2] if mine else DRAFTS:
-                checks.append(same(run((at, n, -n, *[1] * (stop - at))), straight, f"{n} forgotten at {at}"))
-            checks += [self._others(subject, ids, straight, at, n) for n in DRAFTS if mine]
+                where = f"{n} forgotten at {at}"
+                again = lambda: same(run((at, n, -n, *[1] * (stop - at))), straight, where)
+                checks.append(attempted(NAME, where, "rewinding", again))
+            for n in DRAFTS if mine else ():
+                where = f"{n} other tokens forgotten at {at}"
+                checks.append(attempted(NAME, where, "rewinding", lambda: self._others(subject, ids, straight, at, n, where)))
         if not mine:
             why = "the subject's cache cannot be asked"
             return [*checks, vacuous("drafts of other tokens, and of the MTP block", why, part="rewinding")]
         return [*checks, *self._rows(subject), *self._mtp(subject)]
 
-    def _others(self, subject: Subject, ids: torch.Tensor, straight: torch.Tensor, at: int, n: int) -> Check:
+    def _others(self, subject: Subject, ids: torch.Tensor, straight: torch.Tensor, at: int, n: int, where: str) -> Check:
         """Rejected drafts are other tokens than those that follow; once as many as may be forgotten at most."""
         n = DEFAULT_MAX_REWIND if (at, n) == (22, 8) else n
         other, cache = (ids + 1) % subject.config.vocab_size, subject.model.new_cache(1, LENGTH)
@@ -51,7 +56,7 @@ class Rollback(Probe):
             subject.model.append(piece, cache, logits="none")
         cache.rewind(n)
         found = one_by_one(subject.model, ids[:, at:at + straight.shape[1]], cache)
-        return same(found, straight, f"{n} other tokens forgotten at {at}")
+        return same(found, straight, where)
 
     def _equal(self, subject: Subject, found: torch.Tensor, wanted: torch.Tensor, where: str, part: str, name: str) -> Check:
         """Two runs of other steps, or two implementations."""
@@ -130,7 +135,7 @@ class Rollback(Probe):
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, where: str, part: str = "rewinding",
-         name: str = "logits after a rewind equal those without it") -> Check:
+         name: str = NAME) -> Check:
     """Two runs [B, T, vocab] of the same steps."""
     errors = token_errors(found.cpu(), wanted.cpu())
     worst = torch.nan_to_num(errors, nan=float("inf")).max().item()
