@@ -81,8 +81,10 @@ class Rope(Probe):
     def _pairs(self, subject: Subject, title: str, thing: Turned, found, wanted, R: int, where: str) -> list[Check]:
         """The worst pair's angle error, where positions count by the size of the pair there; and the values as a whole."""
         limit, share, source = limit_of(subject)
-        angles, still = angle_errors(found, wanted, R), at_share(far(found[..., :-R], wanted[..., :-R]), share)
-        worst, errors = int(angles.argmax()), far(found, wanted)
+        errors, still = far(found, wanted), at_share(far(found[..., :-R], wanted[..., :-R]), share)
+        kept = (errors <= at_share(errors, share)) | errors.isinf()  # a simulated step moves its row, and NaN is never left out
+        angles = angle_errors(found[kept], wanted[kept], R)
+        worst = int(angles.argmax())
         sane = still <= limit
         first = next(iter((errors > 3 * limit).nonzero().tolist()), None)
         note = f"worst pair {worst} of {R // 2}; dims that are not rotated differ by {still:.2g}"
