@@ -44,6 +44,7 @@ def mistakes(part: Sublayers, x: torch.Tensor, ids: torch.Tensor) -> dict[str, t
     (experts, weights), shared = one(x), expert(layer, "ffn.shared_experts", x, 1.0)
     factor, E = c.routed_scaling_factor, c.n_routed_experts
     plain, raw = routed(layer, x, experts, weights), all_scores(layer, x).gather(-1, experts)
+    equal = torch.full_like(weights, factor / weights.shape[1])
     share = lambda w: w / w.sum(-1, keepdim=True) * factor
     inputs = lambda x: routed(layer, x, *one(x)) + expert(layer, "ffn.shared_experts", x, 1.0)
     collapsed = hyper_pre(layer, part.between, "hc_attn")[0][:, :MOST].flatten(0, 1)
@@ -51,10 +52,11 @@ def mistakes(part: Sublayers, x: torch.Tensor, ids: torch.Tensor) -> dict[str, t
     known = {
         "shared expert missing": ("shared expert", lambda: plain),
         "shared expert scaled": ("shared expert", lambda: plain + factor * shared),
+        "shared expert twice": ("shared expert", lambda: plain + 2 * shared),
         "routed experts missing": ("routing weights", lambda: shared),
         "scaling factor missing": ("routing weights", lambda: plain / factor + shared),
         "scaling factor twice": ("routing weights", lambda: plain * factor + shared),
-        "equal weights": ("routing weights", lambda: routed(layer, x, experts, torch.full_like(weights, factor / weights.shape[1])) + shared),
+        "equal weights": ("routing weights", lambda: routed(layer, x, experts, equal) + shared),
         "routing weights twice": ("routing weights", lambda: routed(layer, x, experts, weights**2) + shared),
         "weights not normalised": ("routing weights", lambda: routed(layer, x, experts, raw * factor) + shared),
         "one expert fewer": ("routing weights", lambda: routed(layer, x, experts[:, :-1], share(weights[:, :-1])) + shared),
@@ -73,8 +75,8 @@ def _hashed(layer: Layer, x: torch.Tensor, ids: torch.Tensor, one: Callable, sha
     by = lambda ids: lambda: routed(layer, x, *one(x, ids)) + shared
 
     def by_score() -> torch.Tensor:
-        scores = all_scores(layer, x).topk(c.num_experts_per_tok, -1)
-        return routed(layer, x, scores.indices, scores.values / scores.values.sum(-1, keepdim=True) * c.routed_scaling_factor) + shared
+        scores, best = all_scores(layer, x).topk(c.num_experts_per_tok, -1)
+        return routed(layer, x, best, scores / scores.sum(-1, keepdim=True) * c.routed_scaling_factor) + shared
     return {"every token as id 0": ("hash table", by(torch.zeros_like(ids))),
             "next token id": ("hash table", by((ids + 1) % vocab)),
             "token ids in bf16": ("hash table", by(ids.bfloat16().long().clamp(max=vocab - 1))),

@@ -12,14 +12,6 @@ from dsv4.step import Step
 from probes.mutations import Site, mutation
 
 
-def resized(site: Site, change) -> None:
-    """Buffers of every layer are allocated with change(name, shape, ratio) as their shape."""
-    def streams(config, label, ratio, *rest):
-        plan = real(config, label, ratio, *rest)
-        return replace(plan, streams=tuple(replace(s, shape=change(s.name, s.shape, ratio)) for s in plan.streams))
-    real = site.patch(caching, "layer_streams", streams)
-
-
 def stored_at(site: Site, slot_of) -> None:
     """Entries are written to slot_of(slots int64 [n], entries per row, width); negative: not at all."""
     def write(entries, step, values):
@@ -57,17 +49,26 @@ def rings_without_room_to_rewind(site: Site) -> None:
                       real(config, label, ratio, batch, context, 0, numerics))
 
 
-@mutation("1.10", bugs=(59,), parts=("raw rows",), probes=("memory_map",))
-def raw_rows_ring_one_window_short(site: Site) -> None:
-    """The ring of raw rows is sized by one compression window; overlapping windows need two."""
-    resized(site, lambda name, shape, ratio: (shape[0], shape[1] - ratio, shape[2]) if "raw" in name and ratio == 4 else shape)
+@mutation("1.10", bugs=(61,), parts=("window", "entries"), probes=("memory_map",), numerics="native")
+def caches_in_fp32_whatever_was_asked(site: Site) -> None:
+    """Caches are allocated in fp32 though the numerics hold them in bf16: twice the bytes that the plan states."""
+    def streams(*args):
+        plan = real(*args)
+        return replace(plan, streams=tuple(replace(s, dtype=torch.float32) for s in plan.streams))
+    real = site.patch(caching, "layer_streams", streams)
 
 
-@mutation("1.10", bugs=(61,), parts=("entries", "index keys"), probes=("memory_map",))
-def entries_sized_by_raw_tokens(site: Site) -> None:
-    """The buffers of entries and index keys are sized by the tokens, not by the compressed length."""
-    longer = lambda shape, ratio: (shape[0], shape[1] * ratio, shape[2])
-    resized(site, lambda name, shape, ratio: longer(shape, ratio) if name in ("entries", "index keys") else shape)
+@mutation("1.10", bugs=(134,), parts=("window", "raw rows"), probes=("memory_map",))
+def writes_go_to_the_first_row(site: Site) -> None:
+    """The command that writes lacks the slot of its request: every row's window and raw rows go to the ring of the first."""
+    site.patch(Ring, "_slots", lambda ring, step, key, positions: (positions() % ring.R + 0 * step.row).flatten())
+
+
+@mutation("1.10", bugs=(134, 135), parts=("window", "entries", "raw rows"), probes=("memory_map",))
+def rows_of_a_batch_in_one_buffer(site: Site) -> None:
+    """A buffer of one row is handed out for all rows of the batch: requests that run together share memory."""
+    real = site.patch(caching, "zeros", lambda stream, device: real(replace(stream, shape=(1, *stream.shape[1:])), device)
+                      .expand(stream.shape))
 
 
 @mutation("1.10", bugs=(132, 130), parts=("rewinding", "rewind"), probes=("rollback",))
@@ -108,12 +109,6 @@ def compressor_state_survives_the_request(site: Site) -> None:
         left[id(ape)] = raw[-1].clone()
         return real(cache, step, raw, ape, op)
     real = site.patch(CompressorCache, "pool", pool)
-
-
-@mutation("1.10", bugs=(134,), parts=("batching",), probes=("isolation",))
-def rows_read_the_entries_of_the_first(site: Site) -> None:
-    """Selected entries are addressed without the slot of their row: every request reads those of the first."""
-    site.patch(Entries, "chosen", lambda entries, step, entry: (entries.flat, entry.flatten(0, 1)))
 
 
 @mutation("1.10", bugs=(108,), parts=("hca_attention", "HCA attention", "batching"), probes=("backend_matrix",))

@@ -28,7 +28,7 @@ COMMON = dict(
 DEFAULT = COMMON | dict(  # CSA with hash layers and without; HCA twice; window only below and in the MTP block
     compress_ratios=[0, 4, 128, 4, 128, 0], num_hidden_layers=5, num_hash_layers=2, hidden_size=160, moe_intermediate_size=96,
     num_attention_heads=6, head_dim=80, qk_rope_head_dim=16, q_lora_rank=72, o_groups=3, o_lora_rank=40, sliding_window=8,
-    index_n_heads=48, index_head_dim=64, index_topk=6, n_routed_experts=7, num_experts_per_tok=3, routed_scaling_factor=1.5,
+    index_n_heads=48, index_head_dim=64, index_topk=7, n_routed_experts=9, num_experts_per_tok=2, routed_scaling_factor=1.5,
     rope_theta=10000, compress_rope_theta=160000,
     rope_scaling=dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=256),
 )
