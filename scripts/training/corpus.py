@@ -3,7 +3,7 @@
 CPython's own library and the pinned dependencies: their sources ("code"), and their docstrings, help topics, licences and
 readmes ("prose").
 
-    python -m scripts.training.corpus OUT_DIR [--max-mib 64]
+    python -m scripts.training.corpus OUT_DIR [--max-mib 150]
 
 Writes tokens.npz, tokenizer.json and sources.json. In tokens.npz, for kind in (prose, code) and split in (train, heldout):
 `{kind}_{split}_tokens`, uint16 [n], each document followed by EOS, and `{kind}_{split}_starts`, int64 [documents].
@@ -262,7 +262,7 @@ def licence_of(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--max-mib", type=float, default=64, help="characters of text, in units of 2**20")
+    parser.add_argument("--max-mib", type=float, default=150, help="characters of text, in units of 2**20")
     args = parser.parse_args()
     chosen = collect([*stdlib_sources(), *dependency_sources(pinned())], int(args.max_mib * 2 ** 20))
     print(f"{len(chosen)} documents, {sum(len(d.text) for d in chosen) / 2 ** 20:.1f} Mi characters")
