@@ -1,7 +1,7 @@
 """What a layer's attention would give without one of its parts, or with a known mistake in one: by these a fault is named.
 
-`found`: the oracle's points of a layer (`probes.measure.points_at`); picks int64 [B, Q, k]: what each query selects, None but on
-CSA layers. Outputs are attn_out [B, Q, d] at the positions found["at"].
+`found`: the oracle's points of a layer (`probes.measure.points_at`); picks int64 [B, Q, k]: what each query selects, None but
+on CSA layers. Outputs are attn_out [B, Q, d] at the positions found["at"].
 """
 
 import math
@@ -15,7 +15,7 @@ from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
 
 SCALES = {"softmax scale by the dims that are not rotated": None, "softmax scale with mscale": 1.277,
-          "softmax scale with mscale squared": 1.277**2, "softmax scale missing half its root": 2.0, "softmax scale halved": 0.5}
+          "softmax scale with mscale squared": 1.277**2, "softmax scale doubled": 2.0, "softmax scale halved": 0.5}
 EXPLAINED = 0.3  # of a difference may be left where a mistake explains it
 
 
@@ -166,5 +166,6 @@ def sink_shares(layer: Layer, found: dict, picks: torch.Tensor | None, out: torc
     missing = (out - steps.output(layer, o, at)).flatten().nan_to_num(nan=1e9)
     share = torch.linalg.lstsq(grown, missing.unsqueeze(1)).solution.flatten()
     left = (missing - grown @ share).norm()
-    error = torch.linalg.inv(grown.T @ grown + 1e-30 * heads).diagonal().sqrt() * left / max(len(missing) - len(share), 1) ** 0.5
+    variance = torch.linalg.inv(grown.T @ grown + 1e-30 * heads).diagonal()
+    error = variance.sqrt() * left / max(len(missing) - len(share), 1) ** 0.5
     return share, error, (left / missing.norm().clamp(min=1e-30)).item()

@@ -46,10 +46,11 @@ class Edges(Probe):
         g = torch.Generator().manual_seed(self.seed + 31 * n + queries)
         H, D, W = 4, 16, 6
         sink = torch.tensor([-8.0, -0.5, 0.5, 8.0])
-        return torch.randn(queries, H, D, generator=g), torch.randn(20, D, generator=g), torch.randn(max(1, n), D, generator=g), sink, W, g
+        q, window, entries = (torch.randn(*shape, generator=g) for shape in ((queries, H, D), (20, D), (max(1, n), D)))
+        return q, window, entries, sink, W, g
 
     def _selected(self, subject: Subject, queries: int, n: int, full: bool, where: str) -> Check:
-        """−1 first, last and between, and a query that sees nothing; or none absent, and said so; NaN in rows nobody selected."""
+        """−1 first, last and between, a query that sees nothing; or none absent, and said so. NaN in rows nobody selected."""
         q, window, entries, sink, W, g = self._inputs(queries, n)
         near = torch.randint(0, 20, (queries, W), generator=g)
         far = torch.full((queries, min(n, K) if full else K), -1)
@@ -71,8 +72,8 @@ class Edges(Probe):
         near = torch.randint(0, 20, (queries, W), generator=g)
         visible = torch.full((queries,), n) if full or queries == 1 else torch.linspace(0, max(0, n - 1), queries).long()
         entries[int(visible.max()):] = float("nan")
-        found = subject.operations["hca_attention"](q.unsqueeze(0), window, near, entries.unsqueeze(0), visible.unsqueeze(0), sink,
-                                                    0.25, full)[0]
+        found = subject.operations["hca_attention"](q.unsqueeze(0), window, near, entries.unsqueeze(0), visible.unsqueeze(0),
+                                                    sink, 0.25, full)[0]
         far = torch.arange(n).expand(queries, n)
         return self._near(found, q, window, near, entries, torch.where(far < visible.unsqueeze(-1), far, -1), sink, where,
                           "HCA attention")
@@ -83,7 +84,8 @@ class Edges(Probe):
         note = ""
         if not error <= 1e-5:
             part, note = blame(found, wanted, lambda **other: attend(q, window, near, entries, far, sink, 0.25, **other), part)
-        return compare("attention equals its definition", error, "<=", 1e-5, SINK, found.numel(), where=where, part=part, note=note)
+        return compare("attention equals its definition", error, "<=", 1e-5, SINK, found.numel(), where=where, part=part,
+                       note=note)
 
     def _topk(self, subject: Subject, queries: int, n: int, where: str) -> Check:
         """min(k, n) picks, −1 for what is not visible, nothing twice, the best of those that are."""
@@ -98,8 +100,8 @@ class Edges(Probe):
             best = sorted(visible, key=lambda e: (-scores[0, t, e].item(), e))[:K]
             picked = [e for e in found[0, t].tolist() if e >= 0]
             wrong += sorted(picked) != sorted(best)
-        return compare("selection with few entries", wrong, "==", 0, "definition: the k best of the visible, −1 elsewhere", queries,
-                       where=where, part="selection")
+        return compare("selection with few entries", wrong, "==", 0, "definition: the k best of the visible, −1 elsewhere",
+                       queries, where=where, part="selection")
 
     def _wide(self, subject: Subject, n: int, k: int) -> Check:
         """As many entries and picks as long contexts have, the best of them at the far end."""

@@ -117,7 +117,8 @@ def run_case(case: Case, schedule: tuple[int, ...], where: str) -> Seen:
     of = lambda found, rows: picks_of(mine(rows), case.i, found, found["compressed_kv"].shape[1]) if csa else None
     ends, others = ends_of(case), [0, *range(2, len(out) - 1)]
     raw = mine(ends).get((case.i, "selection"))
-    return Seen(case, where, out, of(case.base, ends), of(case.changed, others), None if raw is None else raw[:, case.base["at"]])
+    raw = None if raw is None else raw[:, case.base["at"]]
+    return Seen(case, where, out, of(case.base, ends), of(case.changed, others), raw)
 
 
 def choose(subject: Subject, layer: Layer, i: int, x: torch.Tensor, seed: int) -> Case:
@@ -167,8 +168,9 @@ def _kind(seen: Seen, kind: str, mine: torch.Tensor, everything: torch.Tensor) -
     noise = ((out[1, t] - out[0, t]).norm() / size).item()
     quiet, mask = seen.case.quiet + 10 * noise, steady(seen) & torch.tensor([change.kind == kind for change in changes])
     change = next(change for change in changes if change.kind == kind)
+    at = [c.token for c in changes if c.kind == kind]
     about = dict(where=seen.where, part=change.part, unit="relative change",
-                 note=f"tokens {[c.token for c in changes if c.kind == kind]}, query {t}, change of an identical rerun {noise:.2g}")
+                 note=f"tokens {at}, query {t}, change of an identical rerun {noise:.2g}")
     if kind == "later token":
         return later(seen, quiet, named, about)
     moved = out[2:-1, t] - out[0, t]
@@ -183,7 +185,8 @@ def _kind(seen: Seen, kind: str, mine: torch.Tensor, everything: torch.Tensor) -
     ratio = torch.nan_to_num((moved * mine).sum(-1) / mine.square().sum(-1).clamp(min=1e-30), nan=0.0, posinf=0.0)[mask]
     return compare(named + " has its share", ratio.min().item() if len(ratio) else None, ">=", 0.25,
                    "a quarter of the oracle's own change; changes within ten times the noise are not counted", len(ratio),
-                   chance=noise / wanted[mask].min().item() if len(ratio) else None, **about | {"unit": "of the oracle's change"})
+                   chance=noise / wanted[mask].min().item() if len(ratio) else None,
+                   **about | {"unit": "of the oracle's change"})
 
 
 def later(seen: Seen, quiet: float, name: str, about: dict) -> Check:

@@ -17,7 +17,8 @@ from probes.subject import Subject
 COLUMNS = "ends on a column step: a column sums to 1 − O(eps), found at most 1.2e-6 off in fp32; allowed 2e-6"
 FP32 = "fp32 rounding of short sums"
 SINKHORN = "fp32 logits of size 20 carry 2e-6, times the slope of the iteration"
-CASES = (  # tokens, spread of the comb logits, hc_eps: kernels of their own serve one token and a few; an eps large enough to see
+# Tokens, spread of the comb logits, hc_eps: kernels of their own serve one token and a few; an eps that is large enough to see
+CASES = (
     (64, 0.5, None), (64, 2.0, None), (64, 8.0, None), (64, 2.0, 1e-2), (3, 2.0, 1e-2), (1, 2.0, 1e-2), (300, 2.0, None))
 
 
@@ -68,9 +69,9 @@ class HyperConnections(Probe):
         """|X| as a ratio to the reference: large streams are no fault, other streams than the reference's are."""
         found = part.seen["streams"]
         ratio = (found.norm() / part.after.norm()).item()
-        return compare("|X| over the oracle's", abs(ratio - 1), "<=", 0.05, "known bugs, 0.7: growth is judged by its ratio to the "
-                       "reference alone (a wrong Sinkhorn kernel gave 34)", found[..., 0, 0].numel(), where=part.where, part="streams",
-                       note=f"|X| rms {found.square().mean().sqrt().item():.3g}, ratio {ratio:.5f}")
+        return compare("|X| over the oracle's", abs(ratio - 1), "<=", 0.05, "known bugs, 0.7: growth is judged by its ratio to "
+                       "the reference alone (a wrong Sinkhorn kernel gave 34)", found[..., 0, 0].numel(), where=part.where,
+                       part="streams", note=f"|X| rms {found.square().mean().sqrt().item():.3g}, ratio {ratio:.5f}")
 
     def _head(self, subject: Subject, oracle: Oracle, streams: torch.Tensor, logits: torch.Tensor) -> Check:
         wanted, c = oracle.head(streams), subject.config
@@ -143,21 +144,22 @@ def operations(subject: Subject, seed: int, N: int, spread: float, eps: float | 
     held = lambda name, value, limit, source, what: compare(name, value, "<=", limit, source, N, where=where, part=what)
     apart = lambda a, b: ((a.double() - b).norm() / b.norm()).item()
     mixed = subject.operations["mhc_post"]
-    old, new = hyper_post(0 * out.double()[None], x[None], right[None], wanted[None])[0], right.unsqueeze(-1) * out.double().unsqueeze(1)
-    float_ = lambda t: t.float()
+    old = hyper_post(0 * out.double()[None], x[None], right[None], wanted[None])[0]
+    new, weights = right.unsqueeze(-1) * out.double().unsqueeze(1), (right.float(), wanted.float())
+    turned = (comb.double() - wanted).abs().max().item()
     checks = [held("sublayer input", apart(y, (pre.unsqueeze(-1) * x).sum(1)), 1e-5, FP32, "mHC pre"),
               held("weights of the output", apart(post, right), 1e-5, FP32, "mHC post"),
-              held("Sinkhorn in the reference's order", (comb.double() - wanted).abs().max().item(), 2e-5, SINKHORN, "Sinkhorn"),
-              held("old streams are mixed over the first index", apart(mixed(0 * out, streams, float_(right), float_(wanted)), old),
-                   1e-5, FP32, "mHC comb"),
-              held("output is spread over the streams", apart(mixed(out, 0 * streams, float_(right), float_(wanted)), new), 1e-5,
-                   FP32, "mHC post"),
+              held("Sinkhorn in the reference's order", turned, 2e-5, SINKHORN, "Sinkhorn"),
+              held("old streams are mixed over the first index", apart(mixed(0 * out, streams, *weights), old), 1e-5, FP32,
+                   "mHC comb"),
+              held("output is spread over the streams", apart(mixed(out, 0 * streams, *weights), new), 1e-5, FP32, "mHC post"),
               held("collapse before the head", _collapsed(subject, streams, fn[:n], base[:n], eps), 1e-5, FP32, "head")]
     if eps == c.hc_eps:
         checks.append(held("columns sum to 1", (comb.double().sum(1) - 1).abs().max().item(), 2e-6, COLUMNS, "Sinkhorn"))
     rows = (comb.double().sum(2) - 1).abs().max().item()
-    return checks + [Check("rows sum to 1 as far as the steps converge", Status.PASS, where=where, part="Sinkhorn", measured=rows,
-                           source="reported, not judged: the reference itself leaves up to 8e-2", samples=comb.numel())]
+    return checks + [Check("rows sum to 1 as far as the steps converge", Status.PASS, where=where, part="Sinkhorn",
+                           measured=rows, samples=comb.numel(),
+                           source="reported, not judged: the reference itself leaves up to 8e-2")]
 
 
 def _collapsed(subject: Subject, streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, eps: float) -> float:

@@ -41,8 +41,8 @@ class MoEEdges(Probe):
         found, wanted = part.seen["ffn_out"], moe(part.layer, part.ffn_in, part.ids)
         value, source, limit = agreeing(token_errors(found, wanted), subject.numerics)
         name, note = ("experts", "") if value <= limit else blame(part, wanted)
-        return compare("ffn_out is the oracle's", value, "<=", limit, source, found[..., 0].numel(), where=part.where, part=name,
-                       chance=1.0, note=note)
+        return compare("ffn_out is the oracle's", value, "<=", limit, source, found[..., 0].numel(), where=part.where,
+                       part=name, chance=1.0, note=note)
 
     def _weights(self, subject: Subject, rows: int) -> Check:
         """sqrt(softplus) neither vanishes below −17 nor overflows above 88; the weights of the chosen sum to the factor."""
@@ -53,7 +53,7 @@ class MoEEdges(Probe):
         z = torch.tensor(LOGITS, dtype=torch.float64)[[0, 2, 5, 9]]
         scores = torch.sqrt(torch.log1p(torch.exp(-z.abs())) + z.clamp(min=0))
         wanted = scores / scores.sum() * factor
-        error = ((found.double() - wanted).abs() / wanted.clamp(min=1e-37)).max().item() if torch.isfinite(found).all() else float("inf")
+        error = torch.nan_to_num((found.double() - wanted).abs() / wanted.clamp(min=1e-37), nan=float("inf")).max().item()
         return compare("weights of the chosen experts", error, "<=", 1e-4, f"{FP32}; logits −200 … 200", found.numel(),
                        where=f"{rows} tokens, hash", part="router")
 
@@ -69,8 +69,8 @@ class MoEEdges(Probe):
         error = (found.double() - picked / picked.sum(1, keepdim=True) * factor).abs().max().item()
         if not bool((indices.sort(1).values == torch.tensor([6, 7])).all()):
             error = float("inf")
-        return compare("the bias selects and does not weigh", error, "<=", 1e-5, FP32, found.numel(), where=f"{rows} tokens, scored",
-                       part="router")
+        return compare("the bias selects and does not weigh", error, "<=", 1e-5, FP32, found.numel(),
+                       where=f"{rows} tokens, scored", part="router")
 
     def _clamps(self, subject: Subject, rows: int, shared: bool) -> Check:
         """Gate clamped above, value on both sides, before the product: inputs that cross ±limit."""
@@ -83,7 +83,8 @@ class MoEEdges(Probe):
             found = subject.operations["shared_expert"](x, dense(w1), dense(w3), dense(w2), limit, False)
         else:
             stack = dense(torch.cat((w1, w3)).unsqueeze(0)), dense(w2.unsqueeze(0))
-            found = subject.operations["experts"](x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1), *stack, limit, False)
+            one = torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1)
+            found = subject.operations["experts"](x, *one, *stack, limit, False)
         gate, up = (x.double() @ w1.double().T).clamp(max=limit), (x.double() @ w3.double().T).clamp(-limit, limit)
         wanted = (gate * torch.sigmoid(gate) * up) @ w2.double().T
         error = ((found.double() - wanted).norm() / wanted.norm()).item()

@@ -49,7 +49,8 @@ def run_all(subject: Subject, seed: int) -> tuple[Oracle, Capture, torch.Tensor,
     return oracle, subject.run(ids, want=WANT), ids, first
 
 
-def taken_apart(subject: Subject, oracle: Oracle, capture: Capture, ids: torch.Tensor, first: torch.Tensor) -> Iterator[Sublayers]:
+def taken_apart(subject: Subject, oracle: Oracle, capture: Capture, ids: torch.Tensor,
+                first: torch.Tensor) -> Iterator[Sublayers]:
     """Every layer of which the subject shows all of WANT."""
     before = first
     for i in range(subject.config.num_hidden_layers):

@@ -8,7 +8,7 @@ SINKHORN = ("Sinkhorn", "mHC comb")
 
 
 def mixing(site: Site, iterate=None, weights=None, statistics=None) -> None:
-    """mhc_pre with another iteration(logits, iters, eps), weights(m, scale, base, n, eps) → pre, post, logits, or statistics."""
+    """mhc_pre by another iteration(logits, iters, eps), weights(m, scale, base, n, eps) → pre, post, logits, or statistics."""
     def connect(real):
         def mhc_pre(streams, fn, scale, base, iters, eps, norm_eps):
             n = streams.shape[1]
