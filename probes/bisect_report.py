@@ -22,7 +22,7 @@ PARTS = {"attn_in": "hyper-connections", "q_after_rope": "queries", "kv_window":
          "compressed entries", "index_keys": "indexer keys", "index_scores": "indexer scores", "selection": "selection",
          "attn_out": "attention core", "ffn_out": "experts", "streams": "hyper-connections", "logits": "head"}
 TITLE = "the first point that leaves the reference"
-CELL, LEFT, TOP = (78, 26), 70, 62  # of the plot, in pixels
+CELL, LEFT, TOP = (88, 26), 70, 62  # of the plot, in pixels
 
 
 def run(checkpoint: Path, subject_is: str, reference_is: str, device: str, ids_of: Callable, budget: float | None,
@@ -123,8 +123,8 @@ def sentence(found: Bisection, verdict: Verdict | None) -> str:
 
 def text(found: Bisection, verdict: Verdict | None) -> str:
     """Markdown of the section."""
-    numerics = found.subject.numerics
-    parts = [f"**Verdict.** {escape(sentence(found, verdict))}.",
+    numerics, said = found.subject.numerics, sentence(found, verdict)
+    parts = [f"**Verdict.** {escape(said[:1].upper() + said[1:])}.",
              f"Reference: {escape(found.reference.name)}. {escape(_how(found))} Floor: {escape(floor_words(numerics))}. "
              "A cell is the largest error, as relative error / floor; bold is above it, · is not there."]
     if verdict is not None and verdict.tried:

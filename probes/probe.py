@@ -46,7 +46,8 @@ def probe_named(name: str) -> type[Probe]:
     if name not in available():
         raise Dsv4Error(f"probe {name!r} is unknown; expected one of {', '.join(available())}")
     module = importlib.import_module(f"probes.{name}")
-    return next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Probe) and v is not Probe and v.name == name)
+    classes = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Probe) and v is not Probe)
+    return next(v for v in classes if v.name == name)
 
 
 def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
@@ -60,5 +61,6 @@ def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
     except Dsv4Error as error:
         checks = [Check(probe.title, Status.ERROR, note=str(error))]
     except Exception as error:  # an implementation under audit may raise anything
-        checks = [Check(probe.title, Status.ERROR, note=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")]
+        said = str(error).splitlines()[0] if str(error) else ""
+        checks = [Check(probe.title, Status.ERROR, note=f"{type(error).__name__}: {said}")]
     return checks or [vacuous(probe.title, "the probe found nothing to check")], time.monotonic() - begun
