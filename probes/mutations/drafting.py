@@ -99,7 +99,7 @@ def one_rejected_token_is_kept(site: Site) -> None:
     real = site.patch(Cache, "rewind", rewind)
 
 
-@mutation("1.11", bugs=(144,), parts=("router", "hash", "token ids", "experts"), probes=("mhc",))
+@mutation("1.11", bugs=(144,), parts=("hash table", "token ids"), probes=("moe_edges",))
 def second_stage_without_ids(site: Site) -> None:
     """A pipeline hands on streams but no token ids: hash layers of later stages route every token as id 0."""
     def change(subject):
@@ -108,7 +108,7 @@ def second_stage_without_ids(site: Site) -> None:
     site.after_load(change)
 
 
-@mutation("1.11", bugs=(145,), parts=("shared expert", "shared experts"), probes=("mhc",))
+@mutation("1.11", bugs=(145,), parts=("shared expert", "shared experts"), probes=("moe_edges",))
 def replicated_shared_expert_summed_over_ranks(site: Site) -> None:
     """Each of two ranks holds the whole shared expert, and the sum over ranks counts it twice."""
     def change(subject):

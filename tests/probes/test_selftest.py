@@ -1,0 +1,224 @@
+"""The self-test: planted faults are named, what is not is a gap, nothing stays behind. All of it: scripts/selftest.sh."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from dsv4 import cli
+from dsv4.attention import WindowAttention
+from dsv4.errors import InputError
+from dsv4.load import load_model
+from kernels.operations import OPERATIONS
+from probes import detection, selftest
+from probes.detection import Matrix, document, markdown, select
+from probes.formats import schema
+from probes.mutations import Mutation, catalogue, profile
+from probes.result import Check, Status
+from probes.selftest import Bench, Clean, Found, Outcome, audit_clean, look, named, run_all, settings
+
+FAST = (  # one or two of each section whose first probe is quick
+    "hc head dropped", "compress ratios off by one", "nibbles swapped", "sinks written in bf16", "mscale in the softmax",
+    "half split rotation", "compressed buffers of the raw length", "relu missing", "ties go to the highest entry",
+    "at most 512 picks", "attention in bf16", "comb transposed", "bias weighs", "every token routes as id 0",
+    "entry offsets in 32 bits", "compressor state survives the request", "writes go to the first row",
+    "vocabulary shards in another order", "second stage without ids",
+)
+BY_NAME = {m.name: m for m in catalogue()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    for name in profile.PROFILES:
+        profile.write(folder / name, name)
+    return Bench(folder, "cpu")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Only probes that take no time."""
+    monkeypatch.setattr(selftest, "available", lambda: ["edges", "memory_map"])
+
+
+def planted(plant, parts=("sink",), probes=()) -> Mutation:
+    return Mutation("a planted fault", "1.7", (105,), "Something is wrong.", parts, plant, probes)
+
+
+def nothing(site) -> None:
+    """No fault at all."""
+
+
+def dies(site) -> None:
+    os._exit(3)
+
+
+def one_entry_late(site) -> None:
+    late = lambda seen: (seen - 1).clamp(min=0)
+    site.kernel("hca_attention", lambda real: lambda q, w, wi, e, seen, *rest: real(q, w, wi, e, late(seen), *rest))
+
+
+# ---- the catalogue ------------------------------------------------------------------------
+
+
+def test_the_catalogue_covers_every_section():
+    assert len(BY_NAME) >= 80 and {m.section for m in catalogue()} == set(detection.SECTIONS)
+    assert {m.profile for m in catalogue()} <= set(profile.PROFILES)
+    assert all(m.parts and m.what for m in catalogue())
+    assert {m.section for m in (BY_NAME[name] for name in FAST)} == set(detection.SECTIONS)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_planted_fault_is_named(bench, name):
+    outcome = look(BY_NAME[name], bench)
+    assert outcome.found.caught and outcome.found.word in BY_NAME[name].parts, outcome.found
+    assert not outcome.left
+
+
+def test_select():
+    assert {m.section for m in select("1.10")} == {"1.10"} and {m.section for m in select(fast=True)} == set(detection.SECTIONS)
+    assert [m.name for m in select(name="HC head")] == ["hc head dropped"]
+    with pytest.raises(InputError, match="1.11"):
+        select("2.1")
+
+
+# ---- what counts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word,text,found", [
+    ("sink", "attn_sink", True), ("sink", "Sinkhorn", False), ("Sink", "the sink of head 3", True),
+    ("hc_head", "hc_head_fn", True), (".eps", "layers.0.attn_norm.eps", True), ("mtp.", "mtp.0.norm", True),
+    ("layer 1", "layer 10", False), ("MTP", "mtp 0", True)])
+def test_a_word_is_not_part_of_a_longer_one(word, text, found):
+    assert bool(named([word], [text])) is found
+
+
+def test_no_fault_is_a_gap(bench, quick):
+    found = look(planted(nothing), bench).found
+    assert not found.caught and found.note == "no probe saw it" and found.seen == ()
+
+
+def test_red_for_another_reason_is_a_gap(bench, quick):
+    assert look(planted(one_entry_late, ("HCA attention",)), bench).found.by == "edges"
+    found = look(planted(one_entry_late, ("router",)), bench).found
+    assert not found.caught and found.seen == ("edges",) and "not named" in found.note
+
+
+def test_the_title_of_a_broken_probe_names_nothing():
+    texts = lambda title, note: selftest.texts_of(Check(title, Status.ERROR, note=note))
+    assert not named(["selection"], texts("attention and selection at their edges", "KeyError: 3"))
+    assert named(["selection"], texts("edges", "MissingSelection: no selection"))
+
+
+@pytest.mark.parametrize("error,caught,status", [
+    (InputError("tensor layers.0.attn.attn_sink is missing"), True, "FAIL"), (InputError("something is off"), False, ""),
+    (KeyError("attn_sink"), True, "ERROR"), (KeyError("x"), False, "")])
+def test_what_fails_while_loading(bench, quick, error, caught, status):
+    def refuse(*args, **more):
+        raise error
+    found = look(planted(lambda site: site.patch(sys.modules["probes.subjects.ours"], "load_model", refuse)), bench).found
+    assert (found.caught, found.status, found.by) == (caught, status, "load" if caught else "")
+    assert "while loading" in (found.finding or found.note)
+
+
+def test_a_mutation_that_cannot_be_planted_is_a_gap(bench, quick):
+    for plant in (lambda site: 1 / 0, lambda site: site.after_load(lambda subject: 1 / 0)):
+        found = look(planted(plant), bench).found
+        assert not found.caught and "could not be planted: ZeroDivisionError" in found.note
+
+
+def test_words_that_match_everything_show_as_chance():
+    assert selftest.chance(planted(nothing, ("sink",)), ("sink", "mHC comb", "router", "window")) == 0.25
+
+
+# ---- nothing stays behind -----------------------------------------------------------------
+
+
+def test_undoing_restores_and_is_verified(bench, quick):
+    before, forward = OPERATIONS["hca_attention"], WindowAttention.forward
+    assert look(planted(one_entry_late), bench).left == () and OPERATIONS["hca_attention"] is before
+    try:
+        left = look(planted(lambda site: setattr(WindowAttention, "forward", lambda *args: forward(*args))), bench).left
+    finally:
+        WindowAttention.forward = forward
+    assert "dsv4.attention.WindowAttention.forward" in left
+
+
+def test_the_profile_itself_is_never_damaged(bench, quick):
+    files = {f: f.read_bytes() for f in (bench.profiles / "default").iterdir()}
+    look(planted(lambda site: [f.write_bytes(b"") for f in site.checkpoint.glob("*.safetensors")]), bench)
+    assert all(f.read_bytes() == content for f, content in files.items())
+    load_model(bench.profiles / "default")
+
+
+def test_a_fault_that_kills_its_process_is_a_gap(bench):
+    [(_, outcome)] = run_all([planted(dies)], bench, jobs=2)
+    assert not outcome.found.caught and "died" in outcome.found.note
+
+
+# ---- sound subjects, report ---------------------------------------------------------------
+
+
+def test_sound_subjects_of_all_numerics_are_asked_for():
+    asked = settings([BY_NAME["mtp rotates like layer 1"]], "cpu", everything=True)
+    assert len([c for c in asked if c.profile == "default"]) == 8 and any(c.profile == "layer1" for c in asked)
+
+
+def test_a_sound_subject_is_green_and_a_fault_in_it_is_not(bench, monkeypatch):
+    monkeypatch.setattr(selftest, "available", lambda: ["dtype_ledger", "edges", "mhc"])
+    clean = audit_clean(Clean("default", "fp32", "cpu"), bench)
+    assert clean.green and clean.texts and not clean.red
+    monkeypatch.setattr(WindowAttention, "queries", lambda self, x, step: 1 / 0)
+    assert not audit_clean(Clean("default", "fp32", "cpu"), bench).green
+
+
+def test_a_matrix_with_a_gap_a_false_alarm_or_a_leftover_is_not_clean():
+    fine = Outcome(planted(nothing), Found(True, "edges", "FAIL", "x", "", "sink", "sink"))
+    gap, left = Outcome(planted(nothing), Found(note="no probe saw it")), Outcome(fine.mutation, fine.found, 0, ("x",))
+    green, red = (Clean("default", "fp32", "cpu", {Status.PASS: 3}, r) for r in ((), ("edges: wrong",)))
+    assert Matrix([fine], [green]).exit_code == 0
+    assert {Matrix(*rows).exit_code for rows in (([gap], [green]), ([fine], [red]), ([left], []))} == {1}
+    text = markdown(Matrix([fine, gap], [green, red]))
+    assert "**gap** 1.7 **a planted fault**: no probe saw it" in text
+    assert "**false alarm** default, fp32, cpu: edges: wrong" in text
+    assert "1 of 2 mutations caught, 1 of 2 sound subjects green" in text
+
+
+def test_command_line_prints_gaps_and_writes_a_valid_matrix(tmp_path, monkeypatch, capsys, quick):
+    rows = [planted(nothing), Mutation("late", "1.7", (90,), "An entry late.", ("HCA attention",), one_entry_late)]
+    monkeypatch.setattr(detection, "catalogue", lambda: rows)
+    monkeypatch.setattr(sys, "argv", ["dsv4", "audit", "selftest", "--out", str(tmp_path), "--jobs", "1", "--name", "a"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 1 and "GAP    1.7   a planted fault: no probe saw it" in said and "Traceback" not in said
+    found = json.loads((tmp_path / "selftest.json").read_text())
+    assert schema.problems(found, json.loads(detection.SCHEMA.read_text())) == []
+    assert [(m["name"], m["section"], m["caught"], m["by"]) for m in found["mutations"]] == [
+        ("a planted fault", "1.7", False, None), ("late", "1.7", True, "edges")]
+    assert found["selection"] == "name a" and found["totals"]["gaps"] == 1 and str(tmp_path) not in json.dumps(found)
+    assert "Not the whole matrix" in (tmp_path / "selftest.md").read_text()
+
+
+def test_the_schema_refuses_what_it_does_not_know():
+    value = document(Matrix([Outcome(planted(nothing), Found())], []))
+    value["mutations"][0]["passed"] = True
+    assert any("passed is unknown" in p for p in schema.problems(value, json.loads(detection.SCHEMA.read_text())))
+
+
+@pytest.mark.parametrize("arguments", ["--backend reference", "--section 7", "--backend triton", "--device tpu"])
+def test_what_cannot_run_ends_with_2(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["dsv4", "audit", "selftest", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and "error:" in capsys.readouterr().err
