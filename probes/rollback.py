@@ -33,30 +33,36 @@ class Rollback(Probe):
         ids, checks = tokens(subject, LENGTH, self.seed), []
         mine = "cache" in subject.can and hasattr(subject, "model")
         for at in PLACES:
-            stop = min(LENGTH, at + TAIL)
-            run = lambda schedule: subject.run(ids[:, :stop], schedule).logits[:, at:stop]
-            straight = run((at, *[1] * (stop - at)))
-            for n in DRAFTS[1:2] if mine else DRAFTS:
+            for n in DRAFTS if not mine else DRAFTS[1:2] if at in (21, 128) else ():
                 where = f"{n} forgotten at {at}"
-                again = lambda: same(run((at, n, -n, *[1] * (stop - at))), straight, where)
-                checks.append(attempted(NAME, where, "rewinding", again))
-            for n in DRAFTS if mine else ():
-                where = f"{n} other tokens forgotten at {at}"
-                checks.append(attempted(NAME, where, "rewinding", lambda: self._others(subject, ids, straight, at, n, where)))
+                checks.append(attempted(NAME, where, "rewinding", lambda: self._again(subject, ids, at, n, where)))
+            where = f"other tokens forgotten at {at}"
+            found = attempted(NAME, where, "rewinding", lambda: self._others(subject, ids, at)) if mine else []
+            checks += found if isinstance(found, list) else [found]
         if not mine:
             why = "the subject's cache cannot be asked"
             return [*checks, vacuous("drafts of other tokens, and of the MTP block", why, part="rewinding")]
         return [*checks, *self._rows(subject), *self._mtp(subject)]
 
-    def _others(self, subject: Subject, ids: torch.Tensor, straight: torch.Tensor, at: int, n: int, where: str) -> Check:
-        """Rejected drafts are other tokens than those that follow; once as many as may be forgotten at most."""
-        n = DEFAULT_MAX_REWIND if (at, n) == (22, 8) else n
-        other, cache = (ids + 1) % subject.config.vocab_size, subject.model.new_cache(1, LENGTH)
-        for piece in (ids[:, :at], other[:, at:at + n]):
-            subject.model.append(piece, cache, logits="none")
-        cache.rewind(n)
-        found = one_by_one(subject.model, ids[:, at:at + straight.shape[1]], cache)
-        return same(found, straight, where)
+    def _again(self, subject: Subject, ids: torch.Tensor, at: int, n: int, where: str) -> Check:
+        """The tokens that follow are run, forgotten, and run again."""
+        stop = min(LENGTH, at + TAIL)
+        run = lambda schedule: subject.run(ids[:, :stop], schedule).logits[:, at:stop]
+        decode = [1] * (stop - at)
+        return same(run((at, n, -n, *decode)), run((at, *decode)), where)
+
+    def _others(self, subject: Subject, ids: torch.Tensor, at: int) -> list[Check]:
+        """Rejected drafts are other tokens than those that follow; once as many as may be forgotten at most. A row each, beside
+        a row that never drafted."""
+        counts = [0, *DRAFTS] if at != 22 else [0, *DRAFTS[:-1], DEFAULT_MAX_REWIND]
+        ids = ids.expand(len(counts), -1)
+        other, cache = (ids + 1) % subject.config.vocab_size, subject.model.new_cache(len(counts), LENGTH)
+        subject.model.append(ids[:, :at], cache, logits="none")
+        subject.model.append(other[:, at:at + max(counts)], cache, n_new=counts, logits="none")
+        cache.rewind(counts)
+        found = one_by_one(subject.model, ids[:, at:min(LENGTH, at + TAIL)], cache)
+        return [same(found[row:row + 1], found[:1], f"{n} other tokens forgotten at {at}")
+                for row, n in enumerate(counts) if n]
 
     def _equal(self, subject: Subject, found: torch.Tensor, wanted: torch.Tensor, where: str, part: str, name: str) -> Check:
         """Two runs of other steps, or two implementations."""
@@ -121,8 +127,8 @@ class Rollback(Probe):
                 same(found[1], straight[1], where, "MTP cache", "drafts after a rejection equal those without it")]
 
     def _drafting(self, subject: Subject, ids, streams, at: int, rejected: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the main model from `at` on, and drafts from there, after `rejected` tokens were run and forgotten."""
-        model, T = subject.model, ids.shape[1]
+        """Logits of the main model at a few tokens from `at`, and drafts there, after `rejected` tokens were run and forgotten."""
+        model, T = subject.model, at + TAIL
         cache = model.new_cache(1, T + 8)
         model.append(ids[:, :at], cache, logits="none")
         model.mtp_logits(streams[:, :at - 1], ids[:, 1:at], cache)
@@ -131,7 +137,8 @@ class Rollback(Probe):
             _, behind = model.append(wrong, cache, return_streams=True)
             model.mtp_logits(torch.cat((streams[:, at - 1:at], behind[:, :-1]), 1), wrong, cache)
             cache.rewind(rejected)
-        return one_by_one(model, ids[:, at:], cache), model.mtp_logits(streams[:, at - 1:], ids[:, at:], cache)
+        drafts = model.mtp_logits(streams[:, at - 1:T - 1], ids[:, at:T], cache)
+        return one_by_one(model, ids[:, at:T], cache), drafts
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, where: str, part: str = "rewinding",

@@ -11,10 +11,12 @@ from probes.probe import Probe
 from probes.result import Check, compare
 from probes.subject import Subject
 
+APART = 8  # tokens between the cuts of one run
+
 
 @dataclass(frozen=True)
 class Schedules(Probe):
-    """Cuts at every residue mod 4, and mod 128 (every eighth at effort 1, all from effort 8 on)."""
+    """Cuts at every residue mod 128, and so mod 4."""
 
     name: ClassVar[str] = "schedules"
     title: ClassVar[str] = "one step, chunks and decode agree"
@@ -25,16 +27,19 @@ class Schedules(Probe):
         ids = tokens(subject, T, self.seed)
         whole = subject.run(ids).logits
         chance = chance_of(whole, token_errors)
-        stride = max(1, round(8 / self.effort))
-        cuts = sorted({128 + r for r in range(0, 128, stride)} | {129 + r for r in range(4)} | {1, 2, 3, T - 1})
         checks = controls(whole, token_errors, subject.numerics)
-        checks += [self._check(subject, whole, subject.run(ids, (cut, T - cut)).logits,
-                               f"cut at {cut} (mod 128: {cut % 128}, mod 4: {cut % 4})", chance) for cut in cuts if 0 < cut < T]
-        for size in (5, 64, 128):
+        for cut in (1, 2, 3, 129, T - 1):
+            checks.append(self._check(subject, whole, subject.run(ids, (cut, T - cut)).logits, f"cut at {cut}", chance))
+        for r in range(APART):  # every residue mod 128, and so mod 4, is somewhere the end of a step
+            grid = (128 + r, *[APART] * (128 // APART - 1))
+            where = f"cuts at {128 + r}, and every {APART} tokens up to {sum(grid)}"
+            checks.append(self._check(subject, whole, subject.run(ids, (*grid, T - sum(grid))).logits, where, chance))
+        for size in (64, 128):
             checks.append(self._check(subject, whole, subject.run(ids, pieces_of(T, size)).logits, f"chunks of {size}", chance))
-        decoded = 140 if T > 140 else T
-        checks.append(self._check(subject, whole[:, :T], subject.run(ids, (T - decoded, *[1] * decoded)).logits,
-                                  f"the last {decoded} tokens one by one", chance))
+        for size in (5, 1):  # across the end of an HCA window
+            some = (233, *[size] * 40, T - 233 - 40 * size) if size == 1 else (173, *[size] * 20, T - 273)
+            where = f"tokens {some[0]} to {T - some[-1]} by {size}"
+            checks.append(self._check(subject, whole, subject.run(ids, some).logits, where, chance))
         return checks
 
     def _check(self, subject: Subject, whole: torch.Tensor, found: torch.Tensor, how: str, chance: float) -> Check:
