@@ -82,6 +82,7 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
     known["entries of window tokens left out"] = ("compressed entries", lambda: attend(layer, found, recent))
     known["window only"] = ("compressed entries", lambda: attend(layer, found, nobody(found)))
     if r == 4:
+        known["selection of the query before"] = ("selection", lambda: attend(layer, found, own.roll(1, 1)))
         known["all entries"] = ("selection", lambda: attend(layer, found, None))
     if len(found["kv_window"]) > 1:  # rows of a batch
         first = found["compressed_kv"][:1].expand_as(found["compressed_kv"])
@@ -152,7 +153,7 @@ def blame(out: torch.Tensor, wanted: torch.Tensor, known: dict[str, tuple[str, C
 
 
 def sink_shares(layer: Layer, found: dict, picks: torch.Tensor | None, out: torch.Tensor):
-    """(share of each head's sink that is missing in out [B, Q, d], standard error of that [H], part of the difference left).
+    """(share of each head's sink missing in out [B, Q, d], size of its removal, standard error, part of the difference left).
 
     Without its sink, a head's output grows by 1 / (1 − sink mass). The shares of all heads together are a least-squares fit of
     what `out` differs from the oracle's: 0 with the sink, 1 without, about −1 with it twice.
@@ -168,4 +169,5 @@ def sink_shares(layer: Layer, found: dict, picks: torch.Tensor | None, out: torc
     left = (missing - grown @ share).norm()
     variance = torch.linalg.inv(grown.T @ grown + 1e-30 * heads).diagonal()
     error = variance.sqrt() * left / max(len(missing) - len(share), 1) ** 0.5
-    return share, error, (left / missing.norm().clamp(min=1e-30)).item()
+    size = grown.norm(dim=0) / out.norm().clamp(min=1e-12)
+    return share, size, error, (left / missing.norm().clamp(min=1e-30)).item()

@@ -63,7 +63,7 @@ def entries_of(layer: Layer, base: dict, picks: torch.Tensor | None, t: int) -> 
     inside = inside or {j: scores[ws[0]] for j, ws in of.items() if ws[0] in picked}
     unselected = {j: max(scores[w] for w in ws) for j, ws in of.items() if not set(ws) & picked}
     noticed = lambda j: sum(mass[w] for w in of[j])  # of those far from the boundary, those that attention would weigh most
-    best = sorted(sorted(inside, key=inside.get)[len(inside) // 2:], key=noticed)[-2:]
+    best = sorted(sorted(inside, key=inside.get)[len(inside) // 2 if len(inside) > 3 else 0:], key=noticed)[-2:]
     least = sorted(sorted(unselected, key=unselected.get)[:(len(unselected) + 1) // 2], key=noticed)[-2:]
     return (*(Change(j, "token of a selected entry", True, "compressed entries") for j in best),
             *(Change(j, "token of unselected entries only", False, "selection") for j in least))

@@ -56,19 +56,19 @@ def causal_by_blocks_only(site: Site) -> None:
     visibility(site, lambda pos, ratio: (pos // 64 + 1) * 64 // ratio)
 
 
-@mutation("1.6", bugs=(90, 100), parts=("causality", "visib"), probes=("influence", "index_oracle"))
+@mutation("1.6", bugs=(90, 100), parts=("causality", "visibility"), probes=("influence", "index_oracle"))
 def entry_visible_one_token_early(site: Site) -> None:
     """An entry is visible to the query before its last token."""
     visibility(site, lambda pos, ratio: (pos + 2) // ratio)
 
 
-@mutation("1.6", bugs=(90, 100), parts=("visib",), probes=("influence", "index_oracle"))
+@mutation("1.6", bugs=(90, 100), parts=("visibility",), probes=("influence", "index_oracle"))
 def entry_visible_one_token_late(site: Site) -> None:
     """An entry is not visible to the query at its own last token."""
     visibility(site, lambda pos, ratio: pos // ratio)
 
 
-@mutation("1.6", bugs=(90,), parts=("visib",), probes=("influence", "index_oracle"))
+@mutation("1.6", bugs=(90,), parts=("visibility",), probes=("influence", "index_oracle"))
 def newest_entry_is_hidden(site: Site) -> None:
     """An entry is visible only when the next one is complete."""
     visibility(site, lambda pos, ratio: (pos + 1) // ratio - 1)
