@@ -8,7 +8,7 @@ from probes.mutations import Site, mutation
 
 
 def routing(site: Site, scores=None, chosen=None, weights=None, hashed=True) -> None:
-    """Both routing operations with other scores(logits), chosen(scores, bias, k) or weights(picked scores, their bias, factor)."""
+    """Both routing operations by other scores(logits), chosen(scores, bias, k) or weights(picked, their bias, factor)."""
     plain = lambda z: F.softplus(z.double()).sqrt()
     share = lambda picked, bias, factor: picked / picked.sum(-1, keepdim=True) * factor
     score, pick, weigh = scores or plain, chosen or (lambda s, bias, k: (s + bias).topk(k, -1).indices), weights or share

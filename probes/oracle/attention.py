@@ -179,7 +179,8 @@ def chosen(selection: torch.Tensor, n: int) -> torch.Tensor:
     return wanted[..., :n]
 
 
-def attention(q, kv, entries, selection, sink, window: int, ratio: int, at=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def attention(q, kv, entries, selection, sink, window: int, ratio: int,
+              at=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Attention with one shared latent as key and value, and a sink (§3, Attention).
 
     q [B, Q, H, D] at positions at [Q], every one if None; kv [B, T, D], of which t sees the last `window` up to itself; entries

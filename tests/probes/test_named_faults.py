@@ -79,8 +79,9 @@ def test_green_in_other_numerics(official, probe, numerics):
 def test_some_queries_of_the_oracle_are_those_of_all(official, layer):
     subject = OurSubject(official)
     x, at = heavy_tailed(subject, 60, 0), torch.tensor([0, 7, 31, 59])
-    wanted, found = attention_layer(oracle_of(subject).layer(layer), x.double()), points_at(oracle_of(subject).layer(layer), x, at)
-    _, masses = attended(oracle_of(subject).layer(layer), found, found.get("selection"))
+    own = oracle_of(subject).layer(layer)
+    wanted, found = attention_layer(own, x.double()), points_at(own, x, at)
+    _, masses = attended(own, found, found.get("selection"))
     assert torch.allclose(found["q_after_rope"], wanted["q_after_rope"][:, at], atol=1e-12)
     assert torch.allclose(masses["sink"], wanted["masses.sink"][:, at], atol=1e-12)
     if layer == 1:
