@@ -2,8 +2,11 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from dsv4.errors import InputError
 from dsv4.numerics import NUMERICS
@@ -14,6 +17,8 @@ from probes.result import vacuous
 from probes.subject import Subject
 
 SUBJECTS = ("ours[:NUMERICS[:BACKEND]]", "files", "transformers", "a recorded dump (FILE.safetensors or dump:FILE)")
+
+SMALL = 1024  # hidden size
 
 
 def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: str = "auto", device: str = "cpu") -> Subject:
@@ -63,6 +68,23 @@ def audit(subject: Subject, names: Sequence[str] = (), seed: int = 0, effort: fl
     budget: seconds; a probe that would begin after it is VACUOUS, not silently left out, and so is one of the catalogue
     that does not exist yet.
     """
+    with threads_for(subject):
+        return _audit(subject, names, seed, effort, budget, command, say)
+
+
+@contextmanager
+def threads_for(subject: Subject) -> Iterator[None]:
+    """One thread for small models: their matrices only wait for a second one, and on a busy machine ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if subject.config.hidden_size < SMALL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _audit(subject: Subject, names: Sequence[str], seed: int, effort: float, budget: float | None, command: list[str] | None,
+           say: Callable[[str], None]) -> Report:
     started, sections = time.time(), []
     for name in names or (*CATALOGUE, *(BESIDE if "recorded" in subject.can else ())):
         if name not in available():
