@@ -134,7 +134,7 @@ class MemoryMap(Probe):
     def _far(self, subject: Subject) -> Check:
         """An entry whose first element lies at offset 2^31: written and found again, and no other in its place."""
         ratio, D = 4, subject.config.head_dim
-        n = FAR // D + 1
+        n = -(-FAR // D) + 1  # the last entry begins at or beyond 2^31, whatever D
         about = dict(where=f"entry {n - 1} of {D} dims", part="entries", unit="entries")
         try:
             buffer = zeros(Stream("entries", (1, n, D), torch.float16, ""), torch.device("cpu"))  # pages are taken when written

@@ -122,12 +122,14 @@ class Rollback(Probe):
     def _session(self, subject: Subject, ids, streams, at: int) -> list[Check]:
         """Main model and block to `at`; four other tokens and their drafts, rejected; then as if they had never been."""
         straight, found = (self._drafting(subject, ids, streams, at, rejected) for rejected in (0, 4))
-        where = f"4 drafts rejected at {at}"
-        return [same(found[0], straight[0], where, "main model after drafts", "drafting leaves no trace in the main model"),
+        alone = subject.model.new_cache(1, at + TAIL)  # without the block: it could disturb both runs alike
+        subject.model.append(ids[:, :at], alone, logits="none")
+        never, where = one_by_one(subject.model, ids[:, at:at + TAIL], alone), f"4 drafts rejected at {at}"
+        return [same(found[0], never, where, "main model after drafts", "drafting leaves no trace in the main model"),
                 same(found[1], straight[1], where, "MTP cache", "drafts after a rejection equal those without it")]
 
     def _drafting(self, subject: Subject, ids, streams, at: int, rejected: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the main model at a few tokens from `at`, and drafts there, after `rejected` tokens were run and forgotten."""
+        """Logits of the main model for a few tokens from `at`, then drafts there, after `rejected` tokens were run, forgotten."""
         model, T = subject.model, at + TAIL
         cache = model.new_cache(1, T + 8)
         model.append(ids[:, :at], cache, logits="none")
@@ -137,8 +139,7 @@ class Rollback(Probe):
             _, behind = model.append(wrong, cache, return_streams=True)
             model.mtp_logits(torch.cat((streams[:, at - 1:at], behind[:, :-1]), 1), wrong, cache)
             cache.rewind(rejected)
-        drafts = model.mtp_logits(streams[:, at - 1:T - 1], ids[:, at:T], cache)
-        return one_by_one(model, ids[:, at:T], cache), drafts
+        return one_by_one(model, ids[:, at:T], cache), model.mtp_logits(streams[:, at - 1:T - 1], ids[:, at:T], cache)
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, where: str, part: str = "rewinding",

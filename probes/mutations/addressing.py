@@ -13,27 +13,29 @@ from probes.mutations import Site, mutation
 
 
 def stored_at(site: Site, slot_of) -> None:
-    """Entries are written to slot_of(slots int64 [n], entries per row, width); negative: not at all."""
+    """Entries are written to slot_of(slots int64 [n], buffer [batch, entries, width]); negative: not at all."""
     def write(entries, step, values):
-        n, D = entries.buffer.shape[1:]
-        slots = slot_of((step.new_windows(entries.ratio) + step.row * n).flatten(), n, D)
+        slots = slot_of((step.new_windows(entries.ratio) + step.row * entries.buffer.shape[1]).flatten(), entries.buffer)
         entries.flat.index_copy_(0, slots[slots >= 0], values.to(entries.buffer.dtype)[slots >= 0])
     site.patch(Entries, "write", write)
 
 
-@mutation("1.10", bugs=(128, 75), parts=("entries",), probes=("memory_map",))
+@mutation("1.10", bugs=(128, 75), parts=("beyond 2^31",), probes=("memory_map",))
 def entry_offsets_in_32_bits(site: Site) -> None:
     """Offsets of entries, slot times width, are 32 bits wide: beyond 2 GiB they wrap, and far entries land on near ones."""
-    stored_at(site, lambda slots, n, D: (slots * D).to(torch.int32).long().remainder(n * D) // D)
+    def wrapped(slots, buffer):
+        width = buffer.shape[2]
+        return (slots * width).to(torch.int32).long().remainder(buffer.numel()) // width
+    stored_at(site, wrapped)
 
 
-@mutation("1.10", bugs=(79,), parts=("indexer keys", "index keys", "compressed entries", "entries"), probes=("index_oracle",))
+@mutation("1.10", bugs=(79,), parts=("indexer keys",), probes=("index_oracle",))
 def stores_beyond_a_register_are_dropped(site: Site) -> None:
     """An offset register is too narrow and drops stores: entries from the 32nd of a row on are never written."""
-    stored_at(site, lambda slots, n, D: torch.where(slots % n < 32, slots, -1))
+    stored_at(site, lambda slots, buffer: torch.where(slots % buffer.shape[1] < 32, slots, -1))
 
 
-@mutation("1.10", bugs=(109,), parts=("window", "window KV"), probes=("influence",))
+@mutation("1.10", bugs=(109,), parts=("window",), probes=("influence",))
 def window_without_the_current_token(site: Site) -> None:
     """The window's rows are read before the step's own are written: it ends one token early."""
     def last(ring, step, window):
@@ -42,14 +44,14 @@ def window_without_the_current_token(site: Site) -> None:
     site.patch(Ring, "last", last)
 
 
-@mutation("1.10", bugs=(109, 132), parts=("rewinding", "window"), probes=("rollback",))
+@mutation("1.10", bugs=(109, 132), parts=("rewinding",), probes=("rollback",))
 def rings_without_room_to_rewind(site: Site) -> None:
     """Rings are as long as what a step reads: rows of a rejected draft have overwritten those that are needed again."""
     real = site.patch(caching, "layer_streams", lambda config, label, ratio, batch, context, rewind, numerics:
                       real(config, label, ratio, batch, context, 0, numerics))
 
 
-@mutation("1.10", bugs=(61,), parts=("window", "entries"), probes=("memory_map",), numerics="native")
+@mutation("1.10", bugs=(61,), parts=("bytes of the buffer",), probes=("memory_map",), numerics="native")
 def caches_in_fp32_whatever_was_asked(site: Site) -> None:
     """Caches are allocated in fp32 though the numerics hold them in bf16: twice the bytes that the plan states."""
     def streams(*args):
@@ -58,13 +60,13 @@ def caches_in_fp32_whatever_was_asked(site: Site) -> None:
     real = site.patch(caching, "layer_streams", streams)
 
 
-@mutation("1.10", bugs=(134,), parts=("window", "raw rows"), probes=("memory_map",))
+@mutation("1.10", bugs=(134,), parts=("buffers of the other row",), probes=("memory_map",))
 def writes_go_to_the_first_row(site: Site) -> None:
     """The command that writes lacks the slot of its request: every row's window and raw rows go to the ring of the first."""
     site.patch(Ring, "_slots", lambda ring, step, key, positions: (positions() % ring.R + 0 * step.row).flatten())
 
 
-@mutation("1.10", bugs=(134, 135), parts=("window", "entries", "raw rows"), probes=("memory_map",))
+@mutation("1.10", bugs=(134, 135), parts=("rows that share memory",), probes=("memory_map",))
 def rows_of_a_batch_in_one_buffer(site: Site) -> None:
     """A buffer of one row is handed out for all rows of the batch: requests that run together share memory."""
     real = site.patch(caching, "zeros", lambda stream, device: real(replace(stream, shape=(1, *stream.shape[1:])), device)
@@ -122,7 +124,7 @@ def kernel_ignores_the_row_stride(site: Site) -> None:
     site.kernel("hca_attention", packed)
 
 
-@mutation("1.10", bugs=(138, 97), parts=("batching", "row 0", "row 1", "row 2", "row 3"), probes=("isolation",))
+@mutation("1.10", bugs=(138, 97), parts=("batching",), probes=("isolation",))
 def rows_without_tokens_advance(site: Site) -> None:
     """The lengths of all rows advance with each step, also of those that ran nothing in it."""
     real = site.patch(Lengths, "advance", lambda lengths, rows, n: real(lengths, slice(0, len(lengths.now)), n))
@@ -138,7 +140,7 @@ def absent_rows_weighted_by_zero(site: Site) -> None:
     site.kernel("sparse_attention", late)
 
 
-@mutation("1.10", bugs=(136,), parts=("one by one", "decode"), probes=("schedules",))
+@mutation("1.10", bugs=(136,), parts=("decode", "by 1"), probes=("schedules",))
 def visible_entries_fixed_at_capture(site: Site) -> None:
     """A captured decode step keeps how many entries were visible when it was captured, and replays that."""
     held = {}

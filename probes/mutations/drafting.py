@@ -13,13 +13,13 @@ def of_the_block(site: Site, change) -> None:
     site.after_load(lambda subject: change(subject.model.mtp[0], subject.model))
 
 
-@mutation("1.11", bugs=(142,), parts=("MTP",), probes=("rollback",), profile="layer1")
+@mutation("1.11", bugs=(142,), parts=("MTP streams",), probes=("rollback",), profile="layer1")
 def mtp_rotates_like_layer_1(site: Site) -> None:
     """The draft block borrows layer 1, which is a window layer on Flash only: here it rotates with compress_rope_theta."""
     of_the_block(site, lambda block, model: setattr(block.attn, "base", model.layers[1].attn.base))
 
 
-@mutation("1.11", bugs=(143,), parts=("MTP",), probes=("rollback",))
+@mutation("1.11", bugs=(143,), parts=("MTP streams",), probes=("rollback",))
 def mtp_takes_one_stream_for_all(site: Site) -> None:
     """h_proj is given the first stream four times instead of each stream."""
     def change(block, model):
@@ -28,13 +28,13 @@ def mtp_takes_one_stream_for_all(site: Site) -> None:
     of_the_block(site, change)
 
 
-@mutation("1.11", bugs=(143,), parts=("MTP",), probes=("rollback",))
+@mutation("1.11", bugs=(143,), parts=("MTP streams",), probes=("rollback",))
 def mtp_without_hnorm(site: Site) -> None:
     """The streams enter h_proj as they are, without hnorm."""
     of_the_block(site, lambda block, model: setattr(block.hnorm, "forward", lambda streams: streams))
 
 
-@mutation("1.11", bugs=(143,), parts=("MTP",), probes=("rollback",))
+@mutation("1.11", bugs=(143,), parts=("MTP streams",), probes=("rollback",))
 def mtp_norms_exchanged(site: Site) -> None:
     """enorm and hnorm, alike in shape, are exchanged where they are applied."""
     def change(block, model):
@@ -54,7 +54,7 @@ def mtp_streams_averaged(site: Site) -> None:
     of_the_block(site, lambda block, model: setattr(block.hc_head, "forward", lambda streams: streams.mean(1)))
 
 
-@mutation("1.11", bugs=(146,), parts=("MTP",), probes=("rollback",))
+@mutation("1.11", bugs=(146,), parts=("MTP streams",), probes=("rollback",))
 def mtp_embeds_the_current_token(site: Site) -> None:
     """The ids that are handed over are taken for those of this position: the block embeds the token at t, not at t + 1."""
     def drafted(model, streams, ids, *rest, **more):
