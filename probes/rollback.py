@@ -129,7 +129,7 @@ class Rollback(Probe):
                 same(found[1], straight[1], where, "MTP cache", "drafts after a rejection equal those without it")]
 
     def _drafting(self, subject: Subject, ids, streams, at: int, rejected: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the main model for a few tokens from `at`, then drafts there, after `rejected` tokens were run, forgotten."""
+        """Logits of the main model for a few tokens from `at`, then drafts there; `rejected` tokens were run and forgotten."""
         model, T = subject.model, at + TAIL
         cache = model.new_cache(1, T + 8)
         model.append(ids[:, :at], cache, logits="none")
