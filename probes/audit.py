@@ -102,6 +102,17 @@ def _audit(subject: Subject, names: Sequence[str], seed: int, effort: float, bud
     return Report(f"Audit of {subject.name}", about, sections)
 
 
+def draw(report: Report, say: Callable[[str], None]) -> None:
+    """Give each section that speaks of layers its plot; without matplotlib say that there are none."""
+    from probes.formats import plot
+    try:
+        for section in report.sections:
+            svg = plot.margins(section.title, section.checks)
+            section.plots |= {"margins": svg} if svg else {}
+    except ModuleNotFoundError:
+        say("no plots: matplotlib is not installed; pip install 'dsv4[plots]' (or matplotlib), and run again")
+
+
 def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, names: Sequence[str], budget: float | None,
         out: Path | None, say: Callable[[str], None]) -> int:
     """`dsv4 audit`: the exit code (0 clean, 1 findings, 2 nothing was measured)."""
@@ -110,6 +121,7 @@ def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, n
     totals = ", ".join(f"{count} {status.value}" for status, count in report.totals.items() if count)
     say(f"{totals}; exit code {report.exit_code}")
     if out is not None:
+        draw(report, say)
         said = f"ours:{numerics}" if kind == "ours" else kind
         stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
         for file in write(report, out, stem):
