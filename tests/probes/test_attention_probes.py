@@ -14,13 +14,6 @@ from probes.subjects.ours import OurSubject
 CSA, HCA = (1, 3), (2, 4)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(2)
-
-
 @pytest.fixture
 def subject(official):
     """To be damaged: a model of one's own."""

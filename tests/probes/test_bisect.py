@@ -18,13 +18,6 @@ from tests import checkpoints
 T = 300  # two HCA entries, 75 CSA entries of which 6 are selected
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(2)
-
-
 def bisected(subject, other=None):
     """(pass, verdict or None)."""
     ids = getattr(subject, "ids", getattr(other, "ids", tokens(subject, T, 0)))

@@ -1,12 +1,9 @@
 """Bisection of transformers' model and of recorded runs, other references than the oracle, and the command."""
 
-import sys
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
-from dsv4 import cli
 from probes.bisect_report import sentence
 from probes.formats import json_report
 from probes.measure import tokens
@@ -16,13 +13,6 @@ from probes.subjects.dump import DumpSubject
 from probes.subjects.ours import OurSubject
 from probes.subjects.transformers import TransformersSubject
 from tests.probes.test_bisect import T, bisected, gate_bias, kv_norm
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(2)
 
 
 @pytest.fixture
@@ -96,16 +86,6 @@ def test_points_that_were_not_recorded_are_left_out(official, tmp_path):
 
 
 # ---- the command -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", "audit", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, capsys.readouterr().err
-    return call
 
 
 def test_the_command(run, official, tmp_path):

@@ -22,14 +22,6 @@ NAMES = ("load_ledger", "config_ledger", "format_decode", "dtype_ledger", "memor
 KEYS = "layers.1.attn.indexer.compressor.wkv.weight"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(name: str, subject: Subject) -> list:
     return execute(probe_named(name)(), subject)[0]
 

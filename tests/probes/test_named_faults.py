@@ -45,13 +45,6 @@ FAULTS = [  # mutation, probe, the part it must name, where
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(2)
-
-
 @pytest.mark.parametrize("fault, probe, part, where", FAULTS, ids=lambda value: str(value).replace(" ", "-"))
 def test_a_fault_is_named(official, tmp_path, fault, probe, part, where):
     mutation = next(m for m in catalogue() if m.name == fault)

@@ -22,14 +22,6 @@ from probes.subject import POINTS
 from tests import checkpoints
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    """These are many small products, which wait for one another on a busy machine."""
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(2)
-
-
 @pytest.fixture(scope="module")
 def golden(golden_path):
     return Oracle.open(golden_path), load_file(golden_path / "expected.safetensors")

@@ -28,13 +28,6 @@ SETTINGS = Settings(contexts=(192, 232), ks=(6,), queries=40, rows=2, needles=0,
 QUIET = dict(say=lambda text: None, advance=lambda tokens: None)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(2)
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write_dense(tmp_path_factory.mktemp("recall") / "dense")

@@ -10,7 +10,7 @@ from probes.recall.settings import VacuousSetting, settle
 from probes.recall.text import Text, read_text, rows_of
 from tests.checkpoints import SMALL
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures)
-from tests.probes.test_recall import SETTINGS, figures, one_thread, path, subject, text  # noqa: F401  (fixtures)
+from tests.probes.test_recall import SETTINGS, figures, path, subject, text  # noqa: F401  (fixtures)
 
 # ruff: noqa: F811
 

@@ -1,11 +1,8 @@
 """A recorded run is green if it is sound, and red at the right layer and point if not, by points, selection and path."""
 
-import sys
-
 import pytest
 import torch
 
-from dsv4 import cli
 from probes.formats import json_report
 from probes.measure import tokens
 from probes.probe import execute
@@ -18,13 +15,6 @@ from probes.subjects.ours import OurSubject
 from tests.probes.test_bisect import Other, comb, gate_bias, indexer_compressor, kv_norm, lowest_scores, rope_base
 
 T = 300
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(2)
 
 
 def checks_of(subject, official, tmp_path, points=tuple(POINTS)):
@@ -86,16 +76,6 @@ def test_what_was_not_recorded_is_no_evidence(official, tmp_path):
     empty = write_dump(OurSubject(official).run(ids), ids, tmp_path / "empty.safetensors", {})
     assert worst(execute(Recorded(), DumpSubject(empty, official))[0]) is Status.VACUOUS
     assert worst(execute(Recorded(), Subject())[0]) is Status.VACUOUS
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", "audit", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, capsys.readouterr().err
-    return call
 
 
 def test_a_dump_on_the_command_line(run, official, tmp_path):

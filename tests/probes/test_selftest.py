@@ -5,7 +5,6 @@ import os
 import sys
 
 import pytest
-import torch
 
 from dsv4 import cli
 from dsv4.attention import WindowAttention
@@ -29,14 +28,6 @@ FAST = (  # one or two of each section whose first probe is quick
 BY_NAME = {m.name: m for m in catalogue()}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
@@ -57,7 +48,6 @@ def planted(plant, parts=("sink",), probes=()) -> Mutation:
 
 def nothing(site) -> None:
     """No fault at all."""
-
 
 def dies(site) -> None:
     os._exit(3)

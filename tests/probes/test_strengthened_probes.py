@@ -48,14 +48,6 @@ SEEN = (  # mutation, probe, its check, a word of the part or place
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def mutations():
     return {m.name: m for m in catalogue()}

@@ -21,14 +21,6 @@ CSA, HCA = 2, 3
 ALL = tuple(POINTS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     model = oracle.randomised(CONFIG)
