@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,10 +44,10 @@ LOSS_LENGTHS = [1024, 4096]
 class Report:
     """Figures so far, each with where it comes from; written to `out` whenever some are added."""
 
-    def __init__(self, out: Path, device: str):
+    def __init__(self, out: Path, device: str, program: Sequence[str] = ("scripts/measure_demo.py",)):
         self.out, self.console, self.begun = out, Console(stderr=True, highlight=False), time.time()
         self.source = {
-            "command": shlex.join(["python", "scripts/measure_demo.py", *sys.argv[1:]]), "device": device_name(device),
+            "command": shlex.join(["python", *program, *sys.argv[1:]]), "device": device_name(device),
             "torch": torch.__version__, "commit": commit(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
         self.figures: list[dict] = []
 

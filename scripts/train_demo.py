@@ -157,12 +157,12 @@ def main() -> None:
             export(args.data, args.state, args.export)
         else:
             train(args)
-    except (Dsv4Error, ValueError, FileNotFoundError) as error:
+    except (Dsv4Error, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 
 def train(args: argparse.Namespace) -> None:
-    """One stretch. Raises InputError for a device that does not exist, ValueError for a state of another model."""
+    """One stretch. Raises InputError for a device that does not exist, or a state of another model."""
     resolve_device(args.device)
     args.state.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from dsv4.errors import InputError
 from kernels.errors import Dsv4Error
 from scripts.measure_demo import Report
 from scripts.training import evaluation, state
@@ -26,7 +27,7 @@ def compare(full: Path, window: Path, rows: Rows, limits: Limits, device: str, s
     """A figure a kind of text and length: mean of loss(window only) − loss(full), in nats a token."""
     at, other = (state.facts_of(directory) for directory in (full, window))
     if at["step"] != other["step"] or not other.get("window_only") or at.get("window_only"):
-        raise ValueError(f"{full} is at step {at['step']} and {window} at {other['step']}; expected the model and its ablation "
+        raise InputError(f"{full} is at step {at['step']} and {window} at {other['step']}; expected the model and its ablation "
                          "(--window-only) at the same step")
     losses = [evaluation.state_row_losses(directory, rows, LENGTHS, limits, device, say) for directory in (full, window)]
     figures = []
@@ -48,11 +49,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000)
     args = parser.parse_args()
     try:
-        report = Report(args.out, args.device)
+        report = Report(args.out, args.device, ["-m", "scripts.training.ablation"])
         limits = Limits(tokens=1 << 13, chunk=1024, rows=1, loss_tokens=args.tokens)
         rows = Rows(args.data, seed=0, length=1024, split="heldout")
         report.add(compare(args.state, args.window_state, rows, limits, args.device, report.say), "training bf16")
-    except (Dsv4Error, ValueError, FileNotFoundError) as error:
+    except (Dsv4Error, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
     for f in report.figures:
         print(f["name"], json.dumps({"value": f["value"], **f["details"]}))

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from dsv4.errors import InputError
+
 PART_BYTES = 15 << 20
 
 
@@ -36,19 +38,19 @@ def save(directory: Path, parameters: dict[str, torch.Tensor], facts: dict) -> N
 
 
 def facts_of(directory: Path) -> dict:
-    """What state.json says: step, seconds, parts, window_only. Raises ValueError if there is none."""
+    """What state.json says: step, seconds, parts, window_only. Raises InputError if there is none."""
     file = directory / "state.json"
     if not file.is_file():
-        raise ValueError(f"{directory} holds no training state (state.json); expected one written by scripts/train_demo.py")
+        raise InputError(f"{directory} holds no training state (state.json); expected one written by scripts/train_demo.py")
     return json.loads(file.read_text())
 
 
 def load(directory: Path, parameters: dict[str, torch.Tensor]) -> dict:
-    """Fill `parameters` from a saved state and return its facts. Raises ValueError for none, or one of another model."""
+    """Fill `parameters` from a saved state and return its facts. Raises InputError for none, or one of another model."""
     facts = facts_of(directory)
     values = {name: v for part in facts["parts"] for name, v in load_file(directory / part).items()}
     if values.keys() != parameters.keys():
-        raise ValueError(f"{directory} is of another model: {len(values.keys() ^ parameters.keys())} parameters differ; "
+        raise InputError(f"{directory} is of another model: {len(values.keys() ^ parameters.keys())} parameters differ; "
                          "expected a state of this recipe (with or without --window-only)")
     with torch.no_grad():
         for name, p in parameters.items():

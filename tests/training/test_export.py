@@ -161,7 +161,7 @@ def test_it_says_what_it_wrote_and_never_overwrites(exported, monkeypatch, tmp_p
 def test_what_cannot_be_exported_is_refused(exported, monkeypatch, tmp_path):
     _, where, data, trainee = exported
     monkeypatch.setattr(exporting, "CONFIG", TINY)
-    with pytest.raises(InputError, match="no state.json"):
+    with pytest.raises(InputError, match=r"no training state \(state\.json\)"):
         exporting.export(data, tmp_path, tmp_path / "out")
     with pytest.raises(InputError, match="tokenizer.json does not exist"):
         exporting.export(tmp_path, where, tmp_path / "out")
