@@ -5,16 +5,18 @@ A fault is planted in a private copy of a synthetic checkpoint (`probes.mutation
 else does not count: such a fault is seen, but not named, and is a gap. So is one that no probe sees.
 """
 
+import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
 
@@ -97,9 +99,6 @@ class Clean:
     @property
     def green(self) -> bool:
         return not self.red and self.totals.get(Status.PASS, 0) > 0
-
-
-# ---- one fault ----------------------------------------------------------------------------
 
 
 def look(mutation: Mutation, bench: Bench) -> Outcome:
@@ -280,7 +279,14 @@ def _here(tasks: list[Mutation | Clean], bench: Bench) -> Iterator[tuple[int, Ou
 
 def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
     lives = 1 if bench.device.startswith("cuda") else None  # a fault on a GPU ends every later call of its process
-    return ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,), max_tasks_per_child=lives)
+    return ProcessPoolExecutor(jobs, get_context("spawn"), _begin, max_tasks_per_child=lives)
+
+
+def _begin() -> None:
+    """Of a worker: one thread, and an end when the process that started it ends, however that was ended."""
+    torch.set_num_threads(1)
+    parent = parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _alone(task: Mutation | Clean, bench: Bench) -> Outcome | Clean:
