@@ -16,6 +16,7 @@ Every bound call is counted in a `DispatchLedger`, which reports print.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 
 from kernels.errors import BackendUnavailable
@@ -57,6 +58,24 @@ class Operation:
         )
 
 
+@dataclass(frozen=True)
+class Composition:
+    """A fixed sequence of operations that a backend may run as one kernel.
+
+    `default(op, *args)` is the definition: the same thing through the bound operations `op`. `parts` names the operations that a
+    fused implementation replaces.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    default: Callable
+    implementations: Mapping[str, Callable] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "implementations", MappingProxyType(dict(self.implementations)))
+        object.__setattr__(self, "__doc__", self.default.__doc__)
+
+
 @dataclass
 class DispatchLedger:
     """Calls by (operation, implementation, why). `rows()` is what reports print."""
@@ -73,19 +92,26 @@ class DispatchLedger:
         ]
 
 
-def bind(operations: Mapping[str, Operation], backend: str, ledger: DispatchLedger) -> SimpleNamespace:
-    """Resolve every operation for `backend` and return them as attributes of one object.
+def bind(operations: Mapping[str, Operation], backend: str, ledger: DispatchLedger,
+         compositions: Mapping[str, Composition] = MappingProxyType({})) -> SimpleNamespace:
+    """Resolve every operation and composition for `backend` and return them as attributes of one object.
 
     Raises BackendUnavailable when any operation lacks an implementation: before the
     model runs, not in the middle of it.
     """
-    return SimpleNamespace(**{name: _counted(op, backend, ledger) for name, op in operations.items()})
+    bound = SimpleNamespace(**{name: _counted(name, *op.resolve(backend), ledger) for name, op in operations.items()})
+    for name, composition in compositions.items():
+        if backend in composition.implementations:
+            fused = composition.implementations[backend]
+            setattr(bound, name, _counted(name, fused, f"{backend} backend, for {', '.join(composition.parts)}", ledger))
+        else:
+            setattr(bound, name, partial(composition.default, bound))
+    return bound
 
 
-def _counted(operation: Operation, backend: str, ledger: DispatchLedger) -> Callable:
-    function, why = operation.resolve(backend)
+def _counted(name: str, function: Callable, why: str, ledger: DispatchLedger) -> Callable:
     implementation = function.__module__.rsplit(".", 1)[-1]
-    count = ledger.counter(operation.name, implementation, why)
+    count = ledger.counter(name, implementation, why)
 
     def call(*args):
         count[0] += 1

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch.func import functional_call
 from torch.utils.data import DataLoader, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,7 +25,8 @@ from kernels.errors import Dsv4Error  # noqa: E402
 from scripts.training import recipe, state  # noqa: E402
 from scripts.training.architecture import BF16, CONFIG, QAT, WINDOW_ONLY, build, initialise  # noqa: E402
 from scripts.training.optimiser import Optimiser  # noqa: E402
-from scripts.training.trainee import Trainee, cast, forms_of  # noqa: E402
+from scripts.training.replay import Gradients  # noqa: E402
+from scripts.training.trainee import Trainee  # noqa: E402
 
 SEED = 2026
 BALANCE = 1e-3  # step of the routing bias
@@ -63,7 +63,7 @@ class Run:
             initialise(self.trainee.model, SEED)
             facts = {"step": 0, "seconds": 0.0}
         self.step, self.seconds = facts["step"], facts["seconds"]
-        self.simulating = False
+        self.simulating, self.gradients = False, Gradients(self.trainee, self.parameters, False)
         self.optimiser = Optimiser(self.parameters)
         self.log = open(where / "log.jsonl", "a")
 
@@ -75,6 +75,7 @@ class Run:
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             setattr(module, leaf, held[name])
         self.trainee, self.simulating = Trainee(model), True
+        self.gradients = Gradients(self.trainee, self.parameters, True)
 
     def stretch(self, minutes: float, steps: int) -> None:
         """Train for so many minutes, up to step `steps`, and save."""
@@ -106,17 +107,13 @@ class Run:
                                                     "window_only": self.raw is WINDOW_ONLY})
 
     def _update(self, ids, weight, stage, since_restart: int):
-        forms = forms_of(self.trainee)
-        length = stage.length
-        at = (self.step * 7919 * 64) % max(1, length - stage.wanted.chunk + 1)  # the indexer's chunk walks through the row
+        chunk, chunks = stage.wanted.chunk, stage.length // stage.wanted.chunk
+        at = chunk * (self.step // 2 * 7919 % chunks)  # the indexer's chunk walks through the row,
         if self.step % 2:
-            at = length - stage.wanted.chunk  # every other time at the end, where the questions are
-        out = functional_call(self.trainee, cast(self.parameters, forms, stage.simulate), (ids, weight, stage.wanted, at))
-        out["total"].backward()
+            at = chunk * (chunks - 1)  # and is every other time at the end, where the questions are
+        out = self.gradients(ids, weight, stage.wanted, at)
         torch.nn.utils.clip_grad_norm_([p for p in self.parameters.values() if p.grad is not None], 1.0, foreach=True)
         self.optimiser.step(recipe.rate(self.step, since_restart))
-        for p in self.parameters.values():
-            p.grad = None
         return out, self._balance()
 
     @torch.no_grad()

@@ -6,12 +6,16 @@ is not scaled and has no value.
 
 import torch
 
+from kernels.cache_rows import PackedRows, decode_rows, read_rows
+
 SCRATCH_BYTES = 64 << 20
 
 
 def gather_rows(pool: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of pool [R, D] at index [N, K] as fp32 [N, K, D] (zeros where −1), and the mask index < 0."""
     absent = index < 0
+    if isinstance(pool, PackedRows):
+        return read_rows(pool, index.clamp(min=0)).masked_fill_(absent.unsqueeze(-1), 0), absent
     rows = pool.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, pool.shape[-1]).float()
     return rows.masked_fill_(absent.unsqueeze(-1), 0), absent
 
@@ -19,7 +23,7 @@ def gather_rows(pool: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
 def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
     """Window rows ∪ selected entries, each query with its own list.
 
-    q [N, H, D]; window [R, D] and entries [E, D]: pools of rows; window_index int64 [N, W] and
+    q [N, H, D]; window [R, D] and entries [E, D]: pools of rows, or PackedRows; window_index int64 [N, W] and
     entry_index int64 [N, K]: rows of the pools, −1 anywhere is skipped; entries and entry_index
     None for a window layer; sink fp32 [H]; complete: the caller knows that no index is −1 (a hint that
     may be ignored). Returns [N, H, D] in q.dtype; softmax in fp32.
@@ -62,11 +66,12 @@ def hca_attention(q, window, window_index, entries, visible, sink, scale: float,
     """Window rows ∪ every visible entry of the row (HCA: entries are shared by all queries).
 
     q [B, T, H, D]; window [R, D] and window_index int64 [B·T, W] as in `sparse_attention`;
-    entries [B, n, D], read in place; visible int64 [B, T]: query t sees entries e < visible;
+    entries [B, n, D] or PackedRows of a batch, read in place; visible int64 [B, T]: query t sees entries e < visible;
     sink fp32 [H]; complete: the caller knows that no window index is −1 and every query sees all n
     entries. Returns [B, T, H, D] in q.dtype; softmax in fp32.
     """
     B, T, H, D = q.shape
+    entries = decode_rows(entries) if isinstance(entries, PackedRows) else entries
     W, n = window_index.shape[1], entries.shape[1]
     tile = max(1, SCRATCH_BYTES // (4 * B * (H * (W + n + 1) + W * D)))
     if T <= tile:

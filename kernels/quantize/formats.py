@@ -39,6 +39,9 @@ def round_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+_VALUES: dict[torch.device, torch.Tensor] = {}
+
+
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """fp32 → E2M1 codes uint8 0 … 15, saturating at ±6, ties to the even code. NaN is not representable."""
     magnitude = x.abs()
@@ -51,7 +54,9 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """E2M1 codes (integer 0 … 15) → fp32."""
-    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=code.device)
+    table = _VALUES.get(code.device)
+    if table is None:  # kept by device: making it copies from the host, which no CUDA graph may do
+        table = _VALUES[code.device] = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=code.device)
     return table.index_select(0, code.flatten().int()).view(code.shape)
 
 

@@ -22,8 +22,8 @@ class _Rotate(torch.autograd.Function):
         x, cis = x.contiguous(), cis.contiguous()
         D, half = x.shape[-1], cis.shape[-2]
         M, y = x.numel() // D, torch.empty_like(x)
-        _rotate[(triton.cdiv(M, ROWS),)](x, cis, y, M, x.numel() // D // (cis.numel() // (2 * half)), sign, D // 2, half,
-                                         triton.next_power_of_2(D // 2), ROWS, num_warps=4)
+        _rotate[(triton.cdiv(M, ROWS),)](x, cis, y, M, x.numel() // D // (cis.numel() // (2 * half)), sign, D, 2 * half,
+                                         triton.next_power_of_2(D), ROWS, num_warps=4)
         ctx.save_for_backward(cis)
         ctx.sign = sign
         return y
@@ -34,15 +34,15 @@ class _Rotate(torch.autograd.Function):
 
 
 @triton.jit
-def _rotate(X, CIS, Y, M, heads, sign, PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _rotate(X, CIS, Y, M, heads, sign, D: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    live = (row[:, None] < M) & (i[None, :] < PAIRS)
-    turned = live & (i[None, :] >= PAIRS - HALF)
-    at = row[:, None] * PAIRS * 2 + 2 * i[None, :]
-    angle = (row // heads)[:, None] * HALF * 2 + 2 * (i[None, :] - (PAIRS - HALF))
-    a = tl.load(X + at, mask=live, other=0.0).to(tl.float32)
-    b = tl.load(X + at + 1, mask=live, other=0.0).to(tl.float32)
-    c = tl.load(CIS + angle, mask=turned, other=1.0)
-    s = tl.load(CIS + angle + 1, mask=turned, other=0.0) * sign
-    tl.store(Y + at, (a * c - b * s).to(Y.dtype.element_ty), mask=live)
-    tl.store(Y + at + 1, (a * s + b * c).to(Y.dtype.element_ty), mask=live)
+    live = (row[:, None] < M) & (i[None, :] < D)
+    turned = live & (i[None, :] >= D - TURNED)
+    x = tl.load(X + row[:, None] * D + i[None, :], mask=live, other=0.0).to(tl.float32)
+    cis = tl.load(CIS + (row // heads)[:, None] * TURNED + i[None, :] - (D - TURNED), mask=turned, other=0.0)
+    cis = tl.where(turned, cis, (i[None, :] % 2 == 0).to(tl.float32))  # what is not turned is turned by 1 + 0i
+    a, b = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))  # whole rows are loaded: every other element would be twice the traffic
+    c, s = tl.split(tl.reshape(cis, [ROWS, BLOCK // 2, 2]))
+    s *= sign
+    y = tl.reshape(tl.join(a * c - b * s, a * s + b * c), [ROWS, BLOCK])
+    tl.store(Y + row[:, None] * D + i[None, :], y.to(Y.dtype.element_ty), mask=live)

@@ -1,0 +1,10 @@
+"""Rows of a cache as bytes: the public FP8 and FP4 layouts."""
+
+from kernels.cache_rows import reference
+from kernels.cache_rows.formats import PAGE, PackedRows, RowFormat, pack_layout
+from kernels.cache_rows.reference import decode_rows, encode_rows, read_rows
+from kernels.dispatch import Operation
+
+write_rows = Operation("write_rows", {"reference": reference.write_rows})
+
+__all__ = ["PAGE", "PackedRows", "RowFormat", "decode_rows", "encode_rows", "pack_layout", "read_rows", "write_rows"]
