@@ -86,7 +86,7 @@ class Run:
                 self.simulate()
             before = sum(s.steps for s in recipe.STAGES[:recipe.STAGES.index(stage)])
             loader = DataLoader(Batches(self.data, stage, self.step, min(before + stage.steps, steps) - self.step), batch_size=None,
-                                num_workers=self.workers, prefetch_factor=4, pin_memory=True)
+                                num_workers=self.workers, prefetch_factor=4, pin_memory=self.device != "cpu")
             tick, at = time.time(), self.step
             for step, ids, weight in loader:
                 out, load = self._update(ids.to(self.device, non_blocking=True), weight.to(self.device, non_blocking=True), stage,

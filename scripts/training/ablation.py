@@ -34,9 +34,10 @@ def compare(full: Path, window: Path, rows: Rows, limits: Limits, device: str, s
     for (kind, length), mine in losses[0].items():
         theirs = losses[1][kind, length]
         gap = theirs.mean(1) - mine.mean(1)
+        error = (gap.std() / len(gap) ** 0.5).item() if len(gap) > 1 else None
         figures.append(Figure("window-only ablation", f"held-out {kind}, {length} tokens: loss above the model's", gap.mean().item(),
                               mine.numel(), {"model": mine.mean().item(), "window_only": theirs.mean().item(), "rows": len(gap),
-                                             "standard_error": (gap.std() / len(gap) ** 0.5).item(), "step": at["step"]}))
+                                             "standard_error": error, "step": at["step"]}))
     return figures
 
 

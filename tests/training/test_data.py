@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -13,22 +12,9 @@ from scripts.training.corpus import MAX_FILE, Source, build, collect, documents,
 from scripts.training.facts import ANIMALS, CAPITALS, ELEMENTS, FACTS, Fact, all_sentences, sentences
 from scripts.training.rows import SPAN_WEIGHT, VALUE_WEIGHT, Encoder, Mixture, Rows, load_tokenizer
 from scripts.training.tokenizer import BOS_ID, CONTROL, EOS_ID
+from tests.training.conftest import HELD_OUT, tiny_sources
 
-ROOT = Path(__file__).resolve().parents[2]
-HELD_OUT = 0.3
 KINDS = ("text", "needles", "facts", "hops", "copies")
-
-
-def tiny_sources() -> list[Source]:
-    files = sorted(f for folder in ("dsv4", "loaders") for f in (ROOT / folder).glob("*.py"))[:30]
-    return [Source("own", str(f.relative_to(ROOT)), str(f)) for f in (*files, ROOT / "README.md")]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("corpus")
-    build(collect(tiny_sources(), 2 ** 22, HELD_OUT, workers=1), out, vocab_size=1024, held_out=HELD_OUT)
-    return out
 
 
 def test_facts():
