@@ -49,25 +49,44 @@ class WindowAttention(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
+        if step.captured:
+            step.prepare(self.op.linears, x, None, 0.0, self.maps(step))
         qr, q = self.queries(x, step)
         window, window_index = cache.window.extend(step, self.latent(x, step)), cache.window.last(step, self.W)
         o = self._attend(x, qr, q, window, window_index, step, cache)
+        if step.captured:
+            return self.wo_b(self.op.project_heads(o, step.inverse_cis(self.base), self.wo_a.packed(), self.groups))
         o = self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
+    def maps(self, step: Step) -> list:
+        """The linear maps of x, with the dtype of those that are not rounded to x's."""
+        return [(self.wq_a, None), (self.wkv, None)]
+
+    def maps_of_queries(self, step: Step) -> list:
+        """The linear maps of the normalised low-rank queries."""
+        return [(self.wq_b, None)]
+
     def queries(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, d] → low-rank queries [N, q_lora_rank], which the indexer shares, and queries [N, H, D], rotated."""
+        if step.captured:  # what is returned as qr is not normalised: its maps are ready
+            qr = step.apply(self.wq_a, x)
+            step.prepare(self.op.linears, qr, self.q_norm.weight, self.eps, self.maps_of_queries(step))
+            return qr, self.op.query_heads(step.apply(self.wq_b, qr).view(step.N, self.H, self.D), step.cis(self.base), self.eps)
         qr = self.q_norm(self.wq_a(x))
         q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.H, self.D), None, self.eps)
         return qr, self.op.rotate(q, step.cis(self.base).unsqueeze(1))
 
     def latent(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [N, d] → each token's key and value [N, D], rotated; through FP8 in simulated numerics."""
-        kv = self.op.rotate(self.kv_norm(self.wkv(x)), step.cis(self.base))
-        return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate else kv
+        kv = step.apply(self.wkv, x)
+        if step.captured:
+            return self.op.latent(kv, self.kv_norm.weight, self.eps, step.cis(self.base), self.numerics.simulate_kv)
+        kv = self.op.rotate(self.kv_norm(kv), step.cis(self.base))
+        return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate_kv else kv
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
-        self.path = {"window": min(self.W, max(step.starts) + step.T)}
+        self.path = {"window": min(self.W, step.end)}
         return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale, step.window_full(self.W))
 
 
@@ -81,6 +100,13 @@ class CSAAttention(WindowAttention):
         self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
         self.indexer = LightningIndexer(config, ratio, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
 
+    def maps(self, step: Step) -> list:
+        found = [*super().maps(step), (self.compressor.wkv_gate, torch.float32), (self.indexer.compressor.wkv_gate, torch.float32)]
+        return [*found, (self.indexer.weights_proj, None)] if self.indexer.chooses(step) else found
+
+    def maps_of_queries(self, step: Step) -> list:
+        return [(self.wq_b, None), (self.indexer.wq_b, None)] if self.indexer.chooses(step) else [(self.wq_b, None)]
+
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
         with torch.no_grad():  # a choice has no derivative: the indexer learns from a loss of its own
@@ -89,7 +115,7 @@ class CSAAttention(WindowAttention):
             raise MissingSelection("a CSA layer got no selection from its indexer and would attend to its window only")
         n = step.max_visible(self.ratio)
         selected = min(n, self.indexer.topk)
-        self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": n, "selected": selected}
+        self.path = {"window": min(self.W, step.end), "visible": n, "selected": selected}
         complete = step.window_full(self.W) and step.min_visible(self.ratio) >= selected
         return self.op.sparse_attention(q, window, window_index, *cache.main.entries.chosen(step, selection),
                                         self.attn_sink, self.scale, complete)
@@ -104,12 +130,15 @@ class HCAAttention(WindowAttention):
         super().__init__(config, ratio, numerics, store, op)
         self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
 
+    def maps(self, step: Step) -> list:
+        return [*super().maps(step), (self.compressor.wkv_gate, torch.float32)]
+
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
-        entries = cache.main.entries.visible(step)
-        self.path = {"window": min(self.W, max(step.starts) + step.T), "visible": entries.shape[1]}
+        entries, n = cache.main.entries.visible(step), step.max_visible(self.ratio)
+        self.path = {"window": min(self.W, step.end), "visible": n}
         q = q.view(step.B, step.T, self.H, self.D)
-        complete = step.window_full(self.W) and step.min_visible(self.ratio) == entries.shape[1]
+        complete = step.window_full(self.W) and step.min_visible(self.ratio) == n
         o = self.op.hca_attention(q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale, complete)
         return o.view(step.N, self.H, self.D)
 

@@ -27,6 +27,18 @@ class Block(Module):
         self.ffn = MoE(config, hashed, numerics, lambda leaf: store(f"ffn.{leaf}"), op)
         self.op = op
 
+    def captured(self, pending: tuple, step: Step, cache: LayerCache) -> tuple:
+        """The block of a captured step. pending: (streams,), or (out, streams, post, comb) of the sublayer before, whose output
+        is still to be merged. Returns such a tuple of its own last sublayer."""
+        attn_in = (*self.hc_attn.arguments(), self.attn_norm.weight, self.attn_norm.eps)
+        if len(pending) == 1:
+            streams, (x, post, comb) = *pending, self.op.mhc_pre_norm(*pending, *attn_in)
+        else:
+            streams, x, post, comb = self.op.mhc_post_pre_norm(*pending, *attn_in)
+        ffn_in = (*self.hc_ffn.arguments(), self.ffn_norm.weight, self.ffn_norm.eps)
+        streams, x, post, comb = self.op.mhc_post_pre_norm(self.attn(x, step, cache), streams, post, comb, *ffn_in)
+        return self.ffn.captured(x, step.ids), streams, post, comb
+
     def forward(self, streams: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """streams [N, n, d] → [N, n, d]; writes the step to the layer's cache."""
         x, post, comb = self.hc_attn(streams)

@@ -17,6 +17,7 @@ from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import CapacityError, InputError, RewindError
 from dsv4.numerics import Numerics
 from dsv4.step import Step
+from kernels.cache_rows import PAGE, PackedRows, RowFormat, decode_rows, pack_layout, read_rows, write_rows
 
 DEFAULT_MAX_REWIND = 128
 
@@ -25,13 +26,25 @@ class Ring:
     """A ring of rows [batch, R, width]; position p of row b sits in slot p mod R.
 
     `keep` rows before a step's first token are readable during the step, also after rewinding
-    by up to `max_rewind`: R = keep + 1 + max_rewind.
+    by up to `max_rewind`: R = keep + 1 + max_rewind. `flat` is the pool [batch · R, width]; packed rows are
+    given as that, with R.
     """
 
-    def __init__(self, buffer: torch.Tensor, keep: int):
-        self.buffer, self.keep = buffer, keep
-        self.flat = buffer.flatten(0, 1)
-        self.R = buffer.shape[1]
+    def __init__(self, buffer: torch.Tensor | PackedRows, keep: int, R: int = 0, write=write_rows):
+        self.buffer, self.keep, self._write = buffer, keep, write
+        packed = isinstance(buffer, PackedRows)
+        self.flat, self.R = (buffer, R) if packed else (buffer.flatten(0, 1), buffer.shape[1])
+
+    def store(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """values [M, width] to rows `slots` int64 [M] of the pool."""
+        if isinstance(self.flat, PackedRows):
+            self._write(self.flat, slots, values)
+        else:
+            self.flat.index_copy_(0, slots, values.to(self.flat.dtype))
+
+    def fetch(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `slots` int64 [M] of the pool: [M, width] in `dtype`."""
+        return read_rows(self.flat, slots).to(dtype) if isinstance(self.flat, PackedRows) else self.flat.index_select(0, slots)
 
     def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor:
         """Write values [N, width] at the step's positions; return the pool that `index` addresses.
@@ -40,19 +53,18 @@ class Ring:
         while the step fits beside the kept rows; a longer step is staged in a workspace of
         keep + T rows, of which the ring keeps the last R.
         """
-        values = values.to(self.buffer.dtype)
         if self._in_place(step):
-            self.flat.index_copy_(0, self._slots(step, "pos", lambda: step.pos), values)
+            self.store(self.slots(step), values)
             return self.flat
-        staged = self.buffer.new_empty(step.B, self.keep + step.T, values.shape[-1])
+        values = values if isinstance(self.flat, PackedRows) else values.to(self.flat.dtype)
+        staged = values.new_empty(step.B, self.keep + step.T, values.shape[-1])
         before = self._slots(step, ("before", self.keep), lambda: step.start.unsqueeze(1)
                              + torch.arange(-self.keep, 0, device=step.device))
-        staged[:, :self.keep] = self.flat.index_select(0, before).view(step.B, self.keep, -1)
+        staged[:, :self.keep] = self.fetch(before, values.dtype).view(step.B, self.keep, -1)
         values = values.view(step.B, step.T, -1)
         staged[:, self.keep:] = values
         last = min(step.T, self.R)
-        self.flat.index_copy_(0, self._slots(step, ("last", last), lambda: step.pos[:, -last:]),
-                              values[:, -last:].flatten(0, 1))
+        self.store(self._slots(step, ("last", last), lambda: step.pos[:, -last:]), values[:, -last:].flatten(0, 1))
         return staged.flatten(0, 1)
 
     def index(self, step: Step, positions: torch.Tensor) -> torch.Tensor:
@@ -77,33 +89,49 @@ class Ring:
     def _in_place(self, step: Step) -> bool:
         return step.T <= self.R - self.keep
 
+    def slots(self, step: Step) -> torch.Tensor:
+        """Rows of the pool for the step's own positions, int64 [N]."""
+        return self._slots(step, "pos", lambda: step.pos)
+
     def _slots(self, step: Step, key, positions) -> torch.Tensor:
         return step.memo(("slots", self.R, key), lambda: (positions() % self.R + step.row * self.R).flatten())
 
 
 class Entries:
-    """Compressed entries [batch, ceil(max_context / ratio), width], one every `ratio` tokens."""
+    """Compressed entries [batch, n, width], one every `ratio` tokens: n = ceil(max_context / ratio), or the next multiple of a
+    page when they are packed."""
 
-    def __init__(self, buffer: torch.Tensor, ratio: int):
-        self.buffer, self.ratio = buffer, ratio
-        self.flat = buffer.flatten(0, 1)
+    def __init__(self, buffer: torch.Tensor | PackedRows, ratio: int, write=write_rows):
+        self.buffer, self.ratio, self._write = buffer, ratio, write
+        self.packed = isinstance(buffer, PackedRows)
+        self.n = PAGE * buffer.data.shape[1] if self.packed else buffer.shape[1]
+        self.flat = (buffer._replace(data=buffer.data.flatten(0, 1), count=buffer.data.shape[0] * self.n) if self.packed
+                     else buffer.flatten(0, 1))
 
     def write(self, step: Step, values: torch.Tensor) -> None:
         """Write values [B·completed, width] at the step's new windows."""
-        n = self.buffer.shape[1]
-        slots = step.memo(("entry_slots", self.ratio, n),
-                          lambda: (step.new_windows(self.ratio) + step.row * n).flatten())
-        self.flat.index_copy_(0, slots, values.to(self.buffer.dtype))
+        slots = step.memo(("entry_slots", self.ratio, self.n),
+                          lambda: (step.new_windows(self.ratio) + step.row * self.n).flatten())
+        if self.packed:
+            self._write(self.flat, slots, values)
+        else:
+            self.flat.index_copy_(0, slots, values.to(self.buffer.dtype))
 
-    def visible(self, step: Step) -> torch.Tensor:
+    def visible(self, step: Step) -> torch.Tensor | PackedRows:
         """View [B, n, width] of the entries that the step's last query may see."""
+        if self.packed:
+            return self.buffer._replace(data=self.buffer.data[step.rows], count=step.max_visible(self.ratio))
         return self.buffer[step.rows, :step.max_visible(self.ratio)]
+
+    def held(self) -> torch.Tensor:
+        """All entries [batch, n, width], in fp32 where they are packed."""
+        return decode_rows(self.buffer) if self.packed else self.buffer
 
     def chosen(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
         if step.first == 0 and step.B == 1:
             return self.flat, entry.flatten(0, 1)
-        base = (step.row * self.buffer.shape[1]).unsqueeze(-1)
+        base = (step.row * self.n).unsqueeze(-1)
         return self.flat, torch.where(entry < 0, entry, entry + base).flatten(0, 1)
 
     def all_visible(self, step: Step) -> torch.Tensor:
@@ -124,6 +152,7 @@ class Stream:
     shape: tuple[int, ...]
     dtype: torch.dtype
     formula: str
+    rows: tuple[RowFormat, int, int] | None = None  # format, width, rotated columns of packed rows; shape is then (…, pages, page bytes)
 
     @property
     def nbytes(self) -> int:
@@ -135,12 +164,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class LayerStreams:
-    """All streams of one layer (`label` 'layer 3' or 'mtp 0')."""
+    """All streams of one layer (`label` 'layer 3' or 'mtp 0'). window_rows: of the window's ring, a batch row."""
 
     label: str
     kind: LayerKind
     ratio: int
     streams: tuple[Stream, ...]
+    window_rows: int
 
 
 def layer_streams(config: ModelConfig, label: str, ratio: int, batch: int, max_context: int, max_rewind: int,
@@ -148,21 +178,42 @@ def layer_streams(config: ModelConfig, label: str, ratio: int, batch: int, max_c
     """Streams that one layer of compression ratio `ratio` needs."""
     from dsv4.config import KIND_OF_RATIO
     kind, d, W = KIND_OF_RATIO[ratio], config.head_dim, config.sliding_window
-    dtype, width = numerics.cache, numerics.cache.itemsize
-    streams = [Stream("window", (batch, W + max_rewind, d), dtype,
-                      f"{batch} rows × ({W} window + {max_rewind} rewind) × {d} × {width} B")]
+    main, index = (numerics.kv_rows, d, config.qk_rope_head_dim), (numerics.index_rows, config.index_head_dim, 0)
+    streams = [_ring_stream("window", batch, W, max_rewind, main, numerics.cache)]
     if kind is not LayerKind.WINDOW:
         overlap = 2 if kind is LayerKind.CSA else 1
-        compressors = [("main", d)] + ([("index", config.index_head_dim)] if kind is LayerKind.CSA else [])
-        for name, dim in compressors:
-            raw = (batch, overlap * ratio + max_rewind, 2 * overlap * dim)
+        for name, rows in [("main", main)] + ([("index", index)] if kind is LayerKind.CSA else []):
+            raw = (batch, overlap * ratio + max_rewind, 2 * overlap * rows[1])
             how = (f"{batch} rows × ({overlap * ratio} window{'s' if overlap > 1 else ''} + {max_rewind} rewind) "
-                   f"× 2 × {overlap * dim} × 4 B")
+                   f"× 2 × {overlap * rows[1]} × 4 B")
             streams.append(Stream(f"{name} raw rows", raw, torch.float32, how))
-            n = -(-max_context // ratio)
-            streams.append(Stream("entries" if name == "main" else "index keys", (batch, n, dim), dtype,
-                                  f"{batch} rows × ⌈{max_context} / {ratio}⌉ × {dim} × {width} B"))
-    return LayerStreams(label, kind, ratio, tuple(streams))
+            streams.append(_entry_stream("entries" if name == "main" else "index keys", batch, max_context, ratio, rows, numerics.cache))
+    return LayerStreams(label, kind, ratio, tuple(streams), W + max_rewind)
+
+
+def _ring_stream(name: str, batch: int, window: int, max_rewind: int, rows, dtype: torch.dtype) -> Stream:
+    format, width, rope = rows
+    if format is None:
+        return Stream(name, (batch, window + max_rewind, width), dtype,
+                      f"{batch} rows × ({window} window + {max_rewind} rewind) × {width} × {dtype.itemsize} B")
+    layout, pages = pack_layout(format, width, rope), -(-batch * (window + max_rewind) // PAGE)
+    return Stream(name, (pages, layout.page), torch.uint8, f"⌈{batch} rows × ({window} window + {max_rewind} rewind) / {PAGE}⌉ pages × "
+                  f"{_page_formula(layout)}", rows)
+
+
+def _entry_stream(name: str, batch: int, max_context: int, ratio: int, rows, dtype: torch.dtype) -> Stream:
+    format, width, rope = rows
+    n = -(-max_context // ratio)
+    if format is None:
+        return Stream(name, (batch, n, width), dtype, f"{batch} rows × ⌈{max_context} / {ratio}⌉ × {width} × {dtype.itemsize} B")
+    layout, pages = pack_layout(format, width, rope), -(-n // PAGE)
+    return Stream(name, (batch, pages, layout.page), torch.uint8,
+                  f"{batch} rows × ⌈⌈{max_context} / {ratio}⌉ / {PAGE}⌉ pages × {_page_formula(layout)}", rows)
+
+
+def _page_formula(layout) -> str:
+    padding = layout.page - PAGE * layout.row
+    return f"({PAGE} × {layout.row}{f' + {padding} padding' if padding else ''}) B"
 
 
 def cache_streams(config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics,
@@ -184,9 +235,9 @@ def zeros(stream: Stream, device: torch.device) -> torch.Tensor:
 class CompressorCache:
     """Raw rows of one compressor (kv ‖ gate + ape, fp32) and the entries it has pooled."""
 
-    def __init__(self, raw: torch.Tensor, entries: torch.Tensor, ratio: int, overlap: int):
+    def __init__(self, raw: torch.Tensor, entries: torch.Tensor | PackedRows, ratio: int, overlap: int, write=write_rows):
         self.raw = Ring(raw, overlap * ratio - 1)
-        self.entries = Entries(entries, ratio)
+        self.entries = Entries(entries, ratio, write)
         self.ratio, self.overlap = ratio, overlap
 
     def pool(self, step: Step, raw: torch.Tensor, ape: torch.Tensor, op) -> torch.Tensor | None:
@@ -210,6 +261,26 @@ class CompressorCache:
         kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
         return op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
 
+    def compress(self, step: Step, raw: torch.Tensor, ape: torch.Tensor, op, dtype: torch.dtype, norm, base: str,
+                 simulate: str | None) -> None:
+        """The same for a captured step, with the rest of the compressor: store rows and entries.
+
+        raw fp32 [N, 2·c·D] is overwritten; norm: the RMSNorm of entries; simulate as in the composition `pool_entries`. Every
+        window that the step may complete is written; those that it does not lie beyond what any query sees.
+        """
+        phase = step.memo(("phase", self.ratio), lambda: (step.pos % self.ratio).flatten())
+        op.store_rows(raw, ape, phase, self.raw.flat, self.raw.slots(step))
+        slots = step.memo(("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step))
+        cis = step.window_cis(self.ratio, base)
+        self.entries.write(step, op.pool_entries(self.raw.flat, slots, self.overlap, dtype, norm.weight, norm.eps, cis, simulate))
+
+    def _window_rows(self, step: Step) -> torch.Tensor:
+        """Row of the ring of each token of each new window, int64 [M, c·ratio]; −1 before position 0 and in incomplete windows."""
+        offset = torch.arange(-(self.overlap - 1) * self.ratio, self.ratio, device=step.device)
+        tokens = (step.new_windows(self.ratio) * self.ratio).unsqueeze(-1) + offset
+        absent = (tokens < 0) | ~step.completes(self.ratio).view(*tokens.shape[:2], 1)
+        return torch.where(absent, -1, self.raw.index(step, tokens)).flatten(0, 1)
+
     def _window_slots(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the slots of each new window are, and which hold no token yet.
 
@@ -229,16 +300,18 @@ class CompressorCache:
 class LayerCache:
     """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers."""
 
-    def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device):
+    def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device, write=write_rows):
         tensors = {s.name: zeros(s, device) for s in plan.streams}
         self.tensors = tensors
-        self.window = Ring(tensors["window"], sliding_window - 1)
+        held = {s.name: tensors[s.name] if s.rows is None else
+                PackedRows(s.rows[0], tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[-2]) for s in plan.streams}
+        self.window = Ring(held["window"], sliding_window - 1, plan.window_rows, write)
         self.main = self.index = None
         if plan.kind is not LayerKind.WINDOW:
             overlap = 2 if plan.kind is LayerKind.CSA else 1
-            self.main = CompressorCache(tensors["main raw rows"], tensors["entries"], plan.ratio, overlap)
+            self.main = CompressorCache(held["main raw rows"], held["entries"], plan.ratio, overlap, write)
         if plan.kind is LayerKind.CSA:
-            self.index = CompressorCache(tensors["index raw rows"], tensors["index keys"], plan.ratio, 2)
+            self.index = CompressorCache(held["index raw rows"], held["index keys"], plan.ratio, 2, write)
 
 
 class Lengths:
@@ -276,7 +349,7 @@ class Cache:
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, batch: int, max_context: int, max_rewind: int,
-                 devices: list[torch.device], mtp: bool):
+                 devices: list[torch.device], mtp: bool, write=write_rows):
         if batch < 1 or max_context < 1 or max_rewind < 0:
             raise InputError(f"a cache needs batch >= 1, max_context >= 1 and max_rewind >= 0; "
                              f"got {batch}, {max_context}, {max_rewind}")
@@ -286,7 +359,7 @@ class Cache:
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_rewind
         self.plan = cache_streams(config, batch, max_context, max_rewind, numerics, mtp)
         try:
-            layers = [LayerCache(p, config.sliding_window, d) for p, d in zip(self.plan, devices, strict=True)]
+            layers = [LayerCache(p, config.sliding_window, d, write) for p, d in zip(self.plan, devices, strict=True)]
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams)
             raise CapacityError(f"the cache needs {wanted} bytes for batch {batch} and max_context {max_context}, and they "

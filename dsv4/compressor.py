@@ -41,12 +41,17 @@ class MainCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
-        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
+        raw = step.apply(self.wkv_gate, x, torch.float32)
+        if step.captured:
+            simulate = "kv" if self.numerics.simulate_kv else None
+            cache.compress(step, raw, self.ape, self.op, self.numerics.activation, self.norm, self.base, simulate)
+            return
+        pooled = cache.pool(step, raw, self.ape, self.op)
         if pooled is None:
             return
         entries = self.norm(pooled.to(self.numerics.activation))
         entries = self.op.rotate(entries, step.window_cis(self.ratio, self.base))
-        if self.numerics.simulate:
+        if self.numerics.simulate_kv:
             entries = self.op.simulate_fp8_blocks(entries, KV_BLOCK, self.rope)
         cache.entries.write(step, entries)
 
@@ -70,11 +75,16 @@ class IndexerKeyCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the keys of the windows that end here."""
-        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
+        raw = step.apply(self.wkv_gate, x, torch.float32)
+        if step.captured:
+            simulate = "key" if self.numerics.simulate_index else None
+            cache.compress(step, raw, self.ape, self.op, self.numerics.activation, self.norm, BASES[LayerKind.CSA], simulate)
+            return
+        pooled = cache.pool(step, raw, self.ape, self.op)
         if pooled is None:
             return
         keys = self.norm(pooled.to(self.numerics.activation))
         keys = self.op.rotate(keys, step.window_cis(self.ratio, BASES[LayerKind.CSA]))
-        if self.numerics.simulate:
+        if self.numerics.simulate_index:
             keys = self.op.simulate_fp4_blocks(self.op.hadamard(keys), INDEX_KEY_BLOCK)
         cache.entries.write(step, keys)

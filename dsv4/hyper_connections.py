@@ -19,8 +19,12 @@ class HyperConnection(Module):
 
     def forward(self, streams: torch.Tensor):
         """streams [N, n, d] → (sublayer input [N, d] before its norm, post [N, n], comb [N, n, n])."""
+        return self.op.mhc_pre(streams, *self.arguments())
+
+    def arguments(self) -> tuple:
+        """What `mhc_pre` takes beside the streams."""
         mine = self._parameters
-        return self.op.mhc_pre(streams, mine["fn"], mine["scale"], mine["base"], self.iters, self.eps, self.norm_eps)
+        return mine["fn"], mine["scale"], mine["base"], self.iters, self.eps, self.norm_eps
 
 
 class HyperHead(Module):

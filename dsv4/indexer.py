@@ -35,22 +35,33 @@ class LightningIndexer(Module):
         query at the last token of a window sees that window's entry.
         """
         self.compressor(x, step, cache.index)
-        n = step.max_visible(self.ratio)
-        if n <= self.topk:  # every visible entry is selected: nothing to score
+        if not self.chooses(step):
             return cache.index.entries.all_visible(step)
+        if step.captured:
+            return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk)
         scores = self.scores(x, qr, step, cache)
         return self.op.topk_entries(scores, self.topk)
 
+    def chooses(self, step: Step) -> bool:
+        """Whether there may be more visible entries than are selected; else there is nothing to score."""
+        return step.max_visible(self.ratio) > self.topk
+
     def scores(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """Index scores fp32 [B, T, n] over the entries visible to the last query, −inf where invisible."""
+        return self.op.index_scores(*self.scored(x, qr, step, cache))
+
+    def scored(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> tuple:
+        """What scores are made of: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64 [B, T]."""
         q = self.queries(qr, step).view(step.B, step.T, self.H, self.D)
-        weights = self.weights_proj(x).float().view(step.B, step.T, self.H) * self.scale
-        return self.op.index_scores(q, weights, cache.index.entries.visible(step), step.visible(self.ratio))
+        weights = step.apply(self.weights_proj, x).float().view(step.B, step.T, self.H) * self.scale
+        return q, weights, cache.index.entries.visible(step), step.visible(self.ratio)
 
     def queries(self, qr: torch.Tensor, step: Step) -> torch.Tensor:
         """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
-        q = self.wq_b(qr).view(step.N, self.H, self.D)
+        q = step.apply(self.wq_b, qr).view(step.N, self.H, self.D)
+        if step.captured:
+            return self.op.index_queries(q, step.cis(BASES[LayerKind.CSA]), self.numerics.simulate_index)
         q = self.op.rotate(q, step.cis(BASES[LayerKind.CSA]).unsqueeze(1))
-        if self.numerics.simulate:
+        if self.numerics.simulate_index:
             q = self.op.simulate_fp4_blocks(self.op.hadamard(q), INDEX_KEY_BLOCK)
         return q

@@ -21,21 +21,22 @@ from loaders.load import Inventory, fill, matrix_names
 
 def load_model(path: str | Path, numerics: str = "native", backend: str = "auto", device: str = "cpu",
                max_context: int | None = None, mtp: bool | None = None, progress: Progress | None = None,
-               device_map: str | None = None, max_memory: dict | None = None) -> Model:
+               device_map: str | None = None, max_memory: dict | None = None, cache: str = "auto", index_cache: str = "auto") -> Model:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
     numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.numerics). backend: 'auto' ('cpu' on a CPU, 'reference'
     on a GPU until there are kernels for it), 'reference', 'cpu', 'triton'. max_context: the default of
     `new_cache`. mtp: load the MTP block; None means if the checkpoint has one. progress(done bytes, total bytes).
     device_map='auto' spreads layers over GPUs, host memory and the checkpoint on disk within `max_memory`
-    ({0: bytes, 'cpu': bytes}; see dsv4.offload).
+    ({0: bytes, 'cpu': bytes}; see dsv4.offload). cache: 'auto' (as activations), 'bf16' or 'fp8', of window rows and entries;
+    index_cache: 'auto', 'bf16', 'fp8' or 'fp4', of index keys (see `Numerics.with_caches`).
 
     The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
     InputError or BackendUnavailable, each one line.
     """
     inventory = Inventory.open(path)
     target = resolve_device(device)
-    model = plan_model(inventory, numerics_named(numerics), resolve_backend(backend, target), mtp)
+    model = plan_model(inventory, numerics_named(numerics).with_caches(cache, index_cache), resolve_backend(backend, target), mtp)
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "

@@ -19,6 +19,7 @@ from dsv4.numerics import Numerics
 from dsv4.rope import frequencies
 from dsv4.step import Step
 from kernels.dispatch import DispatchLedger, bind
+from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 
 CHUNK = 256  # tokens of a row in one step: prefill memory grows with it, not with the prompt
@@ -55,7 +56,7 @@ class Model(Module):
         super().__init__()
         self.config, self.numerics, self.backend = config, numerics, backend
         self.dispatch = DispatchLedger()
-        op = bind(OPERATIONS, backend, self.dispatch)
+        op = self.op = bind(OPERATIONS, backend, self.dispatch, COMPOSITIONS)
         self.embed = Embedding(config, store("embed").dtype)
         self.layers = nn.ModuleList(
             Block(config, config.compress_ratios[i], i < config.num_hash_layers, numerics,
@@ -85,7 +86,7 @@ class Model(Module):
         devices = self.layer_devices or [self.device] * n
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
-        return Cache(self.config, self.numerics, batch, max_context, max_rewind, devices, mtp=len(self.mtp) > 0)
+        return Cache(self.config, self.numerics, batch, max_context, max_rewind, devices, len(self.mtp) > 0, self.op.write_rows)
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: Cache, n_new: list[int] | None = None, logits: str = "all",
@@ -167,6 +168,11 @@ class Model(Module):
     def run(self, step: Step, cache: Cache) -> torch.Tensor:
         h = self.embed(step.ids).to(self.numerics.activation)
         streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
+        if step.captured:
+            pending = (streams,)
+            for block, layer_cache in zip(self.layers, cache.layers):
+                pending = block.captured(pending, step, layer_cache)
+            return self.op.mhc_post(*pending)
         if self.layer_devices is None:
             for block, layer_cache in zip(self.layers, cache.layers):
                 streams = block(streams, step, layer_cache)

@@ -1,10 +1,11 @@
 """Numerics: one explicit choice, made at load."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dsv4.errors import InputError
+from kernels.cache_rows import RowFormat
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Numerics:
     simulate: the official quantisation simulation (FP8 activations of linears whose weight is
         FP8 or FP4; FP8 main KV; Hadamard and FP4 of index queries and keys).
     dense: weights are dequantised to fp32 when loaded; else they stay as stored.
+    kv_rows, index_rows: byte format of window rows and entries, of index keys; None: plain numbers of dtype `cache`.
     """
 
     name: str
@@ -26,6 +28,37 @@ class Numerics:
     cache: torch.dtype
     simulate: bool
     dense: bool
+    kv_rows: RowFormat | None = None
+    index_rows: RowFormat | None = None
+
+    @property
+    def simulate_kv(self) -> bool:
+        """Whether main KV passes through FP8 before it is used: in an FP8 cache it does whatever the numerics, so that a token's
+        own step sees what later steps will read."""
+        return self.simulate or self.kv_rows is RowFormat.KV_FP8
+
+    @property
+    def simulate_index(self) -> bool:
+        """Whether index queries and keys pass through Hadamard and FP4: an FP4 index cache is made for both."""
+        return self.simulate or self.index_rows is RowFormat.INDEX_FP4
+
+    def with_caches(self, cache: str, index_cache: str) -> "Numerics":
+        """The same with caches in the formats called 'auto', 'bf16' or 'fp8', and 'auto', 'bf16', 'fp8' or 'fp4' (index keys).
+
+        'auto' is the activations' dtype. Raises InputError for a name that is unknown, or a format narrower than fp32 where
+        activations are fp32.
+        """
+        for option, name, known in (("cache", cache, KV_FORMATS), ("index cache", index_cache, INDEX_FORMATS)):
+            if name != "auto" and name not in known:
+                raise InputError(f"{option} format {name!r} is unknown; expected auto, {', '.join(known)}")
+            if name != "auto" and self.activation is torch.float32:
+                raise InputError(f"{option} format {name!r} was asked for with numerics {self.name}, whose caches are fp32; use native or qat")
+        rows = KV_FORMATS.get(cache), INDEX_FORMATS.get(index_cache)
+        return replace(self, kv_rows=rows[0], index_rows=rows[1])
+
+
+KV_FORMATS = {"bf16": None, "fp8": RowFormat.KV_FP8}
+INDEX_FORMATS = {"bf16": None, "fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4}
 
 
 NUMERICS = {

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from dsv4.errors import UnsupportedInput
 from kernels.rope import rotation
 
 
@@ -34,6 +35,13 @@ class Step:
         self._cis: dict[str, torch.Tensor] = {}
         self._inverse: dict[str, torch.Tensor] = {}
 
+    captured = False  # see CapturedStep
+
+    @property
+    def end(self) -> int:
+        """Most tokens that any row holds after this step (host)."""
+        return max(self.starts) + self.T
+
     def on(self, device: torch.device) -> "Step":
         """The same step with its tensors on another device."""
         if device == self.device:
@@ -51,6 +59,10 @@ class Step:
         if value is None:
             value = self._memo[key] = compute()
         return value
+
+    def apply(self, module: Callable, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """module(x), of x in `dtype` if one is given; or what `CapturedStep.prepare` has computed of it."""
+        return module(x if dtype is None else x.to(dtype))
 
     def cis(self, base: str) -> torch.Tensor:
         """Rotation of each token at its position, complex64 [N, d/2]; base 'main' or 'compress'."""
@@ -70,7 +82,7 @@ class Step:
 
     def max_visible(self, ratio: int) -> int:
         """Most entries that any query of this step sees (host)."""
-        return (max(self.starts) + self.T) // ratio
+        return self.end // ratio
 
     def min_visible(self, ratio: int) -> int:
         """Fewest entries that any query of this step sees (host)."""
@@ -97,3 +109,60 @@ class Step:
         """Rotation of each new entry at its window's first token, complex64 [B·completed, d/2]."""
         return self.memo(("window_cis", ratio, base),
                          lambda: rotation((self.new_windows(ratio) * ratio).flatten(), self.frequencies[base]))
+
+
+class CapturedStep(Step):
+    """A step whose positions are known on the device alone, so that it can be captured once and replayed at any position.
+
+    ids int64 [B, T] and start int64 [B] are read where they are: a replay sees what they hold then. The host only knows that no
+    row ends beyond `capacity` tokens, so buffers are read up to what the device says is visible, not up to a length.
+    """
+
+    captured = True
+
+    def __init__(self, ids: torch.Tensor, start: torch.Tensor, capacity: int, frequencies: dict[str, torch.Tensor]):
+        self.B, self.T = ids.shape
+        self.N, self.device, self.first, self.capacity = self.B * self.T, ids.device, 0, capacity
+        self.ids, self.start, self.frequencies = ids.flatten(), start, frequencies
+        self.pos = start.unsqueeze(1) + torch.arange(self.T, device=self.device)
+        self.row = torch.arange(self.B, device=self.device).unsqueeze(1)
+        self._memo, self._cis, self._inverse = {}, {}, {}
+        self._ready: dict = {}
+
+    def prepare(self, linears: Callable, x: torch.Tensor, norm: torch.Tensor | None, eps: float, modules: list) -> None:
+        """Compute several linear maps of one input at once (`linears`: the composition of that name), for `apply` to hand out.
+
+        modules: (module, dtype) each, in any order; norm, eps: of the RMS norm before them, None for none.
+        """
+        weights, simulate = tuple(m.packed() for m, _ in modules), tuple(m.simulate for m, _ in modules)
+        self._ready |= dict(zip((m for m, _ in modules), linears(x, norm, eps, weights, simulate, tuple(d for _, d in modules))))
+
+    def apply(self, module: Callable, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        ready = self._ready.pop(module, None)
+        return super().apply(module, x, dtype) if ready is None else ready
+
+    @property
+    def end(self) -> int:
+        """The capacity: a bound on what any replay reaches."""
+        return self.capacity
+
+    def on(self, device: torch.device) -> "CapturedStep":
+        """The same step: captured layers are all on one device. Raises UnsupportedInput otherwise."""
+        if device != self.device:
+            raise UnsupportedInput(f"a captured step on {self.device} met a layer on {device}; captured decoding runs on one device")
+        return self
+
+    def min_visible(self, ratio: int) -> int:
+        return 0
+
+    def window_full(self, window: int) -> bool:
+        return False
+
+    def completed(self, ratio: int) -> int:
+        """Windows that T tokens complete at most, wherever they begin."""
+        return (self.T + ratio - 1) // ratio
+
+    def completes(self, ratio: int) -> torch.Tensor:
+        """bool [B·completed]: which of `new_windows` are complete after this step."""
+        return self.memo(("completes", ratio), lambda: (
+            (self.new_windows(ratio) + 1) * ratio <= self.start.unsqueeze(1) + self.T).flatten())

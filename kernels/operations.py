@@ -1,6 +1,7 @@
 """Every operation that a model binds, by name."""
 
 from kernels.attention import hca_attention, sparse_attention
+from kernels.cache_rows import write_rows
 from kernels.compress import gated_pool
 from kernels.experts import experts, shared_expert
 from kernels.hadamard import hadamard
@@ -15,5 +16,5 @@ from kernels.router import route_hashed, route_scored
 OPERATIONS = {op.name: op for op in (
     experts, gated_pool, grouped_linear, hadamard, hca_attention, index_scores, linear, mhc_head, mhc_post, mhc_pre,
     rms_norm, rotate, route_hashed, route_scored, shared_expert, simulate_fp4_blocks, simulate_fp8_blocks,
-    sparse_attention, topk_entries,
+    sparse_attention, topk_entries, write_rows,
 )}

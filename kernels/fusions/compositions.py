@@ -53,7 +53,7 @@ def pool_entries(op, pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtyp
     pool fp32 [R, 2·c·D] (kv ‖ gate, c = overlap pieces of D each); slots int64 [M, S]: rows of each window, −1 absent; with
     c = 2 the first S/2 slots give their pieces 0, the others their pieces 1. Pooled in fp32, cast to `dtype`, normalised by
     weight [D], rotated by cis complex64 [M, d/2]. simulate: None, "kv" (FP8 but for the rotated dims) or "key"
-    (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 has no part, whatever the pool holds.
+    (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 has no part, whatever the pool holds; a window of none is 0.
     """
     M, S = slots.shape
     D = pool.shape[1] // (2 * overlap)
@@ -61,7 +61,7 @@ def pool_entries(op, pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtyp
     piece = torch.arange(S, device=slots.device) // (S // overlap)
     rows = (slots.clamp(min=0) * (2 * overlap) + piece).flatten()
     kv, gate = pool.view(-1, D).index_select(0, torch.cat((rows, rows + overlap))).view(2, M, S, D).unbind()
-    pooled = op.gated_pool(kv.masked_fill(absent, 0), gate.masked_fill(absent, float("-inf")))
+    pooled = op.gated_pool(kv.masked_fill(absent, 0), gate.masked_fill(absent, float("-inf"))).masked_fill(absent.all(1), 0)
     entries = op.rotate(op.rms_norm(pooled.to(dtype), weight, eps), cis)
     if simulate == "kv":
         return op.simulate_fp8_blocks(entries, KV_BLOCK, 2 * cis.shape[-1])

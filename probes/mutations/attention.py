@@ -27,8 +27,8 @@ def windows(site: Site, change) -> None:
     """Every layer keeps and reads change(W) tokens of window."""
     prepare, last = LayerCache.__init__, Ring.last
 
-    def init(self, plan, sliding_window, device):
-        prepare(self, plan, sliding_window, device)
+    def init(self, plan, sliding_window, *rest):
+        prepare(self, plan, sliding_window, *rest)
         self.window = Ring(self.tensors["window"], change(sliding_window) - 1)
     site.patch(LayerCache, "__init__", init)
     site.patch(Ring, "last", lambda self, step, window: last(self, step, change(window)))

@@ -13,6 +13,7 @@ from dsv4.linear import Matrix
 from dsv4.load import load_model, pieces_of
 from dsv4.model import Model
 from dsv4.step import Step
+from kernels.cache_rows import PackedRows, read_rows
 from kernels.operations import OPERATIONS
 from kernels.quantize import PackedWeight, to_float
 from loaders.ledger import Piece
@@ -87,7 +88,7 @@ class OurSubject(Subject):
         want, (B, T), model, block = check_points(want), ids.shape, self.model, self.model.layers[layer]
         device = model.layer_devices[layer] if model.layer_devices else model.device
         plan = cache_streams(self.config, B, T, DEFAULT_MAX_REWIND, model.numerics, mtp=False)[layer]
-        cache, timeline = LayerCache(plan, self.config.sliding_window, device), Timeline(B, T)
+        cache, timeline = LayerCache(plan, self.config.sliding_window, device, model.op.write_rows), Timeline(B, T)
         with _Taps(timeline, want) as taps:
             taps.block(layer, block)
             taps.attention(layer, block.attn, cache)
@@ -106,7 +107,7 @@ class OurSubject(Subject):
         model, attn, steps = self.model, self.model.layers[layer].attn, steps_of(T, schedule)
         device = model.layer_devices[layer] if model.layer_devices else model.device
         plan = cache_streams(self.config, B, T, _rewind_room(steps), model.numerics, mtp=False)[layer]
-        cache, timeline = LayerCache(plan, self.config.sliding_window, device), Timeline(B, T)
+        cache, timeline = LayerCache(plan, self.config.sliding_window, device, model.op.write_rows), Timeline(B, T)
         with _Taps(timeline, want) as taps:
             taps.attention(layer, attn, cache)
             for start, n in (step for step in steps if step[1] > 0):  # a rewind is nothing but an earlier start
@@ -193,11 +194,12 @@ class _Taps:
         """Every position that the step can read, from its pool; then those that the ring still holds, from the ring."""
         positions = step.start.unsqueeze(1) + torch.arange(-ring.keep, step.T, device=step.device)
         rows = ring.index(step, positions).flatten()
-        seen = pool.index_select(0, rows).view(step.B, ring.keep + step.T, -1)
+        read = lambda rows: read_rows(pool, rows) if isinstance(pool, PackedRows) else pool.index_select(0, rows)
+        seen = read(rows).view(step.B, ring.keep + step.T, -1)
         self.timeline.put(i, "kv_window", seen, [start - ring.keep for start in step.starts], step.first)
         held = min(step.T, ring.R)
-        slots = (step.pos[:, -held:] % ring.R).unsqueeze(-1).expand(-1, -1, pool.shape[-1])
-        kept = ring.buffer[step.rows].gather(1, slots)
+        slots = step.pos[:, -held:] % ring.R + step.row * ring.R
+        kept = ring.fetch(slots.flatten(), seen.dtype).view(step.B, held, -1)
         self.timeline.put(i, "kv_window", kept, [start + step.T - held for start in step.starts], step.first)
 
     def _scores(self, i: int, scores: torch.Tensor, step: Step) -> None:
@@ -251,7 +253,7 @@ def put_entries(timeline: Timeline, i: int, cache: LayerCache, lengths: list[int
             continue
         counts = torch.tensor([n // compressor.ratio for n in lengths])
         n = timeline.tokens // compressor.ratio
-        held = compressor.entries.buffer[:, :n].float().cpu()
+        held = compressor.entries.held()[:, :n].float().cpu()
         beyond = torch.arange(n) >= counts.unsqueeze(1)
         timeline.whole(i, point, held.masked_fill(beyond.unsqueeze(-1), float("nan")))
 

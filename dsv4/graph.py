@@ -1,0 +1,100 @@
+"""A decode step as one CUDA graph: captured once, replayed at every position of a ragged batch."""
+
+import torch
+
+from dsv4.cache import Cache
+from dsv4.errors import ContextOverrun, InputError
+from dsv4.model import Model
+from dsv4.step import CapturedStep
+
+WARM_UP = 2  # runs before capture: kernels compile and libraries take their workspaces
+
+
+class DecodeGraph:
+    """Appends `tokens` tokens to rows of `cache` by replaying one graph.
+
+    A replay neither allocates nor waits for the device, and runs no Python of the model. Rows stand at their own lengths; a row that is not
+    `active` is computed and forgotten: its slots lie beyond its length. On a CPU the captured step runs without a graph.
+
+    ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
+    """
+
+    def __init__(self, model: Model, cache: Cache, tokens: int = 1):
+        if model.layer_devices is not None:
+            raise InputError("a decode step cannot be captured while layers are spread over devices; load without --device-map")
+        if tokens > cache.max_rewind + 1:
+            raise InputError(f"steps of {tokens} tokens need a cache with max_rewind >= {tokens - 1}; this one has {cache.max_rewind}")
+        self.model, self.cache, self.tokens = model, cache, tokens
+        self.ids = torch.zeros(cache.batch, tokens, dtype=torch.int64, device=model.device)
+        self.start = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
+        self._gpu = model.device.type == "cuda"
+        self._staged = torch.zeros(cache.batch, dtype=torch.int64, pin_memory=self._gpu)
+        self._copied: torch.cuda.Event | None = None
+        self._held: list[int] | None = None  # what `start` holds, as far as the host knows
+        self.graph, self.logits, self.streams = None, None, None
+        if self._gpu:
+            self._capture()
+
+    def step(self, ids: torch.Tensor | None = None, active: list[bool] | None = None) -> torch.Tensor:
+        """Append ids int64 [batch, tokens] (None: what `self.ids` holds) and return the graph's logits fp32 [batch, tokens, vocab].
+
+        The next step overwrites them. active: rows whose length advances, by default all. Raises ContextOverrun where one would exceed
+        max_context; nothing has run then.
+        """
+        lengths = self.cache._main
+        moving = [True] * self.cache.batch if active is None else active
+        for b, (length, moves) in enumerate(zip(lengths.now, moving, strict=True)):
+            if length + self.tokens > self.cache.max_context:
+                raise ContextOverrun(f"row {b} holds {length} tokens and would get {self.tokens} more, over the cache's max_context of "
+                                     f"{self.cache.max_context}; ask for a larger --max-context or fewer tokens")
+        if ids is not None:
+            self.ids.copy_(ids, non_blocking=True)
+        if self._held != lengths.now:
+            self._place(lengths.now)
+        if self.graph is None:
+            self._run()
+        else:
+            self.graph.replay()
+        self._held = [length + self.tokens for length in lengths.now]
+        for b, moves in enumerate(moving):
+            if moves:
+                lengths.advance(slice(b, b + 1), self.tokens)
+        return self.logits
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        """One captured step; `start` is moved on at its end, so that the next replay follows without the host."""
+        model = self.model
+        step = CapturedStep(self.ids, self.start, self.cache.max_context, model.rope_frequencies())
+        self.streams = model.run(step, self.cache)
+        logits = model.head(model.features(self.streams)).view(self.cache.batch, self.tokens, -1)
+        self.logits = logits if self.logits is None else self.logits.copy_(logits)
+        self.start += self.tokens
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        """Runs at the rows' own positions, which nothing has read yet and the first real step writes again."""
+        if max(self.cache.lengths) + self.tokens > self.cache.max_context:
+            return  # full: `step` will say so
+        self._place(self.cache.lengths)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._run()
+                self.start -= self.tokens
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=stream):
+                self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _place(self, lengths: list[int]) -> None:
+        """Set `start` on the device without waiting for it."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the staging tensor may still be read; only after a rewind, or when rows rest
+        self._staged.copy_(torch.tensor(lengths))
+        self.start.copy_(self._staged, non_blocking=True)
+        if self._gpu:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._held = list(lengths)

@@ -1,0 +1,112 @@
+"""Captured steps: what they compute is what `append` computes, at every position, in every cache format. On a CPU without a graph."""
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.errors import ContextOverrun, InputError
+from dsv4.graph import DecodeGraph
+from dsv4.numerics import NUMERICS
+from tests import checkpoints
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CACHES = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "fp8", "fp4"), ("native", "fp8", "fp8"),
+          ("native", "bf16", "fp4")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return checkpoints.write_official(tmp_path_factory.mktemp("graph") / "official")
+
+
+def loaded(checkpoint, numerics="fp32", cache="auto", index_cache="auto", backend="reference"):
+    return load_model(checkpoint, numerics=numerics, backend=backend, device=DEVICE, cache=cache, index_cache=index_cache)
+
+
+def prompts(model, *lengths):
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)), generator=g)
+    return ids, list(lengths)
+
+
+@pytest.mark.parametrize("numerics, cache, index_cache", CACHES)
+def test_captured_steps_equal_append(checkpoint, numerics, cache, index_cache):
+    """A ragged batch from several residues of the ratios, past the window and past 128 tokens, against append token by token."""
+    model = loaded(checkpoint, numerics, cache, index_cache)
+    ids, counts = prompts(model, 5, 126, 150)
+    eager, captured = model.new_cache(3, 180), model.new_cache(3, 180)
+    for c in (eager, captured):
+        model.append(ids, c, n_new=counts, logits="last")
+    graph = DecodeGraph(model, captured)
+    g = torch.Generator().manual_seed(4)
+    for step in range(9):
+        new = torch.randint(0, model.config.vocab_size, (3, 1), generator=g)
+        want, found = model.append(new, eager), graph.step(new)
+        assert captured.lengths == eager.lengths
+        assert torch.equal(want, found), step
+
+
+def test_rows_that_rest_and_rewinds(checkpoint):
+    model = loaded(checkpoint)
+    ids, counts = prompts(model, 9, 30)
+    cache, want = model.new_cache(2, 64), model.new_cache(2, 64)
+    for c in (cache, want):
+        model.append(ids, c, n_new=counts, logits="none")
+    graph = DecodeGraph(model, cache)
+    new = torch.tensor([[7], [8]])
+    graph.step(new, active=[False, True])
+    assert cache.lengths == [9, 31]
+    graph.step(torch.tensor([[1], [2]]))
+    cache.rewind(1)
+    found = graph.step(new)
+    model.append(new, want, n_new=[0, 1], logits="none")
+    assert (found - model.append(new, want)).abs().max() < 2e-4 and cache.lengths == want.lengths == [10, 32]
+
+
+def test_several_tokens_a_step(checkpoint):
+    """A verify pass of 5 tokens crosses two windows of 4 at some positions and one at others."""
+    model = loaded(checkpoint)
+    for start in range(120, 132):
+        ids, _ = prompts(model, start)
+        eager, captured = model.new_cache(1, 160), model.new_cache(1, 160)
+        for c in (eager, captured):
+            model.append(ids, c, logits="none")
+        new = ids[:, :5]
+        found = DecodeGraph(model, captured, 5).step(new).clone()
+        assert (found - model.append(new, eager)).abs().max() < 2e-4
+        after = DecodeGraph(model, captured).step(new[:, :1])
+        assert (after - model.append(new[:, :1], eager)).abs().max() < 2e-4
+
+
+def test_what_nobody_has_written_is_not_read(checkpoint):
+    """Every buffer full of NaN (bytes of 255 in packed ones) beyond what the prompt wrote."""
+    for numerics, cache_format, index_format in CACHES:
+        model = loaded(checkpoint, numerics, cache_format, index_format)
+        ids, _ = prompts(model, 21)
+        clean, dirty = model.new_cache(1, 96), model.new_cache(1, 96)
+        for layer in dirty.layers:
+            for t in layer.tensors.values():
+                t.fill_(255 if t.dtype is torch.uint8 else float("nan"))
+        for c in (clean, dirty):
+            model.append(ids, c, logits="none")
+        a, b = DecodeGraph(model, clean), DecodeGraph(model, dirty)
+        for token in range(12):
+            new = torch.tensor([[token + 3]])
+            assert torch.equal(a.step(new), b.step(new))
+
+
+def test_refusals(checkpoint):
+    model = loaded(checkpoint)
+    cache = model.new_cache(1, 4, max_rewind=0)
+    with pytest.raises(InputError, match="max_rewind >= 1"):
+        DecodeGraph(model, cache, 2)
+    graph = DecodeGraph(model, cache)
+    for _ in range(4):
+        graph.step(torch.tensor([[3]]))
+    with pytest.raises(ContextOverrun, match="max_context of 4"):
+        graph.step(torch.tensor([[3]]))
+    for cache_format, index_format in (("fp4", "auto"), ("auto", "int8")):
+        with pytest.raises(InputError, match="unknown"):
+            NUMERICS["native"].with_caches(cache_format, index_format)
+    with pytest.raises(InputError, match="fp32"):
+        NUMERICS["fp32"].with_caches("fp8", "auto")
