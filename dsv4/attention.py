@@ -85,8 +85,12 @@ class WindowAttention(Module):
         kv = self.op.rotate(self.kv_norm(kv), step.cis(self.base))
         return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate_kv else kv
 
+    def path_at(self, end: int) -> dict:
+        """What the attention of a row that then holds `end` tokens reads: tokens of its window, entries visible and selected."""
+        return {"window": min(self.W, end)}
+
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
-        self.path = {"window": min(self.W, step.end)}
+        self.path = self.path_at(step.end)
         return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale, step.window_full(self.W))
 
 
@@ -107,16 +111,18 @@ class CSAAttention(WindowAttention):
     def maps_of_queries(self, step: Step) -> list:
         return [(self.wq_b, None), (self.indexer.wq_b, None)] if self.indexer.chooses(step) else [(self.wq_b, None)]
 
+    def path_at(self, end: int) -> dict:
+        n = end // self.ratio
+        return super().path_at(end) | {"visible": n, "selected": min(n, self.indexer.topk)}
+
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
         with torch.no_grad():  # a choice has no derivative: the indexer learns from a loss of its own
             selection = self.indexer(x, qr, step, cache)
         if selection is None:
             raise MissingSelection("a CSA layer got no selection from its indexer and would attend to its window only")
-        n = step.max_visible(self.ratio)
-        selected = min(n, self.indexer.topk)
-        self.path = {"window": min(self.W, step.end), "visible": n, "selected": selected}
-        complete = step.window_full(self.W) and step.min_visible(self.ratio) >= selected
+        self.path = self.path_at(step.end)
+        complete = step.window_full(self.W) and step.min_visible(self.ratio) >= self.path["selected"]
         return self.op.sparse_attention(q, window, window_index, *cache.main.entries.chosen(step, selection),
                                         self.attn_sink, self.scale, complete)
 
@@ -133,10 +139,13 @@ class HCAAttention(WindowAttention):
     def maps(self, step: Step) -> list:
         return [*super().maps(step), (self.compressor.wkv_gate, torch.float32)]
 
+    def path_at(self, end: int) -> dict:
+        return super().path_at(end) | {"visible": end // self.ratio}
+
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
         entries, n = cache.main.entries.visible(step), step.max_visible(self.ratio)
-        self.path = {"window": min(self.W, step.end), "visible": n}
+        self.path = self.path_at(step.end)
         q = q.view(step.B, step.T, self.H, self.D)
         complete = step.window_full(self.W) and step.min_visible(self.ratio) == n
         o = self.op.hca_attention(q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale, complete)

@@ -43,15 +43,18 @@ Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory (config.j
 Numerics = Annotated[NumericsChoice, typer.Option(help="fp32: no quantisation. native: weights as stored, bf16 activations. "
                                                   "qat: the official quantisation simulation. qat:fp32: that, in fp32 arithmetic.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Cache = Annotated[str, typer.Option(help="Format of window rows and entries: auto (as activations), bf16 or fp8 (584 B a row at 512 dims).")]
+IndexCache = Annotated[str, typer.Option(help="Format of index keys: auto, bf16, fp8 (132 B a key at 128 dims) or fp4 (68 B).")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
 @app.command()
 def generate(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[Path | None, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt text.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt; - is standard input.")] = None,
     token_ids: Annotated[str | None, typer.Option(help="Prompt as comma-separated token ids, without a tokenizer.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="So many random token ids as the prompt.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="DeepSeek's chat format around the prompt.")] = False,
     think: Annotated[bool, typer.Option("--think", help="With --chat: let the reply begin with thinking.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: system message.")] = None,
@@ -63,6 +66,10 @@ def generate(
     numerics: Numerics = NumericsChoice.native,
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     device: Device = "cpu",
+    cache: Cache = "auto",
+    index_cache: IndexCache = "auto",
+    dummy_weights: Annotated[str | None, typer.Option(help="flash or pro: that geometry with random weights, without a checkpoint.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
     device_map: Annotated[str | None, typer.Option(help="auto: spread layers over GPUs, host memory and disk.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="With --device-map: e.g. 'cpu=4GiB,0=70GiB'.")] = None,
     as_json: AsJson = False,
@@ -70,13 +77,14 @@ def generate(
     """Generate text from a checkpoint: single-shot inference."""
     from dsv4 import run
     from dsv4.generate import Sampling
-    request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids), is_ids=token_ids is not None, chat=chat, think=think,
-                          system=system, max_new_tokens=max_new_tokens, max_context=max_context,
+    request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
+                          chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
                           sampling=Sampling(temperature, top_p, seed))
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
     with progress_bar("loading") as loading:
-        session = run.Session(checkpoint, numerics.value, backend, device, device_map, max_memory, loading)
+        choices = run.Choices(numerics.value, backend, device, cache, index_cache)
+        session = run.Session(checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers)
     ids = session.encode(request)
     shown = (lambda text: None) if as_json else _show
     with progress_bar("prefill", unit="tokens") as prefilling:
@@ -129,10 +137,11 @@ def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, o
          max_context: Annotated[str, typer.Option(help="Tokens a row: 128K, 1M …")] = "1M",
          batch: Annotated[int, typer.Option(min=1)] = 1,
          max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
-         numerics: Numerics = NumericsChoice.native, device: Device = "cpu", as_json: AsJson = False):
+         numerics: Numerics = NumericsChoice.native, device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",
+         as_json: AsJson = False):
     """Bytes of the weights and of each cache stream, with formulas, and whether they fit the device."""
     from dsv4 import planning
-    document = planning.plan(checkpoint, max_context, batch, max_rewind, numerics.value, device)
+    document = planning.plan(checkpoint, max_context, batch, max_rewind, numerics.value, device, cache, index_cache)
     if as_json:
         _print_json(document)
     else:

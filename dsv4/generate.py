@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.model import CHUNK, Model
+from dsv4.graph import DecodeGraph
+from dsv4.model import Model
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Generation:
     stop_reason: str = ""  # 'eos' or 'max_new_tokens'
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    capture_seconds: float = 0.0  # of the decode step as a graph, on a GPU; not part of the others
     cache_bytes: int = 0
     max_context: int = 0
 
@@ -83,6 +85,11 @@ def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampli
     begun = time.perf_counter()
     logits = _prefill(model, ids, cache, on_prefill)
     out.prefill_seconds = time.perf_counter() - begun
+    graph = None
+    if model.backend == "triton" and max_new_tokens > 1 and cache.lengths[0] < limit:
+        begun = time.perf_counter()
+        graph = DecodeGraph(model, cache)
+        out.capture_seconds = time.perf_counter() - begun
     begun = time.perf_counter()
     while True:
         token = sample(logits[0, -1], sampling, generator)
@@ -96,15 +103,18 @@ def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampli
         if cache.lengths[0] == limit:
             raise ContextOverrun(f"the context of {limit} tokens is full after {len(out.token_ids)} new tokens; raise --max-context or "
                                  "lower --max-new-tokens")
-        logits = model.append(torch.tensor([[token]]), cache, logits="last")
+        fed = torch.tensor([[token]])
+        logits = model.append(fed, cache, logits="last") if graph is None else graph.step(fed)
 
 
 def _prefill(model: Model, ids: list[int], cache, on_prefill) -> torch.Tensor:
     prompt = torch.tensor([ids])
     logits = None
-    for start in range(0, len(ids), CHUNK):
-        last = start + CHUNK >= len(ids)
-        logits = model.append(prompt[:, start:start + CHUNK], cache, logits="last" if last else "none")
+    for start in range(0, len(ids), model.chunk):
+        last = start + model.chunk >= len(ids)
+        logits = model.append(prompt[:, start:start + model.chunk], cache, logits="last" if last else "none")
         if on_prefill is not None:
-            on_prefill(min(start + CHUNK, len(ids)), len(ids))
+            on_prefill(min(start + model.chunk, len(ids)), len(ids))
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)  # the time of prefill ends when its work does
     return logits

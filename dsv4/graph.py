@@ -55,6 +55,7 @@ class DecodeGraph:
             self._run()
         else:
             self.graph.replay()
+        self.model.replayed = max(lengths.now) + self.tokens
         self._held = [length + self.tokens for length in lengths.now]
         for b, moves in enumerate(moving):
             if moves:

@@ -37,7 +37,7 @@ class LightningIndexer(Module):
         self.compressor(x, step, cache.index)
         if not self.chooses(step):
             return cache.index.entries.all_visible(step)
-        if step.captured:
+        if step.captured or "select_entries" in self.op.fused:
             return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk)
         scores = self.scores(x, qr, step, cache)
         return self.op.topk_entries(scores, self.topk)

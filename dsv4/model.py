@@ -22,7 +22,7 @@ from kernels.dispatch import DispatchLedger, bind
 from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 
-CHUNK = 256  # tokens of a row in one step: prefill memory grows with it, not with the prompt
+CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
 
 
 class Embedding(Module):
@@ -73,6 +73,8 @@ class Model(Module):
         self.max_context: int | None = None  # default of new_cache
         self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
         self.placement: dict[str, str] = {}  # module → device, when they are spread
+        self.inventory = self.ledger = None  # of the checkpoint that it was loaded from
+        self.replayed: int | None = None  # tokens that the longest row held after the last step, if that was a replay
 
     # ---- running -------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class Model(Module):
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: Cache, n_new: list[int] | None = None, logits: str = "all",
-               return_streams: bool = False, chunk: int = CHUNK):
+               return_streams: bool = False, chunk: int | None = None):
         """Append tokens to every row and return their logits: prefill, decode and verification alike.
 
         ids int64 [B, T], right-padded when `n_new` gives each row's count of new tokens (pads are
@@ -101,9 +103,9 @@ class Model(Module):
         Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
         max_context; the cache is then unchanged.
         """
-        counts = self._check(ids, cache, n_new, logits)
+        counts, chunk = self._check(ids, cache, n_new, logits), chunk or self.chunk
         out = _Collector(self, ids, counts, logits, return_streams)
-        starts = cache._main.now
+        self.replayed, starts = None, cache._main.now
         begin = list(starts)
         for rows, tokens in _uniform_pieces(counts, chunk):
             done = [starts[b] - begin[b] for b in range(rows.start, rows.stop)]
@@ -119,7 +121,7 @@ class Model(Module):
 
     @torch.inference_mode()
     def mtp_logits(self, streams: torch.Tensor, next_ids: torch.Tensor, cache: Cache | None = None, block: int = 0,
-                   return_streams: bool = False, chunk: int = CHUNK):
+                   return_streams: bool = False, chunk: int | None = None):
         """Drafting logits fp32 [B, T, vocab]: entry t predicts the token after next_ids[t].
 
         streams [B, T, n, d]: the main model's streams before the head (or the block's own, when
@@ -138,6 +140,7 @@ class Model(Module):
         _check_room(lengths.now, [T] * B, cache.max_context)
         logits = torch.empty(B, T, self.config.vocab_size, device=self.device)
         drafted = torch.empty_like(streams) if return_streams else None
+        chunk = chunk or self.chunk
         for start in range(0, T, chunk):
             piece = slice(start, min(start + chunk, T))
             step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self.rope_frequencies())
@@ -155,8 +158,19 @@ class Model(Module):
         """What each layer really read in the last step: its kind and the sizes its attention was given."""
         rows = [(f"layer {i}", block) for i, block in enumerate(self.layers)]
         rows += [(f"mtp {i}", block) for i, block in enumerate(self.mtp)]
-        return [{"layer": label, "kind": block.kind.value, "experts": "hash" if block.hashed else "scored",
-                 **block.attn.path, "path": _describe(block.kind.value, block.attn.path)} for label, block in rows]
+        found = []
+        for label, block in rows:
+            path = block.attn.path
+            if path and self.replayed is not None:  # a replay runs no Python: what its kernels read follows from the length
+                path = block.attn.path_at(self.replayed)
+            found.append({"layer": label, "kind": block.kind.value, "experts": "hash" if block.hashed else "scored", **path,
+                          "path": _describe(block.kind.value, path)})
+        return found
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a row in one step, unless `append` is told otherwise."""
+        return CHUNK if self.device.type == "cpu" else GPU_CHUNK
 
     @property
     def nbytes(self) -> int:

@@ -12,13 +12,14 @@ from loaders.expected import official_tensors, preset
 from loaders.load import Inventory
 
 
-def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numerics: str, device: str) -> dict:
+def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numerics: str, device: str, cache: str = "auto",
+         index_cache: str = "auto") -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit, as JSON values.
 
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). Raises InputError
     when max_context exceeds the checkpoint's, never clamps it.
     """
-    target, choice, context = resolve_device(device), numerics_named(numerics), parse_count(max_context)
+    target, choice, context = resolve_device(device), numerics_named(numerics).with_caches(cache, index_cache), parse_count(max_context)
     official = preset(checkpoint) if not Path(checkpoint).is_dir() else None
     if official is not None:
         config = ModelConfig.from_official(official)
@@ -36,5 +37,5 @@ def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numeric
     rows = [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
     sizes, free = Plan(tuple(rows)), free_bytes(target)
     return {"checkpoint": checkpoint, "max_context": context, "batch": batch, "max_rewind": max_rewind, "numerics": numerics,
-            "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
+            "cache": cache, "index_cache": index_cache, "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
             "cache_bytes": sizes.total("cache"), "total_bytes": sizes.total(), "free_bytes": free, "fits": sizes.total() <= free}

@@ -2,10 +2,13 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from dsv4.chat import chat_ids, plain_ids
+from dsv4.dummy import load_dummy
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.generate import Generation, Sampling, generate
 from dsv4.load import load_model
@@ -26,13 +29,17 @@ class Request:
     max_new_tokens: int = 128
     max_context: str | None = None
     sampling: Sampling = Sampling()
+    random_tokens: int | None = None  # a prompt of so many random ids instead
 
 
-def read_prompt(text: str | None, file: Path | None, ids: str | None) -> str:
-    """The prompt from exactly one place: --prompt, --prompt-file, --token-ids, or standard input if it is piped."""
-    given = [name for name, value in (("--prompt", text), ("--prompt-file", file), ("--token-ids", ids)) if value is not None]
+def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
+    """The prompt from exactly one place: --prompt, --prompt-file, --token-ids, --prompt-tokens, or standard input if it is piped."""
+    options = (("--prompt", text), ("--prompt-file", file), ("--token-ids", ids), ("--prompt-tokens", random_tokens))
+    given = [name for name, value in options if value is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} were given; the prompt comes from one of them")
+    if random_tokens is not None:
+        return ""
     if text is not None or ids is not None:
         found = text if text is not None else ids
     elif file is not None and str(file) != "-":
@@ -63,15 +70,35 @@ def parse_max_memory(text: str | None) -> dict | None:
     return limits
 
 
-class Session:
-    """A loaded checkpoint with its tokenizer (None without a tokenizer.json) and stop ids."""
+@dataclass(frozen=True)
+class Choices:
+    """How a model is held and run: see `load_model`."""
 
-    def __init__(self, checkpoint: Path, numerics: str, backend: str, device: str, device_map: str | None = None,
-                 max_memory: str | None = None, progress=None):
+    numerics: str = "native"
+    backend: str = "auto"
+    device: str = "cpu"
+    cache: str = "auto"
+    index_cache: str = "auto"
+
+
+class Session:
+    """A loaded checkpoint with its tokenizer (None without a tokenizer.json) and stop ids; or, without a checkpoint, the first
+    `layers` layers of a published configuration (`dummy`) with random weights."""
+
+    def __init__(self, checkpoint: Path | None, choices: Choices = Choices(), device_map: str | None = None,
+                 max_memory: str | None = None, progress=None, dummy: str | None = None, layers: int | None = None):
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
-        self.model = load_model(checkpoint, numerics, backend, device, progress=progress, device_map=device_map,
-                                max_memory=parse_max_memory(max_memory))
+        if (checkpoint is None) == (dummy is None):
+            raise InputError("a checkpoint directory or --dummy-weights is needed, and not both")
+        if layers is not None and dummy is None:
+            raise InputError("--layers belongs to --dummy-weights; a checkpoint runs whole")
+        if dummy is not None:
+            self.model = load_dummy(dummy, layers, **asdict(choices))
+            self.checkpoint, self.tokenizer, self.stop_ids = Path(f"{dummy} geometry, random weights"), None, set()
+            return
+        self.model = load_model(checkpoint, progress=progress, device_map=device_map, max_memory=parse_max_memory(max_memory),
+                                **asdict(choices))
         self.checkpoint = Path(checkpoint)
         self.tokenizer: Tokenizer | None = None
         self.stop_ids = set(self.model.config.eos_token_id)
@@ -81,8 +108,11 @@ class Session:
 
     def encode(self, request: Request) -> list[int]:
         """Token ids of the request's prompt."""
-        if (self.checkpoint / "tokenizer.json").is_file() or not request.is_ids:
+        if (self.checkpoint / "tokenizer.json").is_file() or not (request.is_ids or request.random_tokens):
             self.tokenizer = Tokenizer(self.checkpoint, self.model.config.vocab_size)
+        if request.random_tokens:
+            g = torch.Generator().manual_seed(request.sampling.seed)
+            return torch.randint(self.model.config.vocab_size, (request.random_tokens,), generator=g).tolist()
         if request.is_ids:
             try:
                 return [int(part) for part in request.prompt.split(",")]
@@ -119,11 +149,13 @@ class Session:
         model = self.model
         return {
             "text": text, "token_ids": result.token_ids, "prompt_token_ids": result.prompt_ids, "stop_reason": result.stop_reason,
-            "checkpoint": str(self.checkpoint), "layout": model.inventory.layout.name, "numerics": model.numerics.name,
+            "checkpoint": str(self.checkpoint), "layout": model.inventory.layout.name if model.inventory else "none", "numerics": model.numerics.name,
             "backend": model.backend, "device": str(model.device),
             "timings": {"prefill_seconds": result.prefill_seconds, "prefill_tokens_per_second": result.prefill_rate,
-                        "decode_seconds": result.decode_seconds, "decode_tokens_per_second": result.decode_rate},
+                        "decode_seconds": result.decode_seconds, "decode_tokens_per_second": result.decode_rate,
+                        "capture_seconds": result.capture_seconds},
             "bytes": {"weights": model.nbytes, "cache": result.cache_bytes, "peak": peak_bytes(model.device),
                       "max_context": result.max_context},
-            "placement": model.placement, "layers": model.layer_paths(), "dispatch": model.dispatch.rows(), "load": model.ledger.totals(), "notes": model.ledger.notes,
+            "placement": model.placement, "layers": model.layer_paths(), "dispatch": model.dispatch.rows(),
+            "load": model.ledger.totals() if model.ledger else None, "notes": model.ledger.notes if model.ledger else [],
         }

@@ -27,9 +27,11 @@ def generation(document: dict, console: Console) -> None:
                   f"peak memory {format_bytes(b['peak'])}")
     for where in sorted(set(document["placement"].values())):
         console.print(f"on {where}: " + ", ".join(name for name, place in document["placement"].items() if place == where))
-    load = document["load"]
-    console.print(f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
-                  f"{load['parameters']} parameters, each written once")
+    if t["capture_seconds"]:
+        console.print(f"the decode step was captured in {t['capture_seconds']:.2f} s and replayed")
+    if load := document["load"]:
+        console.print(f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
+                      f"{load['parameters']} parameters, each written once")
     for note in document["notes"]:
         console.print(f"note: {note}")
     table = _table("\npath of each layer in the last step", "layer", "kind", "experts", "attended to")

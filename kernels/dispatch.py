@@ -94,14 +94,16 @@ class DispatchLedger:
 
 def bind(operations: Mapping[str, Operation], backend: str, ledger: DispatchLedger,
          compositions: Mapping[str, Composition] = MappingProxyType({})) -> SimpleNamespace:
-    """Resolve every operation and composition for `backend` and return them as attributes of one object.
+    """Resolve every operation and composition for `backend` and return them as attributes of one object; its attribute `fused`
+    names the compositions that run as one.
 
     Raises BackendUnavailable when any operation lacks an implementation: before the
     model runs, not in the middle of it.
     """
     bound = SimpleNamespace(**{name: _counted(name, *op.resolve(backend), ledger) for name, op in operations.items()})
+    bound.fused = frozenset(name for name, composition in compositions.items() if backend in composition.implementations)
     for name, composition in compositions.items():
-        if backend in composition.implementations:
+        if name in bound.fused:
             fused = composition.implementations[backend]
             setattr(bound, name, _counted(name, fused, f"{backend} backend, for {', '.join(composition.parts)}", ledger))
         else:

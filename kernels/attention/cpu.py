@@ -7,6 +7,7 @@ sink as one more key of zeros: its logit is then set, and its value adds nothing
 import torch
 
 from kernels.attention import reference
+from kernels.cache_rows import PackedRows
 
 MAX_KEYS = 2048  # copied together; beyond this the reference reads entries in place
 
@@ -14,7 +15,7 @@ MAX_KEYS = 2048  # copied together; beyond this the reference reads entries in p
 def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
     K = 0 if entry_index is None else entry_index.shape[1]
     W = window_index.shape[1]
-    if not complete or q.shape[0] != 1 or W + K > MAX_KEYS:
+    if not complete or q.shape[0] != 1 or W + K > MAX_KEYS or packed(window, entries):
         return reference.sparse_attention(q, window, window_index, entries, entry_index, sink, scale)
     rows = window.new_zeros(W + K + 1, window.shape[1])
     torch.index_select(window, 0, window_index[0], out=rows[:W])
@@ -25,13 +26,19 @@ def sparse_attention(q, window, window_index, entries, entry_index, sink, scale:
 
 def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
     B, T, _, D = q.shape
-    W, n = window_index.shape[1], entries.shape[1]
-    if not complete or B * T != 1 or W + n > MAX_KEYS:
+    W = window_index.shape[1]
+    if not complete or B * T != 1 or packed(window, entries) or W + entries.shape[1] > MAX_KEYS:
         return reference.hca_attention(q, window, window_index, entries, visible, sink, scale)
+    n = entries.shape[1]
     rows = window.new_zeros(W + n + 1, D)
     torch.index_select(window, 0, window_index[0], out=rows[:W])
     rows[W:-1] = entries[0]
     return _attend_all(q[0, 0], rows, sink, scale).view(q.shape)
+
+
+def packed(*pools) -> bool:
+    """Whether any pool is of bytes, which the reference decodes."""
+    return any(isinstance(pool, PackedRows) for pool in pools)
 
 
 sparse_attention.__doc__, hca_attention.__doc__ = reference.sparse_attention.__doc__, reference.hca_attention.__doc__

@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.cache_rows import PackedRows
 from kernels.indexer import reference
 
 MAX_DOTS = 1 << 20    # products held at once; beyond this the reference goes by tiles
@@ -10,6 +11,8 @@ MAX_SCORES = 1 << 12  # beyond this, sorting everything costs more than the extr
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     B, T, H, D = q.shape
+    if isinstance(keys, PackedRows):
+        return reference.index_scores(q, weights, keys, visible)
     n = keys.shape[1]
     if B * T != 1 or H * n > MAX_DOTS:
         return reference.index_scores(q, weights, keys, visible)

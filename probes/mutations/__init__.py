@@ -9,12 +9,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kernels.dispatch import Operation
 from kernels.errors import Dsv4Error
+from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 
 Plant = Callable[["Site"], None]
@@ -52,6 +53,9 @@ class Site:
         op = OPERATIONS[name]
         others = {backend: change(op.resolve(backend)[0]) for backend in ("cpu", *op.implementations) if backend != "reference"}
         self.patch_item(OPERATIONS, name, Operation(name, op.implementations | others))
+        for composition in COMPOSITIONS.values():  # what runs several operations as one would not run the changed one
+            if name in composition.parts and composition.implementations:
+                self.patch_item(COMPOSITIONS, composition.name, replace(composition, implementations={}))
 
     def after_load(self, change: Callable[[Any], None]) -> None:
         self.loaded.append(change)

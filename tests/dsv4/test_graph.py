@@ -46,6 +46,38 @@ def test_captured_steps_equal_append(checkpoint, numerics, cache, index_cache):
         assert torch.equal(want, found), step
 
 
+@pytest.mark.parametrize("cache, index_cache", [("fp8", "fp4"), ("fp8", "fp8"), ("bf16", "fp4")])
+def test_packed_caches_hold_what_simulated_numerics_make(checkpoint, cache, index_cache):
+    """In qat numerics FP8 KV and FP4 keys lose nothing: prefill in pieces and decoding equal those on bf16 caches, bit for bit."""
+    plain, packed = loaded(checkpoint, "qat"), loaded(checkpoint, "qat", cache, index_cache)
+    ids, _ = prompts(plain, 300)
+    for chunk in (300, 77, 1):
+        a, b = (m.append(ids, m.new_cache(1, 300), chunk=chunk) for m in (plain, packed))
+        assert torch.equal(a, b), chunk
+    cpu = load_model(checkpoint, numerics="qat", backend="cpu", cache=cache, index_cache=index_cache)
+    short = cpu.append(ids[:, :40], cpu.new_cache(1, 40), chunk=1)
+    assert torch.isfinite(short).all()
+
+
+def test_a_long_step_sees_what_the_ring_will_hold():
+    """Rows of the step itself are handed out as they are, the others are read back from bytes: both are the same numbers."""
+    from dsv4.cache import Ring
+    from dsv4.step import Step
+    from kernels.cache_rows import PackedRows, RowFormat, pack_layout, read_rows
+    from kernels.quantize import simulate_fp8_blocks
+    W, D, rope, T, room = 8, 96, 32, 50, 4
+    rows = PackedRows(RowFormat.KV_FP8, torch.zeros(1, pack_layout(RowFormat.KV_FP8, D, rope).page, dtype=torch.uint8), D, rope, 64)
+    ring = Ring(rows, W - 1, W + room)
+    values = simulate_fp8_blocks(torch.randn(T, D, generator=torch.Generator().manual_seed(0)).bfloat16(), 64, rope)
+    for start, stop in ((0, 3), (3, 33), (33, 34), (34, 50)):
+        step = Step(torch.zeros(1, stop - start, dtype=torch.int64), 0, [start], {})
+        pool, index = ring.extend(step, values[start:stop]), ring.last(step, W)
+        for row, t in zip(index, range(start, stop)):
+            found = row[row >= 0]
+            held = read_rows(pool, found).bfloat16() if isinstance(pool, PackedRows) else pool[found]
+            assert torch.equal(held, values[max(0, t - W + 1):t + 1])
+
+
 def test_rows_that_rest_and_rewinds(checkpoint):
     model = loaded(checkpoint)
     ids, counts = prompts(model, 9, 30)
