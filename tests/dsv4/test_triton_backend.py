@@ -1,0 +1,116 @@
+"""The triton backend of the whole model: same logits and text as the reference; a decode step that neither allocates, waits nor compiles."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.dummy import fill_cache, load_dummy
+from dsv4.generate import generate
+from dsv4.graph import DecodeGraph
+from tests import checkpoints
+
+DEMO = Path(__file__).parents[2] / "demo"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+CACHES = [("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "fp8", "fp4"), ("qat", "fp8", "fp8"), ("native", "fp8", "fp4")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return checkpoints.write_official(tmp_path_factory.mktemp("triton") / "official")
+
+
+def pair(path, numerics, cache="auto", index_cache="auto"):
+    held = dict(numerics=numerics, device=DEVICE, cache=cache, index_cache=index_cache, mtp=False)
+    return load_model(path, backend="reference", **held), load_model(path, backend="triton", **held)
+
+
+def test_fp32_logits(checkpoint):
+    """Prefill and captured steps; in the interpreter a few tokens only, which still pass every kind of layer."""
+    reference, ours = pair(checkpoint, "fp32")
+    n, steps = (300, 10) if GPU else (9, 2)
+    ids = torch.randint(0, 320, (2, n + steps), generator=torch.Generator().manual_seed(0))
+    a, b = reference.new_cache(2, n + steps), ours.new_cache(2, n + steps)
+    assert (reference.append(ids[:, :n], a) - ours.append(ids[:, :n], b)).abs().max() < 2e-4
+    graph = DecodeGraph(ours, b)
+    for t in range(n, n + steps):
+        want = reference.append(ids[:, t:t + 1], a)
+        assert (want - graph.step(ids[:, t:t + 1])).abs().max() < 2e-4, t
+    used = {row["operation"]: row["implementation"] for row in ours.dispatch.rows()}
+    assert "reference" not in used.values()
+
+
+@pytest.mark.gpu
+def test_the_golden(golden_path):
+    from safetensors.torch import load_file
+    expected = load_file(golden_path / "expected.safetensors")
+    model = load_model(golden_path, numerics="fp32", backend="triton", device="cuda")
+    cache = model.new_cache(1, 300)
+    logits, streams = model.append(expected["ids"], cache, return_streams=True)
+    assert (logits.cpu() - expected["logits"]).abs().max() < 2e-4
+    assert (model.mtp_logits(streams, expected["next_ids"].cuda(), cache).cpu() - expected["mtp_logits"]).abs().max() < 2e-4
+    stepwise = model.new_cache(1, 300)
+    graph = DecodeGraph(model, stepwise)
+    for t in range(300):
+        assert (graph.step(expected["ids"][:, t:t + 1])[0, 0].cpu() - expected["logits"][0, t]).abs().max() < 2e-4, t
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics, cache, index_cache", CACHES)
+def test_greedy_text_of_the_demo(numerics, cache, index_cache):
+    from dsv4.tokenizer import Tokenizer
+    reference, ours = pair(DEMO, numerics, cache, index_cache)
+    tokenizer = Tokenizer(DEMO, reference.config.vocab_size)
+    for prompt in ("The capital of France is", "def fibonacci(n):\n", "import os\n\n\nclass Reader:\n    def __init__(self"):
+        ids = [0, *tokenizer.encode(prompt)]
+        texts = [generate(m, ids, 64).token_ids for m in (reference, ours)]
+        assert texts[0] == texts[1], prompt
+
+
+@pytest.mark.gpu
+def test_a_decode_step_neither_allocates_nor_waits_nor_compiles():
+    """Flash widths, ragged rows, 50 replays at positions far apart."""
+    from triton import knobs
+    model = load_dummy("flash", layers=4, backend="triton", device="cuda", cache="fp8", index_cache="fp4", max_context=1 << 17)
+    cache = model.new_cache(2, 1 << 17)
+    fill_cache(cache, 1000)
+    graph = DecodeGraph(model, cache)
+    compiled = []
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kw: compiled.append(kw.get("key"))
+    ids = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+    try:
+        graph.step(ids)
+        torch.cuda.synchronize()
+        counted = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(50):
+            graph.step(ids)
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == counted
+        for length in (5, 127, 128, 4095, 60_000, (1 << 17) - 2):
+            cache._main.now = [length, length // 2]
+            assert torch.isfinite(graph.step(ids)).all()
+        assert compiled == []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        knobs.runtime.jit_post_compile_hook = before
+
+
+@pytest.mark.gpu
+def test_replays_equal_eager_steps_bitwise_and_repeat():
+    """A replay is the eager captured step; 20 replays from the same caches give the same bits."""
+    model = load_dummy("flash", layers=5, backend="triton", device="cuda", cache="fp8", index_cache="fp4", max_context=1 << 15)
+    cache = model.new_cache(2, 1 << 15)
+    fill_cache(cache, 20_000)
+    cache._main.now = [20_000, 9_001]
+    ids = torch.tensor([[17], [4000]], device="cuda")
+    graph = DecodeGraph(model, cache)
+    first = graph.step(ids).clone()
+    for _ in range(20):
+        cache.rewind(1)
+        assert torch.equal(graph.step(ids), first)
+    cache.rewind(1)
+    graph.graph = None
+    assert torch.equal(graph.step(ids), first)
