@@ -2,5 +2,6 @@
 
 from kernels.dispatch import Operation
 from kernels.hadamard import reference
+from kernels.hadamard import triton as triton_kernels
 
-hadamard = Operation("hadamard", {"reference": reference.hadamard})
+hadamard = Operation("hadamard", {"reference": reference.hadamard, "triton": triton_kernels.hadamard})

@@ -2,6 +2,8 @@
 
 from kernels.dispatch import Operation
 from kernels.linear import reference, training
+from kernels.linear import triton as triton_kernels
 
-linear = Operation("linear", {"reference": reference.linear, "training": training.linear})
-grouped_linear = Operation("grouped_linear", {"reference": reference.grouped_linear, "training": training.grouped_linear})
+linear = Operation("linear", {"reference": reference.linear, "training": training.linear, "triton": triton_kernels.linear})
+grouped_linear = Operation("grouped_linear", {
+    "reference": reference.grouped_linear, "training": training.grouped_linear, "triton": triton_kernels.grouped_linear})

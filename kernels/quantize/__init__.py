@@ -2,6 +2,7 @@
 
 from kernels.dispatch import Operation
 from kernels.quantize import reference, training
+from kernels.quantize import triton as triton_kernels
 from kernels.quantize.formats import decode_e2m1, decode_e8m0, encode_e2m1, encode_e8m0, pack_e2m1, unpack_e2m1
 from kernels.quantize.weights import (
     InexactConversion, PackedWeight, WeightFormat, mxfp4_to_nvfp4, nvfp4_to_mxfp4, quantize_fp8, quantize_mxfp4,
@@ -9,9 +10,11 @@ from kernels.quantize.weights import (
 )
 
 simulate_fp8_blocks = Operation("simulate_fp8_blocks", {
-    "reference": reference.simulate_fp8_blocks, "training": training.simulate_fp8_blocks})
+    "reference": reference.simulate_fp8_blocks, "training": training.simulate_fp8_blocks,
+    "triton": triton_kernels.simulate_fp8_blocks})
 simulate_fp4_blocks = Operation("simulate_fp4_blocks", {
-    "reference": reference.simulate_fp4_blocks, "training": training.simulate_fp4_blocks})
+    "reference": reference.simulate_fp4_blocks, "training": training.simulate_fp4_blocks,
+    "triton": triton_kernels.simulate_fp4_blocks})
 
 __all__ = [
     "InexactConversion", "PackedWeight", "WeightFormat", "decode_e2m1", "decode_e8m0", "encode_e2m1", "encode_e8m0",

@@ -2,8 +2,9 @@
 
 from kernels.dispatch import Operation
 from kernels.rope import reference, training
+from kernels.rope import triton as triton_kernels
 from kernels.rope.reference import inverse_frequencies, rotation
 
-rotate = Operation("rotate", {"reference": reference.rotate, "training": training.rotate})
+rotate = Operation("rotate", {"reference": reference.rotate, "training": training.rotate, "triton": triton_kernels.rotate})
 
 __all__ = ["inverse_frequencies", "rotate", "rotation"]

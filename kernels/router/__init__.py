@@ -2,8 +2,11 @@
 
 from kernels.dispatch import Operation
 from kernels.router import cpu, reference, training
+from kernels.router import triton as triton_kernels
 
 route_scored = Operation("route_scored", {
-    "reference": reference.route_scored, "cpu": cpu.route_scored, "training": training.route_scored})
+    "reference": reference.route_scored, "cpu": cpu.route_scored, "training": training.route_scored,
+    "triton": triton_kernels.route_scored})
 route_hashed = Operation("route_hashed", {
-    "reference": reference.route_hashed, "cpu": cpu.route_hashed, "training": training.route_hashed})
+    "reference": reference.route_hashed, "cpu": cpu.route_hashed, "training": training.route_hashed,
+    "triton": triton_kernels.route_hashed})

@@ -35,6 +35,7 @@ def check(name: str, numerics) -> bool:
             away[kind][1] += sum(value.square().sum().item() for value in want.values())
     floor, difference = ((part / whole) ** 0.5 for part, whole in away.values())
     wrong = not difference <= 2 * floor + 1e-6 or len(replayed.graphs) != 2
+    wrong = wrong or len(replayed.trainee.chosen) != len(eager.trainee.chosen) or not replayed.trainee.chosen
     print(f"{'WRONG' if wrong else 'ok   '} {name}: relative difference of all gradients and losses from an eager step: "
           f"another eager one {floor:.1e}, a replayed one {difference:.1e}, {len(replayed.graphs)} graphs", flush=True)
     return wrong
@@ -43,6 +44,7 @@ def check(name: str, numerics) -> bool:
 def _run(gradients: Gradients, batch) -> dict[str, torch.Tensor]:
     out = gradients(*batch)
     found = {f"loss {k}": v.clone() for k, v in out.items()}
+    found |= {f"experts chosen by {name}": chosen.float() for name, chosen in gradients.trainee.chosen}
     return found | {n: p.grad.clone() for n, p in gradients.parameters.items() if p.grad is not None}
 
 

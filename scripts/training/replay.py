@@ -57,5 +57,5 @@ class Gradients:
     def _publish(self, out, grads, chosen):
         for p, grad in zip(self.trained, grads):
             p.grad = grad
-        self.trainee.chosen = chosen
+        self.trainee.chosen = list(chosen)  # the trainee clears its list; a graph's own must stay
         return out

@@ -1,0 +1,158 @@
+"""Attention on the GPU: one pass over the keys of each query, split among programs while queries are few.
+
+A split leaves its partial output and the logarithm of its sum, and a second kernel merges them; how many splits there are
+depends on shapes only. See `triton_tiles` for the device code.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from kernels.attention.triton_tiles import attend, merge
+from kernels.cache_rows import PackedRows, RowFormat
+from kernels.errors import UnsupportedInput
+from kernels.launch import capability, dot_in_fp32, interpreting, next_power, processors, require_device
+
+LOG2E = 1 / math.log(2)
+MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
+MERGE_US, PARTIAL_BYTES_US = 1.3, 4e6  # what merging costs: a launch, and partial outputs written and read through L2
+
+
+class Tile(NamedTuple):
+    """Heads × keys that a program multiplies at a time; what a program (`start`) and each tile cost on an H100, in µs.
+
+    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05, and their partial outputs are kept
+    in the queries' type: that halves the traffic of merging, and rounding them costs what rounding the result costs.
+    """
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    start: float
+    each: float
+    wide: bool = False
+    unchain: bool = False  # see `add_tile`
+
+
+def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
+    """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
+    N, H, D = q.shape
+    near, far = _Pool.of(window, D), None if entry_index is None else _Pool.of(entries, D)
+    return _launch("sparse_attention", q.unsqueeze(1), near, window_index, far, entry_index, None, sink, scale).view(N, H, D)
+
+
+def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
+    """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
+    D = q.shape[-1]
+    return _launch("hca_attention", q, _Pool.of(window, D), window_index, _Pool.of(entries, D), None, visible, sink,
+                   scale).view(q.shape)
+
+
+class _Pool(NamedTuple):
+    """Rows as the kernel takes them: `row` is numbers from row to row, or bytes from page to page if packed; `run` likewise
+    from one batch row to the next; `count` rows of a batch row; `words` as in `load_fp8_rows`."""
+
+    data: torch.Tensor
+    packed: bool
+    row: int
+    run: int
+    count: int
+    rope: int
+    words: bool
+
+    @classmethod
+    def of(cls, rows, D: int) -> "_Pool":
+        data = rows.data if isinstance(rows, PackedRows) else rows
+        data = data if data.stride(-1) == 1 else data.contiguous()
+        run = data.stride(0) if data.dim() == 3 else 0
+        if not isinstance(rows, PackedRows):
+            return cls(data, False, data.stride(-2), run, data.shape[-2], 0, True)
+        if rows.format is not RowFormat.KV_FP8 or rows.width != D:
+            raise UnsupportedInput(f"attention takes packed rows in {RowFormat.KV_FP8.value}, {D} wide; found "
+                                   f"{rows.format.value}, {rows.width} wide")
+        words = (data.data_ptr() | data.stride(-2) | run) % 8 == 0 and D % 2 == 0
+        return cls(data, True, data.stride(-2), run, rows.count, rows.rope, words)
+
+    @property
+    def big(self) -> bool:
+        """Whether offsets within one batch row need 64 bits."""
+        return self.data.shape[-2] * self.row >= 1 << 31
+
+
+def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, entry_index, visible, sink,
+            scale: float) -> torch.Tensor:
+    """q [B, T, H, D] → [B·T, H, D]. Entries by entry_index [B·T, K], or those below `visible` [B, T], or none."""
+    B, T, H, D = q.shape
+    N, W, DP = B * T, window_index.shape[1], max(16, next_power(D))
+    listed = visible is None
+    K = 0 if entries is None else entry_index.shape[1] if listed else entries.count
+    far = window if entries is None else entries
+    require_device(name, q, window.data, window_index, far.data, entry_index, visible, sink)
+    if D > MAX_WIDTH:
+        raise UnsupportedInput(f"{name} keeps {MAX_WIDTH} numbers a row; found head_dim {D}")
+    listing = window_index if entry_index is None else entry_index
+    if {window_index.dtype, listing.dtype} != {torch.int64}:
+        raise UnsupportedInput(f"{name} takes indices in int64; found {window_index.dtype}, {listing.dtype}")
+    if window.packed and far.packed and window.rope != far.rope:
+        raise UnsupportedInput(f"{name} takes packed pools that keep the same columns in bf16; found {window.rope} and "
+                               f"{far.rope} of them")
+    q, sink = q if q.stride(-1) == 1 else q.contiguous(), sink.contiguous()
+    out = torch.empty(N, H, D, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    packed = window.packed or far.packed
+    plain = [p.data for p in (window, far) if not p.packed]
+    fp32 = any(dot_in_fp32(t) or t.dtype is not torch.bfloat16 for t in (q, *plain))
+    tile, splits = plan(N, H, D, W, K, fp32, packed, capability(q.device), processors(q.device))
+    partial, lse = out, out
+    if splits > 1:
+        partial = torch.empty(N, splits, H, D, dtype=q.dtype if tile.wide else torch.float32, device=q.device)
+        lse = torch.empty(N, H, splits, dtype=torch.float32, device=q.device)
+    seen = window_index if visible is None else visible
+    one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
+    attend[(N * -(-H // tile.heads), splits)](
+        q, partial, lse, sink, window.data, far.data, window_index, listing, seen, scale * LOG2E, T, H, W, K, splits,
+        *q.stride()[:3], far.run, *window_index.stride(), *listing.stride(), *seen.stride(),
+        D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
+        max(1, 32 * tile.warps // tile.keys), window.row, far.row, window.packed, far.packed, window.words and far.words,
+        window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32, capability(q.device) >= (8, 9), tile.stages,
+        num_warps=tile.warps)
+    if splits > 1:
+        merge[(N * H, -(-D // 128))](partial, lse, sink, out, H, splits, D, min(128, DP), 64, num_warps=4)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, capability: tuple[int, int],
+         processors: int) -> tuple[Tile, int]:
+    """The tile, and the number of splits of W window rows and K entries, that cost least for N queries of H heads."""
+    def cost(choice):
+        tile, splits = choice
+        tiles = -(-W // tile.keys) + -(-K // tile.keys)
+        waves = -(-N * -(-H // tile.heads) * splits // processors)
+        merging = MERGE_US + N * splits * H * D * 2 * (2 if tile.wide else 4) / PARTIAL_BYTES_US
+        return waves * (tile.start + tile.each * D / MAX_WIDTH * -(-tiles // splits)) + merging * (splits > 1)
+
+    def splits(tile):
+        tiles = -(-W // tile.keys) + -(-K // tile.keys)
+        most = max(1, min(tiles, processors // (N * -(-H // tile.heads))))
+        return {-(-tiles // -(-tiles // s)) for s in range(1, most + 1)} if tiles else {1}
+
+    return min(((tile, s) for tile in tile_shapes(fp32, packed, capability) for s in sorted(splits(tile))), key=cost)
+
+
+def tile_shapes(fp32: bool, packed: bool, capability: tuple[int, int]) -> list[Tile]:
+    """Tiles that fit: shared memory of 163 KB (8.0), 227 KB (9.0, 10.0) or 99 KB; rows of 512."""
+    if fp32:
+        return [Tile(16, 16, 4 if interpreting() else 8, 1, 4.0, 10.0)]
+    large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
+    narrow = Tile(16, 32, 4, (2 if large else 1) if packed else 3, 2.0, 1.2 if packed else 0.9)
+    match capability[0]:
+        case 9:
+            return [narrow, Tile(64, 64, 8, 2, 4.0, 3.0 if packed else 2.5, wide=True, unchain=True)]
+        case 10:
+            return [narrow, Tile(64, 32, 8, 2, 4.0, 1.5, wide=True)]
+    return [narrow]

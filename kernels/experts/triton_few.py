@@ -1,0 +1,141 @@
+"""Experts of a few tokens: each expert's weights are streamed once for all of its tokens, and those of the shared expert beside them."""
+
+import triton
+import triton.language as tl
+
+from kernels.linear.triton_skinny import lanes, skinny
+from kernels.quantize.triton_codes import narrow, rounded, widen
+
+
+@triton.jit
+def _block(TABLE, INDICES, b, BLOCKS):
+    """(expert, first place in the order, pairs) of block b; without a table, of pair b alone."""
+    if TABLE is None:
+        e, first, count = tl.load(INDICES + b).to(tl.int32), b, 1
+    else:
+        e, first, count = tl.load(TABLE + 1 + b), tl.load(TABLE + 1 + BLOCKS + b), tl.load(TABLE + 1 + 2 * BLOCKS + b)
+    return e, first, count
+
+
+@triton.jit
+def _ids(ORDER, first, n, count):
+    """Numbers of pairs (or tokens, without an order) first + n; 0 where n ≥ count."""
+    if ORDER is None:
+        ids = tl.where(n < count, first + n, 0)
+    else:
+        ids = tl.load(ORDER + first + n, mask=n < count, other=0)
+    return ids.to(tl.int64)
+
+
+@triton.jit
+def swiglu(gate, up, limit):
+    """silu(min(gate, limit)) · clamp(up, ±limit); NaN passes."""
+    # F.silu(gate.float().clamp_(max=limit)).mul_(up.float().clamp_(-limit, limit))
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL), -limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP, G, G_UP, row, I: tl.constexpr, limit, ROUTING, H,
+          K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
+          BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr):
+    """Columns row … row + 4·RH of the hidden state of `count` pairs from place `first` on; EACH pairs share a row of X."""
+    q, r, s, repeat = lanes(KS, 4 * NH)
+    n = r + 8 * (repeat >> 2)
+    at = _ids(ORDER, first, n, count) // EACH * x_stride
+    y = skinny(X, at, n < count, W, W_UP, S, S_UP, row, I, 0, K, (K + 128 * KS - 1) // (128 * KS) * (128 * KS), KS, RH, NH, FORMAT, FP32,
+               BO, BK, None, 0.0, SIMULATE, None, None, 1, 0)
+    gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, 8 * NH]), (0, 2, 3, 1)))
+    if G is not None:
+        gate, up = gate * tl.load(G), up * tl.load(G_UP)
+    gate, up = tl.reshape(gate, [4 * RH, 8 * NH]), tl.reshape(up, [4 * RH, 8 * NH])
+    t = tl.arange(0, 8 * NH)
+    ids = _ids(ORDER, first, t, count)
+    # y is in x.dtype; h = clamped_swiglu(gate, up, limit).mul_(weights).to(x.dtype)
+    h = swiglu(rounded(gate, X.dtype.element_ty), rounded(up, X.dtype.element_ty), limit)
+    if ROUTING is not None:
+        h *= tl.load(ROUTING + ids, mask=t < count, other=0.0)[None, :]
+    o = row + tl.arange(0, 4 * RH)
+    tl.store(H + ids[None, :] * I + o[:, None], narrow(h, H.dtype.element_ty), mask=(o[:, None] < I) & (t[None, :] < count))
+
+
+@triton.jit(do_not_specialize=["N"])
+def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G, H, W1, W3, S1, S3, G1, G3, HS, limit, BLOCKS: tl.constexpr,
+         EACH: tl.constexpr, O: tl.constexpr, I: tl.constexpr, K: tl.constexpr, NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
+         FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, WORDS: tl.constexpr,
+         SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr,
+         BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, NH_S: tl.constexpr):
+    """First product and SwiGLU: H [P, I] of the pairs, HS [N, I_S] of the shared expert, both in x.dtype.
+
+    Programs take tiles in turn: the shared expert's, then each block's. W, S: stacks of E matrices of O = 2I rows (gate, up), of
+    WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS: rows for either.
+    """
+    shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
+    blocks = 0 if W is None else BLOCKS if TABLE is None else tl.load(TABLE)
+    ROWS: tl.constexpr = 1 if W is None else (I + 4 * RH - 1) // (4 * RH)
+    for tile in range(tl.program_id(0), shared + blocks * ROWS, tl.num_programs(0)):
+        if tile < shared:
+            if W1 is not None:
+                _hide(XS, xs_stride, None, 0, N, 1, W1, W3, S1, S3, G1, G3, tile * 4 * RH_S, I_S, limit, None, HS, K, KS, RH_S, NH_S,
+                      FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S)
+        elif W is not None:
+            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, BLOCKS)
+            if e >= 0:
+                w = W + e.to(tl.int64) * WORDS
+                s = None if S is None else S + e.to(tl.int64) * SCALES
+                g = None if G is None else G + e.to(tl.int64) * PARTS
+                _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, None if S is None else s + SCALES // 2,
+                      g, None if G is None else g + (PARTS - 1), (tile - shared) % ROWS * 4 * RH, I, limit, ROUTING, H, K, KS, RH, NH,
+                      FORMAT, FP32, BO, BK, SIMULATE)
+
+
+@triton.jit
+def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl.constexpr, DTYPE: tl.constexpr, K: tl.constexpr,
+             KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
+             BK: tl.constexpr, SIMULATE: tl.constexpr):
+    q, r, s, repeat = lanes(KS, 4 * NH)
+    n = r + 8 * (repeat >> 2)
+    y = skinny(H, _ids(ORDER, first, n, count) * K, n < count, W, None, S, None, row, D, 0, K,
+               (K + 128 * KS - 1) // (128 * KS) * (128 * KS), KS, RH, NH, FORMAT, FP32, BO, BK, None, 0.0, SIMULATE, None, None, 1, 0)
+    o, t = row + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
+    if G is not None:
+        y *= tl.load(G + tl.minimum(o, D - 1) // (D // PARTS))[:, None]
+    ids = _ids(ORDER, first, t, count)
+    tl.store(Y + ids[None, :] * D + o[:, None], narrow(rounded(y, DTYPE), Y.dtype.element_ty), mask=(o[:, None] < D) & (t[None, :] < count))
+
+
+@triton.jit(do_not_specialize=["N"])
+def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, BLOCKS: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
+            NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
+            BK: tl.constexpr, SIMULATE: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr,
+            RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr,
+            SIMULATE_S: tl.constexpr, PARTS_S: tl.constexpr, NH_S: tl.constexpr):
+    """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See `hide`."""
+    shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
+    blocks = 0 if W is None else BLOCKS if TABLE is None else tl.load(TABLE)
+    ROWS: tl.constexpr = 1 if W is None else (D + 8 * RH - 1) // (8 * RH)
+    for tile in range(tl.program_id(0), shared + blocks * ROWS, tl.num_programs(0)):
+        if tile < shared:
+            if W2 is not None:
+                _project(HS, None, 0, N, W2, S2, G2, PARTS_S, tile * 8 * RH_S, YS, D, HS.dtype.element_ty, I_S, KS, RH_S, NH_S, FORMAT_S,
+                         FP32_S, BO_S, BK_S, SIMULATE_S)
+        elif W is not None:
+            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, BLOCKS)
+            if e >= 0:
+                s = None if S is None else S + e.to(tl.int64) * SCALES
+                g = None if G is None else G + e.to(tl.int64) * PARTS
+                _project(H, ORDER, first, count, W + e.to(tl.int64) * WORDS, s, g, PARTS, (tile - shared) % ROWS * 8 * RH, Y, D,
+                         H.dtype.element_ty, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
+
+
+@triton.jit
+def add_pairs(Y, YS, OUT, D: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr):
+    """OUT [N, D] = Σ over a token's EACH rows of Y [P, D], one after the other in fp32, and its row of YS."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    total = tl.zeros([B], tl.float32)
+    for slot in tl.static_range(EACH):
+        total += widen(tl.load(Y + (token * EACH + slot) * D + i, mask=i < D, other=0.0))
+    if YS is not None:
+        total += widen(tl.load(YS + token * D + i, mask=i < D, other=0.0))
+    tl.store(OUT + token * D + i, narrow(total, OUT.dtype.element_ty), mask=i < D)

@@ -1,0 +1,114 @@
+"""Pairs (token, expert) in the order of their experts, in blocks of at most T pairs of one expert.
+
+`order` int32 [P]: pair numbers (token · k + slot), those of an expert side by side and in their own order. `table` int32
+[1 + 3·BLOCKS]: how many entries of the following three lists to look at, then each block's expert (−1 for none), its first
+place in `order`, and its pairs.
+
+While one program sorts, others may quantise the tokens, so that the products need not do it once for each tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.launch import next_power
+from kernels.linear.reference import ACTIVATION_BLOCK
+from kernels.quantize.triton import simulate_fp8_blocks
+from kernels.quantize.triton_codes import fp8_blocks, narrow, widen
+
+FEW = 512    # pairs that one program sorts
+TILE = 1024  # columns that another quantises
+
+
+def blocks_of(P: int, E: int, T: int) -> int:
+    """Most blocks that P pairs of E experts make."""
+    return min(P, P // T + E) if P <= FEW else P // T + E
+
+
+def sort_pairs(indices: torch.Tensor, E: int, T: int, x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """indices int64 [N, k], contiguous → (order, table, and x [N, d] through FP8 in blocks of 128). One launch; many pairs with x two."""
+    P = indices.numel()
+    blocks = blocks_of(P, E, T)
+    order = torch.empty(P, dtype=torch.int32, device=indices.device)
+    table = torch.empty(1 + 3 * blocks, dtype=torch.int32, device=indices.device)
+    if P > FEW:
+        _sort_many[(E,)](indices, order, table, P, E, blocks, T, 1024, num_warps=4)
+        return order, table, None if x is None else simulate_fp8_blocks(x, ACTIVATION_BLOCK)
+    lists = torch.empty(3, P, dtype=torch.int32, device=indices.device)
+    rounded = None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tiles, K = (0, 1) if x is None else (x.shape[0] * triton.cdiv(x.shape[1], TILE), x.shape[1])
+    _sort_few[(1 + tiles,)](indices, order, table, lists, x, 0 if x is None else x.stride(0), rounded, K, P, next_power(P),
+                            min(32, next_power(P)), blocks, T, TILE, ACTIVATION_BLOCK, num_warps=8 if P > 128 else 4)
+    return order, table, rounded
+
+
+@triton.jit
+def _sort_few(INDICES, ORDER, TABLE, LISTS, X, x_stride, ROUNDED, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr,
+              BLOCKS: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.program_id(0) == 0:
+        _sort(INDICES, ORDER, TABLE, LISTS, P, B, CHUNK, BLOCKS, T)
+    elif X is not None:
+        tile, TILES = tl.program_id(0) - 1, (K + TILE - 1) // TILE
+        row, i = (tile // TILES).to(tl.int64), tile % TILES * TILE + tl.arange(0, TILE)
+        x = widen(tl.load(X + row * x_stride + i, mask=i < K, other=0.0))
+        y = tl.reshape(fp8_blocks(tl.reshape(x, [1, TILE]), TILE, 1, TILE, BLOCK), [TILE])
+        tl.store(ROUNDED + row * K + i, narrow(y, ROUNDED.dtype.element_ty), mask=i < K)
+
+
+@triton.jit
+def _sort(INDICES, ORDER, TABLE, LISTS, P: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr):
+    """All pairs against all, CHUNK at a time. LISTS int32 [3, P]: expert, rank among its expert's pairs and their count, by place."""
+    p = tl.arange(0, B)
+    live = p < P
+    e = tl.load(INDICES + p, mask=live, other=0).to(tl.int32)
+    rank, count, less = tl.zeros([B], tl.int32), tl.zeros([B], tl.int32), tl.zeros([B], tl.int32)
+    for start in range(0, P, CHUNK):
+        q = start + tl.arange(0, CHUNK)
+        other = tl.load(INDICES + q, mask=q < P, other=1 << 30).to(tl.int32)[None, :]
+        same = (e[:, None] == other).to(tl.int32)
+        count += tl.sum(same, 1)
+        rank += tl.sum(tl.where(q[None, :] < p[:, None], same, 0), 1)
+        less += tl.sum((other < e[:, None]).to(tl.int32), 1)
+    place = less + rank
+    tl.store(ORDER + place, p, mask=live)
+    tl.store(LISTS + place, e, mask=live)
+    tl.store(LISTS + P + place, rank, mask=live)
+    tl.store(LISTS + 2 * P + place, count, mask=live)
+    tl.debug_barrier()
+    e, rank = tl.load(LISTS + p, mask=live, other=0), tl.load(LISTS + P + p, mask=live, other=1)
+    count = tl.load(LISTS + 2 * P + p, mask=live, other=0)
+    head = live & (rank % T == 0)
+    block = tl.cumsum(head.to(tl.int32), 0) - 1
+    tl.store(TABLE, tl.sum(head.to(tl.int32), 0))
+    tl.store(TABLE + 1 + block, e, mask=head)
+    tl.store(TABLE + 1 + BLOCKS + block, p, mask=head)
+    tl.store(TABLE + 1 + 2 * BLOCKS + block, tl.minimum(count - rank, T), mask=head)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _sort_many(INDICES, ORDER, TABLE, P, E, BLOCKS, T: tl.constexpr, CHUNK: tl.constexpr):
+    """A program an expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert: there is room for all, and some is left empty."""
+    e = tl.program_id(0)
+    i = tl.arange(0, CHUNK)
+    equal, lower = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    for start in range(0, P, CHUNK):
+        found = tl.load(INDICES + start + i, mask=start + i < P, other=1 << 30).to(tl.int32)
+        equal += (found == e).to(tl.int32)
+        lower += (found < e).to(tl.int32)
+    count, less = tl.sum(equal, 0), tl.sum(lower, 0)
+    place = less
+    for start in range(0, P, CHUNK):
+        found = tl.load(INDICES + start + i, mask=start + i < P, other=1 << 30).to(tl.int32) == e
+        at = place + tl.cumsum(found.to(tl.int32), 0) - 1
+        tl.store(ORDER + at, start + i, mask=found)
+        place += tl.sum(found.to(tl.int32), 0)
+    begin = less // T + e
+    end = tl.where(e == E - 1, BLOCKS, (less + count) // T + e + 1)
+    for start in range(begin, end, CHUNK):
+        block = start + i
+        first = (block - begin) * T
+        tl.store(TABLE + 1 + block, tl.where(first < count, e, -1), mask=block < end)
+        tl.store(TABLE + 1 + BLOCKS + block, less + first, mask=block < end)
+        tl.store(TABLE + 1 + 2 * BLOCKS + block, tl.minimum(count - first, T), mask=block < end)
+    if e == 0:
+        tl.store(TABLE, BLOCKS)

@@ -1,0 +1,87 @@
+"""The lightning indexer on a GPU: scores, exact selection, and both in one."""
+
+import torch
+import triton
+
+from kernels.cache_rows import PackedRows
+from kernels.errors import UnsupportedInput
+from kernels.indexer import reference
+from kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
+from kernels.indexer.triton_topk import choose, choose_visible, plan
+from kernels.launch import require_device
+
+SCRATCH_BYTES = 48 << 20  # of scores and their maxima: about what the L2 cache of an H100 holds
+ALIGNED = 64              # entries to which a row of scores is padded
+
+
+def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor) -> torch.Tensor:
+    """As the reference; keys from the last visible one on are not read. Products of bf16 queries are exact, summed in fp32.
+
+    q bf16 or fp32; keys bf16, fp32 or packed, of scales up to 2^65 and positive. Beside bf16 queries, packed keys below 2^−62 lose
+    bits. Raises UnsupportedInput for other dtypes, and for more than 32768 padded numbers of all heads of a query.
+    """
+    B, T = q.shape[:2]
+    n = entries(keys)
+    check(q, weights, keys, visible)
+    scores = torch.empty(B, T, n, dtype=torch.float32, device=q.device)
+    if scores.numel():
+        launch_scores(q, weights, keys, visible, scores, n, True)
+    return scores
+
+
+def topk_entries(scores: torch.Tensor, k: int, visible: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference, in another order but the same one each time. Scores from `visible` on are not read.
+
+    Raises UnsupportedInput for k above 4096 of more than 32768 entries, and for more than 2097152 entries.
+    """
+    require_device("topk_entries", scores, visible)
+    if scores.dtype is not torch.float32:
+        raise UnsupportedInput(f"topk_entries takes scores in fp32, not {scores.dtype}")
+    B, T, n = scores.shape
+    k = min(k, n)
+    out = torch.empty(B, T, k, dtype=torch.int64, device=scores.device)
+    if out.numel():
+        scores = scores if scores.stride(-1) == 1 else scores.contiguous()
+        choose(plan(B * T, n, k), scores, n, k, visible, out)
+    return out
+
+
+def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. Where n ≤ k nothing is scored: every visible
+    entry, −1 for the others. Scores of at most 48 MiB, or of one query if these are more, exist at a time.
+
+    q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T].
+    """
+    check(q, weights, keys, visible)
+    B, T = q.shape[:2]
+    n, device = entries(keys), q.device
+    k = min(k, n)
+    out = torch.empty(B, T, k, dtype=torch.int64, device=device)
+    if not out.numel():
+        return out
+    if n == k:
+        choose_visible(visible, out)
+        return out
+    width, maxima_width = ALIGNED * triton.cdiv(n, ALIGNED), maxima_layout(n)[0]
+    batches, queries = _chunk(B, T, max(1, SCRATCH_BYTES // (4 * (width + maxima_width))))
+    rows = batches * queries
+    how = plan(rows, n, k)
+    scores = torch.empty(rows * width, dtype=torch.float32, device=device)
+    maxima = torch.empty(rows * maxima_width, dtype=torch.int32, device=device) if how.levels else None
+    count = torch.empty(rows, dtype=torch.int32, device=device) if how.levels else None
+    for b in range(0, B, batches):
+        c = slice(b, b + batches)
+        held = keys._replace(data=keys.data[c]) if isinstance(keys, PackedRows) else keys[c]
+        for t in range(0, T, queries):
+            s = slice(t, t + queries)
+            part = scores[:visible[c, s].numel() * width].view(*visible[c, s].shape, width)
+            launch_scores(q[c, s], weights[c, s], held, visible[c, s], part, width, False, maxima, count, how.levels)
+            choose(how, part, n, k, visible[c, s], out[c, s], maxima, count)
+    return out
+
+
+def _chunk(B: int, T: int, rows: int) -> tuple[int, int]:
+    """(batch rows, queries of each) that make at most `rows` together; whole programs of the scores' kernel where possible."""
+    if T <= rows:
+        return min(B, rows // T), T
+    return 1, rows - rows % 4 if rows > 4 else rows

@@ -1,0 +1,316 @@
+"""Exact selection of the k best entries, without sorting.
+
+Scores become integers in the same order (`monotone`). Long rows come with the maxima of each 8 entries, and of each 8 of those. The
+k best of n entries lie under the k best of the n/8 maxima, if ties go to the lowest index there too: whatever lies elsewhere has k
+better ones. So a row is searched from the coarsest level down, 8·k candidates at a time (`_descend`), each time for the threshold
+that exactly k reach, by narrowing an interval of integers.
+
+For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a bound that all
+of the k best reach and few others; those are collected by many programs (`_collect`), and the rank of each among them is its place
+in the result (`_rank`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.errors import UnsupportedInput
+from kernels.indexer.triton_scores import GROUP, maxima_layout, monotone
+from kernels.launch import interpreting, next_power, processors
+
+MAX_CANDIDATES = 1 << 15  # that one program holds at once
+MAX_PAIRS = 1 << 24       # comparisons up to which every entry is ranked against every other
+ROOM = 1 << 13            # entries that `_collect` may find in a row, beyond which `_rank` descends instead
+CHUNK = 2048              # entries that a program of `_collect` or `_maxima` reads
+_LOWEST = tl.constexpr(-(2**31))
+_MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit
+def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr):
+    """(t, count of keys ≥ t, count of keys > t): t a number that at least min(k, live) keys reach.
+
+    key int32 [CANDIDATES], the least number where not live; floor: known to be reached by as many. Stops as soon as at most `enough`
+    keys reach t: with enough = k those are the k best, unless several equal t. The last count means something only if more do.
+    """
+    if CLASSES:  # of keys, at least k: each has a key no lower than the lowest of their maxima
+        low = tl.min(tl.max(tl.reshape(key, [CANDIDATES // CLASSES, CLASSES]), 0), 0)
+    else:
+        low = tl.min(tl.where(live, key, 2147483647), 0)
+    low = tl.maximum(low, floor).to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64) + 1  # fewer than k reach it
+    reach = tl.sum((live & (key >= low.to(tl.int32))).to(tl.int32), 0)
+    above = reach * 0
+    while (reach > enough) & (high - low > 1):
+        third = tl.maximum(((high - low) * 21845) >> 16, 1)
+        first, second = low + third, tl.minimum(low + 2 * third, high - 1)
+        # Both counts in one sum, 16 bits each. Keys that are not live never exceed `low`.
+        both = tl.sum((key >= first.to(tl.int32)).to(tl.int32) + ((key >= second.to(tl.int32)).to(tl.int32) << 16), 0)
+        n1, n2 = both & 0xFFFF, (both >> 16) & 0xFFFF
+        if n2 >= k:
+            low, reach = second, n2
+        elif n1 >= k:
+            low, reach, high, above = first, n1, second, n2
+        else:
+            high, above = first, n1
+    return low.to(tl.int32), reach, above
+
+
+@triton.jit
+def _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
+    """int32 keys of a level: scores at 0, maxima of 8 entries at 1 and of 64 from `second` on at 2. The least number where not live."""
+    if LEVELS == 0:
+        key = monotone(tl.load(SCORES + at, mask=live, other=0.0))
+    elif level == 0:
+        key = monotone(tl.load(SCORES + at, mask=live, other=0.0))
+    else:
+        key = tl.load(MAXIMA + tl.where(level == 1, 0, second) + at, mask=live, other=0)
+    return tl.where(live, key, _LOWEST)
+
+
+@triton.jit
+def _start_level(seen, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
+    """The finest level whose keys all fit."""
+    level = seen * 0
+    if LEVELS > 0:
+        level += (seen > CANDIDATES).to(tl.int32)
+    if LEVELS > 1:
+        level += (seen > CANDIDATES * _GROUP).to(tl.int32)
+    return level
+
+
+@triton.jit
+def _groups(seen, level):
+    """How many keys of a level cover the entries < seen."""
+    return (seen + (1 << (3 * level)) - 1) >> (3 * level)
+
+
+@triton.jit
+def _descend(SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
+    """The k best of the entries < seen of one row to OUT int64 [k], −1 where there are not as many or a score is −inf.
+
+    LIST int32 [2·CANDIDATES/8]: scratch of the row.
+    """
+    i = tl.arange(0, CANDIDATES)
+    tl.store(OUT + i, tl.full([CANDIDATES], -1, tl.int64), mask=(i >= seen) & (i < k))
+    level = _start_level(seen, CANDIDATES, LEVELS)
+    floor = tl.full((), _LOWEST, tl.int32)
+    at, live = i, i >= 0
+    while level >= 0:
+        live = live & (at < _groups(seen, level))
+        key = _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS)
+        floor, reach, above = _threshold(key, live, floor, k, k, CLASSES, CANDIDATES)
+        # Of those that equal the threshold the first ones, so that k are chosen.
+        wanted = tl.where(reach > k, k - above, CANDIDATES)
+        higher, equal = live & (key > floor), live & (key == floor)
+        one = higher.to(tl.int32) + (equal.to(tl.int32) << 16)
+        before = tl.cumsum(one, 0) - one
+        ties = (before >> 16) & 0xFFFF
+        chosen = higher | (equal & (ties < wanted))
+        place = (before & 0xFFFF) + tl.minimum(ties, wanted)
+        if level == 0:
+            tl.store(OUT + place, tl.where(key == _MINUS_INF, -1, at).to(tl.int64), mask=chosen)
+        else:
+            half = LIST + (level & 1) * (CANDIDATES // 8)
+            tl.store(half + place, at, mask=chosen)
+            tl.debug_barrier()  # other threads read the list than wrote it
+            live = i // _GROUP < tl.minimum(reach, k)
+            at = tl.load(half + i // _GROUP, mask=live, other=0) * _GROUP + i % _GROUP
+        level -= 1
+
+
+@triton.jit
+def _seen(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
+    """How many entries of a row count."""
+    if SEEN:
+        seen = tl.minimum(tl.maximum(tl.load(VISIBLE + b * v_b + t * v_t), 0), n).to(tl.int32)
+    else:
+        seen = tl.full((), 0, tl.int32) + n
+    return seen
+
+
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
+def _descend_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
+                  CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
+    """`_descend` for one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    b, t = row // T, row % T
+    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    _descend(SCORES + b * s_b + t * s_t, MAXIMA + row * width, LIST + row * (CANDIDATES // 4), OUT + row * k, seen, second, k, CLASSES,
+             CANDIDATES, LEVELS)
+
+
+@triton.jit
+def _sortable(key, entry):
+    """int64 that orders by key, and entries of equal keys from the last to the first."""
+    return (key.to(tl.int64) << 32) | (2147483647 - entry).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
+def _collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
+             CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr):
+    """Entries of one chunk (axis 1) of a row (axis 0) that may be among the k best, to FOUND int64 [rows, ROOM] in any order.
+
+    COUNT int32 [rows], zero before: how many there are, also beyond ROOM.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    b, t = row // T, row % T
+    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    entry = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    if tl.program_id(1) * CHUNK >= seen:
+        return
+    scores = tl.load(SCORES + b * s_b + t * s_t + entry, mask=entry < seen, other=0.0)
+    i, level = tl.arange(0, CANDIDATES), _start_level(seen, CANDIDATES, LEVELS)
+    live = i < _groups(seen, level)
+    key = _level_keys(SCORES + b * s_b + t * s_t, MAXIMA + row * width, i, live, level, second, LEVELS)
+    bound, _, _ = _threshold(key, live, _LOWEST, k, 2 * k, CLASSES, CANDIDATES)
+    key = monotone(scores)
+    found = (entry < seen) & (key >= bound)
+    one = found.to(tl.int32)
+    base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")  # an order of arrival, which `_rank` makes good
+    place = base + tl.cumsum(one, 0) - one
+    tl.store(FOUND + row * ROOM + place, _sortable(key, entry), mask=found & (place < ROOM))
+
+
+@triton.jit
+def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
+    """`_sortable` of entries, or from the list of those found; at or behind `count` a number that exceeds none."""
+    if ALL:
+        x = _sortable(monotone(tl.load(SCORES + at, mask=at < count, other=0.0)), at)
+    else:
+        x = tl.load(FOUND + at, mask=at < count, other=0)
+    return tl.where(at < count, x, -(2**63))
+
+
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
+def _rank(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
+          ALL: tl.constexpr, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr, K: tl.constexpr,
+          MINE: tl.constexpr, OTHERS: tl.constexpr):
+    """The k best of a row (axis 0), each at its rank, among what `_collect` found or ALL entries. Programs of axis 1 share them.
+
+    Should more have been found than there is room for, the first program descends instead.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    b, t = row // T, row % T
+    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    SCORES += b * s_b + t * s_t
+    FOUND += row * ROOM
+    OUT += row * k
+    if ALL:
+        count = seen
+    else:
+        count = tl.load(COUNT + row)
+        if count > ROOM:
+            if tl.program_id(1) == 0:
+                _descend(SCORES, MAXIMA + row * width, LIST + row * (CANDIDATES // 4), OUT, seen, second, k, CLASSES, CANDIDATES, LEVELS)
+            return
+    if tl.program_id(1) == 0:
+        i = tl.arange(0, K)
+        tl.store(OUT + i, tl.full([K], -1, tl.int64), mask=(i >= count) & (i < k))
+    for first in range(tl.program_id(1) * MINE, count, tl.num_programs(1) * MINE):
+        mine = first + tl.arange(0, MINE)
+        x = _rankable(SCORES, FOUND, mine, count, ALL)
+        rank = tl.zeros([MINE], tl.int32)
+        for start in range(0, count, OTHERS):
+            y = _rankable(SCORES, FOUND, start + tl.arange(0, OTHERS), count, ALL)
+            rank += tl.sum((y[None, :] > x[:, None]).to(tl.int32), 1)
+        entry = 2147483647 - (x & 2147483647)
+        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, entry), mask=(mine < count) & (rank < k))
+
+
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second"])
+def _maxima(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, SEEN: tl.constexpr, LEVELS: tl.constexpr,
+            CHUNK: tl.constexpr):
+    """The maxima of one chunk (axis 1) of a row (axis 0), as the scores' kernel writes them; zeroes COUNT."""
+    row = tl.program_id(0).to(tl.int64)
+    b, t = row // T, row % T
+    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    if tl.program_id(1) == 0:
+        tl.store(COUNT + row, 0)
+    entry = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    if tl.program_id(1) * CHUNK >= seen:
+        return
+    key = monotone(tl.load(SCORES + b * s_b + t * s_t + entry, mask=entry < seen, other=float("-inf")))
+    best = tl.max(tl.reshape(key, [CHUNK // _GROUP, _GROUP]), 1)
+    at = tl.program_id(1) * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+    tl.store(MAXIMA + row * width + at, best, mask=at < _groups(seen, 1))
+    if LEVELS > 1:
+        best = tl.max(tl.reshape(best, [CHUNK // 64, _GROUP]), 1)
+        at = tl.program_id(1) * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
+        tl.store(MAXIMA + row * width + second + at, best, mask=at < _groups(seen, 2))
+
+
+@triton.jit(do_not_specialize=["n", "T", "v_b", "v_t"])
+def _visible_entries(OUT, VISIBLE, T, n, v_b, v_t, BLOCK: tl.constexpr):
+    """OUT int64 [rows, n]: each entry, −1 from VISIBLE[b, t] on. One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    seen = tl.load(VISIBLE + row // T * v_b + row % T * v_t)
+    for start in range(0, n, BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        tl.store(OUT + row * n + e, tl.where(e < seen, e, -1).to(tl.int64), mask=e < n)
+
+
+class Plan(NamedTuple):
+    """How rows of n entries are searched."""
+
+    method: str      # "rank", "collect" or "descend"
+    candidates: int  # keys held at once, a power of two
+    levels: int      # of maxima
+
+
+def plan(rows: int, n: int, k: int) -> Plan:
+    """Raises UnsupportedInput where the candidates exceed what a program can hold."""
+    if rows * n * n <= MAX_PAIRS:
+        return Plan("rank", next_power(n), 0)
+    candidates = max(512, next_power(GROUP * k), next_power(triton.cdiv(n, GROUP * GROUP)))
+    if n <= candidates and n <= MAX_CANDIDATES:
+        return Plan("descend", next_power(n), 0)
+    if candidates > MAX_CANDIDATES:
+        raise UnsupportedInput(f"topk_entries takes k up to {MAX_CANDIDATES // GROUP} and up to {MAX_CANDIDATES * GROUP * GROUP} entries "
+                               f"where they exceed {MAX_CANDIDATES}, not k = {k} of {n}")
+    return Plan("collect" if rows <= 16 and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2)
+
+
+def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tensor | None, out: torch.Tensor,
+           maxima: torch.Tensor | None = None, count: torch.Tensor | None = None) -> None:
+    """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k], contiguous.
+
+    maxima, count: from the scores' kernel, if `how` has levels; without them they are made here.
+    """
+    B, T = scores.shape[:2]
+    rows, device = B * T, scores.device
+    width, second = maxima_layout(n)
+    seen, absent = visible is not None, out.view(torch.int32)  # what stands in for a buffer that is not used: of its type
+    visible = visible if seen else out
+    strides = T, n, *scores.stride()[:2], *visible.stride()[:2], width, second
+    if how.levels and maxima is None:
+        maxima = torch.empty(rows, width, dtype=torch.int32, device=device)
+        count = torch.empty(rows, dtype=torch.int32, device=device)
+        _maxima[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, visible, *strides, seen, how.levels, CHUNK, num_warps=8)
+    lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
+    if not how.levels:
+        maxima = count = absent
+    classes = next_power(k)
+    search = classes if 2 * classes <= how.candidates else 0, how.candidates, how.levels
+    if how.method == "descend":
+        # About 8 keys a thread; registers for two programs of 4096 candidates on a multiprocessor.
+        options = dict(maxnreg=64) if how.candidates == 4096 and not interpreting() else {}
+        _descend_rows[(rows,)](scores, maxima, lists, out, visible, *strides, k, seen, *search,
+                               num_warps=min(16, max(4, how.candidates // 256)), **options)
+        return
+    every, found = how.method == "rank", out
+    if not every:
+        found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
+        _collect[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, found, visible, *strides, k, seen, *search, CHUNK, ROOM, num_warps=8)
+    programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
+    _rank[(rows, programs)](scores, maxima, count, found, lists, out, visible, *strides, k, seen, every, *search, ROOM, next_power(k), 16,
+                            min(1024, how.candidates) if every else 1024, num_warps=4 if how.candidates <= 4096 else 8)
+
+
+def choose_visible(visible: torch.Tensor, out: torch.Tensor) -> None:
+    """Every entry < visible int64 [B, T] to out int64 [B, T, n], contiguous, −1 for the others."""
+    B, T, n = out.shape
+    _visible_entries[(B * T,)](out, visible, T, n, *visible.stride(), min(1024, next_power(n)), num_warps=4)

@@ -1,0 +1,158 @@
+"""Products with a weight as stored, on a GPU.
+
+Up to TOKENS tokens the weight's bytes are the time: they are streamed once (`triton_skinny`). More tokens, and weights whose
+rows are no whole 16 bytes, take tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16 accumulate in fp32,
+those of fp32 are IEEE fp32. E4M3's NaN code is not known to the bf16 products, which read it as 480.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.errors import UnsupportedInput
+from kernels.launch import capability, dot_in_fp32, processors, require_device
+from kernels.linear import reference
+from kernels.linear.reference import ACTIVATION_BLOCK
+from kernels.linear.triton_skinny import lanes, skinny
+from kernels.linear.triton_streams import SLOTS, TOKENS, row_groups, stream, warps
+from kernels.linear.triton_tiles import swizzle, tile_product
+from kernels.linear.triton_weights import Held, check, hold
+from kernels.quantize.triton import simulate_fp8_blocks
+from kernels.quantize.triton_codes import narrow
+from kernels.quantize.weights import PackedWeight, WeightFormat
+from kernels.rms_norm.triton import rms_norm
+
+MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
+
+
+def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
+    return products("linear", x, None, 0.0, (w,), (simulate,), (x.dtype,))[0]
+
+
+def grouped_linear(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
+    N, G, K = x.shape
+    return grouped("grouped_linear", x.reshape(N, G * K), None, 0, w, G).view(N, G, w.out_features // G)
+
+
+linear.__doc__, grouped_linear.__doc__ = reference.linear.__doc__, reference.grouped_linear.__doc__
+
+
+def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...],
+             simulate: tuple[bool, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:
+    """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], which is x.dtype or fp32."""
+    held = [hold(name, w) for w in weights]
+    require_device(name, x, norm, *(t for h in held for t in (h.weight, h.scale, h.glob)))
+    for w, h, sim, dtype in zip(weights, held, simulate, dtypes, strict=True):
+        x = check(name, x, h.K)
+        if sim and w.format is WeightFormat.DENSE:
+            raise UnsupportedInput("activations are quantised for FP8 and FP4 weights only; this weight is dense")
+        if dtype not in (x.dtype, torch.float32):
+            raise UnsupportedInput(f"{name}: a result in {dtype} from x in {x.dtype}; expected that or float32")
+    N = x.shape[0]
+    outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
+    if not N:
+        return outs
+    streamed = [i for i, h in enumerate(held) if N <= TOKENS and h.streams]
+    for at in range(0, len(streamed), SLOTS):
+        some = streamed[at:at + SLOTS]
+        stream(x, norm, eps, [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some])
+    rest = [i for i in range(len(held)) if i not in streamed]
+    if rest and norm is not None:
+        x = rms_norm(x, norm, eps)
+    rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if any(simulate[i] for i in rest) else None
+    for i in rest:
+        gemm(name, rounded if simulate[i] else x, held[i], outs[i], 1)
+    return outs
+
+
+def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: PackedWeight, groups: int) -> torch.Tensor:
+    """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R]. cis fp32 [N, d], few tokens only: the last d columns of each
+    head of `head` columns are rotated on the way."""
+    h = hold(name, w)
+    require_device(name, x, h.weight, h.scale, h.glob)
+    x = check(name, x, groups * h.K)
+    if h.O % groups:
+        raise UnsupportedInput(f"{name}: {h.O} rows of the weight do not divide into {groups} groups")
+    N = x.shape[0]
+    out = torch.empty(N, h.O, dtype=x.dtype, device=x.device)
+    if not N or not h.O:
+        return out
+    if not (N <= TOKENS and h.streams):
+        if cis is not None:
+            raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")
+        gemm(name, x, h, out, groups)
+        return out
+    fp32 = dot_in_fp32(x) or h.format == "fp32"
+    R, rh = h.O // groups, row_groups(h, fp32, h.O, x.device)
+    tiles = triton.cdiv(R, 8 * rh) * groups
+    ks = warps(h.K, fp32, tiles, rh, x.device)
+    _grouped[(tiles,)](
+        x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, 0 if cis is None else cis.stride(0), R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format, fp32, *h.block, h.parts, max(1, head), 0 if cis is None else cis.shape[1], num_warps=ks,
+        num_stages=1)
+    return out
+
+
+@triton.jit(do_not_specialize=["N"])
+def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
+             RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+             PARTS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr):
+    PROGRAMS: tl.constexpr = (R + 8 * RH - 1) // (8 * RH)
+    group, first = tl.program_id(0) // PROGRAMS, (tl.program_id(0) % PROGRAMS) * (8 * RH)
+    q, r, s, repeat = lanes(KS, 4 * NH)
+    token = (r + 8 * (repeat >> 2)).to(tl.int64)
+    rows = (group + 1) * R
+    first += group * R
+    out = skinny(X + group * K, token * x_stride, token < N, W, None, S, None, first, rows, 0, K,
+                 (K + 128 * KS - 1) // (128 * KS) * (128 * KS), KS, RH, NH, FORMAT, FP32, BO, BK, None, 0.0, False, CIS,
+                 token * cis_stride, HEAD, TURNED)
+    o, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
+    if G is not None:
+        out *= tl.load(G + tl.minimum(o, rows - 1) // (R * GROUPS // PARTS))[:, None]
+    tl.store(Y + t.to(tl.int64)[None, :] * (R * GROUPS) + o[:, None], narrow(out, Y.dtype.element_ty),
+             mask=(o[:, None] < rows) & (t[None, :] < N))
+
+
+# Many tokens ---------------------------------------------------------------------------------------------------------
+
+
+def tile_columns(name: str, h: Held, fp32: bool) -> int:
+    """Columns of a tile, within one block of FP8's scales. Raises UnsupportedInput when that has no 16 in a power of two."""
+    columns = 32 if fp32 else 64
+    if h.format == "fp8":
+        columns = min(columns, h.block[1] & -h.block[1])
+        if columns < MIN_BLOCK:
+            raise UnsupportedInput(f"{name}: FP8 blocks of {h.block[1]} columns; the triton backend takes multiples of {MIN_BLOCK}")
+    return columns
+
+
+def stages(device: torch.device) -> int:
+    """Tiles on the way: shared memory of capabilities 8.6, 8.9 and 12.0 is 99 KB a block."""
+    return 3 if capability(device) in ((8, 0), (9, 0), (10, 0)) else 2
+
+
+def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) -> None:
+    """out [N, G·R] = x [N, G·K] · Wᵀ, group by group; x already rounded if it is to be."""
+    N, R = x.shape[0], h.O // groups
+    fp32 = dot_in_fp32(x) or h.format == "fp32"
+    bk = tile_columns(name, h, fp32)
+    bt = 16 if N <= 16 else 32 if N <= 32 or fp32 else 64 if N <= 64 else 128
+    tall = triton.cdiv(R, 128) * triton.cdiv(N, bt) * groups >= processors(x.device)
+    bo = 32 if fp32 else 128 if tall and bt >= 64 else 64 if triton.cdiv(R, 64) * triton.cdiv(N, bt) * groups >= processors(x.device) else 32
+    weight = h.weight.view(torch.uint8) if h.format == "fp8" else h.weight
+    _gemm[(triton.cdiv(R, bo) * triton.cdiv(N, bt), groups)](
+        x, N, x.stride(0), weight, h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
+        num_warps=8 if bo * bt > 8192 else 4, num_stages=1 if fp32 else stages(x.device))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _gemm(X, N, x_stride, W, S, G, Y, R: tl.constexpr, K: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+          FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+    row_block, token_block = swizzle(tl.program_id(0), tl.cdiv(N, BT), tl.cdiv(R, BO), 8)
+    group = tl.program_id(1)
+    o, t = row_block * BO + tl.arange(0, BO), (token_block * BT + tl.arange(0, BT)).to(tl.int64)
+    row = (group * R + tl.minimum(o, R - 1)).to(tl.int64)
+    out = tile_product(X + group * K, t * x_stride, t < N, W, S, row, K, BO, BT, BK, FORMAT, FP32, ROWS, COLUMNS)
+    if G is not None:
+        out *= tl.load(G + row // (R * GROUPS // PARTS))[:, None]
+    tl.store(Y + t[None, :] * (R * GROUPS) + group * R + o[:, None], narrow(out, Y.dtype.element_ty),
+             mask=(o[:, None] < R) & (t[None, :] < N))

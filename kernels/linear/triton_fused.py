@@ -1,0 +1,24 @@
+"""Compositions of products with what surrounds them in a decode step."""
+
+import torch
+
+from kernels.linear.triton import grouped, products
+from kernels.linear.triton_streams import TOKENS
+from kernels.linear.triton_weights import hold
+from kernels.quantize.weights import PackedWeight
+from kernels.rope.triton import rotate
+
+
+def linears(x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...], simulate: tuple[bool, ...],
+            dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor, ...]:
+    """One launch for up to TOKENS tokens and SLOTS weights; one a weight, after those of the norm and the rounding, for more."""
+    return products("linears", x, norm, eps, weights, simulate, tuple(dtype or x.dtype for dtype in dtypes))
+
+
+def project_heads(o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int) -> torch.Tensor:
+    """One launch for up to TOKENS tokens, two for more."""
+    N, H, D = o.shape
+    if N <= TOKENS and hold("project_heads", w).streams:
+        turns = torch.view_as_real(cis.resolve_conj().expand(N, -1)).flatten(1)
+        return grouped("project_heads", o.reshape(N, H * D), turns, D, w, groups)
+    return grouped("project_heads", rotate(o, cis.unsqueeze(1)).reshape(N, H * D), None, D, w, groups)

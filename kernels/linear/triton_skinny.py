@@ -1,0 +1,193 @@
+"""Products of a few tokens (at most 8 · NH) with many rows of a weight: every byte of the weight is read once, and that is the time.
+
+A warp owns one slice of 128 columns at a time, for all rows and tokens of its program; the slices of KS warps are summed at
+the end. Lane 4r + q of a warp reads 16 bytes of weight row r and, for token r, the same columns of x. That is where an
+m16n8k16 product of tensor cores wants its operands, so nothing passes through shared memory and no warp waits for another.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.linear.triton_words import ROUND_E4M3, after_loads, larger_pair, pair, unpack
+from kernels.quantize.triton_codes import decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen
+
+
+
+
+@triton.jit
+def lanes(KS: tl.constexpr, REPEATS: tl.constexpr):
+    """(q, r, slice, repeat) of each thread's REPEATS vectors, int32 [32·KS·REPEATS]."""
+    m = tl.arange(0, 32 * KS * REPEATS)
+    return m & 3, (m >> 2) & 7, (m // 32) & (KS - 1), m // (32 * KS)
+
+
+@triton.jit
+def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
+           NORM, inverse, SIMULATE: tl.constexpr, CIS, cis_at, HEAD: tl.constexpr, TURNED: tl.constexpr):
+    """Operand [KS, 128, 8·NH] of columns k + 128·slice … of x, in the column order of `unpack`.
+
+    at, cis_at int64 [32·KS·4·NH]: offset of the token's row; live: whether there is such a token. NORM [K] and inverse fp32
+    (as `at`): x is first normalised to x · inverse · NORM. TURNED: the last columns of each head of HEAD are rotated by CIS.
+    """
+    q, r, s, repeat = lanes(KS, 4 * NH)
+    piece = repeat & 3
+    if FORMAT == "mxfp4" or FORMAT == "nvfp4":
+        column = 32 * q + 8 * piece
+    elif FORMAT == "fp8":
+        column = 64 * (piece >> 1) + 16 * q + 8 * (piece & 1)
+    else:
+        column = 32 * piece + 8 * q
+    column = k + 128 * s + column
+    i = tl.arange(0, 8)[None, :]
+    if K % (128 * KS) == 0:
+        there = live[:, None]
+    elif K % 8 == 0:
+        there = (live & (column < K))[:, None]
+    else:
+        there = live[:, None] & (column[:, None] + i < K)
+    v = tl.load(X + at[:, None] + (column[:, None] + i), mask=there, other=0.0)
+    DTYPE: tl.constexpr = v.dtype
+    if NORM is not None:
+        # y = x32 * r; y = y * weight; y.to(x.dtype)
+        weight = tl.load(NORM + (column[:, None] + i), mask=there, other=0.0)
+        v = narrow(widen(v) * inverse[:, None] * widen(weight), DTYPE)
+    if TURNED > 0:
+        # pairs * cis, stored back in x.dtype
+        c = (column[:, None] + i) % HEAD - (HEAD - TURNED)
+        cis = tl.load(CIS + cis_at[:, None] + c, mask=there & (c >= 0), other=0.0)
+        a, b = tl.split(tl.reshape(widen(v), [32 * KS * 4 * NH, 4, 2]))
+        cos, sin = tl.split(tl.reshape(cis, [32 * KS * 4 * NH, 4, 2]))
+        a, b = turn(a, b, cos, sin)
+        v = tl.where(c >= 0, narrow(tl.reshape(tl.join(a, b), [32 * KS * 4 * NH, 8]), DTYPE), v)
+    if SIMULATE:
+        v = _through_e4m3(v, KS, NH, FP32)
+    if FP32:
+        v = widen(v)
+    v = tl.reshape(v, [NH, 4, KS, 8, 4, 2, 2, 2])
+    if FORMAT == "mxfp4" or FORMAT == "nvfp4":
+        v = tl.permute(v, (2, 1, 6, 4, 7, 5, 0, 3))
+    elif FORMAT == "fp8":
+        v = tl.permute(v, (2, 1, 5, 4, 7, 6, 0, 3))
+    else:
+        v = tl.permute(v, (2, 1, 5, 4, 6, 7, 0, 3))
+    return tl.reshape(v, [KS, 128, 8 * NH])
+
+
+@triton.jit
+def _through_e4m3(v, KS: tl.constexpr, NH: tl.constexpr, FP32: tl.constexpr):
+    """Each token's 128 columns rounded to E4M3 by their own scale, as `simulate_fp8_blocks` does, and back."""
+    M: tl.constexpr = 32 * KS * 4 * NH
+    if FP32:
+        x = tl.reshape(widen(v), [NH, 4, KS, 8, 4, 8])
+        k = e4m3_exponent(tl.max(tl.max(tl.max(magnitude(x), 5), 4), 1))[:, None, :, :, None, None]
+        y = narrow(tl.reshape(round_e4m3(x * power_of_two(-k)) * power_of_two(k), [M, 8]), v.dtype)
+    else:
+        even, odd = tl.split(tl.reshape(v, [M, 4, 2]))
+        w = pair(even, odd)
+        m = tl.reshape(w & 0x7FFF7FFF, [NH, 4, KS, 8, 4, 4])
+        m = tl.reduce(tl.reduce(m, 5, larger_pair), 1, larger_pair)
+        k = e4m3_exponent(tl.max(tl.maximum(m & 0x7FFF0000, m << 16), 3))[:, None, :, :, None, None]
+        k = tl.reshape(tl.broadcast_to((k + 127) * 0x00800080, [NH, 4, KS, 8, 4, 4]), [M, 4])
+        w = tl.inline_asm_elementwise(ROUND_E4M3, "=&r,r,r,r,r", [w, k - 0x00C000C0, k - 0x03000300, k + 0x04600460],
+                                      dtype=tl.int32, is_pure=True, pack=1)
+        y = tl.reshape(unpack(w, 0, "bf16", False), [M, 8])
+    return y
+
+
+@triton.jit
+def _inverse_rms(X, at, live, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, eps):
+    """(mean(x²) + eps)^−½ of each lane's token, fp32 as `at`."""
+    q, r, s, repeat = lanes(KS, 4 * NH)
+    i = tl.arange(0, 8)[None, :]
+    total = tl.zeros([32 * KS * 4 * NH, 8], tl.float32)
+    for k in range(0, K, 128 * KS):
+        column = (k + 128 * s + 32 * (repeat & 3) + 8 * q)[:, None] + i
+        x = widen(tl.load(X + at[:, None] + column, mask=live[:, None] & (column < K), other=0.0))
+        total += x * x
+    total = tl.reshape(tl.sum(total, 1), [NH, 4, KS, 8, 4])
+    mean = tl.sum(tl.sum(tl.sum(total, 4), 2), 1) / K
+    inverse = tl.broadcast_to(tl.reshape(1 / tl.sqrt(mean + eps), [NH, 1, 1, 8, 1]), [NH, 4, KS, 8, 4])
+    return tl.reshape(inverse, [32 * KS * 4 * NH])
+
+
+@triton.jit
+def _words(W, W_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr):
+    """Words int32 [M, 4] of columns k + 128·slice …; zeros from column `end` or K on."""
+    C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
+    PER: tl.constexpr = 8 // C  # columns of a word
+    q, r, s, repeat = lanes(KS, RH * C)
+    rh, piece = repeat & (RH - 1), repeat // RH
+    place = 32 * (piece >> 1) + 8 * q + 4 * (piece & 1) if FORMAT == "fp32" else 16 * piece + 4 * q
+    word = k // PER + (128 // PER) * s + place
+    there = (q >= 0) & (k < end) if K % (128 * KS) == 0 else (word < K // PER) & (k < end)
+    if W_UP is None:
+        row = tl.minimum(first + rh * 8 + r, rows - 1).to(tl.int64)
+    else:  # 8 rows of the gate, 8 rows up
+        row = tl.minimum(first + (rh >> 1) * 8 + r, rows - 1).to(tl.int64)
+        W = tl.where((rh & 1) == 0, W, W_UP)
+    place = W + (row * (K // PER) + word)
+    return tl.load(place[:, None] + tl.arange(0, 4)[None, :], mask=there[:, None], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr,
+            BO: tl.constexpr, BK: tl.constexpr):
+    """Scales of what `_words` loads: bytes int32 [M, 1] (MXFP4) or [M, 2] (NVFP4), or fp32 [M] of FP8's blocks of BK columns."""
+    FP8: tl.constexpr = FORMAT == "fp8"
+    EACH: tl.constexpr = 2 if FORMAT == "nvfp4" else 1
+    COLUMNS: tl.constexpr = BK if FP8 else 32 // EACH
+    q, r, s, rh = lanes(KS, RH)
+    block = (k + 128 * s + (0 if FP8 else 32 * q)) // COLUMNS
+    there = (q >= 0) & (k < end) if K % (128 * KS) == 0 else (block * COLUMNS < K) & (k < end)
+    if S_UP is None:
+        row = tl.minimum(first + rh * 8 + r, rows - 1).to(tl.int64)
+    else:
+        row = tl.minimum(first + (rh >> 1) * 8 + r, rows - 1).to(tl.int64)
+        S = tl.where((rh & 1) == 0, S, S_UP)
+    place = S + ((row // BO) * ((K + BK - 1) // BK) + block if FP8 else row * (K // COLUMNS) + block)
+    scale = tl.load(place, mask=there, other=0)
+    if FP8:
+        if S.dtype.element_ty != tl.float32:
+            scale = decode_e8m0(scale)
+    elif EACH == 1:
+        scale = scale.to(tl.int32)[:, None]
+    else:
+        scale = tl.join(scale, tl.load(place + 1, mask=there, other=0)).to(tl.int32)
+    return scale
+
+
+@triton.jit
+def skinny(X, at, live, W, W_UP, S, S_UP, first, rows, begin, K: tl.constexpr, SPAN: tl.constexpr, KS: tl.constexpr,
+           RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+           NORM, eps, SIMULATE: tl.constexpr, CIS, cis_at, HEAD: tl.constexpr, TURNED: tl.constexpr):
+    """Σ over columns begin … begin + SPAN of x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH].
+
+    W int32: words of the weight, `rows` contiguous rows of K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks
+    BO × BK). W_UP, S_UP, if not None: 8 rows of W and 8 rows of W_UP in turn. SPAN is a multiple of 128·KS. The global scale
+    of NVFP4 is left to the caller. X and the rest: see `inputs`.
+    """
+    C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
+    SCALED: tl.constexpr = FORMAT != "bf16" and FORMAT != "fp32"
+    STEP: tl.constexpr = 128 * KS
+    end = begin + SPAN
+    acc = tl.zeros([KS, 8 * RH, 8 * NH], tl.float32)
+    w = _words(W, W_UP, begin, end, first, rows, K, KS, RH, FORMAT)
+    scale = _scales(S, S_UP, begin, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
+    inverse = None if NORM is None else _inverse_rms(X, at, live, K, KS, NH, eps)  # while the weight's first words are on the way
+    for k in range(begin, end, STEP):
+        w_next = _words(W, W_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT)
+        scale_next = _scales(S, S_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
+        w = after_loads(w, FP32)
+        b = inputs(X, at, live, k, K, KS, NH, FORMAT, FP32, NORM, inverse, SIMULATE, CIS, cis_at, HEAD, TURNED)
+        a = unpack(w, scale, FORMAT, FP32)
+        a = tl.permute(tl.reshape(a, [C, RH, KS, 8, 4, 8 // C, 2, 2]), (2, 1, 3, 0, 5, 4, 6, 7))
+        a = tl.reshape(a, [KS, 8 * RH, 128])
+        if FORMAT == "fp8":  # the scale of a block multiplies its sum
+            part = tl.reshape(tl.dot(a, b, input_precision="ieee"), [KS, RH, 8, NH, 4, 2])
+            by = tl.permute(tl.reshape(scale, [RH, KS, 8, 4]), (1, 0, 2, 3))[:, :, :, None, :, None]
+            acc += tl.reshape(part * by, [KS, 8 * RH, 8 * NH])
+        else:
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        w = w_next
+        scale = scale_next
+    return tl.sum(acc, 0)

@@ -1,0 +1,151 @@
+"""Weights read as 32-bit words and turned into operands of a matrix product in registers.
+
+A thread reads 16 bytes (4 words) of one row: S pairs of values, S = 16 (FP4), 8 (FP8), 4 (bf16) or 2 (fp32). The order of
+the columns within those bytes does not matter to a product as long as both operands agree on it, so a pair is what is
+cheapest to unpack: for codes, two of a word that are 16 bits apart.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0
+
+# Products with −0 added are exact and keep the signs of zeros; bf16 has no plain multiplication before sm_90.
+_TIMES = "fma.rn.bf16x2 {out}, {a}, {b}, none;"
+_MOVE = "{left}.b32 s, {word}, {sign}; {right}.b32 e, {word}, {rest}; and.b32 s, s, 0x80008000; and.b32 e, e, {mask}; or.b32 s, s, e;"
+
+
+def _pairs(bits: int, mask: str, big: str, scaled: bool) -> str:
+    """Two words → 32 / bits pairs each: pair j of a word is its codes j and j + 16 / bits. Their sign and the bits below it
+    are moved to those of a bf16: the code's value times a power of two (also of subnormal codes), which `big` takes back."""
+    each = 16 // bits
+    lines = [".reg .b32 s, e, big, none;", f"mov.b32 big, {big};", "mov.b32 none, 0x80008000;"]
+    for w in range(2):
+        for j in range(each):
+            sign, rest = 16 - bits - bits * j, (10 if bits == 4 else 12) - bits - bits * j  # places that the code moves up
+            lines.append(_MOVE.format(left="shl", word=f"${2 * each + w}", sign=sign, mask=mask,
+                                      right="shl" if rest >= 0 else "shr", rest=abs(rest)))
+            out = f"${w * each + j}"
+            lines.append(_TIMES.format(out="s" if scaled else out, a="s", b="big"))
+            if scaled:
+                lines.append(_TIMES.format(out=out, a="s", b=f"${2 * each + 2 + w}"))
+    return "{ " + " ".join(lines) + " }"
+
+
+E2M1_PAIRS = tl.constexpr(_pairs(4, "0x01c001c0", "0x7e807e80", True))   # s ee m → bits 15 and 8 … 6: the value · 2^−126
+E4M3_PAIRS = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", False))  # s eeee mmm → bits 15 and 10 … 4: the value · 2^−120
+
+
+# Four bytes ($4, $2) → their values in the order of the columns: low nibbles $0 $1 and high nibbles $2 $3, or $0 $1.
+_SPREAD = "prmt.b32 a, {word}, 0, 0x1404; prmt.b32 b, {word}, 0, 0x3424;"
+_E2M1 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 6; and.b32 e, e, 0x01c001c0; or.b32 s, s, e; " \
+    "fma.rn.bf16x2 s, s, big, none; fma.rn.bf16x2 {out}, s, {scale}, none;"
+_E4M3 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 4; and.b32 e, e, 0x07f007f0; or.b32 s, s, e; fma.rn.bf16x2 {out}, s, big, none;"
+_REGISTERS = "{ .reg .b32 a, b, s, e, f, g, big, none; mov.b32 none, 0x80008000; "
+# Scales are words of two equal halves, $5 … $8: f of the first two bytes, g of the others. Which elements a thread packs is the
+# compiler's choice, so each byte takes its own.
+_OWN = "prmt.b32 f, $5, $6, 0x5410; prmt.b32 g, $7, $8, 0x5410;"
+E2M1_BYTES = tl.constexpr(_REGISTERS + "mov.b32 big, 0x7e807e80;" + _OWN + _SPREAD.format(word="$4")
+                          + _E2M1.format(code="a", out="$2", scale="f") + _E2M1.format(code="b", out="$3", scale="g")
+                          + "shl.b32 a, a, 4; shl.b32 b, b, 4;" + _E2M1.format(code="a", out="$0", scale="f")
+                          + _E2M1.format(code="b", out="$1", scale="g") + "}")
+E4M3_BYTES = tl.constexpr(_REGISTERS + "mov.b32 big, 0x7b807b80;" + _SPREAD.format(word="$2") + _E4M3.format(code="a", out="$0")
+                          + _E4M3.format(code="b", out="$1") + "}")
+
+# A word of two bf16 ($1) to the nearest E4M3 of the scale 2^k, ties to even, clamped: in units of the scale, values from 2^−6 on
+# keep 3 bits of mantissa, and those below are multiples of 2^−9, which adding 1.5·2^−2 ($2) leaves. $3 is 2^−6, $4 is 448.
+ROUND_E4M3 = tl.constexpr("""{ .reg .b32 m, n, t, c, one, minus;
+    and.b32 m, $1, 0x7fff7fff; min.NaN.bf16x2 m, m, $4;
+    shr.b32 t, m, 4; and.b32 t, t, 0x00010001; add.u32 n, m, 0x00070007; add.u32 n, n, t; and.b32 n, n, 0xfff0fff0;
+    mov.b32 one, 0x3f803f80; fma.rn.bf16x2 t, m, one, $2; xor.b32 minus, $2, 0x80008000; fma.rn.bf16x2 t, t, one, minus;
+    or.b32 c, m, 0x80008000; sub.u32 c, c, $3; prmt.b32 c, c, c, 0xbb99;
+    lop3.b32 n, c, n, t, 0xca;
+    mov.b32 t, 0; fma.rn.bf16x2 n, m, t, n;
+    lop3.b32 $0, $1, n, 0x80008000, 0xe4; }""")  # a NaN times 0 is NaN
+
+
+@triton.jit
+def after_loads(w, FP32: tl.constexpr):
+    """Words [M, 4] as they are, but not before the loads above are under way.
+
+    The compiler would rather begin with words that are there, which it first waits for, and load the next ones when registers
+    become free. It moves no load past a barrier; that of a warp costs nothing.
+    """
+    if not FP32:
+        w = tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+                                      "=&r,=&r,=&r,=&r,r,r,r,r,~{memory}", [w], dtype=tl.int32, is_pure=False, pack=4)
+    return w
+
+
+@triton.jit
+def larger_pair(a, b):
+    """Larger of two words' bf16, half by half; NaN if either is."""
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def pair(a, b):
+    """Two bf16 tensors → words."""
+    return tl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _interleave(a, b, c, d):
+    """Four tensors [M, 2, 2] (words, pair) → [M, 2, 4, 2]."""
+    return tl.permute(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 2, 2, 4]), (0, 1, 3, 2))
+
+
+@triton.jit
+def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr):
+    """Words int32 [M, 4] → values [M, S, 2], bf16 or fp32. Step s, pair element p is column (of those in the 16 bytes)
+
+    FP4 8·(s // 4) + s % 4 + 4p; FP8 4·(s // 2) + s % 2 + 2p; bf16 and fp32 2s + p.
+
+    scale int32 [M, 1 or 2] E8M0 or E4M3 bytes of FP4 (one for all 4 words, or one for 2). FP8 comes without its scale. On
+    the bf16 path E4M3's NaN code is 480.
+    """
+    M: tl.constexpr = w.shape[0]
+    if FORMAT == "fp32":
+        v = tl.reshape(w.to(tl.float32, bitcast=True), [M, 2, 2])
+    elif FP32:
+        bits: tl.constexpr = 4 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 8 if FORMAT == "fp8" else 16
+        j = tl.arange(0, 16 // bits)[None, None, :, None]
+        p = tl.arange(0, 2)[None, None, None, :]
+        code = (w[:, :, None, None] >> (bits * j + 16 * p)) & ((1 << bits) - 1)
+        if FORMAT == "bf16":
+            v = (code << 16).to(tl.float32, bitcast=True)
+        elif FORMAT == "fp8":
+            v = decode_e4m3(code)
+        else:
+            s = decode_e8m0(scale) if FORMAT == "mxfp4" else decode_e4m3(scale)
+            s = tl.reshape(tl.broadcast_to(s[:, :, None], [M, s.shape[1], 4 // s.shape[1]]), [M, 4])
+            v = decode_e2m1(code) * s[:, :, None, None]
+        v = tl.reshape(v, [M, 64 // bits, 2])
+    elif FORMAT == "bf16":
+        a, b = tl.inline_asm_elementwise("mov.b32 $0, $2; mov.b32 $1, $3;", "=&r,=&r,r,r", [w], dtype=(tl.bfloat16, tl.bfloat16),
+                                         is_pure=True, pack=2)
+        v = tl.reshape(tl.permute(tl.reshape(tl.join(a, b), [M, 2, 2, 2]), (0, 1, 3, 2)), [M, 4, 2])
+    elif FORMAT == "fp8":
+        a, b, c, d = tl.inline_asm_elementwise(E4M3_PAIRS, "=&r,=&r,=&r,=&r,r,r", [w], dtype=(tl.bfloat16,) * 4, is_pure=True,
+                                               pack=2)
+        v = tl.reshape(_interleave(tl.reshape(a, [M, 2, 2]), tl.reshape(b, [M, 2, 2]), tl.reshape(c, [M, 2, 2]),
+                                   tl.reshape(d, [M, 2, 2])), [M, 8, 2])
+    else:
+        s = tl.reshape(tl.broadcast_to(bf16_twice(scale, FORMAT)[:, :, None], [M, scale.shape[1], 4 // scale.shape[1]]), [M, 4])
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            E2M1_PAIRS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [w, s], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+        even = _interleave(tl.reshape(a, [M, 2, 2]), tl.reshape(b, [M, 2, 2]), tl.reshape(c, [M, 2, 2]), tl.reshape(d, [M, 2, 2]))
+        odd = _interleave(tl.reshape(e, [M, 2, 2]), tl.reshape(f, [M, 2, 2]), tl.reshape(g, [M, 2, 2]), tl.reshape(h, [M, 2, 2]))
+        v = tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3)), [M, 16, 2])
+    return v
+
+
+@triton.jit
+def bf16_twice(scale, FORMAT: tl.constexpr):
+    """Scale bytes int32 → the scale as bf16 in both halves of a word."""
+    if FORMAT == "mxfp4":  # byte 0 is the subnormal 2^−127, 255 is NaN
+        bits = tl.maximum(scale << 7, 0x40) | (((scale + 1) >> 2) & 0x40)
+    else:
+        bits = decode_e4m3(scale).to(tl.int32, bitcast=True) >> 16
+        bits = bits & 0xFFFF
+    return bits | (bits << 16)

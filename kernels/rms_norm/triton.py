@@ -1,0 +1,65 @@
+"""RMS norm on a GPU: one kernel, a row held in registers."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.errors import UnsupportedInput
+from kernels.launch import next_power, require_device
+from kernels.quantize.triton_codes import narrow, widen
+from kernels.rms_norm import reference
+
+WIDEST = 65536   # columns of a row
+TILE = 2048      # elements of a program that takes several rows
+MANY = 4096      # rows from which a program takes several
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    require_device("rms_norm", x, weight)
+    D = x.shape[-1]
+    if D > WIDEST:
+        raise UnsupportedInput(f"rms_norm: a row of {D} columns; the triton backend takes at most {WIDEST}")
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return y
+    rows = rows_of(x)
+    M, (R, B, warps) = rows.shape[0], row_tile(rows.shape[0], D)
+    weight = weight if weight is None or weight.stride(0) == 1 else weight.contiguous()
+    _rms_norm[(triton.cdiv(M, R),)](rows, rows if weight is None else weight, y, M, rows.stride(0), eps, D, weight is not None,
+                                    R, B, num_warps=warps)
+    return y
+
+
+rms_norm.__doc__ = reference.rms_norm.__doc__
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as [M, D] with adjacent columns: a view where its strides allow one."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def row_tile(rows: int, columns: int) -> tuple[int, int, int]:
+    """(rows of a program, columns padded to a power of two, warps). Few rows get a program each: more processors work."""
+    B = next_power(columns)
+    R = max(1, TILE // B) if rows >= MANY else 1
+    return R, B, min(16, max(1, R * B // 512))
+
+
+@triton.jit
+def normed(x, W, i, eps, D: tl.constexpr, WEIGHED: tl.constexpr):
+    """Tile [R, B] of rows of D columns (zeros beyond) → w · x · rsqrt(mean(x²) + eps), not rounded. i int32 [B]: columns."""
+    # y = x32 * x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    if WEIGHED:
+        # y = y * weight
+        y *= widen(tl.load(W + i, mask=i < D, other=0.0))[None, :]
+    return y
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm(X, W, Y, M, stride, eps, D: tl.constexpr, WEIGHED: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
+    live = (row[:, None] < M) & (i[None, :] < D)
+    x = widen(tl.load(X + row[:, None] * stride + i[None, :], mask=live, other=0.0))
+    tl.store(Y + row[:, None] * D + i[None, :], narrow(normed(x, W, i, eps, D, WEIGHED), Y.dtype.element_ty), mask=live)

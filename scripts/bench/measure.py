@@ -1,0 +1,153 @@
+"""One benchmark row, measured: the correctness gate first, then ours, then each peer that is installed."""
+
+import gc
+import math
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from scripts.bench import peers
+from scripts.bench.row import Row
+from scripts.bench.timing import FLUSH_BYTES, Clock, Machine, Timing
+
+SETS = 3  # input sets that are rotated, where one does not fill L2 by itself
+
+
+class DeviceLost(Exception):
+    """A kernel broke the CUDA context; only a new process can go on."""
+
+
+@dataclass
+class PeerResult:
+    """A peer's time, or why there is none. tolerance is NaN where the peer has no check of its own."""
+
+    timing: Timing | None = None
+    error: float = math.nan
+    tolerance: float = math.nan
+    why: str = ""
+
+
+@dataclass
+class Result:
+    """A row's figures. timing is None when the row is red: a wrong kernel has no speed."""
+
+    op: str
+    shape: str
+    bytes: int
+    flops: int
+    floor_us: float
+    goal_us: float | None
+    error: float = math.nan
+    tolerance: float = math.nan
+    why: str = ""
+    timing: Timing | None = None
+    peers: dict[str, PeerResult] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.shape}"
+
+    @property
+    def red(self) -> bool:
+        return self.timing is None
+
+    @property
+    def share_of_floor(self) -> float | None:
+        """floor / time: 1 is the speed of light."""
+        return None if self.red else self.floor_us / self.timing.cold_us
+
+    @property
+    def verdict(self) -> str:
+        if self.red:
+            return "RED"
+        if self.goal_us is None:
+            return ""
+        return "met" if self.timing.cold_us <= self.goal_us else "MISSED"
+
+    @property
+    def best_peer(self) -> tuple[str, float] | None:
+        """(name, cold µs) of the fastest peer."""
+        timed = [(p.timing.cold_us, name) for name, p in self.peers.items() if p.timing is not None]
+        return min(timed)[::-1] if timed else None
+
+    def document(self) -> dict:
+        best = self.best_peer
+        return asdict(self) | {"verdict": self.verdict, "share_of_floor": self.share_of_floor,
+                               "best_peer": None if best is None else {"name": best[0], "cold_us": best[1]}}
+
+
+def passes(error: float, tolerance: float) -> bool:
+    return error <= tolerance  # False for NaN
+
+
+def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: bool = True,
+            begin: Callable[[str], None] = lambda part: None, crashed: Collection[str] = ()) -> Result:
+    """Gate, then times. Any exception of the row makes it red; an exception of a peer is noted beside its name.
+
+    begin(part) is told what runs next: "" for the row itself, or a peer's name; parts in `crashed` are not run.
+    """
+    result = Result(row.op, row.shape, row.bytes, row.flops, row.floor_us(machine.bandwidth, machine.matmul), row.goal_us)
+    begin("")
+    if "" in crashed:
+        result.why = "crashed the process"
+        return result
+    try:
+        sets = [row.make(i) for i in range(SETS if row.bytes <= FLUSH_BYTES else 1)]
+        result.error, result.tolerance = map(float, sets[0][1]())
+        if not passes(result.error, result.tolerance):
+            result.why = f"error {result.error:.2e} over {result.tolerance:.2e}"
+            return result
+        result.timing = clock.runs([run for run, _ in sets], replays)
+    except Exception as failure:  # a row that does not run is a red row of the table, not the end of the others
+        result.why = _one_line(failure)
+        return result
+    finally:
+        sets = None
+        release()
+    if with_peers:
+        for name, make in (row.peers | peers.for_row(row)).items():
+            begin(name)
+            if name in crashed:
+                result.peers[name] = PeerResult(why="crashed the process")
+            else:
+                result.peers[name] = measure_peer(row, make, clock, replays)
+    return result
+
+
+def measure_peer(row: Row, make: Callable, clock: Clock, replays: int) -> PeerResult:
+    result = PeerResult()
+    try:
+        sets = [_pair(make(i)) for i in range(SETS if row.bytes <= FLUSH_BYTES else 1)]
+        if sets[0][1] is not None:
+            result.error, result.tolerance = map(float, sets[0][1]())
+            if not passes(result.error, result.tolerance):
+                result.why = f"error {result.error:.2e} over {result.tolerance:.2e}: not timed"
+                return result
+        result.timing = clock.runs([run for run, _ in sets], replays)
+    except peers.NotInstalled as missing:
+        result.why = f"not installed: {missing}"
+    except Exception as failure:  # other people's code: whatever it raises, the table says so and goes on
+        result.why = _one_line(failure)
+    finally:
+        sets = None
+        release()
+    return result
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as failure:  # an illegal access is for ever: nothing runs in this process any more
+            raise DeviceLost(str(failure)) from failure
+
+
+def _pair(made):
+    return made if isinstance(made, tuple) else (made, None)
+
+
+def _one_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:300]

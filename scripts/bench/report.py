@@ -1,0 +1,172 @@
+"""Results of a benchmark run as JSON, a markdown table and an SVG."""
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from scripts.bench.measure import PeerResult, Result
+from scripts.bench.timing import Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+ABSENT = "not installed: "
+COLORS = {"ours": "#1f6feb", "floor": "0.75", "goal": "#d9a300", "best peer": "#b3423c"}
+
+
+def provenance(script: str) -> dict:
+    """What a figure must carry: command, commit, device and versions."""
+    import torch
+    import triton
+    commit = os.environ.get("DSV4_COMMIT") or subprocess.run(  # a copy without .git is told its commit
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    given = re.sub(r" --journal \S+", "", " ".join(["python", script, *sys.argv[1:]]))
+    return {"command": given, "commit": commit or "unknown",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
+
+
+def headline(about: dict) -> str:
+    return f"{about['device']}, torch {about['torch']}, triton {about['triton']}, commit {about['commit']}"
+
+
+def device_slug(name: str) -> str:
+    """'NVIDIA H100 80GB HBM3' → 'h100': what files are called after."""
+    found = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+( \w+)?|T4)\b", name)
+    return re.sub(r"\W+", "_", (found[0] if found else name).lower())
+
+
+def us(value: float | None) -> str:
+    """µs with three significant digits."""
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count} B"
+
+
+def document(results: Sequence[Result], machine: Machine, about: dict) -> dict:
+    return finite({"about": about, "machine": asdict(machine), "rows": [r.document() for r in results]})
+
+
+def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
+    lines = [
+        "# Kernels: ours, the published ones, and the physical limits", "",
+        f"{headline(about)}.", "",
+        f"    {about['command']}", "",
+        "Medians in µs of CUDA-graph replays; cold: L2 flushed before each and input sets rotated, hot: the same inputs again. "
+        f"Floor: the longer of the bytes at {machine.bandwidth / 1e12:.2f} TB/s (a copy, measured here) and the products at "
+        f"{machine.matmul / 1e12:.0f} TFLOPS (bf16, measured here). An empty kernel takes {machine.empty_us:.1f} µs on this "
+        f"scale, each further dependent one {machine.dependent_us:.1f} µs; neither is subtracted. A row is timed only after "
+        "its result agreed with the reference; a peer only after its own check, where it has one.", "",
+        "| operation | shape | cold µs | hot µs | kernels | peers, cold µs | bytes | floor µs | of floor | goal µs | |",
+        "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
+    ]
+    lines += [_line(result) for result in results]
+    lines += ["", _tally(results), ""]
+    notes = [f"- {r.name}: {r.why}" for r in results if r.why]
+    silent = [(r, name, p) for r in results for name, p in r.peers.items() if p.why]
+    notes += [f"- {r.name}, {name}: {p.why}" for r, name, p in silent if not p.why.startswith(ABSENT)]
+    missing = sorted({f"{name} ({p.why.removeprefix(ABSENT)})" for _, name, p in silent if p.why.startswith(ABSENT)})
+    notes += [f"- not installed: {', '.join(missing)}"] if missing else []
+    return "\n".join(lines + (["## Notes", "", *notes, ""] if notes else []))
+
+
+def _line(r: Result) -> str:
+    head = f"| `{r.op}` | {r.shape} "
+    share = "–" if r.red else f"{r.share_of_floor:.0%}"
+    tail = f"| {size(r.bytes)} | {us(r.floor_us)} | {share} | {us(r.goal_us)} | {r.verdict} |"
+    if r.red:
+        return f"{head}| – | – | – | – {tail}"
+    kernels = "–" if r.timing.kernels is None else str(r.timing.kernels)
+    return f"{head}| {us(r.timing.cold_us)} | {us(r.timing.hot_us)} | {kernels} | {_peers(r.peers)} {tail}"
+
+
+def _peers(found: dict[str, PeerResult]) -> str:
+    timed = sorted((p.timing.cold_us, name) for name, p in found.items() if p.timing is not None)
+    return ", ".join(f"{name} {us(value)}" for value, name in timed) or "–"
+
+
+def _tally(results: Sequence[Result]) -> str:
+    count = lambda verdict: sum(r.verdict == verdict for r in results)
+    ahead = [r for r in results if not r.red and r.best_peer]
+    won = sum(r.timing.cold_us < r.best_peer[1] for r in ahead)
+    return (f"{len(results)} rows: {count('met')} goals met, {count('MISSED')} MISSED, {count('RED')} RED; ahead of the "
+            f"fastest peer in {won} of {len(ahead)} rows that have one.")
+
+
+def console(r: Result) -> str:
+    """One progress line."""
+    if r.red:
+        return f"RED     {r.name}: {r.why}"
+    goal = "" if r.goal_us is None else f", goal {us(r.goal_us)}"
+    peers = "" if r.best_peer is None else f"; {_peers(r.peers)}"
+    return (f"{r.verdict or 'ok':7} {r.name}: {us(r.timing.cold_us)} µs cold, {us(r.timing.hot_us)} hot, "
+            f"{r.share_of_floor:.0%} of the floor{goal}{peers}")
+
+
+def svg(results: Sequence[Result], about: dict) -> str | None:
+    """Bars of ours, floor, goal and the best peer, log scale; None when no row was timed. Raises ModuleNotFoundError without
+    matplotlib."""
+    timed = [r for r in results if not r.red]
+    if not timed:
+        return None
+    import matplotlib
+    import matplotlib.patches
+    from matplotlib.figure import Figure
+    with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(9, 1.1 + 0.46 * len(timed)), layout="constrained")
+        axis = figure.subplots()
+        for i, r in enumerate(timed):
+            name, best = r.best_peer or ("", None)
+            bars = {"ours": r.timing.cold_us, "best peer": best, "goal": r.goal_us, "floor": r.floor_us}
+            said = f" {us(r.timing.cold_us)}{' MISSED' if r.verdict == 'MISSED' else ''}"
+            for j, (kind, value) in enumerate(bars.items()):
+                if value:
+                    at, label = i + 0.2 * (j - 1.5), {"ours": said, "best peer": f" {name}"}.get(kind, "")
+                    axis.barh(at, value, 0.19, color=COLORS[kind])
+                    axis.text(value, at, label, fontsize=5, va="center")
+        axis.set_yticks(range(len(timed)), [r.name for r in timed], fontsize=6)
+        axis.invert_yaxis()
+        axis.set(xscale="log", xlabel="µs, cold L2, median")
+        axis.margins(y=0.01)
+        axis.tick_params(axis="x", labelsize=7)
+        axis.set_xlim(right=2.5 * axis.get_xlim()[1])  # room for the labels
+        keys = [matplotlib.patches.Patch(color=color) for color in COLORS.values()]
+        figure.legend(keys, list(COLORS), fontsize=6, loc="outside lower center", ncols=4)
+        axis.set_title(headline(about), fontsize=8)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def write(folder: Path, stem: str, contents: dict, text: str, picture: str | None) -> list[Path]:
+    """Write STEM.json, STEM.md and STEM.svg. Returns what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {".json": json.dumps(contents, indent=1, allow_nan=False) + "\n", ".md": text.rstrip("\n") + "\n", ".svg": picture}
+    written = []
+    for suffix, content in files.items():
+        if content is not None:
+            path = folder / f"{stem}{suffix}"
+            path.write_text(content)
+            written.append(path)
+    return written
+
+
+def finite(value):
+    """JSON has no NaN: null instead."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

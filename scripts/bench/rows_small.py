@@ -1,0 +1,172 @@
+"""mHC boundaries, heads, compressor steps and quantisation at V4-Flash's shapes."""
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from kernels.fusions import compositions, triton_compress, triton_heads
+from kernels.hyper_connections import triton as mhc
+from kernels.operations import OPERATIONS
+from scripts.bench.inputs import difference, generator, normal
+from scripts.bench.row import Row
+
+D, STREAMS, ITERS, EPS = 4096, 4, 20, 1e-6
+HEADS, HEAD, ROPE, INDEX = 64, 512, 64, 128
+PRODUCTS = 2 * STREAMS + STREAMS * STREAMS
+# Name, ratio, pieces, width, simulation.
+COMPRESSORS = (("CSA", 4, 2, HEAD, "kv"), ("CSA index", 4, 2, INDEX, "key"), ("HCA", 128, 1, HEAD, "kv"))
+FN_BYTES = 4 * PRODUCTS * STREAMS * D
+EXACT, SIMULATED = 2e-3, 1e-2  # relative errors: flips of bf16 at ties, and of the grid's values after them
+REFERENCE = SimpleNamespace(**{name: op.implementations["reference"] for name, op in OPERATIONS.items()})
+
+
+def rows(device: str) -> Iterator[Row]:
+    for tokens, goal in ((1, 6.0), (8, 6.0), (64, None), (4096, 150.0)):
+        yield boundary(device, tokens, goal)
+    for tokens in (1, 4096):
+        yield before(device, tokens)
+        yield after(device, tokens)
+    for tokens in (1, 8, 4096):
+        yield from heads(device, tokens)
+    for batch in (1, 8):
+        yield from compressor_steps(device, batch)
+    yield from prefill_entries(device, 4096)
+
+
+def compared(run, definition, tolerance: float):
+    """check(): the largest error of any result against the definition's."""
+    def check():
+        got, want = run(), definition()
+        pairs = zip(got, want) if isinstance(got, tuple) else ((got, want),)
+        return max(difference(g, w) for g, w in pairs), tolerance
+    return check
+
+
+# mHC ------------------------------------------------------------------------------------------------------------------
+
+
+def streams(device: str, tokens: int, i: int) -> SimpleNamespace:
+    fp32 = partial(normal, dtype=torch.float32, device=device)
+    make, g = partial(normal, device=device), generator(device, 7 * i)
+    post = 2 * torch.rand(tokens, STREAMS, device=device, generator=g)
+    comb = torch.softmax(fp32(7 * i + 1, tokens, STREAMS, STREAMS), 1)
+    return SimpleNamespace(
+        mixing=(make(7 * i + 2, tokens, D), make(7 * i + 3, tokens, STREAMS, D), post, comb),
+        weights=(fp32(7 * i + 4, PRODUCTS, STREAMS * D) * 0.02, torch.ones(3, device=device), fp32(7 * i + 5, PRODUCTS),
+                 ITERS, EPS, EPS),
+        norm=(make(7 * i + 6, D), EPS))
+
+
+def boundary(device: str, tokens: int, goal: float | None) -> Row:
+    def make(i: int):
+        s = streams(device, tokens, i)
+        run = partial(mhc.mhc_post_pre_norm, *s.mixing, *s.weights, *s.norm)
+        return run, compared(run, partial(compositions.mhc_post_pre_norm, REFERENCE, *s.mixing, *s.weights, *s.norm), EXACT)
+    size = tokens * (2 * STREAMS + 2) * D * 2 + FN_BYTES
+    flops = 2 * tokens * PRODUCTS * STREAMS * D
+    return Row("mhc_post_pre_norm", f"T{tokens}", make, size, flops, goal, facts={"tokens": tokens})
+
+
+def before(device: str, tokens: int) -> Row:
+    def make(i: int):
+        s = streams(device, tokens, i)
+        run = partial(mhc.mhc_pre_norm, s.mixing[1], *s.weights, *s.norm)
+        return run, compared(run, partial(compositions.mhc_pre_norm, REFERENCE, s.mixing[1], *s.weights, *s.norm), EXACT)
+    size = tokens * (STREAMS + 1) * D * 2 + FN_BYTES
+    return Row("mhc_pre_norm", f"T{tokens}", make, size, 2 * tokens * PRODUCTS * STREAMS * D, facts={"tokens": tokens})
+
+
+def after(device: str, tokens: int) -> Row:
+    def make(i: int):
+        s = streams(device, tokens, i)
+        run = partial(mhc.mhc_post, *s.mixing)
+        return run, compared(run, partial(REFERENCE.mhc_post, *s.mixing), EXACT)
+    return Row("mhc_post", f"T{tokens}", make, tokens * (2 * STREAMS + 1) * D * 2, 2 * tokens * STREAMS * (STREAMS + 1) * D,
+               facts={"tokens": tokens})
+
+
+# Heads ----------------------------------------------------------------------------------------------------------------
+
+
+def rotation(device: str, i: int, tokens: int) -> torch.Tensor:
+    angle = normal(9 * i + 8, tokens, ROPE // 2, dtype=torch.float32, device=device) * 3
+    return torch.complex(angle.cos(), angle.sin())
+
+
+def heads(device: str, tokens: int) -> Iterator[Row]:
+    def queries(i: int):
+        q, cis = normal(9 * i, tokens, HEADS, HEAD, device=device), rotation(device, i, tokens)
+        run = partial(triton_heads.query_heads, q, cis, EPS)  # overwrites q: a repeat norms and turns it once more
+
+        def check():
+            fresh = q.clone()
+            return compared(partial(triton_heads.query_heads, fresh.clone(), cis, EPS),
+                            partial(compositions.query_heads, REFERENCE, fresh.clone(), cis, EPS), EXACT)()
+        return run, check
+
+    def latents(i: int):
+        kv, weight = normal(9 * i + 1, tokens, HEAD, device=device), normal(9 * i + 2, HEAD, device=device)
+        args = kv, weight, EPS, rotation(device, i, tokens), True
+        run = partial(triton_heads.latent, *args)
+        return run, compared(run, partial(compositions.latent, REFERENCE, *args), SIMULATED)
+
+    def index(i: int):
+        q, cis = normal(9 * i + 3, tokens, HEADS, INDEX, device=device), rotation(device, i, tokens)
+        run = partial(triton_heads.index_queries, q, cis, True)
+
+        def check():
+            fresh = normal(9 * i + 3, tokens, HEADS, INDEX, device=device)
+            return compared(partial(triton_heads.index_queries, fresh.clone(), cis, True),
+                            partial(compositions.index_queries, REFERENCE, fresh.clone(), cis, True), SIMULATED)()
+        return run, check
+
+    yield Row("query_heads", f"T{tokens}", queries, tokens * HEADS * HEAD * 4, 0, facts={"tokens": tokens})
+    yield Row("latent", f"T{tokens}", latents, tokens * HEAD * 4, 0, facts={"tokens": tokens})
+    yield Row("index_queries", f"T{tokens}", index, tokens * HEADS * INDEX * 4, 0, facts={"tokens": tokens})
+
+
+# Compressors ----------------------------------------------------------------------------------------------------------
+
+
+def step(device: str, i: int, batch: int, ratio: int, overlap: int, width: int, simulate: str):
+    """One token of each of `batch` rows into the ring, and the entry of the window that ends there: (run, check)."""
+    slots_each, fp32 = overlap * ratio, partial(normal, dtype=torch.float32, device=device)
+    ring = fp32(11 * i, batch * slots_each, 2 * overlap * width)
+    raw, ape = fp32(11 * i + 1, batch, 2 * overlap * width), fp32(11 * i + 2, ratio, overlap * width)
+    phase = torch.full((batch,), ratio - 1, device=device)
+    slots = torch.arange(batch * slots_each, device=device).view(batch, slots_each)
+    weight, cis = normal(11 * i + 3, width, device=device), rotation(device, i, batch)
+    args = slots, overlap, torch.bfloat16, weight, EPS, cis, simulate
+
+    def run():
+        triton_compress.store_rows(raw, ape, phase, ring, slots[:, -1])
+        return triton_compress.pool_entries(ring, *args)
+
+    def definition():
+        compositions.store_rows(REFERENCE, raw.clone(), ape, phase, ring, slots[:, -1])
+        return compositions.pool_entries(REFERENCE, ring, *args)
+    return run, compared(run, definition, SIMULATED)
+
+
+def compressor_steps(device: str, batch: int) -> Iterator[Row]:
+    for name, ratio, overlap, width, simulate in COMPRESSORS:
+        size = batch * (overlap * ratio * 8 * width + 2 * overlap * width * 12 + 2 * width)
+        make = partial(step, device, batch=batch, ratio=ratio, overlap=overlap, width=width, simulate=simulate)
+        yield Row("compressor_step", f"{name} B{batch}", make, size, 0, 3.0, facts={"batch": batch})
+
+
+def prefill_entries(device: str, tokens: int) -> Iterator[Row]:
+    """All entries of a prompt: every window is complete, and rows are read once for each window they are in."""
+    for name, ratio, overlap, width, simulate in COMPRESSORS:
+        def make(i: int, ratio=ratio, overlap=overlap, width=width, simulate=simulate):
+            M, pool = tokens // ratio, normal(11 * i, tokens, 2 * overlap * width, dtype=torch.float32, device=device)
+            offsets = torch.arange(-(overlap - 1) * ratio, ratio, device=device)
+            slots = (torch.arange(M, device=device).unsqueeze(1) * ratio + offsets).clamp(min=-1)
+            weight = normal(11 * i + 3, width, device=device)
+            args = slots, overlap, torch.bfloat16, weight, EPS, rotation(device, i, M), simulate
+            run = partial(triton_compress.pool_entries, pool, *args)
+            return run, compared(run, partial(compositions.pool_entries, REFERENCE, pool, *args), SIMULATED)
+        yield Row("pool_entries", f"{name} T{tokens}", make, tokens * 8 * overlap * width + tokens // ratio * 2 * width, 0,
+                  facts={"tokens": tokens})

@@ -1,0 +1,105 @@
+"""Times of whole decode steps, each one CUDA graph, on a GPU with random weights.
+
+    python scripts/bench_decode.py [--dummy-weights flash] [--layers 16] [--context 8K,128K,1M] [--batch 1,8] [--cache fp8]
+                                   [--index-cache fp4] [--transformers 5] [--out DIR]
+
+For each batch and context: ms a step and a layer, kernels, the bytes that a step must read as a time, peak memory, and how
+often the host waited, Triton compiled or memory was allocated after warm-up. `--transformers N` times N layers of
+transformers' eager model beside it (0: not). Writes bench_decode_<device>.json, .md and .svg to DIR (audits). Exit code 1 when
+a step was not clean.
+"""
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench import decode_report, report  # noqa: E402
+from scripts.bench.decode import STEPS, measure_point, profile_point, transformers_eager  # noqa: E402
+from scripts.bench.timing import Clock, measure_machine  # noqa: E402
+
+SCRIPT = "scripts/bench_decode.py"
+EXPERTS = 16  # of transformers' model, whose bf16 stacks of 256 would not leave room
+
+
+def arguments() -> argparse.Namespace:
+    from dsv4.memory import parse_count
+    counts = lambda text: [parse_count(part) for part in text.split(",")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dummy-weights", default="flash", choices=("flash", "pro"))
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--context", type=counts, default=counts("8K,128K,1M"))
+    parser.add_argument("--batch", type=counts, default=[1, 8])
+    parser.add_argument("--numerics", default="native")
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--cache", default="fp8")
+    parser.add_argument("--index-cache", default="fp4")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--transformers", type=int, default=5, metavar="N")
+    parser.add_argument("--out", type=Path, default=Path("audits"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if not torch.cuda.is_available():
+        print("error: decode steps are timed on a CUDA device", file=sys.stderr)
+        return 2
+    machine, about = measure_machine(Clock()), report.provenance(SCRIPT)
+    release()
+    transformers, failed = None, []
+    if args.transformers:
+        try:
+            transformers = transformers_eager(args.transformers, EXPERTS, min(8192, min(args.context)))
+            print(f"transformers {transformers['version']}: {transformers['layer_ms']:.1f} ms a layer", flush=True)
+        except Exception as failure:  # other people's code: the comparison is missing, ours is still timed
+            failed.append(f"transformers: {type(failure).__name__}: {failure}")
+            print(failed[-1], flush=True)
+        release()
+    from dsv4.dummy import load_dummy
+    choices = {"numerics": args.numerics, "backend": args.backend, "cache": args.cache, "index_cache": args.index_cache}
+    model = load_dummy(args.dummy_weights, args.layers, device="cuda", **choices)
+    setup = {"preset": args.dummy_weights.capitalize(), "layers": args.layers, **choices, "weight_bytes": model.nbytes}
+    stem, points = f"bench_decode_{report.device_slug(machine.device)}", []
+    for batch in args.batch:
+        for context in args.context:
+            name = f"batch {batch} at {decode_report.context_name(context)}"
+            try:
+                points.append(measure_point(model, batch, context, machine, args.steps))
+            except Exception as failure:  # say which point failed, and go on to the next
+                failed.append(f"{name}: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
+                print(failed[-1], flush=True)
+            else:
+                p = points[-1]
+                print(f"{name}: {p.step_ms:.3f} ms, {p.floor_ms / p.step_ms:.0%} of the floor; after warm-up {p.compiles} "
+                      f"compiles, {p.syncs} syncs, {p.allocations} allocations", flush=True)
+            release()
+            write(args.out, stem, (points, machine, about, setup, transformers, failed))
+    for p in points:
+        try:
+            profile_point(model, p)
+        except Exception as failure:  # the times stand without the count of kernels
+            failed.append(f"{p.name}, profile: {type(failure).__name__}: {failure}")
+        release()
+    write(args.out, stem, (points, machine, about, setup, transformers, failed))
+    print(decode_report.markdown(points, machine, about, setup, transformers, failed))
+    return int(bool(failed) or not points or decode_report.red(points))
+
+
+def write(folder: Path, stem: str, results: tuple) -> None:
+    points, _, about, _, transformers, _ = results
+    report.write(folder, stem, report.finite(decode_report.document(*results)), decode_report.markdown(*results),
+                 decode_report.svg(points, about, transformers))
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

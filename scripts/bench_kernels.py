@@ -1,0 +1,122 @@
+"""Times of every kernel beside its peers and its physical limits, on a GPU.
+
+    python scripts/bench_kernels.py [--only REGEX] [--quick] [--no-peers] [--list] [--out DIR]
+
+Rows come from `scripts/bench/rows_*.py`. Each is first held against the reference; a row that fails prints RED and no time,
+and the exit code is 1. Then ours and each installed peer (`scripts/peers.sh` fetches them; their folder goes into the
+environment variable PEERS) are timed with a cold L2 as CUDA-graph replays. Writes bench_kernels_<device>.json, .md and .svg to
+DIR (audits).
+"""
+
+import argparse
+import importlib
+import pkgutil
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts import bench  # noqa: E402
+from scripts.bench import peers, report  # noqa: E402
+from scripts.bench.journal import CRASHED, Journal, supervise  # noqa: E402
+from scripts.bench.measure import DeviceLost, Result, measure  # noqa: E402
+from scripts.bench.row import Row  # noqa: E402
+from scripts.bench.timing import Clock, measure_machine  # noqa: E402
+
+SCRIPT = "scripts/bench_kernels.py"
+
+
+def collect(device: str, only: str | None = None) -> tuple[list[Row], list[str]]:
+    """Rows of every rows_*.py whose name matches `only`, and a line for each module that cannot be imported or listed."""
+    rows: list[Row] = []
+    broken = []
+    for module in pkgutil.iter_modules(bench.__path__):
+        if module.name.startswith("rows_"):
+            try:
+                found = importlib.import_module(f"{bench.__name__}.{module.name}").rows(device)
+                rows += [row for row in found if only is None or re.search(only, row.name)]
+            except Exception as failure:  # the others still run; the exit code tells
+                broken.append(f"{module.name}: {type(failure).__name__}: {failure}")
+    twice = sorted({row.name for row in rows if sum(other.name == row.name for other in rows) > 1})
+    return rows, broken + [f"two rows are called {name!r}" for name in twice]
+
+
+def exit_code(results: Iterable[Result], broken: Iterable[str]) -> int:
+    """A missed goal is a finding and not an error; a red row, or a module that is broken, is an error."""
+    return int(any(r.red for r in results) or bool(list(broken)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="regular expression; rows whose 'op shape' it is found in")
+    parser.add_argument("--quick", action="store_true", help="20 replays instead of 60")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--list", action="store_true", help="print rows with floors and goals; needs no GPU")
+    parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
+    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.list:
+        return show(args)
+    if not torch.cuda.is_available():
+        print("error: benchmarks need a CUDA device; --list works without one", file=sys.stderr)
+        return 2
+    if args.journal:
+        return run(args, Journal(args.journal))
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal.jsonl"
+        return supervise(journal, [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--journal", str(journal)])
+
+
+def show(args) -> int:
+    rows, broken = collect("cpu", args.only)
+    for row in rows:
+        print(f"{row.name}: floor {report.us(row.floor_us())} µs, goal {report.us(row.goal_us)}, "
+              f"peers {', '.join([*row.peers, *peers.for_row(row)]) or 'none'}")
+    for line in broken:
+        print(f"BROKEN  {line}")
+    return exit_code((), broken)
+
+
+def run(args, journal: Journal) -> int:
+    """Measure what the journal does not hold yet; write the report after every row."""
+    rows, broken = collect("cuda", args.only)
+    for line in broken:
+        print(f"BROKEN  {line}", flush=True)
+    begun, clock = time.monotonic(), Clock()
+    machine, about = measure_machine(clock), report.provenance(SCRIPT)
+    print(f"{machine.device}: copy {machine.bandwidth / 1e12:.2f} TB/s, bf16 product {machine.matmul / 1e12:.0f} TFLOPS, empty "
+          f"kernel {machine.empty_us:.1f} µs, dependent kernel {machine.dependent_us:.1f} µs; {len(rows)} rows", flush=True)
+    stem = f"bench_kernels_{report.device_slug(machine.device)}"
+    ready = lambda: [journal.results[row.name] for row in rows if row.name in journal.results]
+    for row in rows:
+        if row.name in journal.results:
+            continue
+        if args.seconds is not None and time.monotonic() - begun > args.seconds:
+            broken.append(f"{len(rows) - len(journal.results)} rows were not begun within {args.seconds:.0f} s")
+            print(f"BROKEN  {broken[-1]}", flush=True)
+            break
+        crashed = {part for name, part in journal.crashed if name == row.name}
+        try:
+            journal.done(measure(row, clock, machine, 20 if args.quick else 60, not args.no_peers,
+                                 lambda part, name=row.name: journal.begin(name, part), crashed))
+        except DeviceLost as failure:
+            print(f"LOST    {row.name}: {failure}", flush=True)
+            return CRASHED
+        print(f"{time.monotonic() - begun:5.0f} s {report.console(journal.results[row.name])}", flush=True)
+        report.write(args.out, stem, report.document(ready(), machine, about), report.markdown(ready(), machine, about), None)
+    results = ready()
+    report.write(args.out, stem, report.document(results, machine, about), report.markdown(results, machine, about),
+                 report.svg(results, about))
+    print(report.markdown(results, machine, about))
+    return exit_code(results, broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Experts on a GPU (in Triton's interpreter without one) against the literal sum over pairs."""
+
+import pytest
+import torch
+
+from kernels.errors import UnsupportedInput
+from kernels.experts import reference, triton as gpu, triton_order
+from kernels.experts.reference import expert
+from kernels.linear import triton as linear_gpu, triton_streams
+from kernels.quantize import PackedWeight, to_float
+from kernels.quantize.reference import simulate_fp8_blocks
+from tests.kernels.ptx import compiled
+from tests.kernels.test_triton_linear import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
+
+FORMATS = ["dense fp32", "dense bf16", "fp8", "fp8 fp32 scales", "mxfp4", "nvfp4"]
+QUANTISED = FORMATS[2:]
+LIMIT = 3.0
+
+
+def stack(E: int, O: int, K: int, form: str, parts: int, seed: int = 0) -> PackedWeight:
+    """E matrices [O, K], each of `parts` stacked along its rows."""
+    made = [[pack(randn(O // parts, K, seed=seed + 7 * e + p) * (1 + p), form) for p in range(parts)] for e in range(E)]
+    raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    join = lambda get: None if get(made[0][0]) is None else torch.stack([torch.cat([raw(get(p)) for p in w]) for w in made]).view(
+        get(made[0][0]).dtype)
+    first = made[0][0]
+    return PackedWeight(first.format, join(lambda p: p.weight), join(lambda p: p.scale), join(lambda p: p.global_scale), first.block)
+
+
+def choices(N: int, k: int, E: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    indices = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(N)]) if N else torch.empty(0, k, dtype=torch.int64)
+    return indices.to(DEVICE), torch.rand(N, k, generator=g).to(DEVICE)
+
+
+def silu_product(gate, up):
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate * torch.sigmoid(gate) * up
+
+
+def literal(x, indices, routing, w13, w2, simulate):
+    """The sum in fp64, with the roundings of the definition."""
+    sim = (lambda t: simulate_fp8_blocks(t, 128)) if simulate else (lambda t: t)
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    xs = sim(x).double()
+    for e in set(indices.flatten().tolist()):
+        first, second = to_float(expert(w13, e)).double(), to_float(expert(w2, e)).double()
+        for t, j in (indices == e).nonzero().tolist():
+            gate, up = (first @ xs[t]).to(x.dtype).double().chunk(2)
+            h = (silu_product(gate, up) * routing[t, j].double()).to(x.dtype)
+            out[t] += (second @ sim(h.unsqueeze(0))[0].double()).to(x.dtype).double()
+    return out
+
+
+def literal_shared(x, w1, w3, w2, simulate):
+    sim = (lambda t: simulate_fp8_blocks(t, 128)) if simulate else (lambda t: t)
+    gate, up = ((sim(x).double() @ to_float(w).double().T).to(x.dtype).double() for w in (w1, w3))
+    return (sim(silu_product(gate, up).to(x.dtype)).double() @ to_float(w2).double().T).to(x.dtype).double()
+
+
+def tolerance(dtype: torch.dtype, simulate: bool) -> float:
+    """A hidden value on the edge between two FP8 codes may fall either way."""
+    return 6e-3 if dtype is torch.bfloat16 else 5e-3 if simulate else 1e-5
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("simulate", [False, True], ids=["plain", "simulated"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N,k,d", [(1, 3, 64), (3, 2, 160), (40, 2, 64)], ids=str)
+def test_experts(form, simulate, dtype, N, k, d):
+    if simulate and form.startswith("dense"):
+        return
+    E, I = 4, 128 if CUDA or N == 1 and form == "fp8" else 40 if form.startswith("dense") else 32
+    x, (indices, routing) = randn(N, d).to(dtype), choices(N, k, E)
+    w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
+    got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
+    assert got.dtype is torch.float32
+    assert distance(got, literal(x, indices, routing, w13, w2, simulate)) < tolerance(dtype, simulate)
+    assert torch.equal(got, gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate))
+
+
+@pytest.mark.parametrize("N", [1, 2])
+def test_an_intermediate_width_that_is_no_power_of_two(N):
+    E, d, I = 3, 32, 160
+    x, (indices, routing) = randn(N, d), choices(N, 2, E)
+    w13, w2 = stack(E, 2 * I, d, "mxfp4", 2), stack(E, d, I, "mxfp4", 1, 100)
+    got = gpu.experts(x, indices, routing, w13, w2, LIMIT, False)
+    assert distance(got, literal(x, indices, routing, w13, w2, False)) < 1e-5
+
+
+@pytest.mark.parametrize("N", [2, 40])
+def test_one_expert_takes_all_tokens_and_a_token_an_expert_twice(N):
+    E, d, I = 3, 32, 32
+    w13, w2 = stack(E, 2 * I, d, "mxfp4", 2), stack(E, d, I, "mxfp4", 1, 100)
+    x, routing = randn(N, d), torch.rand(N, 2, device=DEVICE)
+    indices = torch.full((N, 2), 1, device=DEVICE)
+    indices[0, 1] = 2
+    got = gpu.experts(x, indices, routing, w13, w2, LIMIT, False)
+    assert distance(got, literal(x, indices, routing, w13, w2, False)) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["fp8", "dense bf16", "nvfp4"])
+@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("N", [1, 10, 20])
+def test_shared_expert(form, simulate, N):
+    if simulate and form == "dense bf16":
+        return
+    d, I = 160, 64
+    w = pack(randn(I, d, seed=1), form), pack(randn(I, d, seed=2) * 2, form), pack(randn(d, I, seed=3), form)
+    for dtype in DTYPES:
+        x = randn(N, d).to(dtype)
+        got = gpu.shared_expert(x, *w, LIMIT, simulate)
+        assert got.dtype is torch.float32
+        assert torch.equal(got, got.to(dtype).float())
+        assert distance(got, literal_shared(x, *w, simulate)) < tolerance(dtype, simulate)
+
+
+@pytest.mark.parametrize("N", [1, 4, 24])
+@pytest.mark.parametrize("form,shared_form,simulate", [("mxfp4", "fp8", True), ("mxfp4", "fp8", False), ("dense bf16", "dense bf16", False),
+                                                       ("nvfp4", "mxfp4", False)])
+def test_moe(form, shared_form, simulate, N):
+    E, d, I, k = 4, 64, 32, 2
+    w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
+    shared = pack(randn(I, d, seed=1), shared_form), pack(randn(I, d, seed=2), shared_form), pack(randn(d, I, seed=3), shared_form)
+    indices, routing = choices(N, k, E)
+    for dtype in DTYPES:
+        x = randn(N, d).to(dtype)
+        got = gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate)
+        wanted = literal(x, indices, routing, w13, w2, simulate) + literal_shared(x, *shared, simulate)
+        assert got.dtype is dtype and distance(got, wanted) < tolerance(dtype, simulate)
+
+
+def test_tokens_of_nan_and_of_no_number():
+    E, d, I = 4, 32, 32
+    w13, w2 = stack(E, 2 * I, d, "mxfp4", 2), stack(E, d, I, "mxfp4", 1, 100)
+    x, (indices, routing) = randn(3, d), choices(3, 2, E)
+    x[1, 5] = float("nan")
+    got = gpu.experts(x, indices, routing, w13, w2, LIMIT, False)
+    assert got[1].isnan().all() and not got[[0, 2]].isnan().any()
+    assert gpu.experts(x[:0], indices[:0], routing[:0], w13, w2, LIMIT, False).shape == (0, d)
+
+
+def test_what_is_refused():
+    w13, w2 = stack(2, 64, 64, "dense fp32", 2), stack(2, 64, 32, "dense fp32", 1)
+    indices, routing = choices(1, 1, 2)
+    with pytest.raises(UnsupportedInput, match="dense"):
+        gpu.experts(randn(1, 64), indices, routing, w13, w2, LIMIT, True)
+    with pytest.raises(UnsupportedInput, match="belong together"):
+        gpu.experts(randn(1, 32), indices, routing, w13, w2, LIMIT, False)
+
+
+@pytest.mark.parametrize("N,k,E,T,few", [(1, 4, 9, 8, 512), (7, 3, 5, 8, 512), (50, 4, 6, 16, 512), (50, 4, 6, 16, 0), (9, 2, 64, 8, 0), (33, 2, 3, 32, 0)])
+def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
+    monkeypatch.setattr(triton_order, "FEW", few)
+    indices, _ = choices(N, k, E, seed=N) if k <= E else None
+    order, table, _ = triton_order.sort_pairs(indices, E, T)
+    x = randn(N, 1300)
+    assert torch.equal(triton_order.sort_pairs(indices, E, T, x)[2], simulate_fp8_blocks(x, 128))
+    flat, stable = indices.flatten().sort(stable=True)
+    assert order.tolist() == stable.tolist()
+    blocks = (len(table) - 1) // 3
+    assert blocks == triton_order.blocks_of(N * k, E, T) and table[0] <= blocks
+    found, place = [], 0
+    for b in range(int(table[0])):
+        e, first, count = (int(table[1 + i * blocks + b]) for i in range(3))
+        if e >= 0:
+            assert 1 <= count <= T and first == place and (flat[first:first + count] == e).all()
+            found.append(e)
+            place += count
+    assert place == N * k and found == sorted(found)
+    for e in set(found):  # no expert has more blocks than it needs
+        assert found.count(e) == -(-int((flat == e).sum()) // T)
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
+@pytest.mark.parametrize("form,simulate", [("mxfp4", True), ("fp8", True), ("nvfp4", False), ("dense bf16", False)])
+@pytest.mark.parametrize("N", [1, 30])
+def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
+    compiled(monkeypatch, gpu, linear_gpu, triton_streams)
+    E, d, I, k = 3, 64, 128 if form == "fp8" else 32, 2
+    w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
+    x, (indices, routing) = randn(N, d).bfloat16(), choices(N, k, E)
+    got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
+    assert distance(got, literal(x, indices, routing, w13, w2, simulate)) < 8e-3
+
+
+# At production shapes, on a GPU ---------------------------------------------------------------------------------------
+
+
+def flash(E: int, form: str, shared_form: str):
+    g = torch.Generator("cuda").manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device="cuda", generator=g) * shape[-1]**-0.5
+    some = [pack(make(4096, 4096), form) for _ in range(3)], [pack(make(4096, 2048), form) for _ in range(3)]
+    raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    put = lambda ws, get: None if get(ws[0]) is None else torch.stack([raw(get(ws[e % 3])) for e in range(E)]).view(get(ws[0]).dtype)
+    w13, w2 = (PackedWeight(ws[0].format, *(put(ws, lambda w, i=i: w[i]) for i in (1, 2, 3)), ws[0].block) for ws in some)
+    return w13, w2, tuple(pack(make(*shape), shared_form) for shape in ((2048, 4096), (2048, 4096), (4096, 2048)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("N", [1, 2, 8, 17, 64, 300, 1500])
+@pytest.mark.parametrize("form,simulate", [("mxfp4", False), ("mxfp4", True), ("nvfp4", False)])
+def test_production_shapes(form, simulate, N):
+    E, k = 256, 6
+    w13, w2, shared = flash(E, form, "fp8")
+    x, (indices, routing) = torch.randn(N, 4096, device="cuda").bfloat16(), choices(N, k, E, seed=N)
+    part = slice(0, 40)  # tokens that the fp64 sum is made for
+    wanted = literal(x[part], indices[part], routing[part], w13, w2, simulate)
+    got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
+    assert distance(got[part], wanted) < 1e-2
+    assert all(torch.equal(got, gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)) for _ in range(20 if N < 100 else 3))
+    both = graphed(lambda: gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate))
+    assert torch.equal(both, gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate))
+    assert distance(both[part], wanted + literal_shared(x[part], *shared, simulate)) < 1e-2
+    exact = gpu.experts(x[:16].float(), indices[:16], routing[:16], w13, w2, LIMIT, False)
+    assert distance(exact, literal(x[:16].float(), indices[:16], routing[:16], w13, w2, False)) < 1e-5
+    assert distance(exact, reference.experts(x[:16].float(), indices[:16], routing[:16], w13, w2, LIMIT, False)) < 1e-5

@@ -1,0 +1,265 @@
+"""The benchmark harness without a GPU: gates, arithmetic, reports, restarts, and the compile check."""
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import bench_kernels
+from scripts.bench import decode, decode_report, fatbin, measure, peers, report
+from scripts.bench.journal import Journal, supervise
+from scripts.bench.measure import PeerResult, Result
+from scripts.bench.row import Row
+from scripts.bench.timing import Machine, Timing, percentile, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = Machine("NVIDIA H100 80GB HBM3", 3.0e12, 771e12, 3.7, 1.3)
+ABOUT = {"command": "python scripts/bench_kernels.py", "commit": "abc1234", "device": MACHINE.device, "torch": "2.11",
+         "triton": "3.6", "python": "3.12"}
+SETUP = {"preset": "Flash", "layers": 16, "numerics": "native", "backend": "triton", "cache": "fp8", "index_cache": "fp4",
+         "weight_bytes": 10**10}
+
+
+class FakeClock:
+    """Gives every run the same time, and refuses when told that nothing may be timed."""
+
+    def __init__(self, us: float = 5.0, forbidden: bool = False):
+        self.us, self.forbidden = us, forbidden
+
+    def runs(self, runs, replays=30):
+        assert not self.forbidden, "a red row was timed"
+        for run in runs:
+            run()
+        return Timing(self.us, self.us - 1, 0.05, replays, 2)
+
+
+def row(error=0.0, tolerance=1e-3, goal=10.0, **more):
+    make = lambda i: (lambda: torch.ones(2) * i, lambda: (error, tolerance))
+    return Row("topk", "256K B1", make, 3_000_000, 1000, goal, **more)
+
+
+def result(us: float | None = 5.0, goal: float | None = 10.0, shape: str = "256K B1", peer_us: float | None = None, why=""):
+    timing = None if us is None else Timing(us, us - 1, 0.05, 30, 2)
+    found = {"absent": PeerResult(why="not installed: x")}
+    if peer_us is not None:
+        found["theirs"] = PeerResult(Timing(peer_us, peer_us, 0.0, 30, 1))
+    return Result("topk", shape, 3_000_000, 1000, 1.0, goal, 0.0, 1e-3, why, timing, found)
+
+
+def test_floor_is_the_longer_of_bytes_and_products():
+    r = row()
+    assert r.floor_us() == pytest.approx(1.0)
+    assert r.floor_us(bandwidth=1.5e12) == pytest.approx(2.0)
+    compute = Row("a", "b", r.make, 1, 771_000_000)
+    assert compute.floor_us() == pytest.approx(1.0)
+    assert compute.floor_us(matmul=77.1e12) == pytest.approx(10.0)
+
+
+def test_medians_and_spread():
+    t = summary([5, 1, 2, 3, 4], [2, 1, 3])
+    assert (t.cold_us, t.hot_us, t.replays) == (3, 2, 5)
+    assert percentile([3, 1, 2], 0.9) == 3
+
+
+@pytest.mark.parametrize("error", [1.0, math.nan, math.inf])
+def test_a_wrong_row_is_red_and_never_timed(error):
+    r = measure.measure(row(error), FakeClock(forbidden=True), MACHINE, 20)
+    assert r.red and r.verdict == "RED" and r.share_of_floor is None and not r.peers
+
+
+def test_a_row_that_raises_is_red():
+    broken = Row("topk", "x", lambda i: 1 / 0, 1, 1)
+    r = measure.measure(broken, FakeClock(forbidden=True), MACHINE, 20)
+    assert r.red and "ZeroDivisionError" in r.why
+
+
+def test_peers_are_gated_too_and_an_absent_one_is_named(monkeypatch):
+    def absent(i):
+        raise peers.NotInstalled("flash_mla")
+
+    monkeypatch.setattr(peers, "for_row", lambda r: {"absent": absent, "plain": lambda i: lambda: None})
+    r = row(peers={"wrong": lambda i: (lambda: None, lambda: (1.0, 0.1))})
+    begun = []
+    got = measure.measure(r, FakeClock(), MACHINE, 20, begin=begun.append, crashed={"plain"})
+    assert got.verdict == "met" and begun == ["", "wrong", "absent", "plain"]
+    assert got.peers["wrong"].timing is None and "not timed" in got.peers["wrong"].why
+    assert got.peers["absent"].why == "not installed: flash_mla"
+    assert got.peers["plain"].why == "crashed the process"
+    assert got.best_peer is None
+
+
+def test_table_says_missed_and_shows_no_time_of_a_red_row():
+    rows = [result(5.0, 10.0, "met"), result(15.0, 10.0, "late", peer_us=3.0),
+            result(None, shape="red", why="error 1.0 over 0.1")]
+    text = report.markdown(rows, MACHINE, ABOUT)
+    line = {r.shape: next(x for x in text.splitlines() if f"| {r.shape} |" in x) for r in rows}
+    assert line["met"].endswith("| met |") and line["late"].endswith("| MISSED |") and line["red"].endswith("| RED |")
+    assert "theirs 3.00" in line["late"] and "20%" in line["met"]
+    assert "| – | – | – | – | 3 MB | 1.00 | – | 10.0 | RED |" in line["red"]
+    assert "1 goals met, 1 MISSED, 1 RED; ahead of the fastest peer in 0 of 1" in text
+    assert "error 1.0 over 0.1" in text and "not installed: absent (x)" in text and ABOUT["command"] in text
+
+
+def test_json_and_svg(tmp_path):
+    rows = [result(5.0, None, peer_us=8.0), result(None, shape="wrong one")]
+    picture, text = report.svg(rows, ABOUT), report.markdown(rows, MACHINE, ABOUT)
+    files = report.write(tmp_path, "bench", report.document(rows, MACHINE, ABOUT), text, picture)
+    assert [f.suffix for f in files] == [".json", ".md", ".svg"]
+    read = json.loads((tmp_path / "bench.json").read_text())
+    assert read["about"]["commit"] == "abc1234" and read["machine"]["empty_us"] == 3.7
+    assert read["rows"][0]["best_peer"] == {"name": "theirs", "cold_us": 8.0}
+    assert read["rows"][0]["share_of_floor"] == pytest.approx(0.2)
+    assert read["rows"][1]["timing"] is None and read["rows"][1]["verdict"] == "RED"
+    assert picture.startswith("<?xml") and "topk 256K B1" in picture and "wrong one" not in picture
+    assert report.svg([result(None)], ABOUT) is None
+
+
+def test_slug_and_units():
+    names = {MACHINE.device: "h100", "NVIDIA H200": "h200", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA L40S": "l40s"}
+    assert {name: report.device_slug(name) for name in names} == names
+    assert (report.us(1234.5), report.us(12.34), report.us(1.234), report.us(None)) == ("1234", "12.3", "1.23", "–")
+
+
+def test_exit_codes():
+    met, missed, red = result(5.0), result(50.0), result(None)
+    assert bench_kernels.exit_code([met, missed], []) == 0
+    assert bench_kernels.exit_code([met, red], []) == 1
+    assert bench_kernels.exit_code([met], ["rows_x: ImportError"]) == 1
+
+
+def test_rows_of_every_module_can_be_listed_without_a_device():
+    rows, broken = bench_kernels.collect("cpu")
+    assert not broken
+    for r in rows:
+        assert r.bytes > 0 and r.flops >= 0 and (r.goal_us is None or r.goal_us > 0), r.name
+        peers.for_row(r)
+
+
+def test_journal_remembers_results_and_crashes(tmp_path):
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.begin("topk 256K B1")
+    journal.begin("topk 256K B1", "theirs")
+    journal.done(result(5.0, peer_us=8.0))
+    journal.begin("other", "FlashMLA")
+    again = Journal(path)
+    assert str(again.results["topk 256K B1"]) == str(result(5.0, peer_us=8.0))  # as text: NaN is not equal to itself
+    assert again.running == ("other", "FlashMLA") and again.crash() == ("other", "FlashMLA")
+    assert Journal(path).crashed == {("other", "FlashMLA")} and Journal(path).running is None
+
+
+def test_a_crash_is_noted_and_the_run_goes_on(tmp_path):
+    path = tmp_path / "journal"
+    child = ("import os, sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; lines = Path(sys.argv[1])\n"
+             "if 'crash' in (lines.read_text() if lines.exists() else ''): sys.exit(0)\n"
+             "lines.write_text('[\"begin\", \"row\", \"peer\"]\\n'); os.kill(os.getpid(), 9)")
+    assert supervise(path, [sys.executable, "-c", child, str(path), str(ROOT)]) == 0
+    assert Journal(path).crashed == {("row", "peer")}
+    assert supervise(tmp_path / "none", [sys.executable, "-c", "import sys; sys.exit(7)"]) == 7
+
+
+def test_peers_not_on_this_machine_say_so(monkeypatch):
+    monkeypatch.setenv("PEERS", "/nowhere")
+    with pytest.raises(peers.NotInstalled):
+        peers.require("no_such_peer.kernels")
+    with pytest.raises(peers.NotInstalled):
+        peers.library("_no_such_library", "_C")
+    found = peers.for_row(Row("topk", "x", lambda i: None, 1, 1, facts={"batch": 1, "entries": 4096, "k": 100}))
+    assert "torch.topk" in found and "vLLM cooperative_topk" not in found  # it takes 512, 1024 and 2048
+
+
+def container(*entries):
+    """A fat-binary container of (kind, architecture, code)."""
+    body = b""
+    for kind, arch, code in entries:
+        body += struct.pack("<HHIQ", kind, 0, 64, len(code)) + bytes(12) + struct.pack("<I", arch) + bytes(32) + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_only_what_a_gpu_loads_keeps_its_code(monkeypatch):
+    native = container((2, 80, b"a" * 64), (2, 90, b"b" * 64), (1, 80, b"c" * 64))
+    from_ptx = container((2, 80, b"d" * 64), (1, 75, b"e" * 64), (1, 80, b"f" * 64), (1, 120, b"g" * 64))
+    data = bytearray(b"xx" + native + bytes(8) + from_ptx)
+    monkeypatch.setattr(fatbin, "sections", lambda data: {".nv_fatbin": (2, len(data) - 2)})
+    fatbin.blank(data, 90)
+    assert bytes(data).count(b"bbbb") and bytes(data).count(b"ffff")
+    assert not any(bytes(data).count(c * 4) for c in (b"a", b"c", b"d", b"e", b"g"))
+
+
+def point(batch=1, context=8192, step_ms=2.0, **more):
+    return decode.Point(batch, context, 16, step_ms, step_ms, 0.01, 1.4, 4_200_000_000, 10**10, 10**8, 3.0, **more)
+
+
+def test_decode_goals_are_judged():
+    points = [point(kernels=288), point(context=1 << 20, step_ms=3.0, kernels=288)]
+    said = {r["what"]: r["verdict"] for r in decode_report.verdicts(points, {"layer_ms": 10.0})}
+    assert said["ms a layer, batch 1 at 8K"] == "met" and said["ms a layer, batch 1 at 1M"] == "MISSED"
+    assert said["kernels a layer, batch 1 at 8K"] == "met" and said["1M over 8K, batch 1"] == "MISSED"
+    assert said["times faster a layer than transformers eager, batch 1"] == "met"
+    assert said["compiles after warm-up, all points"] == "met"
+    assert not decode_report.red(points) and decode_report.red([point(compiles=1)]) and decode_report.red([point(syncs=2)])
+    theirs = {"version": "5", "layers": 5, "experts": 16, "context": 8192, "step_ms": 50.0, "layer_ms": 10.0}
+    text = decode_report.markdown(points, MACHINE, ABOUT, SETUP, theirs, ["batch 8 at 1M: out of memory"])
+    assert "| 1 | 1M | 3.000 |" in text and "MISSED" in text and "out of memory" in text
+    json.dumps(report.finite(decode_report.document(points, MACHINE, ABOUT, SETUP, theirs, [])), allow_nan=False)
+    assert decode_report.svg(points, ABOUT, theirs).startswith("<?xml")
+
+
+def test_bytes_of_a_flash_step():
+    """perf.md §2: 11.21 GB of weights at batch 1; the caches add 0.004, 0.023 and 0.16 ms at 3.0 TB/s."""
+    from dsv4 import dummy
+    from dsv4.cache import Cache
+    from dsv4.config import ModelConfig
+    from dsv4.model import Model
+    from dsv4.numerics import numerics_named
+    from loaders.expected import official_tensors, preset
+    raw = preset("flash")
+    config = ModelConfig.from_official(raw | {"num_nextn_predict_layers": 0, "compress_ratios": raw["compress_ratios"][:43]})
+    tensors = official_tensors(config)
+    numerics = numerics_named("native").with_caches("fp8", "fp4")
+    with torch.device("meta"):
+        model = Model(config, numerics, "reference", lambda name: dummy._storage(tensors, False, name), mtp=False)
+    assert decode.weight_bytes(model, 1) == pytest.approx(11.21e9, rel=1e-3)
+    cache = Cache(config, numerics, 1, 8192, 128, [torch.device("meta")] * 43, False)
+    for context, ms in ((8192, 0.004), (131072, 0.023), (1 << 20, 0.16)):
+        assert decode.cache_bytes(model, cache, 1, context) / 3.0e9 == pytest.approx(ms, rel=0.1)
+
+
+CASES = '''
+import triton
+import triton.language as tl
+
+@triton.jit
+def copy(X, Y, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(Y + i, tl.load(X + i, mask=i < n), mask=i < n)
+
+@triton.jit
+def broken(X, B: tl.constexpr):
+    tl.store(X, no_such_name)
+
+def cases():
+    types = {"X": "*bf16", "Y": "*bf16", "n": "i32", "B": "constexpr"}
+    return [("copies", copy, types, {"B": 256}, {"num_warps": 4}),
+            ("breaks", broken, {"X": "*bf16", "B": "constexpr"}, {"B": 1}, {})]
+'''
+
+
+def test_a_kernel_that_does_not_compile_fails_the_check(tmp_path):
+    folder = tmp_path / "aot_cases"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "some.py").write_text(CASES)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path),
+                   "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    ran = subprocess.run([sys.executable, ROOT / "scripts" / "check_aot.py", "--modules", "aot_cases", "--capabilities", "80",
+                          "--jobs", "1", "--json", str(tmp_path / "aot.json")], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 1, ran.stderr
+    rows = {r["name"]: r for r in json.loads((tmp_path / "aot.json").read_text())["rows"]}
+    assert not rows["copies"]["error"] and rows["copies"]["registers"] > 0 and rows["copies"]["shared"] == 0
+    assert "no_such_name" in rows["breaks"]["error"] and "| breaks | FAILED |" in ran.stdout and "1 of 2 compiled" in ran.stdout
