@@ -2,7 +2,7 @@
 
     python scripts/check_aot.py [--only REGEX] [--capabilities 80,89,90,100,120] [--jobs 2] [--json OUT] [--modules PACKAGE]
 
-Cases come from `scripts/aot/*.py`. Prints a table: registers a thread, bytes of stack (spills), shared memory, and the
+Cases come from `scripts/aot/*.py`: `cases()`, or `cases_for(capability)` of a module whose tiles differ by GPU. Prints a table: registers a thread, bytes of stack (spills), shared memory, and the
 tensor-core instructions in the PTX. Exit code 1 when a case does not compile or takes more shared memory than the GPU has.
 """
 
@@ -36,8 +36,10 @@ def modules(package: str) -> list[str]:
     return [f"{package}.{m.name}" for m in pkgutil.iter_modules(folder)]
 
 
-def names(module: str) -> list[str]:
-    return [case[0] for case in importlib.import_module(module).cases()]
+def cases(module: str, capability: int) -> list[tuple]:
+    """(name, kernel, signature, constexprs, options) of what a module launches on a GPU of that capability."""
+    found = importlib.import_module(module)
+    return found.cases_for(divmod(capability, 10)) if hasattr(found, "cases_for") else found.cases()
 
 
 def compile_case(module: str, index: int, capability: int) -> dict:
@@ -46,7 +48,7 @@ def compile_case(module: str, index: int, capability: int) -> dict:
     row |= dict.fromkeys(PRODUCTS, 0)
     begun = time.perf_counter()
     try:
-        row["name"], kernel, signature, constexprs, options = importlib.import_module(module).cases()[index]
+        row["name"], kernel, signature, constexprs, options = cases(module, capability)[index]
         compiled = build(kernel, signature, constexprs, dict(options), capability)
         row["shared"] = compiled.metadata.shared
         ptx = compiled.asm["ptx"]
@@ -105,9 +107,8 @@ def spills(ptx: str, capability: int) -> str:
     return f"{found[1]}/{found[2]} B" if found else ""
 
 
-def run(found: list[tuple[str, int, str]], capabilities: list[int], jobs: int) -> list[dict]:
-    """Compile every case for every capability in `jobs` processes."""
-    tasks = [(module, index, name, capability) for module, index, name in found for capability in capabilities]
+def run(tasks: list[tuple[str, int, str, int]], jobs: int) -> list[dict]:
+    """Compile cases (module, index, name, capability) in `jobs` processes."""
     rows, begun = [], time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(compile_case, module, index, capability): (module, name, capability)
@@ -121,7 +122,7 @@ def run(found: list[tuple[str, int, str]], capabilities: list[int], jobs: int) -
             rows.append(row)
             progress = f"[{done}/{len(tasks)}] {time.monotonic() - begun:4.0f} s"
             print(f"{progress} {name} sm_{capability}: {row['error'] or 'ok'}", file=sys.stderr, flush=True)
-    order = {(module, name): i for i, (module, _, name) in enumerate(found)}
+    order = {(module, name): i for i, (module, _, name, _) in enumerate(tasks)}
     return sorted(rows, key=lambda row: (order[row["module"], row["name"]], row["capability"]))
 
 
@@ -138,7 +139,8 @@ def table(rows: list[dict], capabilities: list[int]) -> str:
     cells = {(row["module"], row["name"], row["capability"]): row for row in rows}
     lines = ["| kernel | " + " | ".join(f"sm_{c}" for c in capabilities) + " |", "|---" * (1 + len(capabilities)) + "|"]
     for module, name in dict.fromkeys((row["module"], row["name"]) for row in rows):
-        lines.append(f"| {name} | " + " | ".join(cell(cells[module, name, c]) for c in capabilities) + " |")
+        row = (cells.get((module, name, c)) for c in capabilities)
+        lines.append(f"| {name} | " + " | ".join(cell(r) if r else "–" for r in row) + " |")
     failed = [row for row in rows if row["error"]]
     lines += ["", f"{len(rows) - len(failed)} of {len(rows)} compiled."]
     return "\n".join(lines + [f"- {row['name']}, sm_{row['capability']}: {row['error']}" for row in failed])
@@ -153,13 +155,14 @@ def main() -> int:
     parser.add_argument("--modules", default="scripts.aot", help="package to take cases from")
     args = parser.parse_args()
     capabilities = [int(c) for c in args.capabilities.split(",")]
-    found, broken = [], []
+    tasks, broken = [], []
     for module in modules(args.modules):
         try:
-            found += [(module, i, name) for i, name in enumerate(names(module)) if re.search(args.only, name)]
+            tasks += [(module, i, case[0], c) for c in capabilities for i, case in enumerate(cases(module, c))
+                      if re.search(args.only, case[0])]
         except Exception as failure:  # the other modules are still checked; the exit code tells
             broken.append(f"{module}: {type(failure).__name__}: {failure}")
-    rows = run(found, capabilities, args.jobs)
+    rows = run(tasks, args.jobs)
     print(table(rows, capabilities))
     for line in broken:
         print(f"BROKEN {line}")
