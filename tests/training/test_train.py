@@ -91,3 +91,18 @@ def test_gradients_are_those_of_the_losses():
     for name in found:  # Trainee alone computes in fp32 throughout, Gradients casts matrices to bf16 first
         assert torch.nn.functional.cosine_similarity(found[name].flatten(), wanted_grads[name].flatten(), 0) > 0.9, name
     assert not out["total"].requires_grad
+
+
+def test_what_a_graph_holds_outlives_the_next_step():
+    """The trainee clears its list of chosen experts before each forward; a graph hands out the same one at every replay."""
+    trainee = Trainee(architecture.build(SMALL, architecture.FP32, "cpu"))
+    architecture.initialise(trainee.model, 0)
+    gradients = Gradients(trainee, dict(trainee.named_parameters()), False)
+    ids, weight = torch.randint(0, 1024, (1, 130)), torch.ones(1, 130)
+    made = gradients._compute(ids, weight, Wanted(sparse=False, chunk=32), 0)
+    count = len(made[2])
+    gradients._publish(*made)
+    trainee(ids, weight, Wanted(sparse=False, chunk=32), 0)
+    gradients._publish(*made)
+    assert len(trainee.chosen) == len(made[2]) == count >= SMALL["num_hidden_layers"]
+    assert all(a is b for (_, a), (_, b) in zip(trainee.chosen, made[2]))

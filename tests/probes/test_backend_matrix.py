@@ -1,0 +1,121 @@
+"""Every operation and every fused composition: equal implementations are green, and a wrong one is red in its own rows only."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from kernels import operations
+from kernels.dispatch import DispatchLedger, Operation, bind
+from kernels.fusions import COMPOSITIONS
+from kernels.operations import OPERATIONS
+from probes import backend_matrix
+from probes.backend_matrix import BackendMatrix, differing, error_of, most_of, own
+from probes.case_inputs import Inputs
+from probes.composition_cases import composition_cases
+from probes.operation_cases import operation_cases
+from probes.result import Status
+from probes.subjects.ours import OurSubject
+
+
+@pytest.fixture(scope="module")
+def subject(official):
+    opened = OurSubject(official, "qat", "reference")
+    opened.model.backend = "cpu"  # what it bound stays the reference; the probe asks for what a cpu backend runs
+    return opened
+
+
+def planted(monkeypatch, name: str, change) -> None:
+    """On the backend `cpu`, operation or composition `name` is change(the reference)."""
+    if name in OPERATIONS:
+        op = OPERATIONS[name]
+        monkeypatch.setitem(OPERATIONS, name, Operation(name, {"reference": op.implementations["reference"],
+                                                                 "cpu": change(op.implementations["reference"])}))
+    else:
+        held = COMPOSITIONS[name]
+        whole = partial(held.default, bind(OPERATIONS, "reference", DispatchLedger()))
+        monkeypatch.setitem(COMPOSITIONS, name, replace(held, implementations={"cpu": change(whole)}))
+
+
+def off(value):
+    """The first result, a little off; picks that are not the best."""
+    if isinstance(value, tuple):
+        return off(value[0]), *value[1:]
+    return value * 1.1 if value.is_floating_point() else value.clamp(min=1) - 1
+
+
+def wrong(name: str, real):
+    if name == "write_rows":
+        return lambda rows, slots, values: real(rows, slots, values * 1.1)
+    if name == "store_rows":
+        return lambda raw, *rest: real(raw * 1.1, *rest)
+    return lambda *args: off(real(*args))
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, *COMPOSITIONS])
+def test_each_has_inputs_at_which_a_fault_shows(subject, monkeypatch, name):
+    planted(monkeypatch, name, lambda real: lambda *args: real(*args))
+    mine = [c for c in BackendMatrix().run(subject) if c.part == name]
+    assert len(mine) > 3 and {c.status for c in mine} == {Status.PASS}, [c for c in mine if c.status is not Status.PASS]
+    assert any("bfloat16" in c.where for c in mine) or name in ("gated_pool",)
+    planted(monkeypatch, name, lambda real: wrong(name, real))
+    found = BackendMatrix().run(subject)
+    assert {c.part for c in found if c.status is Status.FAIL} == {name}
+
+
+@pytest.mark.parametrize("name", ["linear", "shared_expert", "experts", "moe", "linears"])
+def test_every_format_of_weights_is_among_them(official, subject, name):
+    cases = operation_cases if name in OPERATIONS else composition_cases
+    labels = " ".join(case.label for case in cases(name, Inputs(subject.config, 2, torch.float32, 0)))
+    assert all(how in labels for how in ("dense", "fp8", "mxfp4", "nvfp4"))
+    assert name == "linears" or all(f"{how}, simulated" in labels for how in ("fp8", "mxfp4", "nvfp4"))
+
+
+@pytest.mark.parametrize("name,drop", [("latent", lambda *a: (*a[:-1], False)), ("index_queries", lambda *a: (*a[:-1], False)),
+                                       ("pool_entries", lambda *a: (*a[:-1], None)),
+                                       ("moe", lambda *a: (*a[:-2], False, False)),
+                                       ("shared_expert", lambda *a: (*a[:-1], False)),
+                                       ("linears", lambda *a: (*a[:4], tuple(False for _ in a[4]), a[5]))])
+def test_a_simulation_that_is_left_out_is_red(subject, monkeypatch, name, drop):
+    planted(monkeypatch, name, lambda real: lambda *args: real(*drop(*args)))
+    assert {c.part for c in BackendMatrix().run(subject) if c.status is Status.FAIL} == {name}
+
+
+def test_a_missing_operation_is_an_error_and_the_others_run(subject, monkeypatch):
+    monkeypatch.setattr(subject.model, "backend", "triton")
+    alone = {"reference": OPERATIONS["rotate"].implementations["reference"]}
+    monkeypatch.setitem(OPERATIONS, "rotate", Operation("rotate", alone))
+    assert "rotate" not in subject.operations
+    monkeypatch.setattr(backend_matrix, "operation_cases", lambda name, inputs: [])
+    monkeypatch.setattr(backend_matrix, "composition_cases", lambda name, inputs: [])
+    found = {c.part: c for c in BackendMatrix().run(subject)}
+    assert found["rotate"].status is Status.ERROR and "has only reference" in found["rotate"].note
+    assert set(found) == {*OPERATIONS, *COMPOSITIONS}
+    assert operations.OPERATIONS is OPERATIONS
+
+
+def test_what_an_operation_raises_is_its_own_error(subject, monkeypatch):
+    planted(monkeypatch, "rotate", lambda real: lambda *args: 1 / 0)
+    found = BackendMatrix().run(subject)
+    assert {c.part for c in found if c.status is Status.ERROR} == {"rotate"}
+
+
+def test_another_dtype_or_shape_is_a_finding(subject, monkeypatch):
+    planted(monkeypatch, "hadamard", lambda real: lambda x: real(x).double())
+    assert {c.name for c in BackendMatrix().run(subject) if c.status is Status.FAIL} == {"hadamard: dtypes and shapes"}
+
+
+def test_measures():
+    a = torch.tensor([[1.0, 2.0, 3.0, float("-inf")]])
+    assert error_of(a, a) == 0 and error_of(torch.where(a.isinf(), 0, a), a) == float("inf")
+    picks = torch.tensor([[1, 3]])
+    assert error_of(picks.flip(-1), picks) == 0 and error_of(torch.tensor([[3, 2]]), picks) == 1
+    nan = torch.tensor([float("nan"), 0.0])
+    assert differing(nan, nan) == 0 and differing(torch.tensor([-0.0]), torch.tensor([0.0])) == 1
+    one_off = torch.ones(1, 100)
+    one_off[0, 3] = 2
+    assert most_of(one_off, torch.ones(1, 100)) == 0 and most_of(torch.full((1, 100), 1.1), torch.ones(1, 100)) > 0.09
+    strided = torch.arange(12.0).view(3, 4)[:, :2]
+    mine = own(strided, torch.device("cpu"))
+    assert mine.stride() == strided.stride() and torch.equal(mine, strided)
