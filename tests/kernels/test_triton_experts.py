@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.errors import UnsupportedInput
-from kernels.experts import reference, triton as gpu, triton_order
+from kernels.experts import reference, triton as gpu, triton_many, triton_order, triton_stream
 from kernels.experts.reference import expert
 from kernels.linear import triton as linear_gpu, triton_streams
 from kernels.quantize import PackedWeight, to_float
@@ -176,7 +176,7 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
 @pytest.mark.parametrize("form,simulate", [("mxfp4", True), ("fp8", True), ("nvfp4", False), ("dense bf16", False)])
 @pytest.mark.parametrize("N", [1, 30])
 def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
-    compiled(monkeypatch, gpu, linear_gpu, triton_streams)
+    compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
     E, d, I, k = 3, 64, 128 if form == "fp8" else 32, 2
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
     x, (indices, routing) = randn(N, d).bfloat16(), choices(N, k, E)

@@ -1,13 +1,15 @@
 """The Triton kernels of the indexer against the reference: scores, selection, and both in one."""
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
 from kernels.errors import UnsupportedInput
-from kernels.indexer import index_scores, reference, topk_entries, triton_scores, triton_topk
+from kernels.indexer import index_scores, reference, topk_entries, triton_choose, triton_keys, triton_scores
 from kernels.indexer import triton as ours
-from kernels.indexer.triton_topk import Plan
+from kernels.indexer.triton_choose import Plan
+from kernels.quantize.formats import decode_e2m1
 from tests.kernels import ptx
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +42,8 @@ def like_a_gpu(monkeypatch):
 def pack(values: torch.Tensor, form: RowFormat, spare: int = 1, fill: int = 255) -> PackedRows:
     """Keys [B, n, D] packed, in pages that hold `fill` wherever no key is."""
     B, n, D = values.shape
-    rows = PackedRows(form, torch.full((B, -(-n // PAGE) + spare, pack_layout(form, D).page), fill, dtype=torch.uint8, device=values.device), D, 0, n)
+    pages = torch.full((B, -(-n // PAGE) + spare, pack_layout(form, D).page), fill, dtype=torch.uint8, device=values.device)
+    rows = PackedRows(form, pages, D, 0, n)
     payload, scales = encode_rows(values.reshape(-1, D), form)
     e = torch.arange(n, device=values.device)
     rows.payload[:, e // PAGE, e % PAGE] = payload.view(B, n, -1)
@@ -87,7 +90,8 @@ def test_scores(shape, form):
 
 
 @formats
-@pytest.mark.parametrize("shape", [dict(), dict(B=1, T=9, H=8, D=128, n=130), dict(T=1, H=64, D=128, n=65), dict(B=1, T=15, H=20, D=32, n=67)], ids=str)
+@pytest.mark.parametrize("shape", [
+    dict(), dict(B=1, T=9, H=8, D=128, n=130), dict(T=1, H=64, D=128, n=65), dict(B=1, T=15, H=20, D=32, n=67)], ids=str)
 def test_scores_of_bf16_queries(shape, form, like_a_gpu):
     q, w, k, visible = case(**shape, form=form, dtype=torch.bfloat16)
     assert_scores(index_scores(q, w, k, visible, backend="triton"), index_scores(q, w, k, visible))
@@ -104,6 +108,17 @@ def test_fp4_scales_of_every_size(like_a_gpu):
     rows = pack(k, RowFormat.INDEX_FP4)
     got, wanted = ours.index_scores(q, w, rows, visible), index_scores(q, w, rows, visible)
     assert ((got - wanted).abs() <= 1e-5 * index_scores(q.abs(), w.abs(), k.abs(), visible)).all()
+
+
+def test_each_byte_of_a_register_takes_its_own_scale():
+    """A register may hold bytes of several rows or blocks."""
+    codes, exponents = np.array([0x53, 0xE1, 0x7F, 0x08], np.uint64), np.array([3, -60, 65, 0])
+    word = sum(int(c) << (8 * i) for i, c in enumerate(codes))
+    halves = [(int(e) + 62 + 127) << 7 for e in exponents]  # 2^(s − 65), s = e + 127
+    for program, shift in ((triton_keys.E2M1_LOW, 0), (triton_keys.E2M1_HIGH, 4)):
+        got = [x for r in ptx.run(program.value, 2, word, *(h | h << 16 for h in halves)) for x in ptx.pairs(r)]
+        value = decode_e2m1(torch.from_numpy((codes >> np.uint64(shift) & np.uint64(15)).astype(np.int64)))
+        assert got == (value * 2.0 ** torch.from_numpy(exponents - 64)).tolist()
 
 
 @pytest.mark.parametrize("query, key", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
@@ -163,10 +178,12 @@ def test_nothing_to_score_or_to_select(shape):
 
 def test_what_the_scores_do_not_take():
     q, w, k, visible = case(B=1, T=1, H=4)
-    wide = torch.zeros(1, 1, 300, 128, device=DEVICE), torch.zeros(1, 1, 300, device=DEVICE), torch.zeros(1, 70, 128, device=DEVICE)
+    zeros = torch.zeros(1, 70, 300, 128, device=DEVICE)
+    wide = zeros[:, :1], zeros[:, :1, :, 0], zeros[:, :, 0]
     odd = PackedRows(RowFormat.INDEX_FP8, torch.zeros(1, 2, 64 * 67, dtype=torch.uint8, device=DEVICE), 63, 0, 70)
-    for inputs in ((q.half(), w, k), (q, w.bfloat16(), k), (q, w, k.half()), (q, w, k.transpose(1, 2).contiguous().transpose(1, 2)),
-                   (q, w, k[..., :32]), (q[..., :63], w, odd), wide):
+    across = k.transpose(1, 2).contiguous().transpose(1, 2)
+    for inputs in ((q.half(), w, k), (q, w.bfloat16(), k), (q, w, k.half()), (q, w, across), (q, w, k[..., :32]),
+                   (q[..., :63], w, odd), wide):
         with pytest.raises(UnsupportedInput):
             ours.index_scores(*inputs, visible)
 
@@ -208,13 +225,13 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
     (40, 7, Plan("rank", 64, 0)), (60, 17, Plan("descend", 64, 0)), (300, 7, Plan("descend", 64, 1)),
     (900, 8, Plan("descend", 64, 2)), (300, 7, Plan("collect", 64, 1)), (900, 8, Plan("collect", 64, 2))], ids=str)
 def test_selection_is_exact(n, k, how, kind, monkeypatch):
-    monkeypatch.setattr(triton_topk, "ROOM", 256)  # so that ties overflow it
-    monkeypatch.setattr(triton_topk, "CHUNK", 256)
+    monkeypatch.setattr(triton_choose, "ROOM", 256)  # so that ties overflow it
+    monkeypatch.setattr(triton_choose, "CHUNK", 256)
     scores, visible = rows_of(kind, n), ragged(n, k)
     hidden = scores.masked_fill(torch.arange(n, device=DEVICE) >= visible.unsqueeze(-1), NAN)
     for given, seen in ((scores, None), (hidden, visible)):
         out = torch.empty(1, 3, k, dtype=torch.int64, device=DEVICE)
-        triton_topk.choose(how, given, n, k, seen, out)
+        triton_choose.choose(how, given, n, k, seen, out)
         assert_selected(out, topk_entries(given, k, seen))
 
 
@@ -227,20 +244,20 @@ def test_selection_of_any_size(n, k):
 
 
 @pytest.mark.parametrize("method, rows, n, k", [
-    ("rank", 1, 4096, 512), ("rank", 4, 2048, 512), ("rank", 1000, 60, 64), ("descend", 8, 2048, 512), ("descend", 336, 32768, 512),
+    ("rank", 1, 2048, 512), ("rank", 1000, 60, 64), ("descend", 1, 4096, 512), ("descend", 8, 2048, 512), ("descend", 336, 32768, 512),
     ("collect", 1, 4097, 512), ("collect", 8, 262144, 512), ("collect", 16, 262144, 1024), ("descend", 17, 262144, 512),
     ("descend", 1, 32768, 32768), ("descend", 1, 1000000, 4096), ("collect", 1, 2097152, 64)])
 def test_how_rows_are_searched(method, rows, n, k):
-    how = triton_topk.plan(rows, n, k)
+    how = triton_choose.plan(rows, n, k)
     assert how.method == method
-    assert how.candidates <= triton_topk.MAX_CANDIDATES and n <= how.candidates * 8**how.levels
+    assert how.candidates <= triton_choose.MAX_CANDIDATES and n <= how.candidates * 8**how.levels
     assert how.levels == 0 or how.candidates >= 8 * k
 
 
 def test_what_the_selection_does_not_take():
     for n, k in ((40000, 4097), (2097153, 8)):
         with pytest.raises(UnsupportedInput):
-            triton_topk.plan(1, n, k)
+            triton_choose.plan(1, n, k)
     with pytest.raises(UnsupportedInput):
         ours.topk_entries(torch.zeros(1, 1, 8, dtype=torch.bfloat16, device=DEVICE), 2)
 
@@ -249,15 +266,16 @@ def test_selection_takes_strides_and_infinities():
     scores = torch.full((3, 2, 90), NAN, device=DEVICE)
     scores[:, :, 7:57] = rows_of("ties", 50, 3, 2)
     scores[0, 0, 9], scores[1, 1, 30:40] = INF, -INF
-    for view in (scores[:, :, 7:57], scores[:, 1:, 7:57], scores[:, :, 7:57].transpose(0, 1), scores[:1, :, 7:57].expand(3, 2, 50),
-                 scores[:, :, 7:57].transpose(1, 2).contiguous().transpose(1, 2)):
+    part = scores[:, :, 7:57]
+    for view in (part, part[:, 1:], part.transpose(0, 1), part[:1].expand(3, 2, 50), part.transpose(1, 2).contiguous().transpose(1, 2)):
         assert_selected(ours.topk_entries(view, 20), topk_entries(view, 20))
 
 
 def test_nothing_visible():
-    for n, k, how in ((30, 4, Plan("rank", 32, 0)), (30, 4, Plan("descend", 32, 0)), (600, 4, Plan("collect", 512, 1)), (600, 4, Plan("descend", 512, 1))):
-        out = torch.empty(1, 2, k, dtype=torch.int64, device=DEVICE)
-        triton_topk.choose(how, torch.full((1, 2, n), NAN, device=DEVICE), n, k, torch.zeros(1, 2, dtype=torch.int64, device=DEVICE), out)
+    visible = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    for n, how in ((30, Plan("rank", 32, 0)), (30, Plan("descend", 32, 0)), (99, Plan("collect", 64, 1)), (99, Plan("descend", 64, 1))):
+        out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
+        triton_choose.choose(how, torch.full((1, 2, n), NAN, device=DEVICE), n, 4, visible, out)
         assert (out == -1).all()
 
 
@@ -296,8 +314,8 @@ def test_select_repeats_itself_bit_for_bit():
     for how in (Plan("descend", 64, 1), Plan("collect", 64, 1)):
         scores = ours.index_scores(q, w, k, visible)
         first, again = (torch.empty(1, 2, 8, dtype=torch.int64, device=DEVICE) for _ in range(2))
-        triton_topk.choose(how, scores, 300, 8, visible, first)
-        triton_topk.choose(how, scores, 300, 8, visible, again)
+        triton_choose.choose(how, scores, 300, 8, visible, first)
+        triton_choose.choose(how, scores, 300, 8, visible, again)
         assert torch.equal(first, again)
     assert torch.equal(scores, ours.index_scores(q, w, k, visible))
 
@@ -326,20 +344,21 @@ def best_of(scores, selected, k):
     distinct = selected.sort(-1).values.diff(dim=-1)
     assert ((selected >= 0).sum(-1) == (scores > -INF).sum(-1).clamp(max=k)).all()
     assert ((distinct > 0) | (selected.sort(-1).values[..., 1:] < 0)).all()
-    slack = 1e-5 * scores.masked_fill(scores == -INF, 0).abs().amax(-1, keepdim=True)
+    slack = 5e-5 * scores.masked_fill(scores == -INF, 0).abs().amax(-1, keepdim=True)
     assert ((picked >= kth - slack) | (selected < 0)).all()
 
 
 @gpu
 @formats
-@pytest.mark.parametrize("B, T, n", [(1, 1, 2048), (8, 1, 2048), (1, 1, 32768), (8, 1, 32768), (1, 1, 262144), (2, 4, 30000), (1, 300, 8192)], ids=str)
+@pytest.mark.parametrize("B, T, n", [
+    (1, 1, 2048), (8, 1, 2048), (1, 1, 32768), (8, 1, 32768), (1, 1, 262144), (3, 2, 5000), (2, 4, 30000), (1, 300, 8192)], ids=str)
 def test_production_scores(B, T, n, form):
     q, w, k = flash(B, T, n, form, capacity=n + 640)
     visible = torch.randint(n - n // 8, n + 1, (B, T), device="cuda")
     visible[0, -1] = n
     wanted = reference.index_scores(q, w, k, visible)
     got = ours.index_scores(q, w, k, visible)
-    assert_scores(got, wanted, 1e-5)
+    assert_scores(got, wanted, 5e-5)
     for count in (512, 1024):
         best_of(wanted, ours.select_entries(q, w, k, visible, count), count)
 
@@ -353,8 +372,9 @@ def test_production_audit_in_fp32():
 
 @gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, n, k", [(1, 2048, 512), (8, 2048, 512), (1, 32768, 512), (300, 32768, 512), (1, 262144, 512), (8, 262144, 1024), (20, 262144, 1024),
-                                        (1, 1000000, 1024), (2, 30000, 4096), (5000, 300, 64)], ids=str)
+@pytest.mark.parametrize("rows, n, k", [
+    (1, 2048, 512), (8, 2048, 512), (1, 4096, 512), (1, 32768, 512), (300, 32768, 512), (1, 262144, 512), (8, 262144, 1024),
+    (20, 262144, 1024), (1, 1000000, 1024), (2, 30000, 4096), (5000, 300, 64)], ids=str)
 def test_production_selection(rows, n, k, kind):
     scores = rows_of(kind, n, 1, 1).repeat(1, rows, 1) if rows * n > 1 << 23 else rows_of(kind, n, 1, rows)
     visible = torch.randint(0, n + 1, (1, rows), device="cuda", generator=torch.Generator(device="cuda").manual_seed(1))
@@ -372,6 +392,7 @@ def test_a_graph_follows_what_is_visible(B, T, n, form):
     q, w, k = flash(B, T, n, form)
     visible = torch.full((B, T), n, device="cuda")
     ours.select_entries(q, w, k, visible, 512)
+    ours.index_scores(q[:, :4], w[:, :4], k, visible[:, :4])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ours.select_entries(q, w, k, visible, 512)
@@ -398,7 +419,8 @@ def test_production_repeats_bit_for_bit(form):
 def test_offsets_past_two_gib():
     """Batch rows and queries further apart than 2^31 elements."""
     q, w, k = flash(2, 1, 4200, None)
-    far = torch.empty((1 << 31) + 4200 * 128 + 64, dtype=torch.bfloat16, device="cuda").as_strided((2, 4200, 128), ((1 << 31) + 64, 128, 1))
+    far = torch.empty((1 << 31) + 4200 * 128 + 64, dtype=torch.bfloat16, device="cuda").as_strided(
+        (2, 4200, 128), ((1 << 31) + 64, 128, 1))
     far.copy_(k)
     visible = torch.full((2, 1), 4200, device="cuda")
     assert_scores(ours.index_scores(q, w, far, visible), reference.index_scores(q, w, k, visible))
