@@ -7,18 +7,20 @@ from kernels.cache_rows import PackedRows
 from kernels.errors import UnsupportedInput
 from kernels.indexer import reference
 from kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
-from kernels.indexer.triton_topk import choose, choose_visible, plan
+from kernels.indexer.triton_choose import choose, choose_visible, plan
 from kernels.launch import require_device
 
 SCRATCH_BYTES = 48 << 20  # of scores and their maxima: about what the L2 cache of an H100 holds
 ALIGNED = 64              # entries to which a row of scores is padded
 
 
-def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor) -> torch.Tensor:
-    """As the reference; keys from the last visible one on are not read. Products of bf16 queries are exact, summed in fp32.
+def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows,
+                 visible: torch.Tensor) -> torch.Tensor:
+    """As the reference; keys behind the last visible one are not read. Products of bf16 queries are exact, summed in fp32.
 
-    q bf16 or fp32; keys bf16, fp32 or packed, of scales up to 2^65 and positive. Beside bf16 queries, packed keys below 2^−62 lose
-    bits. Raises UnsupportedInput for other dtypes, and for more than 32768 padded numbers of all heads of a query.
+    q bf16 or fp32; keys bf16, fp32 or packed, with scales that are positive and at most 2^65. Beside bf16 queries, FP4 keys
+    below 2^−62 lose bits and FP8 codes of NaN count as 480. Raises UnsupportedInput for other dtypes, and for more than 32768
+    numbers of all heads of a query, heads and dims each padded to a power of two.
     """
     B, T = q.shape[:2]
     n = entries(keys)
@@ -46,7 +48,8 @@ def topk_entries(scores: torch.Tensor, k: int, visible: torch.Tensor | None = No
     return out
 
 
-def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor, k: int) -> torch.Tensor:
+def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor,
+                   k: int) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. Where n ≤ k nothing is scored: every visible
     entry, −1 for the others. Scores of at most 48 MiB, or of one query if these are more, exist at a time.
 

@@ -1,8 +1,7 @@
 """The kernel of the lightning indexer's scores, and how it is launched.
 
-A program holds a few queries of all heads and goes over tiles of keys. Keys are the rows of the product and heads its columns, so
-that the weighted sum over heads stays within a thread but for two exchanges. Packed keys are decoded in registers, once a tile:
-FP4 and FP8 codes become bf16 exactly, by moving their bits and one multiplication by a power of two.
+A program holds a few queries of all heads and goes over tiles of keys, each decoded once. Keys are the rows of the product and
+heads its columns, so that the weighted sum over heads stays within a thread but for two exchanges.
 """
 
 import torch
@@ -11,30 +10,12 @@ import triton.language as tl
 
 from kernels.cache_rows.formats import PAGE, PackedRows, RowFormat
 from kernels.errors import UnsupportedInput
+from kernels.indexer.triton_keys import FP4, FP8, PLAIN, dots_fp32, load_queries, operand_keys, operand_queries
 from kernels.launch import capability, dot_in_fp32, next_power, processors, require_device
-from kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0, widen
 
-PLAIN, FP8, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
 GROUP = 8              # entries under one maximum; maxima of those in turn
 _GROUP, _PAGE = tl.constexpr(GROUP), tl.constexpr(PAGE)
-
-# Four bytes of payload → four bf16, for `inline_asm_elementwise` with pack=4: $2 the bytes, $3 … $6 a scale each, as two equal
-# halves. Which elements a thread packs is the compiler's choice: each takes its own scale, from u (the first two) and v. A bf16 with the three bits of an E2M1 magnitude below its exponent's third bit is 2^−126 times its value,
-# the subnormal 0.5 included.
-_LOW = "shl.b32 a, {0}, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, {0}, 4; lop3.b32 a, b, 0x80008000, a, 0xEA; fma.rn.bf16x2 {1}, a, {2}, z; "
-_HIGH = "shl.b32 a, {0}, 2; and.b32 a, a, 0x01C001C0; lop3.b32 a, {0}, 0x80008000, a, 0xEA; fma.rn.bf16x2 {1}, a, {2}, z; "
-_TWICE = "{{ .reg .b32 g, h, a, b, u, v, z; mov.b32 z, 0x80008000; prmt.b32 g, $2, 0, 0x1100; prmt.b32 h, $2, 0, 0x3322; " \
-    "prmt.b32 u, $3, $4, 0x5410; prmt.b32 v, $5, $6, 0x5410; {} {} }}"
-E2M1_LOW = tl.constexpr(_TWICE.format(_LOW.format("g", "$0", "u"), _LOW.format("h", "$1", "v")))
-E2M1_HIGH = tl.constexpr(_TWICE.format(_HIGH.format("g", "$0", "u"), _HIGH.format("h", "$1", "v")))
-# An E8M0 byte s → 2^(s − 65) as two equal bf16: 2^126 · 2^(s − 127), less 2^64 that the sum over heads gets back. Exact for
-# keys of 2^−62 and more with scales up to 2^65; larger ones become infinite.
-E8M0 = tl.constexpr("{ .reg .b32 a; min.u32 a, $1, 193; prmt.b32 a, a, 0, 0x0404; shr.b32 a, a, 1; add.u32 $0, a, 0x1F001F00;}")
-# E4M3: magnitude to the lowest bits of the exponent and the mantissa, times 2^120. Its NaN code becomes 480.
-_E4M3 = "shr.b32 a, {0}, 4; and.b32 a, a, 0x07F007F0; lop3.b32 a, {0}, 0x80008000, a, 0xEA; fma.rn.bf16x2 {1}, a, s, z; "
-E4M3 = tl.constexpr("{ .reg .b32 g, h, a, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7B807B80; prmt.b32 g, $2, 0, 0x1404; "
-                    "prmt.b32 h, $2, 0, 0x3424; " + _E4M3.format("g", "$0") + _E4M3.format("h", "$1") + "}")
 
 
 @triton.jit
@@ -44,106 +25,16 @@ def monotone(score):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
-def _fp4_order(x, R: tl.constexpr, BLOCKS: tl.constexpr):
-    """[R, block, byte, nibble] → [R, 32·BLOCKS]: with four blocks, the order in which a thread's part of an operand is one block.
-
-    Any order would do, if queries and keys have the same. With this one a thread reads 16 bytes at once and needs one scale.
-    """
-    x = tl.permute(tl.reshape(x, [R, BLOCKS, 8, 2, 2]), (0, 4, 2, 1, 3))
-    return tl.reshape(x, [R, 32 * BLOCKS])
-
-
-@triton.jit
-def _fp8_order(x, R: tl.constexpr, DIMS: tl.constexpr):
-    """[R, DIMS] → the same in the order in which a thread's part of an operand is a quarter of a row."""
-    return tl.reshape(tl.permute(tl.reshape(x, [R, 4, DIMS // 8, 2]), (0, 2, 1, 3)), [R, DIMS])
-
-
-@triton.jit
-def _load_queries(Q, at, live, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr):
-    """Rows of queries at [N]: bf16 [N, DIMS], or pairs as int32 [N, DIMS/2] for FP4."""
-    if FORMAT == FP4:
-        i = tl.arange(0, DIMS // 2)[None, :]
-        q = tl.load(Q + at[:, None] + i, mask=live[:, None] & (i < D // 2), other=0)
-    else:
-        i = tl.arange(0, DIMS)[None, :]
-        q = tl.load(Q + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0)
-    return q
-
-
-@triton.jit
-def _operand_queries(q, DIMS: tl.constexpr, FORMAT: tl.constexpr, N: tl.constexpr):
-    """What `_load_queries` read → bf16 [DIMS, N] in the order of the decoded keys."""
-    if FORMAT == FP4:
-        even = tl.reshape((q & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True), [N, DIMS // 32, 16])
-        odd = tl.reshape((q >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), [N, DIMS // 32, 16])
-        q = _fp4_order(tl.join(even, odd), N, DIMS // 32)
-    elif FORMAT == FP8:
-        q = _fp8_order(q, N, DIMS)
-    return tl.trans(q)
-
-
-@triton.jit
-def _operand_keys(KEYS, at, scale_at, live, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """bf16 keys [TILE, DIMS]: FP4 without a factor 2^64, FP8 without the scale of its row."""
-    if FORMAT == FP4:
-        BLOCKS: tl.constexpr = DIMS // 32
-        i, j = tl.arange(0, DIMS // 2)[None, :], tl.arange(0, BLOCKS)[None, :]
-        code = tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D // 2), other=0)
-        scale = tl.load(KEYS + scale_at[:, None] + j, mask=live[:, None] & (j < D // 32), other=0)
-        code = tl.reshape(code, [TILE, BLOCKS, 16])
-        scale = tl.inline_asm_elementwise(E8M0, "=r,r", [scale.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
-        scale = tl.broadcast_to(scale[:, :, None], [TILE, BLOCKS, 16])
-        low = tl.inline_asm_elementwise(E2M1_LOW, "=&r,=&r,r,r,r,r,r", [code, scale], dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(E2M1_HIGH, "=&r,=&r,r,r,r,r,r", [code, scale], dtype=tl.bfloat16, is_pure=True, pack=4)
-        k = _fp4_order(tl.join(low, high), TILE, BLOCKS)
-    else:
-        i = tl.arange(0, DIMS)[None, :]
-        k = tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D), other=0)
-        if FORMAT == FP8:
-            k = tl.inline_asm_elementwise(E4M3, "=&r,=&r,r", [_fp8_order(k, TILE, DIMS)], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return k
-
-
-@triton.jit
-def _own(x):
-    """x. On Blackwell, Triton multiplies converted fp32 operands in TF32 whatever precision is asked for, unless it cannot see the
-    conversion; it does not look behind a sum."""
-    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], 1]), 2)
-
-
-@triton.jit
-def _dots_fp32(Q, q_at, q_live, KEYS, at, scale_at, live, D: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):
-    """q·k as fp32 [TILE, N], products and sums in fp32; FP8 without the scale of its row. 32 dims at a time."""
-    dots = tl.zeros([TILE, N], tl.float32)
-    for start in tl.static_range(0, D, 32):
-        i = tl.arange(0, 32)[None, :] + start
-        q = widen(tl.load(Q + q_at[:, None] + i, mask=q_live[:, None] & (i < D), other=0.0))
-        if FORMAT == FP4:
-            byte = tl.load(KEYS + at[:, None] + i // 2, mask=live[:, None], other=0).to(tl.int32)
-            scale = tl.load(KEYS + scale_at + start // 32, mask=live, other=0)
-            k = decode_e2m1((byte >> (i % 2 * 4)) & 15) * decode_e8m0(scale)[:, None]
-        else:
-            k = tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D), other=0)
-            if FORMAT == FP8:
-                k = decode_e4m3(k)
-            else:
-                k = widen(k)
-        dots = tl.dot(_own(k), tl.trans(_own(q)), dots, input_precision="ieee")
-    return dots
-
-
 @triton.jit(do_not_specialize=["T", "tiles_t", "n", "w_b", "w_t", "v_b", "v_t"])
-def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t, n, q_b, q_t, w_b, w_t, v_b, v_t, key_b, key_row, scale_b,
-            scale_row, width, maxima_width, maxima_second, H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr,
-            FP32: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
-            EVERY: tl.constexpr, LEVELS: tl.constexpr, STAGES: tl.constexpr):
+def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t, n, q_b, q_t, w_b, w_t, v_b, v_t, key_b,
+            key_row, scale_b, scale_row, width, maxima_width, maxima_second, H: tl.constexpr, D: tl.constexpr,
+            DIMS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+            GROUPS: tl.constexpr, TILE: tl.constexpr, EVERY: tl.constexpr, LEVELS: tl.constexpr, STAGES: tl.constexpr):
     """Scores of QUERIES·GROUPS queries of one batch row (axis 0) against every P-th tile of keys, P programs along axis 1.
 
-    key_row, scale_row: elements from key to key (PLAIN), or bytes (FP8 scales: numbers) from page to page. EVERY: −inf where invisible,
-    which is otherwise not written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8 entries, and
-    with 2 from maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
+    key_row, scale_row: elements from key to key (PLAIN), or bytes (FP8 scales: numbers) from page to page. EVERY: −inf where
+    invisible, which is otherwise not written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8
+    entries, and with 2 from maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
     """
     N: tl.constexpr = QUERIES * HEADS
     b, first = (tl.program_id(0) // tiles_t).to(tl.int64), tl.program_id(0) % tiles_t * (QUERIES * GROUPS)
@@ -157,7 +48,7 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
         weights = weights + (tl.load(WEIGHTS + b * w_b + u.to(tl.int64) * w_t + head, mask=live, other=0.0),)
         if not FP32:
             at = b * q_b + u.to(tl.int64) * q_t + head * (D // 2 if FORMAT == FP4 else D)
-            rows = rows + (_load_queries(Q, at, live, D, DIMS, FORMAT),)
+            rows = rows + (load_queries(Q, at, live, D, DIMS, FORMAT),)
         if LEVELS:
             if tl.program_id(1) == 0:
                 tl.store(COUNT + b * T + t, tl.zeros([QUERIES], tl.int32), mask=t < T)
@@ -167,7 +58,7 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
             return
     if not FP32:
         for g in tl.static_range(GROUPS):
-            queries = queries + (_operand_queries(rows[g], DIMS, FORMAT, N),)
+            queries = queries + (operand_queries(rows[g], DIMS, FORMAT, N),)
     KEYS += b * key_b
     SCALES += b * scale_b
     if FORMAT == PLAIN:
@@ -187,13 +78,13 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
         if FORMAT == FP8:
             factor = tl.load(SCALES + step * tile * scale_row + scale_at, mask=seen_tile, other=0.0)
         if not FP32:
-            k = _operand_keys(keys, at, scale_at, seen_tile, D, DIMS, FORMAT, TILE)
+            k = operand_keys(keys, at, scale_at, seen_tile, D, DIMS, FORMAT, TILE)
         for g in tl.static_range(GROUPS):
             # dots = torch.bmm(queries, keys.transpose(1, 2)).relu_()
             if FP32:
                 u = first + g * QUERIES + column // HEADS
                 q_at = b * q_b + u.to(tl.int64) * q_t + head * D
-                dots = _dots_fp32(Q, q_at, (u < T) & (head < H), keys, at, scale_at, seen_tile, D, FORMAT, TILE, N)
+                dots = dots_fp32(Q, q_at, (u < T) & (head < H), keys, at, scale_at, seen_tile, D, FORMAT, TILE, N)
             else:
                 dots = tl.dot(k, queries[g])
             dots = dots + tl.abs(dots)  # twice relu, exactly, and NaN stays NaN
@@ -217,7 +108,8 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
             if LEVELS:
                 best = tl.max(tl.reshape(monotone(s), [TILE // _GROUP, _GROUP, QUERIES]), 1)
                 e8 = tile * (TILE // _GROUP) + tl.arange(0, TILE // _GROUP)
-                tl.store(MAXIMA + row[None, :] * maxima_width + e8[:, None], best, mask=(e8 * _GROUP)[:, None] < ends[g][None, :])
+                tl.store(MAXIMA + row[None, :] * maxima_width + e8[:, None], best,
+                         mask=(e8 * _GROUP)[:, None] < ends[g][None, :])
                 if LEVELS > 1:
                     best = tl.max(tl.reshape(best, [TILE // 64, _GROUP, QUERIES]), 1)
                     e64 = tile * (TILE // 64) + tl.arange(0, TILE // 64)
@@ -230,9 +122,8 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
             e = tile * TILE + entry
             for g in tl.static_range(GROUPS):
                 t = first + g * QUERIES + which
-                tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], tl.full([TILE, QUERIES], float("-inf"), tl.float32),
-                         mask=(e < n)[:, None] & (t < T)[None, :])
-
+                unseen = tl.full([TILE, QUERIES], float("-inf"), tl.float32)
+                tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], unseen, mask=(e < n)[:, None] & (t < T)[None, :])
 
 
 def entries(keys: torch.Tensor | PackedRows) -> int:
@@ -246,11 +137,11 @@ def maxima_layout(n: int) -> tuple[int, int]:
     return second + 16 * triton.cdiv(n, 16 * GROUP * GROUP), second
 
 
-def _shape(T: int, n: int, heads: int, dims: int, key_bytes: int, fp32: bool, device: torch.device) -> tuple[int, int, int, int]:
+def _shape(T: int, n: int, heads: int, dims: int, key_bytes: int, fp32: bool, device: torch.device) -> tuple[int, ...]:
     """(queries of a product, such products, keys of a tile, stages) of a program.
 
-    One query at a time in decoding, where small tiles spread few keys over many programs; otherwise products of 128 columns, two of
-    them where shared memory holds the queries, since each decoded tile of keys then serves twice as many.
+    One query at a time in decoding, where small tiles spread few keys over many programs; otherwise products of 128 columns,
+    two of them where shared memory holds the queries, since each decoded tile of keys then serves twice as many.
     """
     if fp32:
         return 1, 1, 64, 1
@@ -302,14 +193,15 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
     if form == FP4.value and not fp32:
         q = q.view(torch.int32)
     dims, heads = max(32, next_power(D)), next_power(H)
-    queries, groups, tile, stages = _shape(T, n, heads, dims, keys.layout.row if packed else D * data.element_size(), fp32, q.device)
+    key_bytes = keys.layout.row if packed else D * data.element_size()
+    queries, groups, tile, stages = _shape(T, n, heads, dims, key_bytes, fp32, q.device)
     heads = max(heads, 16 // queries)
     tiles_t = triton.cdiv(T, queries * groups)
-    # A few programs for each multiprocessor; over many queries more, since those that see little end early.
-    wanted = triton.cdiv(processors(q.device) * (2 if T == 1 else 8), B * tiles_t)
+    # Two programs for each multiprocessor in decoding; over many queries more, since those that see little end early.
+    wanted = triton.cdiv(processors(q.device) * (2 if tiles_t <= 4 else 8), B * tiles_t)
     grid = B * tiles_t, max(1, min(triton.cdiv(n, tile), wanted, 65535))
     stride_m, second = maxima_layout(n)
     _scores[grid](
-        q, weights, data, scales, visible, scores, maxima, count, T, tiles_t, n, q.stride(0), q.stride(1), weights.stride(0),
-        weights.stride(1), visible.stride(0), visible.stride(1), data.stride(0), data.stride(1), scales.stride(0), scales.stride(1), width,
-        stride_m, second, H, D, dims, form, fp32, heads, queries, groups, tile, every, levels, stages, num_warps=4)
+        q, weights, data, scales, visible, scores, maxima, count, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
+        *visible.stride(), *data.stride()[:2], *scales.stride()[:2], width, stride_m, second, H, D, dims, form, fp32, heads,
+        queries, groups, tile, every, levels, stages, num_warps=4)

@@ -1,29 +1,20 @@
 """Exact selection of the k best entries, without sorting.
 
-Scores become integers in the same order (`monotone`). Long rows come with the maxima of each 8 entries, and of each 8 of those. The
-k best of n entries lie under the k best of the n/8 maxima, if ties go to the lowest index there too: whatever lies elsewhere has k
-better ones. So a row is searched from the coarsest level down, 8·k candidates at a time (`_descend`), each time for the threshold
-that exactly k reach, by narrowing an interval of integers.
+Scores become integers in the same order (`monotone`). Long rows come with the maxima of each 8 entries, and of each 8 of
+those. The k best of n entries lie under the k best of the n/8 maxima, if ties go to the lowest index there too: whatever lies
+elsewhere has k better ones. So a row is searched from the coarsest level down, 8·k candidates at a time (`_descend`), each time
+for the threshold that exactly k reach, by narrowing an interval of integers.
 
-For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a bound that all
-of the k best reach and few others; those are collected by many programs (`_collect`), and the rank of each among them is its place
-in the result (`_rank`).
+For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a bound that
+all of the k best reach and few others; those are collected by many programs (`collect`), and the rank of each among them is its
+place in the result (`rank_found`).
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from kernels.errors import UnsupportedInput
-from kernels.indexer.triton_scores import GROUP, maxima_layout, monotone
-from kernels.launch import interpreting, next_power, processors
+from kernels.indexer.triton_scores import GROUP, monotone
 
-MAX_CANDIDATES = 1 << 15  # that one program holds at once
-MAX_PAIRS = 1 << 24       # comparisons up to which every entry is ranked against every other
-ROOM = 1 << 13            # entries that `_collect` may find in a row, beyond which `_rank` descends instead
-CHUNK = 2048              # entries that a program of `_collect` or `_maxima` reads
 _LOWEST = tl.constexpr(-(2**31))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
 _GROUP = tl.constexpr(GROUP)
@@ -33,8 +24,9 @@ _GROUP = tl.constexpr(GROUP)
 def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr):
     """(t, count of keys ≥ t, count of keys > t): t a number that at least min(k, live) keys reach.
 
-    key int32 [CANDIDATES], the least number where not live; floor: known to be reached by as many. Stops as soon as at most `enough`
-    keys reach t: with enough = k those are the k best, unless several equal t. The last count means something only if more do.
+    key int32 [CANDIDATES], the least number where not live; floor: known to be reached by as many. Stops as soon as at most
+    `enough` keys reach t: with enough = k those are the k best, unless several equal t. The last count means something only if
+    more do.
     """
     if CLASSES:  # of keys, at least k: each has a key no lower than the lowest of their maxima
         low = tl.min(tl.max(tl.reshape(key, [CANDIDATES // CLASSES, CLASSES]), 0), 0)
@@ -61,7 +53,7 @@ def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: t
 
 @triton.jit
 def _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
-    """int32 keys of a level: scores at 0, maxima of 8 entries at 1 and of 64 from `second` on at 2. The least number where not live."""
+    """int32 keys of a level: scores at 0, maxima of 8 entries at 1, of 64 from `second` on at 2; the least number if dead."""
     if LEVELS == 0:
         key = monotone(tl.load(SCORES + at, mask=live, other=0.0))
     elif level == 0:
@@ -133,14 +125,14 @@ def _seen(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def _descend_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-                  CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
+def descend_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
+                 CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
     """`_descend` for one row a program."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // T, row % T
     seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
-    _descend(SCORES + b * s_b + t * s_t, MAXIMA + row * width, LIST + row * (CANDIDATES // 4), OUT + row * k, seen, second, k, CLASSES,
-             CANDIDATES, LEVELS)
+    _descend(SCORES + b * s_b + t * s_t, MAXIMA + row * width, LIST + row * (CANDIDATES // 4), OUT + row * k, seen, second, k,
+             CLASSES, CANDIDATES, LEVELS)
 
 
 @triton.jit
@@ -150,8 +142,8 @@ def _sortable(key, entry):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def _collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-             CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr):
+def collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
+            CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr):
     """Entries of one chunk (axis 1) of a row (axis 0) that may be among the k best, to FOUND int64 [rows, ROOM] in any order.
 
     COUNT int32 [rows], zero before: how many there are, also beyond ROOM.
@@ -166,11 +158,11 @@ def _collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, wi
     i, level = tl.arange(0, CANDIDATES), _start_level(seen, CANDIDATES, LEVELS)
     live = i < _groups(seen, level)
     key = _level_keys(SCORES + b * s_b + t * s_t, MAXIMA + row * width, i, live, level, second, LEVELS)
-    bound, _, _ = _threshold(key, live, _LOWEST, k, 2 * k, CLASSES, CANDIDATES)
+    bound, _, _ = _threshold(key, live, _LOWEST, k, k + k // 2, CLASSES, CANDIDATES)
     key = monotone(scores)
     found = (entry < seen) & (key >= bound)
     one = found.to(tl.int32)
-    base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")  # an order of arrival, which `_rank` makes good
+    base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")  # an order of arrival, which `rank_found` makes good
     place = base + tl.cumsum(one, 0) - one
     tl.store(FOUND + row * ROOM + place, _sortable(key, entry), mask=found & (place < ROOM))
 
@@ -186,10 +178,10 @@ def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def _rank(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-          ALL: tl.constexpr, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr, K: tl.constexpr,
-          MINE: tl.constexpr, OTHERS: tl.constexpr):
-    """The k best of a row (axis 0), each at its rank, among what `_collect` found or ALL entries. Programs of axis 1 share them.
+def rank_found(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
+               ALL: tl.constexpr, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr,
+               K: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr):
+    """The k best of a row (axis 0), each at its rank, among what `collect` found or ALL entries. Programs of axis 1 share them.
 
     Should more have been found than there is room for, the first program descends instead.
     """
@@ -205,7 +197,8 @@ def _rank(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b,
         count = tl.load(COUNT + row)
         if count > ROOM:
             if tl.program_id(1) == 0:
-                _descend(SCORES, MAXIMA + row * width, LIST + row * (CANDIDATES // 4), OUT, seen, second, k, CLASSES, CANDIDATES, LEVELS)
+                LIST += row * (CANDIDATES // 4)
+                _descend(SCORES, MAXIMA + row * width, LIST, OUT, seen, second, k, CLASSES, CANDIDATES, LEVELS)
             return
     if tl.program_id(1) == 0:
         i = tl.arange(0, K)
@@ -222,8 +215,8 @@ def _rank(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b,
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second"])
-def _maxima(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, SEEN: tl.constexpr, LEVELS: tl.constexpr,
-            CHUNK: tl.constexpr):
+def maxima_of_rows(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, SEEN: tl.constexpr,
+                   LEVELS: tl.constexpr, CHUNK: tl.constexpr):
     """The maxima of one chunk (axis 1) of a row (axis 0), as the scores' kernel writes them; zeroes COUNT."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // T, row % T
@@ -244,73 +237,10 @@ def _maxima(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, sec
 
 
 @triton.jit(do_not_specialize=["n", "T", "v_b", "v_t"])
-def _visible_entries(OUT, VISIBLE, T, n, v_b, v_t, BLOCK: tl.constexpr):
+def visible_entries(OUT, VISIBLE, T, n, v_b, v_t, BLOCK: tl.constexpr):
     """OUT int64 [rows, n]: each entry, −1 from VISIBLE[b, t] on. One row a program."""
     row = tl.program_id(0).to(tl.int64)
     seen = tl.load(VISIBLE + row // T * v_b + row % T * v_t)
     for start in range(0, n, BLOCK):
         e = start + tl.arange(0, BLOCK)
         tl.store(OUT + row * n + e, tl.where(e < seen, e, -1).to(tl.int64), mask=e < n)
-
-
-class Plan(NamedTuple):
-    """How rows of n entries are searched."""
-
-    method: str      # "rank", "collect" or "descend"
-    candidates: int  # keys held at once, a power of two
-    levels: int      # of maxima
-
-
-def plan(rows: int, n: int, k: int) -> Plan:
-    """Raises UnsupportedInput where the candidates exceed what a program can hold."""
-    if rows * n * n <= MAX_PAIRS:
-        return Plan("rank", next_power(n), 0)
-    candidates = max(512, next_power(GROUP * k), next_power(triton.cdiv(n, GROUP * GROUP)))
-    if n <= candidates and n <= MAX_CANDIDATES:
-        return Plan("descend", next_power(n), 0)
-    if candidates > MAX_CANDIDATES:
-        raise UnsupportedInput(f"topk_entries takes k up to {MAX_CANDIDATES // GROUP} and up to {MAX_CANDIDATES * GROUP * GROUP} entries "
-                               f"where they exceed {MAX_CANDIDATES}, not k = {k} of {n}")
-    return Plan("collect" if rows <= 16 and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2)
-
-
-def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tensor | None, out: torch.Tensor,
-           maxima: torch.Tensor | None = None, count: torch.Tensor | None = None) -> None:
-    """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k], contiguous.
-
-    maxima, count: from the scores' kernel, if `how` has levels; without them they are made here.
-    """
-    B, T = scores.shape[:2]
-    rows, device = B * T, scores.device
-    width, second = maxima_layout(n)
-    seen, absent = visible is not None, out.view(torch.int32)  # what stands in for a buffer that is not used: of its type
-    visible = visible if seen else out
-    strides = T, n, *scores.stride()[:2], *visible.stride()[:2], width, second
-    if how.levels and maxima is None:
-        maxima = torch.empty(rows, width, dtype=torch.int32, device=device)
-        count = torch.empty(rows, dtype=torch.int32, device=device)
-        _maxima[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, visible, *strides, seen, how.levels, CHUNK, num_warps=8)
-    lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
-    if not how.levels:
-        maxima = count = absent
-    classes = next_power(k)
-    search = classes if 2 * classes <= how.candidates else 0, how.candidates, how.levels
-    if how.method == "descend":
-        # About 8 keys a thread; registers for two programs of 4096 candidates on a multiprocessor.
-        options = dict(maxnreg=64) if how.candidates == 4096 and not interpreting() else {}
-        _descend_rows[(rows,)](scores, maxima, lists, out, visible, *strides, k, seen, *search,
-                               num_warps=min(16, max(4, how.candidates // 256)), **options)
-        return
-    every, found = how.method == "rank", out
-    if not every:
-        found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
-        _collect[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, found, visible, *strides, k, seen, *search, CHUNK, ROOM, num_warps=8)
-    programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
-    _rank[(rows, programs)](scores, maxima, count, found, lists, out, visible, *strides, k, seen, every, *search, ROOM, next_power(k), 16,
-                            min(1024, how.candidates) if every else 1024, num_warps=4 if how.candidates <= 4096 else 8)
-
-
-def choose_visible(visible: torch.Tensor, out: torch.Tensor) -> None:
-    """Every entry < visible int64 [B, T] to out int64 [B, T, n], contiguous, −1 for the others."""
-    B, T, n = out.shape
-    _visible_entries[(B * T,)](out, visible, T, n, *visible.stride(), min(1024, next_power(n)), num_warps=4)
