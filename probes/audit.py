@@ -21,12 +21,16 @@ SUBJECTS = ("ours[:NUMERICS[:BACKEND]]", "files", "transformers", "a recorded du
 SMALL = 1024  # hidden size
 
 
-def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: str = "auto", device: str = "cpu") -> Subject:
+def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: str = "auto", device: str = "cpu",
+                 cache: str = "auto", index_cache: str = "auto") -> Subject:
     """The subject of that kind; 'ours:native:reference' says numerics and backend itself.
 
-    Raises InputError for an unknown one, CheckpointError for a broken checkpoint.
+    cache, index_cache: how this project's model holds its caches (`load_model`). Raises InputError for an unknown kind or
+    format, and for a format asked of another subject; CheckpointError for a broken checkpoint.
     """
     kind, _, rest = kind.partition(":")
+    if (cache, index_cache) != ("auto", "auto") and kind != "ours":
+        raise InputError(f"--cache and --index-cache would change nothing of subject {kind!r}; leave them out, or audit ours")
     if kind == "dump" or not rest and kind.endswith(".safetensors"):
         from probes.subjects.dump import DumpSubject
         return DumpSubject(rest or kind, checkpoint)
@@ -34,7 +38,7 @@ def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: s
         case "ours":
             from probes.subjects.ours import OurSubject
             numerics, backend = parts_of(rest, numerics, backend)
-            return OurSubject(checkpoint, numerics, backend, device)
+            return OurSubject(checkpoint, numerics, backend, device, cache, index_cache)
         case _ if rest:
             kind = f"{kind}:{rest}"
         case "files":
@@ -114,9 +118,9 @@ def draw(report: Report, say: Callable[[str], None]) -> None:
 
 
 def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, names: Sequence[str], budget: float | None,
-        out: Path | None, say: Callable[[str], None]) -> int:
+        out: Path | None, say: Callable[[str], None], cache: str = "auto", index_cache: str = "auto") -> int:
     """`dsv4 audit`: the exit code (0 clean, 1 findings, 2 nothing was measured)."""
-    subject = open_subject(checkpoint, kind, numerics, backend, device)
+    subject = open_subject(checkpoint, kind, numerics, backend, device, cache, index_cache)
     report = audit(subject, names, budget=budget, say=say)
     totals = ", ".join(f"{count} {status.value}" for status, count in report.totals.items() if count)
     say(f"{totals}; exit code {report.exit_code}")
@@ -124,6 +128,7 @@ def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, n
         draw(report, say)
         said = f"ours:{numerics}" if kind == "ours" else kind
         stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
+        stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto")
         for file in write(report, out, stem):
             say(f"wrote {file}")
     return report.exit_code

@@ -1,17 +1,30 @@
 """P10: every operation of the subject's backend against the reference, at the model's own widths. See backend_matrix.md."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from kernels.dispatch import DispatchLedger, bind
+from kernels.errors import BackendUnavailable
+from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
-from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4
+from probes.case_inputs import Case, Inputs
+from probes.composition_cases import composition_cases
+from probes.operation_cases import operation_cases
 from probes.probe import Probe
 from probes.result import Check, Status, compare
 from probes.subject import Subject
 
-FP32 = "two fp32 implementations that sum in another order"
+LIMITS = {  # dtype of the activations → (relative error of a result, why)
+    torch.float32: (1e-5, "two fp32 implementations that sum in another order"),
+    torch.bfloat16: (1e-2, "bf16 results: a sum beside a rounding boundary moves by a step of 2^−8"),
+}
+CODES = "nine values in ten, as a share of their row's size: one beside a boundary of FP8 or FP4 moves by a whole step"
+OF_CODES = 1e-2, "sums of simulated FP8: a value beside a boundary moves by 6 %; without the simulation all do, by 2.6 % rms"
+EXACT = "formats are defined bit for bit"
+TOKENS = (1, 2, 9)  # implementations choose their way by such counts
 
 
 @dataclass(frozen=True)
@@ -23,90 +36,106 @@ class BackendMatrix(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"kernels"})
 
     def run(self, subject: Subject) -> list[Check]:
-        checks = []
+        checks, backend = [], subject.model.backend
         for name, op in OPERATIONS.items():
-            mine, reference = subject.operations[name], op.implementations["reference"]
-            if mine is reference:
-                checks.append(Check(name, Status.PASS, "the reference itself", name, samples=1, source="nothing to compare"))
+            try:
+                mine = op.resolve(backend)[0]
+            except BackendUnavailable as error:
+                checks.append(Check("the backend has the operation", Status.ERROR, part=name, note=str(error)))
                 continue
-            for tokens in (1, 2, 9):
-                for label, arguments in self._cases(name, subject.config, tokens):
-                    checks.append(self._compare(name, mine, reference, label, arguments))
+            if mine is op.implementations["reference"]:
+                checks.append(Check(name, Status.PASS, "the reference itself", name, samples=1, source="nothing to compare"))
+            else:
+                checks += self._cases(subject, name, mine, op.implementations["reference"], operation_cases)
+        reference = bind(OPERATIONS, "reference", DispatchLedger())
+        for name, composition in COMPOSITIONS.items():
+            if name not in subject.compositions:
+                checks.append(Check(name, Status.PASS, "its operations, one after another", name, samples=1,
+                                    source="nothing to compare"))
+                continue
+            parts = lambda *arguments, default=composition.default: default(reference, *arguments)
+            checks += self._cases(subject, name, subject.compositions[name], parts, composition_cases)
         return checks
 
-    def _compare(self, name: str, mine, reference, label: str, arguments) -> Check:
-        copies = [[own(a) if isinstance(a, torch.Tensor) else a for a in arguments] for _ in range(2)]
-        found, wanted = mine(*copies[0]), reference(*copies[1])
-        found, wanted = ((v,) if isinstance(v, torch.Tensor) else v for v in (found, wanted))
-        error, count = 0.0, 0
-        for a, b in zip(found, wanted, strict=True):
-            count += b.numel()
-            if not b.is_floating_point():
-                error = max(error, float((a.sort(-1).values != b.sort(-1).values).sum()))
-                continue
-            if not torch.equal(torch.isinf(a), torch.isinf(b)) or torch.isnan(a).any():
-                error = float("inf")
-            a, b = (torch.where(torch.isinf(v), 0, v).double() for v in (a, b))
-            error = max(error, ((a - b).norm() / b.norm().clamp(min=1e-12)).item())
-        return compare(name, error, "<=", 1e-5, FP32, count, where=label, part=name)
-
-    def _cases(self, name: str, c, N: int) -> list[tuple[str, list]]:
-        """(label, arguments) of an operation at the widths of config c, for N tokens."""
-        g = torch.Generator().manual_seed(self.seed + N)
-        rand = lambda *shape: torch.randn(*shape, generator=g)
-        d, n, H, D, W = c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim, c.sliding_window
-        E, k, I, label = c.n_routed_experts, c.num_experts_per_tok, c.moe_intermediate_size, f"{N} tokens"
-        hc = [rand(N, n, d), rand(2 * n + n * n, n * d) * (n * d) ** -0.5, torch.tensor([0.7, 1.3, 2.0]), rand(2 * n + n * n)]
-        match name:
-            case "mhc_pre":
-                return [(label, [*hc, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps])]
-            case "mhc_post":
-                return [(label, [rand(N, d), rand(N, n, d), torch.rand(N, n, generator=g), torch.rand(N, n, n, generator=g)])]
-            case "mhc_head":
-                return [(label, [hc[0], hc[1][:n], hc[2][:1], hc[3][:n], c.hc_eps, c.rms_norm_eps])]
-            case "rms_norm":
-                return [(label, [rand(N, d), rand(d), c.rms_norm_eps]),
-                        (f"{label}, no weight", [rand(N, H, D), None, c.rms_norm_eps])]
-            case "route_scored":
-                return [(label, [rand(N, d), rand(E, d) * d**-0.5, rand(E), k, c.routed_scaling_factor])]
-            case "route_hashed":
-                table = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(5)])
-                return [(label, [rand(N, d), rand(E, d) * d**-0.5, table, torch.arange(N) % 5, c.routed_scaling_factor])]
-            case "index_scores":
-                shape = (1, N, c.index_n_heads, c.index_head_dim)
-                visible = torch.arange(100 - N, 100).view(1, N) + 1
-                return [(label, [rand(*shape), rand(*shape[:3]), rand(1, 100, shape[-1]), visible])]
-            case "topk_entries":
-                return [(f"{label}, {m} entries", [rand(1, N, m), c.index_topk]) for m in (c.index_topk - 1, 8 * c.index_topk)]
-            case "sparse_attention":
-                near, far = torch.randint(0, 50, (N, W), generator=g), torch.randint(0, 90, (N, 17), generator=g)
-                arguments = [rand(N, H, D), rand(50, D), near, rand(90, D), far, rand(H), D**-0.5]
-                return [(f"{label}, complete={full}", [*arguments, full]) for full in (False, True)]
-            case "hca_attention":
-                near, seen = torch.randint(0, 50, (N, W), generator=g), torch.full((1, N), 33)
-                tail = [rand(H), D**-0.5]
-                one = [rand(1, N, H, D), rand(50, D), near, rand(1, 33, D), seen, *tail]
-                two = [rand(2, N, H, D), rand(50, D), near.repeat(2, 1), rand(2, 90, D)[:, :33], seen.repeat(2, 1), *tail]
-                return [(f"{label}, complete={full}", [*one, full]) for full in (False, True)] + [
-                    (f"{label}, two rows of longer buffers", [*two, True])]
-            case "experts":
-                indices = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(N)])
-                w13, w2, routing = rand(E, 2 * I, d) * d**-0.5, rand(E, d, I) * I**-0.5, torch.rand(N, k, generator=g)
-                stacked = lambda w: (t.view(E, -1, t.shape[-1]) for t in quantize_mxfp4(w.flatten(0, 1)))
-                pack = lambda w: PackedWeight(WeightFormat.MXFP4, *stacked(w))
-                dense = lambda w: PackedWeight(WeightFormat.DENSE, w)
-                return [(f"{label}, {how}", [rand(N, d), indices, routing, f(w13), f(w2), c.swiglu_limit, False])
-                        for how, f in (("dense", dense), ("mxfp4", pack))]
-            case "linear":
-                w = rand(2 * d, d) * d**-0.5
-                return [(f"{label}, fp8", [rand(N, d), PackedWeight(WeightFormat.FP8, *quantize_fp8(w)), False])]
-        return []
+    def _cases(self, subject: Subject, name: str, mine: Callable, wanted: Callable, cases: Callable) -> list[Check]:
+        """Activations in fp32, and in bf16 where the subject's are."""
+        found = []
+        for dtype in dict.fromkeys((torch.float32, subject.model.numerics.activation)):
+            for tokens in TOKENS:
+                made = cases(name, Inputs(subject.config, tokens, dtype, self.seed))
+                found += [compared(name, mine, wanted, case, dtype, subject.model.device) for case in made]
+        return found or [Check(name, Status.ERROR, part=name, note=f"backend_matrix has no inputs for {name}")]
 
 
-def own(a: torch.Tensor) -> torch.Tensor:
+def compared(name: str, mine: Callable, reference: Callable, case: Case, dtype: torch.dtype, device: torch.device) -> Check:
+    """One call on `device` against the reference's in host memory."""
+    try:
+        found, wanted = results(mine, case, device), results(reference, case, torch.device("cpu"))
+    except Exception as error:  # an implementation under audit may raise anything
+        note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return Check("the operation takes these inputs", Status.ERROR, case.label, name, note=note)
+    count = sum(t.numel() for t in wanted)
+    if len(found) != len(wanted) or any(a.shape != b.shape or a.dtype is not b.dtype for a, b in zip(found, wanted)):
+        said = [" and ".join(f"{t.dtype} {list(t.shape)}" for t in side) for side in (found, wanted)]
+        return compare(f"{name}: dtypes and shapes", said[0], "==", said[1], "the reference is the definition", count,
+                       where=case.label, part=name)
+    if case.rule == "bits":
+        wrong = sum(differing(a, b) for a, b in zip(found, wanted))
+        return compare(f"{name}: numbers that are not the same bits", wrong, "==", 0, EXACT, count, where=case.label, part=name)
+    limit, why = OF_CODES if case.rule == "of codes" else LIMITS[dtype]
+    far, why = (most_of, CODES) if case.rule == "codes" else (error_of, why)
+    return compare(name, max(map(far, found, wanted), default=0.0), "<=", limit, why, count, where=case.label, part=name)
+
+
+def results(function: Callable, case: Case, device: torch.device) -> list[torch.Tensor]:
+    """What the function returns and what it writes, in host memory; its arguments are copies on `device`."""
+    arguments = [copied(a, device) for a in case.arguments]
+    out = function(*arguments)
+    out = [] if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
+    for place in case.written:
+        held = arguments[place]
+        out.append(held if isinstance(held, torch.Tensor) else held.data)
+    return [t.cpu() for t in out]
+
+
+def differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
+    """Numbers of other bits; any NaN is any other."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.element_size()]
+    same = found.contiguous().view(bits) == wanted.contiguous().view(bits)
+    return int((~(same | found.isnan() & wanted.isnan()) if wanted.is_floating_point() else ~same).sum())
+
+
+def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖; of indices how many differ, in any order; infinite where NaN, or −inf is elsewhere."""
+    if not wanted.is_floating_point():
+        return float((found.sort(-1).values != wanted.sort(-1).values).sum())
+    if not torch.equal(torch.isinf(found), torch.isinf(wanted)) or torch.isnan(found).any():
+        return float("inf")
+    a, b = (torch.where(torch.isinf(v), 0, v).double() for v in (found, wanted))
+    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
+
+
+def most_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The error that nine values in ten stay below, as a share of the size of their row; infinite where NaN."""
+    size = wanted.double().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
+    errors = ((found.double() - wanted.double()).abs() / size).flatten().sort().values
+    return float("inf") if errors.isnan().any() else errors[int(0.9 * (len(errors) - 1))].item()
+
+
+def copied(value, device: torch.device):
+    """A copy on `device` of a tensor, or of the tensors in a tuple (weights and packed rows are such)."""
+    if isinstance(value, torch.Tensor):
+        return own(value, device)
+    if isinstance(value, tuple):
+        parts = [copied(v, device) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def own(a: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy with the strides of `a`, which an implementation must not ignore, in memory of its own."""
-    held = a.new_zeros(1 + sum((extent - 1) * stride for extent, stride in zip(a.shape, a.stride()))) if a.numel() else a
-    return held.as_strided(a.shape, a.stride()).copy_(a) if a.numel() else a.clone()
+    size = 1 + sum((extent - 1) * stride for extent, stride in zip(a.shape, a.stride())) if a.numel() else 0
+    return torch.zeros(size, dtype=a.dtype, device=device).as_strided(a.shape, a.stride()).copy_(a)
 
 
 if __name__ == "__main__":

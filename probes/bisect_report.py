@@ -26,13 +26,13 @@ CELL, LEFT, TOP = (88, 26), 70, 62  # of the plot, in pixels
 
 
 def run(checkpoint: Path, subject_is: str, reference_is: str, device: str, ids_of: Callable, budget: float | None,
-        out: Path | None, say: Callable[[str], None]) -> int:
+        out: Path | None, say: Callable[[str], None], cache: str = "auto", index_cache: str = "auto") -> int:
     """`dsv4 audit bisect`: the exit code (0 nothing above the floor, 1 a difference, 2 it could not run).
 
-    ids_of(subject) → int64 [1, T], the tokens of a subject that is not recorded.
+    ids_of(subject) → int64 [1, T], the tokens of a subject that is not recorded. cache, index_cache: of the subject.
     """
     from probes.audit import open_subject
-    started, subject = time.time(), open_subject(checkpoint, subject_is, device=device)
+    started, subject = time.time(), open_subject(checkpoint, subject_is, device=device, cache=cache, index_cache=index_cache)
     if not subject.can & {"block", "recorded"}:
         raise InputError(f"{subject.name} runs nothing that could be compared; bisect takes ours, transformers, or a dump")
     other = None if reference_is == "oracle" else open_subject(checkpoint, reference_is, device=device)

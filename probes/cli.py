@@ -23,6 +23,9 @@ class RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
+CACHE = typer.Option(help="Of ours: auto, bf16 or fp8, how window rows and entries are held.")
+INDEX_CACHE = typer.Option(help="Of ours: auto, bf16, fp8 or fp4, how index keys are held.")
+
 audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -34,6 +37,8 @@ def run_audit(
     numerics: Annotated[str, typer.Option(help="fp32, native, qat or qat:fp32.")] = "fp32",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    cache: Annotated[str, CACHE] = "auto",
+    index_cache: Annotated[str, INDEX_CACHE] = "auto",
     probe: Annotated[list[str] | None, typer.Option(help="Run this probe only; may be given several times.")] = None,
     budget: Annotated[str | None, typer.Option(help="Time, e.g. 60s: probes that would begin later are VACUOUS.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the report: markdown, JSON, JUnit XML and SARIF.")] = None,
@@ -41,7 +46,8 @@ def run_audit(
     """Probe a checkpoint and an implementation of it. Exit code 0: clean; 1: findings; 2: it could not run."""
     from probes import audit
     limit = None if budget is None else audit.seconds(budget)
-    raise typer.Exit(audit.run(checkpoint, subject, numerics, backend, device, probe or [], limit, out, say))
+    names = probe or []
+    raise typer.Exit(audit.run(checkpoint, subject, numerics, backend, device, names, limit, out, say, cache, index_cache))
 
 
 @audit_app.command("selftest")
@@ -71,6 +77,8 @@ def bisect_audit(
     subject: Annotated[str, typer.Option(help="ours[:NUMERICS[:BACKEND]], transformers, or FILE.safetensors.")] = "ours",
     reference: Annotated[str, typer.Option(help="oracle: float64 from the specification; or another subject.")] = "oracle",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    cache: Annotated[str, CACHE] = "auto",
+    index_cache: Annotated[str, INDEX_CACHE] = "auto",
     text: Annotated[Path | None, typer.Option(help="Run on this text instead of random tokens.")] = None,
     tokens: Annotated[int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")] = None,
     seed: Annotated[int, typer.Option(help="Of random tokens.")] = 0,
@@ -82,7 +90,7 @@ def bisect_audit(
     from probes.inputs import ids_for
     limit = None if budget is None else audit.seconds(budget)
     ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
-    raise typer.Exit(bisect_report.run(checkpoint, subject, reference, device, ids_of, limit, out, say))
+    raise typer.Exit(bisect_report.run(checkpoint, subject, reference, device, ids_of, limit, out, say, cache, index_cache))
 
 
 @audit_app.command("record")
@@ -91,6 +99,8 @@ def record_audit(
     out: Annotated[Path, typer.Option(help="The file: NAME.safetensors.", show_default=False)],
     subject: Annotated[str, typer.Option(help="ours[:NUMERICS[:BACKEND]] or transformers.")] = "ours",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    cache: Annotated[str, CACHE] = "auto",
+    index_cache: Annotated[str, INDEX_CACHE] = "auto",
     text: Annotated[Path | None, typer.Option(help="Run on this text instead of random tokens.")] = None,
     tokens: Annotated[int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")] = None,
     seed: Annotated[int, typer.Option(help="Of random tokens.")] = 0,
@@ -100,7 +110,7 @@ def record_audit(
     from probes import record
     from probes.inputs import ids_for
     ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
-    raise typer.Exit(record.run(checkpoint, subject, device, ids_of, point or [], out, say))
+    raise typer.Exit(record.run(checkpoint, subject, device, ids_of, point or [], out, say, cache, index_cache))
 
 
 @audit_app.command("diff")

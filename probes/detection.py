@@ -66,7 +66,8 @@ class Matrix:
 
     def chance(self, outcome: Outcome) -> float:
         m = outcome.mutation
-        texts = next((c.texts for c in self.clean if c.texts and (c.profile, c.numerics) == (m.profile, m.numerics)), ())
+        alike = (c.texts for c in self.clean if (c.profile, c.numerics, c.caches) == (m.profile, m.numerics, m.caches))
+        texts = next(filter(None, alike), ())
         return chance(m, texts)
 
 
@@ -118,9 +119,14 @@ def run(out: Path | None, section: str | None, name: str | None, fast: bool, job
 def summary(matrix: Matrix) -> list[str]:
     """For the terminal: every gap, every false alarm, the totals."""
     lines = [f"GAP    {o.mutation.section:5} {o.mutation.name}: {o.found.note}" for o in matrix.gaps]
-    lines += [f"ALARM  {c.profile}, {c.numerics}, {c.backend}: {red}" for c in matrix.alarms for red in c.red]
+    lines += [f"ALARM  {setting(c)}, {c.backend}: {red}" for c in matrix.alarms for red in c.red]
     lines += [f"LEFT   {o.mutation.name}: {place} is not as before" for o in matrix.outcomes for place in o.left]
     return [*lines, f"{headline(matrix)}; {matrix.seconds:.0f} s; exit code {matrix.exit_code}"]
+
+
+def setting(of: Mutation | Clean) -> str:
+    """'default, qat, fp8 and fp4 caches': what a subject was opened with."""
+    return f"{of.profile}, {of.numerics}" + (f", {' and '.join(of.caches)} caches" if set(of.caches) != {"auto"} else "")
 
 
 def headline(matrix: Matrix) -> str:
@@ -146,8 +152,8 @@ def document(matrix: Matrix) -> dict:
                    "clean": len(matrix.clean), "green": len(matrix.clean) - alarms},
         "seconds": round(matrix.seconds, 1), "provenance": json_report.strict(matrix.provenance),
         "mutations": [_mutation(matrix, o) for o in matrix.outcomes],
-        "clean": [{"profile": c.profile, "numerics": c.numerics, "backend": c.backend, "green": c.green,
-                   "totals": {status.value: n for status, n in c.totals.items()}, "red": list(c.red),
+        "clean": [{"profile": c.profile, "numerics": c.numerics, "caches": list(c.caches), "backend": c.backend,
+                   "green": c.green, "totals": {status.value: n for status, n in c.totals.items()}, "red": list(c.red),
                    "vacuous": list(c.vacuous), "seconds": round(c.seconds, 2)} for c in matrix.clean],
     }
 
@@ -155,7 +161,8 @@ def document(matrix: Matrix) -> dict:
 def _mutation(matrix: Matrix, o: Outcome) -> dict:
     m, f, level = o.mutation, o.found, matrix.chance(o)
     row = {"name": m.name, "section": m.section, "bugs": list(m.bugs), "what": m.what, "parts": list(m.parts),
-           "numerics": m.numerics, "profile": m.profile, "caught": f.caught, "by": f.by or None, "seen": list(f.seen),
+           "numerics": m.numerics, "profile": m.profile, "caches": list(m.caches), "caught": f.caught, "by": f.by or None,
+           "seen": list(f.seen),
            "chance": None if math.isnan(level) else round(level, 4), "seconds": round(o.seconds, 2)}
     said = {"status": f.status, "finding": f.finding, "where": f.where, "part": f.part, "word": f.word, "note": f.note,
             "left": list(o.left)}
@@ -180,7 +187,7 @@ def _gaps(matrix: Matrix) -> str:
     red = lambda o: f" (red: {escape(', '.join(o.found.seen))})" if o.found.seen else ""
     lines = [f"- **gap** {escape(o.mutation.section)} **{escape(o.mutation.name)}**: {escape(o.found.note)}{red(o)}. "
              f"{escape(o.mutation.what)}" for o in matrix.gaps]
-    lines += [f"- **false alarm** {escape(c.profile)}, {escape(c.numerics)}, {escape(c.backend)}: {escape(red)}"
+    lines += [f"- **false alarm** {escape(setting(c))}, {escape(c.backend)}: {escape(red)}"
               for c in matrix.alarms for red in c.red or ["nothing passed"]]
     lines += [f"- **not undone** {escape(o.mutation.name)}: {escape(', '.join(o.left))}" for o in matrix.outcomes if o.left]
     return "## Gaps\n\n" + ("\n".join(lines) or "None.")
@@ -197,10 +204,10 @@ def _by_probe(matrix: Matrix) -> str:
 
 
 def _clean(matrix: Matrix) -> str:
-    rows = [[c.profile, c.numerics, c.backend, "green" if c.green else "**RED**",
+    rows = [[c.profile, setting(c).partition(", ")[2], c.backend, "green" if c.green else "**RED**",
              *(str(c.totals.get(status, 0) or "·") for status in Status), f"{c.seconds:.0f}"] for c in matrix.clean]
     parts = [table(["profile", "numerics", "backend", "", *(">" + status.value for status in Status), ">seconds"], rows)]
-    vacuous = [f"- {escape(f'{c.profile}, {c.numerics}, {c.backend}: {v}')}" for c in matrix.clean for v in c.vacuous]
+    vacuous = [f"- {escape(f'{setting(c)}, {c.backend}: {v}')}" for c in matrix.clean for v in c.vacuous]
     if vacuous:
         parts.append("<details><summary>VACUOUS checks of sound subjects: no evidence there</summary>\n\n" + "\n".join(vacuous)
                      + "\n\n</details>")
@@ -214,11 +221,12 @@ def _rows(matrix: Matrix, outcomes: list[Outcome]) -> str:
 
 def _row(o: Outcome, level: float) -> list[str]:
     m, f = o.mutation, o.found
-    unusual = [said for said, usual in ((m.numerics, "fp32"), (m.profile, "default")) if said != usual]
-    setting = f" ({', '.join(unusual)})" if unusual else ""
+    unusual = [said for said, usual in ((m.numerics, "fp32"), (m.profile, "default"), (" + ".join(m.caches), "auto + auto"))
+               if said != usual]
+    how = f" ({', '.join(unusual)})" if unusual else ""
     note = f.note if len(f.note) <= MOST_TEXT else f.note[:MOST_TEXT].rpartition(" ")[0] + " …"
     finding = f.finding + (f" at {f.where}" if f.where else "") + (f": {note}" if note else "")
     by = f"**{f.by}**" + (" (ERROR)" if f.status == Status.ERROR.value else "") if f.caught else "**gap**"
     named = f"{f.part or '–'} ({f.word})" if f.caught and f.word.casefold() not in f.part.casefold() else f.part
-    return [escape(m.name + setting), ", ".join(map(str, m.bugs)), escape(m.what), by,
+    return [escape(m.name + how), ", ".join(map(str, m.bugs)), escape(m.what), by,
             escape(finding if f.caught else f.note), escape(named), "" if math.isnan(level) else f"{level:.1%}"]

@@ -12,6 +12,7 @@ from dsv4.numerics import NUMERICS
 from kernels.errors import Dsv4Error
 from loaders.files import DTYPES
 from loaders.ledger import keeps_value
+from probes.buffers import buffers
 from probes.load_ledger import headers, named
 from probes.oracle.weights import decode
 from probes.probe import Probe
@@ -97,8 +98,9 @@ class DtypeLedger(Probe):
                          "the official simulation quantises inputs of FP8 and FP4 weights only (specification 3)")
         yield from self._inputs(subject, held)
         held_choice = subject.model.numerics
-        yield compare("numerics in effect", str(held_choice), "==", str(NUMERICS.get(subject.numerics)),
-                      "the numerics asked for at load", 1, where="model", part="numerics")
+        asked = NUMERICS.get(subject.numerics)
+        yield compare("numerics in effect", str(held_choice), "==", str(asked and asked.with_caches(*subject.caches)),
+                      "the numerics and cache formats asked for at load", 1, where="model", part="numerics")
         for base, f in subject.model.frequencies.items():
             yield compare("rotary frequencies are fp32", str(f.dtype), "==", "torch.float32", "specification 3: RoPE in fp32",
                           f.numel(), where=f"base {base}", part="RoPE")
@@ -131,15 +133,18 @@ class DtypeLedger(Probe):
             return
         cache = subject.model.new_cache(1, min(256, subject.config.max_position_embeddings))
         wrong, seen = [], 0
-        for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True):
-            for stream, tensor in layer.tensors.items():
-                seen += 1
-                wanted = torch.float32 if stream.endswith("raw rows") else CACHE[subject.numerics]
-                if tensor.dtype is not wanted:
-                    wrong.append((plan.label, stream, tensor.dtype, wanted))
+        for buffer in buffers(subject, cache):
+            seen += 1
+            found = str(buffer.tensor.dtype)
+            wanted = str(torch.float32 if buffer.stream.endswith("raw rows") else CACHE[subject.numerics])
+            if buffer.packed is not None:
+                found += f" in pages of {buffer.tensor.shape[-1]} B"
+                wanted = f"torch.uint8 in pages of {buffer.packed.page} B ({buffer.packed.kind})"
+            if not wanted.startswith(found):
+                wrong.append((buffer.label, buffer.stream, found, wanted))
         first = wrong[0] if wrong else ("", "cache", None, None)
         yield compare("streams of another dtype than the numerics say", len(wrong), "==", 0,
-                      "dsv4.numerics: raw rows of compressors fp32, "
+                      "dsv4.numerics: raw rows of compressors fp32, packed streams bytes in pages of their format, "
                       "else the cache dtype of the numerics", seen, unit="streams", where=first[0], part=first[1],
                       note="; ".join(f"{label} {stream}: {d}, expected {w}" for label, stream, d, w in wrong[:3]))
 

@@ -21,6 +21,8 @@ def main(probe: type) -> None:
     parser.add_argument("--numerics", default="fp32", help="fp32, native, qat or qat:fp32")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cache", default="auto", help="of ours: auto, bf16 or fp8, how window rows and entries are held")
+    parser.add_argument("--index-cache", default="auto", help="of ours: auto, bf16, fp8 or fp4, how index keys are held")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effort", type=float, default=1.0, help="1.0 is what dsv4 audit spends")
     given = parser.parse_args()
@@ -38,7 +40,8 @@ def run(name: str, given: argparse.Namespace) -> int:
     from probes.audit import audit, open_subject
     from probes.formats import json_report, markdown
     from probes.report import write_files
-    subject = open_subject(given.checkpoint, given.subject, given.numerics, given.backend, given.device)
+    subject = open_subject(given.checkpoint, given.subject, given.numerics, given.backend, given.device, given.cache,
+                           given.index_cache)
     command = ["python", "-m", f"probes.{name}", *sys.argv[1:]]
     report = audit(subject, [name], given.seed, given.effort, command=command)
     if given.out is None:

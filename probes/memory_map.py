@@ -1,7 +1,7 @@
 """P15: bytes of the cache by formula and as allocated; rows that share no byte; slots beyond 2 GiB. See memory_map.md."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,10 @@ from dsv4.cache import DEFAULT_MAX_REWIND, Entries, Stream, cache_streams, zeros
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.errors import CapacityError
 from dsv4.step import Step
+from probes.buffers import buffers
+from probes.layouts import PAGE, Packed, packed_streams
 from probes.measure import tokens
+from probes.packed_rows import bytes_of_rows, far_rows
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
 from probes.subject import Subject
@@ -41,7 +44,12 @@ class MemoryMap(Probe):
                 checks += self._sizes(subject, batch, context)
         checks += self._formula(subject, FORMULA_ONLY)
         if "kernels" in subject.can and hasattr(subject, "model"):
-            checks += [*self._ranges(subject), *self._strangers(subject), self._far(subject)]
+            checks += listed("rows of the cache", "cache", lambda: self._ranges(subject))
+            checks += listed("rows of the cache", "cache", lambda: self._strangers(subject))
+            checks += listed("bytes of packed rows", "packed rows", lambda: bytes_of_rows(subject, self.seed))
+            packed = packed_of(subject)
+            checks += listed("rows beyond 2^31", "entries", lambda: [] if "entries" in packed else [self._far(subject)])
+            checks += listed("rows beyond 2^31", "packed rows", lambda: far_rows(subject, packed))
         return checks
 
     def _sizes(self, subject: Subject, batch: int, context: int) -> Iterator[Check]:
@@ -53,7 +61,7 @@ class MemoryMap(Probe):
             yield vacuous("bytes allocated", str(error), where=where, part="cache")
             return
         mtp = any(label.startswith("mtp") for label, _ in found)
-        wanted = formula(subject.config, WIDTH[subject.numerics], batch, context, mtp)
+        wanted = formula(subject.config, WIDTH[subject.numerics], batch, context, mtp, packed_of(subject))
         for key in sorted(set(wanted) | set(found)):
             if wanted.get(key) != found.get(key):
                 yield compare("bytes of the buffer", found.get(key, 0), "==", wanted.get(key, 0), EXACT, 1, unit="B",
@@ -70,9 +78,10 @@ class MemoryMap(Probe):
     def _formula(self, subject: Subject, context: int) -> Iterator[Check]:
         """What the planner says against the formula here, without allocating; beyond the model's maximum too."""
         numerics = getattr(getattr(subject, "model", None), "numerics", None)
-        config, width = subject.config, WIDTH[subject.numerics]
-        wanted, fixed = formula(config, width, 1, context, mtp=True), sum(formula(config, width, 1, 0, mtp=True).values())
-        note = f"{per_token(config, width):.6g} B a token, and {fixed} B whatever it holds"
+        config, width, packed = subject.config, WIDTH[subject.numerics], packed_of(subject)
+        wanted = formula(config, width, 1, context, mtp=True, packed=packed)
+        fixed = sum(formula(config, width, 1, 0, mtp=True, packed=packed).values())
+        note = f"{per_token(config, width, packed):.6g} B a token, and {fixed} B whatever it holds"
         if context > subject.config.max_position_embeddings:
             note += f"; beyond the {subject.config.max_position_embeddings} tokens that the checkpoint allows"
         where = f"batch 1, context {context}"
@@ -93,25 +102,25 @@ class MemoryMap(Probe):
     def _ranges(self, subject: Subject) -> Iterator[Check]:
         """Address ranges of the rows of every buffer: none shares a byte with another, all lie within their storages."""
         cache = subject.model.new_cache(2, min(MEASURED[0], subject.config.max_position_embeddings))
-        spans, outside = [], []
-        for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True):
-            for stream, tensor in layer.tensors.items():
-                storage = tensor.untyped_storage()
-                for row in range(2):
-                    start, stop = span(tensor[row])
-                    spans.append((start, stop, f"{plan.label}, row {row}", stream))
-                    if start < storage.data_ptr() or stop > storage.data_ptr() + storage.nbytes():
-                        outside.append((plan.label, stream))
+        spans, outside, rows = [], [], 0
+        for buffer in buffers(subject, cache):
+            storage = buffer.tensor.untyped_storage()
+            for row in range(2):
+                rows += 1
+                mine = [(start, stop, f"{buffer.label}, row {row}", buffer.stream) for start, stop in buffer.spans(row)]
+                spans += mine
+                if min(mine)[0] < storage.data_ptr() or max(s[1] for s in mine) > storage.data_ptr() + storage.nbytes():
+                    outside.append((buffer.label, buffer.stream))
         spans.sort()
         shared = [(a, b) for a, b in zip(spans, spans[1:]) if b[0] < a[1]]
         where, part = (shared[0][0][2], shared[0][0][3]) if shared else ("", "cache")
-        yield compare("rows that share memory", len(shared), "==", 0, APART, len(spans), unit="pairs", where=where, part=part,
+        yield compare("rows that share memory", len(shared), "==", 0, APART, rows, unit="pairs", where=where, part=part,
                       note="; ".join(f"{a[2]} {a[3]} and {b[2]} {b[3]}" for a, b in shared[:3]))
-        yield compare("rows beyond their storage", len(outside), "==", 0, "a buffer ends where its storage does", len(spans),
+        yield compare("rows beyond their storage", len(outside), "==", 0, "a buffer ends where its storage does", rows,
                       unit="rows", where=outside[0][0] if outside else "", part=outside[0][1] if outside else "cache")
 
     def _strangers(self, subject: Subject) -> Iterator[Check]:
-        """Tokens for one row, past the end of the ring: the other row's bytes stay as they were."""
+        """Tokens for one row, past the end of the ring: every byte that is not of that row stays as it was."""
         config, model = subject.config, subject.model
         T = min(config.sliding_window + DEFAULT_MAX_REWIND + 5, config.max_position_embeddings)
         ids = tokens(subject, T, self.seed, rows=2)
@@ -119,13 +128,15 @@ class MemoryMap(Probe):
             cache = model.new_cache(2, T)
             model.append(ids, cache, n_new=[T if row == busy else 0 for row in range(2)], logits="none")
             touched, idle, seen = [], [], 0
-            for plan, layer in zip(cache.plan, cache.layers, strict=False):
-                for stream, tensor in layer.tensors.items():
-                    seen += 1
-                    if tensor[1 - busy].count_nonzero():
-                        touched.append((plan.label, stream))
-                    if not tensor[busy].count_nonzero() and T >= plan.ratio:
-                        idle.append((plan.label, stream))
+            for buffer in buffers(subject, cache, mtp=False):
+                seen += 1
+                written = buffer.bytes != 0
+                mine = buffer.offsets(busy, torch.arange(buffer.slots, device=written.device)).flatten()
+                count = int(written[mine].sum())
+                if int(written.sum()) != count:
+                    touched.append((buffer.label, buffer.stream))
+                if not count and T >= buffer.ratio:
+                    idle.append((buffer.label, buffer.stream))
             outcomes = {"buffers of the other row that were written": touched, "buffers of the row that nothing wrote": idle}
             for what, bad in outcomes.items():
                 label, part = bad[0] if bad else ("any layer", "cache")
@@ -150,32 +161,47 @@ class MemoryMap(Probe):
                        "offsets are 64 bits wide; int32 ones wrap here (SGLang 40351)", 3, **about)
 
 
-def formula(config: ModelConfig, width: int, batch: int, context: int, mtp: bool) -> dict[tuple[str, str], int]:
-    """(layer label, stream) → bytes, with the default room to rewind: written out here, not taken from the cache."""
+def packed_of(subject: Subject) -> dict[str, Packed]:
+    """Stream → layout, of the streams that the subject holds packed."""
+    return packed_streams(subject.config, getattr(subject, "caches", ("auto", "auto")))
+
+
+def listed(name: str, part: str, make: Callable[[], Iterable[Check]]) -> list[Check]:
+    """The checks that `make` gives; what breaks is an ERROR of them, and the others of the probe stay."""
+    try:
+        return list(make())
+    except Exception as error:  # an implementation under audit may raise anything
+        return [Check(name, Status.ERROR, "", part, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")]
+
+
+def formula(config: ModelConfig, width: int, batch: int, context: int, mtp: bool,
+            packed: dict[str, Packed]) -> dict[tuple[str, str], int]:
+    """(layer label, stream) → bytes, with the default room to rewind: written out here, not taken from the cache.
+
+    Rows of packed streams come in pages of 64; those of the window's ring are shared by the rows of the batch.
+    """
+    pages = lambda stream, rows: -(-rows // PAGE) * packed[stream].page
     layers = [(f"layer {i}", r) for i, r in enumerate(config.compress_ratios)]
     layers += [(f"mtp {i}", r) for i, r in enumerate(config.mtp_compress_ratios)] if mtp else []
     sizes = {}
     for label, ratio in layers:
-        sizes[label, "window"] = batch * (config.sliding_window + DEFAULT_MAX_REWIND) * config.head_dim * width
+        ring = batch * (config.sliding_window + DEFAULT_MAX_REWIND)
+        sizes[label, "window"] = pages("window", ring) if "window" in packed else ring * config.head_dim * width
         parts = [("main", "entries", config.head_dim)] if ratio else []
         parts += [("index", "index keys", config.index_head_dim)] if ratio == 4 else []
         overlap = 2 if ratio == 4 else 1
         for which, stream, dims in parts:
             sizes[label, f"{which} raw rows"] = batch * (overlap * ratio + DEFAULT_MAX_REWIND) * 2 * overlap * dims * 4
-            sizes[label, stream] = batch * -(-context // ratio) * dims * width
+            rows = -(-context // ratio)
+            sizes[label, stream] = batch * (pages(stream, rows) if stream in packed else rows * dims * width)
     return sizes
 
 
-def per_token(config: ModelConfig, width: int) -> float:
-    """Bytes that a token adds for good."""
-    csa = config.compress_ratios.count(4) * (config.head_dim + config.index_head_dim) / 4
-    return width * (csa + config.compress_ratios.count(128) * config.head_dim / 128)
-
-
-def span(row: torch.Tensor) -> tuple[int, int]:
-    """First byte and the one after the last of a view, whatever its strides."""
-    last = sum((extent - 1) * stride for extent, stride in zip(row.shape, row.stride()))
-    return row.data_ptr(), row.data_ptr() + (last + 1) * row.element_size()
+def per_token(config: ModelConfig, width: int, packed: dict[str, Packed]) -> float:
+    """Bytes that a token adds for good; of packed rows a 64th of a page."""
+    row = lambda stream, dims: packed[stream].page / PAGE if stream in packed else dims * width
+    entry, key = row("entries", config.head_dim), row("index keys", config.index_head_dim)
+    return config.compress_ratios.count(4) * (entry + key) / 4 + config.compress_ratios.count(128) * entry / 128
 
 
 def _kind(config: ModelConfig, label: str) -> str:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from probes.buffers import poison
 from probes.measure import pieces_of, tokens
 from probes.probe import Probe
 from probes.result import Check, compare
@@ -26,21 +27,19 @@ class Poison(Probe):
             ids_now = ids[:, :sum(schedule)] if schedule else ids
             clean = self._run(subject, ids_now, schedule, poisoned=False)
             found = self._run(subject, ids_now, schedule, poisoned=True)
-            checks.append(compare("logits with a cache of NaN equal those with one of zeros", int((found != clean).sum()), "==", 0,
-                                  "the same program on the same written values; NaN differs from itself", clean.numel(), where=name,
-                                  part="unwritten slots"))
+            checks.append(compare("logits with a cache of NaN equal those with one of zeros", int((found != clean).sum()), "==",
+                                  0, "the same program on the same written values; NaN differs from itself", clean.numel(),
+                                  where=name, part="unwritten slots"))
         repeats = max(2, round(20 * min(1.0, self.effort)))
         first = self._run(subject, ids, (), poisoned=False)
         differing = sum(int((self._run(subject, ids, (), poisoned=False) != first).sum()) for _ in range(repeats - 1))
-        return checks + [compare("repeats are bitwise equal", differing, "==", 0, "the same program on the same numbers", repeats - 1,
-                                 where=f"{repeats} runs", part="determinism")]
+        return checks + [compare("repeats are bitwise equal", differing, "==", 0, "the same program on the same numbers",
+                                 repeats - 1, where=f"{repeats} runs", part="determinism")]
 
     def _run(self, subject: Subject, ids: torch.Tensor, schedule, poisoned: bool) -> torch.Tensor:
         cache = subject.model.new_cache(ids.shape[0], ids.shape[1])
         if poisoned:
-            for layer in cache.layers + cache.mtp_layers:
-                for tensor in layer.tensors.values():
-                    tensor.fill_(float("nan"))
+            poison(subject, cache)
         parts, start = [], 0
         for n in schedule or [ids.shape[1]]:
             parts.append(subject.model.append(ids[:, start:start + n], cache, chunk=n))

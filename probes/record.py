@@ -18,11 +18,11 @@ from probes.subjects.dump import write_dump
 
 
 def run(checkpoint: Path, kind: str, device: str, ids_of: Callable, points: list[str], out: Path,
-        say: Callable[[str], None]) -> int:
+        say: Callable[[str], None], cache: str = "auto", index_cache: str = "auto") -> int:
     """Record `points` (all if empty). ids_of(subject) → int64 [1, T]."""
     if out.suffix != ".safetensors":
         raise InputError(f"--out is {out.name!r}; expected a name that ends in .safetensors")
-    subject = open_subject(checkpoint, kind, device=device)
+    subject = open_subject(checkpoint, kind, device=device, cache=cache, index_cache=index_cache)
     if "run" not in subject.can:
         raise InputError(f"{subject.name} cannot run, so there is nothing to record; take ours or transformers")
     file, size = record(subject, ids_of(subject), points or list(POINTS), out)

@@ -95,6 +95,7 @@ class Clean:
     vacuous: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()  # what each check could name, for the chance level
     seconds: float = 0.0
+    caches: tuple[str, str] = ("auto", "auto")
 
     @property
     def green(self) -> bool:
@@ -119,7 +120,7 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
     except Exception as error:
         return Found(note=f"it could not be planted: {said(error)}")
     try:
-        subject = open_subject(site.checkpoint, "ours", mutation.numerics, bench.backend, bench.device)
+        subject = open_subject(site.checkpoint, "ours", mutation.numerics, bench.backend, bench.device, *mutation.caches)
     except Exception as error:
         return _judged(mutation, "load", [refusal(error)], ())
     try:
@@ -220,17 +221,21 @@ def left_over(before: dict[str, object], after: dict[str, object]) -> tuple[str,
 
 
 def settings(mutations: Iterable[Mutation], backend: str, everything: bool) -> list[Clean]:
-    """What must be green: where faults are planted; if `everything`, the default profile in all numerics, also as reference."""
-    found = {(m.profile, m.numerics, backend): None for m in mutations}
+    """What must be green: where faults are planted; if `everything`, the default profile in all numerics and with packed
+    caches, also as reference."""
+    plain = ("auto", "auto")
+    found = {(m.profile, m.numerics, backend, m.caches): None for m in mutations}
     if everything:
-        found |= {("default", numerics, b): None for b in ("reference", backend) for numerics in NUMERICS}
-    return [Clean(*key) for key in sorted(found)]
+        choices = [*((numerics, plain) for numerics in NUMERICS), ("qat", ("fp8", "fp4")), ("qat", ("fp8", "fp8"))]
+        found |= {("default", numerics, b, caches): None for b in ("reference", backend) for numerics, caches in choices}
+    return [Clean(*key, caches=caches) for *key, caches in sorted(found)]
 
 
 def audit_clean(setting: Clean, bench: Bench) -> Clean:
     """The whole catalogue."""
     begun = time.monotonic()
-    subject = open_subject(bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device)
+    subject = open_subject(bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device,
+                           *setting.caches)
     checks = [(name, check) for name in available() for check in execute(probe_named(name)(), subject)[0]]
     tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.where}" if c.where else "") + (f" ({c.part})" if c.part else "")
     of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)

@@ -10,10 +10,11 @@ import pkgutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernels.dispatch import Operation
+from kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
 from kernels.errors import Dsv4Error
 from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
@@ -57,6 +58,14 @@ class Site:
             if name in composition.parts and composition.implementations:
                 self.patch_item(COMPOSITIONS, composition.name, replace(composition, implementations={}))
 
+    def composition(self, name: str, change: Callable[[Callable], Callable]) -> None:
+        """Run composition `name` as one on every backend but the reference: change(its definition by the reference's
+        operations)."""
+        held, op = COMPOSITIONS[name], bind(OPERATIONS, "reference", DispatchLedger())
+        fused = change(partial(held.default, op))
+        others = dict.fromkeys((b for b in BACKENDS if b not in ("reference", "training")), fused)
+        self.patch_item(COMPOSITIONS, name, replace(held, implementations=others))
+
     def after_load(self, change: Callable[[Any], None]) -> None:
         self.loaded.append(change)
 
@@ -69,7 +78,8 @@ class Mutation:
     """One fault. section: of the list of known bugs ('1.3'); bugs: its ids there; what: one line in the words of the model.
 
     parts: words of which a finding must name one (in its part, where or name) to have found this fault and not just some
-    symptom; probes: those that are asked first, for speed (the others follow); numerics, profile: of the subject it is planted in.
+    symptom; probes: those that are asked first, for speed (the others follow); numerics, profile, caches: of the subject it is
+    planted in (caches: formats of the main cache and of the index keys).
     """
 
     name: str
@@ -81,20 +91,21 @@ class Mutation:
     probes: tuple[str, ...] = ()
     numerics: str = "fp32"
     profile: str = "default"
+    caches: tuple[str, str] = ("auto", "auto")
 
 
 _REGISTERED: dict[str, Mutation] = {}
 
 
 def mutation(section: str, bugs: tuple[int, ...], parts: tuple[str, ...], probes: tuple[str, ...] = (), numerics: str = "fp32",
-             profile: str = "default") -> Callable[[Plant], Plant]:
+             profile: str = "default", caches: tuple[str, str] = ("auto", "auto")) -> Callable[[Plant], Plant]:
     """Register a function as a mutation; its name (with spaces) and the first line of its docstring describe it."""
     def register(plant: Plant) -> Plant:
         name = plant.__name__.replace("_", " ")
         if name in _REGISTERED and _REGISTERED[name].plant.__module__ != plant.__module__:
             raise Dsv4Error(f"two mutations are called {name!r}; expected a name of its own for each")
         what = (plant.__doc__ or "").strip().splitlines()[0]
-        _REGISTERED[name] = Mutation(name, section, bugs, what, parts, plant, probes, numerics, profile)
+        _REGISTERED[name] = Mutation(name, section, bugs, what, parts, plant, probes, numerics, profile, caches)
         return plant
     return register
 

@@ -62,14 +62,19 @@ E2M1_GRID = torch.from_numpy(E2M1[:8].copy())     # 0 … 6
 EXPONENTS = torch.arange(-140, 141)
 
 
-def round_to_grid(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """Nearest number of ±grid, half way to the one of even code, beyond the ends to the ends. float64 in and out."""
+def nearest(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Codes int64, without sign, of the numbers of ±grid nearest to float64 x: half way the even one, beyond an end the end."""
     size = x.abs().contiguous()
     above = torch.searchsorted(grid, size).clamp(max=len(grid) - 1)  # first of the grid that is not smaller
     below = (above - 1).clamp(min=0)
     up, down = (grid[above] - size).abs(), (size - grid[below]).abs()
     take_above = (up < down) | ((up == down) & (above % 2 == 0))
-    return torch.copysign(torch.where(take_above, grid[above], grid[below]), x)
+    return torch.where(take_above, above, below)
+
+
+def round_to_grid(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """The number of ±grid that is `nearest`. float64 in and out."""
+    return torch.copysign(grid[nearest(x, grid)], x)
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:

@@ -34,6 +34,8 @@ def recall(
     numerics: Annotated[Word, option("native (default), fp32, qat or qat:fp32.")] = None,
     backend: Annotated[Word, option("auto (default), reference, cpu or triton.")] = None,
     device: Annotated[Word, option("cpu (default), cuda or cuda:N.")] = None,
+    cache: Annotated[Word, option("auto (default), bf16 or fp8 (with qat): how window rows and entries are held.")] = None,
+    index_cache: Annotated[Word, option("auto (default), bf16, fp8 or fp4 (with qat): how index keys are held.")] = None,
     rows: Annotated[int, typer.Option(help="Rows of text.")] = 2,
     queries: Annotated[int, typer.Option(help="Last queries of each context that are measured, in each row.")] = 128,
     needles: Annotated[Number, option("Needles a haystack and length, 0 for none; default: 100 on a GPU, 20 on a CPU.")] = None,
@@ -48,7 +50,8 @@ def recall(
     from probes.recall.settings import settle
     from probes.recall.text import read_text
     from probes.subjects.files import FilesSubject
-    _refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device})
+    _refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device,
+                                                      "--cache": cache, "--index-cache": index_cache})
     _refuse_idle(dump is None, {"--text": text})
     config = FilesSubject(checkpoint).config
     recorded = None if dump is None else _recorded(dump, checkpoint)
@@ -60,7 +63,8 @@ def recall(
     material = None if recorded else read_text(text, checkpoint, config.vocab_size, tokens, seed)
     with _progress(tokens) as (say, advance):
         say("loading")
-        opened = recorded or _opened(checkpoint, subject, numerics or "native", backend or "auto", device or "cpu")
+        opened = recorded or _opened(checkpoint, subject, numerics or "native", backend or "auto", device or "cpu",
+                                     cache or "auto", index_cache or "auto")
         found = document.measured(opened, settings, material, sys.argv, say, advance)
     if not plots.available():
         found["notes"].append(plots.MISSING)
@@ -88,11 +92,12 @@ def _counts(name: str, text: str | None) -> list[int] | None:
     return [parse_count(part.strip()) for part in text.split(",")]
 
 
-def _opened(checkpoint: Path, kind: str, numerics: str, backend: str, device: str):
+def _opened(checkpoint: Path, kind: str, *choices: str):
+    """choices: numerics, backend, device, cache, index cache of ours."""
     from probes.audit import open_subject
     if kind not in ("ours", "transformers"):
         raise InputError(f"--subject is {kind!r}; expected ours or transformers (recorded runs: --dump FILE)")
-    return open_subject(checkpoint, kind, numerics, backend, device)
+    return open_subject(checkpoint, kind, *choices)
 
 
 def _recorded(dump: Path, checkpoint: Path):

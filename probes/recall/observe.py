@@ -14,6 +14,7 @@ from dsv4.errors import CapacityError, InputError
 from dsv4.memory import format_bytes
 from dsv4.model import Model
 from kernels.attention.reference import gather_rows
+from probes.buffers import numbers
 from probes.measure import oracle_of
 from probes.oracle.attention import Layer
 from probes.recall.mass import by_blocks, watched
@@ -111,7 +112,7 @@ def _seer(growing: dict[int, GrowingOracle], chosen: dict[int, torch.Tensor], co
         positions = step.pos[0].cpu()
         scores = attn.indexer.scores(x, qr, step, cache)[0]
         near, absent = gather_rows(window, window_index)
-        entries = cache.main.entries.visible(step)[0]
+        entries = numbers(cache.main.entries.visible(step))[0]
         mass = by_blocks(q, near, absent, entries, step.visible(attn.ratio)[0], attn.attn_sink, attn.scale)
         exact, matched = growing[layer].scores(x, positions)
         see(Seen(layer, context, positions, scores.float().cpu(), chosen[layer][0].cpu(), mass.cpu(), exact, matched))

@@ -14,6 +14,8 @@ from dsv4.load import load_model, pieces_of
 from dsv4.model import Model
 from dsv4.step import Step
 from kernels.cache_rows import PackedRows, read_rows
+from kernels.errors import BackendUnavailable
+from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 from kernels.quantize import PackedWeight, to_float
 from loaders.ledger import Piece
@@ -25,27 +27,52 @@ IN_ATTENTION = tuple(p for p in POINTS if p not in ("ffn_out", "streams"))
 
 
 class OurSubject(Subject):
-    """`dsv4.load_model(path, numerics, backend, device)`, run by `Model.append` through its own caches.
+    """`dsv4.load_model(path, numerics, backend, device, cache, index_cache)`, run by `Model.append` through its own caches.
 
     Rows of different lengths: ids < 0 are right padding, which is neither run nor captured (NaN; −inf and −1 in scores and
     selection). `model` may be changed by a caller who plants a fault. Captures of index_scores add calls to the model's
     dispatch ledger where the indexer itself had nothing to score.
+
+    caches: formats of the main cache and of the index keys, as asked for. Raises InputError for packed ones in numerics that do
+    not round as they do: what differs from the oracle would be the format, not a fault.
     """
 
     can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "kernels"})
 
-    def __init__(self, path: str | Path, numerics: str = "fp32", backend: str = "auto", device: str = "cpu"):
+    def __init__(self, path: str | Path, numerics: str = "fp32", backend: str = "auto", device: str = "cpu",
+                 cache: str = "auto", index_cache: str = "auto"):
+        if numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
+            raise InputError("an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it does; found "
+                             f"--numerics {numerics}; pass --numerics qat (or --subject ours:qat)")
         stored = FilesSubject(path)
-        self.files, self.config, self.numerics = stored.files, stored.config, numerics
-        self.model: Model = load_model(path, numerics=numerics, backend=backend, device=device)
-        self.name = f"ours, {numerics}, backend {self.model.backend}, {device}"
-        self.provenance = stored.provenance | {"backend": self.model.backend, "device": device, "torch": torch.__version__}
+        self.files, self.config, self.numerics, self.caches = stored.files, stored.config, numerics, (cache, index_cache)
+        self.model: Model = load_model(path, numerics=numerics, backend=backend, device=device, cache=cache,
+                                       index_cache=index_cache)
+        said = [f"{form} {what}" for form, what in ((cache, "cache"), (index_cache, "index cache")) if form != "auto"]
+        self.name = ", ".join(("ours", numerics, *said, f"backend {self.model.backend}", device))
+        self.provenance = stored.provenance | {"backend": self.model.backend, "device": device, "torch": torch.__version__,
+                                               "cache": cache, "index cache": index_cache}
         self._pieces: dict[str, Piece] | None = None
 
     @property
     def operations(self) -> dict:
-        """Operation name → the implementation that this subject's backend runs."""
-        return {name: op.resolve(self.model.backend)[0] for name, op in OPERATIONS.items()}
+        """Operation name → the implementation that this subject's backend runs, given and giving tensors of the host.
+
+        An operation that the backend lacks is not among them.
+        """
+        found = {}
+        for name, op in OPERATIONS.items():
+            try:
+                found[name] = there(op.resolve(self.model.backend)[0], self.model.device)
+            except BackendUnavailable:
+                continue
+        return found
+
+    @property
+    def compositions(self) -> dict:
+        """Composition name → what this subject's backend runs as one; those that it runs by parts are not among them."""
+        return {name: c.implementations[self.model.backend] for name, c in COMPOSITIONS.items()
+                if self.model.backend in c.implementations}
 
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
         """See `Subject.run`. Each step is one piece of work, however long it is."""
@@ -138,6 +165,23 @@ class OurSubject(Subject):
         cache = self.model.new_cache(batch, max_context)
         layers = zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)
         return {(plan.label, name): t.untyped_storage().nbytes() for plan, layer in layers for name, t in layer.tensors.items()}
+
+
+def there(function: Callable, device: torch.device) -> Callable:
+    """The function on another device: its tensors are taken there, what it returns comes back. On the host, itself."""
+    if device.type == "cpu":
+        return function
+    return lambda *args: moved(function(*(moved(a, device) for a in args)), torch.device("cpu"))
+
+
+def moved(value, device: torch.device):
+    """A tensor, or tensors in tuples (weights and packed rows are such) and lists, on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        parts = [moved(v, device) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return [moved(v, device) for v in value] if isinstance(value, list) else value
 
 
 class _Taps:

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 import torch
 
+from probes.buffers import numbers
 from probes.subjects.ours import OurSubject
 from probes.swaps import LINEARS, NORMS, Reference, turned
 
@@ -86,7 +87,7 @@ class OurSwap:
     def _indexer(self, indexer) -> None:
         """Scores and selection, on the subject's own keys."""
         def scores(x, qr, step, cache):
-            return self.ref.scores(x, qr, cache.index.entries.visible(step)[0]).float()[None]
+            return self.ref.scores(x, qr, numbers(cache.index.entries.visible(step))[0]).float()[None]
         self.set(indexer, "scores", scores)
         self._hook(indexer, lambda args, out: self.ref.select(scores(*args)) if out.shape[-1] else out)
 

@@ -225,3 +225,14 @@ def test_a_probe_by_itself_takes_them(official, tmp_path):
     done = by_itself("memory_map", official, *formats, "--out", tmp_path / "m.md")
     assert done.returncode == 0, done.stderr
     assert "fp8 index cache" in json.loads((tmp_path / "m.json").read_text())["title"]
+
+
+@pytest.mark.parametrize("fault", ["kv_norm", "indexer_compressor", "lowest_scores"])
+def test_a_fault_behind_packed_caches_is_confirmed_by_a_swap(official, fault):
+    """Rows of the oracle are packed where they take the place of the subject's, and its keys are read from bytes."""
+    from tests.probes import test_bisect
+    subject, plant = OurSubject(official, "qat", cache="fp8", index_cache="fp4"), getattr(test_bisect, fault)
+    plant(subject.model.layers)
+    layer, point, module, _ = test_bisect.FAULTS[plant]
+    _, verdict = test_bisect.bisected(subject)
+    assert (verdict.first.layer, verdict.first.point, verdict.module, verdict.confirmed) == (layer, point, module, True)

@@ -1,0 +1,113 @@
+"""Inputs of every composition at a model's own widths, for `backend_matrix`: as `probes.operation_cases`."""
+
+import torch
+
+from probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
+from probes.operation_cases import connection, merge
+from probes.packed_rows import formats_of
+
+OVERLAP = {4: 2, 128: 1}  # pieces of a compressor's row, by ratio
+PLAIN_AND_SIMULATED = ("", False, "sums"), ("simulated", True, "codes")
+
+
+def composition_cases(name: str, i: Inputs) -> list[Case]:
+    """Cases of the composition called `name`; none if it is unknown here."""
+    return cases_of(globals().get(f"_{name}"), i)
+
+
+def _linears(i: Inputs):
+    """One map with a norm, as of the low-rank queries; several of one input without, as of a compressed layer."""
+    c, d = i.config, i.config.hidden_size
+    first, found = i.weights(2 * d, d), []
+    for how, w in first.items():
+        simulate = how != "dense"
+        plain = i.weights(24, d)["dense"]
+        wide = plain._replace(weight=i.matrix(48, d))  # a compressor's: fp32 products of x as it is
+        normed = [i.act(i.N, d), i.act(d), c.rms_norm_eps, (w, plain), (simulate, False), (None, None)]
+        several = [i.act(i.N, d), None, 0.0, (w, wide, plain), (simulate, False, False), (None, torch.float32, None)]
+        found += [(f"{how}, with a norm", normed, (), "of codes" if simulate else "sums"), (f"{how}, without", several)]
+    return found
+
+
+def _query_heads(i: Inputs):
+    c = i.config
+    return [("", [i.act(i.N, c.num_attention_heads, c.head_dim), i.angles(i.N), c.rms_norm_eps])]
+
+
+def _latent(i: Inputs):
+    c = i.config
+    return [(how, [i.act(i.N, c.head_dim), i.act(c.head_dim), c.rms_norm_eps, i.angles(i.N), s], (), rule)
+            for how, s, rule in PLAIN_AND_SIMULATED]
+
+
+def _index_queries(i: Inputs):
+    c = i.config
+    return [(how, [i.act(i.N, c.index_n_heads, c.index_head_dim), i.angles(i.N), s], (), rule)
+            for how, s, rule in PLAIN_AND_SIMULATED]
+
+
+def _store_rows(i: Inputs):
+    """Into a ring that is not empty; all of it is the result."""
+    found = []
+    for ratio, c in OVERLAP.items():
+        w = c * i.config.head_dim
+        ring, slots = i.rand(3 * ratio + 5, 2 * w), torch.randperm(3 * ratio + 5, generator=i.g)[:i.N]
+        found.append((f"ratio {ratio}", [i.rand(i.N, 2 * w), i.rand(ratio, w), i.below(ratio, i.N), ring, slots], (3,)))
+    return found
+
+
+def _pool_entries(i: Inputs):
+    """Windows of both ratios, with absent slots; one window is not complete: none of its slots is there."""
+    c, found = i.config, []
+    cases = [(4, c.head_dim, "kv"), (128, c.head_dim, "kv"), (4, c.head_dim, None)]
+    for ratio, D, simulate in cases + [(4, c.index_head_dim, "key"), (4, c.index_head_dim, None)]:
+        overlap = OVERLAP[ratio]
+        M, S, R = 3, overlap * ratio, overlap * ratio + 40
+        slots = torch.stack([torch.randperm(R, generator=i.g)[:S] for _ in range(M)])
+        slots[0, :S // 3], slots[-1] = -1, -1
+        found.append((f"ratio {ratio}, {D} dims, simulate {simulate}",
+                      [i.rand(R, 2 * overlap * D), slots, overlap, i.dtype, i.act(D), c.rms_norm_eps, i.angles(M), simulate],
+                      (), "codes" if simulate else "sums"))
+    return found
+
+
+def _select_entries(i: Inputs):
+    """More entries than are selected; the second row sees fewer than that."""
+    c = i.config
+    k, n = c.index_topk, 8 * c.index_topk
+    shape = (2, i.N, c.index_n_heads, c.index_head_dim)
+    visible = torch.stack((torch.full((i.N,), n - 3), torch.full((i.N,), k // 2)))
+    keys = {"": i.act(2, n, shape[-1])} | {form.kind: i.packed(form, 2, count=n) for form in formats_of(c)[1:]}
+    return [(how, [i.act(*shape), i.rand(*shape[:3]), held, visible, k]) for how, held in keys.items()]
+
+
+def _project_heads(i: Inputs):
+    c = i.config
+    K = c.num_attention_heads * c.head_dim // c.o_groups
+    return [(how, [i.act(i.N, c.num_attention_heads, c.head_dim), i.angles(i.N), w, c.o_groups])
+            for how, w in i.weights(c.o_groups * c.o_lora_rank, K).items()]
+
+
+def _mhc_pre_norm(i: Inputs):
+    return [("", [*connection(i), i.act(i.config.hidden_size), i.config.rms_norm_eps])]
+
+
+def _mhc_post_pre_norm(i: Inputs):
+    return [("", [*merge(i), *connection(i)[1:], i.act(i.config.hidden_size), i.config.rms_norm_eps])]
+
+
+def _moe(i: Inputs):
+    c = i.config
+    E, d, I, k = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    indices = torch.stack([torch.randperm(E, generator=i.g)[:k] for _ in range(i.N)])
+    routing, w13, w2, found = torch.rand(i.N, k, generator=i.g), i.stack(E, 2 * I, d, 2), i.stack(E, d, I), []
+    w1, w3, down = i.weights(I, d), i.weights(I, d), i.weights(d, I)
+    for how in w13:
+        shared = "fp8" if how in ("mxfp4", "nvfp4") else how  # as checkpoints have them
+        if how in w2:
+            beside = w1[shared], w3[shared], down[shared]
+            found += [of_codes(how, s, [i.act(i.N, d), indices, routing, w13[how], w2[how], beside, c.swiglu_limit, s, s])
+                      for s in simulations(how)]
+    return found
+
+
