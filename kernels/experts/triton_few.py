@@ -1,4 +1,4 @@
-"""Experts of a few tokens: each expert's weights are streamed once for all of its tokens, and those of the shared expert beside them."""
+"""Experts of a few tokens: each expert's weights are streamed once for all of its tokens, the shared expert's beside them."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from kernels.quantize.triton_codes import narrow, rounded, widen
 
 
 @triton.jit
-def _block(TABLE, INDICES, b, BLOCKS):
+def _block(TABLE, INDICES, b, blocks):
     """(expert, first place in the order, pairs) of block b; without a table, of pair b alone."""
     if TABLE is None:
         e, first, count = tl.load(INDICES + b).to(tl.int32), b, 1
     else:
-        e, first, count = tl.load(TABLE + 1 + b), tl.load(TABLE + 1 + BLOCKS + b), tl.load(TABLE + 1 + 2 * BLOCKS + b)
+        e, first, count = tl.load(TABLE + 1 + b), tl.load(TABLE + 1 + blocks + b), tl.load(TABLE + 1 + 2 * blocks + b)
     return e, first, count
 
 
@@ -37,15 +37,14 @@ def swiglu(gate, up, limit):
 
 
 @triton.jit
-def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP, G, G_UP, row, I: tl.constexpr, limit, ROUTING, H,
-          K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
+def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP, G, G_UP, row, I: tl.constexpr, limit, ROUTING,
+          H, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
           BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr):
     """Columns row … row + 4·RH of the hidden state of `count` pairs from place `first` on; EACH pairs share a row of X."""
     q, r, s, repeat = lanes(KS, 4 * NH)
     n = r + 8 * (repeat >> 2)
     at = _ids(ORDER, first, n, count) // EACH * x_stride
-    y = skinny(X, at, n < count, W, W_UP, S, S_UP, row, I, 0, K, (K + 128 * KS - 1) // (128 * KS) * (128 * KS), KS, RH, NH, FORMAT, FP32,
-               BO, BK, None, 0.0, SIMULATE, None, None, 1, 0)
+    y = skinny(X, at, n < count, W, S, row, I, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, W_UP, S_UP)
     gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, 8 * NH]), (0, 2, 3, 1)))
     if G is not None:
         gate, up = gate * tl.load(G), up * tl.load(G_UP)
@@ -60,73 +59,76 @@ def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP
     tl.store(H + ids[None, :] * I + o[:, None], narrow(h, H.dtype.element_ty), mask=(o[:, None] < I) & (t[None, :] < count))
 
 
-@triton.jit(do_not_specialize=["N"])
-def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G, H, W1, W3, S1, S3, G1, G3, HS, limit, BLOCKS: tl.constexpr,
-         EACH: tl.constexpr, O: tl.constexpr, I: tl.constexpr, K: tl.constexpr, NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
-         FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, WORDS: tl.constexpr,
-         SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr,
-         BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, NH_S: tl.constexpr):
+@triton.jit(do_not_specialize=["N", "blocks"])
+def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G, H, W1, W3, S1, S3, G1, G3, HS, limit, blocks,
+         EACH: tl.constexpr, I: tl.constexpr, K: tl.constexpr, NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
+         FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr,
+         WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr,
+         FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr,
+         NH_S: tl.constexpr):
     """First product and SwiGLU: H [P, I] of the pairs, HS [N, I_S] of the shared expert, both in x.dtype.
 
-    Programs take tiles in turn: the shared expert's, then each block's. W, S: stacks of E matrices of O = 2I rows (gate, up), of
-    WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS: rows for either.
+    Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S: stacks of
+    matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS:
+    rows for either.
     """
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
-    blocks = 0 if W is None else BLOCKS if TABLE is None else tl.load(TABLE)
+    found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
     ROWS: tl.constexpr = 1 if W is None else (I + 4 * RH - 1) // (4 * RH)
-    for tile in range(tl.program_id(0), shared + blocks * ROWS, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
         if tile < shared:
             if W1 is not None:
-                _hide(XS, xs_stride, None, 0, N, 1, W1, W3, S1, S3, G1, G3, tile * 4 * RH_S, I_S, limit, None, HS, K, KS, RH_S, NH_S,
-                      FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S)
+                _hide(XS, xs_stride, None, 0, N, 1, W1, W3, S1, S3, G1, G3, tile * 4 * RH_S, I_S, limit, None, HS, K, KS, RH_S,
+                      NH_S, FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S)
         elif W is not None:
-            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, BLOCKS)
+            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, blocks)
             if e >= 0:
                 w = W + e.to(tl.int64) * WORDS
                 s = None if S is None else S + e.to(tl.int64) * SCALES
+                s_up = None if S is None else s + SCALES // 2
                 g = None if G is None else G + e.to(tl.int64) * PARTS
-                _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, None if S is None else s + SCALES // 2,
-                      g, None if G is None else g + (PARTS - 1), (tile - shared) % ROWS * 4 * RH, I, limit, ROUTING, H, K, KS, RH, NH,
-                      FORMAT, FP32, BO, BK, SIMULATE)
+                g_up = None if G is None else g + (PARTS - 1)
+                _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up,
+                      (tile - shared) % ROWS * 4 * RH, I, limit, ROUTING, H, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
 
 
 @triton.jit
-def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl.constexpr, DTYPE: tl.constexpr, K: tl.constexpr,
-             KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
-             BK: tl.constexpr, SIMULATE: tl.constexpr):
+def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
+             RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+             SIMULATE: tl.constexpr):
     q, r, s, repeat = lanes(KS, 4 * NH)
     n = r + 8 * (repeat >> 2)
-    y = skinny(H, _ids(ORDER, first, n, count) * K, n < count, W, None, S, None, row, D, 0, K,
-               (K + 128 * KS - 1) // (128 * KS) * (128 * KS), KS, RH, NH, FORMAT, FP32, BO, BK, None, 0.0, SIMULATE, None, None, 1, 0)
+    y = skinny(H, _ids(ORDER, first, n, count) * K, n < count, W, S, row, D, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
     o, t = row + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     if G is not None:
         y *= tl.load(G + tl.minimum(o, D - 1) // (D // PARTS))[:, None]
+    y = narrow(rounded(y, H.dtype.element_ty), Y.dtype.element_ty)
     ids = _ids(ORDER, first, t, count)
-    tl.store(Y + ids[None, :] * D + o[:, None], narrow(rounded(y, DTYPE), Y.dtype.element_ty), mask=(o[:, None] < D) & (t[None, :] < count))
+    tl.store(Y + ids[None, :] * D + o[:, None], y, mask=(o[:, None] < D) & (t[None, :] < count))
 
 
-@triton.jit(do_not_specialize=["N"])
-def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, BLOCKS: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
+@triton.jit(do_not_specialize=["N", "blocks"])
+def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks, D: tl.constexpr, I: tl.constexpr,
             NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
-            BK: tl.constexpr, SIMULATE: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr,
-            RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr,
-            SIMULATE_S: tl.constexpr, PARTS_S: tl.constexpr, NH_S: tl.constexpr):
+            BK: tl.constexpr, SIMULATE: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
+            I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr,
+            BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, PARTS_S: tl.constexpr, NH_S: tl.constexpr):
     """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See `hide`."""
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
-    blocks = 0 if W is None else BLOCKS if TABLE is None else tl.load(TABLE)
+    found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
     ROWS: tl.constexpr = 1 if W is None else (D + 8 * RH - 1) // (8 * RH)
-    for tile in range(tl.program_id(0), shared + blocks * ROWS, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
         if tile < shared:
             if W2 is not None:
-                _project(HS, None, 0, N, W2, S2, G2, PARTS_S, tile * 8 * RH_S, YS, D, HS.dtype.element_ty, I_S, KS, RH_S, NH_S, FORMAT_S,
-                         FP32_S, BO_S, BK_S, SIMULATE_S)
+                _project(HS, None, 0, N, W2, S2, G2, PARTS_S, tile * 8 * RH_S, YS, D, I_S, KS, RH_S, NH_S, FORMAT_S, FP32_S,
+                         BO_S, BK_S, SIMULATE_S)
         elif W is not None:
-            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, BLOCKS)
+            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, blocks)
             if e >= 0:
                 s = None if S is None else S + e.to(tl.int64) * SCALES
                 g = None if G is None else G + e.to(tl.int64) * PARTS
                 _project(H, ORDER, first, count, W + e.to(tl.int64) * WORDS, s, g, PARTS, (tile - shared) % ROWS * 8 * RH, Y, D,
-                         H.dtype.element_ty, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
+                         I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
 
 
 @triton.jit

@@ -1,35 +1,88 @@
 """Experts of many tokens: tiles of each expert's weights times tiles of its tokens, step by step."""
 
+import torch
 import triton
 import triton.language as tl
 
 from kernels.experts.triton_few import swiglu
+from kernels.experts.triton_order import blocks_of, sort_pairs
+from kernels.experts.triton_stream import Routed
+from kernels.launch import dot_in_fp32, next_power
+from kernels.linear.reference import ACTIVATION_BLOCK
+from kernels.linear.triton import products, stages, tile_columns
 from kernels.linear.triton_tiles import tile_product
+from kernels.linear.triton_weights import Held
+from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import narrow, widen
+from kernels.quantize.weights import PackedWeight
+
+GATE_TILE = 1024
 
 
-@triton.jit
-def expert_product(X, x_stride, ORDER, TABLE, W, S, G, Y, BLOCKS: tl.constexpr, EACH: tl.constexpr, O: tl.constexpr, K: tl.constexpr,
-                   BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, BYTES: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr):
+def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simulate: bool) -> torch.Tensor:
+    """Rows of the pairs [P, d] in x.dtype: sort, product, SwiGLU, product, with the roundings of `simulate` between."""
+    indices, routing, w13, w2 = routed
+    (N, d), k, E, I = x.shape, indices.shape[1], w13.weight.shape[0], w2.K
+    P, fp32 = N * k, dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
+    bt = next(t for t in (16, 32, 64, 128) if t >= min(2 * P // E, 32 if fp32 else 128))
+    order, table, rounded = sort_pairs(indices, E, bt, x if simulate else None)
+    new = lambda *shape: torch.empty(*shape, dtype=x.dtype, device=x.device)
+    y, h, block = new(P, 2 * I), new(P, I), min(GATE_TILE, next_power(I))
+    _product(name, rounded if simulate else x, w13, y, order, table, k, bt, fp32)
+    _gate_pairs[(P, triton.cdiv(I, block))](y, y[:, I:], 2 * I, routing, h, float(limit), I, block, num_warps=4)
+    out = new(P, d)
+    _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, order, table, 1, bt, fp32)
+    return out
+
+
+def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWeight, PackedWeight], limit: float,
+                simulate: bool, out: torch.Tensor | None) -> torch.Tensor:
+    """The shared expert [N, d] in x.dtype, or, rounded to it, into `out`: two products, SwiGLU, product."""
+    w1, w3, w2 = shared
+    gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
+    N, I = gate.shape
+    h, block = torch.empty_like(gate), min(GATE_TILE, next_power(I))
+    _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, float(limit), I, block, num_warps=4)
+    y = products(name, h, None, 0.0, (w2,), (simulate,), (x.dtype,))[0]
+    return y if out is None else out.copy_(y)
+
+
+def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, order: torch.Tensor, table: torch.Tensor, each: int, bt: int,
+             fp32: bool) -> None:
+    """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
+    bo = 32 if fp32 else 128 if bt >= 64 else 64
+    blocks = blocks_of(y.shape[0], w.weight.shape[0], bt)
+    weight = w.weight.view(torch.uint8) if w.format == "fp8" else w.weight
+    scales = 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1]
+    _expert_product[(triton.cdiv(w.O, bo), blocks)](
+        x, x.stride(0), order, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, tile_columns(name, w, fp32),
+        w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=8 if bo * bt > 8192 else 4,
+        num_stages=1 if fp32 else stages(x.device))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _expert_product(X, x_stride, ORDER, TABLE, W, S, G, Y, blocks, EACH: tl.constexpr, O: tl.constexpr, K: tl.constexpr,
+                    BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
+                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BYTES: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr):
     """Y [P, O]: row p of X (shared by EACH pairs) times its expert's matrix, of BYTES elements and SCALES scales."""
     b = tl.program_id(1)
     e = tl.load(TABLE + 1 + b)
     if (b < tl.load(TABLE)) & (e >= 0):
         t = tl.arange(0, BT)
-        live = t < tl.load(TABLE + 1 + 2 * BLOCKS + b)
-        pair = tl.load(ORDER + tl.load(TABLE + 1 + BLOCKS + b) + t, mask=live, other=0).to(tl.int64)
+        live = t < tl.load(TABLE + 1 + 2 * blocks + b)
+        pair = tl.load(ORDER + tl.load(TABLE + 1 + blocks + b) + t, mask=live, other=0).to(tl.int64)
         o = tl.program_id(0) * BO + tl.arange(0, BO)
         row = tl.minimum(o, O - 1).to(tl.int64)
         s = S if S is None else S + e.to(tl.int64) * SCALES
-        y = tile_product(X, pair // EACH * x_stride, live, W + e.to(tl.int64) * BYTES, s, row, K, BO, BT, BK, FORMAT, FP32, ROWS, COLUMNS)
+        y = tile_product(X, pair // EACH * x_stride, live, W + e.to(tl.int64) * BYTES, s, row, K, BO, BT, BK, FORMAT, FP32,
+                         ROWS, COLUMNS)
         if G is not None:
             y *= tl.load(G + e.to(tl.int64) * PARTS + row // (O // PARTS))[:, None]
         tl.store(Y + pair[None, :] * O + o[:, None], narrow(y, Y.dtype.element_ty), mask=(o[:, None] < O) & live[None, :])
 
 
 @triton.jit
-def gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, B: tl.constexpr):
+def _gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, B: tl.constexpr):
     """H [P, I] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart."""
     p, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     gate = widen(tl.load(GATE + p * stride + i, mask=i < I, other=0.0))

@@ -25,28 +25,33 @@ def blocks_of(P: int, E: int, T: int) -> int:
     return min(P, P // T + E) if P <= FEW else P // T + E
 
 
-def sort_pairs(indices: torch.Tensor, E: int, T: int, x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """indices int64 [N, k], contiguous → (order, table, and x [N, d] through FP8 in blocks of 128). One launch; many pairs with x two."""
+def sort_pairs(indices: torch.Tensor, E: int, T: int,
+               x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """indices int64 [N, k], contiguous → (order, table, and x [N, d] through FP8 in blocks of 128).
+
+    One launch; two for many pairs and x.
+    """
     P = indices.numel()
     blocks = blocks_of(P, E, T)
     order = torch.empty(P, dtype=torch.int32, device=indices.device)
     table = torch.empty(1 + 3 * blocks, dtype=torch.int32, device=indices.device)
     if P > FEW:
-        _sort_many[(E,)](indices, order, table, P, E, blocks, T, 1024, num_warps=4)
+        _sort_many[(E,)](indices, order, table, P, blocks, E, T, 1024, num_warps=4)
         return order, table, None if x is None else simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     lists = torch.empty(3, P, dtype=torch.int32, device=indices.device)
     rounded = None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, K = (0, 1) if x is None else (x.shape[0] * triton.cdiv(x.shape[1], TILE), x.shape[1])
-    _sort_few[(1 + tiles,)](indices, order, table, lists, x, 0 if x is None else x.stride(0), rounded, K, P, next_power(P),
-                            min(32, next_power(P)), blocks, T, TILE, ACTIVATION_BLOCK, num_warps=8 if P > 128 else 4)
+    _sort_few[(1 + tiles,)](
+        indices, order, table, lists, P, blocks, x, 0 if x is None else x.stride(0), rounded, K, next_power(P),
+        min(32, next_power(P)), T, TILE, ACTIVATION_BLOCK, num_warps=8 if P > 128 else 4)
     return order, table, rounded
 
 
-@triton.jit
-def _sort_few(INDICES, ORDER, TABLE, LISTS, X, x_stride, ROUNDED, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr,
-              BLOCKS: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["P", "blocks"])
+def _sort_few(INDICES, ORDER, TABLE, LISTS, P, blocks, X, x_stride, ROUNDED, K: tl.constexpr, B: tl.constexpr,
+              CHUNK: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     if tl.program_id(0) == 0:
-        _sort(INDICES, ORDER, TABLE, LISTS, P, B, CHUNK, BLOCKS, T)
+        _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B, CHUNK, T)
     elif X is not None:
         tile, TILES = tl.program_id(0) - 1, (K + TILE - 1) // TILE
         row, i = (tile // TILES).to(tl.int64), tile % TILES * TILE + tl.arange(0, TILE)
@@ -56,8 +61,9 @@ def _sort_few(INDICES, ORDER, TABLE, LISTS, X, x_stride, ROUNDED, K: tl.constexp
 
 
 @triton.jit
-def _sort(INDICES, ORDER, TABLE, LISTS, P: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr):
-    """All pairs against all, CHUNK at a time. LISTS int32 [3, P]: expert, rank among its expert's pairs and their count, by place."""
+def _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr):
+    """All pairs against all, CHUNK at a time. LISTS int32 [3, P]: expert, rank among the expert's pairs and their count, by
+    place."""
     p = tl.arange(0, B)
     live = p < P
     e = tl.load(INDICES + p, mask=live, other=0).to(tl.int32)
@@ -81,13 +87,13 @@ def _sort(INDICES, ORDER, TABLE, LISTS, P: tl.constexpr, B: tl.constexpr, CHUNK:
     block = tl.cumsum(head.to(tl.int32), 0) - 1
     tl.store(TABLE, tl.sum(head.to(tl.int32), 0))
     tl.store(TABLE + 1 + block, e, mask=head)
-    tl.store(TABLE + 1 + BLOCKS + block, p, mask=head)
-    tl.store(TABLE + 1 + 2 * BLOCKS + block, tl.minimum(count - rank, T), mask=head)
+    tl.store(TABLE + 1 + blocks + block, p, mask=head)
+    tl.store(TABLE + 1 + 2 * blocks + block, tl.minimum(count - rank, T), mask=head)
 
 
-@triton.jit(do_not_specialize=["P"])
-def _sort_many(INDICES, ORDER, TABLE, P, E, BLOCKS, T: tl.constexpr, CHUNK: tl.constexpr):
-    """A program an expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert: there is room for all, and some is left empty."""
+@triton.jit(do_not_specialize=["P", "blocks"])
+def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.constexpr):
+    """A program an expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert: room for all, some of it left empty."""
     e = tl.program_id(0)
     i = tl.arange(0, CHUNK)
     equal, lower = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
@@ -103,12 +109,12 @@ def _sort_many(INDICES, ORDER, TABLE, P, E, BLOCKS, T: tl.constexpr, CHUNK: tl.c
         tl.store(ORDER + at, start + i, mask=found)
         place += tl.sum(found.to(tl.int32), 0)
     begin = less // T + e
-    end = tl.where(e == E - 1, BLOCKS, (less + count) // T + e + 1)
+    end = tl.where(e == E - 1, blocks, (less + count) // T + e + 1)
     for start in range(begin, end, CHUNK):
         block = start + i
         first = (block - begin) * T
         tl.store(TABLE + 1 + block, tl.where(first < count, e, -1), mask=block < end)
-        tl.store(TABLE + 1 + BLOCKS + block, less + first, mask=block < end)
-        tl.store(TABLE + 1 + 2 * BLOCKS + block, tl.minimum(count - first, T), mask=block < end)
+        tl.store(TABLE + 1 + blocks + block, less + first, mask=block < end)
+        tl.store(TABLE + 1 + 2 * blocks + block, tl.minimum(count - first, T), mask=block < end)
     if e == 0:
-        tl.store(TABLE, BLOCKS)
+        tl.store(TABLE, blocks)

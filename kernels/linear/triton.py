@@ -39,7 +39,7 @@ linear.__doc__, grouped_linear.__doc__ = reference.linear.__doc__, reference.gro
 
 def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...],
              simulate: tuple[bool, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:
-    """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], which is x.dtype or fp32."""
+    """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], x.dtype or fp32."""
     held = [hold(name, w) for w in weights]
     require_device(name, x, norm, *(t for h in held for t in (h.weight, h.scale, h.glob)))
     for w, h, sim, dtype in zip(weights, held, simulate, dtypes, strict=True):
@@ -66,8 +66,10 @@ def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, 
 
 
 def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: PackedWeight, groups: int) -> torch.Tensor:
-    """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R]. cis fp32 [N, d], few tokens only: the last d columns of each
-    head of `head` columns are rotated on the way."""
+    """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R].
+
+    cis fp32 [N, d], few tokens only: the last d columns of each head of `head` columns are rotated on the way.
+    """
     h = hold(name, w)
     require_device(name, x, h.weight, h.scale, h.glob)
     x = check(name, x, groups * h.K)
@@ -86,25 +88,24 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
     R, rh = h.O // groups, row_groups(h, fp32, h.O, x.device)
     tiles = triton.cdiv(R, 8 * rh) * groups
     ks = warps(h.K, fp32, tiles, rh, x.device)
+    turned, cis_stride = (0, 0) if cis is None else (cis.shape[1], cis.stride(0))
     _grouped[(tiles,)](
-        x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, 0 if cis is None else cis.stride(0), R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format, fp32, *h.block, h.parts, max(1, head), 0 if cis is None else cis.shape[1], num_warps=ks,
-        num_stages=1)
+        x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, cis_stride, R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format,
+        fp32, *h.block, h.parts, max(1, head), turned, num_warps=ks, num_stages=1)
     return out
 
 
 @triton.jit(do_not_specialize=["N"])
-def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
-             RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
-             PARTS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr):
+def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
+             KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
+             BK: tl.constexpr, PARTS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr):
     PROGRAMS: tl.constexpr = (R + 8 * RH - 1) // (8 * RH)
-    group, first = tl.program_id(0) // PROGRAMS, (tl.program_id(0) % PROGRAMS) * (8 * RH)
+    group = tl.program_id(0) // PROGRAMS
     q, r, s, repeat = lanes(KS, 4 * NH)
     token = (r + 8 * (repeat >> 2)).to(tl.int64)
-    rows = (group + 1) * R
-    first += group * R
-    out = skinny(X + group * K, token * x_stride, token < N, W, None, S, None, first, rows, 0, K,
-                 (K + 128 * KS - 1) // (128 * KS) * (128 * KS), KS, RH, NH, FORMAT, FP32, BO, BK, None, 0.0, False, CIS,
-                 token * cis_stride, HEAD, TURNED)
+    first, rows = group * R + (tl.program_id(0) % PROGRAMS) * (8 * RH), (group + 1) * R
+    out = skinny(X + group * K, token * x_stride, token < N, W, S, first, rows, K, KS, RH, NH, FORMAT, FP32, BO, BK, CIS=CIS,
+                 cis_at=token * cis_stride, HEAD=HEAD, TURNED=TURNED)
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     if G is not None:
         out *= tl.load(G + tl.minimum(o, rows - 1) // (R * GROUPS // PARTS))[:, None]
@@ -121,7 +122,8 @@ def tile_columns(name: str, h: Held, fp32: bool) -> int:
     if h.format == "fp8":
         columns = min(columns, h.block[1] & -h.block[1])
         if columns < MIN_BLOCK:
-            raise UnsupportedInput(f"{name}: FP8 blocks of {h.block[1]} columns; the triton backend takes multiples of {MIN_BLOCK}")
+            raise UnsupportedInput(f"{name}: FP8 blocks of {h.block[1]} columns; the triton backend takes multiples of "
+                                   f"{MIN_BLOCK}")
     return columns
 
 
@@ -136,8 +138,9 @@ def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) ->
     fp32 = dot_in_fp32(x) or h.format == "fp32"
     bk = tile_columns(name, h, fp32)
     bt = 16 if N <= 16 else 32 if N <= 32 or fp32 else 64 if N <= 64 else 128
-    tall = triton.cdiv(R, 128) * triton.cdiv(N, bt) * groups >= processors(x.device)
-    bo = 32 if fp32 else 128 if tall and bt >= 64 else 64 if triton.cdiv(R, 64) * triton.cdiv(N, bt) * groups >= processors(x.device) else 32
+    columns = triton.cdiv(N, bt) * groups
+    tall = () if fp32 else (128, 64) if bt >= 64 else (64,)
+    bo = next((rows for rows in tall if triton.cdiv(R, rows) * columns >= processors(x.device)), 32)
     weight = h.weight.view(torch.uint8) if h.format == "fp8" else h.weight
     _gemm[(triton.cdiv(R, bo) * triton.cdiv(N, bt), groups)](
         x, N, x.stride(0), weight, h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
@@ -146,7 +149,8 @@ def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) ->
 
 @triton.jit(do_not_specialize=["N"])
 def _gemm(X, N, x_stride, W, S, G, Y, R: tl.constexpr, K: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-          FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+          FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+          GROUPS: tl.constexpr):
     row_block, token_block = swizzle(tl.program_id(0), tl.cdiv(N, BT), tl.cdiv(R, BO), 8)
     group = tl.program_id(1)
     o, t = row_block * BO + tl.arange(0, BO), (token_block * BT + tl.arange(0, BT)).to(tl.int64)

@@ -9,9 +9,9 @@ from kernels.quantize.weights import PackedWeight
 from kernels.rope.triton import rotate
 
 
-def linears(x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...], simulate: tuple[bool, ...],
-            dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor, ...]:
-    """One launch for up to TOKENS tokens and SLOTS weights; one a weight, after those of the norm and the rounding, for more."""
+def linears(x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...],
+            simulate: tuple[bool, ...], dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor, ...]:
+    """One launch for up to TOKENS tokens and SLOTS weights; for more, one a weight after those of the norm and the rounding."""
     return products("linears", x, norm, eps, weights, simulate, tuple(dtype or x.dtype for dtype in dtypes))
 
 

@@ -1,4 +1,4 @@
-"""Products of a few tokens (at most 8 · NH) with many rows of a weight: every byte of the weight is read once, and that is the time.
+"""Products of a few tokens (at most 8 · NH) with many rows of a weight, of which each byte is read once: that is the time.
 
 A warp owns one slice of 128 columns at a time, for all rows and tokens of its program; the slices of KS warps are summed at
 the end. Lane 4r + q of a warp reads 16 bytes of weight row r and, for token r, the same columns of x. That is where an
@@ -132,7 +132,7 @@ def _words(W, W_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: 
 @triton.jit
 def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr,
             BO: tl.constexpr, BK: tl.constexpr):
-    """Scales of what `_words` loads: bytes int32 [M, 1] (MXFP4) or [M, 2] (NVFP4), or fp32 [M] of FP8's blocks of BK columns."""
+    """Scales of what `_words` loads: bytes int32 [M, 1] (MXFP4) or [M, 2] (NVFP4), or fp32 [M] of FP8's blocks."""
     FP8: tl.constexpr = FORMAT == "fp8"
     EACH: tl.constexpr = 2 if FORMAT == "nvfp4" else 1
     COLUMNS: tl.constexpr = BK if FP8 else 32 // EACH
@@ -157,23 +157,24 @@ def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH:
 
 
 @triton.jit
-def skinny(X, at, live, W, W_UP, S, S_UP, first, rows, begin, K: tl.constexpr, SPAN: tl.constexpr, KS: tl.constexpr,
-           RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
-           NORM, eps, SIMULATE: tl.constexpr, CIS, cis_at, HEAD: tl.constexpr, TURNED: tl.constexpr):
-    """Σ over columns begin … begin + SPAN of x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH].
+def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr,
+           FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr = False,
+           W_UP=None, S_UP=None, NORM=None, eps=0.0, CIS=None, cis_at=None, HEAD: tl.constexpr = 1, TURNED: tl.constexpr = 0,
+           begin=0, SPAN: tl.constexpr = 0):
+    """x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH].
 
     W int32: words of the weight, `rows` contiguous rows of K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks
-    BO × BK). W_UP, S_UP, if not None: 8 rows of W and 8 rows of W_UP in turn. SPAN is a multiple of 128·KS. The global scale
-    of NVFP4 is left to the caller. X and the rest: see `inputs`.
+    BO × BK). W_UP, S_UP: 8 rows of W and 8 rows of W_UP in turn. The global scale of NVFP4 is left to the caller. X, SIMULATE
+    and NORM to TURNED: see `inputs`. SPAN, a multiple of 128·KS: only columns begin … begin + SPAN.
     """
     C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
     SCALED: tl.constexpr = FORMAT != "bf16" and FORMAT != "fp32"
     STEP: tl.constexpr = 128 * KS
-    end = begin + SPAN
+    end = begin + (SPAN if SPAN else (K + STEP - 1) // STEP * STEP)
     acc = tl.zeros([KS, 8 * RH, 8 * NH], tl.float32)
     w = _words(W, W_UP, begin, end, first, rows, K, KS, RH, FORMAT)
     scale = _scales(S, S_UP, begin, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
-    inverse = None if NORM is None else _inverse_rms(X, at, live, K, KS, NH, eps)  # while the weight's first words are on the way
+    inverse = None if NORM is None else _inverse_rms(X, at, live, K, KS, NH, eps)  # while the first words are on the way
     for k in range(begin, end, STEP):
         w_next = _words(W, W_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT)
         scale_next = _scales(S, S_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0

@@ -10,14 +10,13 @@ from kernels.linear.triton_weights import Held
 from kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # by number, as a kernel's constant takes them in a tuple
-FIELDS = 11  # of a kind
 TOKENS = 16  # more tokens need more products than the bytes of the weight give time for
 SLOTS = 6    # weights of a launch
 
 
 def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> int:
     """Slices of a program, one a warp: the fewest that give every multiprocessor work to hide its loads behind, since programs
-    side by side also hide each other's beginning and end. At most so many that each takes two steps and has words on the way."""
+    side by side also hide each other's beginning and end. At most so many that each takes two steps, with words on the way."""
     enough, most = (5 if groups > 4 else 10) * processors(device), max(1, min(4 if fp32 else 8, next_power(K) // 256))
     ks = min(2, most)
     while ks < most and ks * tiles < enough:
@@ -36,7 +35,7 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
            outs: list[torch.Tensor]) -> None:
     """outs[i] [N, O_i] = x [N, K] · W_iᵀ, N ≤ TOKENS, K the same for all, at most SLOTS weights that all `stream`."""
     N, K = x.shape
-    kinds: dict[tuple, list[int]] = {}  # what is compiled separately → its weights; bytes of a row first: long work starts first
+    kinds: dict[tuple, list[int]] = {}  # what is compiled apart → its weights; by bytes of a row, since long work starts first
     for i, (h, sim, out) in enumerate(zip(held, simulate, outs, strict=True)):
         fp32 = dot_in_fp32(x) or h.format == "fp32"
         scale = None if h.scale is None else h.scale.dtype
@@ -56,16 +55,19 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
         classes += [FORMATS.index(form), int(slot_fp32), bo, bk, int(sim), parts, groups, begin, len(order), at, first]
     slots = [(held[i].words, held[i].scale, held[i].glob, outs[i]) for i in order] + [(None,) * 4] * (SLOTS - len(order))
     ks = warps(K, fp32, first, 4, x.device)
-    _streamed[(first,)](x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
-                        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, num_warps=ks, num_stages=1)
+    _streamed[(first,)](
+        x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
+        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, num_warps=ks, num_stages=1)
 
 
 @triton.jit
-def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS: tl.constexpr, NUMBER: tl.constexpr, FP32: tl.constexpr,
-          BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, PARTS: tl.constexpr, RH: tl.constexpr, BEGIN: tl.constexpr,
-          END: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr):
+def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS: tl.constexpr, NUMBER: tl.constexpr,
+          FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, PARTS: tl.constexpr, RH: tl.constexpr,
+          BEGIN: tl.constexpr, END: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
-    FORMAT: tl.constexpr = "fp32" if NUMBER == 0 else "bf16" if NUMBER == 1 else "fp8" if NUMBER == 2 else "mxfp4" if NUMBER == 3 else "nvfp4"
+    WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
+    FP4: tl.constexpr = "mxfp4" if NUMBER == 3 else "nvfp4"
+    FORMAT: tl.constexpr = WIDE if NUMBER < 2 else "fp8" if NUMBER == 2 else FP4
     w, scale, glob, y, rows, start = W[BEGIN], S[BEGIN], G[BEGIN], Y[BEGIN], ROWS[BEGIN], STARTS[BEGIN]
     for i in tl.static_range(BEGIN + 1, END):
         w, y = tl.where(pid >= STARTS[i], W[i], w), tl.where(pid >= STARTS[i], Y[i], y)
@@ -77,18 +79,19 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
     q, r, s, repeat = lanes(KS, 4 * NH)
     token = r + 8 * (repeat >> 2)
     first = (pid - start) * (8 * RH)
-    SPAN: tl.constexpr = (K + 128 * KS - 1) // (128 * KS) * (128 * KS)
-    out = skinny(X, token.to(tl.int64) * x_stride, token < N, w, None, scale, None, first, rows, 0, K, SPAN, KS, RH, NH, FORMAT,
-                 FP32 == 1, BO, BK, NORM, eps, SIMULATE == 1, None, None, 1, 0)
+    out = skinny(X, token.to(tl.int64) * x_stride, token < N, w, scale, first, rows, K, KS, RH, NH, FORMAT, FP32 == 1, BO, BK,
+                 SIMULATE == 1, NORM=NORM, eps=eps)
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     if glob is not None:
         out *= tl.load(glob + tl.minimum(o, rows - 1) // (rows // PARTS))[:, None]
-    tl.store(y + t.to(tl.int64)[None, :] * rows + o[:, None], narrow(out, y.dtype.element_ty), mask=(o[:, None] < rows) & (t[None, :] < N))
+    tl.store(y + t.to(tl.int64)[None, :] * rows + o[:, None], narrow(out, y.dtype.element_ty),
+             mask=(o[:, None] < rows) & (t[None, :] < N))
 
 
 @triton.jit(do_not_specialize=["N"])
-def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3, S4, S5, G0, G1, G2, G3, G4, G5, Y0, Y1, Y2, Y3, Y4, Y5,
-              KINDS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr):
+def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3, S4, S5, G0, G1, G2, G3, G4, G5,
+              Y0, Y1, Y2, Y3, Y4, Y5, KINDS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
+              KS: tl.constexpr, NH: tl.constexpr):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight, first and
     last program; STARTS, ROWS: first program and rows of each weight."""
     W, S, G, Y = (W0, W1, W2, W3, W4, W5), (S0, S1, S2, S3, S4, S5), (G0, G1, G2, G3, G4, G5), (Y0, Y1, Y2, Y3, Y4, Y5)

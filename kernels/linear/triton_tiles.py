@@ -8,8 +8,8 @@ from kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0,
 
 
 @triton.jit
-def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-                 FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                 FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Σ over K: fp32 [BO, BT] of weight rows `row` int64 [BO] and tokens whose rows of x begin at int64 `at` [BT].
 
     W: uint8 pairs of FP4, E4M3 bytes uint8, bf16 or fp32, contiguous rows of K columns; S uint8 or fp32, FP8's of blocks

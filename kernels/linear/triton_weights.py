@@ -44,7 +44,8 @@ def hold(name: str, w: PackedWeight) -> Held:
     match w.format:
         case WeightFormat.DENSE:
             if weight.dtype not in DTYPES:
-                raise UnsupportedInput(f"{name}: a dense weight in {weight.dtype}; the triton backend takes bfloat16 and float32")
+                raise UnsupportedInput(f"{name}: a dense weight in {weight.dtype}; the triton backend takes bfloat16 and "
+                                       "float32")
             form = "fp32" if weight.dtype is torch.float32 else "bf16"
         case WeightFormat.FP8:
             if weight.dtype is not torch.float8_e4m3fn:

@@ -2,7 +2,8 @@
 
 A thread reads 16 bytes (4 words) of one row: S pairs of values, S = 16 (FP4), 8 (FP8), 4 (bf16) or 2 (fp32). The order of
 the columns within those bytes does not matter to a product as long as both operands agree on it, so a pair is what is
-cheapest to unpack: for codes, two of a word that are 16 bits apart.
+cheapest to unpack: for codes, two of a word that are 16 bits apart. Assembly takes one word at a time, since which elements of
+a tensor are packed together is the compiler's choice.
 """
 
 import triton
@@ -11,24 +12,26 @@ import triton.language as tl
 from kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0
 
 # Products with −0 added are exact and keep the signs of zeros; bf16 has no plain multiplication before sm_90.
-_TIMES = "fma.rn.bf16x2 {out}, {a}, {b}, none;"
-_MOVE = "{left}.b32 s, {word}, {sign}; {right}.b32 e, {word}, {rest}; and.b32 s, s, 0x80008000; and.b32 e, e, {mask}; or.b32 s, s, e;"
+_TIMES = "fma.rn.bf16x2 s, s, {by}, none;"
+_MOVE = "{left}.b32 s, {word}, {sign}; {right}.b32 e, {word}, {rest}; " \
+    "and.b32 s, s, 0x80008000; and.b32 e, e, {mask}; or.b32 s, s, e;"
 
 
 def _pairs(bits: int, mask: str, big: str, scaled: bool) -> str:
-    """Two words → 32 / bits pairs each: pair j of a word is its codes j and j + 16 / bits. Their sign and the bits below it
-    are moved to those of a bf16: the code's value times a power of two (also of subnormal codes), which `big` takes back."""
+    """A word → 16 / bits pairs: pair j is its codes j and j + 16 / bits, in outputs of the same numbers.
+
+    Their sign and the bits below it are moved to those of a bf16: the code's value times a power of two (also of subnormal
+    codes), which `big` takes back. The word comes after the outputs, and then its scale, if `scaled`.
+    """
     each = 16 // bits
+    word = f"${2 * each}"
     lines = [".reg .b32 s, e, big, none;", f"mov.b32 big, {big};", "mov.b32 none, 0x80008000;"]
-    for w in range(2):
-        for j in range(each):
-            sign, rest = 16 - bits - bits * j, (10 if bits == 4 else 12) - bits - bits * j  # places that the code moves up
-            lines.append(_MOVE.format(left="shl", word=f"${2 * each + w}", sign=sign, mask=mask,
-                                      right="shl" if rest >= 0 else "shr", rest=abs(rest)))
-            out = f"${w * each + j}"
-            lines.append(_TIMES.format(out="s" if scaled else out, a="s", b="big"))
-            if scaled:
-                lines.append(_TIMES.format(out=out, a="s", b=f"${2 * each + 2 + w}"))
+    for j in range(each):
+        sign, rest = 16 - bits - bits * j, (10 if bits == 4 else 12) - bits - bits * j  # places that the code moves up
+        lines.append(_MOVE.format(left="shl", word=word, sign=sign, mask=mask, right="shl" if rest >= 0 else "shr",
+                                  rest=abs(rest)))
+        lines += [_TIMES.format(by=by) for by in ("big", f"${2 * each + 1}")[:1 + scaled]]
+        lines.append(f"mov.b32 {{${j}, ${each + j}}}, s;")
     return "{ " + " ".join(lines) + " }"
 
 
@@ -40,20 +43,22 @@ E4M3_PAIRS = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", False))  # s eee
 _SPREAD = "prmt.b32 a, {word}, 0, 0x1404; prmt.b32 b, {word}, 0, 0x3424;"
 _E2M1 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 6; and.b32 e, e, 0x01c001c0; or.b32 s, s, e; " \
     "fma.rn.bf16x2 s, s, big, none; fma.rn.bf16x2 {out}, s, {scale}, none;"
-_E4M3 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 4; and.b32 e, e, 0x07f007f0; or.b32 s, s, e; fma.rn.bf16x2 {out}, s, big, none;"
+_E4M3 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 4; and.b32 e, e, 0x07f007f0; or.b32 s, s, e; " \
+    "fma.rn.bf16x2 {out}, s, big, none;"
 _REGISTERS = "{ .reg .b32 a, b, s, e, f, g, big, none; mov.b32 none, 0x80008000; "
-# Scales are words of two equal halves, $5 … $8: f of the first two bytes, g of the others. Which elements a thread packs is the
-# compiler's choice, so each byte takes its own.
+# Scales are words of two equal halves, $5 … $8, one a byte: f of the first two bytes, g of the others.
 _OWN = "prmt.b32 f, $5, $6, 0x5410; prmt.b32 g, $7, $8, 0x5410;"
-E2M1_BYTES = tl.constexpr(_REGISTERS + "mov.b32 big, 0x7e807e80;" + _OWN + _SPREAD.format(word="$4")
-                          + _E2M1.format(code="a", out="$2", scale="f") + _E2M1.format(code="b", out="$3", scale="g")
-                          + "shl.b32 a, a, 4; shl.b32 b, b, 4;" + _E2M1.format(code="a", out="$0", scale="f")
-                          + _E2M1.format(code="b", out="$1", scale="g") + "}")
-E4M3_BYTES = tl.constexpr(_REGISTERS + "mov.b32 big, 0x7b807b80;" + _SPREAD.format(word="$2") + _E4M3.format(code="a", out="$0")
-                          + _E4M3.format(code="b", out="$1") + "}")
+E2M1_BYTES = tl.constexpr(
+    _REGISTERS + "mov.b32 big, 0x7e807e80;" + _OWN + _SPREAD.format(word="$4")
+    + _E2M1.format(code="a", out="$2", scale="f") + _E2M1.format(code="b", out="$3", scale="g")
+    + "shl.b32 a, a, 4; shl.b32 b, b, 4;"
+    + _E2M1.format(code="a", out="$0", scale="f") + _E2M1.format(code="b", out="$1", scale="g") + "}")
+E4M3_BYTES = tl.constexpr(
+    _REGISTERS + "mov.b32 big, 0x7b807b80;" + _SPREAD.format(word="$2")
+    + _E4M3.format(code="a", out="$0") + _E4M3.format(code="b", out="$1") + "}")
 
-# A word of two bf16 ($1) to the nearest E4M3 of the scale 2^k, ties to even, clamped: in units of the scale, values from 2^−6 on
-# keep 3 bits of mantissa, and those below are multiples of 2^−9, which adding 1.5·2^−2 ($2) leaves. $3 is 2^−6, $4 is 448.
+# A word of two bf16 ($1) to the nearest E4M3 of the scale 2^k, ties to even, clamped. In units of the scale, values from 2^−6
+# on keep 3 bits of mantissa, and those below are multiples of 2^−9, which adding 1.5·2^−2 ($2) leaves. $3 is 2^−6, $4 is 448.
 ROUND_E4M3 = tl.constexpr("""{ .reg .b32 m, n, t, c, one, minus;
     and.b32 m, $1, 0x7fff7fff; min.NaN.bf16x2 m, m, $4;
     shr.b32 t, m, 4; and.b32 t, t, 0x00010001; add.u32 n, m, 0x00070007; add.u32 n, n, t; and.b32 n, n, 0xfff0fff0;
@@ -72,8 +77,9 @@ def after_loads(w, FP32: tl.constexpr):
     become free. It moves no load past a barrier; that of a warp costs nothing.
     """
     if not FP32:
-        w = tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
-                                      "=&r,=&r,=&r,=&r,r,r,r,r,~{memory}", [w], dtype=tl.int32, is_pure=False, pack=4)
+        w = tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+            "=&r,=&r,=&r,=&r,r,r,r,r,~{memory}", [w], dtype=tl.int32, is_pure=False, pack=4)
     return w
 
 
@@ -87,12 +93,6 @@ def larger_pair(a, b):
 def pair(a, b):
     """Two bf16 tensors → words."""
     return tl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _interleave(a, b, c, d):
-    """Four tensors [M, 2, 2] (words, pair) → [M, 2, 4, 2]."""
-    return tl.permute(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 2, 2, 4]), (0, 1, 3, 2))
 
 
 @triton.jit
@@ -122,21 +122,20 @@ def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr):
             v = decode_e2m1(code) * s[:, :, None, None]
         v = tl.reshape(v, [M, 64 // bits, 2])
     elif FORMAT == "bf16":
-        a, b = tl.inline_asm_elementwise("mov.b32 $0, $2; mov.b32 $1, $3;", "=&r,=&r,r,r", [w], dtype=(tl.bfloat16, tl.bfloat16),
-                                         is_pure=True, pack=2)
-        v = tl.reshape(tl.permute(tl.reshape(tl.join(a, b), [M, 2, 2, 2]), (0, 1, 3, 2)), [M, 4, 2])
+        a, b = tl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [w], dtype=(tl.bfloat16,) * 2, is_pure=True,
+                                         pack=1)
+        v = tl.join(a, b)
     elif FORMAT == "fp8":
-        a, b, c, d = tl.inline_asm_elementwise(E4M3_PAIRS, "=&r,=&r,=&r,=&r,r,r", [w], dtype=(tl.bfloat16,) * 4, is_pure=True,
-                                               pack=2)
-        v = tl.reshape(_interleave(tl.reshape(a, [M, 2, 2]), tl.reshape(b, [M, 2, 2]), tl.reshape(c, [M, 2, 2]),
-                                   tl.reshape(d, [M, 2, 2])), [M, 8, 2])
+        a, c, b, d = tl.inline_asm_elementwise(E4M3_PAIRS, "=&h,=&h,=&h,=&h,r", [w], dtype=(tl.bfloat16,) * 4, is_pure=True,
+                                               pack=1)
+        v = tl.reshape(tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 1, 3, 2)), [M, 8, 2])
     else:
-        s = tl.reshape(tl.broadcast_to(bf16_twice(scale, FORMAT)[:, :, None], [M, scale.shape[1], 4 // scale.shape[1]]), [M, 4])
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            E2M1_PAIRS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [w, s], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
-        even = _interleave(tl.reshape(a, [M, 2, 2]), tl.reshape(b, [M, 2, 2]), tl.reshape(c, [M, 2, 2]), tl.reshape(d, [M, 2, 2]))
-        odd = _interleave(tl.reshape(e, [M, 2, 2]), tl.reshape(f, [M, 2, 2]), tl.reshape(g, [M, 2, 2]), tl.reshape(h, [M, 2, 2]))
-        v = tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3)), [M, 16, 2])
+        s = bf16_twice(scale, FORMAT)
+        s = tl.reshape(tl.broadcast_to(s[:, :, None], [M, s.shape[1], 4 // s.shape[1]]), [M, 4])
+        a, c, e, g, b, d, f, h = tl.inline_asm_elementwise(
+            E2M1_PAIRS, "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r", [w, s], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+        v = tl.join(tl.join(tl.join(a, b), tl.join(e, f)), tl.join(tl.join(c, d), tl.join(g, h)))
+        v = tl.reshape(tl.permute(v, (0, 1, 3, 4, 2)), [M, 16, 2])  # from [M, 4, pair, step // 2, step % 2]
     return v
 
 

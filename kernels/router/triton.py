@@ -36,8 +36,9 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     if N <= TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
-        _logits[(triton.cdiv(E, 16), pieces)](x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32,
-                                              num_warps=4, num_stages=1)
+        _logits[(triton.cdiv(E, 16), pieces)](
+            x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, num_warps=4,
+            num_stages=1)
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
@@ -62,7 +63,7 @@ route_scored.__doc__, route_hashed.__doc__ = reference.route_scored.__doc__, ref
 
 
 def _results(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return (torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device), torch.empty(x.shape[0], k, dtype=torch.float32, device=x.device))
+    return tuple(torch.empty(x.shape[0], k, dtype=dtype, device=x.device) for dtype in (torch.int64, torch.float32))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -72,8 +73,8 @@ def _logits(X, N, x_stride, W, Y, E: tl.constexpr, D: tl.constexpr, PIECE: tl.co
     q, r, s, repeat = lanes(KS, 4 * NH)
     token = r + 8 * (repeat >> 2)
     first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
-    y = skinny(X, token.to(tl.int64) * x_stride, token < N, W, None, None, None, first, E, piece * PIECE, D, PIECE, KS, RH, NH, FORMAT,
-               FP32, 1, 128, None, 0.0, False, None, None, 1, 0)
+    y = skinny(X, token.to(tl.int64) * x_stride, token < N, W, None, first, E, D, KS, RH, NH, FORMAT, FP32, 1, 128,
+               begin=piece * PIECE, SPAN=PIECE)
     e, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     tl.store(Y + (piece * N + t[None, :]) * E + e[:, None], y, mask=(e[:, None] < E) & (t[None, :] < N))
 
@@ -121,7 +122,8 @@ def _choose(LOGITS, N, PIECES: tl.constexpr, BIAS, INDICES, WEIGHTS, factor, E: 
 
 
 @triton.jit
-def _look_up(X, x_stride, W, TABLE, IDS, INDICES, WEIGHTS, factor, D: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, B: tl.constexpr):
+def _look_up(X, x_stride, W, TABLE, IDS, INDICES, WEIGHTS, factor, D: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+             B: tl.constexpr):
     token, j, i = tl.program_id(0).to(tl.int64), tl.arange(0, BK), tl.arange(0, B)
     chosen = tl.load(TABLE + tl.load(IDS + token) * K + j, mask=j < K, other=0)
     total = tl.zeros([BK, B], tl.float32)

@@ -10,7 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kernels.experts import triton as experts
-from kernels.experts import triton_order
+from kernels.experts import triton_many, triton_order, triton_stream
 from kernels.linear import triton as linear
 from kernels.linear import triton_fused, triton_streams
 from kernels.quantize import PackedWeight, WeightFormat
@@ -19,7 +19,8 @@ from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
 from kernels.router import triton as router
 
-MODULES = (experts, triton_order, linear, triton_fused, triton_streams, quantize, rms_norm, rope, router)
+MODULES = (experts, triton_many, triton_order, triton_stream, linear, triton_fused, triton_streams, quantize, rms_norm, rope,
+           router)
 OTHERS = {"blocks", "rms_norm", "rotate"}  # kernels of other modules, which have cases of their own
 MULTIPROCESSORS = 132  # of an H100
 E, HIDDEN, INTERMEDIATE, K, LIMIT = 256, 4096, 2048, 6, 10.0
@@ -90,7 +91,8 @@ def launches(name: str, call) -> list[tuple]:
 
 
 def _linears():
-    csa = tuple(weight(form, O, HIDDEN) for form, O in (("fp8", 1024), ("fp8", 512), ("bf16", 2048), ("bf16", 512), ("bf16", 64)))
+    csa = tuple(weight(form, O, HIDDEN) for form, O in (
+        ("fp8", 1024), ("fp8", 512), ("bf16", 2048), ("bf16", 512), ("bf16", 64)))
     queries = weight("fp8", 32768, 1024), weight("fp8", 8192, 1024)
     for N in (1, 10):
         for simulate in (True, False):
@@ -115,17 +117,20 @@ def _linears():
 def _experts():
     for form, shared_form in (("mxfp4", "fp8"), ("nvfp4", "nvfp4"), ("fp8", "fp8"), ("bf16", "bf16")):
         w13, w2 = weight(form, E, 2 * INTERMEDIATE, HIDDEN, parts=2), weight(form, E, HIDDEN, INTERMEDIATE)
-        shared = (weight(shared_form, INTERMEDIATE, HIDDEN), weight(shared_form, INTERMEDIATE, HIDDEN), weight(shared_form, HIDDEN, INTERMEDIATE))
+        shared = tuple(weight(shared_form, *shape) for shape in (
+            (INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)))
         for N in (1, 8, 16, 64, 300, 1500, 6000) if form == "mxfp4" else (1, 12, 1500):
             for simulate in (False, True) if form == "mxfp4" else (False,):
                 yield from launches(f"moe {form}, {N} tokens, simulate {simulate}", lambda: experts.moe(
-                    empty(N, HIDDEN), empty(N, K, dtype=torch.int64), empty(N, K, dtype=F32), w13, w2, shared, LIMIT, simulate, simulate))
+                    empty(N, HIDDEN), empty(N, K, dtype=torch.int64), empty(N, K, dtype=F32), w13, w2, shared, LIMIT, simulate,
+                    simulate))
         yield from launches(f"experts {form}, fp32 tokens", lambda: experts.experts(
             empty(8, HIDDEN, dtype=F32), empty(8, K, dtype=torch.int64), empty(8, K, dtype=F32), w13, w2, LIMIT, False))
-        yield from launches(f"shared expert {shared_form}", lambda: experts.shared_expert(empty(1, HIDDEN), *shared, LIMIT, False))
+        yield from launches(f"shared expert {shared_form}", lambda: experts.shared_expert(
+            empty(1, HIDDEN), *shared, LIMIT, False))
     yield from launches("experts of the demo", lambda: experts.experts(
-        empty(1, 256), empty(1, 4, dtype=torch.int64), empty(1, 4, dtype=F32), weight("mxfp4", 16, 320, 256), weight("mxfp4", 16, 256, 160),
-        LIMIT, True))
+        empty(1, 256), empty(1, 4, dtype=torch.int64), empty(1, 4, dtype=F32), weight("mxfp4", 16, 320, 256),
+        weight("mxfp4", 16, 256, 160), LIMIT, True))
 
 
 def _router():

@@ -52,11 +52,19 @@ def table(a, b, c, function):
 
 
 OPERATIONS = {
-    "mov.b32": lambda a, *b: a | b[0] << U32(16) if b else a, "and.b32": lambda a, b: a & b, "or.b32": lambda a, b: a | b, "xor.b32": lambda a, b: a ^ b,
-    "shl.b32": lambda a, b: a << b, "shr.b32": lambda a, b: a >> b, "add.u32": lambda a, b: a + b, "sub.u32": lambda a, b: a - b,
-    "prmt.b32": lambda a, b, c: permute(a, b, int(c)), "lop3.b32": lambda a, b, c, d: table(a, b, c, int(d)),
+    "mov.b32": lambda a, *b: a | b[0] << U32(16) if b else a,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.b32": lambda a, b: a >> b,
+    "add.u32": lambda a, b: a + b,
+    "sub.u32": lambda a, b: a - b,
+    "prmt.b32": lambda a, b, c: permute(a, b, int(c)),
+    "lop3.b32": lambda a, b, c, d: table(a, b, c, int(d)),
     "fma.rn.bf16x2": lambda a, b, c: halves(lambda x, y, z: x * y + z, a, b, c),
-    "min.NaN.bf16x2": lambda a, b: halves(np.minimum, a, b), "max.NaN.bf16x2": lambda a, b: halves(np.maximum, a, b),
+    "min.NaN.bf16x2": lambda a, b: halves(np.minimum, a, b),
+    "max.NaN.bf16x2": lambda a, b: halves(np.maximum, a, b),
 }
 
 
@@ -69,10 +77,17 @@ def run(program: str, outputs: int, *inputs) -> list[np.ndarray]:
             name, operands = line.split(None, 1)
             if name == "bar.warp.sync":
                 continue
-            target, *sources = re.split(r",\s*", operands.replace("{", "").replace("}", ""))
-            values = [registers[s] if s in registers else U32(int(s, 0)) for s in sources]
-            registers[target] = np.asarray(OPERATIONS[name](*values), U32)
+            target, *sources = re.split(r",\s*(?![^{]*})", operands)
+            values = [registers[v] if v in registers else U32(int(v, 0)) for source in sources for v in names(source)]
+            result = np.asarray(OPERATIONS[name](*values), U32)
+            for i, half in enumerate(names(target)):  # two names: halves
+                registers[half] = (result >> U32(16 * i)) & U32(0xFFFF) if target[0] == "{" else result
     return [registers[f"${i}"] for i in range(outputs)]
+
+
+def names(operand: str) -> list[str]:
+    """a, or a and b of {a, b}."""
+    return re.split(r",\s*", operand.strip("{}"))
 
 
 def pairs(register: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -85,27 +100,27 @@ class Results:
 
 
 def _assembly(self, program, constraints, values, types, pure, pack):
-    """Each group of `pack` neighbours of the last dimension in as few registers as hold them."""
-    shape = values[0].data.shape
+    """`pack` elements in as few registers as hold them. Which ones is the compiler's choice: here, by lot."""
+    shape, size = values[0].data.shape, values[0].data.size
+    lot = np.random.default_rng(0).permutation(size)
     registers = []
     for value in values:
-        groups = np.ascontiguousarray(value.data).reshape(-1, pack)
-        bits = groups.view(np.dtype(f"u{groups.itemsize}"))
-        if bits.itemsize * pack >= 4:
-            registers += list(np.ascontiguousarray(bits).view(U32).T)
-        else:
-            registers += list(bits.astype(U32).T)
+        bits = np.ascontiguousarray(value.data).reshape(-1)[lot].reshape(-1, pack)
+        bits = bits.view(np.dtype(f"u{bits.itemsize}"))
+        registers += list((bits.view(U32) if bits.itemsize * pack >= 4 else bits.astype(U32)).T)
     outputs = constraints.count("=")
-    assert len(registers) == len([c for c in constraints.split(",") if c[0] != "~"]) - outputs, "registers of the operands and constraints differ"
+    inputs = [c for c in constraints.split(",") if c[0] not in "=~"]
+    assert len(registers) == len(inputs), "registers of the operands and constraints differ"
     out = [np.broadcast_to(r, registers[0].shape) for r in run(program, outputs, *registers)]
-    elements = [getattr(t, "scalar", t) for t in types]
-    each = [max(1, e.primitive_bitwidth * pack // 32) for e in elements]
-    assert sum(each) == outputs, "registers of the results and constraints differ"
     handles = []
-    for element, count in zip(elements, each):
+    for element in (getattr(t, "scalar", t) for t in types):
+        count, kind = max(1, element.primitive_bitwidth * pack // 32), np.uint16 if element == tl.bfloat16 else np.int32
         part, out = np.ascontiguousarray(np.stack(out[:count], -1)), out[count:]
-        kind = np.uint16 if element == tl.bfloat16 else np.int32
-        handles.append(TensorHandle(part.view(kind).reshape(shape), element))
+        part = part.astype(kind) if element.primitive_bitwidth * pack < 32 else part.view(kind)
+        data = np.empty(size, kind)
+        data[lot] = part.reshape(-1)
+        handles.append(TensorHandle(data.reshape(shape), element))
+    assert not out, "registers of the results and constraints differ"
     return Results(handles)
 
 

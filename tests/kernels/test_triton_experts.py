@@ -9,8 +9,8 @@ from kernels.experts.reference import expert
 from kernels.linear import triton as linear_gpu, triton_streams
 from kernels.quantize import PackedWeight, to_float
 from kernels.quantize.reference import simulate_fp8_blocks
+from tests.kernels.products import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
 from tests.kernels.ptx import compiled
-from tests.kernels.test_triton_linear import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
 
 FORMATS = ["dense fp32", "dense bf16", "fp8", "fp8 fp32 scales", "mxfp4", "nvfp4"]
 QUANTISED = FORMATS[2:]
@@ -20,11 +20,14 @@ LIMIT = 3.0
 def stack(E: int, O: int, K: int, form: str, parts: int, seed: int = 0) -> PackedWeight:
     """E matrices [O, K], each of `parts` stacked along its rows."""
     made = [[pack(randn(O // parts, K, seed=seed + 7 * e + p) * (1 + p), form) for p in range(parts)] for e in range(E)]
-    raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-    join = lambda get: None if get(made[0][0]) is None else torch.stack([torch.cat([raw(get(p)) for p in w]) for w in made]).view(
-        get(made[0][0]).dtype)
     first = made[0][0]
-    return PackedWeight(first.format, join(lambda p: p.weight), join(lambda p: p.scale), join(lambda p: p.global_scale), first.block)
+
+    def join(field: str):
+        if getattr(first, field) is None:
+            return None
+        raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+        return torch.stack([torch.cat([raw(getattr(p, field)) for p in w]) for w in made]).view(getattr(first, field).dtype)
+    return PackedWeight(first.format, join("weight"), join("scale"), join("global_scale"), first.block)
 
 
 def choices(N: int, k: int, E: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,23 +66,26 @@ def tolerance(dtype: torch.dtype, simulate: bool) -> float:
     return 6e-3 if dtype is torch.bfloat16 else 5e-3 if simulate else 1e-5
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("simulate", [False, True], ids=["plain", "simulated"])
+CASES = [(form, False) for form in FORMATS] + [(form, True) for form in QUANTISED]
+SOME = [("mxfp4", True), ("nvfp4", False), ("dense bf16", False), ("fp8", True)]  # whose tiles the interpreter takes time for
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N,k,d", [(1, 3, 64), (3, 2, 160), (40, 2, 64)], ids=str)
-def test_experts(form, simulate, dtype, N, k, d):
-    if simulate and form.startswith("dense"):
-        return
-    E, I = 4, 128 if CUDA or N == 1 and form == "fp8" else 40 if form.startswith("dense") else 32
+@pytest.mark.parametrize("N,k,d,form,simulate", [
+    *((1, 2, 64, *case) for case in (CASES if CUDA else SOME)), *((3, 2, 32, *case) for case in (CASES if CUDA else SOME[:3])),
+    *((18, 2, 32, *case) for case in CASES), (3, 2, 160, "mxfp4", True)], ids=str)
+def test_experts(dtype, N, k, d, form, simulate):
+    E, I = 3, 128 if CUDA or N == 1 and form == "fp8" else 40 if form.startswith("dense") else 32
     x, (indices, routing) = randn(N, d).to(dtype), choices(N, k, E)
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
     got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
     assert got.dtype is torch.float32
     assert distance(got, literal(x, indices, routing, w13, w2, simulate)) < tolerance(dtype, simulate)
-    assert torch.equal(got, gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate))
+    if CUDA or d == 32:
+        assert torch.equal(got, gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate))
 
 
-@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("N", [1, 2] if CUDA else [2])
 def test_an_intermediate_width_that_is_no_power_of_two(N):
     E, d, I = 3, 32, 160
     x, (indices, routing) = randn(N, d), choices(N, 2, E)
@@ -99,13 +105,10 @@ def test_one_expert_takes_all_tokens_and_a_token_an_expert_twice(N):
     assert distance(got, literal(x, indices, routing, w13, w2, False)) < 1e-5
 
 
-@pytest.mark.parametrize("form", ["fp8", "dense bf16", "nvfp4"])
-@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("form,simulate", [("fp8", True), ("fp8", False), ("dense bf16", False), ("nvfp4", True)])
 @pytest.mark.parametrize("N", [1, 10, 20])
 def test_shared_expert(form, simulate, N):
-    if simulate and form == "dense bf16":
-        return
-    d, I = 160, 64
+    d, I = 160, 32
     w = pack(randn(I, d, seed=1), form), pack(randn(I, d, seed=2) * 2, form), pack(randn(d, I, seed=3), form)
     for dtype in DTYPES:
         x = randn(N, d).to(dtype)
@@ -116,12 +119,12 @@ def test_shared_expert(form, simulate, N):
 
 
 @pytest.mark.parametrize("N", [1, 4, 24])
-@pytest.mark.parametrize("form,shared_form,simulate", [("mxfp4", "fp8", True), ("mxfp4", "fp8", False), ("dense bf16", "dense bf16", False),
-                                                       ("nvfp4", "mxfp4", False)])
+@pytest.mark.parametrize("form,shared_form,simulate", [
+    ("mxfp4", "fp8", True), ("mxfp4", "fp8", False), ("dense bf16", "dense bf16", False), ("nvfp4", "mxfp4", False)])
 def test_moe(form, shared_form, simulate, N):
-    E, d, I, k = 4, 64, 32, 2
+    E, d, I, k = 3, 32, 32, 2
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
-    shared = pack(randn(I, d, seed=1), shared_form), pack(randn(I, d, seed=2), shared_form), pack(randn(d, I, seed=3), shared_form)
+    shared = tuple(pack(randn(*shape, seed=i), shared_form) for i, shape in enumerate(((I, d), (I, d), (d, I))))
     indices, routing = choices(N, k, E)
     for dtype in DTYPES:
         x = randn(N, d).to(dtype)
@@ -149,7 +152,8 @@ def test_what_is_refused():
         gpu.experts(randn(1, 32), indices, routing, w13, w2, LIMIT, False)
 
 
-@pytest.mark.parametrize("N,k,E,T,few", [(1, 4, 9, 8, 512), (7, 3, 5, 8, 512), (50, 4, 6, 16, 512), (50, 4, 6, 16, 0), (9, 2, 64, 8, 0), (33, 2, 3, 32, 0)])
+@pytest.mark.parametrize("N,k,E,T,few", [
+    (1, 4, 9, 8, 512), (7, 3, 5, 8, 512), (50, 4, 6, 16, 512), (50, 4, 6, 16, 0), (9, 2, 20, 8, 0), (33, 2, 3, 32, 0)])
 def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
     monkeypatch.setattr(triton_order, "FEW", few)
     indices, _ = choices(N, k, E, seed=N) if k <= E else None
@@ -173,11 +177,11 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
-@pytest.mark.parametrize("form,simulate", [("mxfp4", True), ("fp8", True), ("nvfp4", False), ("dense bf16", False)])
-@pytest.mark.parametrize("N", [1, 30])
+@pytest.mark.parametrize("form,simulate", [("mxfp4", True), ("nvfp4", False), ("dense bf16", False)])
+@pytest.mark.parametrize("N", [2, 30])
 def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
     compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
-    E, d, I, k = 3, 64, 128 if form == "fp8" else 32, 2
+    E, d, I, k = 2, 32, 32, 1
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
     x, (indices, routing) = randn(N, d).bfloat16(), choices(N, k, E)
     got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
@@ -192,8 +196,10 @@ def flash(E: int, form: str, shared_form: str):
     make = lambda *shape: torch.randn(*shape, device="cuda", generator=g) * shape[-1]**-0.5
     some = [pack(make(4096, 4096), form) for _ in range(3)], [pack(make(4096, 2048), form) for _ in range(3)]
     raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-    put = lambda ws, get: None if get(ws[0]) is None else torch.stack([raw(get(ws[e % 3])) for e in range(E)]).view(get(ws[0]).dtype)
-    w13, w2 = (PackedWeight(ws[0].format, *(put(ws, lambda w, i=i: w[i]) for i in (1, 2, 3)), ws[0].block) for ws in some)
+
+    def put(ws, i):
+        return None if ws[0][i] is None else torch.stack([raw(ws[e % 3][i]) for e in range(E)]).view(ws[0][i].dtype)
+    w13, w2 = (PackedWeight(ws[0].format, *(put(ws, i) for i in (1, 2, 3)), ws[0].block) for ws in some)
     return w13, w2, tuple(pack(make(*shape), shared_form) for shape in ((2048, 4096), (2048, 4096), (4096, 2048)))
 
 
@@ -209,7 +215,8 @@ def test_production_shapes(form, simulate, N):
     wanted = literal(x[part], indices[part], routing[part], w13, w2, simulate)
     got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
     assert distance(got[part], wanted) < 1e-2
-    assert all(torch.equal(got, gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)) for _ in range(20 if N < 100 else 3))
+    repeats = 20 if N < 100 else 3
+    assert all(torch.equal(got, gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)) for _ in range(repeats))
     both = graphed(lambda: gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate))
     assert torch.equal(both, gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate))
     assert distance(both[part], wanted + literal_shared(x[part], *shared, simulate)) < 1e-2

@@ -7,71 +7,21 @@ from kernels.errors import UnsupportedInput
 from kernels.fusions import compositions
 from kernels.linear import reference, triton as gpu, triton_fused, triton_streams
 from kernels.linear.triton_weights import hold
-from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, quantize_nvfp4, to_float
+from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
 from kernels.quantize.reference import simulate_fp8_blocks
 from kernels.rms_norm.reference import rms_norm
 from kernels.rope.reference import inverse_frequencies, rotate, rotation
+from tests.kernels.products import (
+    CUDA, DEVICE, DTYPES, FORMATS, QUANTISED, TOLERANCE, distance, exact, graphed, needs_gpu, pack, poison, randn,  # noqa: F401
+)
 from tests.kernels.ptx import compiled
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-FORMATS = ["dense fp32", "dense bf16", "fp8", "fp8 fp32 scales", "fp8 blocks of 32", "mxfp4", "nvfp4", "nvfp4 of two"]
-QUANTISED = FORMATS[2:]
-DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh buffers of floats hold NaN: a kernel that reads what nothing wrote, or leaves a result unwritten, shows it."""
-    make = torch.empty
-
-    def empty(*args, **kwargs):
-        t = make(*args, **kwargs)
-        return t.fill_(float("nan")) if t.is_floating_point() and t.element_size() > 1 else t
-    monkeypatch.setattr(torch, "empty", empty)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
-
-
-def pack(w: torch.Tensor, form: str) -> PackedWeight:
-    match form:
-        case "dense fp32":
-            return PackedWeight(WeightFormat.DENSE, w)
-        case "dense bf16":
-            return PackedWeight(WeightFormat.DENSE, w.bfloat16())
-        case "fp8" | "fp8 blocks of 32":
-            block = (128, 128) if form == "fp8" else (32, 32)
-            return PackedWeight(WeightFormat.FP8, *quantize_fp8(w, block), None, block)
-        case "fp8 fp32 scales":
-            codes, scale = quantize_fp8(w)
-            return PackedWeight(WeightFormat.FP8, codes, scale.float() * 1.3)
-        case "mxfp4":
-            return PackedWeight(WeightFormat.MXFP4, *quantize_mxfp4(w))
-        case "nvfp4":
-            codes, scale, glob = quantize_nvfp4(w)
-            return PackedWeight(WeightFormat.NVFP4, codes, scale, glob.view(1))
-        case "nvfp4 of two":
-            (a, s, g), (b, t, h) = (quantize_nvfp4(part) for part in (w.chunk(2)[0], 3 * w.chunk(2)[1]))
-            raw = torch.cat((s.view(torch.uint8), t.view(torch.uint8))).view(s.dtype)
-            return PackedWeight(WeightFormat.NVFP4, torch.cat((a, b)), raw, torch.stack((g, h)))
-
-
-def exact(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
-    return (x.double() @ to_float(w).double().T)
-
-
-def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert got.shape == wanted.shape
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)).item()
+SHAPES = [(1, 416, 20), (11, 672, 18), (17, 160, 40), (40, 96, 70)]  # tokens, columns, rows
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N,K,O", [(1, 128, 16), (1, 416, 36), (3, 256, 50), (11, 1184, 34), (17, 160, 40), (40, 96, 70)], ids=str)
+@pytest.mark.parametrize("N,K,O", SHAPES + [(1, 128, 16), (3, 256, 50), (11, 1184, 34)] if CUDA else SHAPES, ids=str)
 def test_linear(form, dtype, N, K, O):
     x, w = randn(N, K).to(dtype), pack(randn(O, K), form)
     got = gpu.linear(x, w)
@@ -82,9 +32,10 @@ def test_linear(form, dtype, N, K, O):
 
 @pytest.mark.parametrize("form", QUANTISED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N,K", [(1, 416), (5, 256), (18, 160)], ids=str)
+@pytest.mark.parametrize("N,K", [(5, 416), (18, 160)], ids=str)
 def test_the_activation_is_quantised_first(form, dtype, N, K):
-    x, w = (randn(N, K) * torch.logspace(-6, 4, N * K // 32, device=DEVICE).repeat_interleave(32).view(N, K)).to(dtype), pack(randn(24, K), form)
+    magnitudes = torch.logspace(-6, 4, N * K // 32, device=DEVICE).repeat_interleave(32).view(N, K)
+    x, w = (randn(N, K) * magnitudes).to(dtype), pack(randn(16, K), form)
     x[0, :128] = 0
     wanted = exact(simulate_fp8_blocks(x, 128), w)
     assert distance(gpu.linear(x, w, True), wanted) < TOLERANCE[dtype]
@@ -93,14 +44,13 @@ def test_the_activation_is_quantised_first(form, dtype, N, K):
 
 def test_a_quantised_activation_is_the_reference_s_bit_for_bit():
     """The identity as weight shows the activation itself."""
-    K = 256
-    w = PackedWeight(WeightFormat.FP8, torch.eye(K, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(2, 2, device=DEVICE))
+    K = 128
+    w = PackedWeight(WeightFormat.FP8, torch.eye(K, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(1, 1, device=DEVICE))
     for dtype in DTYPES:
-        for seed in range(3):
-            x = (randn(8, K, seed=seed) * torch.logspace(-9, 9, 8, device=DEVICE).view(8, 1)).to(dtype)
-            x[0, ::3] = torch.tensor([448.0, 1e-4, -2.0**-9], device=DEVICE).repeat(29)[:86].to(dtype)
-            x[1, 5], x[2, 200] = 449.0, 2.0**-133
-            assert torch.equal(gpu.linear(x, w, True), simulate_fp8_blocks(x, 128))
+        x = (randn(8, K) * torch.logspace(-9, 9, 8, device=DEVICE).view(8, 1)).to(dtype)
+        x[0, ::3] = torch.tensor([448.0, 1e-4, -2.0**-9], device=DEVICE).repeat(15)[:43].to(dtype)
+        x[1, 5], x[2, 100] = 449.0, 2.0**-133
+        assert torch.equal(gpu.linear(x, w, True), simulate_fp8_blocks(x, 128))
 
 
 def test_nan_of_a_token_stays_its_own():
@@ -149,7 +99,7 @@ def test_what_is_refused():
         gpu.linear(x, PackedWeight(WeightFormat.FP8, *quantize_fp8(randn(8, 256), (8, 8)), None, (8, 8)))
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMATS if CUDA else ["dense bf16", "fp8", "fp8 blocks of 32", "nvfp4 of two"])
 @pytest.mark.parametrize("N", [3, 19])
 def test_each_group_meets_its_own_rows(form, N):
     G, R, K = 3, 20, 160  # R is no multiple of the FP8 block
@@ -175,9 +125,10 @@ def test_heads_are_rotated_back_and_projected(dtype, N, D, d):
 @pytest.mark.parametrize("N", [1, 9, 20])
 @pytest.mark.parametrize("normed", [False, True])
 def test_several_maps_of_one_input(dtype, N, normed):
-    K = 384
+    K = 160
     weights = tuple(pack(randn(O, K, seed=O), form) for O, form in (
-        (40, "fp8"), (72, "fp8"), (33, "dense bf16"), (50, "dense bf16"), (16, "nvfp4"), (24, "mxfp4"), (20, "fp8 fp32 scales"), (9, "dense fp32")))
+        (20, "fp8"), (36, "fp8"), (17, "dense bf16"), (16, "dense bf16"), (16, "nvfp4"), (12, "mxfp4"), (8, "fp8 fp32 scales"),
+        (9, "dense fp32")))
     simulate = (True, True, False, False, True, False, True, False)
     dtypes = (None, None, torch.float32, None, None, torch.float32, torch.float32, None)
     x, norm = randn(N, K).to(dtype), randn(K).to(dtype) if normed else None
@@ -185,10 +136,10 @@ def test_several_maps_of_one_input(dtype, N, normed):
     y = rms_norm(x, norm, 1e-4) if normed else x
     for out, w, sim, kind in zip(got, weights, simulate, dtypes):
         assert out.dtype is (kind or dtype) and out.is_contiguous()
+        tolerance = TOLERANCE[out.dtype if not normed else dtype]
         if normed and sim:  # a value of the norm may fall on either side of the edge between two codes
-            assert distance(out, exact(simulate_fp8_blocks(y, 128), w)) < 2e-2
-        else:
-            assert distance(out, exact(simulate_fp8_blocks(y, 128) if sim else y, w)) < (TOLERANCE[out.dtype] if dtype is out.dtype or not normed else 4e-3)
+            tolerance = 2e-2
+        assert distance(out, exact(simulate_fp8_blocks(y, 128) if sim else y, w)) < tolerance
 
 
 def test_the_composition_is_that_of_the_reference():
@@ -201,13 +152,21 @@ def test_the_composition_is_that_of_the_reference():
 
 @pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("N", [2, 10, 17])
+@pytest.mark.parametrize("N", [2, 17])
 def test_products_of_bf16_as_a_gpu_makes_them(form, N, monkeypatch):
     compiled(monkeypatch, gpu, triton_streams)
-    x, w = randn(N, 256).bfloat16(), pack(randn(20, 256), form)
+    x, w = randn(N, 160).bfloat16(), pack(randn(16, 160), form)
     assert distance(gpu.linear(x, w), exact(x, w)) < 4e-3
     if form in QUANTISED:
         assert distance(gpu.linear(x, w, True), exact(simulate_fp8_blocks(x, 128), w)) < 4e-3
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
+def test_sixteen_tokens_of_bf16_quantised_as_a_gpu_does_it(monkeypatch):
+    compiled(monkeypatch, gpu, triton_streams)
+    w = PackedWeight(WeightFormat.FP8, torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    x = (randn(16, 128) * torch.logspace(-9, 9, 16).view(16, 1)).bfloat16()
+    assert torch.equal(gpu.linear(x, w, True), simulate_fp8_blocks(x, 128))
 
 
 def test_few_tokens_stream_whole_pieces_of_16_bytes():
@@ -220,18 +179,6 @@ def test_few_tokens_stream_whole_pieces_of_16_bytes():
 
 def production(form: str, O: int, K: int, seed: int = 0) -> PackedWeight:
     return pack(torch.randn(O, K, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) * K**-0.5, form)
-
-
-def graphed(run):
-    """run() as a CUDA graph: replays it twice, and returns its output."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    for _ in range(2):
-        graph.replay()
-    torch.cuda.synchronize()
-    return out
 
 
 @pytest.mark.gpu

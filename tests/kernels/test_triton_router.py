@@ -5,7 +5,7 @@ import torch
 
 from kernels.errors import UnsupportedInput
 from kernels.router import reference, triton as gpu
-from tests.kernels.test_triton_linear import CUDA, DEVICE, graphed, needs_gpu, poison, randn  # noqa: F401
+from tests.kernels.products import DEVICE, graphed, needs_gpu, poison, randn  # noqa: F401
 
 FACTOR = 1.5
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,10 +43,12 @@ def test_by_hash(N, D, k, dtype):
     assert torch.equal(got[0], wanted[0]) and torch.allclose(got[1], wanted[1], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("logits", [[-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0], [19.9, 20.1, 3.0]],
-                         ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed", "where softplus ends"])
+@pytest.mark.parametrize("logits", [
+    [-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0], [19.9, 20.1, 3.0]],
+    ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed", "where softplus ends"])
 def test_extreme_logits(logits):
-    x, W, bias = torch.ones(1, 1, device=DEVICE), torch.tensor(logits, device=DEVICE).unsqueeze(1), torch.zeros(3, device=DEVICE)
+    x, W = torch.ones(1, 1, device=DEVICE), torch.tensor(logits, device=DEVICE).unsqueeze(1)
+    bias = torch.zeros(3, device=DEVICE)
     compare(gpu.route_scored(x, W, bias, 2, 1.0), reference.route_scored(x, W, bias, 2, 1.0), 1e-6)
     table, ids = torch.tensor([[0, 1, 2]], device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     compare(gpu.route_hashed(x, W, table, ids, 1.0), reference.route_hashed(x, W, table, ids, 1.0), 1e-6)
@@ -85,9 +87,11 @@ def test_nothing_to_do_and_what_is_refused():
 @pytest.mark.parametrize("N", [1, 8, 16, 64, 2000])
 @pytest.mark.parametrize("E,k", [(256, 6), (384, 8)])
 def test_production_shapes(N, E, k):
-    x, W, bias = torch.randn(N, 4096, device="cuda").bfloat16(), (torch.randn(E, 4096, device="cuda") / 64).bfloat16(), randn(E) / 10
+    x, W = torch.randn(N, 4096, device="cuda").bfloat16(), (torch.randn(E, 4096, device="cuda") / 64).bfloat16()
+    bias = randn(E) / 10
     for gate in (W, W.float()):
-        got, wanted = graphed(lambda: gpu.route_scored(x, gate, bias, k, FACTOR)), reference.route_scored(x, gate, bias, k, FACTOR)
+        got = graphed(lambda: gpu.route_scored(x, gate, bias, k, FACTOR))
+        wanted = reference.route_scored(x, gate, bias, k, FACTOR)
         same = (got[0].sort(-1).values == wanted[0].sort(-1).values).all(-1)
         assert same.float().mean() > 0.998  # scores of two experts may be closer than sums in another order
         compare(tuple(t[same] for t in got), tuple(t[same] for t in wanted), 1e-4)
