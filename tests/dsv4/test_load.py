@@ -223,7 +223,6 @@ def test_a_directory_that_does_not_exist(tmp_path):
 def test_bad_choices_are_named(official):
     one_line(official, "numerics 'int3' is unknown", numerics="int3")
     one_line(official, "backend 'turbo' is unknown", backend="turbo")
-    one_line(official, "triton.*has only reference", backend="triton")
     one_line(official, "device 'abacus' is unknown", device="abacus")
     one_line(official, "max_context 5000 is not within 1 … 4096", max_context=5000)
 
