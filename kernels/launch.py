@@ -41,3 +41,12 @@ def dot_in_fp32(x: torch.Tensor) -> bool:
 
 def next_power(n: int) -> int:
     return triton.next_power_of_2(n)
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start before the one before them has ended (programmatic dependent launch, capability 9.0 and later).
+
+    A kernel launched so (`launch_pdl=True`) calls `gdc_wait` in every program before it reads what an earlier kernel wrote and
+    before it writes anything; only weights may be touched earlier."""
+    return capability(device) >= (9, 0)
