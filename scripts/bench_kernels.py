@@ -1,10 +1,11 @@
 """Times of every kernel beside its peers and its physical limits, on a GPU.
 
-    python scripts/bench_kernels.py [--only REGEX] [--quick] [--no-peers] [--list] [--out DIR]
+    python scripts/bench_kernels.py [--only REGEX] [--quick] [--no-peers] [--without REGEX] [--list] [--out DIR]
 
 Rows come from `scripts/bench/rows_*.py`. Each is first held against the reference; a row that fails prints RED and no time,
 and the exit code is 1. Then ours and each installed peer (`scripts/peers.sh` fetches them; their folder goes into the
-environment variable PEERS) are timed with a cold L2 as CUDA-graph replays. Writes bench_kernels_<device>.json, .md and .svg to
+environment variable PEERS) are timed with a cold L2 as CUDA-graph replays; at the end the kernels of rows that missed their
+goal are profiled. Writes bench_kernels_<device>.json, .md and .svg to
 DIR (audits).
 """
 
@@ -25,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts import bench  # noqa: E402
 from scripts.bench import peers, report  # noqa: E402
 from scripts.bench.journal import CRASHED, Journal, supervise  # noqa: E402
-from scripts.bench.measure import DeviceLost, Result, measure  # noqa: E402
+from scripts.bench.measure import DeviceLost, Result, examine, measure  # noqa: E402
 from scripts.bench.row import Row  # noqa: E402
 from scripts.bench.timing import Clock, measure_machine  # noqa: E402
 
 SCRIPT = "scripts/bench_kernels.py"
+PROFILE = "profile"  # the part of a row that comes when all are timed
 
 
 def collect(device: str, only: str | None = None) -> tuple[list[Row], list[str]]:
@@ -57,6 +59,7 @@ def main() -> int:
     parser.add_argument("--only", help="regular expression; rows whose 'op shape' it is found in")
     parser.add_argument("--quick", action="store_true", help="20 replays instead of 60")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--without", metavar="REGEX", help="peers to leave out: some tune themselves for a minute a row")
     parser.add_argument("--list", action="store_true", help="print rows with floors and goals; needs no GPU")
     parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
     parser.add_argument("--out", type=Path, default=Path("audits"))
@@ -91,8 +94,8 @@ def run(args, journal: Journal) -> int:
         print(f"BROKEN  {line}", flush=True)
     begun, clock = time.monotonic(), Clock()
     machine, about = measure_machine(clock), report.provenance(SCRIPT)
-    print(f"{machine.device}: copy {machine.bandwidth / 1e12:.2f} TB/s, bf16 product {machine.matmul / 1e12:.0f} TFLOPS, empty "
-          f"kernel {machine.empty_us:.1f} µs, dependent kernel {machine.dependent_us:.1f} µs; {len(rows)} rows", flush=True)
+    print(f"{machine.device}: read {machine.bandwidth / 1e12:.2f} TB/s, copy {machine.copy / 1e12:.2f}, bf16 product "
+          f"{machine.matmul / 1e12:.0f} TFLOPS, empty kernel {machine.empty_us:.1f} µs, dependent kernel {machine.dependent_us:.1f} µs; {len(rows)} rows", flush=True)
     stem = f"bench_kernels_{report.device_slug(machine.device)}"
     ready = lambda: [journal.results[row.name] for row in rows if row.name in journal.results]
     for row in rows:
@@ -105,12 +108,18 @@ def run(args, journal: Journal) -> int:
         crashed = {part for name, part in journal.crashed if name == row.name}
         try:
             journal.done(measure(row, clock, machine, 20 if args.quick else 60, not args.no_peers,
-                                 lambda part, name=row.name: journal.begin(name, part), crashed))
+                                 lambda part, name=row.name: journal.begin(name, part), crashed, args.without))
         except DeviceLost as failure:
             print(f"LOST    {row.name}: {failure}", flush=True)
             return CRASHED
         print(f"{time.monotonic() - begun:5.0f} s {report.console(journal.results[row.name])}", flush=True)
         report.write(args.out, stem, report.document(ready(), machine, about), report.markdown(ready(), machine, about), None)
+    for row in rows:
+        result = journal.results.get(row.name)
+        if result and result.verdict == "MISSED" and not result.limits and (row.name, PROFILE) not in journal.crashed:
+            journal.begin(row.name, PROFILE)
+            examine(row, result)
+            journal.done(result)
     results = ready()
     report.write(args.out, stem, report.document(results, machine, about), report.markdown(results, machine, about),
                  report.svg(results, about))

@@ -10,6 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from scripts.bench.limits import Kernel
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Timing
 
@@ -51,7 +52,8 @@ class Journal:
 def restore(values: dict) -> Result:
     timing = lambda t: None if t is None else Timing(**t)
     found = {name: PeerResult(**{**p, "timing": timing(p["timing"])}) for name, p in values["peers"].items()}
-    return Result(**{**values, "timing": timing(values["timing"]), "peers": found})
+    return Result(**{**values, "timing": timing(values["timing"]), "peers": found,
+                     "limits": [Kernel(**k) for k in values.get("limits", ())]})
 
 
 def supervise(path: Path, command: list[str]) -> int:

@@ -2,12 +2,14 @@
 
 import gc
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 
 import torch
 
 from scripts.bench import peers
+from scripts.bench.limits import Kernel, look
 from scripts.bench.row import Row
 from scripts.bench.timing import FLUSH_BYTES, Clock, Machine, Timing
 
@@ -43,6 +45,7 @@ class Result:
     why: str = ""
     timing: Timing | None = None
     peers: dict[str, PeerResult] = field(default_factory=dict)
+    limits: list[Kernel] = field(default_factory=list)  # of a row that missed its goal
 
     @property
     def name(self) -> str:
@@ -82,10 +85,11 @@ def passes(error: float, tolerance: float) -> bool:
 
 
 def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: bool = True,
-            begin: Callable[[str], None] = lambda part: None, crashed: Collection[str] = ()) -> Result:
+            begin: Callable[[str], None] = lambda part: None, crashed: Collection[str] = (), left_out: str | None = None) -> Result:
     """Gate, then times. Any exception of the row makes it red; an exception of a peer is noted beside its name.
 
-    begin(part) is told what runs next: "" for the row itself, or a peer's name; parts in `crashed` are not run.
+    begin(part) is told what runs next: "" for the row itself, or a peer's name; parts in `crashed` are not run, and neither
+    are peers in whose name the expression `left_out` is found.
     """
     result = Result(row.op, row.shape, row.bytes, row.flops, row.floor_us(machine.bandwidth, machine.matmul), row.goal_us)
     begin("")
@@ -107,12 +111,27 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
         release()
     if with_peers:
         for name, make in (row.peers | peers.for_row(row)).items():
+            if left_out and re.search(left_out, name):
+                result.peers[name] = PeerResult(why="left out on the command line")
+                continue
             begin(name)
             if name in crashed:
                 result.peers[name] = PeerResult(why="crashed the process")
             else:
                 result.peers[name] = measure_peer(row, make, clock, replays)
     return result
+
+
+def examine(row: Row, result: Result) -> None:
+    """Add what the row's kernels are made of. Call it when all rows are timed."""
+    try:
+        (run, _) = row.make(0)
+        result.limits = look(run)
+    except Exception as failure:  # the time stands without its explanation, and the notes say so
+        result.why = f"not profiled: {_one_line(failure)}"
+    finally:
+        run = None
+        release()
 
 
 def measure_peer(row: Row, make: Callable, clock: Clock, replays: int) -> PeerResult:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from scripts.bench import limits
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Machine
 
@@ -65,7 +66,8 @@ def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
         f"{headline(about)}.", "",
         f"    {about['command']}", "",
         "Medians in µs of CUDA-graph replays; cold: L2 flushed before each and input sets rotated, hot: the same inputs again. "
-        f"Floor: the longer of the bytes at {machine.bandwidth / 1e12:.2f} TB/s (a copy, measured here) and the products at "
+        f"Floor: the longer of the bytes at {machine.bandwidth / 1e12:.2f} TB/s (1 GiB read, measured here; a copy moves "
+        f"{machine.copy / 1e12:.2f}) and the products at "
         f"{machine.matmul / 1e12:.0f} TFLOPS (bf16, measured here). An empty kernel takes {machine.empty_us:.1f} µs on this "
         f"scale, each further dependent one {machine.dependent_us:.1f} µs; neither is subtracted. A row is timed only after "
         "its result agreed with the reference; a peer only after its own check, where it has one.", "",
@@ -73,10 +75,12 @@ def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
         "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
     ]
     lines += [_line(result) for result in results]
-    lines += ["", _tally(results), ""]
+    lines += ["", _tally(results), "", *limits.markdown(results, machine)]
     notes = [f"- {r.name}: {r.why}" for r in results if r.why]
     silent = [(r, name, p) for r in results for name, p in r.peers.items() if p.why]
-    notes += [f"- {r.name}, {name}: {p.why}" for r, name, p in silent if not p.why.startswith(ABSENT)]
+    left = sorted({name for _, name, p in silent if p.why.startswith("left out")})
+    notes += [f"- left out on the command line: {', '.join(left)}"] if left else []
+    notes += [f"- {r.name}, {name}: {p.why}" for r, name, p in silent if not p.why.startswith((ABSENT, "left out"))]
     missing = sorted({f"{name} ({p.why.removeprefix(ABSENT)})" for _, name, p in silent if p.why.startswith(ABSENT)})
     notes += [f"- not installed: {', '.join(missing)}"] if missing else []
     return "\n".join(lines + (["## Notes", "", *notes, ""] if notes else []))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+import triton
+import triton.language as tl
 
 FLUSH_BYTES = 128 << 20     # read before each cold replay: over twice the L2 of an H100
 WARM_UP = 3                 # eager runs before a capture: kernels compile, libraries choose their algorithms
@@ -31,15 +33,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured at the start of a run. bandwidth: B/s that a copy reads and writes; matmul: bf16 FLOP/s of an 8192-cubed
-    product; empty_us: a replay of one empty kernel between two events; dependent_us: each further kernel that waits for the
-    one before."""
+    """Measured at the start of a run. bandwidth: B/s at which 1 GiB is read, or copied if that is faster; copy: B/s that a
+    copy of 1 GiB reads and writes; matmul: bf16 FLOP/s of an 8192-cubed product; empty_us: a replay of one empty kernel
+    between two events; dependent_us: each further kernel that waits for the one before."""
 
     device: str
     bandwidth: float
     matmul: float
     empty_us: float
     dependent_us: float
+    copy: float = 0.0
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -143,11 +146,36 @@ def device_kernels(run: Callable[[], object]) -> list[tuple[str, float]]:
     return [(e.name, e.device_time_total) for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
+@triton.jit
+def _read(source, sink, N: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Read N int32; program p the p-th part of every stride. Written only if the sum is one number, so as not to be dropped."""
+    total = tl.zeros([BLOCK], tl.int32)
+    first = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for at in tl.range(0, N, PART, num_stages=1, loop_unroll_factor=4):
+        total ^= tl.load(source + at + first)
+    found = tl.sum(total)
+    if found == 0x5EED5EED:
+        tl.store(sink, found)
+
+
+def read_bandwidth(clock: Clock, source: torch.Tensor) -> float:
+    """B/s at which an int32 tensor is read, by the fastest of a few shapes."""
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    sink, best = torch.zeros(1, dtype=torch.int32, device="cuda"), 0.0
+    for each, warps in ((4, 4), (8, 4), (4, 8), (16, 2)):
+        block = 4 * 32 * warps
+        part = 1 << (each * programs * block).bit_length() - 1
+        run = lambda: _read[(part // block,)](source, sink, source.numel(), part, block, num_warps=warps)
+        best = max(best, source.nbytes / (clock.graphs([capture(run)], 10).hot_us * 1e-6))
+    return best
+
+
 def measure_machine(clock: Clock) -> Machine:
-    """What copies, products and launches cost here."""
+    """What reads, copies, products and launches cost here."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy = clock.graphs([capture(lambda: target.copy_(source))], 10)
+    copy = 2 * source.nbytes / (clock.graphs([capture(lambda: target.copy_(source))], 10).hot_us * 1e-6)
+    read = read_bandwidth(clock, source.zero_().view(torch.int32))
     del source, target
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = clock.graphs([capture(lambda: torch.mm(a, b))], 10)
@@ -162,5 +190,5 @@ def measure_machine(clock: Clock) -> Machine:
     empty = clock.graphs([capture(lambda: one.add_(1))], 30)
     longer = clock.graphs([capture(chain)], 30)
     torch.cuda.empty_cache()
-    return Machine(torch.cuda.get_device_name(), 2 * (1 << 30) / (copy.hot_us * 1e-6), 2 * 8192 ** 3 / (product.hot_us * 1e-6),
-                   empty.hot_us, (longer.hot_us - empty.hot_us) / chained)
+    return Machine(torch.cuda.get_device_name(), max(read, copy), 2 * 8192 ** 3 / (product.hot_us * 1e-6), empty.hot_us,
+                   (longer.hot_us - empty.hot_us) / chained, copy)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from scripts import bench_kernels
-from scripts.bench import decode, decode_report, fatbin, measure, peers, report
+from scripts.bench import decode, decode_report, fatbin, limits, measure, peers, report
 from scripts.bench.journal import Journal, supervise
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.row import Row
 from scripts.bench.timing import Machine, Timing, percentile, summary
 
 ROOT = Path(__file__).resolve().parents[2]
-MACHINE = Machine("NVIDIA H100 80GB HBM3", 3.0e12, 771e12, 3.7, 1.3)
+MACHINE = Machine("NVIDIA H100 80GB HBM3", 3.0e12, 771e12, 3.7, 1.3, 2.4e12)
 ABOUT = {"command": "python scripts/bench_kernels.py", "commit": "abc1234", "device": MACHINE.device, "torch": "2.11",
          "triton": "3.6", "python": "3.12"}
 SETUP = {"preset": "Flash", "layers": 16, "numerics": "native", "backend": "triton", "cache": "fp8", "index_cache": "fp4",
@@ -105,6 +105,34 @@ def test_table_says_missed_and_shows_no_time_of_a_red_row():
     assert "error 1.0 over 0.1" in text and "not installed: absent (x)" in text and ABOUT["command"] in text
 
 
+SASS = """
+        /*0000*/ LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0010*/ LDG.E.64 R8, desc[UR4][R2.64] ;  /*0020*/ LDG.E R8, desc[UR4][R2.64] ;  /*0030*/ LDG.E.U8 R1, [R2] ;
+        /*0040*/ LDGSTS.E.BYPASS.128 [R3], desc[UR4][R2.64] ;  /*0050*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0060*/ HMMA.16816.F32.BF16 R24, R4, R2, R24 ;  /*0070*/ BAR.SYNC.DEFER_BLOCKING 0x0 ;  /*0080*/ STL [R1], R2 ;
+"""
+
+
+def test_a_missed_goal_comes_with_what_limits_it():
+    assert limits.count_instructions(SASS) == {"wgmma": 1, "mma": 1, "load 16 B": 1, "load 8 B": 1, "load ≤ 4 B": 2,
+                                               "async copy": 1, "barrier": 1, "local": 1}
+    late = result(15.0, 10.0, "late")
+    late.limits = [limits.Kernel("_scores", 1, 12.3, 168, 0, 65536, 8, {"wgmma": 4}), limits.Kernel("memset", 1, 1.0)]
+    text = report.markdown([result(5.0, 10.0, "met"), late], MACHINE, ABOUT)
+    missed = text[text.index("## Goals missed"):]
+    assert "| `topk` late | 15.0 | 10.0 | 5.0 | 1.00 | 40% | 0.20 | 0 |" in missed  # 3.7 + 1.3 for two kernels; 3 MB in 15 µs
+    assert "| `topk` late | `_scores` | 1 | 12.3 | 168 | 0 | 65536 | 8 | wgmma 4 |" in missed
+    assert "| `memset` | 1 | 1.0 | – | – | – | – |  |" in missed and "`topk` met" not in missed
+    assert "## Goals missed" not in report.markdown([result(5.0, 10.0)], MACHINE, ABOUT)
+
+
+def test_peers_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(peers, "for_row", lambda r: {"slow one": lambda i: 1 / 0, "plain": lambda i: lambda: None})
+    got = measure.measure(row(), FakeClock(), MACHINE, 20, left_out="^slow")
+    assert got.peers["plain"].timing and got.peers["slow one"].why == "left out on the command line"
+    assert "left out on the command line: slow one" in report.markdown([got], MACHINE, ABOUT)
+
+
 def test_json_and_svg(tmp_path):
     rows = [result(5.0, None, peer_us=8.0), result(None, shape="wrong one")]
     picture, text = report.svg(rows, ABOUT), report.markdown(rows, MACHINE, ABOUT)
@@ -145,10 +173,12 @@ def test_journal_remembers_results_and_crashes(tmp_path):
     journal = Journal(path)
     journal.begin("topk 256K B1")
     journal.begin("topk 256K B1", "theirs")
-    journal.done(result(5.0, peer_us=8.0))
+    done = result(5.0, peer_us=8.0)
+    done.limits = [limits.Kernel("_scores", 2, 12.3, 168, sass={"wgmma": 4})]
+    journal.done(done)
     journal.begin("other", "FlashMLA")
     again = Journal(path)
-    assert str(again.results["topk 256K B1"]) == str(result(5.0, peer_us=8.0))  # as text: NaN is not equal to itself
+    assert str(again.results["topk 256K B1"]) == str(done)  # as text: NaN is not equal to itself
     assert again.running == ("other", "FlashMLA") and again.crash() == ("other", "FlashMLA")
     assert Journal(path).crashed == {("other", "FlashMLA")} and Journal(path).running is None
 
