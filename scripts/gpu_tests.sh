@@ -3,8 +3,10 @@
 #
 #     scripts/gpu_tests.sh [SUITE…]      all but `host` when none is named
 #
-# gpu: tests marked gpu. triton: tests/kernels/test_triton_*.py, compiled. graph: training gradients, replayed against eager.
-# training: the fused training kernels. greedy: the same text from `reference` and `triton`. host: the other tests, here.
+# triton: kernels at production shapes. small: the small shapes that CI interprets, compiled. gpu: the other tests marked gpu,
+# the whole model's among them. graph: training gradients, replayed against eager. training: the fused training kernels.
+# greedy: the same text from `reference` and `triton`, by the command line. host: the other tests, here. Tests run in JOBS
+# processes (default: most of the processors) where pytest-xdist is installed.
 #
 # A suite that fails or runs over LIMIT seconds (default 540) does not stop the others. Results go to ${OUT:-audits}:
 # gpu_tests.json, and the logs as gpu_tests_logs.tar.gz. Needs the packages of pyproject.toml (torch >= 2.11) and, for the
@@ -17,11 +19,13 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 mkdir -p "$out"
 suites=("$@")
-[ ${#suites[@]} -gt 0 ] || suites=(gpu triton graph training greedy)
+[ ${#suites[@]} -gt 0 ] || suites=(triton gpu small graph training greedy)
+jobs=()
+"$python" -c 'import xdist' 2> /dev/null && jobs=(-n "${JOBS:-$(( ($(nproc) * 3 + 3) / 4 ))}")
 
 tests() {  # NAME ARGUMENTS…: pytest, its counts left as JUnit XML
   local name=$1; shift
-  "$python" -m pytest -q --maxfail=25 --continue-on-collection-errors --junitxml="$logs/$name.xml" "$@"
+  "$python" -m pytest -q --maxfail=25 --continue-on-collection-errors --junitxml="$logs/$name.xml" ${JOBS_FLAGS:-} "$@"
 }
 tokens() {  # CHECKPOINT NUMERICS BACKEND PROMPT…: token ids of a greedy generation, one line
   "$python" -m dsv4 generate "$1" --numerics "$2" --backend "$3" --device cuda --max-new-tokens 64 --json "${@:4}" |
@@ -46,8 +50,9 @@ greedy() {
 }
 run() {
   case $1 in
-    gpu) tests gpu tests -m gpu --ignore-glob='*/test_triton_*.py' ;;
-    triton) tests triton tests/kernels/test_triton_*.py ;;
+    triton) tests triton tests/kernels/test_triton_*.py -m gpu ;;
+    small) tests small tests/kernels/test_triton_*.py -m "not gpu" ;;
+    gpu) tests gpu tests -m gpu --ignore-glob='tests/kernels/test_triton_*.py' ;;
     host) tests host tests -m "not gpu" --ignore=tests/dsv4/test_memory_use.py --ignore-glob='*/test_triton_*.py' ;;
     graph) "$python" -m scripts.training.check_graph ;;
     training) "$python" -m scripts.training.check_kernels ;;
@@ -55,7 +60,7 @@ run() {
     *) echo "unknown suite $1"; return 2 ;;
   esac
 }
-export python logs
+export python logs JOBS_FLAGS="${jobs[*]}"
 export -f tests tokens same greedy run
 for suite in "${suites[@]}"; do
   echo "== $suite"
@@ -98,6 +103,6 @@ print(f"\n{about.get('device')}, torch {about.get('torch')}, triton {about.get('
 print(f"{'suite':10}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}{'exit':>6}")
 for r in rows:
     line = f"{r['suite']:10}{r['passed']:8}{r['failed']:8}{r['skipped']:9}{r['seconds']:9}{r['exit']:6}"
-    print(line + ("  over the limit" if r["exit"] == 124 else ""))
-sys.exit(any(r["exit"] for r in rows))
+    print(line + ("  over the limit" if r["exit"] == 124 else "" if r["passed"] else "  nothing ran"))
+sys.exit(any(r["exit"] or not r["passed"] for r in rows))
 END
