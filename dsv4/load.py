@@ -24,9 +24,9 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
                device_map: str | None = None, max_memory: dict | None = None, cache: str = "auto", index_cache: str = "auto") -> Model:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
-    numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.numerics). backend: 'auto' ('cpu' on a CPU, 'reference'
-    on a GPU until there are kernels for it), 'reference', 'cpu', 'triton'. max_context: the default of
-    `new_cache`. mtp: load the MTP block; None means if the checkpoint has one. progress(done bytes, total bytes).
+    numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.numerics). backend: 'auto' (see `resolve_backend`), 'reference',
+    'cpu', 'triton'. max_context: the default of `new_cache`. mtp: load the MTP block; None means if the checkpoint has one.
+    progress(done bytes, total bytes).
     device_map='auto' spreads layers over GPUs, host memory and the checkpoint on disk within `max_memory`
     ({0: bytes, 'cpu': bytes}; see dsv4.offload). cache: 'auto' (as activations), 'bf16' or 'fp8', of window rows and entries;
     index_cache: 'auto', 'bf16', 'fp8' or 'fp4', of index keys (see `Numerics.with_caches`).
@@ -36,7 +36,7 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
     """
     inventory = Inventory.open(path)
     target = resolve_device(device)
-    model = plan_model(inventory, numerics_named(numerics).with_caches(cache, index_cache), resolve_backend(backend, target), mtp)
+    model = plan_model(inventory, numerics_named(numerics).with_caches(cache, index_cache), resolve_backend(backend, target, device_map is not None), mtp)
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "
@@ -195,10 +195,20 @@ def resolve_device(device: str) -> torch.device:
     return target
 
 
-def resolve_backend(backend: str, device: torch.device) -> str:
-    """The backend that 'auto' means on a device. Raises InputError for 'cpu' on a GPU."""
+def resolve_backend(backend: str, device: torch.device, spread: bool = False) -> str:
+    """The backend that 'auto' means on a device: 'cpu' on a CPU, 'triton' on one GPU of capability 8.0 or later, else
+    'reference'.
+
+    spread: layers are placed over devices (`device_map`), where steps are not captured. Raises InputError for 'cpu' on a GPU
+    and for 'triton' on spread layers.
+    """
     if backend == "auto":
-        return "cpu" if device.type == "cpu" else "reference"
+        if device.type == "cpu":
+            return "cpu"
+        return "reference" if spread or torch.cuda.get_device_capability(device) < (8, 0) else "triton"
     if backend == "cpu" and device.type != "cpu":
         raise InputError(f"backend 'cpu' was asked for on device {device}; it runs on host memory only")
+    if backend == "triton" and spread:
+        raise InputError("backend 'triton' was asked for with layers spread over devices; it needs all of them on one GPU: leave "
+                         "out --device-map, or ask for reference")
     return backend

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4 import load_model
-from dsv4.load import pieces_of, plan_model, write_parameters
+from dsv4.errors import InputError
+from dsv4.load import pieces_of, plan_model, resolve_backend, write_parameters
 from dsv4.numerics import NUMERICS
 from kernels.errors import Dsv4Error
 from kernels.quantize import WeightFormat
@@ -265,3 +266,16 @@ def test_fp8_experts_load_in_every_numerics(tmp_path):
     assert load(path, numerics="native").layers[0].ffn.experts.w13.storage.format is WeightFormat.FP8
     kept = load(path, numerics="qat:fp32")
     assert torch.isfinite(kept(ids)).all() and torch.isfinite(exact).all()
+
+
+@pytest.mark.parametrize("capability, spread, chosen", [((9, 0), False, "triton"), ((8, 0), False, "triton"), ((7, 5), False, "reference"),
+                                                        ((9, 0), True, "reference")])
+def test_auto_takes_kernels_on_one_gpu_that_can_run_them(capability, spread, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_backend("auto", torch.device("cuda"), spread) == chosen
+    assert resolve_backend("auto", torch.device("cpu"), spread) == "cpu"
+
+
+def test_kernels_are_refused_where_layers_are_spread():
+    with pytest.raises(InputError, match="spread over devices"):
+        resolve_backend("triton", torch.device("cuda"), spread=True)
