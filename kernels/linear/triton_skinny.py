@@ -32,13 +32,16 @@ def lanes(KS: tl.constexpr, REPEATS: tl.constexpr):
 
 
 @triton.jit
-def ahead(W, first, rows, K: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr):
-    """Bring rows first … first + COUNT of W (words, rows of K columns) into L2. Capability 9.0 and later."""
+def ahead(W, first, rows, K: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, PROGRAMS: tl.constexpr):
+    """The first PROGRAMS programs (none before capability 9.0) bring rows first … first + COUNT of W (words, rows of K columns)
+    into L2. Safe before `begin`, whoever writes W."""
     C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
     WORDS: tl.constexpr = K * C // 8
-    place = (W + tl.minimum(first, rows - 1).to(tl.int64) * WORDS).to(tl.int64)
-    size = tl.minimum(rows - tl.minimum(first, rows - 1), COUNT) * (4 * WORDS)
-    tl.inline_asm_elementwise(_AHEAD, "=r,l,r,~{memory}", [place, size], dtype=tl.int32, is_pure=False, pack=1)
+    if PROGRAMS > 0:
+        if (tl.program_id(0) < PROGRAMS) & (first < rows):
+            place = (W + first.to(tl.int64) * WORDS).to(tl.int64)
+            size = tl.minimum(rows - first, COUNT) * (4 * WORDS)
+            tl.inline_asm_elementwise(_AHEAD, "=r,l,r,~{memory}", [place, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
