@@ -113,11 +113,11 @@ def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.c
         at = place + tl.cumsum(found.to(tl.int32), 0) - 1
         tl.store(ORDER + at, start + i, mask=found)
         place += tl.sum(found.to(tl.int32), 0)
-    begin = less // T + e
+    opening = less // T + e
     end = tl.where(e == E - 1, blocks, (less + count) // T + e + 1)
-    for start in range(begin, end, CHUNK):
+    for start in range(opening, end, CHUNK):
         block = start + i
-        first = (block - begin) * T
+        first = (block - opening) * T
         tl.store(TABLE + 1 + block, tl.where(first < count, e, -1), mask=block < end)
         tl.store(TABLE + 1 + blocks + block, less + first, mask=block < end)
         tl.store(TABLE + 1 + 2 * blocks + block, tl.minimum(count - first, T), mask=block < end)

@@ -133,7 +133,8 @@ def _grid(part: Part | None, blocks: int, rows: int, shared: Part | None, shared
     tiles = (0 if part is None else blocks * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
     parts = [p for p in (part, shared) if p is not None]
     ks = warps(min(p.weight.K for p in parts), any(p.fp32 for p in parts), tiles, max(p.groups for p in parts), device)
-    return tiles if pairs <= DYNAMIC else min(tiles, RESIDENT * processors(device)), ks
+    resident = RESIDENT + RESIDENT // 2 if part is not None and part.apart else RESIDENT
+    return tiles if pairs <= DYNAMIC else min(tiles, resident * processors(device)), ks
 
 
 def _ahead(part: Part | None, shared: Part | None, device: torch.device) -> int:

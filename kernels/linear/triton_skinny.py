@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from kernels.linear.triton_words import HALVES_DOWN, ROUND_E4M3, after_loads, larger_pair, loads_begun, pair, unpack
-from kernels.quantize.triton_codes import decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen
+from kernels.quantize.triton_codes import (
+    INTERPRETED, decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen,
+)
 
 RANGE = tl.constexpr(2048)  # columns of x looked at together for its largest
 
@@ -106,7 +108,10 @@ def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, 
     if SIMULATE:
         v = _through_e4m3(v, KS, NH, FP32)
     if APART:
-        v = (widen(v) * up[:, None]).to(tl.float16)
+        if INTERPRETED:
+            v = (widen(v) * up[:, None]).to(tl.float16)
+        else:  # a power of two: exact, and two at a time in bf16
+            v = (v * up.to(DTYPE)[:, None]).to(tl.float32).to(tl.float16)
     elif FP32:
         v = widen(v)
     v = tl.reshape(v, [NH, 4, KS, 8, 4, 2, 2, 2])
