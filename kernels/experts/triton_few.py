@@ -47,7 +47,7 @@ def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP
     ids = _ids(ORDER, first, t, count)
     at = _ids(ORDER, first, n, count) // EACH * x_stride
     y = skinny(X, at, mine & (n < count), W, S, row, I, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, W_UP, S_UP, APART=APART,
-               pair_at=ids // EACH * x_stride)
+               row_at=ids // EACH * x_stride, count=count)
     gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, T]), (0, 2, 3, 1)))
     if G is not None:
         gate, up = gate * tl.load(G), up * tl.load(G_UP)
@@ -108,7 +108,7 @@ def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl
     o, t = row + tl.arange(0, 8 * RH), tl.arange(0, 2 if APART else 8 * NH)
     ids = _ids(ORDER, first, t, count)
     y = skinny(H, _ids(ORDER, first, n, count) * K, mine & (n < count), W, S, row, D, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE,
-               APART=APART, pair_at=ids * K)
+               APART=APART, row_at=ids * K, count=count)
     if G is not None:
         y *= tl.load(G + tl.minimum(o, D - 1) // (D // PARTS))[:, None]
     y = narrow(rounded(y, H.dtype.element_ty), Y.dtype.element_ty)

@@ -109,9 +109,10 @@ def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUP
     token, mine = tokens(KS, NH, APART)
     T: tl.constexpr = 2 if APART else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
-    token, pair_at = token.to(tl.int64), tl.minimum(t, N - 1).to(tl.int64) * x_stride
+    token = token.to(tl.int64)
     out = skinny(X + group * K, token * x_stride, mine & (token < N), W, S, first, rows, K, KS, RH, NH, FORMAT, FP32, BO, BK,
-                 CIS=CIS, cis_at=token * cis_stride, HEAD=HEAD, TURNED=TURNED, APART=APART, pair_at=pair_at)
+                 CIS=CIS, cis_at=token * cis_stride, HEAD=HEAD, TURNED=TURNED, APART=APART,
+                 row_at=t.to(tl.int64) * x_stride, count=N)
     if G is not None:
         out *= tl.load(G + tl.minimum(o, rows - 1) // (R * GROUPS // PARTS))[:, None]
     tl.store(Y + t.to(tl.int64)[None, :] * (R * GROUPS) + o[:, None], narrow(out, Y.dtype.element_ty),

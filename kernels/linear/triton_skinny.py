@@ -18,7 +18,7 @@ from kernels.quantize.triton_codes import (
     INTERPRETED, decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen,
 )
 
-RANGE = tl.constexpr(2048)  # columns of x looked at together for its largest
+RANGE = tl.constexpr(2048)  # columns of two tokens looked at together before the products
 
 # One thread asks for all the bytes that its program will read: they are on the way to L2 while it waits for the kernel before,
 # and no register waits for them.
@@ -146,29 +146,27 @@ def _through_e4m3(v, KS: tl.constexpr, NH: tl.constexpr, FP32: tl.constexpr):
 
 
 @triton.jit
-def _inverse_rms(X, at, live, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, eps):
-    """(mean(x²) + eps)^−½ of each lane's token, fp32 as `at`."""
-    q, r, s, repeat = lanes(KS, 4 * NH)
-    i = tl.arange(0, 8)[None, :]
-    total = tl.zeros([32 * KS * 4 * NH, 8], tl.float32)
-    for k in range(0, K, 128 * KS):
-        column = (k + 128 * s + 32 * (repeat & 3) + 8 * q)[:, None] + i
-        x = widen(tl.load(X + at[:, None] + column, mask=live[:, None] & (column < K), other=0.0))
+def _inverse_rms(X, row_at, count, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, eps):
+    """(mean(x²) + eps)^−½ of each lane's token, fp32 [32·KS·4·NH]. row_at int64 [T]: where a token's row begins."""
+    T: tl.constexpr = row_at.shape[0]
+    i, t = tl.arange(0, RANGE // 2)[None, :], tl.arange(0, T)[:, None]
+    total = tl.zeros([T, RANGE // 2], tl.float32)
+    for k in range(0, K, RANGE // 2):
+        x = widen(tl.load(X + row_at[:, None] + (k + i), mask=(t < count) & (k + i < K), other=0.0))
         total += x * x
-    total = tl.reshape(tl.sum(total, 1), [NH, 4, KS, 8, 4])
-    mean = tl.sum(tl.sum(tl.sum(total, 4), 2), 1) / K
-    inverse = tl.broadcast_to(tl.reshape(1 / tl.sqrt(mean + eps), [NH, 1, 1, 8, 1]), [NH, 4, KS, 8, 4])
-    return tl.reshape(inverse, [32 * KS * 4 * NH])
+    inverse = 1 / tl.sqrt(tl.sum(total, 1) / K + eps)
+    inverse = tl.reshape(inverse, [NH, 1, 1, T // NH, 1])  # one or two tokens: again and again
+    return tl.reshape(tl.broadcast_to(inverse, [NH, 4 * KS, 8 * NH // T, T // NH, 4]), [32 * KS * 4 * NH])
 
 
 @triton.jit
-def _range(X, at, K: tl.constexpr, KS: tl.constexpr):
-    """Powers of two that bring two tokens, whose rows begin at `at` int64 [2], into the middle of fp16: (up fp32 [32·KS·4] as
-    lanes of x take it, down fp32 [2] that takes it back). A sum of 2048 products stays far below fp32's end either way."""
-    i = tl.arange(0, RANGE)
+def _range(X, row_at, count, K: tl.constexpr, KS: tl.constexpr):
+    """Powers of two that bring two tokens, whose rows begin at row_at int64 [2], into the middle of fp16: (up fp32 [32·KS·4] as
+    lanes of x take it, down fp32 [2] that takes it back). What that flushes is below 2^−37 of the token's largest value."""
+    i, t = tl.arange(0, RANGE)[None, :], tl.arange(0, 2)[:, None]
     most = tl.zeros([2, RANGE], tl.int32)
     for k in range(0, K, RANGE):
-        x = tl.load(X + at[:, None] + (k + i)[None, :], mask=(k + i < K)[None, :], other=0.0)
+        x = tl.load(X + row_at[:, None] + (k + i), mask=(t < count) & (k + i < K), other=0.0)
         most = tl.maximum(most, magnitude(widen(x)))
     e = tl.minimum(tl.maximum(267 - (tl.max(most, 1) >> 23), 1), 253)  # the largest becomes 2^13 … 2^14
     up, down = (e << 23).to(tl.float32, bitcast=True), ((254 - e) << 23).to(tl.float32, bitcast=True)
@@ -226,13 +224,14 @@ def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH:
 def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr,
            FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr = False,
            W_UP=None, S_UP=None, NORM=None, eps=0.0, CIS=None, cis_at=None, HEAD: tl.constexpr = 1, TURNED: tl.constexpr = 0,
-           begin=0, SPAN: tl.constexpr = 0, APART: tl.constexpr = False, pair_at=None):
+           begin=0, SPAN: tl.constexpr = 0, APART: tl.constexpr = False, row_at=None, count=0):
     """x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH], or [8·RH, 2] if APART.
 
     at, live: as `inputs` takes them, of the tokens that `tokens` names. W int32: words of the weight, `rows` contiguous rows of
     K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks BO × BK). W_UP, S_UP: 8 rows of W and 8 rows of W_UP in turn.
     The global scale of NVFP4 is left to the caller. X, SIMULATE and NORM to TURNED: see `inputs`. SPAN, a multiple of 128·KS:
-    only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens, whose rows begin at pair_at int64 [2]; not with NORM.
+    only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM. Either looks at whole rows first: row_at
+    int64 [8·NH] or, for one or two tokens, [2], of which the first `count` are tokens.
     """
     C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
     SCALED: tl.constexpr = FORMAT != "bf16" and FORMAT != "fp32"
@@ -242,8 +241,8 @@ def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH
     w = _words(W, W_UP, begin, end, first, rows, K, KS, RH, FORMAT)
     scale = _scales(S, S_UP, begin, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
     loads_begun(FP32)
-    inverse = None if NORM is None else _inverse_rms(X, at, live, K, KS, NH, eps)  # while the first words are on the way
-    up, down = _range(X, pair_at, K, KS) if APART else (None, None)
+    inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)  # while the first words are on the way
+    up, down = _range(X, row_at, count, K, KS) if APART else (None, None)
     for k in range(begin, end, STEP):
         w_next = _words(W, W_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT)
         scale_next = _scales(S, S_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0

@@ -40,11 +40,11 @@ def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> 
     return ks
 
 
-def row_groups(h: Held, fp32: bool, rows: int, simulate: bool, device: torch.device) -> int:
-    """Groups of 8 rows of a program: two, the rows of a product. Where x is quantised on the way, or only a quarter of its lanes
-    hold it (`apart`), four share that work, if that leaves two programs for every multiprocessor. rows: of all weights of the
-    launch."""
-    most = 4 if h.format not in ("bf16", "fp32") and not fp32 and (simulate or h.format == "mxfp4") else 2
+def row_groups(h: Held, fp32: bool, rows: int, worked: bool, device: torch.device) -> int:
+    """Groups of 8 rows of a program: two, the rows of a product. Where x is worked on, normalised or quantised on the way or
+    brought to another range (`apart`), four share that, if that leaves two programs for every multiprocessor. rows: of all
+    weights of the launch."""
+    most = 4 if h.format not in ("bf16", "fp32") and not fp32 and (worked or h.format == "mxfp4") else 2
     return most if rows / (8 * most) >= 1.8 * processors(device) else 2
 
 
@@ -64,7 +64,7 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
     fp32 = any(key[2] for key in kinds)
     for key in sorted(kinds):
         _, form, slot_fp32, (bo, bk), sim, _, _, parts, split = key
-        groups = row_groups(held[kinds[key][0]], fp32, total, sim, x.device)
+        groups = row_groups(held[kinds[key][0]], fp32, total, sim or norm is not None, x.device)
         begin, at = len(order), first
         for i in kinds[key]:
             order.append(i)
@@ -76,7 +76,7 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
     ks = warps(K, fp32, first, 4, x.device)
     _streamed[(first,)](
         x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
-        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, dependent_launch(x.device), ahead_programs(tile, x.device),
+        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, dependent_launch(x.device), ahead_programs(tile, x.device),
         num_warps=ks, num_stages=1, **overlap(x.device))
 
 
@@ -84,7 +84,7 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
 def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS: tl.constexpr, NUMBER: tl.constexpr,
           FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, PARTS: tl.constexpr, RH: tl.constexpr,
           BEGIN: tl.constexpr, END: tl.constexpr, APART: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr,
-          EARLY: tl.constexpr, AHEAD: tl.constexpr):
+          FEW: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
     WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
     FP4: tl.constexpr = "mxfp4" if NUMBER == 3 else "nvfp4"
@@ -103,9 +103,9 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
     token, mine = tokens(KS, NH, APART == 1)
     T: tl.constexpr = 2 if APART == 1 else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
-    pair_at = tl.minimum(t, N - 1).to(tl.int64) * x_stride
     out = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), w, scale, first, rows, K, KS, RH, NH, FORMAT, FP32 == 1, BO,
-                 BK, SIMULATE == 1, NORM=NORM, eps=eps, APART=APART == 1, pair_at=pair_at)
+                 BK, SIMULATE == 1, NORM=NORM, eps=eps, APART=APART == 1,
+               row_at=tl.arange(0, 2 if FEW else 8 * NH).to(tl.int64) * x_stride, count=N)
     if glob is not None:
         out *= tl.load(glob + tl.minimum(o, rows - 1) // (rows // PARTS))[:, None]
     tl.store(y + t.to(tl.int64)[None, :] * rows + o[:, None], narrow(out, y.dtype.element_ty),
@@ -115,7 +115,7 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
 @triton.jit(do_not_specialize=["N"])
 def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3, S4, S5, G0, G1, G2, G3, G4, G5,
               Y0, Y1, Y2, Y3, Y4, Y5, KINDS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-              KS: tl.constexpr, NH: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
+              KS: tl.constexpr, NH: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight, first and
     last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight."""
     W, S, G, Y = (W0, W1, W2, W3, W4, W5), (S0, S1, S2, S3, S4, S5), (G0, G1, G2, G3, G4, G5), (Y0, Y1, Y2, Y3, Y4, Y5)
@@ -123,5 +123,5 @@ def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3,
     for c in tl.static_range(0, len(KINDS), 12):
         if (pid >= KINDS[c + 9]) & (pid < KINDS[c + 10]):
             _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS, ROWS, KINDS[c], KINDS[c + 1], KINDS[c + 2], KINDS[c + 3],
-                  KINDS[c + 4], KINDS[c + 5], KINDS[c + 6], KINDS[c + 7], KINDS[c + 8], KINDS[c + 11], K, KS, NH, EARLY,
+                  KINDS[c + 4], KINDS[c + 5], KINDS[c + 6], KINDS[c + 7], KINDS[c + 8], KINDS[c + 11], K, KS, NH, FEW, EARLY,
                   AHEAD)
