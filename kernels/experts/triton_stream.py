@@ -111,7 +111,7 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
     xr, xs = x if rounded is None else rounded, rounded if simulate_shared and rounded is not None else x
     w1, w3, w2s = (None,) * 3 if shared is None else shared
     early, options = dependent_launch(x.device), overlap(x.device)
-    if first is not None and first.apart and not (simulate or simulate_shared):
+    if first is not None and first.apart and few == 1 and not (simulate or simulate_shared):
         options["maxnreg"] = REGISTERS
     programs, ks = _grid(first, blocks, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](

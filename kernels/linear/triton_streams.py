@@ -57,7 +57,7 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
         fp32 = dot_in_fp32(x) or h.format == "fp32"
         scale = None if h.scale is None else h.scale.dtype
         split = norm is None and apart(h, fp32, N)
-        key = (-h.row_bytes, h.format, fp32, h.block, sim, str(scale), str(out.dtype), h.parts, split)
+        key = -h.row_bytes, h.format, fp32, h.block, sim, str(scale), str(out.dtype), h.parts, split
         kinds.setdefault(key, []).append(i)
     order, classes, starts, first = [], [], [], 0
     total = sum(h.O for h in held)
@@ -76,8 +76,8 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
     ks = warps(K, fp32, first, 4, x.device)
     _streamed[(first,)](
         x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
-        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, dependent_launch(x.device), ahead_programs(tile, x.device),
-        num_warps=ks, num_stages=1, **overlap(x.device))
+        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, dependent_launch(x.device),
+        ahead_programs(tile, x.device), num_warps=ks, num_stages=1, **overlap(x.device))
 
 
 @triton.jit
