@@ -67,12 +67,12 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
          APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr,
          RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr,
          SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, NH_S: tl.constexpr, EARLY: tl.constexpr,
-         AHEAD: tl.constexpr):
+         AHEAD: tl.constexpr, SPLIT: tl.constexpr):
     """First product and SwiGLU: H [P, I] of the pairs, HS [N, I_S] of the shared expert, both in x.dtype.
 
     Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S: stacks of
     matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS:
-    rows for either.
+    rows for either. APART is for blocks of up to two pairs; SPLIT: there may be larger ones.
     """
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
     if W1 is not None:
@@ -96,8 +96,14 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
                 s_up = None if S is None else s + SCALES // 2
                 g = None if G is None else G + e.to(tl.int64) * PARTS
                 g_up = None if G is None else g + (PARTS - 1)
-                _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up,
-                      (tile - shared) % ROWS * 4 * RH, I, limit, ROUTING, H, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
+                row = (tile - shared) % ROWS * 4 * RH
+                if SPLIT and count > 2:  # blocks of more than two pairs are not taken apart, and hold fewer rows in registers
+                    for half in range(0, RH // 2):
+                        _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row + 8 * half, I, limit,
+                              ROUTING, H, K, KS, 2, NH, FORMAT, FP32, BO, BK, SIMULATE, False)
+                else:
+                    _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row, I, limit, ROUTING, H, K,
+                          KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
 
 
 @triton.jit
@@ -121,7 +127,7 @@ def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks,
             BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
             PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr,
             BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, PARTS_S: tl.constexpr,
-            NH_S: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, EXPERTS: tl.constexpr):
+            NH_S: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr):
     """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See `hide`."""
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
     ROWS: tl.constexpr = 1 if W is None else (D + 8 * RH - 1) // (8 * RH)
@@ -146,8 +152,13 @@ def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks,
             if e >= 0:
                 s = None if S is None else S + e.to(tl.int64) * SCALES
                 g = None if G is None else G + e.to(tl.int64) * PARTS
-                _project(H, ORDER, first, count, W + e.to(tl.int64) * WORDS, s, g, PARTS, (tile - shared) % ROWS * 8 * RH, Y, D,
-                         I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
+                w, row = W + e.to(tl.int64) * WORDS, (tile - shared) % ROWS * 8 * RH
+                if SPLIT and count > 2:
+                    for half in range(0, RH // 2):
+                        _project(H, ORDER, first, count, w, s, g, PARTS, row + 16 * half, Y, D, I, KS, 2, NH, FORMAT, FP32, BO, BK,
+                                 SIMULATE, False)
+                else:
+                    _project(H, ORDER, first, count, w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from kernels.linear.triton_weights import Held
 
 DYNAMIC = 128  # pairs up to which every possible tile has a program, so that the hardware balances them
 REGISTERS = 112  # a thread, which leave room for 18 warps on a multiprocessor
-PAIRS_APART = 1  # pairs an expert, on average, up to which blocks of two are enough
 RESIDENT = 6   # programs a multiprocessor that share the tiles of more pairs, of which many may not exist
 
 
@@ -94,13 +93,11 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
         indices, routing, w13, w2 = routed
         (_, k), E, I = indices.shape, w13.weight.shape[0], w2.K
         fp32 = dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
-        # Blocks of two pairs: in few of them has an expert more, and then L2 has its weights for the next block.
-        split = N * k <= E * PAIRS_APART and apart(w13, fp32, 1) and apart(w2, fp32, 1)
         nh = 1 if N * k <= 2 * E else few
-        most = 2 if split else 8 * nh
-        blocks = k if N == 1 else blocks_of(N * k, E, most)
+        split = nh == 1 and apart(w13, fp32, 1) and apart(w2, fp32, 1)
+        blocks = k if N == 1 else blocks_of(N * k, E, 8 * nh)
         if N > 1:
-            order, table, rounded = sort_pairs(indices, E, most, x if simulate else None)
+            order, table, rounded = sort_pairs(indices, E, 8 * nh, x if simulate else None)
         first, second = Part(w13, simulate and rounded is None, nh, fp32, 4, split), Part(w2, simulate, nh, fp32, 8, split)
         h, y = new(N * k, I), new(N * k, d)
     if shared is not None:
@@ -110,20 +107,21 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
         hs, ys = new(N, shared_I), new(N, d) if out is None else out
     xr, xs = x if rounded is None else rounded, rounded if simulate_shared and rounded is not None else x
     w1, w3, w2s = (None,) * 3 if shared is None else shared
-    early, options = dependent_launch(x.device), overlap(x.device)
-    if first is not None and first.apart and few == 1 and not (simulate or simulate_shared):
-        options["maxnreg"] = REGISTERS
+    early, options, larger = dependent_launch(x.device), overlap(x.device), first is not None and first.apart and N > 2
+    if first is not None and first.apart and not (simulate or simulate_shared):
+        options["maxnreg"] = REGISTERS if few == 1 else 128
     programs, ks = _grid(first, blocks, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](
         xr, xr.stride(0), xs, xs.stride(0), N, indices, order, table, routing, *_tensors(first), h, _words(w1), _words(w3),
         *_both(w1, w3, "scale"), *_both(w1, w3, "glob"), hs, float(limit), blocks, k, I, d, nh, ks, *_constants(first),
-        *_sizes(first), shared_I, *_constants(shared_first), few, early, _ahead(first, shared_first, x.device), num_warps=ks,
-        num_stages=1, **options)
+        *_sizes(first), shared_I, *_constants(shared_first), few, early, _ahead(first, shared_first, x.device), larger,
+        num_warps=ks, num_stages=1, **options)
     programs, ks = _grid(second, blocks, d, shared_second, d, N * k, x.device)
     project[(programs,)](
         h, N, indices, order, table, *_tensors(second), y, hs, *_tensors(shared_second), ys, blocks, d, I, nh, ks,
         *_constants(second), *_sizes(second), shared_I, *_constants(shared_second), 1 if w2s is None else w2s.parts, few,
-        early, _ahead(second, shared_second, x.device), 1 if routed is None else E, num_warps=ks, num_stages=1, **options)
+        early, _ahead(second, shared_second, x.device), 1 if routed is None else E, larger, num_warps=ks, num_stages=1,
+        **options)
     return y, ys
 
 

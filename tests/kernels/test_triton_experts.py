@@ -178,12 +178,14 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
 
 @pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
 @pytest.mark.parametrize("form,simulate", [("mxfp4", True), ("nvfp4", False), ("dense bf16", False)])
-@pytest.mark.parametrize("N", [2, 30])
+@pytest.mark.parametrize("N", [1, 2, 6, 30])
 def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
     compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
-    E, d, I, k = 2, 32, 32, 1
+    E, d, I, k = 3, 32, 32, 1
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
     x, (indices, routing) = randn(N, d).bfloat16(), choices(N, k, E)
+    if N == 6:
+        indices = torch.tensor([[1], [0], [1], [2], [1], [0]])  # one, two and three pairs
     got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
     assert distance(got, literal(x, indices, routing, w13, w2, simulate)) < 8e-3
 
