@@ -12,7 +12,7 @@ from kernels.linear.triton_streams import ahead_programs, apart, overlap, warps
 from kernels.linear.triton_weights import Held
 
 DYNAMIC = 128  # pairs up to which every possible tile has a program, so that the hardware balances them
-REGISTERS = 112  # a thread, which leave room for 18 warps on a multiprocessor
+REGISTERS = 128  # a thread, which leave room for 8 programs of two warps on a multiprocessor
 RESIDENT = 6   # programs a multiprocessor that share the tiles of more pairs, of which many may not exist
 
 
@@ -109,7 +109,7 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
     w1, w3, w2s = (None,) * 3 if shared is None else shared
     early, options, larger = dependent_launch(x.device), overlap(x.device), first is not None and first.apart and N > 2
     if first is not None and first.apart and not (simulate or simulate_shared):
-        options["maxnreg"] = REGISTERS if few == 1 else 128
+        options["maxnreg"] = REGISTERS
     programs, ks = _grid(first, blocks, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](
         xr, xr.stride(0), xs, xs.stride(0), N, indices, order, table, routing, *_tensors(first), h, _words(w1), _words(w3),
@@ -131,7 +131,7 @@ def _grid(part: Part | None, blocks: int, rows: int, shared: Part | None, shared
     tiles = (0 if part is None else blocks * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
     parts = [p for p in (part, shared) if p is not None]
     ks = warps(min(p.weight.K for p in parts), any(p.fp32 for p in parts), tiles, max(p.groups for p in parts), device)
-    resident = RESIDENT + RESIDENT // 2 if part is not None and part.apart else RESIDENT
+    resident = 8 if part is not None and part.apart else RESIDENT
     return tiles if pairs <= DYNAMIC else min(tiles, resident * processors(device)), ks
 
 
