@@ -165,7 +165,7 @@ def _range(X, row_at, count, K: tl.constexpr, KS: tl.constexpr):
     lanes of x take it, down fp32 [2] that takes it back). What that flushes is below 2^−37 of the token's largest value."""
     i, t = tl.arange(0, RANGE)[None, :], tl.arange(0, 2)[:, None]
     most = tl.zeros([2, RANGE], tl.int32)
-    for k in range(0, K, RANGE):
+    for k in tl.static_range(0, K, RANGE):
         x = tl.load(X + row_at[:, None] + (k + i), mask=(t < count) & (k + i < K), other=0.0)
         most = tl.maximum(most, magnitude(widen(x)))
     e = tl.minimum(tl.maximum(267 - (tl.max(most, 1) >> 23), 1), 253)  # the largest becomes 2^13 … 2^14

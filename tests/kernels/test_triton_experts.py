@@ -9,6 +9,7 @@ from kernels.experts.reference import expert
 from kernels.linear import triton as linear_gpu, triton_streams
 from kernels.quantize import PackedWeight, to_float
 from kernels.quantize.reference import simulate_fp8_blocks
+from kernels.router import triton as router_gpu
 from tests.kernels.products import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
 from tests.kernels.ptx import compiled
 
@@ -225,3 +226,38 @@ def test_production_shapes(form, simulate, N):
     exact = gpu.experts(x[:16].float(), indices[:16], routing[:16], w13, w2, LIMIT, False)
     assert distance(exact, literal(x[:16].float(), indices[:16], routing[:16], w13, w2, False)) < 1e-5
     assert distance(exact, reference.experts(x[:16].float(), indices[:16], routing[:16], w13, w2, LIMIT, False)) < 1e-5
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("N", [1, 2, 8])
+def test_launches_that_overlap_wait_for_what_they_read(N):
+    """A chain of launches as a graph, replayed on other inputs each time, against the same chain with pauses."""
+    E = 32
+    w13, w2, shared = flash(E, "mxfp4", "fp8")
+    first, last = (pack(torch.randn(4096, 4096, device="cuda") / 64, form) for form in ("fp8", "mxfp4"))
+    gate, bias = (torch.randn(E, 4096, device="cuda") / 64).bfloat16(), torch.zeros(E, device="cuda")
+
+    def chain(x, pause):
+        for _ in range(3):
+            x = linear_gpu.linear(x, first)
+            pause()
+            indices, routing = router_gpu.route_scored(x, gate, bias, 6, 1.5)
+            pause()
+            x = gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, False, False)
+            pause()
+            x = linear_gpu.linear(x, last)
+            pause()
+        return x
+
+    x = torch.empty(N, 4096, device="cuda", dtype=torch.bfloat16)
+    x.normal_()
+    chain(x, torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x, lambda: None)
+    for _ in range(10):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, chain(x, torch.cuda.synchronize))
+        assert torch.equal(out, chain(x, lambda: None))
