@@ -98,20 +98,11 @@ def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, 
         weight = tl.load(NORM + (column[:, None] + i), mask=there, other=0.0)
         v = narrow(widen(v) * inverse[:, None] * widen(weight), DTYPE)
     if TURNED > 0:
-        # pairs * cis, stored back in x.dtype
-        c = (column[:, None] + i) % HEAD - (HEAD - TURNED)
-        cis = tl.load(CIS + cis_at[:, None] + c, mask=there & (c >= 0), other=0.0)
-        a, b = tl.split(tl.reshape(widen(v), [32 * KS * 4 * NH, 4, 2]))
-        cos, sin = tl.split(tl.reshape(cis, [32 * KS * 4 * NH, 4, 2]))
-        a, b = turn(a, b, cos, sin)
-        v = tl.where(c >= 0, narrow(tl.reshape(tl.join(a, b), [32 * KS * 4 * NH, 8]), DTYPE), v)
+        v = _turned(v, column[:, None] + i, CIS, cis_at, there, HEAD, TURNED)
     if SIMULATE:
         v = _through_e4m3(v, KS, NH, FP32)
     if APART:
-        if INTERPRETED:
-            v = (widen(v) * up[:, None]).to(tl.float16)
-        else:  # a power of two: exact, and two at a time in bf16
-            v = (v * up.to(DTYPE)[:, None]).to(tl.float32).to(tl.float16)
+        v = _halved(v, up)
     elif FP32:
         v = widen(v)
     v = tl.reshape(v, [NH, 4, KS, 8, 4, 2, 2, 2])
@@ -122,6 +113,29 @@ def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, 
     else:
         v = tl.permute(v, (2, 1, 5, 4, 6, 7, 0, 3))
     return tl.reshape(v, [KS, 128, 8 * NH])
+
+
+@triton.jit
+def _turned(v, column, CIS, cis_at, there, HEAD: tl.constexpr, TURNED: tl.constexpr):
+    """Columns [M, 8] of v as they are or, the last TURNED of each head, times CIS."""
+    # pairs * cis, stored back in x.dtype
+    M: tl.constexpr = v.shape[0]
+    c = column % HEAD - (HEAD - TURNED)
+    cis = tl.load(CIS + cis_at[:, None] + c, mask=there & (c >= 0), other=0.0)
+    a, b = tl.split(tl.reshape(widen(v), [M, 4, 2]))
+    cos, sin = tl.split(tl.reshape(cis, [M, 4, 2]))
+    a, b = turn(a, b, cos, sin)
+    return tl.where(c >= 0, narrow(tl.reshape(tl.join(a, b), [M, 8]), v.dtype), v)
+
+
+@triton.jit
+def _halved(v, up):
+    """v [M, 8] times up fp32 [M], powers of two, as fp16; on a GPU bf16 is multiplied two at a time, which is as exact."""
+    if INTERPRETED:
+        v = widen(v) * up[:, None]
+    else:
+        v = (v * up.to(v.dtype)[:, None]).to(tl.float32)
+    return v.to(tl.float16)
 
 
 @triton.jit
