@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_skinny import ahead, begin, skinny, tokens
+from kernels.linear.triton_skinny import begin, skinny, tokens
 from kernels.quantize.triton_codes import narrow, rounded, widen
 
 
@@ -67,7 +67,7 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
          APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr,
          RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr,
          SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, NH_S: tl.constexpr, EARLY: tl.constexpr,
-         AHEAD: tl.constexpr, SPLIT: tl.constexpr):
+         SPLIT: tl.constexpr):
     """First product and SwiGLU: H [P, I] of the pairs, HS [N, I_S] of the shared expert, both in x.dtype.
 
     Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S: stacks of
@@ -75,12 +75,7 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
     rows for either. APART is for blocks of up to two pairs; SPLIT: there may be larger ones.
     """
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
-    if W1 is not None:
-        ahead(W1, tl.program_id(0) * 4 * RH_S, I_S, K, 4 * RH_S, FORMAT_S, AHEAD)
-        ahead(W3, tl.program_id(0) * 4 * RH_S, I_S, K, 4 * RH_S, FORMAT_S, AHEAD)
-    if EARLY:  # in this order: when `project` starts, what the kernel before this one wrote is there
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(EARLY)
     found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
     ROWS: tl.constexpr = 1 if W is None else (I + 4 * RH - 1) // (4 * RH)
     for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
@@ -127,21 +122,12 @@ def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks,
             BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
             PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr,
             BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, PARTS_S: tl.constexpr,
-            NH_S: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr):
+            NH_S: tl.constexpr, EARLY: tl.constexpr, SPLIT: tl.constexpr):
     """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See `hide`."""
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
-    ROWS: tl.constexpr = 1 if W is None else (D + 8 * RH - 1) // (8 * RH)
-    if W2 is not None:
-        ahead(W2, tl.program_id(0) * 8 * RH_S, D, I_S, 8 * RH_S, FORMAT_S, AHEAD)
-    if W is not None:
-        if AHEAD > 0:  # the choice is there (see `hide`), and read again below
-            mine = tl.program_id(0) - shared
-            chosen = INDICES if TABLE is None else TABLE + 1
-            likely = tl.load(chosen + tl.minimum(tl.maximum(mine // ROWS, 0), blocks - 1), cache_modifier=".cg").to(tl.int64)
-            if (mine >= 0) & (likely >= 0) & (likely < EXPERTS):
-                ahead(W + likely * WORDS, mine % ROWS * 8 * RH, D, I, 8 * RH, FORMAT, AHEAD)
     begin(EARLY)
     found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
+    ROWS: tl.constexpr = 1 if W is None else (D + 8 * RH - 1) // (8 * RH)
     for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
         if tile < shared:
             if W2 is not None:

@@ -8,7 +8,7 @@ import triton
 from kernels.experts.triton_few import hide, project
 from kernels.experts.triton_order import blocks_of, sort_pairs
 from kernels.launch import dependent_launch, dot_in_fp32, processors
-from kernels.linear.triton_streams import ahead_programs, apart, overlap, warps
+from kernels.linear.triton_streams import apart, overlap, warps
 from kernels.linear.triton_weights import Held
 
 DYNAMIC = 128  # pairs up to which every possible tile has a program, so that the hardware balances them
@@ -109,19 +109,17 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
     w1, w3, w2s = (None,) * 3 if shared is None else shared
     early, options, larger = dependent_launch(x.device), overlap(x.device), first is not None and first.apart and N > 2
     if first is not None and first.apart and not (simulate or simulate_shared):
-        options["maxnreg"] = REGISTERS
+        options["maxnreg"] = REGISTERS if few == 1 else 168
     programs, ks = _grid(first, blocks, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](
         xr, xr.stride(0), xs, xs.stride(0), N, indices, order, table, routing, *_tensors(first), h, _words(w1), _words(w3),
         *_both(w1, w3, "scale"), *_both(w1, w3, "glob"), hs, float(limit), blocks, k, I, d, nh, ks, *_constants(first),
-        *_sizes(first), shared_I, *_constants(shared_first), few, early, _ahead(first, shared_first, x.device), larger,
-        num_warps=ks, num_stages=1, **options)
+        *_sizes(first), shared_I, *_constants(shared_first), few, early, larger, num_warps=ks, num_stages=1, **options)
     programs, ks = _grid(second, blocks, d, shared_second, d, N * k, x.device)
     project[(programs,)](
         h, N, indices, order, table, *_tensors(second), y, hs, *_tensors(shared_second), ys, blocks, d, I, nh, ks,
         *_constants(second), *_sizes(second), shared_I, *_constants(shared_second), 1 if w2s is None else w2s.parts, few,
-        early, _ahead(second, shared_second, x.device), 1 if routed is None else E, larger, num_warps=ks, num_stages=1,
-        **options)
+        early, larger, num_warps=ks, num_stages=1, **options)
     return y, ys
 
 
@@ -133,11 +131,6 @@ def _grid(part: Part | None, blocks: int, rows: int, shared: Part | None, shared
     ks = warps(min(p.weight.K for p in parts), any(p.fp32 for p in parts), tiles, max(p.groups for p in parts), device)
     resident = 8 if part is not None and part.apart else RESIDENT
     return tiles if pairs <= DYNAMIC else min(tiles, resident * processors(device)), ks
-
-
-def _ahead(part: Part | None, shared: Part | None, device: torch.device) -> int:
-    """Programs that may bring their tile into L2 early."""
-    return ahead_programs(max(8 * p.groups * p.weight.row_bytes for p in (part, shared) if p is not None), device)
 
 
 def _constants(part: Part | None) -> tuple:

@@ -13,8 +13,8 @@ from kernels.errors import UnsupportedInput
 from kernels.launch import capability, dependent_launch, dot_in_fp32, processors, require_device
 from kernels.linear import reference
 from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton_skinny import ahead, begin, skinny, tokens
-from kernels.linear.triton_streams import SLOTS, TOKENS, ahead_programs, apart, overlap, row_groups, stream, warps
+from kernels.linear.triton_skinny import begin, skinny, tokens
+from kernels.linear.triton_streams import SLOTS, TOKENS, apart, overlap, row_groups, stream, warps
 from kernels.linear.triton_tiles import swizzle, tile_product
 from kernels.linear.triton_weights import Held, check, hold
 from kernels.quantize.triton import simulate_fp8_blocks
@@ -91,8 +91,8 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
     turned, cis_stride = (0, 0) if cis is None else (cis.shape[1], cis.stride(0))
     _grouped[(tiles,)](
         x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, cis_stride, R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format,
-        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), dependent_launch(x.device),
-        ahead_programs(8 * rh * h.row_bytes, x.device), num_warps=ks, num_stages=1, **overlap(x.device))
+        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), dependent_launch(x.device), num_warps=ks, num_stages=1,
+        **overlap(x.device))
     return out
 
 
@@ -100,11 +100,10 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
 def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
              KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
              BK: tl.constexpr, PARTS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr,
-             EARLY: tl.constexpr, AHEAD: tl.constexpr):
+             EARLY: tl.constexpr):
     PROGRAMS: tl.constexpr = (R + 8 * RH - 1) // (8 * RH)
     group = tl.program_id(0) // PROGRAMS
     first, rows = group * R + (tl.program_id(0) % PROGRAMS) * (8 * RH), (group + 1) * R
-    ahead(W, first, rows, K, 8 * RH, FORMAT, AHEAD)
     begin(EARLY)
     token, mine = tokens(KS, NH, APART)
     T: tl.constexpr = 2 if APART else 8 * NH

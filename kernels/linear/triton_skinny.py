@@ -20,30 +20,12 @@ from kernels.quantize.triton_codes import (
 
 RANGE = tl.constexpr(2048)  # columns of two tokens looked at together before the products
 
-# One thread asks for all the bytes that its program will read: they are on the way to L2 while it waits for the kernel before,
-# and no register waits for them.
-_AHEAD = tl.constexpr("""{ .reg .pred one; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 one, thread, 0;
-    @one cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }""")
-
 
 @triton.jit
 def lanes(KS: tl.constexpr, REPEATS: tl.constexpr):
     """(q, r, slice, repeat) of each thread's REPEATS vectors, int32 [32·KS·REPEATS]."""
     m = tl.arange(0, 32 * KS * REPEATS)
     return m & 3, (m >> 2) & 7, (m // 32) & (KS - 1), m // (32 * KS)
-
-
-@triton.jit
-def ahead(W, first, rows, K: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, PROGRAMS: tl.constexpr):
-    """The first PROGRAMS programs (none before capability 9.0) bring rows first … first + COUNT of W (words, rows of K columns)
-    into L2. Safe before `begin`, whoever writes W."""
-    C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
-    WORDS: tl.constexpr = K * C // 8
-    if PROGRAMS > 0:
-        if (tl.program_id(0) < PROGRAMS) & (first < rows):
-            place = (W + first.to(tl.int64) * WORDS).to(tl.int64)
-            size = tl.minimum(rows - first, COUNT) * (4 * WORDS)
-            tl.inline_asm_elementwise(_AHEAD, "=r,l,r,~{memory}", [place, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -5,24 +5,18 @@ import triton
 import triton.language as tl
 
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
-from kernels.linear.triton_skinny import ahead, begin, skinny, tokens
+from kernels.linear.triton_skinny import begin, skinny, tokens
 from kernels.linear.triton_weights import Held
 from kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # by number, as a kernel's constant takes them in a tuple
 TOKENS = 16  # more tokens need more products than the bytes of the weight give time for
 SLOTS = 6    # weights of a launch
-AHEAD = 24 << 20  # bytes that a launch may bring into L2 while the kernel before it still runs: half of an H100's
 
 
 def overlap(device: torch.device) -> dict:
     """Launch options of kernels that `begin`."""
     return {"launch_pdl": True} if dependent_launch(device) else {}
-
-
-def ahead_programs(tile: int, device: torch.device) -> int:
-    """How many programs that read `tile` bytes each may bring them into L2 before they begin."""
-    return AHEAD // tile if dependent_launch(device) else 0
 
 
 def apart(h: Held, fp32: bool, tokens: int) -> bool:
@@ -71,20 +65,19 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
             starts.append(first)
             first += triton.cdiv(held[i].O, 8 * groups)
         classes += [FORMATS.index(form), int(slot_fp32), bo, bk, int(sim), parts, groups, begin, len(order), at, first, int(split)]
-    tile = max(8 * classes[c + 6] * held[order[classes[c + 7]]].row_bytes for c in range(0, len(classes), 12))
     slots = [(held[i].words, held[i].scale, held[i].glob, outs[i]) for i in order] + [(None,) * 4] * (SLOTS - len(order))
     ks = warps(K, fp32, first, 4, x.device)
     _streamed[(first,)](
         x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
         tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, dependent_launch(x.device),
-        ahead_programs(tile, x.device), num_warps=ks, num_stages=1, **overlap(x.device))
+        num_warps=ks, num_stages=1, **overlap(x.device))
 
 
 @triton.jit
 def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS: tl.constexpr, NUMBER: tl.constexpr,
           FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, PARTS: tl.constexpr, RH: tl.constexpr,
           BEGIN: tl.constexpr, END: tl.constexpr, APART: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr,
-          FEW: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
+          FEW: tl.constexpr, EARLY: tl.constexpr):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
     WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
     FP4: tl.constexpr = "mxfp4" if NUMBER == 3 else "nvfp4"
@@ -98,7 +91,6 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
         if glob is not None:
             glob = tl.where(pid >= STARTS[i], G[i], glob)
     first = (pid - start) * (8 * RH)
-    ahead(w, first, rows, K, 8 * RH, FORMAT, AHEAD)
     begin(EARLY)
     token, mine = tokens(KS, NH, APART == 1)
     T: tl.constexpr = 2 if APART == 1 else 8 * NH
@@ -115,7 +107,7 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
 @triton.jit(do_not_specialize=["N"])
 def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3, S4, S5, G0, G1, G2, G3, G4, G5,
               Y0, Y1, Y2, Y3, Y4, Y5, KINDS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-              KS: tl.constexpr, NH: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
+              KS: tl.constexpr, NH: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight, first and
     last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight."""
     W, S, G, Y = (W0, W1, W2, W3, W4, W5), (S0, S1, S2, S3, S4, S5), (G0, G1, G2, G3, G4, G5), (Y0, Y1, Y2, Y3, Y4, Y5)
@@ -123,5 +115,4 @@ def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3,
     for c in tl.static_range(0, len(KINDS), 12):
         if (pid >= KINDS[c + 9]) & (pid < KINDS[c + 10]):
             _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS, ROWS, KINDS[c], KINDS[c + 1], KINDS[c + 2], KINDS[c + 3],
-                  KINDS[c + 4], KINDS[c + 5], KINDS[c + 6], KINDS[c + 7], KINDS[c + 8], KINDS[c + 11], K, KS, NH, FEW, EARLY,
-                  AHEAD)
+                  KINDS[c + 4], KINDS[c + 5], KINDS[c + 6], KINDS[c + 7], KINDS[c + 8], KINDS[c + 11], K, KS, NH, FEW, EARLY)

@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.errors import UnsupportedInput
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
 from kernels.linear.triton import gemm
-from kernels.linear.triton_skinny import ahead, begin, skinny, tokens
+from kernels.linear.triton_skinny import begin, skinny, tokens
 from kernels.linear.triton_streams import TOKENS, overlap
 from kernels.linear.triton_weights import check, hold
 from kernels.quantize.triton_codes import widen
@@ -37,10 +37,9 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     if N <= TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
-        grid = (triton.cdiv(E, 16), pieces)
-        _logits[grid](
+        _logits[(triton.cdiv(E, 16), pieces)](
             x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, early,
-            triton.cdiv(E, grid[0] * grid[1]) if early else 0, num_warps=4, num_stages=1, **options)
+            num_warps=4, num_stages=1, **options)
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
@@ -71,10 +70,8 @@ def _results(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit(do_not_specialize=["N"])
 def _logits(X, N, x_stride, W, Y, E: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
-            NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
-    """Y fp32 [pieces, N, E]: sums over PIECE columns each. AHEAD: rows of W that a program brings into L2, whoever needs them."""
-    share = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
-    ahead(W, share * AHEAD, E, D, AHEAD, FORMAT, E if AHEAD else 0)
+            NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, EARLY: tl.constexpr):
+    """Y fp32 [pieces, N, E]: sums over PIECE columns each."""
     token, mine = tokens(KS, NH, False)
     first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
     begin(EARLY)
