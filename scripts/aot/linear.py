@@ -58,8 +58,8 @@ def weight(form: str, *shape: int, parts: int = 1) -> PackedWeight:
             return PackedWeight(WeightFormat.NVFP4, codes(2), scale, empty(*lead, parts, dtype=F32))
 
 
-def launches(name: str, modules, call) -> list[tuple]:
-    """Cases of the kernels that call() launches from `modules`."""
+def launches(name: str, call) -> list[tuple]:
+    """Cases of the kernels that call() launches."""
     found: list[tuple] = []
 
     def record(kernel, *args, grid, warmup, **options):
@@ -84,7 +84,7 @@ def launches(name: str, modules, call) -> list[tuple]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", record))
-        for module in modules:
+        for module in MODULES:
             for attribute, stand_in in (("require_device", lambda *_: None), ("processors", lambda _: MULTIPROCESSORS),
                                         ("capability", lambda _: GPU[-1]),
                                         ("dependent_launch", lambda _: GPU[-1] >= (9, 0))):
@@ -101,21 +101,21 @@ def _linears():
     for N in (1, 10):
         for simulate in (True, False):
             flags = (simulate, simulate, False, False, False)
-            yield from launches(f"maps of a CSA layer, {N} tokens, simulate {simulate}", MODULES, lambda: triton_fused.linears(
+            yield from launches(f"maps of a CSA layer, {N} tokens, simulate {simulate}", lambda: triton_fused.linears(
                 empty(N, HIDDEN), None, 0.0, csa, flags, (None, None, F32, F32, None)))
-            yield from launches(f"maps of queries, {N} tokens, simulate {simulate}", MODULES, lambda: triton_fused.linears(
+            yield from launches(f"maps of queries, {N} tokens, simulate {simulate}", lambda: triton_fused.linears(
                 empty(N, 1024), empty(1024), 1e-6, queries, (simulate, simulate), (None, None)))
-        yield from launches(f"output heads, {N} tokens", MODULES, lambda: triton_fused.project_heads(
+        yield from launches(f"output heads, {N} tokens", lambda: triton_fused.project_heads(
             empty(N, 64, 512), empty(N, 32, dtype=torch.complex64), weight("fp8", 8192, HIDDEN), 8))
     for form in ("bf16", "fp32", "fp8", "fp8 fp32 scales", "mxfp4", "nvfp4"):
         for N, dtype in ((1, BF16), (16, BF16), (32, BF16), (4096, BF16), (1, F32), (16, F32), (100, F32)):
             simulate = form[0] in "mn" or form == "fp8"
             if form[0] in "bmn" or dtype is BF16 or N == 1:
-                yield from launches(f"linear {form}, {N} tokens of {dtype}", MODULES, lambda: linear.linear(
+                yield from launches(f"linear {form}, {N} tokens of {dtype}", lambda: linear.linear(
                     empty(N, HIDDEN, dtype=dtype), weight(form, HIDDEN, HIDDEN), simulate))
-    yield from launches("linear of the demo, fp8", MODULES, lambda: linear.linear(empty(1, 160), weight("fp8", 256, 160), True))
-    yield from launches("linear of the demo, mxfp4", MODULES, lambda: linear.linear(empty(3, 160), weight("mxfp4", 256, 160), True))
-    yield from launches("linear of the demo, odd", MODULES, lambda: linear.linear(empty(3, 100), weight("fp8", 30, 100), False))
+    yield from launches("linear of the demo, fp8", lambda: linear.linear(empty(1, 160), weight("fp8", 256, 160), True))
+    yield from launches("linear of the demo, mxfp4", lambda: linear.linear(empty(3, 160), weight("mxfp4", 256, 160), True))
+    yield from launches("linear of the demo, odd", lambda: linear.linear(empty(3, 100), weight("fp8", 30, 100), False))
 
 
 def _experts():
@@ -125,14 +125,14 @@ def _experts():
             (INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)))
         for N in (1, 8, 16, 64, 300, 1500, 6000) if form == "mxfp4" else (1, 12, 1500):
             for simulate in (False, True) if form == "mxfp4" else (False,):
-                yield from launches(f"moe {form}, {N} tokens, simulate {simulate}", MODULES, lambda: experts.moe(
+                yield from launches(f"moe {form}, {N} tokens, simulate {simulate}", lambda: experts.moe(
                     empty(N, HIDDEN), empty(N, K, dtype=torch.int64), empty(N, K, dtype=F32), w13, w2, shared, LIMIT, simulate,
                     simulate))
-        yield from launches(f"experts {form}, fp32 tokens", MODULES, lambda: experts.experts(
+        yield from launches(f"experts {form}, fp32 tokens", lambda: experts.experts(
             empty(8, HIDDEN, dtype=F32), empty(8, K, dtype=torch.int64), empty(8, K, dtype=F32), w13, w2, LIMIT, False))
-        yield from launches(f"shared expert {shared_form}", MODULES, lambda: experts.shared_expert(
+        yield from launches(f"shared expert {shared_form}", lambda: experts.shared_expert(
             empty(1, HIDDEN), *shared, LIMIT, False))
-    yield from launches("experts of the demo", MODULES, lambda: experts.experts(
+    yield from launches("experts of the demo", lambda: experts.experts(
         empty(1, 256), empty(1, 4, dtype=torch.int64), empty(1, 4, dtype=F32), weight("mxfp4", 16, 320, 256),
         weight("mxfp4", 16, 256, 160), LIMIT, True))
 
@@ -141,7 +141,7 @@ def _router():
     for N in (1, 16, 100):
         for dtype in (BF16, F32):
             for count in (E, 384):
-                yield from launches(f"router of {count}, {N} tokens, gate {dtype}", MODULES, lambda: router.route_scored(
+                yield from launches(f"router of {count}, {N} tokens, gate {dtype}", lambda: router.route_scored(
                     empty(N, HIDDEN), empty(count, HIDDEN, dtype=dtype), empty(count, dtype=F32), K, 1.5))
-    yield from launches("router by hash", MODULES, lambda: router.route_hashed(
+    yield from launches("router by hash", lambda: router.route_hashed(
         empty(1, HIDDEN), empty(E, HIDDEN), empty(129280, K, dtype=torch.int64), empty(1, dtype=torch.int64), 1.5))
