@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_skinny import lanes, skinny
+from kernels.linear.triton_skinny import begin, skinny, tokens
 from kernels.quantize.triton_codes import narrow, rounded, widen
 
 
@@ -39,18 +39,19 @@ def swiglu(gate, up, limit):
 @triton.jit
 def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP, G, G_UP, row, I: tl.constexpr, limit, ROUTING,
           H, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
-          BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr):
+          BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr):
     """Columns row … row + 4·RH of the hidden state of `count` pairs from place `first` on; EACH pairs share a row of X."""
-    q, r, s, repeat = lanes(KS, 4 * NH)
-    n = r + 8 * (repeat >> 2)
+    T: tl.constexpr = 2 if APART else 8 * NH
+    n, mine = tokens(KS, NH, APART)
+    t = tl.arange(0, T)
+    ids = _ids(ORDER, first, t, count)
     at = _ids(ORDER, first, n, count) // EACH * x_stride
-    y = skinny(X, at, n < count, W, S, row, I, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, W_UP, S_UP)
-    gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, 8 * NH]), (0, 2, 3, 1)))
+    y = skinny(X, at, mine & (n < count), W, S, row, I, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, W_UP, S_UP, APART=APART,
+               row_at=ids // EACH * x_stride, count=count)
+    gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, T]), (0, 2, 3, 1)))
     if G is not None:
         gate, up = gate * tl.load(G), up * tl.load(G_UP)
-    gate, up = tl.reshape(gate, [4 * RH, 8 * NH]), tl.reshape(up, [4 * RH, 8 * NH])
-    t = tl.arange(0, 8 * NH)
-    ids = _ids(ORDER, first, t, count)
+    gate, up = tl.reshape(gate, [4 * RH, T]), tl.reshape(up, [4 * RH, T])
     # y is in x.dtype; h = clamped_swiglu(gate, up, limit).mul_(weights).to(x.dtype)
     h = swiglu(rounded(gate, X.dtype.element_ty), rounded(up, X.dtype.element_ty), limit)
     if ROUTING is not None:
@@ -63,23 +64,25 @@ def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP
 def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G, H, W1, W3, S1, S3, G1, G3, HS, limit, blocks,
          EACH: tl.constexpr, I: tl.constexpr, K: tl.constexpr, NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
          FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr,
-         WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr,
-         FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr,
-         NH_S: tl.constexpr):
+         APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr,
+         RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr,
+         SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, NH_S: tl.constexpr, EARLY: tl.constexpr,
+         SPLIT: tl.constexpr):
     """First product and SwiGLU: H [P, I] of the pairs, HS [N, I_S] of the shared expert, both in x.dtype.
 
     Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S: stacks of
     matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS:
-    rows for either.
+    rows for either. APART is for blocks of up to two pairs; SPLIT: there may be larger ones.
     """
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
+    begin(EARLY)
     found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
     ROWS: tl.constexpr = 1 if W is None else (I + 4 * RH - 1) // (4 * RH)
     for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
         if tile < shared:
             if W1 is not None:
                 _hide(XS, xs_stride, None, 0, N, 1, W1, W3, S1, S3, G1, G3, tile * 4 * RH_S, I_S, limit, None, HS, K, KS, RH_S,
-                      NH_S, FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S)
+                      NH_S, FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S, APART_S)
         elif W is not None:
             e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, blocks)
             if e >= 0:
@@ -88,52 +91,66 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
                 s_up = None if S is None else s + SCALES // 2
                 g = None if G is None else G + e.to(tl.int64) * PARTS
                 g_up = None if G is None else g + (PARTS - 1)
-                _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up,
-                      (tile - shared) % ROWS * 4 * RH, I, limit, ROUTING, H, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
+                row = (tile - shared) % ROWS * 4 * RH
+                if SPLIT and count > 2:  # blocks of more than two pairs are not taken apart, and hold fewer rows in registers
+                    for half in range(0, RH // 2):
+                        _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row + 8 * half, I, limit,
+                              ROUTING, H, K, KS, 2, NH, FORMAT, FP32, BO, BK, SIMULATE, False)
+                else:
+                    _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row, I, limit, ROUTING, H, K,
+                          KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
 
 
 @triton.jit
 def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
              RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
-             SIMULATE: tl.constexpr):
-    q, r, s, repeat = lanes(KS, 4 * NH)
-    n = r + 8 * (repeat >> 2)
-    y = skinny(H, _ids(ORDER, first, n, count) * K, n < count, W, S, row, D, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
-    o, t = row + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
+             SIMULATE: tl.constexpr, APART: tl.constexpr):
+    n, mine = tokens(KS, NH, APART)
+    o, t = row + tl.arange(0, 8 * RH), tl.arange(0, 2 if APART else 8 * NH)
+    ids = _ids(ORDER, first, t, count)
+    y = skinny(H, _ids(ORDER, first, n, count) * K, mine & (n < count), W, S, row, D, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE,
+               APART=APART, row_at=ids * K, count=count)
     if G is not None:
         y *= tl.load(G + tl.minimum(o, D - 1) // (D // PARTS))[:, None]
     y = narrow(rounded(y, H.dtype.element_ty), Y.dtype.element_ty)
-    ids = _ids(ORDER, first, t, count)
     tl.store(Y + ids[None, :] * D + o[:, None], y, mask=(o[:, None] < D) & (t[None, :] < count))
 
 
 @triton.jit(do_not_specialize=["N", "blocks"])
 def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks, D: tl.constexpr, I: tl.constexpr,
             NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
-            BK: tl.constexpr, SIMULATE: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr,
-            I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr,
-            BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, PARTS_S: tl.constexpr, NH_S: tl.constexpr):
+            BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+            PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr,
+            BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, PARTS_S: tl.constexpr,
+            NH_S: tl.constexpr, EARLY: tl.constexpr, SPLIT: tl.constexpr):
     """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See `hide`."""
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
+    begin(EARLY)
     found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
     ROWS: tl.constexpr = 1 if W is None else (D + 8 * RH - 1) // (8 * RH)
     for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
         if tile < shared:
             if W2 is not None:
                 _project(HS, None, 0, N, W2, S2, G2, PARTS_S, tile * 8 * RH_S, YS, D, I_S, KS, RH_S, NH_S, FORMAT_S, FP32_S,
-                         BO_S, BK_S, SIMULATE_S)
+                         BO_S, BK_S, SIMULATE_S, APART_S)
         elif W is not None:
             e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, blocks)
             if e >= 0:
                 s = None if S is None else S + e.to(tl.int64) * SCALES
                 g = None if G is None else G + e.to(tl.int64) * PARTS
-                _project(H, ORDER, first, count, W + e.to(tl.int64) * WORDS, s, g, PARTS, (tile - shared) % ROWS * 8 * RH, Y, D,
-                         I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE)
+                w, row = W + e.to(tl.int64) * WORDS, (tile - shared) % ROWS * 8 * RH
+                if SPLIT and count > 2:
+                    for half in range(0, RH // 2):
+                        _project(H, ORDER, first, count, w, s, g, PARTS, row + 16 * half, Y, D, I, KS, 2, NH, FORMAT, FP32, BO, BK,
+                                 SIMULATE, False)
+                else:
+                    _project(H, ORDER, first, count, w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
 
 
 @triton.jit
-def add_pairs(Y, YS, OUT, D: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr):
+def add_pairs(Y, YS, OUT, D: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
     """OUT [N, D] = Σ over a token's EACH rows of Y [P, D], one after the other in fp32, and its row of YS."""
+    begin(EARLY)
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros([B], tl.float32)
     for slot in tl.static_range(EACH):

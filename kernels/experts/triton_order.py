@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import next_power
+from kernels.launch import dependent_launch, next_power
 from kernels.linear.reference import ACTIVATION_BLOCK
+from kernels.linear.triton_skinny import begin
+from kernels.linear.triton_streams import overlap
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import fp8_blocks, narrow, widen
 
@@ -35,21 +37,23 @@ def sort_pairs(indices: torch.Tensor, E: int, T: int,
     blocks = blocks_of(P, E, T)
     order = torch.empty(P, dtype=torch.int32, device=indices.device)
     table = torch.empty(1 + 3 * blocks, dtype=torch.int32, device=indices.device)
+    early, options = dependent_launch(indices.device), overlap(indices.device)
     if P > FEW:
-        _sort_many[(E,)](indices, order, table, P, blocks, E, T, 1024, num_warps=4)
+        _sort_many[(E,)](indices, order, table, P, blocks, E, T, 1024, early, num_warps=4, **options)
         return order, table, None if x is None else simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     lists = torch.empty(3, P, dtype=torch.int32, device=indices.device)
     rounded = None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, K = (0, 1) if x is None else (x.shape[0] * triton.cdiv(x.shape[1], TILE), x.shape[1])
     _sort_few[(1 + tiles,)](
         indices, order, table, lists, P, blocks, x, 0 if x is None else x.stride(0), rounded, K, next_power(P),
-        min(32, next_power(P)), T, TILE, ACTIVATION_BLOCK, num_warps=8 if P > 128 else 4)
+        min(32, next_power(P)), T, TILE, ACTIVATION_BLOCK, early, num_warps=8 if P > 128 else 4, **options)
     return order, table, rounded
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _sort_few(INDICES, ORDER, TABLE, LISTS, P, blocks, X, x_stride, ROUNDED, K: tl.constexpr, B: tl.constexpr,
-              CHUNK: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+              CHUNK: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     if tl.program_id(0) == 0:
         _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B, CHUNK, T)
     elif X is not None:
@@ -92,8 +96,9 @@ def _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B: tl.constexpr, CHUNK: tl.co
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
-def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.constexpr):
+def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """A program an expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert: room for all, some of it left empty."""
+    begin(EARLY)
     e = tl.program_id(0)
     i = tl.arange(0, CHUNK)
     equal, lower = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
@@ -108,11 +113,11 @@ def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.c
         at = place + tl.cumsum(found.to(tl.int32), 0) - 1
         tl.store(ORDER + at, start + i, mask=found)
         place += tl.sum(found.to(tl.int32), 0)
-    begin = less // T + e
+    opening = less // T + e
     end = tl.where(e == E - 1, blocks, (less + count) // T + e + 1)
-    for start in range(begin, end, CHUNK):
+    for start in range(opening, end, CHUNK):
         block = start + i
-        first = (block - begin) * T
+        first = (block - opening) * T
         tl.store(TABLE + 1 + block, tl.where(first < count, e, -1), mask=block < end)
         tl.store(TABLE + 1 + blocks + block, less + first, mask=block < end)
         tl.store(TABLE + 1 + 2 * blocks + block, tl.minimum(count - first, T), mask=block < end)

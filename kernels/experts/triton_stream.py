@@ -7,11 +7,12 @@ import triton
 
 from kernels.experts.triton_few import hide, project
 from kernels.experts.triton_order import blocks_of, sort_pairs
-from kernels.launch import dot_in_fp32, processors
-from kernels.linear.triton_streams import warps
+from kernels.launch import dependent_launch, dot_in_fp32, processors
+from kernels.linear.triton_streams import apart, overlap, warps
 from kernels.linear.triton_weights import Held
 
 DYNAMIC = 128  # pairs up to which every possible tile has a program, so that the hardware balances them
+REGISTERS = 128  # a thread, which leave room for 8 programs of two warps on a multiprocessor
 RESIDENT = 6   # programs a multiprocessor that share the tiles of more pairs, of which many may not exist
 
 
@@ -47,13 +48,14 @@ class Shared(NamedTuple):
 
 class Part(NamedTuple):
     """One weight of a launch: what is compiled for it. height: rows of a result that a group of 8 weight rows makes (8, or 4 of
-    the gate and 4 up)."""
+    the gate and 4 up). apart: see `triton_skinny`."""
 
     weight: Held
     simulate: bool
     nh: int
     fp32: bool
     height: int
+    apart: bool
 
     @property
     def groups(self) -> int:
@@ -62,19 +64,19 @@ class Part(NamedTuple):
         form = self.weight.format
         if self.fp32 or form in ("bf16", "fp32"):
             return 2
-        if form == "mxfp4" and self.simulate and self.nh == 1:
+        if form == "mxfp4" and self.simulate and self.nh == 1 and not self.apart:
             return 8
-        return 4 if self.nh == 1 or form != "fp8" else 2
+        return 2 if form == "fp8" and not (self.simulate and self.nh == 1) else 4
 
     @property
     def constants(self) -> tuple:
-        return self.groups, self.weight.format, self.fp32, *self.weight.block, self.simulate
+        return self.groups, self.weight.format, self.fp32, *self.weight.block, self.simulate, self.apart
 
     def tiles(self, rows: int) -> int:
         return triton.cdiv(rows, self.height * self.groups)
 
 
-ABSENT = (2, "bf16", False, 1, 128, False)  # constants of a part that a launch lacks
+ABSENT = (2, "bf16", False, 1, 128, False, False)  # constants of a part that a launch lacks
 
 
 def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None, limit: float, simulate: bool,
@@ -90,30 +92,34 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
     if routed is not None:
         indices, routing, w13, w2 = routed
         (_, k), E, I = indices.shape, w13.weight.shape[0], w2.K
+        fp32 = dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
         nh = 1 if N * k <= 2 * E else few
+        split = nh == 1 and apart(w13, fp32, 1) and apart(w2, fp32, 1)
         blocks = k if N == 1 else blocks_of(N * k, E, 8 * nh)
         if N > 1:
             order, table, rounded = sort_pairs(indices, E, 8 * nh, x if simulate else None)
-        fp32 = dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
-        first, second = Part(w13, simulate and rounded is None, nh, fp32, 4), Part(w2, simulate, nh, fp32, 8)
+        first, second = Part(w13, simulate and rounded is None, nh, fp32, 4, split), Part(w2, simulate, nh, fp32, 8, split)
         h, y = new(N * k, I), new(N * k, d)
     if shared is not None:
         shared_I, fp32 = shared.w2.K, dot_in_fp32(x) or "fp32" in (shared.w1.format, shared.w2.format)
-        shared_first = Part(shared.w1, simulate_shared and rounded is None, few, fp32, 4)
-        shared_second = Part(shared.w2, simulate_shared, few, fp32, 8)
+        shared_first = Part(shared.w1, simulate_shared and rounded is None, few, fp32, 4, apart(shared.w1, fp32, N))
+        shared_second = Part(shared.w2, simulate_shared, few, fp32, 8, apart(shared.w2, fp32, N))
         hs, ys = new(N, shared_I), new(N, d) if out is None else out
     xr, xs = x if rounded is None else rounded, rounded if simulate_shared and rounded is not None else x
     w1, w3, w2s = (None,) * 3 if shared is None else shared
+    early, options, larger = dependent_launch(x.device), overlap(x.device), first is not None and first.apart and N > 2
+    if first is not None and first.apart and not (simulate or simulate_shared):
+        options["maxnreg"] = REGISTERS if few == 1 else 168
     programs, ks = _grid(first, blocks, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](
         xr, xr.stride(0), xs, xs.stride(0), N, indices, order, table, routing, *_tensors(first), h, _words(w1), _words(w3),
         *_both(w1, w3, "scale"), *_both(w1, w3, "glob"), hs, float(limit), blocks, k, I, d, nh, ks, *_constants(first),
-        *_sizes(first), shared_I, *_constants(shared_first), few, num_warps=ks, num_stages=1)
+        *_sizes(first), shared_I, *_constants(shared_first), few, early, larger, num_warps=ks, num_stages=1, **options)
     programs, ks = _grid(second, blocks, d, shared_second, d, N * k, x.device)
     project[(programs,)](
         h, N, indices, order, table, *_tensors(second), y, hs, *_tensors(shared_second), ys, blocks, d, I, nh, ks,
         *_constants(second), *_sizes(second), shared_I, *_constants(shared_second), 1 if w2s is None else w2s.parts, few,
-        num_warps=ks, num_stages=1)
+        early, larger, num_warps=ks, num_stages=1, **options)
     return y, ys
 
 
@@ -123,7 +129,8 @@ def _grid(part: Part | None, blocks: int, rows: int, shared: Part | None, shared
     tiles = (0 if part is None else blocks * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
     parts = [p for p in (part, shared) if p is not None]
     ks = warps(min(p.weight.K for p in parts), any(p.fp32 for p in parts), tiles, max(p.groups for p in parts), device)
-    return tiles if pairs <= DYNAMIC else min(tiles, RESIDENT * processors(device)), ks
+    resident = 8 if part is not None and part.apart else RESIDENT
+    return tiles if pairs <= DYNAMIC else min(tiles, resident * processors(device)), ks
 
 
 def _constants(part: Part | None) -> tuple:

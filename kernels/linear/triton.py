@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dot_in_fp32, processors, require_device
+from kernels.launch import capability, dependent_launch, dot_in_fp32, processors, require_device
 from kernels.linear import reference
 from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton_skinny import lanes, skinny
-from kernels.linear.triton_streams import SLOTS, TOKENS, row_groups, stream, warps
+from kernels.linear.triton_skinny import begin, skinny, tokens
+from kernels.linear.triton_streams import SLOTS, TOKENS, apart, overlap, row_groups, stream, warps
 from kernels.linear.triton_tiles import swizzle, tile_product
 from kernels.linear.triton_weights import Held, check, hold
 from kernels.quantize.triton import simulate_fp8_blocks
@@ -85,28 +85,33 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
         gemm(name, x, h, out, groups)
         return out
     fp32 = dot_in_fp32(x) or h.format == "fp32"
-    R, rh = h.O // groups, row_groups(h, fp32, h.O, x.device)
+    R, rh = h.O // groups, row_groups(h, fp32, h.O, False, x.device)
     tiles = triton.cdiv(R, 8 * rh) * groups
     ks = warps(h.K, fp32, tiles, rh, x.device)
     turned, cis_stride = (0, 0) if cis is None else (cis.shape[1], cis.stride(0))
     _grouped[(tiles,)](
         x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, cis_stride, R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format,
-        fp32, *h.block, h.parts, max(1, head), turned, num_warps=ks, num_stages=1)
+        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), dependent_launch(x.device), num_warps=ks, num_stages=1,
+        **overlap(x.device))
     return out
 
 
 @triton.jit(do_not_specialize=["N"])
 def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
              KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
-             BK: tl.constexpr, PARTS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr):
+             BK: tl.constexpr, PARTS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr,
+             EARLY: tl.constexpr):
     PROGRAMS: tl.constexpr = (R + 8 * RH - 1) // (8 * RH)
     group = tl.program_id(0) // PROGRAMS
-    q, r, s, repeat = lanes(KS, 4 * NH)
-    token = (r + 8 * (repeat >> 2)).to(tl.int64)
     first, rows = group * R + (tl.program_id(0) % PROGRAMS) * (8 * RH), (group + 1) * R
-    out = skinny(X + group * K, token * x_stride, token < N, W, S, first, rows, K, KS, RH, NH, FORMAT, FP32, BO, BK, CIS=CIS,
-                 cis_at=token * cis_stride, HEAD=HEAD, TURNED=TURNED)
-    o, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
+    begin(EARLY)
+    token, mine = tokens(KS, NH, APART)
+    T: tl.constexpr = 2 if APART else 8 * NH
+    o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
+    token = token.to(tl.int64)
+    out = skinny(X + group * K, token * x_stride, mine & (token < N), W, S, first, rows, K, KS, RH, NH, FORMAT, FP32, BO, BK,
+                 CIS=CIS, cis_at=token * cis_stride, HEAD=HEAD, TURNED=TURNED, APART=APART,
+                 row_at=t.to(tl.int64) * x_stride, count=N)
     if G is not None:
         out *= tl.load(G + tl.minimum(o, rows - 1) // (R * GROUPS // PARTS))[:, None]
     tl.store(Y + t.to(tl.int64)[None, :] * (R * GROUPS) + o[:, None], narrow(out, Y.dtype.element_ty),

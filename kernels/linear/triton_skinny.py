@@ -3,15 +3,22 @@
 A warp owns one slice of 128 columns at a time, for all rows and tokens of its program; the slices of KS warps are summed at
 the end. Lane 4r + q of a warp reads 16 bytes of weight row r and, for token r, the same columns of x. That is where an
 m16n8k16 product of tensor cores wants its operands, so nothing passes through shared memory and no warp waits for another.
+
+One or two tokens leave columns of the product unused. With MXFP4, whose decoding then costs more than the bytes, they are put
+to use (APART): column 2g + t is token t, of which only lane q = g of four holds anything. So each of the four blocks of 32
+columns of a slice has a sum of its own, which its scale multiplies: in lane g, which has just that scale. Codes need no scale
+then, and fp16 has room for them; x is brought to its range by a power of two.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_words import ROUND_E4M3, after_loads, larger_pair, pair, unpack
-from kernels.quantize.triton_codes import decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen
+from kernels.linear.triton_words import HALVES_DOWN, ROUND_E4M3, after_loads, larger_pair, loads_begun, pair, unpack
+from kernels.quantize.triton_codes import (
+    INTERPRETED, decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen,
+)
 
-
+RANGE = tl.constexpr(2048)  # columns of two tokens looked at together before the products
 
 
 @triton.jit
@@ -22,12 +29,33 @@ def lanes(KS: tl.constexpr, REPEATS: tl.constexpr):
 
 
 @triton.jit
+def begin(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait for the ones before; nothing but weights may be touched earlier."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def tokens(KS: tl.constexpr, NH: tl.constexpr, APART: tl.constexpr):
+    """(token of each of a thread's vectors of x, whether it has columns of it), int32 and int1 [32·KS·4·NH]."""
+    q, r, s, repeat = lanes(KS, 4 * NH)
+    if APART:
+        token, mine = r & 1, q == r >> 1
+    else:
+        token, mine = r + 8 * (repeat >> 2), q >= 0
+    return token, mine
+
+
+@triton.jit
 def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
-           NORM, inverse, SIMULATE: tl.constexpr, CIS, cis_at, HEAD: tl.constexpr, TURNED: tl.constexpr):
+           NORM, inverse, SIMULATE: tl.constexpr, CIS, cis_at, HEAD: tl.constexpr, TURNED: tl.constexpr, up,
+           APART: tl.constexpr):
     """Operand [KS, 128, 8·NH] of columns k + 128·slice … of x, in the column order of `unpack`.
 
     at, cis_at int64 [32·KS·4·NH]: offset of the token's row; live: whether there is such a token. NORM [K] and inverse fp32
     (as `at`): x is first normalised to x · inverse · NORM. TURNED: the last columns of each head of HEAD are rotated by CIS.
+    APART: fp16, times up fp32 (as `at`).
     """
     q, r, s, repeat = lanes(KS, 4 * NH)
     piece = repeat & 3
@@ -52,16 +80,12 @@ def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, 
         weight = tl.load(NORM + (column[:, None] + i), mask=there, other=0.0)
         v = narrow(widen(v) * inverse[:, None] * widen(weight), DTYPE)
     if TURNED > 0:
-        # pairs * cis, stored back in x.dtype
-        c = (column[:, None] + i) % HEAD - (HEAD - TURNED)
-        cis = tl.load(CIS + cis_at[:, None] + c, mask=there & (c >= 0), other=0.0)
-        a, b = tl.split(tl.reshape(widen(v), [32 * KS * 4 * NH, 4, 2]))
-        cos, sin = tl.split(tl.reshape(cis, [32 * KS * 4 * NH, 4, 2]))
-        a, b = turn(a, b, cos, sin)
-        v = tl.where(c >= 0, narrow(tl.reshape(tl.join(a, b), [32 * KS * 4 * NH, 8]), DTYPE), v)
+        v = _turned(v, column[:, None] + i, CIS, cis_at, there, HEAD, TURNED)
     if SIMULATE:
         v = _through_e4m3(v, KS, NH, FP32)
-    if FP32:
+    if APART:
+        v = _halved(v, up)
+    elif FP32:
         v = widen(v)
     v = tl.reshape(v, [NH, 4, KS, 8, 4, 2, 2, 2])
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
@@ -71,6 +95,29 @@ def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, 
     else:
         v = tl.permute(v, (2, 1, 5, 4, 6, 7, 0, 3))
     return tl.reshape(v, [KS, 128, 8 * NH])
+
+
+@triton.jit
+def _turned(v, column, CIS, cis_at, there, HEAD: tl.constexpr, TURNED: tl.constexpr):
+    """Columns [M, 8] of v as they are or, the last TURNED of each head, times CIS."""
+    # pairs * cis, stored back in x.dtype
+    M: tl.constexpr = v.shape[0]
+    c = column % HEAD - (HEAD - TURNED)
+    cis = tl.load(CIS + cis_at[:, None] + c, mask=there & (c >= 0), other=0.0)
+    a, b = tl.split(tl.reshape(widen(v), [M, 4, 2]))
+    cos, sin = tl.split(tl.reshape(cis, [M, 4, 2]))
+    a, b = turn(a, b, cos, sin)
+    return tl.where(c >= 0, narrow(tl.reshape(tl.join(a, b), [M, 8]), v.dtype), v)
+
+
+@triton.jit
+def _halved(v, up):
+    """v [M, 8] times up fp32 [M], powers of two, as fp16; on a GPU bf16 is multiplied two at a time, which is as exact."""
+    if INTERPRETED:
+        v = widen(v) * up[:, None]
+    else:
+        v = (v * up.to(v.dtype)[:, None]).to(tl.float32)
+    return v.to(tl.float16)
 
 
 @triton.jit
@@ -95,19 +142,32 @@ def _through_e4m3(v, KS: tl.constexpr, NH: tl.constexpr, FP32: tl.constexpr):
 
 
 @triton.jit
-def _inverse_rms(X, at, live, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, eps):
-    """(mean(x²) + eps)^−½ of each lane's token, fp32 as `at`."""
-    q, r, s, repeat = lanes(KS, 4 * NH)
-    i = tl.arange(0, 8)[None, :]
-    total = tl.zeros([32 * KS * 4 * NH, 8], tl.float32)
-    for k in range(0, K, 128 * KS):
-        column = (k + 128 * s + 32 * (repeat & 3) + 8 * q)[:, None] + i
-        x = widen(tl.load(X + at[:, None] + column, mask=live[:, None] & (column < K), other=0.0))
+def _inverse_rms(X, row_at, count, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, eps):
+    """(mean(x²) + eps)^−½ of each lane's token, fp32 [32·KS·4·NH]. row_at int64 [T]: where a token's row begins."""
+    T: tl.constexpr = row_at.shape[0]
+    i, t = tl.arange(0, RANGE // 2)[None, :], tl.arange(0, T)[:, None]
+    total = tl.zeros([T, RANGE // 2], tl.float32)
+    for k in range(0, K, RANGE // 2):
+        x = widen(tl.load(X + row_at[:, None] + (k + i), mask=(t < count) & (k + i < K), other=0.0))
         total += x * x
-    total = tl.reshape(tl.sum(total, 1), [NH, 4, KS, 8, 4])
-    mean = tl.sum(tl.sum(tl.sum(total, 4), 2), 1) / K
-    inverse = tl.broadcast_to(tl.reshape(1 / tl.sqrt(mean + eps), [NH, 1, 1, 8, 1]), [NH, 4, KS, 8, 4])
-    return tl.reshape(inverse, [32 * KS * 4 * NH])
+    inverse = 1 / tl.sqrt(tl.sum(total, 1) / K + eps)
+    inverse = tl.reshape(inverse, [NH, 1, 1, T // NH, 1])  # one or two tokens: again and again
+    return tl.reshape(tl.broadcast_to(inverse, [NH, 4 * KS, 8 * NH // T, T // NH, 4]), [32 * KS * 4 * NH])
+
+
+@triton.jit
+def _range(X, row_at, count, K: tl.constexpr, KS: tl.constexpr):
+    """Powers of two that bring two tokens, whose rows begin at row_at int64 [2], into the middle of fp16: (up fp32 [32·KS·4] as
+    lanes of x take it, down fp32 [2] that takes it back). What that flushes is below 2^−37 of the token's largest value."""
+    i, t = tl.arange(0, RANGE)[None, :], tl.arange(0, 2)[:, None]
+    most = tl.zeros([2, RANGE], tl.int32)
+    for k in tl.static_range(0, K, RANGE):
+        x = tl.load(X + row_at[:, None] + (k + i), mask=(t < count) & (k + i < K), other=0.0)
+        most = tl.maximum(most, magnitude(widen(x)))
+    e = tl.minimum(tl.maximum(267 - (tl.max(most, 1) >> 23), 1), 253)  # the largest becomes 2^13 … 2^14
+    up, down = (e << 23).to(tl.float32, bitcast=True), ((254 - e) << 23).to(tl.float32, bitcast=True)
+    up = tl.broadcast_to(tl.reshape(up, [1, 1, 2, 1]), [4 * KS, 4, 2, 4])
+    return tl.reshape(up, [32 * KS * 4]), down
 
 
 @triton.jit
@@ -160,12 +220,14 @@ def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH:
 def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr,
            FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr = False,
            W_UP=None, S_UP=None, NORM=None, eps=0.0, CIS=None, cis_at=None, HEAD: tl.constexpr = 1, TURNED: tl.constexpr = 0,
-           begin=0, SPAN: tl.constexpr = 0):
-    """x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH].
+           begin=0, SPAN: tl.constexpr = 0, APART: tl.constexpr = False, row_at=None, count=0):
+    """x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH], or [8·RH, 2] if APART.
 
-    W int32: words of the weight, `rows` contiguous rows of K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks
-    BO × BK). W_UP, S_UP: 8 rows of W and 8 rows of W_UP in turn. The global scale of NVFP4 is left to the caller. X, SIMULATE
-    and NORM to TURNED: see `inputs`. SPAN, a multiple of 128·KS: only columns begin … begin + SPAN.
+    at, live: as `inputs` takes them, of the tokens that `tokens` names. W int32: words of the weight, `rows` contiguous rows of
+    K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks BO × BK). W_UP, S_UP: 8 rows of W and 8 rows of W_UP in turn.
+    The global scale of NVFP4 is left to the caller. X, SIMULATE and NORM to TURNED: see `inputs`. SPAN, a multiple of 128·KS:
+    only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM. Either looks at whole rows first: row_at
+    int64 [8·NH] or, for one or two tokens, [2], of which the first `count` are tokens.
     """
     C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
     SCALED: tl.constexpr = FORMAT != "bf16" and FORMAT != "fp32"
@@ -174,21 +236,27 @@ def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH
     acc = tl.zeros([KS, 8 * RH, 8 * NH], tl.float32)
     w = _words(W, W_UP, begin, end, first, rows, K, KS, RH, FORMAT)
     scale = _scales(S, S_UP, begin, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
-    inverse = None if NORM is None else _inverse_rms(X, at, live, K, KS, NH, eps)  # while the first words are on the way
+    loads_begun(FP32)
+    inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)  # while the first words are on the way
+    up, down = _range(X, row_at, count, K, KS) if APART else (None, None)
     for k in range(begin, end, STEP):
         w_next = _words(W, W_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT)
         scale_next = _scales(S, S_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
         w = after_loads(w, FP32)
-        b = inputs(X, at, live, k, K, KS, NH, FORMAT, FP32, NORM, inverse, SIMULATE, CIS, cis_at, HEAD, TURNED)
-        a = unpack(w, scale, FORMAT, FP32)
+        b = inputs(X, at, live, k, K, KS, NH, FORMAT, FP32, NORM, inverse, SIMULATE, CIS, cis_at, HEAD, TURNED, up, APART)
+        a = unpack(w, scale, FORMAT, FP32, APART)
         a = tl.permute(tl.reshape(a, [C, RH, KS, 8, 4, 8 // C, 2, 2]), (2, 1, 3, 0, 5, 4, 6, 7))
         a = tl.reshape(a, [KS, 8 * RH, 128])
-        if FORMAT == "fp8":  # the scale of a block multiplies its sum
+        if FORMAT == "fp8" or APART:  # the scale of a block multiplies its sum
+            by = decode_e8m0(scale) if APART else scale
             part = tl.reshape(tl.dot(a, b, input_precision="ieee"), [KS, RH, 8, NH, 4, 2])
-            by = tl.permute(tl.reshape(scale, [RH, KS, 8, 4]), (1, 0, 2, 3))[:, :, :, None, :, None]
+            by = tl.permute(tl.reshape(by, [RH, KS, 8, 4]), (1, 0, 2, 3))[:, :, :, None, :, None]
             acc += tl.reshape(part * by, [KS, 8 * RH, 8 * NH])
         else:
             acc = tl.dot(a, b, acc, input_precision="ieee")
         w = w_next
         scale = scale_next
-    return tl.sum(acc, 0)
+    y = tl.sum(acc, 0)
+    if APART:
+        y = tl.sum(tl.reshape(y, [8 * RH, 4, 2]), 1) * (down * HALVES_DOWN)[None, :]
+    return y

@@ -4,14 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import dot_in_fp32, interpreting, next_power, processors
-from kernels.linear.triton_skinny import lanes, skinny
+from kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
+from kernels.linear.triton_skinny import begin, skinny, tokens
 from kernels.linear.triton_weights import Held
 from kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # by number, as a kernel's constant takes them in a tuple
 TOKENS = 16  # more tokens need more products than the bytes of the weight give time for
 SLOTS = 6    # weights of a launch
+
+
+def overlap(device: torch.device) -> dict:
+    """Launch options of kernels that `begin`."""
+    return {"launch_pdl": True} if dependent_launch(device) else {}
+
+
+def apart(h: Held, fp32: bool, tokens: int) -> bool:
+    """Whether `skinny` takes a weight's blocks of 32 columns apart: MXFP4 and one or two tokens."""
+    return h.format == "mxfp4" and tokens <= 2 and not fp32
 
 
 def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> int:
@@ -24,10 +34,11 @@ def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> 
     return ks
 
 
-def row_groups(h: Held, fp32: bool, rows: int, device: torch.device) -> int:
-    """Groups of 8 rows of a program: as many as registers hold, if that leaves two programs for every multiprocessor.
-    rows: of all weights of the launch."""
-    most = 2 if fp32 or h.format in ("bf16", "fp32") else 4
+def row_groups(h: Held, fp32: bool, rows: int, worked: bool, device: torch.device) -> int:
+    """Groups of 8 rows of a program: two, the rows of a product. Where x is worked on, normalised or quantised on the way or
+    brought to another range (`apart`), four share that, if that leaves two programs for every multiprocessor. rows: of all
+    weights of the launch."""
+    most = 4 if h.format not in ("bf16", "fp32") and not fp32 and (worked or h.format == "mxfp4") else 2
     return most if rows / (8 * most) >= 1.8 * processors(device) else 2
 
 
@@ -39,31 +50,34 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
     for i, (h, sim, out) in enumerate(zip(held, simulate, outs, strict=True)):
         fp32 = dot_in_fp32(x) or h.format == "fp32"
         scale = None if h.scale is None else h.scale.dtype
-        key = (-h.weight.element_size() * h.weight.shape[-1], h.format, fp32, h.block, sim, str(scale), str(out.dtype), h.parts)
+        split = norm is None and apart(h, fp32, N)
+        key = -h.row_bytes, h.format, fp32, h.block, sim, str(scale), str(out.dtype), h.parts, split
         kinds.setdefault(key, []).append(i)
     order, classes, starts, first = [], [], [], 0
     total = sum(h.O for h in held)
     fp32 = any(key[2] for key in kinds)
     for key in sorted(kinds):
-        _, form, slot_fp32, (bo, bk), sim, *_, parts = key
-        groups = row_groups(held[kinds[key][0]], fp32, total, x.device)
+        _, form, slot_fp32, (bo, bk), sim, _, _, parts, split = key
+        groups = row_groups(held[kinds[key][0]], fp32, total, sim or norm is not None, x.device)
         begin, at = len(order), first
         for i in kinds[key]:
             order.append(i)
             starts.append(first)
             first += triton.cdiv(held[i].O, 8 * groups)
-        classes += [FORMATS.index(form), int(slot_fp32), bo, bk, int(sim), parts, groups, begin, len(order), at, first]
+        classes += [FORMATS.index(form), int(slot_fp32), bo, bk, int(sim), parts, groups, begin, len(order), at, first, int(split)]
     slots = [(held[i].words, held[i].scale, held[i].glob, outs[i]) for i in order] + [(None,) * 4] * (SLOTS - len(order))
     ks = warps(K, fp32, first, 4, x.device)
     _streamed[(first,)](
         x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
-        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, num_warps=ks, num_stages=1)
+        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, dependent_launch(x.device),
+        num_warps=ks, num_stages=1, **overlap(x.device))
 
 
 @triton.jit
 def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS: tl.constexpr, NUMBER: tl.constexpr,
           FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, PARTS: tl.constexpr, RH: tl.constexpr,
-          BEGIN: tl.constexpr, END: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr):
+          BEGIN: tl.constexpr, END: tl.constexpr, APART: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr,
+          FEW: tl.constexpr, EARLY: tl.constexpr):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
     WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
     FP4: tl.constexpr = "mxfp4" if NUMBER == 3 else "nvfp4"
@@ -76,12 +90,14 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
             scale = tl.where(pid >= STARTS[i], S[i], scale)
         if glob is not None:
             glob = tl.where(pid >= STARTS[i], G[i], glob)
-    q, r, s, repeat = lanes(KS, 4 * NH)
-    token = r + 8 * (repeat >> 2)
     first = (pid - start) * (8 * RH)
-    out = skinny(X, token.to(tl.int64) * x_stride, token < N, w, scale, first, rows, K, KS, RH, NH, FORMAT, FP32 == 1, BO, BK,
-                 SIMULATE == 1, NORM=NORM, eps=eps)
-    o, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
+    begin(EARLY)
+    token, mine = tokens(KS, NH, APART == 1)
+    T: tl.constexpr = 2 if APART == 1 else 8 * NH
+    o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
+    out = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), w, scale, first, rows, K, KS, RH, NH, FORMAT, FP32 == 1, BO,
+                 BK, SIMULATE == 1, NORM=NORM, eps=eps, APART=APART == 1,
+               row_at=tl.arange(0, 2 if FEW else 8 * NH).to(tl.int64) * x_stride, count=N)
     if glob is not None:
         out *= tl.load(glob + tl.minimum(o, rows - 1) // (rows // PARTS))[:, None]
     tl.store(y + t.to(tl.int64)[None, :] * rows + o[:, None], narrow(out, y.dtype.element_ty),
@@ -91,12 +107,12 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
 @triton.jit(do_not_specialize=["N"])
 def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3, S4, S5, G0, G1, G2, G3, G4, G5,
               Y0, Y1, Y2, Y3, Y4, Y5, KINDS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-              KS: tl.constexpr, NH: tl.constexpr):
+              KS: tl.constexpr, NH: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight, first and
-    last program; STARTS, ROWS: first program and rows of each weight."""
+    last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight."""
     W, S, G, Y = (W0, W1, W2, W3, W4, W5), (S0, S1, S2, S3, S4, S5), (G0, G1, G2, G3, G4, G5), (Y0, Y1, Y2, Y3, Y4, Y5)
     pid = tl.program_id(0)
-    for c in tl.static_range(0, len(KINDS), 11):
+    for c in tl.static_range(0, len(KINDS), 12):
         if (pid >= KINDS[c + 9]) & (pid < KINDS[c + 10]):
             _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS, ROWS, KINDS[c], KINDS[c + 1], KINDS[c + 2], KINDS[c + 3],
-                  KINDS[c + 4], KINDS[c + 5], KINDS[c + 6], KINDS[c + 7], KINDS[c + 8], K, KS, NH)
+                  KINDS[c + 4], KINDS[c + 5], KINDS[c + 6], KINDS[c + 7], KINDS[c + 8], KINDS[c + 11], K, KS, NH, FEW, EARLY)

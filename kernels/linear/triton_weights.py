@@ -27,6 +27,10 @@ class Held(NamedTuple):
         return self.weight.view(torch.int32)
 
     @property
+    def row_bytes(self) -> int:
+        return self.weight.element_size() * self.weight.shape[-1]
+
+    @property
     def parts(self) -> int:
         return 1 if self.glob is None else self.glob.shape[-1]
 

@@ -39,6 +39,17 @@ E2M1_PAIRS = tl.constexpr(_pairs(4, "0x01c001c0", "0x7e807e80", True))   # s ee 
 E4M3_PAIRS = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", False))  # s eeee mmm → bits 15 and 10 … 4: the value · 2^−120
 
 
+# A word of E2M1 codes → pairs of fp16 as above, the value · 2^−14: in fp16 sign, exponent and mantissa lie within one byte, so
+# four codes move at once, those in the high nibbles of the bytes and then those in the low ones.
+_HALVES = "and.b32 p, h, 0xff00ff00; mov.b32 {{${odd}, ${odd4}}}, p; prmt.b32 p, h, 0, 0x2404; mov.b32 {{${even}, ${even4}}}, p;"
+E2M1_HALVES = tl.constexpr(
+    "{ .reg .b32 t, h, p; "
+    "shr.b32 t, $8, 3; and.b32 t, t, 0x0e0e0e0e; lop3.b32 h, $8, 0x80808080, t, 0xea;"
+    + _HALVES.format(odd=3, odd4=7, even=1, even4=5)
+    + "shl.b32 h, $8, 4; shl.b32 t, $8, 1; and.b32 t, t, 0x0e0e0e0e; lop3.b32 h, h, 0x80808080, t, 0xea;"
+    + _HALVES.format(odd=2, odd4=6, even=0, even4=4) + "}")
+HALVES_DOWN = tl.constexpr(2.0**14)  # what takes the 2^−14 back
+
 # Four bytes ($4, $2) → their values in the order of the columns: low nibbles $0 $1 and high nibbles $2 $3, or $0 $1.
 _SPREAD = "prmt.b32 a, {word}, 0, 0x1404; prmt.b32 b, {word}, 0, 0x3424;"
 _E2M1 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 6; and.b32 e, e, 0x01c001c0; or.b32 s, s, e; " \
@@ -84,6 +95,14 @@ def after_loads(w, FP32: tl.constexpr):
 
 
 @triton.jit
+def loads_begun(FP32: tl.constexpr):
+    """The loads above are under way before anything below; see `after_loads`."""
+    if not FP32:
+        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [0], dtype=tl.int32, is_pure=False,
+                                  pack=1)
+
+
+@triton.jit
 def larger_pair(a, b):
     """Larger of two words' bf16, half by half; NaN if either is."""
     return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
@@ -96,13 +115,13 @@ def pair(a, b):
 
 
 @triton.jit
-def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr):
+def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.constexpr = False):
     """Words int32 [M, 4] → values [M, S, 2], bf16 or fp32. Step s, pair element p is column (of those in the 16 bytes)
 
     FP4 8·(s // 4) + s % 4 + 4p; FP8 4·(s // 2) + s % 2 + 2p; bf16 and fp32 2s + p.
 
     scale int32 [M, 1 or 2] E8M0 or E4M3 bytes of FP4 (one for all 4 words, or one for 2). FP8 comes without its scale. On
-    the bf16 path E4M3's NaN code is 480.
+    the bf16 path E4M3's NaN code is 480. HALVES: MXFP4 as fp16, times 2^−14 and without its scale.
     """
     M: tl.constexpr = w.shape[0]
     if FORMAT == "fp32":
@@ -130,10 +149,14 @@ def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr):
                                                pack=1)
         v = tl.reshape(tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 1, 3, 2)), [M, 8, 2])
     else:
-        s = bf16_twice(scale, FORMAT)
-        s = tl.reshape(tl.broadcast_to(s[:, :, None], [M, s.shape[1], 4 // s.shape[1]]), [M, 4])
-        a, c, e, g, b, d, f, h = tl.inline_asm_elementwise(
-            E2M1_PAIRS, "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r", [w, s], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
+        if HALVES:
+            a, c, e, g, b, d, f, h = tl.inline_asm_elementwise(
+                E2M1_HALVES, "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r", [w], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
+        else:
+            s = bf16_twice(scale, FORMAT)
+            s = tl.reshape(tl.broadcast_to(s[:, :, None], [M, s.shape[1], 4 // s.shape[1]]), [M, 4])
+            a, c, e, g, b, d, f, h = tl.inline_asm_elementwise(
+                E2M1_PAIRS, "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r", [w, s], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
         v = tl.join(tl.join(tl.join(a, b), tl.join(e, f)), tl.join(tl.join(c, d), tl.join(g, h)))
         v = tl.reshape(tl.permute(v, (0, 1, 3, 4, 2)), [M, 16, 2])  # from [M, 4, pair, step // 2, step % 2]
     return v

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from kernels.errors import UnsupportedInput
-from kernels.launch import dot_in_fp32, next_power, require_device
+from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
 from kernels.linear.triton import gemm
-from kernels.linear.triton_skinny import lanes, skinny
-from kernels.linear.triton_streams import TOKENS
+from kernels.linear.triton_skinny import begin, skinny, tokens
+from kernels.linear.triton_streams import TOKENS, overlap
 from kernels.linear.triton_weights import check, hold
 from kernels.quantize.triton_codes import widen
 from kernels.quantize.weights import PackedWeight, WeightFormat
@@ -32,18 +32,19 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     indices, weights = _results(x, topk)
     if not N:
         return indices, weights
+    early, options = dependent_launch(x.device), overlap(x.device)
     h = hold("route_scored", PackedWeight(WeightFormat.DENSE, weight))
     if N <= TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
         _logits[(triton.cdiv(E, 16), pieces)](
-            x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, num_warps=4,
-            num_stages=1)
+            x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, early,
+            num_warps=4, num_stages=1, **options)
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
     _choose[(N,)](logits, N, pieces, bias.contiguous(), indices, weights, float(routed_scaling_factor), E, topk, next_power(E),
-                  next_power(topk), num_warps=max(1, next_power(E) // 1024))
+                  next_power(topk), early, num_warps=max(1, next_power(E) // 1024), **options)
     return indices, weights
 
 
@@ -55,7 +56,8 @@ def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
     indices, weights = _results(x, k)
     if N:
         _look_up[(N,)](x, x.stride(0), weight.contiguous(), tid2eid.contiguous(), ids.contiguous(), indices, weights,
-                       float(routed_scaling_factor), D, k, next_power(k), min(HASH_COLUMNS, next_power(D)), num_warps=8)
+                       float(routed_scaling_factor), D, k, next_power(k), min(HASH_COLUMNS, next_power(D)),
+                       dependent_launch(x.device), num_warps=8, **overlap(x.device))
     return indices, weights
 
 
@@ -68,12 +70,12 @@ def _results(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit(do_not_specialize=["N"])
 def _logits(X, N, x_stride, W, Y, E: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
-            NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr):
+            NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, EARLY: tl.constexpr):
     """Y fp32 [pieces, N, E]: sums over PIECE columns each."""
-    q, r, s, repeat = lanes(KS, 4 * NH)
-    token = r + 8 * (repeat >> 2)
+    token, mine = tokens(KS, NH, False)
     first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
-    y = skinny(X, token.to(tl.int64) * x_stride, token < N, W, None, first, E, D, KS, RH, NH, FORMAT, FP32, 1, 128,
+    begin(EARLY)
+    y = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), W, None, first, E, D, KS, RH, NH, FORMAT, FP32, 1, 128,
                begin=piece * PIECE, SPAN=PIECE)
     e, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     tl.store(Y + (piece * N + t[None, :]) * E + e[:, None], y, mask=(e[:, None] < E) & (t[None, :] < N))
@@ -99,7 +101,8 @@ def _weigh(logit, live, factor):
 
 @triton.jit(do_not_specialize=["N"])
 def _choose(LOGITS, N, PIECES: tl.constexpr, BIAS, INDICES, WEIGHTS, factor, E: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
-            BK: tl.constexpr):
+            BK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     token, e = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     logit = tl.zeros([B], tl.float32)
     for piece in tl.static_range(PIECES):
@@ -123,7 +126,8 @@ def _choose(LOGITS, N, PIECES: tl.constexpr, BIAS, INDICES, WEIGHTS, factor, E: 
 
 @triton.jit
 def _look_up(X, x_stride, W, TABLE, IDS, INDICES, WEIGHTS, factor, D: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-             B: tl.constexpr):
+             B: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     token, j, i = tl.program_id(0).to(tl.int64), tl.arange(0, BK), tl.arange(0, B)
     chosen = tl.load(TABLE + tl.load(IDS + token) * K + j, mask=j < K, other=0)
     total = tl.zeros([BK, B], tl.float32)

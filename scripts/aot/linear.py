@@ -23,15 +23,18 @@ MODULES = (experts, triton_many, triton_order, triton_stream, linear, triton_fus
            router)
 OTHERS = {"blocks", "rms_norm", "rotate"}  # kernels of other modules, which have cases of their own
 MULTIPROCESSORS = 132  # of an H100
+GPU = [(9, 0)]  # capability that cases are collected for, the last one
 E, HIDDEN, INTERMEDIATE, K, LIMIT = 256, 4096, 2048, 6, 10.0
 F32, BF16 = torch.float32, torch.bfloat16
 POINTERS = {BF16: "*bf16", F32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 
 
-def cases() -> list[tuple]:
+def cases_for(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of each kernel that differs."""
+    GPU.append(capability)
     different = {repr((kernel.__name__, signature, constants, options)): (name, kernel, signature, constants, options)
                  for name, kernel, signature, constants, options in reversed([*_linears(), *_experts(), *_router()])}
+    GPU.pop()
     return list(reversed(different.values()))
 
 
@@ -83,7 +86,8 @@ def launches(name: str, call) -> list[tuple]:
         stack.enter_context(patch.object(JITFunction, "run", record))
         for module in MODULES:
             for attribute, stand_in in (("require_device", lambda *_: None), ("processors", lambda _: MULTIPROCESSORS),
-                                        ("capability", lambda _: (9, 0))):
+                                        ("capability", lambda _: GPU[-1]),
+                                        ("dependent_launch", lambda _: GPU[-1] >= (9, 0))):
                 if hasattr(module, attribute):
                     stack.enter_context(patch.object(module, attribute, stand_in))
         call()

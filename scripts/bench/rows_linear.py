@@ -95,6 +95,7 @@ def _fused(device: str) -> Iterator[Row]:
                                 0.78),
         "compressor projections": ((("bf16", 2048), ("bf16", 512)), HIDDEN, False, 0.78),
         "maps of queries": ((("fp8", 32768), ("fp8", 8192)), 1024, True, 0.75),
+        "head": ((("bf16", VOCABULARY),), HIDDEN, False, 0.9),
     }
     for kind, (parts, width, normed, goal) in kinds.items():
         for n in (1, 8):

@@ -114,11 +114,12 @@ def _assembly(self, program, constraints, values, types, pure, pack):
     out = [np.broadcast_to(r, registers[0].shape) for r in run(program, outputs, *registers)]
     handles = []
     for element in (getattr(t, "scalar", t) for t in types):
-        count, kind = max(1, element.primitive_bitwidth * pack // 32), np.uint16 if element == tl.bfloat16 else np.int32
+        count, kind = max(1, element.primitive_bitwidth * pack // 32), np.uint16 if element.primitive_bitwidth == 16 else np.int32
         part, out = np.ascontiguousarray(np.stack(out[:count], -1)), out[count:]
         part = part.astype(kind) if element.primitive_bitwidth * pack < 32 else part.view(kind)
         data = np.empty(size, kind)
         data[lot] = part.reshape(-1)
+        data = data.view(np.float16) if element == tl.float16 else data
         handles.append(TensorHandle(data.reshape(shape), element))
     assert not out, "registers of the results and constraints differ"
     return Results(handles)

@@ -9,6 +9,7 @@ from kernels.experts.reference import expert
 from kernels.linear import triton as linear_gpu, triton_streams
 from kernels.quantize import PackedWeight, to_float
 from kernels.quantize.reference import simulate_fp8_blocks
+from kernels.router import triton as router_gpu
 from tests.kernels.products import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
 from tests.kernels.ptx import compiled
 
@@ -178,12 +179,14 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
 
 @pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
 @pytest.mark.parametrize("form,simulate", [("mxfp4", True), ("nvfp4", False), ("dense bf16", False)])
-@pytest.mark.parametrize("N", [2, 30])
+@pytest.mark.parametrize("N", [1, 2, 6, 30])
 def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
     compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
-    E, d, I, k = 2, 32, 32, 1
+    E, d, I, k = 3, 32, 32, 1
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
     x, (indices, routing) = randn(N, d).bfloat16(), choices(N, k, E)
+    if N == 6:
+        indices = torch.tensor([[1], [0], [1], [2], [1], [0]])  # one, two and three pairs
     got = gpu.experts(x, indices, routing, w13, w2, LIMIT, simulate)
     assert distance(got, literal(x, indices, routing, w13, w2, simulate)) < 8e-3
 
@@ -223,3 +226,38 @@ def test_production_shapes(form, simulate, N):
     exact = gpu.experts(x[:16].float(), indices[:16], routing[:16], w13, w2, LIMIT, False)
     assert distance(exact, literal(x[:16].float(), indices[:16], routing[:16], w13, w2, False)) < 1e-5
     assert distance(exact, reference.experts(x[:16].float(), indices[:16], routing[:16], w13, w2, LIMIT, False)) < 1e-5
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("N", [1, 2, 8])
+def test_launches_that_overlap_wait_for_what_they_read(N):
+    """A chain of launches as a graph, replayed on other inputs each time, against the same chain with pauses."""
+    E = 32
+    w13, w2, shared = flash(E, "mxfp4", "fp8")
+    first, last = (pack(torch.randn(4096, 4096, device="cuda") / 64, form) for form in ("fp8", "mxfp4"))
+    gate, bias = (torch.randn(E, 4096, device="cuda") / 64).bfloat16(), torch.zeros(E, device="cuda")
+
+    def chain(x, pause):
+        for _ in range(3):
+            x = linear_gpu.linear(x, first)
+            pause()
+            indices, routing = router_gpu.route_scored(x, gate, bias, 6, 1.5)
+            pause()
+            x = gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, False, False)
+            pause()
+            x = linear_gpu.linear(x, last)
+            pause()
+        return x
+
+    x = torch.empty(N, 4096, device="cuda", dtype=torch.bfloat16)
+    x.normal_()
+    chain(x, torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x, lambda: None)
+    for _ in range(10):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, chain(x, torch.cuda.synchronize))
+        assert torch.equal(out, chain(x, lambda: None))

@@ -183,7 +183,7 @@ def production(form: str, O: int, K: int, seed: int = 0) -> PackedWeight:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("N", [1, 3, 8, 16, 17, 64, 300])
+@pytest.mark.parametrize("N", [1, 2, 3, 8, 16, 17, 64, 300])
 @pytest.mark.parametrize("form,O,K", [("mxfp4", 4096, 4096), ("nvfp4", 4096, 4096), ("fp8", 1024, 4096), ("fp8", 8192, 1024),
                                       ("fp8", 4096, 8192), ("fp8 fp32 scales", 512, 4096), ("dense bf16", 2048, 4096),
                                       ("dense fp32", 512, 4096)])

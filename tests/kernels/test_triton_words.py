@@ -23,6 +23,14 @@ def test_pairs_of_e2m1(exponent):
         assert np.array_equal(widen(value), E2M1[(word >> U32(4 * i)) & U32(15)] * scale)
 
 
+def test_halves_of_e2m1():
+    word = ALL | ((ALL ^ U32(0x5A5A)) << U32(16))
+    for i, value in enumerate(run(words.E2M1_HALVES.value, 8, word)):
+        half = value.astype(np.uint16).view(np.float16).astype(np.float32)
+        assert np.array_equal(half * words.HALVES_DOWN.value, E2M1[(word >> U32(4 * i)) & U32(15)])
+        assert np.array_equal(np.signbit(half), np.signbit(E2M1[(word >> U32(4 * i)) & U32(15)]))
+
+
 def test_pairs_of_e4m3():
     word = ALL | ((ALL ^ U32(0x5A5A)) << U32(16))
     for i, value in enumerate(run(words.E4M3_PAIRS.value, 4, word)):
