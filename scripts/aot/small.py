@@ -17,9 +17,9 @@ COUNTS = {"M", "N"}
 ONES = ("column", "kv_channel", "gate_channel", "slots_step", "phase_step", "live_step")  # a launch makes 1 a constant
 
 
-def cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) of each."""
-    return [*_rows(), *_heads(), *_pools(), *_mhc()]
+def cases_for(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constexprs, options) of each. Programmatic launches exist from capability 9.0 on."""
+    return [*_rows(), *_heads(), *_pools(), *_mhc(capability >= (9, 0))]
 
 
 def case(name: str, kernel, constexprs: dict, warps: int, pointers: dict | None = None, **options) -> tuple:
@@ -77,22 +77,18 @@ def _pools():
         yield case(f"pool_entries {name}", triton_compress._pool_entries, constexprs, warps)
 
 
-def _mhc():
-    """Without the early launch of the second kernel, which exists from capability 9 on (OVERLAPS)."""
-    common = {"d": HIDDEN, "n": STREAMS, "OVERLAPS": False}
-    products = {"M": PRODUCTS, "MP": PADDED, "OVERLAPS": False}
-    yield case("mhc_post", mhc._post, {"d": HIDDEN, "n": STREAMS, "B": 1024}, 4)
+def _mhc(pdl: bool):
+    common = {"d": HIDDEN, "n": STREAMS, "M": PRODUCTS, "MP": PADDED, "PDL": pdl}
+    yield case("mhc_post", mhc._post, {"d": HIDDEN, "n": STREAMS, "B": 1024, "PDL": pdl}, 4)
     for T in (1, 2, 4, 8, 16):
-        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few,
-                   {**common, **products, "SPLITS": 128, "MERGES": True, "T": T, "C": 32}, 8 if T > 4 else 4)
+        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few, {**common, "MERGES": True, "T": T, "C": 32},
+                   8 if T > 4 else 4)
     for merges in (True, False):
         yield case(f"mhc statistics, many tokens, bf16, merges={merges}", triton_statistics._statistics_bf16,
-                   {"d": HIDDEN, **products, "MERGES": merges, "T": 64, "C": 32}, 8, num_stages=2)
-    fp32 = dict.fromkeys(("OUT", "H", "NEW"), "fp32")
+                   {**common, "MERGES": merges, "T": 64, "C": 32}, 8, num_stages=2)
     yield case("mhc statistics, many tokens, fp32", triton_statistics._statistics_many,
-               {**common, **products, "MERGES": True, "T": 64, "C": 32}, 8, fp32, num_stages=1)
-    yield case("mhc split weights", triton_statistics._split_weights, {"d": HIDDEN, "M": PRODUCTS, "MP": PADDED, "B": 256}, 4)
-    for few, T in ((True, 1), (False, 32)):
-        constexprs = {"FEW": few, "FULL": few, "SPLITS": 128, "GROUP": 128 if few else 1, "T": T, "B": HIDDEN, "HOLDS": True,
-                      "MIXES": True, "NORM": True}
-        yield case(f"mhc merge, few={few}", triton_merge._merge, {**common, **products, **constexprs}, 4)
+               {**common, "MERGES": True, "T": 64, "C": 32}, 8, dict.fromkeys(("OUT", "H", "NEW"), "fp32"), num_stages=1)
+    yield case("mhc split weights", triton_statistics._split_weights, {"d": HIDDEN, "M": PRODUCTS, "MP": PADDED, "PDL": pdl, "B": 256}, 4)
+    for mixed, collapsed, T in ((128, 128, 1), (4, 8, 32)):
+        yield case(f"mhc merge, {T} tokens of Sinkhorn's", triton_merge._merge,
+                   {**common, "MIXED": mixed, "COLLAPSED": collapsed, "T": T, "B": HIDDEN, "HOLDS": True, "MIXES": True, "NORM": True}, 4)
