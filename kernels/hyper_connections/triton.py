@@ -31,8 +31,7 @@ def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb:
     N, n, d = streams.shape
     if new.numel():
         pdl = dependent_launch(streams.device)
-        _post[(N, triton.cdiv(d, COLUMNS))](out, streams, post, comb, new, d, n, COLUMNS, pdl, num_warps=4,
-                                            **({"launch_pdl": True} if pdl else {}))
+        _post[(N, triton.cdiv(d, COLUMNS))](out, streams, post, comb, new, d, n, COLUMNS, pdl, num_warps=4, launch_pdl=pdl)
     return new
 
 

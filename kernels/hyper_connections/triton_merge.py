@@ -37,7 +37,7 @@ def merge(streams: torch.Tensor, parts: Parts, scale: torch.Tensor, base: torch.
     _merge[(blocks + N,)](streams, parts.data, scale, base, streams if weight is None else weight, y, post, comb, N, splits, blocks,
                           iters, eps, norm_eps, rms_eps, d, n, parts.products, MP, min(split_block, max(1, ADDED // (block * MP))),
                           min(split_block, 128), block, B, n * B <= warps * 32 * HELD, not head, weight is not None, pdl,
-                          num_warps=warps, **({"launch_pdl": True} if pdl else {}))
+                          num_warps=warps, launch_pdl=pdl)
     return y, post, comb if head else comb.view(N, n, n)
 
 
@@ -106,7 +106,8 @@ def _totals(PART, t, N, splits, last: tl.constexpr, MP: tl.constexpr, GROUP: tl.
     i, total = tl.arange(0, WIDTH)[None, None, :], tl.zeros((t.shape[0], WIDTH), tl.float32)
     for start in range(0, splits, GROUP):
         s = start + tl.arange(0, GROUP)[:, None, None]
-        part = tl.load(PART + (s * N + t[None, :, None]) * MP + i, mask=(s < splits) & (t[None, :, None] < N) & (i <= last), other=0.0)
+        live = (s < splits) & (t[None, :, None] < N) & (i <= last)
+        part = tl.load(PART + (s * N + t[None, :, None]) * MP + i, mask=live, other=0.0)
         total += tl.sum(part, 0)
     return total
 

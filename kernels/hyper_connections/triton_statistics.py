@@ -40,14 +40,14 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
     out, post, comb = merged or (streams, fn, fn)
     new = streams if merged is None else torch.empty_like(streams)
     MP, pdl = max(16, next_power(M + 1)), dependent_launch(device)
-    tail, launch = (N, d, n, M, MP, merged is not None, pdl), {"launch_pdl": True} if pdl else {}
+    tail = N, d, n, M, MP, merged is not None, pdl
     if N <= FEW_TOKENS:
         columns = max(FEW_COLUMNS, next_power(triton.cdiv(d, FEW_SPLITS)))
         T = max(1, min(next_power(N), FEW_TILE // (MP * columns)))
         splits = triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
         _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns,
-                                                     num_warps=8 if T * MP * columns > 4096 else 4, **launch)
+                                                     num_warps=8 if T * MP * columns > 4096 else 4, launch_pdl=pdl)
         return new, Parts(data, M)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
@@ -55,14 +55,14 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
     data = torch.empty(grid[0], N, MP, dtype=torch.float32, device=device)
     if n != 4 or streams.dtype is not torch.bfloat16:
         _statistics_many[grid](out, streams, post, comb, fn, new, data, each, *tail, MANY_TOKENS, MANY_COLUMNS, num_warps=8,
-                               num_stages=1, **launch)
+                               num_stages=1, launch_pdl=pdl)
         return new, Parts(data, M)
     pieces = torch.empty(3, MP, 4 * d, dtype=torch.bfloat16, device=device)
-    _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, pdl, 256, num_warps=4, **launch)
+    _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, pdl, 256, num_warps=4, launch_pdl=pdl)
     # Two programs fit on a processor, so that one loads while the other multiplies.
     registers = {"maxnreg": 128} if capability(device)[0] == 9 else {}
     _statistics_bf16[grid](out, streams, post, comb, pieces, new, data, each, *tail, MANY_TOKENS, MANY_COLUMNS, num_warps=8,
-                           num_stages=2, **registers, **launch)
+                           num_stages=2, **registers, launch_pdl=pdl)
     return new, Parts(data, M)
 
 
@@ -161,7 +161,7 @@ def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, each, N, d: tl.constexpr
 
 @triton.jit
 def _split_weights(FN, PIECES, d: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, PDL: tl.constexpr, B: tl.constexpr):
-    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers with fn's for a sum (24 bits are 3 × 8), rows in the order of parts."""
+    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers with fn's for a sum (24 bits are 3 × 8), rows as parts have them."""
     i, c, k = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)[None, :], tl.arange(0, 4)[:, None]
     f = _weights(FN, i, k, c, d, 4, M)
     if PDL:
