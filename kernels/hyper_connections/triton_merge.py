@@ -79,10 +79,10 @@ def _collapse(H, PART, SCALE, BASE, WEIGHT, Y, token, N, splits, eps, norm_eps, 
         weight = tl.load(WEIGHT + i, mask=i < d, other=0.0)
     if PDL:
         gdc_wait()
-    total = _totals(PART, token + tl.arange(0, 1), N, splits, n, MP, GROUP, 16 if n >= 8 else 8)
     if HOLDS:
         for j in tl.static_range(n):
             h = h + (tl.load(H + (token * n + j) * d + i, mask=i < d, other=0.0),)
+    total = _totals(PART, token + tl.arange(0, 1), N, splits, MP, GROUP, 16 if n >= 8 else 8)
     # F.linear(x, fn).mul_(x.square().mean(-1, keepdim=True).add_(norm_eps).rsqrt_())
     r = tl.rsqrt(tl.sum(_number(total, n), 0) / (n * d) + norm_eps)
     y = tl.zeros((B,), tl.float32)
@@ -101,12 +101,12 @@ def _collapse(H, PART, SCALE, BASE, WEIGHT, Y, token, N, splits, eps, norm_eps, 
 
 
 @triton.jit
-def _totals(PART, t, N, splits, last: tl.constexpr, MP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """Numbers 0 … last of tokens t int64 [T], all parts added up: fp32 [T, WIDTH]."""
+def _totals(PART, t, N, splits, MP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """The first WIDTH numbers of tokens t int64 [T], all parts added up: fp32 [T, WIDTH]."""
     i, total = tl.arange(0, WIDTH)[None, None, :], tl.zeros((t.shape[0], WIDTH), tl.float32)
     for start in range(0, splits, GROUP):
         s = start + tl.arange(0, GROUP)[:, None, None]
-        live = (s < splits) & (t[None, :, None] < N) & (i <= last)
+        live = (s < splits) & (t[None, :, None] < N)
         part = tl.load(PART + (s * N + t[None, :, None]) * MP + i, mask=live, other=0.0)
         total += tl.sum(part, 0)
     return total
@@ -127,7 +127,7 @@ def _mix(PART, SCALE, BASE, POST, COMB, block, N, splits, iters, eps, norm_eps, 
         bases = bases + (tl.load(BASE + i),)
     if PDL:
         gdc_wait()
-    total, live, K = _totals(PART, t, N, splits, M, MP, GROUP, MP), t < N, ()
+    total, live, K = _totals(PART, t, N, splits, MP, GROUP, MP), t < N, ()
     r = tl.rsqrt(_number(total, n) / (n * d) + norm_eps)
     for i in tl.static_range(n * n):
         K = K + (_number(total, 2 * n + 1 + i) * r * scale2 + bases[n + i],)
@@ -154,8 +154,9 @@ def _softmax(logits, eps, n: tl.constexpr):
         for k in tl.static_range(n):
             row = row + (tl.exp(logits[j * n + k] - top),)
             total += row[k]
+        scale = reciprocal(total)
         for k in tl.static_range(n):
-            C = C + (row[k] / total + eps,)
+            C = C + (row[k] * scale + eps,)
     return C
 
 

@@ -19,10 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.launch import capability, dependent_launch, next_power, processors
 from kernels.quantize.triton_codes import INTERPRETED, narrow, widen
 
-FEW_TOKENS = 128      # up to this many, products are fp32 multiplications
+FEW_TOKENS = 32       # up to this many, products are fp32 multiplications
 FEW_COLUMNS = 32      # of a program, at least
-FEW_SPLITS = 128      # programs of one tile of tokens, at most
-FEW_TILE = 16384      # tokens × rows of fn × columns in registers, at most
+FEW_SPLITS = 128      # programs of the same tokens, at most
+FEW_HELD = 2          # tokens of a program
 MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
 
 
@@ -43,11 +43,10 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
     tail = N, d, n, M, MP, merged is not None, pdl
     if N <= FEW_TOKENS:
         columns = max(FEW_COLUMNS, next_power(triton.cdiv(d, FEW_SPLITS)))
-        T = max(1, min(next_power(N), FEW_TILE // (MP * columns)))
-        splits = triton.cdiv(d, columns)
+        T, splits = min(FEW_HELD, N), triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
-        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns,
-                                                     num_warps=8 if T * MP * columns > 4096 else 4, launch_pdl=pdl)
+        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, num_warps=4,
+                                                     launch_pdl=pdl)
         return new, Parts(data, M)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
@@ -78,12 +77,12 @@ def coefficients(POST, COMB, t, live, n: tl.constexpr):
 
 
 @triton.jit
-def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr):
-    """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] in fp32: h a tuple of n tiles, out a tile, w from `coefficients`."""
+def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr, at: tl.constexpr = 0):
+    """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] in fp32: h a tuple of tiles, n from `at` on, out a tile, w from `coefficients`."""
     # torch.baddbmm(post.unsqueeze(-1) * out.unsqueeze(1).float(), comb.transpose(1, 2), streams.float())
     y = w[k * (n + 1)] * widen(out)
     for j in tl.static_range(n):
-        y += w[k * (n + 1) + 1 + j] * widen(h[j])
+        y += w[k * (n + 1) + 1 + j] * widen(h[at + j])
     return y
 
 
@@ -97,34 +96,38 @@ def _weights(FN, i, k, c, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
                     MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """T tokens, C columns. Tiles [T, MP, C]; everything is loaded before anything is stored, so that loads need not wait."""
+    """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of fn before
+    the wait for the kernel before (PDL)."""
     split, first = tl.program_id(0), tl.program_id(1) * T
-    t, i, c = first + tl.arange(0, T)[:, None, None], tl.arange(0, MP)[None, :, None], split * C + tl.arange(0, C)[None, None, :]
-    live, f, h, x = (t < N) & (c < d), (), (), ()
+    place, c = tl.arange(0, MP), split * C + tl.arange(0, C)[None, :]
+    f, h, out, w = (), (), (), ()
     for k in tl.static_range(n):
-        f = f + (_weights(FN, i, k, c, d, n, M),)
+        f = f + (_weights(FN, place[:, None], k, c, d, n, M),)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    for k in tl.static_range(n):
-        h = h + (tl.load(H + (t * n + k) * d + c, mask=live, other=0.0),)
-    if MERGES:
-        out, w = tl.load(OUT + t * d + c, mask=live, other=0.0), coefficients(POST, COMB, t, t < N, n)
+    for i in tl.static_range(T):
+        t = first + i
         for k in tl.static_range(n):
-            x = x + (narrow(mixed(h, out, w, k, n), NEW.dtype.element_ty),)
-    else:
-        x = h
-    products, squares = tl.zeros((T, MP, C), tl.float32), tl.zeros((T, 1, C), tl.float32)
-    for k in tl.static_range(n):
-        y = widen(x[k])
-        products += f[k] * y
-        squares += y * y
-    place, token = tl.arange(0, MP)[None, :], first + tl.arange(0, T)[:, None]
-    part = tl.where(place == n, tl.sum(squares, 2), tl.sum(products, 2))
-    tl.store(PART + (split * N + token) * MP + place, part, mask=token < N)
-    if MERGES:
+            h = h + (tl.load(H + (t * n + k) * d + c, mask=(t < N) & (c < d), other=0.0),)
+        if MERGES:
+            out = out + (tl.load(OUT + t * d + c, mask=(t < N) & (c < d), other=0.0),)
+            w = w + (coefficients(POST, COMB, t, t < N, n),)
+    for i in tl.static_range(T):
+        t, x, products, squares = first + i, (), tl.zeros((MP, C), tl.float32), tl.zeros((1, C), tl.float32)
         for k in tl.static_range(n):
-            tl.store(NEW + (t * n + k) * d + c, x[k], mask=live)
+            if MERGES:
+                x = x + (narrow(mixed(h, out[i], w[i], k, n, i * n), NEW.dtype.element_ty),)
+            else:
+                x = x + (h[i * n + k],)
+            y = widen(x[k])
+            products += f[k] * y
+            squares += y * y
+        part = tl.where(place == n, tl.sum(squares, 1), tl.sum(products, 1))
+        tl.store(PART + (split * N + t) * MP + place, part, mask=t < N)
+        if MERGES:
+            for k in tl.static_range(n):
+                tl.store(NEW + (t * n + k) * d + c, x[k], mask=(t < N) & (c < d))
 
 
 @triton.jit(do_not_specialize=["N", "each"])
