@@ -67,13 +67,20 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
 
 
 @triton.jit
-def coefficients(POST, COMB, t, live, n: tl.constexpr):
-    """Of mhc_post for tokens t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² tensors."""
+def coefficients(POST, COMB, t, live, n: tl.constexpr, TILE: tl.constexpr = False):
+    """Of mhc_post for token t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² numbers; with TILE for tokens t [T],
+    as columns [T, 1], made of vectors because a thread would load a column [T, 1] once for each of its columns of a tile."""
     w = ()
     for k in tl.static_range(n):
-        w = w + (tl.load(POST + t * n + k, mask=live, other=0.0),)
-        for j in tl.static_range(n):
-            w = w + (tl.load(COMB + (t * n + j) * n + k, mask=live, other=0.0),)
+        for j in tl.static_range(-1, n):
+            if j < 0:
+                x = tl.load(POST + t * n + k, mask=live, other=0.0)
+            else:
+                x = tl.load(COMB + (t * n + j) * n + k, mask=live, other=0.0)
+            if TILE:
+                w = w + (x[:, None],)
+            else:
+                w = w + (x,)
     return w
 
 
@@ -163,7 +170,7 @@ def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, each, N, d: tl.constexpr
         for k in tl.static_range(n):
             h = h + (tl.load(H + (t * n + k) * d + c, mask=live, other=0.0),)
         if MERGES:
-            out, w = tl.load(OUT + t * d + c, mask=live, other=0.0), coefficients(POST, COMB, t, inside, n)
+            out, w = tl.load(OUT + t * d + c, mask=live, other=0.0), coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N - first, n, True)
         for k in tl.static_range(n):
             x = h[k]
             if MERGES:
@@ -203,7 +210,7 @@ def _statistics_bf16(OUT, H, POST, COMB, PIECES, NEW, PART, each, N, d: tl.const
         gdc_launch_dependents()
         gdc_wait()
     if MERGES:
-        w = coefficients(POST, COMB, t, inside, 4)
+        w = coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N - first, 4, True)
     products, squares = tl.zeros((T, MP), tl.float32), tl.zeros((T, C), tl.float32)
     for chunk in range(split * each, (split + 1) * each):
         c, i = (chunk * C + tl.arange(0, C))[None, :], (chunk * 4 * C + tl.arange(0, 4 * C))[:, None]
