@@ -22,8 +22,8 @@ from kernels.quantize.triton_codes import INTERPRETED, narrow, widen
 FEW_TOKENS = 32       # up to this many, products are fp32 multiplications
 FEW_COLUMNS = 32      # of a program, at least
 FEW_SPLITS = 128      # programs of the same tokens, at most
-FETCH, FEW_WARPS = True, 4
 FEW_HELD = 2          # tokens of a program
+FEW_NUMBERS = 32      # of fn that a thread holds
 MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
 
 
@@ -46,8 +46,9 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
         columns = max(FEW_COLUMNS, next_power(triton.cdiv(d, FEW_SPLITS)))
         T, splits = min(FEW_HELD, N), triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
-        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, next_power(T * n), FETCH,
-                                                     num_warps=FEW_WARPS, launch_pdl=pdl)
+        warps = min(16, max(4, MP * columns * n // (32 * FEW_NUMBERS)))
+        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, next_power(T * n),
+                                                     num_warps=warps, launch_pdl=pdl)
         return new, Parts(data, M)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
@@ -110,7 +111,8 @@ def _fetch(X, at):
 
 @triton.jit(do_not_specialize=["N"])
 def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-                    MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, FETCH: tl.constexpr):
+                    MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+                    ROWS: tl.constexpr):
     """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of fn before
     the wait for the kernel before (PDL)."""
     split, first = tl.program_id(0), tl.program_id(1) * T
@@ -120,12 +122,11 @@ def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl
         f = f + (_weights(FN, place[:, None], k, c, d, n, M),)
     if PDL:
         gdc_launch_dependents()
-        if FETCH:
-            row = tl.minimum(first * n + tl.arange(0, ROWS), N * n - 1)
-            _fetch(H, row * d + split * C)
-            if MERGES:
-                _fetch(POST, row)
-                _fetch(COMB, row * n)
+        row = tl.minimum(first * n + tl.arange(0, ROWS), N * n - 1)
+        _fetch(H, row * d + split * C)
+        if MERGES:
+            _fetch(POST, row)
+            _fetch(COMB, row * n)
         gdc_wait()
     for i in tl.static_range(T):
         t = first + i

@@ -84,7 +84,7 @@ def _mhc(pdl: dict):
     common = {"d": HIDDEN, "n": STREAMS, "M": PRODUCTS, "MP": PADDED, **pdl}
     yield case("mhc_post", mhc._post, {"d": HIDDEN, "n": STREAMS, "B": 1024, **pdl}, 4)
     for T in (1, 2):
-        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few, {**common, "MERGES": True, "T": T, "C": 32, "ROWS": 4 * T, "FETCH": True}, 4)
+        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few, {**common, "MERGES": True, "T": T, "C": 32, "ROWS": 4 * T}, 4)
     for merges in (True, False):
         yield case(f"mhc statistics, many tokens, bf16, merges={merges}", triton_statistics._statistics_bf16,
                    {**common, "MERGES": merges, "T": 64, "C": 32}, 8, num_stages=2)
