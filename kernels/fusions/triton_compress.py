@@ -132,8 +132,8 @@ def _pool_entries(POOL, SLOTS, LIVE, WEIGHT, CIS, Y, pool_row, slots_window, slo
     if live & some:
         y = rounded(_pooled(POOL, SLOTS, window, i, pool_row, slots_window, slots_step, S, OVERLAP, D, TILE), Y.dtype.element_ty)
         at = (window + tl.arange(0, 1)) // turning * TURNED
-        y = finished(y[None, :], WEIGHT, CIS, at, tl.arange(0, 1) == 0, i, eps, Y.dtype.element_ty, D, TURNED, CONJUGATE, True, True,
-                     SIMULATION, STEPS, 1, B)
+        y = finished(y[None, :], WEIGHT, CIS, at, tl.arange(0, 1) == 0, i, eps, Y.dtype.element_ty, D, TURNED, CONJUGATE, True,
+                     True, SIMULATION, STEPS, 1, B)
         tl.store(Y + window * D + i[None, :], narrow(y, Y.dtype.element_ty), mask=i[None, :] < D)
     elif live:
         tl.store(Y + window * D + i, tl.zeros((B,), Y.dtype.element_ty), mask=i < D)

@@ -19,11 +19,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.launch import capability, dependent_launch, next_power, processors
 from kernels.quantize.triton_codes import INTERPRETED, narrow, widen
 
-FEW_TOKENS = 32       # up to this many, products are fp32 multiplications
+FEW_TOKENS = 16       # up to this many, products are fp32 multiplications
 FEW_COLUMNS = 32      # of a program, at least
-FEW_SPLITS = 128      # programs of the same tokens, at most
+FEW_SPLITS = 64       # programs of the same tokens, at most
 FEW_HELD = 2          # tokens of a program
-FEW_NUMBERS = 32      # of fn that a thread holds
+FEW_NUMBERS = 64      # of fn that a thread holds
 MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
 
 
@@ -47,8 +47,8 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
         T, splits = min(FEW_HELD, N), triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
         warps = min(16, max(4, MP * columns * n // (32 * FEW_NUMBERS)))
-        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, next_power(T * n),
-                                                     num_warps=warps, launch_pdl=pdl)
+        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, num_warps=warps,
+                                                     launch_pdl=pdl)
         return new, Parts(data, M)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
@@ -102,17 +102,9 @@ def _weights(FN, i, k, c, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr):
     return tl.load(FN + (row * n + k) * d + c, mask=(i != n) & (i <= M) & (c < d), other=0.0)
 
 
-@triton.jit
-def _fetch(X, at):
-    """Ask for the lines of X at offsets `at` to be in the L2, where nothing can go stale: allowed before the wait."""
-    address = (X + at).to(tl.int64)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit(do_not_specialize=["N"])
 def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-                    MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-                    ROWS: tl.constexpr):
+                    MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of fn before
     the wait for the kernel before (PDL)."""
     split, first = tl.program_id(0), tl.program_id(1) * T
@@ -122,11 +114,6 @@ def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl
         f = f + (_weights(FN, place[:, None], k, c, d, n, M),)
     if PDL:
         gdc_launch_dependents()
-        row = tl.minimum(first * n + tl.arange(0, ROWS), N * n - 1)
-        _fetch(H, row * d + split * C)
-        if MERGES:
-            _fetch(POST, row)
-            _fetch(COMB, row * n)
         gdc_wait()
     for i in tl.static_range(T):
         t = first + i
@@ -171,7 +158,8 @@ def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, each, N, d: tl.constexpr
         for k in tl.static_range(n):
             h = h + (tl.load(H + (t * n + k) * d + c, mask=live, other=0.0),)
         if MERGES:
-            out, w = tl.load(OUT + t * d + c, mask=live, other=0.0), coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N - first, n, True)
+            out = tl.load(OUT + t * d + c, mask=live, other=0.0)
+            w = coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N - first, n, True)
         for k in tl.static_range(n):
             x = h[k]
             if MERGES:

@@ -84,13 +84,15 @@ def _mhc(pdl: dict):
     common = {"d": HIDDEN, "n": STREAMS, "M": PRODUCTS, "MP": PADDED, **pdl}
     yield case("mhc_post", mhc._post, {"d": HIDDEN, "n": STREAMS, "B": 1024, **pdl}, 4)
     for T in (1, 2):
-        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few, {**common, "MERGES": True, "T": T, "C": 32, "ROWS": 4 * T}, 4)
+        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few, {**common, "MERGES": True, "T": T, "C": 64}, 4)
     for merges in (True, False):
         yield case(f"mhc statistics, many tokens, bf16, merges={merges}", triton_statistics._statistics_bf16,
                    {**common, "MERGES": merges, "T": 64, "C": 32}, 8, num_stages=2)
     yield case("mhc statistics, many tokens, fp32", triton_statistics._statistics_many,
                {**common, "MERGES": True, "T": 64, "C": 32}, 8, dict.fromkeys(("OUT", "H", "NEW"), "fp32"), num_stages=1)
-    yield case("mhc split weights", triton_statistics._split_weights, {"d": HIDDEN, "M": PRODUCTS, "MP": PADDED, "B": 256, **pdl}, 4)
-    for mixed, collapsed, T in ((128, 128, 1), (4, 8, 32)):
+    yield case("mhc split weights", triton_statistics._split_weights,
+               {"d": HIDDEN, "M": PRODUCTS, "MP": PADDED, "B": 256, **pdl}, 4)
+    for mixed, collapsed, T in ((64, 64, 1), (4, 8, 32)):
         yield case(f"mhc merge, {T} tokens of Sinkhorn's", triton_merge._merge,
-                   {**common, "MIXED": mixed, "COLLAPSED": collapsed, "T": T, "B": HIDDEN, "HOLDS": True, "MIXES": True, "NORM": True}, 4)
+                   {**common, "MIXED": mixed, "COLLAPSED": collapsed, "T": T, "B": HIDDEN, "HOLDS": True, "MIXES": True,
+                    "NORM": True}, 4)

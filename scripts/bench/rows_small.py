@@ -156,7 +156,8 @@ def compressor_steps(device: str, batch: int) -> Iterator[Row]:
     for name, ratio, overlap, width, simulate in COMPRESSORS:
         for complete in (True, False):
             size = batch * (overlap * ratio * 8 * width * complete + 2 * overlap * width * 12 + 2 * width)
-            make = partial(step, device, batch=batch, ratio=ratio, overlap=overlap, width=width, simulate=simulate, complete=complete)
+            make = partial(step, device, batch=batch, ratio=ratio, overlap=overlap, width=width, simulate=simulate,
+                           complete=complete)
             yield Row("compressor_step", f"{name} B{batch}{'' if complete else ', none complete'}", make, size, 0, 3.0,
                       facts={"batch": batch})
 
