@@ -2,10 +2,11 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, PackedRows, RowFormat
 from kernels.errors import UnsupportedInput
-from kernels.launch import next_power, require_device
+from kernels.launch import dependent_launch, next_power, require_device
 from kernels.quantize.triton_codes import (
     decode_e4m3, decode_e8m0, e2m1_exponent, e4m3_exponent, encode_e2m1, encode_e4m3, magnitude, narrow, power_of_two, widen,
 )
@@ -28,21 +29,24 @@ def write_rows(rows: PackedRows, slots, values) -> None:
         raise UnsupportedInput(f"write_rows got values of {D} columns for rows of {rows.width}")
     if M == 0:
         return
-    layout = rows.layout
+    layout, pdl = rows.layout, dependent_launch(values.device)
     common = (rows.data, slots, values, slots.stride(0), *values.stride(), rows.data.stride(0), D)
     match rows.format:
         case RowFormat.KV_FP8:  # at least 8 blocks: as many as scales, which are padded to a multiple of 8
             blocks = max(8, next_power(-(-D // KV_BLOCK)))
-            _write_kv[(M,)](*common, rows.rope, layout.payload, layout.scales, blocks, num_warps=4)
+            _write_kv[(M,)](*common, rows.rope, layout.payload, layout.scales, blocks, pdl, num_warps=4, launch_pdl=pdl)
         case RowFormat.INDEX_FP8:
-            _write_keys_fp8[(M,)](*common, next_power(D), num_warps=1)
+            _write_keys_fp8[(M,)](*common, next_power(D), pdl, num_warps=1, launch_pdl=pdl)
         case RowFormat.INDEX_FP4:
-            _write_keys_fp4[(M,)](*common, next_power(D // KEY_BLOCK), num_warps=1)
+            _write_keys_fp4[(M,)](*common, next_power(D // KEY_BLOCK), pdl, num_warps=1, launch_pdl=pdl)
 
 
 @triton.jit
 def _write_kv(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, ROPE: tl.constexpr, PAYLOAD: tl.constexpr,
-              SCALES: tl.constexpr, BLOCKS: tl.constexpr):
+              SCALES: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     m, NOPE = tl.program_id(0).to(tl.int64), D - ROPE
     slot, block = tl.load(SLOTS + m * slots_step), tl.arange(0, BLOCKS)
     c = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -64,7 +68,11 @@ def _write_kv(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexp
 
 
 @triton.jit
-def _write_keys_fp8(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, DP: tl.constexpr):
+def _write_keys_fp8(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, DP: tl.constexpr,
+                    PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     m, d, i = tl.program_id(0).to(tl.int64), tl.arange(0, DP), tl.arange(0, 4)
     slot = tl.load(SLOTS + m * slots_step)
     x = widen(tl.load(VALUES + m * row + d * column, mask=(d < D) & (slot >= 0), other=0.0))
@@ -78,7 +86,11 @@ def _write_keys_fp8(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.co
 
 
 @triton.jit
-def _write_keys_fp4(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, BLOCKS: tl.constexpr):
+def _write_keys_fp4(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, BLOCKS: tl.constexpr,
+                    PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     m, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     slot, pair = tl.load(SLOTS + m * slots_step), block[:, None] * (DIMS // 2) + tl.arange(0, DIMS // 2)[None, :]
     inside = (pair < D // 2) & (slot >= 0)

@@ -3,10 +3,11 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.compress import reference
 from kernels.errors import UnsupportedInput
-from kernels.launch import require_device
+from kernels.launch import dependent_launch, require_device
 
 CHANNELS = 128  # of a program
 
@@ -22,9 +23,9 @@ def gated_pool(kv: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return pooled
     if not S:
         return pooled.zero_()
-    slots, warps = (8, 1) if S <= 8 else (32, 4)
+    (slots, warps), pdl = (8, 1) if S <= 8 else (32, 4), dependent_launch(kv.device)
     _gated_pool[(M, triton.cdiv(D, CHANNELS))](kv, gate, pooled, *kv.stride(), *gate.stride(), S, D, slots, CHANNELS,
-                                               num_warps=warps)
+                                               pdl, num_warps=warps, launch_pdl=pdl)
     return pooled
 
 
@@ -46,7 +47,10 @@ def pool_slots(top, total, pooled, kv, gate):
 
 @triton.jit
 def _gated_pool(KV, GATE, Y, kv_window, kv_slot, kv_channel, gate_window, gate_slot, gate_channel, S: tl.constexpr,
-                D: tl.constexpr, SLOTS: tl.constexpr, B: tl.constexpr):
+                D: tl.constexpr, SLOTS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     window, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     top = tl.full((B,), float("-inf"), tl.float32)
     total, pooled = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)

@@ -1,17 +1,25 @@
-"""Compressors on a GPU: rows into their ring, and windows of rows into entries, one kernel each."""
+"""Compressors on a GPU: rows into their ring, and windows of rows into entries.
+
+A window of few rows becomes an entry in one program. One of many is 0.5 MB, too much for one processor to read in time: its
+channels are pooled by several programs, and a second kernel normalises and rotates.
+"""
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.compress.triton import pool_slots
 from kernels.errors import UnsupportedInput
-from kernels.fusions.triton_heads import KEY, KV, PLAIN, checked_turns, finished, padded
+from kernels.fusions.triton_heads import KEY, KV, PLAIN, checked_turns, finished, head_rows, padded
 from kernels.hadamard.triton import check_width
-from kernels.launch import require_device
+from kernels.launch import dependent_launch, next_power, require_device
 from kernels.quantize.triton_codes import narrow, rounded
 
 COLUMNS = 1024  # of one program of store_rows
+FEW = 8         # slots of a window that one program pools
+CHANNELS = 32   # of one program where a window has more
+TILE = 128      # slots that such a program has in flight
 SIMULATIONS = {None: PLAIN.value, "kv": KV.value, "key": KEY.value}
 
 
@@ -26,9 +34,10 @@ def store_rows(raw: torch.Tensor, ape: torch.Tensor, phase: torch.Tensor, ring: 
                                + ", ".join(f"{t.dtype} with strides {tuple(t.stride())}" for t in (raw, ape, ring)))
     (N, width), block = raw.shape, min(COLUMNS, triton.next_power_of_2(raw.shape[1]))
     if raw.numel():
+        pdl = dependent_launch(raw.device)
         strides = [t.stride(0) for t in (raw, ape, phase, ring, slots)]
-        _store_rows[(N, triton.cdiv(width, block))](raw, ape, phase, ring, slots, *strides, width // 2, block,
-                                                    num_warps=max(1, block // 256))
+        _store_rows[(N, triton.cdiv(width, block))](raw, ape, phase, ring, slots, *strides, width // 2, block, pdl,
+                                                    num_warps=max(1, block // 256), launch_pdl=pdl)
 
 
 def pool_entries(pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtype: torch.dtype, weight: torch.Tensor, eps: float,
@@ -54,17 +63,25 @@ def pool_entries(pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtype: t
     if not y.numel():
         return y
     flags = slots if live is None else live.view(torch.uint8) if live.dtype is torch.bool else live
+    pdl, strides = dependent_launch(pool.device), (pool.stride(0), *slots.stride(), flags.stride(0))
+    if S > FEW:
+        pooled, slots_padded = torch.empty_like(y), next_power(S)
+        _pool[(M, triton.cdiv(D, CHANNELS))](pool, slots, flags, pooled, *strides, S, overlap, D, live is not None, slots_padded,
+                                             min(TILE, slots_padded), CHANNELS, pdl, num_warps=4, launch_pdl=pdl)
+        return head_rows("pool_entries", pooled.unsqueeze(1), y.unsqueeze(1), weight, eps, cis, True, simulation).squeeze(1)
     B = padded(D, simulation)
-    tile, warps = (8, max(1, B // 128)) if S <= 8 else (32, max(4, B // 64))
-    _pool_entries[(M,)](pool, slots, flags, weight.contiguous(), turns.cis, y, pool.stride(0), *slots.stride(), flags.stride(0),
-                        eps, turns.heads, S, overlap, D, 2 * cis.shape[-1], turns.conjugate, simulation, D.bit_length() - 1,
-                        live is not None, tile, B, num_warps=min(16, warps))
+    _pool_entries[(M,)](pool, slots, flags, weight.contiguous(), turns.cis, y, *strides, eps, turns.heads, S, overlap, D,
+                        2 * cis.shape[-1], turns.conjugate, simulation, D.bit_length() - 1, live is not None, FEW, B, pdl,
+                        num_warps=min(16, max(1, B // 128)), launch_pdl=pdl)
     return y
 
 
 @triton.jit
 def _store_rows(RAW, APE, PHASE, RING, SLOTS, raw_row, ape_row, phase_step, ring_row, slots_step, W: tl.constexpr,
-                B: tl.constexpr):
+                B: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     phase, slot = tl.load(PHASE + n * phase_step), tl.load(SLOTS + n * slots_step)
     # raw[:, ape.shape[1]:].add_(ape.index_select(0, phase)); ring.index_copy_(0, slots, raw)
@@ -74,28 +91,64 @@ def _store_rows(RAW, APE, PHASE, RING, SLOTS, raw_row, ape_row, phase_step, ring
 
 
 @triton.jit
-def _pool_entries(POOL, SLOTS, LIVE, WEIGHT, CIS, Y, pool_row, slots_window, slots_step, live_step, eps, turning,
-                  S: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, CONJUGATE: tl.constexpr,
-                  SIMULATION: tl.constexpr, STEPS: tl.constexpr, SKIPS: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr):
-    """One window, TILE slots at a time."""
-    window, i = tl.program_id(0).to(tl.int64), tl.arange(0, B)
-    live = True
+def _wanted(SLOTS, LIVE, window, slots_window, slots_step, live_step, S: tl.constexpr, SKIPS: tl.constexpr, P: tl.constexpr):
+    """(whether an entry is to be written, whether its window has a row at all): in most steps no window is complete."""
+    s, live = tl.arange(0, P), True
     if SKIPS:
         live = tl.load(LIVE + window * live_step) != 0
-    if live:
-        top = tl.full((B,), float("-inf"), tl.float32)
-        total, pooled = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
-        for start in range(0, S, TILE):
-            s = start + tl.arange(0, TILE)
-            row = tl.load(SLOTS + window * slots_window + s * slots_step, mask=s < S, other=-1)
-            # rows = (slots.clamp(min=0) * (2 * overlap) + piece).flatten(); the gates are `overlap` pieces further
-            at = (row * pool_row + s // (S // OVERLAP) * D)[:, None] + i[None, :]
-            present = (row >= 0)[:, None] & (i[None, :] < D)
-            kv = tl.load(POOL + at, mask=present, other=0.0)
-            gate = tl.load(POOL + at + OVERLAP * D, mask=present, other=float("-inf"))
-            top, total, pooled = pool_slots(top, total, pooled, kv, gate)
-        pooled /= tl.where(top == float("-inf"), 1.0, total)  # a window of nothing is 0, not 0/0
-        at, y = (window + tl.arange(0, 1)) // turning * TURNED, rounded(pooled, Y.dtype.element_ty)[None, :]
-        y = finished(y, WEIGHT, CIS, at, tl.arange(0, 1) == 0, i, eps, Y.dtype.element_ty, D, TURNED, CONJUGATE, True, True,
-                     SIMULATION, STEPS, 1, B)
+    row = tl.load(SLOTS + window * slots_window + s * slots_step, mask=s < S, other=-1)
+    return live, tl.max(row, 0) >= 0
+
+
+@triton.jit
+def _pooled(POOL, SLOTS, window, i, pool_row, slots_window, slots_step, S: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr,
+            TILE: tl.constexpr):
+    """Channels i int32 [B] of a window that has rows, pooled TILE slots at a time: fp32 [B], zeros beyond D."""
+    top = tl.full(i.shape, float("-inf"), tl.float32)
+    total, pooled = tl.zeros(i.shape, tl.float32), tl.zeros(i.shape, tl.float32)
+    for start in range(0, S, TILE):
+        s = start + tl.arange(0, TILE)
+        row = tl.load(SLOTS + window * slots_window + s * slots_step, mask=s < S, other=-1)
+        # rows = (slots.clamp(min=0) * (2 * overlap) + piece).flatten(); the gates are `overlap` pieces further
+        at = (row * pool_row + s // (S // OVERLAP) * D)[:, None] + i[None, :]
+        present = (row >= 0)[:, None] & (i[None, :] < D)
+        kv = tl.load(POOL + at, mask=present, other=0.0)
+        gate = tl.load(POOL + at + OVERLAP * D, mask=present, other=float("-inf"))
+        top, total, pooled = pool_slots(top, total, pooled, kv, gate)
+    return pooled / tl.where(top == float("-inf"), 1.0, total)  # pieces that no row gives are 0, not 0/0
+
+
+@triton.jit
+def _pool_entries(POOL, SLOTS, LIVE, WEIGHT, CIS, Y, pool_row, slots_window, slots_step, live_step, eps, turning,
+                  S: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, CONJUGATE: tl.constexpr,
+                  SIMULATION: tl.constexpr, STEPS: tl.constexpr, SKIPS: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr,
+                  PDL: tl.constexpr):
+    """One window of at most TILE slots."""
+    window, i = tl.program_id(0).to(tl.int64), tl.arange(0, B)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    live, some = _wanted(SLOTS, LIVE, window, slots_window, slots_step, live_step, S, SKIPS, TILE)
+    if live & some:
+        y = rounded(_pooled(POOL, SLOTS, window, i, pool_row, slots_window, slots_step, S, OVERLAP, D, TILE), Y.dtype.element_ty)
+        at = (window + tl.arange(0, 1)) // turning * TURNED
+        y = finished(y[None, :], WEIGHT, CIS, at, tl.arange(0, 1) == 0, i, eps, Y.dtype.element_ty, D, TURNED, CONJUGATE, True,
+                     True, SIMULATION, STEPS, 1, B)
         tl.store(Y + window * D + i[None, :], narrow(y, Y.dtype.element_ty), mask=i[None, :] < D)
+    elif live:
+        tl.store(Y + window * D + i, tl.zeros((B,), Y.dtype.element_ty), mask=i < D)
+
+
+@triton.jit
+def _pool(POOL, SLOTS, LIVE, Y, pool_row, slots_window, slots_step, live_step, S: tl.constexpr, OVERLAP: tl.constexpr,
+          D: tl.constexpr, SKIPS: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """B channels of one window, rounded as the entry is before its norm."""
+    window, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    live, some = _wanted(SLOTS, LIVE, window, slots_window, slots_step, live_step, S, SKIPS, P)
+    y = tl.zeros((B,), tl.float32)
+    if live & some:
+        y = _pooled(POOL, SLOTS, window, i, pool_row, slots_window, slots_step, S, OVERLAP, D, TILE)
+    tl.store(Y + window * D + i, narrow(y, Y.dtype.element_ty), mask=(i < D) & live)

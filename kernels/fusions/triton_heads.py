@@ -3,12 +3,13 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.errors import UnsupportedInput
 from kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK
 from kernels.hadamard.triton import check_width
-from kernels.launch import next_power, require_device
-from kernels.quantize.triton_codes import fp4_blocks, fp8_blocks, hadamard_rows, narrow, rounded, turn_tail, widen
+from kernels.launch import dependent_launch, next_power, require_device
+from kernels.quantize.triton_codes import fp4_blocks, fp8_blocks, hadamard_rows, narrow, rounded, turn, widen
 from kernels.rms_norm.triton import MANY, WIDEST, normed
 from kernels.rope.triton import Turns, turns_of
 
@@ -21,7 +22,7 @@ TILE = 1024  # elements of a program that takes several rows
 def query_heads(q: torch.Tensor, cis: torch.Tensor, eps: float) -> torch.Tensor:
     """RoPE(rms(q)) of each head, no weight: q [N, H, D], cis complex64 [N, d/2] → q, overwritten."""
     require_device("query_heads", q, cis)
-    return _head_rows("query_heads", q, q, None, eps, cis, True, PLAIN.value)
+    return head_rows("query_heads", q, q, None, eps, cis, True, PLAIN.value)
 
 
 def latent(kv: torch.Tensor, weight: torch.Tensor, eps: float, cis: torch.Tensor, simulate: bool) -> torch.Tensor:
@@ -29,7 +30,7 @@ def latent(kv: torch.Tensor, weight: torch.Tensor, eps: float, cis: torch.Tensor
     require_device("latent", kv, weight, cis)
     y = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
     simulation = (KV if simulate else PLAIN).value
-    return _head_rows("latent", kv.unsqueeze(1), y.unsqueeze(1), weight, eps, cis, True, simulation).squeeze(1)
+    return head_rows("latent", kv.unsqueeze(1), y.unsqueeze(1), weight, eps, cis, True, simulation).squeeze(1)
 
 
 def index_queries(q: torch.Tensor, cis: torch.Tensor, simulate: bool) -> torch.Tensor:
@@ -37,7 +38,7 @@ def index_queries(q: torch.Tensor, cis: torch.Tensor, simulate: bool) -> torch.T
     require_device("index_queries", q, cis)
     if simulate:
         check_width(q.shape[-1])
-    return _head_rows("index_queries", q, q, None, 0.0, cis, False, (KEY if simulate else PLAIN).value)
+    return head_rows("index_queries", q, q, None, 0.0, cis, False, (KEY if simulate else PLAIN).value)
 
 
 def checked_turns(name: str, cis: torch.Tensor, rows: int, D: int) -> Turns:
@@ -53,7 +54,7 @@ def padded(D: int, simulation: int) -> int:
     return max(next_power(D), KV_BLOCK) if simulation == KV.value else next_power(D)
 
 
-def _head_rows(name, x, y, weight, eps, cis, norm: bool, simulation: int) -> torch.Tensor:
+def head_rows(name, x, y, weight, eps, cis, norm: bool, simulation: int) -> torch.Tensor:
     """x, y [N, H, D], the same tensor or not → y."""
     N, H, D = x.shape
     turns = checked_turns(name, cis, N, D)
@@ -63,11 +64,11 @@ def _head_rows(name, x, y, weight, eps, cis, norm: bool, simulation: int) -> tor
         raise UnsupportedInput(f"{name}: columns of a row must be adjacent; found strides {tuple(x.stride())}")
     B = padded(D, simulation)
     R = max(1, TILE // B) if N * H >= MANY else 1
-    weight = weight if weight is None else weight.contiguous()
+    weight, pdl = weight if weight is None else weight.contiguous(), dependent_launch(x.device)
     _rows[(triton.cdiv(N * H, R),)](x, y, x if weight is None else weight, turns.cis, N * H, H, H * turns.heads,
                                     *x.stride()[:2], *y.stride()[:2], eps, D, 2 * cis.shape[-1], turns.conjugate, norm,
-                                    weight is not None, simulation, D.bit_length() - 1, R, B,
-                                    num_warps=min(16, max(1, R * B // 1024)))
+                                    weight is not None, simulation, D.bit_length() - 1, R, B, pdl,
+                                    num_warps=min(16, max(1, R * B // 1024)), launch_pdl=pdl)
     return y
 
 
@@ -77,11 +78,22 @@ def finished(y, W, CIS, at, live, i, eps, DTYPE: tl.constexpr, D: tl.constexpr, 
              B: tl.constexpr):
     """Tile [R, B] of rows of D columns, values of DTYPE as fp32, normalised if NORM, rotated, and simulated; each step rounds.
 
-    at, live: see `turn_tail`; i int32 [B]: columns; STEPS: log2(D).
+    CIS fp32: TURNED numbers (cos, sin interleaved) from offset `at` int64 [R] on; rows that are not `live` read nothing; i int32
+    [B]: columns; STEPS: log2(D). Weights and rotations are asked for before the rows are needed.
     """
+    weight, place = 1.0, i[None, :] - (D - TURNED)
+    turned = (place >= 0) & (place < TURNED)
+    if WEIGHED:
+        weight = widen(tl.load(W + i, mask=i < D, other=0.0))[None, :]
+    cis = tl.load(CIS + at[:, None] + place, mask=turned & live[:, None], other=0.0)
     if NORM:
-        y = rounded(normed(y, W, i, eps, D, WEIGHED), DTYPE)
-    y = rounded(turn_tail(y, CIS, at, live, D, TURNED, CONJUGATE, R, B), DTYPE)
+        y = rounded(normed(y, eps, D) * weight, DTYPE)
+    a, b = tl.split(tl.reshape(y, [R, B // 2, 2]))
+    c, s = tl.split(tl.reshape(cis, [R, B // 2, 2]))
+    if CONJUGATE:
+        s = -s
+    u, v = turn(a, b, c, s)
+    y = rounded(tl.where(turned, tl.reshape(tl.join(u, v), [R, B]), y), DTYPE)
     if SIMULATION == KV:
         y = fp8_blocks(y, D - TURNED, R, B, KV_COLUMNS)
     if SIMULATION == KEY:
@@ -93,8 +105,11 @@ def finished(y, W, CIS, at, live, i, eps, DTYPE: tl.constexpr, D: tl.constexpr, 
 @triton.jit(do_not_specialize=["M"])
 def _rows(X, Y, W, CIS, M, heads, turning, x_token, x_head, y_token, y_head, eps, D: tl.constexpr, TURNED: tl.constexpr,
           CONJUGATE: tl.constexpr, NORM: tl.constexpr, WEIGHED: tl.constexpr, SIMULATION: tl.constexpr, STEPS: tl.constexpr,
-          R: tl.constexpr, B: tl.constexpr):
+          R: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
     """R rows, `heads` of each token; `turning` rows in order share a rotation."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
     token, head, within = row // heads, row % heads, (row[:, None] < M) & (i[None, :] < D)
     x = widen(tl.load(X + (token * x_token + head * x_head)[:, None] + i[None, :], mask=within, other=0.0))

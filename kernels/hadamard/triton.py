@@ -3,10 +3,11 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.errors import UnsupportedInput
 from kernels.hadamard import reference
-from kernels.launch import require_device
+from kernels.launch import dependent_launch, require_device
 from kernels.quantize.triton_codes import hadamard_rows, narrow, widen
 from kernels.rms_norm.triton import rows_of
 
@@ -21,9 +22,9 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return y
-    rows, R = rows_of(x), max(1, TILE // D)
-    _hadamard[(triton.cdiv(rows.shape[0], R),)](rows, y, rows.shape[0], rows.stride(0), D, D.bit_length() - 1, R,
-                                                num_warps=min(16, max(1, D // 1024)))
+    rows, R, pdl = rows_of(x), max(1, TILE // D), dependent_launch(x.device)
+    _hadamard[(triton.cdiv(rows.shape[0], R),)](rows, y, rows.shape[0], rows.stride(0), D, D.bit_length() - 1, R, pdl,
+                                                num_warps=min(16, max(1, D // 1024)), launch_pdl=pdl)
     return y
 
 
@@ -38,7 +39,10 @@ def check_width(D: int) -> None:
 
 
 @triton.jit(do_not_specialize=["M"])
-def _hadamard(X, Y, M, stride, D: tl.constexpr, STEPS: tl.constexpr, R: tl.constexpr):
+def _hadamard(X, Y, M, stride, D: tl.constexpr, STEPS: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, D)
     x = widen(tl.load(X + row[:, None] * stride + i[None, :], mask=row[:, None] < M, other=0.0))
     # (x.float() @ H).to(x.dtype)

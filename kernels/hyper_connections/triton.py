@@ -7,12 +7,13 @@ the second (`triton_merge`) makes the mixing weights and the next sublayer's inp
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.errors import UnsupportedInput
 from kernels.hyper_connections import reference
 from kernels.hyper_connections.triton_merge import merge
 from kernels.hyper_connections.triton_statistics import coefficients, mixed, statistics
-from kernels.launch import require_device
+from kernels.launch import dependent_launch, require_device
 from kernels.quantize.triton_codes import narrow
 
 MOST_STREAMS = 8  # comb's n² numbers are registers of one thread
@@ -29,7 +30,8 @@ def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb:
     new = torch.empty_like(streams)
     N, n, d = streams.shape
     if new.numel():
-        _post[(N, triton.cdiv(d, COLUMNS))](out, streams, post, comb, new, d, n, COLUMNS, num_warps=4)
+        pdl = dependent_launch(streams.device)
+        _post[(N, triton.cdiv(d, COLUMNS))](out, streams, post, comb, new, d, n, COLUMNS, pdl, num_warps=4, launch_pdl=pdl)
     return new
 
 
@@ -78,7 +80,10 @@ def _checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Ten
 
 
 @triton.jit
-def _post(OUT, H, POST, COMB, NEW, d: tl.constexpr, n: tl.constexpr, B: tl.constexpr):
+def _post(OUT, H, POST, COMB, NEW, d: tl.constexpr, n: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     t, c, h, x = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B), (), ()
     for j in tl.static_range(n):
         h = h + (tl.load(H + (t * n + j) * d + c, mask=c < d, other=0.0),)

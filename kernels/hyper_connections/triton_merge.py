@@ -7,14 +7,16 @@ do the one, the others the other.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.hyper_connections.triton_statistics import FEW_SPLITS, MANY_SPLITS, Parts, overlaps
-from kernels.launch import next_power
+from kernels.hyper_connections.triton_statistics import Parts
+from kernels.launch import dependent_launch, next_power, processors
 from kernels.quantize.triton_codes import INTERPRETED, narrow, rounded, widen
 
-FEW_BLOCK, MANY_BLOCK = 1, 32  # tokens of one program of Sinkhorn's
+MOST = 32       # tokens of one program of Sinkhorn's, at most
+ADDED = 4096    # numbers of parts that such a program has in flight
 HELD = 128      # numbers of the streams that a thread holds while the products are added up
+WARPS = 4       # of Sinkhorn's programs, whose threads all do the same: more would queue for the reciprocals
 
 
 def merge(streams: torch.Tensor, parts: Parts, scale: torch.Tensor, base: torch.Tensor, iters: int, eps: float, norm_eps: float,
@@ -24,31 +26,19 @@ def merge(streams: torch.Tensor, parts: Parts, scale: torch.Tensor, base: torch.
     y is normalised by weight [d] unless that is None. A head has neither post nor comb: they are None.
     """
     (N, n, d), device = streams.shape, streams.device
-    y = torch.empty(N, d, dtype=streams.dtype, device=device)
-    post = comb = None
-    totals = parts.data  # stands for what a head does not need
-    blocks, block = 0, FEW_BLOCK if parts.few else MANY_BLOCK
+    splits, _, MP = parts.data.shape
+    y, post, comb = torch.empty(N, d, dtype=streams.dtype, device=device), None, None
+    block = min(MOST, next_power(triton.cdiv(N, processors(device))))
+    blocks = 0 if head else triton.cdiv(N, block)
     if not head:
-        post, comb, totals = (torch.empty(N, width, dtype=torch.float32, device=device) for width in (n, n * n, parts.padded))
-        blocks = triton.cdiv(N, block)
-    B = next_power(d)
-    warps, overlap = min(16, max(4, n * B // (32 * HELD))), overlaps(device)
-    _merge[(blocks + N,)](streams, parts.data, scale, base, streams if weight is None else weight, y, post, comb, totals, N,
-                          parts.splits, blocks, iters, eps, norm_eps, rms_eps, d, n, parts.products, parts.padded, parts.few,
-                          parts.splits == FEW_SPLITS, FEW_SPLITS if parts.few else MANY_SPLITS, FEW_SPLITS if parts.few else 1,
-                          block, B, n * B <= warps * 32 * HELD, not head, weight is not None, overlap, num_warps=warps,
-                          **({"launch_pdl": True} if overlap else {}))
+        post, comb = (torch.empty(N, width, dtype=torch.float32, device=device) for width in (n, n * n))
+    B, split_block = next_power(d), next_power(splits)
+    warps, pdl = min(16, max(WARPS, n * B // (32 * HELD))), dependent_launch(device)
+    _merge[(blocks + N,)](streams, parts.data, scale, base, streams if weight is None else weight, y, post, comb, N, splits, blocks,
+                          iters, eps, norm_eps, rms_eps, d, n, parts.products, MP, min(split_block, max(1, ADDED // (block * MP))),
+                          min(split_block, 128), block, B, n * B <= warps * 32 * HELD, not head, weight is not None, pdl,
+                          num_warps=warps, launch_pdl=pdl)
     return y, post, comb if head else comb.view(N, n, n)
-
-
-@triton.jit
-def part_of(t, m, s, N, MP: tl.constexpr, FEW: tl.constexpr, SPLITS: tl.constexpr):
-    """Offset of the part of token t, product m, split s (see `Parts`)."""
-    if FEW:
-        at = (t * MP + m) * SPLITS + s
-    else:
-        at = (s.to(tl.int64) * N + t) * MP + m
-    return at
 
 
 @triton.jit
@@ -62,38 +52,39 @@ def reciprocal(x):
 
 
 @triton.jit(do_not_specialize=["N", "splits", "blocks", "iters"])
-def _merge(H, PART, SCALE, BASE, WEIGHT, Y, POST, COMB, TOTALS, N, splits, blocks, iters, eps, norm_eps, rms_eps,
-           d: tl.constexpr, n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, FEW: tl.constexpr, FULL: tl.constexpr,
-           SPLITS: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, B: tl.constexpr, HOLDS: tl.constexpr,
-           MIXES: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Weights are loaded before the wait for the first kernel (OVERLAPS), everything else after it. FULL: splits are SPLITS."""
+def _merge(H, PART, SCALE, BASE, WEIGHT, Y, POST, COMB, N, splits, blocks, iters, eps, norm_eps, rms_eps, d: tl.constexpr,
+           n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, MIXED: tl.constexpr, COLLAPSED: tl.constexpr, T: tl.constexpr,
+           B: tl.constexpr, HOLDS: tl.constexpr, MIXES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    """Weights are loaded before the wait for the first kernel (PDL), everything else after it. MIXED, COLLAPSED: splits that a
+    program of either kind loads at a time."""
     program = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
     if program < blocks:
         if MIXES:
-            _mix(PART, SCALE, BASE, POST, COMB, TOTALS, program, N, splits, iters, eps, norm_eps, d, n, M, MP, FEW, FULL, GROUP,
-                 T, OVERLAPS)
+            _mix(PART, SCALE, BASE, POST, COMB, program, N, splits, iters, eps, norm_eps, d, n, M, MP, MIXED, T, PDL)
     else:  # the last tokens first: what the first kernel wrote last may still be in the L2
-        _collapse(H, PART, SCALE, BASE, WEIGHT, Y, N - 1 - (program - blocks), N, splits, eps, norm_eps, rms_eps, d, n, M, MP,
-                  FEW, SPLITS, B, HOLDS, NORM, OVERLAPS)
+        _collapse(H, PART, SCALE, BASE, WEIGHT, Y, N - 1 - (program - blocks), N, splits, eps, norm_eps, rms_eps, d, n, MP,
+                  COLLAPSED, B, HOLDS, NORM, PDL)
 
 
 @triton.jit
 def _collapse(H, PART, SCALE, BASE, WEIGHT, Y, token, N, splits, eps, norm_eps, rms_eps, d: tl.constexpr, n: tl.constexpr,
-              M: tl.constexpr, MP: tl.constexpr, FEW: tl.constexpr, SPLITS: tl.constexpr, B: tl.constexpr, HOLDS: tl.constexpr,
-              NORM: tl.constexpr, OVERLAPS: tl.constexpr):
+              MP: tl.constexpr, GROUP: tl.constexpr, B: tl.constexpr, HOLDS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """y = Σ_j (σ(m[j]·scale₀ + base[j]) + eps)·h[j] of one token, normalised if NORM."""
     token, i, h, bases, scale, weight = token.to(tl.int64), tl.arange(0, B), (), (), tl.load(SCALE), 0.0
     for j in tl.static_range(n):
         bases = bases + (tl.load(BASE + j),)
     if NORM:
         weight = tl.load(WEIGHT + i, mask=i < d, other=0.0)
-    if OVERLAPS:
+    if PDL:
         gdc_wait()
     if HOLDS:
         for j in tl.static_range(n):
             h = h + (tl.load(H + (token * n + j) * d + i, mask=i < d, other=0.0),)
+    total = _totals(PART, token + tl.arange(0, 1), N, splits, MP, GROUP, 16 if n >= 8 else 8)
     # F.linear(x, fn).mul_(x.square().mean(-1, keepdim=True).add_(norm_eps).rsqrt_())
-    r = tl.rsqrt(_total(PART, token, M, N, splits, MP, FEW, SPLITS) / (n * d) + norm_eps)
+    r = tl.rsqrt(tl.sum(_number(total, n), 0) / (n * d) + norm_eps)
     y = tl.zeros((B,), tl.float32)
     for j in tl.static_range(n):
         if HOLDS:
@@ -101,8 +92,7 @@ def _collapse(H, PART, SCALE, BASE, WEIGHT, Y, token, N, splits, eps, norm_eps, 
         else:
             x = tl.load(H + (token * n + j) * d + i, mask=i < d, other=0.0)
         # pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + eps
-        logit = _total(PART, token, j, N, splits, MP, FEW, SPLITS) * r * scale + bases[j]
-        y += (tl.sigmoid(logit) + eps) * widen(x)
+        y += (tl.sigmoid(tl.sum(_number(total, j), 0) * r * scale + bases[j]) + eps) * widen(x)
     if NORM:
         y = rounded(y, Y.dtype.element_ty)  # the collapse and the norm are two operations
         y *= tl.rsqrt(tl.sum(y * y, 0) / d + rms_eps)
@@ -111,45 +101,39 @@ def _collapse(H, PART, SCALE, BASE, WEIGHT, Y, token, N, splits, eps, norm_eps, 
 
 
 @triton.jit
-def _total(PART, token, m, N, splits, MP: tl.constexpr, FEW: tl.constexpr, SPLITS: tl.constexpr):
-    """Sum of all parts of product m of one token. Every warp takes all of them, 32 at a time, and waits for no other."""
-    total = tl.zeros((32,), tl.float32)
-    for group in tl.static_range(SPLITS // 32):
-        s = group * 32 + tl.arange(0, 32)
-        total += tl.load(PART + part_of(token, m, s, N, MP, FEW, SPLITS), mask=s < splits, other=0.0)
-    return tl.sum(total, 0)
+def _totals(PART, t, N, splits, MP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """The first WIDTH numbers of tokens t int64 [T], all parts added up: fp32 [T, WIDTH]."""
+    i, total = tl.arange(0, WIDTH)[None, None, :], tl.zeros((t.shape[0], WIDTH), tl.float32)
+    for start in range(0, splits, GROUP):
+        s = start + tl.arange(0, GROUP)[:, None, None]
+        live = (s < splits) & (t[None, :, None] < N)
+        part = tl.load(PART + (s * N + t[None, :, None]) * MP + i, mask=live, other=0.0)
+        total += tl.sum(part, 0)
+    return total
 
 
 @triton.jit
-def _mix(PART, SCALE, BASE, POST, COMB, TOTALS, block, N, splits, iters, eps, norm_eps, d: tl.constexpr, n: tl.constexpr,
-         M: tl.constexpr, MP: tl.constexpr, FEW: tl.constexpr, FULL: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr,
-         OVERLAPS: tl.constexpr):
+def _number(total, i: tl.constexpr):
+    """Column i of a tile [T, W]: fp32 [T], of which every thread has what it needs without another's help from here on."""
+    return tl.sum(tl.where(tl.arange(0, total.shape[1])[None, :] == i, total, 0.0), 1)
+
+
+@triton.jit
+def _mix(PART, SCALE, BASE, POST, COMB, block, N, splits, iters, eps, norm_eps, d: tl.constexpr, n: tl.constexpr,
+         M: tl.constexpr, MP: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
     """post and comb of T tokens. Each number of a token becomes a variable of its own, so no step needs another thread."""
-    t, m = block.to(tl.int64) * T + tl.arange(0, T), tl.arange(0, MP)
-    bases, scale1, scale2 = (), tl.load(SCALE + 1), tl.load(SCALE + 2)
+    t, bases, scale1, scale2 = block.to(tl.int64) * T + tl.arange(0, T), (), tl.load(SCALE + 1), tl.load(SCALE + 2)
     for i in tl.static_range(n, M):
         bases = bases + (tl.load(BASE + i),)
-    if OVERLAPS:
+    if PDL:
         gdc_wait()
-    total = tl.zeros((T, MP, GROUP), tl.float32)
-    for start in range(0, splits, GROUP):
-        s = start + tl.arange(0, GROUP)[None, None, :]
-        at = part_of(t[:, None, None], m[None, :, None], s, N, MP, FEW, GROUP)
-        live = (t[:, None, None] < N) & (m[None, :, None] <= M)
-        if not FULL:
-            live = live & (s < splits)
-        total += tl.load(PART + at, mask=live, other=0.0)
-    tl.store(TOTALS + t[:, None] * MP + m[None, :], tl.sum(total, 2), mask=t[:, None] < N)
-    tl.debug_barrier()  # what other threads of this program have stored is read back number by number
-    live, row = t < N, TOTALS + t * MP
-    r = tl.rsqrt(tl.load(row + M, mask=live, other=0.0) / (n * d) + norm_eps)
+    total, live, K = _totals(PART, t, N, splits, MP, GROUP, MP), t < N, ()
+    r = tl.rsqrt(_number(total, n) / (n * d) + norm_eps)
+    for i in tl.static_range(n * n):
+        K = K + (_number(total, 2 * n + 1 + i) * r * scale2 + bases[n + i],)
     # post = 2 * torch.sigmoid(m[:, n:2 * n] * scale[1] + base[n:2 * n])
     for k in tl.static_range(n):
-        logit = tl.load(row + n + k, mask=live, other=0.0) * r * scale1 + bases[k]
-        tl.store(POST + t * n + k, 2 * tl.sigmoid(logit), mask=live)
-    K = ()
-    for i in tl.static_range(n * n):
-        K = K + (tl.load(row + 2 * n + i, mask=live, other=0.0) * r * scale2 + bases[n + i],)
+        tl.store(POST + t * n + k, 2 * tl.sigmoid(_number(total, n + 1 + k) * r * scale1 + bases[k]), mask=live)
     K = _softmax(K, eps, n)
     u, v = _sinkhorn(K, iters, eps, n)
     for j in tl.static_range(n):
@@ -170,8 +154,9 @@ def _softmax(logits, eps, n: tl.constexpr):
         for k in tl.static_range(n):
             row = row + (tl.exp(logits[j * n + k] - top),)
             total += row[k]
+        scale = reciprocal(total)
         for k in tl.static_range(n):
-            C = C + (row[k] / total + eps,)
+            C = C + (row[k] * scale + eps,)
     return C
 
 

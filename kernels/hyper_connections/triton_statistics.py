@@ -2,9 +2,11 @@
 
 fn is 1.57 MB at d = 4096, too much for one processor to read in time, so programs split d. Each makes its columns of the
 new streams, stores them, and leaves its part of the M products and of Σx² behind; the second kernel adds the parts up in
-a fixed order. A part is MP numbers a token: M products, then Σx² at M.
+a fixed order. A part is MP numbers a token, those that the second kernel needs first in front: the n products that collapse
+the streams, then Σx², then the other products.
 
-Where the GPU can (capability 9), the second kernel is launched while the first runs, and waits for it on the device.
+Where the GPU can (capability 9), a kernel is launched while the one before it runs, and waits for it on the device: fn is read
+meanwhile, and the second kernel's programs are in place when the first one's end.
 """
 
 from typing import NamedTuple
@@ -12,30 +14,24 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.launch import capability, next_power, processors
+from kernels.launch import capability, dependent_launch, next_power, processors
 from kernels.quantize.triton_codes import INTERPRETED, narrow, widen
 
-FEW_COLUMNS = 32      # few tokens: columns of a program, at least
-FEW_SPLITS = 128      # and programs, at most
-FEW_TILE = 16384      # tokens × rows of fn × columns in registers, at most
-MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128  # splits: programs of one tile of tokens, at most
+FEW_TOKENS = 16       # up to this many, products are fp32 multiplications
+FEW_COLUMNS = 32      # of a program, at least
+FEW_SPLITS = 64       # programs of the same tokens, at most
+FEW_HELD = 2          # tokens of a program
+FEW_NUMBERS = 64      # of fn that a thread holds
+MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
 
 
 class Parts(NamedTuple):
-    """fp32 parts of the products: [N, MP, FEW_SPLITS] for few tokens (`few`), [splits, N, MP] for many."""
+    """fp32 parts [splits, N, MP]: of each token n products, Σx² at n, the M − n other products."""
 
     data: torch.Tensor
-    splits: int
-    few: bool
     products: int  # M
-    padded: int    # MP
-
-
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one that it waits for has ended."""
-    return capability(device)[0] >= 9
 
 
 def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
@@ -44,95 +40,117 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
     (N, n, d), M, device = streams.shape, fn.shape[0], streams.device
     out, post, comb = merged or (streams, fn, fn)
     new = streams if merged is None else torch.empty_like(streams)
-    MP, T, overlap = max(16, next_power(M + 1)), next_power(N), overlaps(device)
-    columns = max(FEW_COLUMNS, next_power(triton.cdiv(d, FEW_SPLITS)))
-    if T * MP * columns <= FEW_TILE:
-        splits = triton.cdiv(d, columns)
-        data = torch.empty(N, MP, FEW_SPLITS, dtype=torch.float32, device=device)
-        _statistics_few[(splits,)](out, streams, post, comb, fn, new, data, N, d, n, M, MP, FEW_SPLITS, merged is not None,
-                                   overlap, T, columns, num_warps=8 if T * MP * columns > 4096 else 4)
-        return new, Parts(data, splits, True, M, MP)
+    MP, pdl = max(16, next_power(M + 1)), dependent_launch(device)
+    tail = N, d, n, M, MP, merged is not None, pdl
+    if N <= FEW_TOKENS:
+        columns = max(FEW_COLUMNS, next_power(triton.cdiv(d, FEW_SPLITS)))
+        T, splits = min(FEW_HELD, N), triton.cdiv(d, columns)
+        data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
+        warps = min(16, max(4, MP * columns * n // (32 * FEW_NUMBERS)))
+        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, num_warps=warps,
+                                                     launch_pdl=pdl)
+        return new, Parts(data, M)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
-    splits = triton.cdiv(chunks, each)
-    data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
+    grid = triton.cdiv(chunks, each), tiles
+    data = torch.empty(grid[0], N, MP, dtype=torch.float32, device=device)
     if n != 4 or streams.dtype is not torch.bfloat16:
-        _statistics_many[(splits, tiles)](out, streams, post, comb, fn, new, data, N, each, d, n, M, MP, merged is not None,
-                                          overlap, MANY_TOKENS, MANY_COLUMNS, num_warps=8, num_stages=1)
-        return new, Parts(data, splits, False, M, MP)
+        _statistics_many[grid](out, streams, post, comb, fn, new, data, each, *tail, MANY_TOKENS, MANY_COLUMNS, num_warps=8,
+                               num_stages=1, launch_pdl=pdl)
+        return new, Parts(data, M)
     pieces = torch.empty(3, MP, 4 * d, dtype=torch.bfloat16, device=device)
-    _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, 256, num_warps=4)
+    _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, pdl, 256, num_warps=4, launch_pdl=pdl)
     # Two programs fit on a processor, so that one loads while the other multiplies.
     registers = {"maxnreg": 128} if capability(device)[0] == 9 else {}
-    _statistics_bf16[(splits, tiles)](out, streams, post, comb, pieces, new, data, N, each, d, M, MP, merged is not None,
-                                      overlap, MANY_TOKENS, MANY_COLUMNS, num_warps=8, num_stages=2, **registers)
-    return new, Parts(data, splits, False, M, MP)
+    _statistics_bf16[grid](out, streams, post, comb, pieces, new, data, each, *tail, MANY_TOKENS, MANY_COLUMNS, num_warps=8,
+                           num_stages=2, **registers, launch_pdl=pdl)
+    return new, Parts(data, M)
 
 
 @triton.jit
-def coefficients(POST, COMB, t, live, n: tl.constexpr):
-    """Of mhc_post for tokens t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² tensors."""
+def coefficients(POST, COMB, t, live, n: tl.constexpr, TILE: tl.constexpr = False):
+    """Of mhc_post for token t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² numbers; with TILE for tokens t [T],
+    as columns [T, 1], made of vectors because a thread would load a column [T, 1] once for each of its columns of a tile."""
     w = ()
     for k in tl.static_range(n):
-        w = w + (tl.load(POST + t * n + k, mask=live, other=0.0),)
-        for j in tl.static_range(n):
-            w = w + (tl.load(COMB + (t * n + j) * n + k, mask=live, other=0.0),)
+        for j in tl.static_range(-1, n):
+            if j < 0:
+                x = tl.load(POST + t * n + k, mask=live, other=0.0)
+            else:
+                x = tl.load(COMB + (t * n + j) * n + k, mask=live, other=0.0)
+            if TILE:
+                w = w + (x[:, None],)
+            else:
+                w = w + (x,)
     return w
 
 
 @triton.jit
-def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr):
-    """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] in fp32: h a tuple of n tiles, out a tile, w from `coefficients`."""
+def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr, at: tl.constexpr = 0):
+    """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] in fp32: h a tuple of tiles, n from `at` on, out a tile, w from `coefficients`."""
     # torch.baddbmm(post.unsqueeze(-1) * out.unsqueeze(1).float(), comb.transpose(1, 2), streams.float())
     y = w[k * (n + 1)] * widen(out)
     for j in tl.static_range(n):
-        y += w[k * (n + 1) + 1 + j] * widen(h[j])
+        y += w[k * (n + 1) + 1 + j] * widen(h[at + j])
     return y
+
+
+@triton.jit
+def _weights(FN, i, k, c, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr):
+    """Stream k of fn at columns c, of what is at place i of a part: zero at n, which Σx² takes, and beyond the products."""
+    row = i - (i > n).to(tl.int32)
+    return tl.load(FN + (row * n + k) * d + c, mask=(i != n) & (i <= M) & (c < d), other=0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-                    SPLITS: tl.constexpr, MERGES: tl.constexpr, OVERLAPS: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """All tokens, C columns. Tiles [T, MP, C]; everything is loaded before anything is stored, so that loads need not wait."""
-    if OVERLAPS:
+                    MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of fn before
+    the wait for the kernel before (PDL)."""
+    split, first = tl.program_id(0), tl.program_id(1) * T
+    place, c = tl.arange(0, MP), split * C + tl.arange(0, C)[None, :]
+    f, h, out, w = (), (), (), ()
+    for k in tl.static_range(n):
+        f = f + (_weights(FN, place[:, None], k, c, d, n, M),)
+    if PDL:
         gdc_launch_dependents()
-    split = tl.program_id(0)
-    t, m, c = tl.arange(0, T)[:, None, None], tl.arange(0, MP)[None, :, None], split * C + tl.arange(0, C)[None, None, :]
-    live = (t < N) & (c < d)
-    f, h, x = (), (), ()
-    for k in tl.static_range(n):
-        f = f + (tl.load(FN + (m * n + k) * d + c, mask=(m < M) & (c < d), other=0.0),)
-        h = h + (tl.load(H + (t * n + k) * d + c, mask=live, other=0.0),)
-    if MERGES:
-        out, w = tl.load(OUT + t * d + c, mask=live, other=0.0), coefficients(POST, COMB, t, t < N, n)
+        gdc_wait()
+    for i in tl.static_range(T):
+        t = first + i
         for k in tl.static_range(n):
-            x = x + (narrow(mixed(h, out, w, k, n), NEW.dtype.element_ty),)
-    else:
-        x = h
-    products, squares = tl.zeros((T, MP, C), tl.float32), tl.zeros((T, 1, C), tl.float32)
-    for k in tl.static_range(n):
-        y = widen(x[k])
-        products += f[k] * y
-        squares += y * y
-    part = tl.where(tl.arange(0, MP)[None, :] == M, tl.sum(squares, 2), tl.sum(products, 2))
-    token = tl.arange(0, T)[:, None]
-    tl.store(PART + (token * MP + tl.arange(0, MP)[None, :]) * SPLITS + split, part, mask=token < N)
-    if MERGES:
+            h = h + (tl.load(H + (t * n + k) * d + c, mask=(t < N) & (c < d), other=0.0),)
+        if MERGES:
+            out = out + (tl.load(OUT + t * d + c, mask=(t < N) & (c < d), other=0.0),)
+            w = w + (coefficients(POST, COMB, t, t < N, n),)
+    for i in tl.static_range(T):
+        t, x, products, squares = first + i, (), tl.zeros((MP, C), tl.float32), tl.zeros((1, C), tl.float32)
         for k in tl.static_range(n):
-            tl.store(NEW + (t * n + k) * d + c, x[k], mask=live)
+            if MERGES:
+                x = x + (narrow(mixed(h, out[i], w[i], k, n, i * n), NEW.dtype.element_ty),)
+            else:
+                x = x + (h[i * n + k],)
+            y = widen(x[k])
+            products += f[k] * y
+            squares += y * y
+        part = tl.where(place == n, tl.sum(squares, 1), tl.sum(products, 1))
+        tl.store(PART + (split * N + t) * MP + place, part, mask=t < N)
+        if MERGES:
+            for k in tl.static_range(n):
+                tl.store(NEW + (t * n + k) * d + c, x[k], mask=(t < N) & (c < d))
 
 
 @triton.jit(do_not_specialize=["N", "each"])
-def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, N, each, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr,
-                     MP: tl.constexpr, MERGES: tl.constexpr, OVERLAPS: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, each, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr,
+                     MP: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """T tokens, `each` chunks of C columns, in fp32."""
-    if OVERLAPS:
-        gdc_launch_dependents()
     split, first, m = tl.program_id(0), tl.program_id(1) * T, tl.arange(0, MP)[None, :]
     t, past = tl.arange(0, T)[:, None], first.to(tl.int64)
     inside = t < N - first
     # Bases are advanced to the tile, so that offsets within it are 32 bits.
     H, NEW, OUT, POST, COMB = H + past * n * d, NEW + past * n * d, OUT + past * d, POST + past * n, COMB + past * n * n
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     products, squares = tl.zeros((T, MP), tl.float32), tl.zeros((T, C), tl.float32)
     for chunk in range(split * each, (split + 1) * each):
         i = chunk * C + tl.arange(0, C)
@@ -140,7 +158,8 @@ def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, N, each, d: tl.constexpr
         for k in tl.static_range(n):
             h = h + (tl.load(H + (t * n + k) * d + c, mask=live, other=0.0),)
         if MERGES:
-            out, w = tl.load(OUT + t * d + c, mask=live, other=0.0), coefficients(POST, COMB, t, inside, n)
+            out = tl.load(OUT + t * d + c, mask=live, other=0.0)
+            w = coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N - first, n, True)
         for k in tl.static_range(n):
             x = h[k]
             if MERGES:
@@ -148,36 +167,39 @@ def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, N, each, d: tl.constexpr
                 tl.store(NEW + (t * n + k) * d + c, x, mask=live)
             y = widen(x)
             squares += y * y
-            f = tl.load(FN + (m * n + k) * d + i[:, None], mask=(m < M) & (i[:, None] < d), other=0.0)
-            products = tl.dot(y, f, products, input_precision="ieee")
-    part = tl.where(m == M, tl.sum(squares, 1)[:, None], products)
+            products = tl.dot(y, _weights(FN, m, k, i[:, None], d, n, M), products, input_precision="ieee")
+    part = tl.where(m == n, tl.sum(squares, 1)[:, None], products)
     tl.store(PART + (split.to(tl.int64) * N + past + t) * MP + m, part, mask=inside)
 
 
 @triton.jit
-def _split_weights(FN, PIECES, d: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, B: tl.constexpr):
-    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers with fn's for a sum (24 bits are 3 × 8), zeros from row M on."""
-    m, c, k = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)[None, :], tl.arange(0, 4)[:, None]
-    f = tl.load(FN + (m * 4 + k) * d + c, mask=(c < d) & (m < M), other=0.0)
+def _split_weights(FN, PIECES, d: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, PDL: tl.constexpr, B: tl.constexpr):
+    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers with fn's for a sum (24 bits are 3 × 8), rows as parts have them."""
+    i, c, k = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)[None, :], tl.arange(0, 4)[:, None]
+    f = _weights(FN, i, k, c, d, 4, M)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     for piece in tl.static_range(3):
         part = narrow(f, tl.bfloat16)
-        tl.store(PIECES + ((piece * MP + m) * d + c) * 4 + k, part, mask=c < d)
+        tl.store(PIECES + ((piece * MP + i) * d + c) * 4 + k, part, mask=c < d)
         f -= widen(part)
 
 
 @triton.jit(do_not_specialize=["N", "each"])
-def _statistics_bf16(OUT, H, POST, COMB, PIECES, NEW, PART, N, each, d: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-                     MERGES: tl.constexpr, OVERLAPS: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """`_statistics_many` for four bf16 streams, on tensor cores: they meet fn as three bf16 numbers, so every product is exact,
+def _statistics_bf16(OUT, H, POST, COMB, PIECES, NEW, PART, each, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr,
+                     MP: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """`_statistics_many` for n = 4 bf16 streams, on tensor cores: they meet fn as three bf16 numbers, so every product is exact,
     and sums are fp32. Column and stream are one axis of the product, c·4 + k."""
-    if OVERLAPS:
-        gdc_launch_dependents()
     split, first, m = tl.program_id(0), tl.program_id(1) * T, tl.arange(0, MP)[None, :]
     t, past = tl.arange(0, T)[:, None], first.to(tl.int64)
     inside, w = t < N - first, ()
     H, NEW, OUT, POST, COMB = H + past * 4 * d, NEW + past * 4 * d, OUT + past * d, POST + past * 4, COMB + past * 16
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     if MERGES:
-        w = coefficients(POST, COMB, t, inside, 4)
+        w = coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N - first, 4, True)
     products, squares = tl.zeros((T, MP), tl.float32), tl.zeros((T, C), tl.float32)
     for chunk in range(split * each, (split + 1) * each):
         c, i = (chunk * C + tl.arange(0, C))[None, :], (chunk * 4 * C + tl.arange(0, 4 * C))[:, None]
@@ -202,5 +224,5 @@ def _statistics_bf16(OUT, H, POST, COMB, PIECES, NEW, PART, N, each, d: tl.const
                 products = tl.dot(widen(y), widen(f[2 - piece]), products, input_precision="ieee")
             else:
                 products = tl.dot(y, f[2 - piece], products)
-    part = tl.where(m == M, tl.sum(squares, 1)[:, None], products)
+    part = tl.where(m == n, tl.sum(squares, 1)[:, None], products)
     tl.store(PART + (split.to(tl.int64) * N + past + t) * MP + m, part, mask=inside)

@@ -3,9 +3,10 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.errors import UnsupportedInput
-from kernels.launch import next_power, require_device
+from kernels.launch import dependent_launch, next_power, require_device
 from kernels.quantize.triton_codes import narrow, widen
 from kernels.rms_norm import reference
 
@@ -25,8 +26,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     rows = rows_of(x)
     M, (R, B, warps) = rows.shape[0], row_tile(rows.shape[0], D)
     weight = weight if weight is None or weight.stride(0) == 1 else weight.contiguous()
+    pdl = dependent_launch(x.device)
     _rms_norm[(triton.cdiv(M, R),)](rows, rows if weight is None else weight, y, M, rows.stride(0), eps, D, weight is not None,
-                                    R, B, num_warps=warps)
+                                    R, B, pdl, num_warps=warps, launch_pdl=pdl)
     return y
 
 
@@ -47,19 +49,23 @@ def row_tile(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def normed(x, W, i, eps, D: tl.constexpr, WEIGHED: tl.constexpr):
-    """Tile [R, B] of rows of D columns (zeros beyond) → w · x · rsqrt(mean(x²) + eps), not rounded. i int32 [B]: columns."""
+def normed(x, eps, D: tl.constexpr):
+    """Tile [R, B] of rows of D columns (zeros beyond) → x · rsqrt(mean(x²) + eps), not rounded."""
     # y = x32 * x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    if WEIGHED:
-        # y = y * weight
-        y *= widen(tl.load(W + i, mask=i < D, other=0.0))[None, :]
-    return y
+    return x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rms_norm(X, W, Y, M, stride, eps, D: tl.constexpr, WEIGHED: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
+def _rms_norm(X, W, Y, M, stride, eps, D: tl.constexpr, WEIGHED: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+              PDL: tl.constexpr):
+    """Weights are loaded before the wait for the kernel that makes x."""
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
-    live = (row[:, None] < M) & (i[None, :] < D)
+    live, weight = (row[:, None] < M) & (i[None, :] < D), 1.0
+    if WEIGHED:
+        weight = widen(tl.load(W + i, mask=i < D, other=0.0))[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     x = widen(tl.load(X + row[:, None] * stride + i[None, :], mask=live, other=0.0))
-    tl.store(Y + row[:, None] * D + i[None, :], narrow(normed(x, W, i, eps, D, WEIGHED), Y.dtype.element_ty), mask=live)
+    # y = y * weight
+    tl.store(Y + row[:, None] * D + i[None, :], narrow(normed(x, eps, D) * weight, Y.dtype.element_ty), mask=live)

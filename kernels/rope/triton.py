@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.errors import UnsupportedInput
-from kernels.launch import next_power, require_device
+from kernels.launch import dependent_launch, next_power, require_device
 from kernels.quantize.triton_codes import narrow, turn, widen
 from kernels.rope import reference
 
@@ -24,8 +25,9 @@ def rotate(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
     if not x.numel() or not half:
         return x
     M, turns, B = x.numel() // D, turns_of(cis, x.shape[:-1]), next_power(2 * half)
-    R = max(1, TILE // B)
-    _rotate[(triton.cdiv(M, R),)](x, turns.cis, M, turns.heads, D, half, turns.conjugate, R, B // 2, num_warps=1)
+    R, pdl = max(1, TILE // B), dependent_launch(x.device)
+    _rotate[(triton.cdiv(M, R),)](x, turns.cis, M, turns.heads, D, half, turns.conjugate, R, B // 2, pdl, num_warps=1,
+                                 launch_pdl=pdl)
     return x
 
 
@@ -58,8 +60,12 @@ def turns_of(cis: torch.Tensor, lead: torch.Size) -> Turns:
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rotate(X, CIS, M, heads, D: tl.constexpr, HALF: tl.constexpr, CONJUGATE: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+def _rotate(X, CIS, M, heads, D: tl.constexpr, HALF: tl.constexpr, CONJUGATE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+            PDL: tl.constexpr):
     """P: pairs, padded to a power of two."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, 2 * P)
     live = (row[:, None] < M) & (i[None, :] < 2 * HALF)
     at = X + row[:, None] * D + (D - 2 * HALF) + i[None, :]

@@ -130,15 +130,16 @@ def heads(device: str, tokens: int) -> Iterator[Row]:
 # Compressors ----------------------------------------------------------------------------------------------------------
 
 
-def step(device: str, i: int, batch: int, ratio: int, overlap: int, width: int, simulate: str):
-    """One token of each of `batch` rows into the ring, and the entry of the window that ends there: (run, check)."""
+def step(device: str, i: int, batch: int, ratio: int, overlap: int, width: int, simulate: str, complete: bool):
+    """One token of each of `batch` rows into the ring, and the entry of the window that ends there, if one does: (run, check)."""
     slots_each, fp32 = overlap * ratio, partial(normal, dtype=torch.float32, device=device)
     ring = fp32(11 * i, batch * slots_each, 2 * overlap * width)
     raw, ape = fp32(11 * i + 1, batch, 2 * overlap * width), fp32(11 * i + 2, ratio, overlap * width)
-    phase = torch.full((batch,), ratio - 1, device=device)
+    phase = torch.full((batch,), ratio - 1 if complete else 0, device=device)
     slots = torch.arange(batch * slots_each, device=device).view(batch, slots_each)
+    windows = slots if complete else torch.full_like(slots, -1)
     weight, cis = normal(11 * i + 3, width, device=device), rotation(device, i, batch)
-    args = slots, overlap, torch.bfloat16, weight, EPS, cis, simulate
+    args = windows, overlap, torch.bfloat16, weight, EPS, cis, simulate
 
     def run():
         triton_compress.store_rows(raw, ape, phase, ring, slots[:, -1])
@@ -151,10 +152,14 @@ def step(device: str, i: int, batch: int, ratio: int, overlap: int, width: int, 
 
 
 def compressor_steps(device: str, batch: int) -> Iterator[Row]:
+    """Steps that complete a window (every fourth of CSA, one of 128 of HCA) and those that do not."""
     for name, ratio, overlap, width, simulate in COMPRESSORS:
-        size = batch * (overlap * ratio * 8 * width + 2 * overlap * width * 12 + 2 * width)
-        make = partial(step, device, batch=batch, ratio=ratio, overlap=overlap, width=width, simulate=simulate)
-        yield Row("compressor_step", f"{name} B{batch}", make, size, 0, 3.0, facts={"batch": batch})
+        for complete in (True, False):
+            size = batch * (overlap * ratio * 8 * width * complete + 2 * overlap * width * 12 + 2 * width)
+            make = partial(step, device, batch=batch, ratio=ratio, overlap=overlap, width=width, simulate=simulate,
+                           complete=complete)
+            yield Row("compressor_step", f"{name} B{batch}{'' if complete else ', none complete'}", make, size, 0, 3.0,
+                      facts={"batch": batch})
 
 
 def prefill_entries(device: str, tokens: int) -> Iterator[Row]:
