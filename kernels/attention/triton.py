@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.attention import hopper
 from kernels.attention.triton_tiles import attend, merge
 from kernels.cache_rows import PackedRows, RowFormat
 from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dot_in_fp32, interpreting, next_power, processors, require_device
+from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, processors, require_device
 
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
+MERGED = 4096   # numbers that a program merges at a time
 MERGE_US, PARTIAL_BYTES_US = 1.3, 4e6  # what merging costs: a launch, and partial outputs written and read through L2
 
 
@@ -35,6 +37,7 @@ class Tile(NamedTuple):
     each: float
     wide: bool = False
     unchain: bool = False  # see `add_tile`
+    copied: bool = False   # by `hopper.attend`
 
 
 def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
@@ -106,27 +109,42 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     packed = window.packed or far.packed
     plain = [p.data for p in (window, far) if not p.packed]
     fp32 = any(dot_in_fp32(t) or t.dtype is not torch.bfloat16 for t in (q, *plain))
-    tile, splits = plan(N, H, D, W, K, fp32, packed, capability(q.device), processors(q.device))
-    partial, lse = out, out
+    copied = not fp32 and D == 512 and _copies_whole(q, window, far)
+    tile, splits = plan(N, H, D, W, K, fp32, packed, copied, capability(q.device), processors(q.device))
+    partial, lse, dependent = out, out, dependent_launch(q.device)
     if splits > 1:
         partial = torch.empty(N, splits, H, D, dtype=q.dtype if tile.wide else torch.float32, device=q.device)
         lse = torch.empty(N, H, splits, dtype=torch.float32, device=q.device)
     seen = window_index if visible is None else visible
-    one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
-    attend[(N * -(-H // tile.heads), splits)](
-        q, partial, lse, sink, window.data, far.data, window_index, listing, seen, scale * LOG2E, T, H, W, K, splits,
-        *q.stride()[:3], far.run, *window_index.stride(), *listing.stride(), *seen.stride(),
-        D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
-        max(1, 32 * tile.warps // tile.keys), window.row, far.row, window.packed, far.packed, window.words and far.words,
-        window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32, capability(q.device) >= (8, 9), tile.stages,
-        num_warps=tile.warps)
+    common = (q, partial, lse, sink, window.data, far.data, window_index, listing, seen, scale * LOG2E, T, H, W, K, splits,
+              *q.stride()[:3], far.run, *window_index.stride(), *listing.stride(), *seen.stride())
+    grid, launch = (N * -(-H // tile.heads), splits), {"launch_pdl": True} if dependent else {}
+    if tile.copied:
+        hopper.attend[grid](*common, window.row, far.row, packed, listed, splits > 1, tile.keys, tile.stages,
+                            num_warps=tile.warps, **launch)
+    else:
+        one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
+        attend[grid](*common, D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
+                     max(1, 32 * tile.warps // tile.keys), window.row, far.row, window.packed, far.packed,
+                     window.words and far.words, window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32,
+                     capability(q.device) >= (8, 9), tile.stages, dependent, num_warps=tile.warps, **launch)
     if splits > 1:
-        merge[(N * H, -(-D // 128))](partial, lse, sink, out, H, splits, D, min(128, DP), 64, num_warps=4)
+        together = min(128, next_power(splits))
+        columns = min(DP, max(32, MERGED // together))
+        merge[(N * H, -(-D // columns))](partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=4, **launch)
     return out
 
 
+def _copies_whole(q, window: _Pool, far: _Pool) -> bool:
+    """Whether all rows are of one kind and begin at multiples of 16 bytes, so that `hopper.attend` can take them."""
+    packed = window.packed and far.packed and window.rope == 64
+    plain = not window.packed and not far.packed
+    aligned = all(t.data_ptr() % 16 == 0 for t in (q, window.data, far.data))
+    return (packed or plain) and aligned and not any(step % 16 for step in (*q.stride()[:3], window.row, far.row, far.run))
+
+
 @lru_cache(maxsize=4096)
-def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, capability: tuple[int, int],
+def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, copied: bool, capability: tuple[int, int],
          processors: int) -> tuple[Tile, int]:
     """The tile, and the number of splits of W window rows and K entries, that cost least for N queries of H heads."""
     def cost(choice):
@@ -141,16 +159,18 @@ def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, capab
         most = max(1, min(tiles, processors // (N * -(-H // tile.heads))))
         return {-(-tiles // -(-tiles // s)) for s in range(1, most + 1)} if tiles else {1}
 
-    return min(((tile, s) for tile in tile_shapes(fp32, packed, capability) for s in sorted(splits(tile))), key=cost)
+    return min(((tile, s) for tile in tile_shapes(fp32, packed, copied, capability) for s in sorted(splits(tile))), key=cost)
 
 
-def tile_shapes(fp32: bool, packed: bool, capability: tuple[int, int]) -> list[Tile]:
+def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, int]) -> list[Tile]:
     """Tiles that fit: shared memory of 163 KB (8.0), 227 KB (9.0, 10.0) or 99 KB; rows of 512."""
     if fp32:
         return [Tile(16, 16, 4 if interpreting() else 8, 1, 4.0, 10.0)]
     large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
     narrow = Tile(16, 32, 4, (2 if large else 1) if packed else 3, 2.0, 1.2 if packed else 0.9)
     match capability[0]:
+        case 9 if copied:
+            return [narrow, Tile(64, 64, 8, 2, 4.0, 2.2, wide=True, copied=True)]
         case 9:
             return [narrow, Tile(64, 64, 8, 2, 4.0, 3.0 if packed else 2.5, wide=True, unchain=True)]
         case 10:

@@ -39,7 +39,7 @@ def _launched(name: str, capability: tuple[int, int], call) -> dict:
     """Cases by what makes them different: kernel, types and constants."""
     def run():
         with patch.multiple(attention, capability=lambda _: capability, processors=lambda _: MULTIPROCESSORS,
-                            require_device=lambda *_: None):
+                            dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None):
             call()
     return {(kernel, *signature.items(), *sorted(constants.items()), options["num_warps"]):
             (label, kernel, signature, constants, options)

@@ -1,0 +1,194 @@
+"""Device code of attention for Hopper: 64 heads × 64 keys at a time on wgmma, rows copied ahead of their use.
+
+Written in Gluon, where layouts, copies and waits are explicit: what decides here is that the copy of the next tiles is under way
+while a tile is multiplied, and that no product waits for another warp's softmax. It computes what `triton_tiles.attend` does.
+Two warpgroups: both have all 64 × BN logits (twice the work, but then maxima, sums and weights never leave their warp), and each
+has half of the columns of the output.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = gl.constexpr(1.4426950408889634)
+HEADS, WARPS = 64, 8                     # of a program
+BLOCK = gl.constexpr(64)                 # columns of one scale of a packed row
+BLOCKS = gl.constexpr(7)                 # such blocks of a packed row; the eighth is in bf16
+PAYLOAD = gl.constexpr(576)              # bytes of a packed row before its page's scales
+
+
+@gluon.jit(do_not_specialize=["T", "W", "K", "splits", "wi_n", "ei_n", "v_b"])
+def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBLE, scale, T, H, W, K, splits,
+           q_b, q_t, q_h, e_b, wi_n, wi_k, ei_n, ei_k, v_b, v_t,
+           W_ROW: gl.constexpr, E_ROW: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
+           BN: gl.constexpr, STAGES: gl.constexpr):
+    """As `triton_tiles.attend`, for rows of 512, both pools in bf16 or both PACKED (KV_FP8 with 64 columns in bf16)."""
+    gdc_wait()
+    gdc_launch_dependents()
+    D: gl.constexpr = 512
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])      # logits: the same in both warpgroups
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])  # output: half of the columns in each
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    n, split = (gl.program_id(0) // gl.cdiv(H, 64)).to(gl.int64), gl.program_id(1)
+    h0 = gl.program_id(0) % gl.cdiv(H, 64) * 64
+    b, t = n // T, n % T
+    seen = K
+    if not LISTED:  # unseen = entry[tile] >= visible
+        seen = gl.maximum(0, gl.minimum(gl.load(VISIBLE + b * v_b + t * v_t), K)).to(gl.int32)
+    near = gl.cdiv(W, BN)
+    tiles = near + gl.cdiv(seen, BN)
+    each = gl.cdiv(tiles, splits)
+    first, last = split * each, gl.minimum(split * each + each, tiles)
+    h = h0 + gl.arange(0, 64, gl.SliceLayout(1, S))
+    if SPLIT:
+        if first >= last:
+            gl.store(LSE + (n * H + h) * splits + split, gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S)), mask=h < H)
+            return
+    lists = WINDOW_INDEX + n * wi_n, wi_k, ENTRY_INDEX + n * ei_n, ei_k, near, W, seen
+    run = ENTRIES + b * e_b
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    k_shared = gl.allocate_shared_memory(gl.bfloat16, [1 if PACKED else STAGES, BN, D], SHARED)
+    if PACKED:
+        ring = packed_ring(BN, STAGES)
+    # The first tiles are on their way before anything else; the queries come with the first.
+    ROWS: gl.constexpr = gl.SliceLayout(1, PIECE) if PACKED else gl.SliceLayout(1, COPY)
+    row = rows_of(first, lists, LISTED, BN, ROWS)
+    head, d = gl.arange(0, 64, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(q_shared, Q + b * q_b + t * q_t + (h0 + head)[:, None] * q_h + d[None, :],
+                                           mask=(h0 + head < H)[:, None])
+    for i in gl.static_range(STAGES):
+        after = rows_of(first + i + 1, lists, LISTED, BN, ROWS)
+        if first + i < last:
+            if PACKED:
+                copy_packed(ring, i, row, first + i < near, WINDOW, run, W_ROW, E_ROW)
+            else:
+                copy_rows(k_shared.index(i), row, first + i < near, WINDOW, run, W_ROW, E_ROW, D)
+        async_copy.commit_group()
+        row = after
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    if not SPLIT:  # logits[:, :, -1] = sink
+        sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
+        m = sink
+    l, acc = gl.zeros([64], gl.float32, gl.SliceLayout(1, S)), gl.zeros([64, D], gl.float32, O)
+    for tile in range(first, last):
+        stage, more = (tile - first) % STAGES, tile + STAGES < last
+        present = rows_of(tile, lists, LISTED, BN, gl.SliceLayout(0, S)) >= 0
+        ahead = rows_of(tile + STAGES, lists, LISTED, BN, ROWS)
+        async_copy.wait_group(STAGES - 1)
+        if PACKED:
+            k = k_shared.index(0)
+            unpack(ring, stage, k, BN)
+        else:
+            k = k_shared.index(stage)
+        fence_async_shared()
+        if PACKED:
+            if more:
+                copy_packed(ring, stage, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW)
+            async_copy.commit_group()
+        s = warpgroup_mma(q_shared, k.permute([1, 0]), gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s = gl.where(present[None, :], s * scale, float("-inf"))
+        top = gl.maximum(m, gl.max(s, 1))
+        safe = gl.where(top == float("-inf"), 0.0, top)  # −inf − −inf is NaN
+        keep, p = gl.exp2(m - safe), gl.exp2(s - safe[:, None])
+        m, l = top, l * keep + gl.sum(p, 1)
+        acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, O))[:, None]
+        acc = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), k, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if not PACKED:
+            if more:
+                copy_rows(k, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW, D)
+            async_copy.commit_group()
+    if SPLIT:
+        gl.store(LSE + (n * H + h) * splits + split, m + gl.log2(l), mask=h < H)
+    else:
+        l += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
+    out = (acc * (1.0 / gl.convert_layout(l, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
+    q_shared.store(out)  # so that whole rows are written
+    place = ((n * splits + split) * H + h0 + head)[:, None] * D + d[None, :]
+    gl.store(OUT + place, q_shared.load(COPY), mask=(h0 + head < H)[:, None])
+
+
+@gluon.jit
+def rows_of(tile, lists, LISTED: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of a tile in their pool, int32 [BN], −1 beyond the ends of the lists. Of the int64 indices the low halves are read."""
+    window_list, wi_k, entry_list, ei_k, near, W, seen = lists
+    j = gl.arange(0, BN, LAYOUT)
+    low = gl.pointer_type(gl.int32)
+    if LISTED:
+        nearby = tile < near
+        j += gl.where(nearby, tile, tile - near) * BN
+        listed = gl.where(nearby, window_list, entry_list).to(low, bitcast=True)
+        row = gl.load(listed + 2 * j * gl.where(nearby, wi_k, ei_k), mask=j < gl.where(nearby, W, seen), other=-1)
+    else:
+        e = (tile - near) * BN + j
+        row = gl.where(e < seen, e, -1)
+        if tile < near:
+            j += tile * BN
+            row = gl.load(window_list.to(low, bitcast=True) + 2 * j * wi_k, mask=j < W, other=-1)
+    return row
+
+
+@gluon.jit
+def copy_rows(k, row, nearby, WINDOW, run, W_ROW: gl.constexpr, E_ROW: gl.constexpr, D: gl.constexpr):
+    """Start copying the bf16 rows of a tile to k [BN, D]; zeros for rows that are absent (< 0)."""
+    COPY: gl.constexpr = row.type.layout.parent
+    d = gl.arange(0, D, gl.SliceLayout(0, COPY))
+    pool, stride = gl.where(nearby, WINDOW, run), gl.where(nearby, W_ROW, E_ROW)
+    place = gl.maximum(row, 0).to(gl.int64) * stride
+    async_copy.async_copy_global_to_shared(k, pool + place[:, None] + d[None, :], mask=(row >= 0)[:, None])
+
+
+# Packed rows ----------------------------------------------------------------------------------------------------------
+
+PIECE = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]))  # 64 columns: 16 a thread
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def packed_ring(BN: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for packed rows as they are: codes by block, bf16 columns, scales."""
+    codes = ()  # a buffer for each block: the compiler puts barriers between writes to one
+    for block in gl.static_range(BLOCKS):
+        codes += (gl.allocate_shared_memory(gl.uint8, [STAGES, BN, BLOCK], PLAIN),)
+    rotated = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BLOCK], PLAIN)
+    scales = gl.allocate_shared_memory(gl.int64, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return codes, rotated, scales
+
+
+@gluon.jit
+def copy_packed(ring, stage, row, nearby, WINDOW, run, W_PAGE: gl.constexpr, E_PAGE: gl.constexpr):
+    """Start copying the packed rows of a tile; zeros for rows that are absent (< 0)."""
+    codes, rotated, scales = ring
+    pool, bytes = gl.where(nearby, WINDOW, run), gl.where(nearby, W_PAGE, E_PAGE)
+    r = gl.maximum(row, 0)
+    page, slot, present = (r >> 6).to(gl.int64) * bytes, r & 63, row >= 0
+    c = gl.arange(0, BLOCK, gl.SliceLayout(0, PIECE))
+    start = pool + (page + slot * PAYLOAD)[:, None] + c[None, :]
+    for block in gl.static_range(BLOCKS):
+        async_copy.async_copy_global_to_shared(codes[block].index(stage), start + block * BLOCK, mask=present[:, None])
+    scale = (pool + page + 64 * PAYLOAD + slot * 8).to(gl.pointer_type(gl.int64), bitcast=True)
+    async_copy.async_copy_global_to_shared(scales.index(stage), scale, mask=present)
+    tail = (pool + page + slot * PAYLOAD + BLOCKS * BLOCK).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    async_copy.async_copy_global_to_shared(rotated.index(stage), tail[:, None] + c[None, :], mask=present[:, None])
+
+
+@gluon.jit
+def unpack(ring, stage, k, BN: gl.constexpr):
+    """k [BN, 512] = codes × scales, and the bf16 columns as they are. Each block is read before the one before it is stored."""
+    codes, rotated, scales = ring
+    word, code = scales.index(stage).load(gl.SliceLayout(1, PIECE)), codes[0].index(stage).load(PIECE)
+    for block in gl.static_range(BLOCKS):
+        # codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1)
+        exponent = ((word >> (8 * block)) & 255).to(gl.int32)
+        bits = gl.where(exponent == 0, 0x00400000, exponent << 23)
+        factor = gl.where(exponent == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+        x = code.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+        if block + 1 < BLOCKS:
+            code = codes[block + 1].index(stage).load(PIECE)
+        k.slice(block * BLOCK, BLOCK, dim=1).store((x * factor[:, None]).to(gl.bfloat16))
+    k.slice(BLOCKS * BLOCK, BLOCK, dim=1).store(rotated.index(stage).load(PIECE))
