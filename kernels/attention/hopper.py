@@ -23,19 +23,24 @@ PAYLOAD = gl.constexpr(576)              # bytes of a packed row before its page
 def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBLE, scale, T, H, W, K, splits,
            q_b, q_t, q_h, e_b, wi_n, wi_k, ei_n, ei_k, v_b, v_t,
            W_ROW: gl.constexpr, E_ROW: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
-           BN: gl.constexpr, STAGES: gl.constexpr):
+           BN: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr):
     """As `triton_tiles.attend`, for rows of 512, both pools in bf16 or both PACKED (KV_FP8 with 64 columns in bf16)."""
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = 512
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])      # logits: the same in both warpgroups
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2] if APART else [8, 1], [16, BN // 2 if APART else BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])  # output: half of the columns in each
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    n, split = (gl.program_id(0) // gl.cdiv(H, 64)).to(gl.int64), gl.program_id(1)
+    n, split = gl.program_id(0) // gl.cdiv(H, 64), gl.program_id(1)
     h0 = gl.program_id(0) % gl.cdiv(H, 64) * 64
-    b, t = n // T, n % T
+    b, t, n = (n // T).to(gl.int64), n % T, n.to(gl.int64)
+    # The queries, then the first tiles are on their way before anything else.
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(q_shared, Q + b * q_b + t * q_t + head[:, None] * q_h + d[None, :],
+                                           mask=(head < H)[:, None])
     seen = K
     if not LISTED:  # unseen = entry[tile] >= visible
         seen = gl.maximum(0, gl.minimum(gl.load(VISIBLE + b * v_b + t * v_t), K)).to(gl.int32)
@@ -50,25 +55,19 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
             return
     lists = WINDOW_INDEX + n * wi_n, wi_k, ENTRY_INDEX + n * ei_n, ei_k, near, W, seen
     run = ENTRIES + b * e_b
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     k_shared = gl.allocate_shared_memory(gl.bfloat16, [1 if PACKED else STAGES, BN, D], SHARED)
     if PACKED:
         ring = packed_ring(BN, STAGES)
-    # The first tiles are on their way before anything else; the queries come with the first.
     ROWS: gl.constexpr = gl.SliceLayout(1, PIECE) if PACKED else gl.SliceLayout(1, COPY)
-    row = rows_of(first, lists, LISTED, BN, ROWS)
-    head, d = gl.arange(0, 64, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
-    async_copy.async_copy_global_to_shared(q_shared, Q + b * q_b + t * q_t + (h0 + head)[:, None] * q_h + d[None, :],
-                                           mask=(h0 + head < H)[:, None])
-    for i in gl.static_range(STAGES):
-        after = rows_of(first + i + 1, lists, LISTED, BN, ROWS)
-        if first + i < last:
+    ahead = rows_of(first, lists, LISTED, BN, ROWS)
+    for tile in range(first, first + STAGES):
+        row, ahead = ahead, rows_of(tile + 1, lists, LISTED, BN, ROWS)
+        if tile < last:
             if PACKED:
-                copy_packed(ring, i, row, first + i < near, WINDOW, run, W_ROW, E_ROW)
+                copy_packed(ring, tile - first, row, tile < near, WINDOW, run, W_ROW, E_ROW)
             else:
-                copy_rows(k_shared.index(i), row, first + i < near, WINDOW, run, W_ROW, E_ROW, D)
+                copy_rows(k_shared.index(tile - first), row, tile < near, WINDOW, run, W_ROW, E_ROW, D)
         async_copy.commit_group()
-        row = after
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     if not SPLIT:  # logits[:, :, -1] = sink
         sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
@@ -76,8 +75,6 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
     l, acc = gl.zeros([64], gl.float32, gl.SliceLayout(1, S)), gl.zeros([64, D], gl.float32, O)
     for tile in range(first, last):
         stage, more = (tile - first) % STAGES, tile + STAGES < last
-        present = rows_of(tile, lists, LISTED, BN, gl.SliceLayout(0, S)) >= 0
-        ahead = rows_of(tile + STAGES, lists, LISTED, BN, ROWS)
         async_copy.wait_group(STAGES - 1)
         if PACKED:
             k = k_shared.index(0)
@@ -85,11 +82,14 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         else:
             k = k_shared.index(stage)
         fence_async_shared()
+        s = warpgroup_mma(q_shared, k.permute([1, 0]), gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
+        # What needs no logits is done meanwhile.
+        ahead = rows_of(tile + STAGES, lists, LISTED, BN, ROWS)
+        present = rows_of(tile, lists, LISTED, BN, gl.SliceLayout(0, S)) >= 0
         if PACKED:
             if more:
                 copy_packed(ring, stage, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW)
             async_copy.commit_group()
-        s = warpgroup_mma(q_shared, k.permute([1, 0]), gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         s = gl.where(present[None, :], s * scale, float("-inf"))
         top = gl.maximum(m, gl.max(s, 1))
@@ -108,9 +108,10 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
     else:
         l += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
     out = (acc * (1.0 / gl.convert_layout(l, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
-    q_shared.store(out)  # so that whole rows are written
-    place = ((n * splits + split) * H + h0 + head)[:, None] * D + d[None, :]
-    gl.store(OUT + place, q_shared.load(COPY), mask=(h0 + head < H)[:, None])
+    async_copy.wait_group(0)  # the queries, if there was no tile
+    q_shared.store(out)       # so that whole rows are written
+    place = (n * splits + split) * (H * D) + (head * D)[:, None] + d[None, :]
+    gl.store(OUT + place, q_shared.load(COPY), mask=(head < H)[:, None])
 
 
 @gluon.jit

@@ -38,6 +38,7 @@ class Tile(NamedTuple):
     wide: bool = False
     unchain: bool = False  # see `add_tile`
     copied: bool = False   # by `hopper.attend`
+    apart: bool = False    # there: each warpgroup has the logits of half of the keys
 
 
 def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
@@ -121,7 +122,7 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     grid, launch = (N * -(-H // tile.heads), splits), {"launch_pdl": True} if dependent else {}
     if tile.copied:
         hopper.attend[grid](*common, window.row, far.row, packed, listed, splits > 1, tile.keys, tile.stages,
-                            num_warps=tile.warps, **launch)
+                            tile.apart, num_warps=tile.warps, **launch)
     else:
         one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
         attend[grid](*common, D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
