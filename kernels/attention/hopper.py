@@ -58,7 +58,7 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
     k_shared = gl.allocate_shared_memory(gl.bfloat16, [1 if PACKED else STAGES, BN, D], SHARED)
     if PACKED:
         ring = packed_ring(BN, STAGES)
-    ROWS: gl.constexpr = gl.SliceLayout(1, PIECE) if PACKED else gl.SliceLayout(1, COPY)
+    ROWS: gl.constexpr = KEYS if PACKED else gl.SliceLayout(1, COPY)
     ahead = rows_of(first, lists, LISTED, BN, ROWS)
     for tile in range(first, first + STAGES):
         row, ahead = ahead, rows_of(tile + 1, lists, LISTED, BN, ROWS)
@@ -145,51 +145,61 @@ def copy_rows(k, row, nearby, WINDOW, run, W_ROW: gl.constexpr, E_ROW: gl.conste
 
 
 # Packed rows ----------------------------------------------------------------------------------------------------------
+# They are handled in two halves of four blocks of columns, since the compiler puts a barrier between writes to one buffer.
 
-PIECE = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]))  # 64 columns: 16 a thread
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 16], [8, 1, 4], [8, 1, 1], [2, 1, 0]))  # [keys, blocks, columns]: 16 a thread
+TAIL = gl.constexpr(gl.SliceLayout(1, PIECE))                                        # [keys, columns] of one block
+KEYS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, PIECE)))
 
 
 @gluon.jit
 def packed_ring(BN: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for packed rows as they are: codes by block, bf16 columns, scales."""
-    codes = ()  # a buffer for each block: the compiler puts barriers between writes to one
-    for block in gl.static_range(BLOCKS):
-        codes += (gl.allocate_shared_memory(gl.uint8, [STAGES, BN, BLOCK], PLAIN),)
-    rotated = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BLOCK], PLAIN)
+    """Shared memory for packed rows as they are: codes of either half, bf16 columns, scales."""
+    low = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 4, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
+    high = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 4, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
+    rotated = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     scales = gl.allocate_shared_memory(gl.int64, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return codes, rotated, scales
+    return low, high, rotated, scales
 
 
 @gluon.jit
 def copy_packed(ring, stage, row, nearby, WINDOW, run, W_PAGE: gl.constexpr, E_PAGE: gl.constexpr):
     """Start copying the packed rows of a tile; zeros for rows that are absent (< 0)."""
-    codes, rotated, scales = ring
+    low, high, rotated, scales = ring
     pool, bytes = gl.where(nearby, WINDOW, run), gl.where(nearby, W_PAGE, E_PAGE)
     r = gl.maximum(row, 0)
     page, slot, present = (r >> 6).to(gl.int64) * bytes, r & 63, row >= 0
-    c = gl.arange(0, BLOCK, gl.SliceLayout(0, PIECE))
-    start = pool + (page + slot * PAYLOAD)[:, None] + c[None, :]
-    for block in gl.static_range(BLOCKS):
-        async_copy.async_copy_global_to_shared(codes[block].index(stage), start + block * BLOCK, mask=present[:, None])
+    start, c = page + slot * PAYLOAD, gl.arange(0, BLOCK, gl.SliceLayout(0, TAIL))
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))[None, :, None]
+    code = (pool + start)[:, None, None] + (block * BLOCK + c[None, None, :])
+    live = present[:, None, None] & (block < 4)
+    async_copy.async_copy_global_to_shared(low.index(stage), code, mask=live)
+    async_copy.async_copy_global_to_shared(high.index(stage), code + 4 * BLOCK, mask=live & (block < 3))
+    tail = (pool + start + BLOCKS * BLOCK).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    tail, there = gl.convert_layout(tail, gl.SliceLayout(1, TAIL)), gl.convert_layout(present, gl.SliceLayout(1, TAIL))
+    async_copy.async_copy_global_to_shared(rotated.index(stage), tail[:, None] + c[None, :], mask=there[:, None])
     scale = (pool + page + 64 * PAYLOAD + slot * 8).to(gl.pointer_type(gl.int64), bitcast=True)
     async_copy.async_copy_global_to_shared(scales.index(stage), scale, mask=present)
-    tail = (pool + page + slot * PAYLOAD + BLOCKS * BLOCK).to(gl.pointer_type(gl.bfloat16), bitcast=True)
-    async_copy.async_copy_global_to_shared(rotated.index(stage), tail[:, None] + c[None, :], mask=present[:, None])
 
 
 @gluon.jit
 def unpack(ring, stage, k, BN: gl.constexpr):
-    """k [BN, 512] = codes × scales, and the bf16 columns as they are. Each block is read before the one before it is stored."""
-    codes, rotated, scales = ring
-    word, code = scales.index(stage).load(gl.SliceLayout(1, PIECE)), codes[0].index(stage).load(PIECE)
-    for block in gl.static_range(BLOCKS):
-        # codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1)
-        exponent = ((word >> (8 * block)) & 255).to(gl.int32)
-        bits = gl.where(exponent == 0, 0x00400000, exponent << 23)
-        factor = gl.where(exponent == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-        x = code.to(gl.float8e4nv, bitcast=True).to(gl.float32)
-        if block + 1 < BLOCKS:
-            code = codes[block + 1].index(stage).load(PIECE)
-        k.slice(block * BLOCK, BLOCK, dim=1).store((x * factor[:, None]).to(gl.bfloat16))
-    k.slice(BLOCKS * BLOCK, BLOCK, dim=1).store(rotated.index(stage).load(PIECE))
+    """k [BN, 512] = codes × scales, and the bf16 columns as they are."""
+    low, high, rotated, scales = ring
+    word = scales.index(stage).load(KEYS)
+    code, tail = high.index(stage).load(PIECE), rotated.index(stage).load(TAIL)
+    x = scaled(low.index(stage).load(PIECE), word)
+    k.slice(0, 4 * BLOCK, dim=1).store(gl.reshape(x, [BN, 4 * BLOCK]))
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))[None, :, None]
+    x = gl.where(block == 3, tail[:, None, :], scaled(code, word >> 32))
+    k.slice(4 * BLOCK, 4 * BLOCK, dim=1).store(gl.reshape(x, [BN, 4 * BLOCK]))
+
+
+@gluon.jit
+def scaled(code, word):
+    """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64] with scales in bytes 0 … 3 of word → bf16."""
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))
+    exponent = (word.to(gl.int32)[:, None] >> (8 * block)[None, :]) & 255
+    bits = gl.where(exponent == 0, 0x00400000, exponent << 23)
+    factor = gl.where(exponent == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    return (code.to(gl.float8e4nv, bitcast=True).to(gl.float32) * factor[:, :, None]).to(gl.bfloat16)
