@@ -72,7 +72,12 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
     if not SPLIT:  # logits[:, :, -1] = sink
         sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
         m = sink
-    l, acc = gl.zeros([64], gl.float32, gl.SliceLayout(1, S)), gl.zeros([64, D], gl.float32, O)
+    acc = gl.zeros([64, D], gl.float32, O)
+    if APART:  # sums by place in the tile: only maxima and weights go from one warpgroup to the other
+        l = gl.zeros([64, BN], gl.float32, S)
+        weights = gl.allocate_shared_memory(gl.bfloat16, [64, BN], gl.NVMMASharedLayout(min(128, 2 * BN), 16, 2))
+    else:
+        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
     for tile in range(first, last):
         stage, more = (tile - first) % STAGES, tile + STAGES < last
         async_copy.wait_group(STAGES - 1)
@@ -95,14 +100,22 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         top = gl.maximum(m, gl.max(s, 1))
         safe = gl.where(top == float("-inf"), 0.0, top)  # −inf − −inf is NaN
         keep, p = gl.exp2(m - safe), gl.exp2(s - safe[:, None])
-        m, l = top, l * keep + gl.sum(p, 1)
-        acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, O))[:, None]
-        acc = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), k, acc, is_async=True)
+        m, acc = top, acc * gl.convert_layout(keep, gl.SliceLayout(1, O))[:, None]
+        if APART:
+            l = l * keep[:, None] + p
+            weights.store(p.to(gl.bfloat16))
+            fence_async_shared()
+            acc = warpgroup_mma(weights, k, acc, is_async=True)
+        else:
+            l = l * keep + gl.sum(p, 1)
+            acc = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), k, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if not PACKED:
             if more:
                 copy_rows(k, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW, D)
             async_copy.commit_group()
+    if APART:
+        l = gl.sum(l, 1)
     if SPLIT:
         gl.store(LSE + (n * H + h) * splits + split, m + gl.log2(l), mask=h < H)
     else:
