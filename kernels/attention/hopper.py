@@ -89,12 +89,12 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         fence_async_shared()
         s = warpgroup_mma(q_shared, k.permute([1, 0]), gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
         # What needs no logits is done meanwhile.
-        ahead = rows_of(tile + STAGES, lists, LISTED, BN, ROWS)
         present = rows_of(tile, lists, LISTED, BN, gl.SliceLayout(0, S)) >= 0
         if PACKED:
             if more:
                 copy_packed(ring, stage, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW)
             async_copy.commit_group()
+            ahead = rows_of(tile + STAGES + 1, lists, LISTED, BN, ROWS)
         s = warpgroup_mma_wait(0, deps=[s])
         s = gl.where(present[None, :], s * scale, float("-inf"))
         top = gl.maximum(m, gl.max(s, 1))
@@ -114,6 +114,7 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
             if more:
                 copy_rows(k, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW, D)
             async_copy.commit_group()
+            ahead = rows_of(tile + STAGES + 1, lists, LISTED, BN, ROWS)
     if APART:
         l = gl.sum(l, 1)
     if SPLIT:
