@@ -1,36 +1,32 @@
 """Device code of attention for Hopper: 64 heads × 64 keys at a time on wgmma, rows copied ahead of their use.
 
-Written in Gluon, where layouts, copies and waits are explicit: what decides here is that the copy of the next tiles is under way
-while a tile is multiplied, and that no product waits for another warp's softmax. It computes what `triton_tiles.attend` does.
-Two warpgroups: both have all 64 × BN logits (twice the work, but then maxima, sums and weights never leave their warp), and each
-has half of the columns of the output.
+It computes what `triton_tiles.attend` does. Written in Gluon, where layouts, copies and waits are explicit: what decides is that
+the copies of the next tiles are under way while a tile is multiplied. Of the two warpgroups each has the logits of half of the
+keys of a tile, and half of the columns of the output.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
-HEADS, WARPS = 64, 8                     # of a program
-BLOCK = gl.constexpr(64)                 # columns of one scale of a packed row
-BLOCKS = gl.constexpr(7)                 # such blocks of a packed row; the eighth is in bf16
-PAYLOAD = gl.constexpr(576)              # bytes of a packed row before its page's scales
+BLOCK = gl.constexpr(64)     # columns of one scale of a packed row
+BLOCKS = gl.constexpr(7)     # such blocks of a packed row; the eighth is in bf16
+PAYLOAD = gl.constexpr(576)  # bytes of a packed row, without its scales
 
 
 @gluon.jit(do_not_specialize=["T", "W", "K", "splits", "wi_n", "ei_n", "v_b"])
 def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBLE, scale, T, H, W, K, splits,
            q_b, q_t, q_h, e_b, wi_n, wi_k, ei_n, ei_k, v_b, v_t,
            W_ROW: gl.constexpr, E_ROW: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
-           BN: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr):
+           BN: gl.constexpr, STAGES: gl.constexpr):
     """As `triton_tiles.attend`, for rows of 512, both pools in bf16 or both PACKED (KV_FP8 with 64 columns in bf16)."""
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = 512
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2] if APART else [8, 1], [16, BN // 2 if APART else BN, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])  # output: half of the columns in each
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])  # logits
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])   # output
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     n, split = gl.program_id(0) // gl.cdiv(H, 64), gl.program_id(1)
@@ -73,11 +69,8 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
         m = sink
     acc = gl.zeros([64, D], gl.float32, O)
-    if APART:  # sums by place in the tile: only maxima and weights go from one warpgroup to the other
-        l = gl.zeros([64, BN], gl.float32, S)
-        weights = gl.allocate_shared_memory(gl.bfloat16, [64, BN], gl.NVMMASharedLayout(min(128, 2 * BN), 16, 2))
-    else:
-        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
+    # Sums by place in the tile: only maxima and weights go from one warpgroup to the other.
+    l, weights = gl.zeros([64, BN], gl.float32, S), gl.allocate_shared_memory(gl.bfloat16, [64, BN], SHARED)
     for tile in range(first, last):
         stage, more = (tile - first) % STAGES, tile + STAGES < last
         async_copy.wait_group(STAGES - 1)
@@ -100,28 +93,22 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         top = gl.maximum(m, gl.max(s, 1))
         safe = gl.where(top == float("-inf"), 0.0, top)  # −inf − −inf is NaN
         keep, p = gl.exp2(m - safe), gl.exp2(s - safe[:, None])
-        m, acc = top, acc * gl.convert_layout(keep, gl.SliceLayout(1, O))[:, None]
-        if APART:
-            l = l * keep[:, None] + p
-            weights.store(p.to(gl.bfloat16))
-            fence_async_shared()
-            acc = warpgroup_mma(weights, k, acc, is_async=True)
-        else:
-            l = l * keep + gl.sum(p, 1)
-            acc = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), k, acc, is_async=True)
+        m, l, acc = top, l * keep[:, None] + p, acc * gl.convert_layout(keep, gl.SliceLayout(1, O))[:, None]
+        weights.store(p.to(gl.bfloat16))
+        fence_async_shared()
+        acc = warpgroup_mma(weights, k, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if not PACKED:
             if more:
                 copy_rows(k, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW, D)
             async_copy.commit_group()
             ahead = rows_of(tile + STAGES + 1, lists, LISTED, BN, ROWS)
-    if APART:
-        l = gl.sum(l, 1)
+    total = gl.sum(l, 1)
     if SPLIT:
-        gl.store(LSE + (n * H + h) * splits + split, m + gl.log2(l), mask=h < H)
+        gl.store(LSE + (n * H + h) * splits + split, m + gl.log2(total), mask=h < H)
     else:
-        l += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
-    out = (acc * (1.0 / gl.convert_layout(l, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
+        total += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
+    out = (acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
     async_copy.wait_group(0)  # the queries, if there was no tile
     q_shared.store(out)       # so that whole rows are written
     place = (n * splits + split) * (H * D) + (head * D)[:, None] + d[None, :]
@@ -211,7 +198,7 @@ def unpack(ring, stage, k, BN: gl.constexpr):
 
 @gluon.jit
 def scaled(code, word):
-    """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64] with scales in bytes 0 … 3 of word → bf16."""
+    """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64], scales in bytes 0 … 3 of word → bf16."""
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))
     exponent = (word.to(gl.int32)[:, None] >> (8 * block)[None, :]) & 255
     bits = gl.where(exponent == 0, 0x00400000, exponent << 23)

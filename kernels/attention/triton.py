@@ -1,7 +1,7 @@
 """Attention on the GPU: one pass over the keys of each query, split among programs while queries are few.
 
 A split leaves its partial output and the logarithm of its sum, and a second kernel merges them; how many splits there are
-depends on shapes only. See `triton_tiles` for the device code.
+depends on shapes only. See `triton_tiles` for the device code, and `hopper` for what Hopper runs at widths of 512.
 """
 
 import math
@@ -18,8 +18,8 @@ from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreti
 
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
-MERGED = 4096   # numbers that a program merges at a time
-MERGE_US, PARTIAL_BYTES_US = 1.3, 4e6  # what merging costs: a launch, and partial outputs written and read through L2
+MERGED = 2048    # numbers that a program, one warp, merges at a time
+MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # what merging costs: a launch, and partial outputs written and read through L2
 
 
 class Tile(NamedTuple):
@@ -38,7 +38,6 @@ class Tile(NamedTuple):
     wide: bool = False
     unchain: bool = False  # see `add_tile`
     copied: bool = False   # by `hopper.attend`
-    apart: bool = False    # there: each warpgroup has the logits of half of the keys
 
 
 def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
@@ -95,14 +94,8 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     K = 0 if entries is None else entry_index.shape[1] if listed else entries.count
     far = window if entries is None else entries
     require_device(name, q, window.data, window_index, far.data, entry_index, visible, sink)
-    if D > MAX_WIDTH:
-        raise UnsupportedInput(f"{name} keeps {MAX_WIDTH} numbers a row; found head_dim {D}")
     listing = window_index if entry_index is None else entry_index
-    if {window_index.dtype, listing.dtype} != {torch.int64}:
-        raise UnsupportedInput(f"{name} takes indices in int64; found {window_index.dtype}, {listing.dtype}")
-    if window.packed and far.packed and window.rope != far.rope:
-        raise UnsupportedInput(f"{name} takes packed pools that keep the same columns in bf16; found {window.rope} and "
-                               f"{far.rope} of them")
+    _refuse(name, D, window_index, listing, window, far)
     q, sink = q if q.stride(-1) == 1 else q.contiguous(), sink.contiguous()
     out = torch.empty(N, H, D, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
@@ -122,7 +115,7 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     grid, launch = (N * -(-H // tile.heads), splits), {"launch_pdl": True} if dependent else {}
     if tile.copied:
         hopper.attend[grid](*common, window.row, far.row, packed, listed, splits > 1, tile.keys, tile.stages,
-                            tile.apart, num_warps=tile.warps, **launch)
+                            num_warps=tile.warps, **launch)
     else:
         one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
         attend[grid](*common, D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
@@ -130,10 +123,30 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
                      window.words and far.words, window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32,
                      capability(q.device) >= (8, 9), tile.stages, dependent, num_warps=tile.warps, **launch)
     if splits > 1:
-        together = min(128, next_power(splits))
-        columns = min(DP, max(32, MERGED // together))
-        merge[(N * H, -(-D // columns))](partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=4, **launch)
+        _merge(partial, lse, sink, out, dependent, launch)
     return out
+
+
+def _merge(partial, lse, sink, out, dependent: bool, launch: dict) -> None:
+    """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D].
+
+    Programs are one warp, since several would exchange sums through shared memory: those took as long (14 µs for 1024 programs
+    of 4 KB, 3 µs for 512 without any) as if only one or two of them ran at a time on a multiprocessor of an H100.
+    """
+    N, splits, H, D = partial.shape
+    together = min(64, next_power(splits))
+    columns = min(max(16, next_power(D)), max(32, MERGED // together))
+    merge[(N * H, -(-D // columns))](partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=1, **launch)
+
+
+def _refuse(name: str, D: int, window_index, listing, window: _Pool, far: _Pool) -> None:
+    if D > MAX_WIDTH:
+        raise UnsupportedInput(f"{name} keeps {MAX_WIDTH} numbers a row; found head_dim {D}")
+    if {window_index.dtype, listing.dtype} != {torch.int64}:
+        raise UnsupportedInput(f"{name} takes indices in int64; found {window_index.dtype}, {listing.dtype}")
+    if window.packed and far.packed and window.rope != far.rope:
+        raise UnsupportedInput(f"{name} takes packed pools that keep the same columns in bf16; found {window.rope} and "
+                               f"{far.rope} of them")
 
 
 def _copies_whole(q, window: _Pool, far: _Pool) -> bool:
@@ -168,12 +181,14 @@ def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, i
     if fp32:
         return [Tile(16, 16, 4 if interpreting() else 8, 1, 4.0, 10.0)]
     large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
-    narrow = Tile(16, 32, 4, (2 if large else 1) if packed else 3, 2.0, 1.2 if packed else 0.9)
+    narrow = Tile(16, 32, 4, 2 if large else 1, 3.2, 3.1) if packed else Tile(16, 32, 4, 3, 4.0, 1.25)
     match capability[0]:
         case 9 if copied:
-            return [narrow, Tile(64, 64, 8, 2, 4.0, 2.2, wide=True, copied=True)]
+            start, each = (4.1, 3.6) if packed else (5.2, 2.5)
+            return [narrow, Tile(64, 64, 8, 2, start, each, wide=True, copied=True)]
         case 9:
-            return [narrow, Tile(64, 64, 8, 2, 4.0, 3.0 if packed else 2.5, wide=True, unchain=True)]
-        case 10:
-            return [narrow, Tile(64, 32, 8, 2, 4.0, 1.5, wide=True)]
+            start, each = (5.5, 5.0) if packed else (6.0, 3.5)
+            return [narrow, Tile(64, 64, 8, 2, start, each, wide=True, unchain=True)]
+        case 10:  # not measured
+            return [narrow, Tile(64, 32, 8, 2, 5.0, 1.5, wide=True)]
     return [narrow]
