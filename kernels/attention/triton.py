@@ -1,7 +1,7 @@
 """Attention on the GPU: one pass over the keys of each query, split among programs while queries are few.
 
 A split leaves its partial output and the logarithm of its sum, and a second kernel merges them; how many splits there are
-depends on shapes only. See `triton_tiles` for the device code.
+depends on shapes only. See `triton_tiles` for the device code, and `hopper` for what Hopper runs at widths of 512.
 """
 
 import math
@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.attention import hopper
 from kernels.attention.triton_tiles import attend, merge
 from kernels.cache_rows import PackedRows, RowFormat
 from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dot_in_fp32, interpreting, next_power, processors, require_device
+from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, processors, require_device
 
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
-MERGE_US, PARTIAL_BYTES_US = 1.3, 4e6  # what merging costs: a launch, and partial outputs written and read through L2
+MERGED = 2048    # numbers that a program, one warp, merges at a time
+MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # what merging costs: a launch, and partial outputs written and read through L2
 
 
 class Tile(NamedTuple):
@@ -35,6 +37,7 @@ class Tile(NamedTuple):
     each: float
     wide: bool = False
     unchain: bool = False  # see `add_tile`
+    copied: bool = False   # by `hopper.attend`
 
 
 def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
@@ -91,14 +94,8 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     K = 0 if entries is None else entry_index.shape[1] if listed else entries.count
     far = window if entries is None else entries
     require_device(name, q, window.data, window_index, far.data, entry_index, visible, sink)
-    if D > MAX_WIDTH:
-        raise UnsupportedInput(f"{name} keeps {MAX_WIDTH} numbers a row; found head_dim {D}")
     listing = window_index if entry_index is None else entry_index
-    if {window_index.dtype, listing.dtype} != {torch.int64}:
-        raise UnsupportedInput(f"{name} takes indices in int64; found {window_index.dtype}, {listing.dtype}")
-    if window.packed and far.packed and window.rope != far.rope:
-        raise UnsupportedInput(f"{name} takes packed pools that keep the same columns in bf16; found {window.rope} and "
-                               f"{far.rope} of them")
+    _refuse(name, D, window_index, listing, window, far)
     q, sink = q if q.stride(-1) == 1 else q.contiguous(), sink.contiguous()
     out = torch.empty(N, H, D, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
@@ -106,27 +103,62 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     packed = window.packed or far.packed
     plain = [p.data for p in (window, far) if not p.packed]
     fp32 = any(dot_in_fp32(t) or t.dtype is not torch.bfloat16 for t in (q, *plain))
-    tile, splits = plan(N, H, D, W, K, fp32, packed, capability(q.device), processors(q.device))
-    partial, lse = out, out
+    copied = not fp32 and D == 512 and _copies_whole(q, window, far)
+    tile, splits = plan(N, H, D, W, K, fp32, packed, copied, capability(q.device), processors(q.device))
+    partial, lse, dependent = out, out, dependent_launch(q.device)
     if splits > 1:
         partial = torch.empty(N, splits, H, D, dtype=q.dtype if tile.wide else torch.float32, device=q.device)
         lse = torch.empty(N, H, splits, dtype=torch.float32, device=q.device)
     seen = window_index if visible is None else visible
-    one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
-    attend[(N * -(-H // tile.heads), splits)](
-        q, partial, lse, sink, window.data, far.data, window_index, listing, seen, scale * LOG2E, T, H, W, K, splits,
-        *q.stride()[:3], far.run, *window_index.stride(), *listing.stride(), *seen.stride(),
-        D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
-        max(1, 32 * tile.warps // tile.keys), window.row, far.row, window.packed, far.packed, window.words and far.words,
-        window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32, capability(q.device) >= (8, 9), tile.stages,
-        num_warps=tile.warps)
+    common = (q, partial, lse, sink, window.data, far.data, window_index, listing, seen, scale * LOG2E, T, H, W, K, splits,
+              *q.stride()[:3], far.run, *window_index.stride(), *listing.stride(), *seen.stride())
+    grid, launch = (N * -(-H // tile.heads), splits), {"launch_pdl": True} if dependent else {}
+    if tile.copied:
+        hopper.attend[grid](*common, window.row, far.row, packed, listed, splits > 1, tile.keys, tile.stages,
+                            num_warps=tile.warps, **launch)
+    else:
+        one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
+        attend[grid](*common, D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
+                     max(1, 32 * tile.warps // tile.keys), window.row, far.row, window.packed, far.packed,
+                     window.words and far.words, window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32,
+                     capability(q.device) >= (8, 9), tile.stages, dependent, num_warps=tile.warps, **launch)
     if splits > 1:
-        merge[(N * H, -(-D // 128))](partial, lse, sink, out, H, splits, D, min(128, DP), 64, num_warps=4)
+        _merge(partial, lse, sink, out, dependent, launch)
     return out
 
 
+def _merge(partial, lse, sink, out, dependent: bool, launch: dict) -> None:
+    """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D].
+
+    Programs are one warp, since several would exchange sums through shared memory: those took as long (14 µs for 1024 programs
+    of 4 KB, 3 µs for 512 without any) as if only one or two of them ran at a time on a multiprocessor of an H100.
+    """
+    N, splits, H, D = partial.shape
+    together = min(64, next_power(splits))
+    columns = min(max(16, next_power(D)), max(32, MERGED // together))
+    merge[(N * H, -(-D // columns))](partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=1, **launch)
+
+
+def _refuse(name: str, D: int, window_index, listing, window: _Pool, far: _Pool) -> None:
+    if D > MAX_WIDTH:
+        raise UnsupportedInput(f"{name} keeps {MAX_WIDTH} numbers a row; found head_dim {D}")
+    if {window_index.dtype, listing.dtype} != {torch.int64}:
+        raise UnsupportedInput(f"{name} takes indices in int64; found {window_index.dtype}, {listing.dtype}")
+    if window.packed and far.packed and window.rope != far.rope:
+        raise UnsupportedInput(f"{name} takes packed pools that keep the same columns in bf16; found {window.rope} and "
+                               f"{far.rope} of them")
+
+
+def _copies_whole(q, window: _Pool, far: _Pool) -> bool:
+    """Whether all rows are of one kind and begin at multiples of 16 bytes, so that `hopper.attend` can take them."""
+    packed = window.packed and far.packed and window.rope == 64
+    plain = not window.packed and not far.packed
+    aligned = all(t.data_ptr() % 16 == 0 for t in (q, window.data, far.data))
+    return (packed or plain) and aligned and not any(step % 16 for step in (*q.stride()[:3], window.row, far.row, far.run))
+
+
 @lru_cache(maxsize=4096)
-def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, capability: tuple[int, int],
+def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, copied: bool, capability: tuple[int, int],
          processors: int) -> tuple[Tile, int]:
     """The tile, and the number of splits of W window rows and K entries, that cost least for N queries of H heads."""
     def cost(choice):
@@ -141,18 +173,22 @@ def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, capab
         most = max(1, min(tiles, processors // (N * -(-H // tile.heads))))
         return {-(-tiles // -(-tiles // s)) for s in range(1, most + 1)} if tiles else {1}
 
-    return min(((tile, s) for tile in tile_shapes(fp32, packed, capability) for s in sorted(splits(tile))), key=cost)
+    return min(((tile, s) for tile in tile_shapes(fp32, packed, copied, capability) for s in sorted(splits(tile))), key=cost)
 
 
-def tile_shapes(fp32: bool, packed: bool, capability: tuple[int, int]) -> list[Tile]:
+def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, int]) -> list[Tile]:
     """Tiles that fit: shared memory of 163 KB (8.0), 227 KB (9.0, 10.0) or 99 KB; rows of 512."""
     if fp32:
         return [Tile(16, 16, 4 if interpreting() else 8, 1, 4.0, 10.0)]
     large = capability in ((8, 0), (8, 7)) or capability[0] in (9, 10)
-    narrow = Tile(16, 32, 4, (2 if large else 1) if packed else 3, 2.0, 1.2 if packed else 0.9)
+    narrow = Tile(16, 32, 4, 2 if large else 1, 3.2, 3.1) if packed else Tile(16, 32, 4, 3, 4.0, 1.25)
     match capability[0]:
+        case 9 if copied:
+            start, each = (4.1, 3.6) if packed else (5.2, 2.5)
+            return [narrow, Tile(64, 64, 8, 2, start, each, wide=True, copied=True)]
         case 9:
-            return [narrow, Tile(64, 64, 8, 2, 4.0, 3.0 if packed else 2.5, wide=True, unchain=True)]
-        case 10:
-            return [narrow, Tile(64, 32, 8, 2, 4.0, 1.5, wide=True)]
+            start, each = (5.5, 5.0) if packed else (6.0, 3.5)
+            return [narrow, Tile(64, 64, 8, 2, start, each, wide=True, unchain=True)]
+        case 10:  # not measured
+            return [narrow, Tile(64, 32, 8, 2, 5.0, 1.5, wide=True)]
     return [narrow]

@@ -19,7 +19,7 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
            D: tl.constexpr, ROPE: tl.constexpr, DP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
            W_ROW: tl.constexpr, E_ROW: tl.constexpr, W_PACKED: tl.constexpr, E_PACKED: tl.constexpr, WORDS: tl.constexpr,
            BIG: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr, SPLIT: tl.constexpr, UNCHAIN: tl.constexpr,
-           FP32: tl.constexpr, HARDWARE: tl.constexpr, STAGES: tl.constexpr):
+           FP32: tl.constexpr, HARDWARE: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
     """Attention of query n = b·T + t over its window rows and entries.
 
     Q [B, T, H, D]; OUT [N, splits, H, D] with LSE fp32 [N, H, splits] (base 2, −inf of an empty split) if SPLIT, else
@@ -27,9 +27,12 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
     VISIBLE [B, T] of run b, K in the buffer. W_ROW, E_ROW: numbers from row to row, or bytes from page to page if packed.
     ONE_LOOP: both pools have one type and row stride. BIG: offsets need 64 bits. WORDS, HARDWARE: as in `load_fp8_rows`.
     """
-    n, split = (tl.program_id(0) // tl.cdiv(H, BH)).to(tl.int64), tl.program_id(1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    n, split = tl.program_id(0) // tl.cdiv(H, BH), tl.program_id(1)
     h, d = tl.program_id(0) % tl.cdiv(H, BH) * BH + tl.arange(0, BH), tl.arange(0, DP)
-    b, t, col = n // T, n % T, tl.arange(0, BN)
+    b, t, n, col = (n // T).to(tl.int64), n % T, n.to(tl.int64), tl.arange(0, BN)
     seen, listed = K, K
     if not LISTED:  # unseen = entry[tile] >= visible
         seen, listed = tl.maximum(0, tl.minimum(tl.load(VISIBLE + b * v_b + t * v_t), K)).to(tl.int32), 0
@@ -157,24 +160,28 @@ def weigh(s, present, m, scale):
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge(PARTIAL, LSE, SINK, OUT, H, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr):
+def merge(PARTIAL, LSE, SINK, OUT, H, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr):
     """Partial outputs [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] and the sink → OUT [N, H, D].
 
-    An empty split has no output: it is not read.
+    BS splits at a time, in order; an empty split has no output, and what is in its place counts nothing.
     """
-    nh = tl.program_id(0).to(tl.int64)
-    n, h, d, s = nh // H, nh % H, tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
-    sink = tl.load(SINK + h).to(tl.float32) * LOG2E
-    top = sink
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    nh, d, s = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
+    n, h = nh // H, nh % H
+    lses, parts = LSE + nh.to(tl.int64) * splits, PARTIAL + n.to(tl.int64) * splits * H * D + h * D
+    top = tl.load(SINK + h).to(tl.float32) * LOG2E
+    total, acc = tl.where(top == float("-inf"), 0.0, 1.0), tl.zeros((BD,), tl.float32)
     for s0 in range(0, splits, BS):
-        top = tl.maximum(top, tl.max(tl.load(LSE + nh * splits + s0 + s, mask=s0 + s < splits, other=float("-inf")), 0))
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total, acc = tl.exp2(sink - top), tl.zeros((BD,), tl.float32)
-    for s0 in range(0, splits, BS):
-        lse = tl.load(LSE + nh * splits + s0 + s, mask=s0 + s < splits, other=float("-inf"))
-        part = tl.load(PARTIAL + ((n * splits + s0 + s) * H + h)[:, None] * D + d[None, :],
-                       mask=(lse != float("-inf"))[:, None] & (d < D)[None, :], other=0.0)
-        weight = tl.exp2(lse - top)
-        total += tl.sum(weight, 0)
-        acc += tl.sum(weight[:, None] * widen(part), 0)
-    tl.store(OUT + nh * D + d, narrow(acc / total, OUT.dtype.element_ty), mask=d < D)
+        inside = s0 + s < splits
+        lse = tl.load(lses + s0 + s, mask=inside, other=float("-inf"))
+        live = inside[:, None] if D % BD == 0 else inside[:, None] & (d < D)[None, :]
+        part = tl.load(parts + ((s0 + s) * (H * D))[:, None] + d[None, :], mask=live, other=0.0)
+        part = tl.where((lse == float("-inf"))[:, None], 0.0, widen(part))
+        above = tl.maximum(top, tl.max(lse, 0))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        keep, weight = tl.exp2(top - safe), tl.exp2(lse - safe)
+        total, acc = total * keep + tl.sum(weight, 0), acc * keep + tl.sum(weight[:, None] * part, 0)
+        top = above
+    tl.store(OUT + nh.to(tl.int64) * D + d, narrow(acc / total, OUT.dtype.element_ty), mask=d < D)

@@ -10,7 +10,7 @@ import torch
 from kernels.attention import triton as attention
 from kernels.cache_rows import PackedRows, RowFormat, pack_layout
 from kernels.cache_rows import triton as cache_rows
-from scripts.aot.linear import empty, launches
+from scripts.aot.linear import MULTIPROCESSORS, empty, launches
 
 HEADS, WIDTH, ROPE, WINDOW, TOPK = 64, 512, 64, 128, 512
 INDEX = torch.int64
@@ -38,11 +38,12 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
 def _launched(name: str, capability: tuple[int, int], call) -> dict:
     """Cases by what makes them different: kernel, types and constants."""
     def run():
-        with patch.object(attention, "capability", lambda _: capability):
+        with patch.multiple(attention, capability=lambda _: capability, processors=lambda _: MULTIPROCESSORS,
+                            dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None):
             call()
     return {(kernel, *signature.items(), *sorted(constants.items()), options["num_warps"]):
             (label, kernel, signature, constants, options)
-            for label, kernel, signature, constants, options in launches(name, [attention], run)}
+            for label, kernel, signature, constants, options in launches(name, run)}
 
 
 def _pool(form: str | None, rows: int, D: int, batch: int | None = None):
@@ -70,6 +71,7 @@ def _written() -> list[tuple]:
     for form, D, rope in ((kv, 512, 64), (kv, 64, 32), (RowFormat.INDEX_FP8, 128, 0), (RowFormat.INDEX_FP4, 128, 0)):
         for dtype in (torch.bfloat16, torch.float32):
             pool = PackedRows(form, empty(16, pack_layout(form, D, rope).page, dtype=torch.uint8), D, rope, 1024)
-            found += launches(f"write_rows {form.value} {D} {str(dtype)[6:]}", [cache_rows],
-                              lambda: cache_rows.write_rows(pool, empty(8, dtype=INDEX), empty(8, D, dtype=dtype)))
+            with patch.object(cache_rows, "require_device", lambda *_: None):
+                found += launches(f"write_rows {form.value} {D} {str(dtype)[6:]}",
+                                  lambda: cache_rows.write_rows(pool, empty(8, dtype=INDEX), empty(8, D, dtype=dtype)))
     return found

@@ -238,12 +238,12 @@ def test_what_is_not_taken_is_named():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_plans_fill_the_gpu_and_no_more(capability):
-    for N, K, fp32, form in product((1, 2, 8, 64, 131, 4096), (0, 1, 512, 8192, 32768), (False, True), (False, True)):
-        tile, splits = kernels.plan(N, 64, 512, 128, K, fp32, form, capability, 132)
+    forms = ((True, False, False), (False, False, False), (False, False, True), (False, True, False), (False, True, True))
+    for N, K, (fp32, packed, copied) in product((1, 2, 8, 64, 131, 4096), (0, 1, 512, 8192, 32768), forms):
+        tile, splits = kernels.plan(N, 64, 512, 128, K, fp32, packed, copied, capability, 132)
         tiles, programs = -(-128 // tile.keys) + -(-K // tile.keys), N * -(-64 // tile.heads)
         assert 1 <= splits <= tiles and (splits == 1 or programs * splits <= 132)
         assert -(-tiles // -(-tiles // splits)) == splits  # no split is empty when all is visible
-    assert kernels.plan(1, 64, 512, 128, 512, False, False, capability, 132)[1] > 8
-    assert kernels.plan(4096, 64, 512, 128, 512, False, False, capability, 132)[1] == 1
-    if capability == (9, 0):
-        assert kernels.plan(4096, 64, 512, 128, 512, False, False, capability, 132)[0].wide
+    shape = 64, 512, 128, 512, False, False, True, capability, 132
+    assert kernels.plan(1, *shape)[1] > 8 and kernels.plan(4096, *shape)[1] == 1
+    assert kernels.plan(4096, *shape)[0].copied == (capability == (9, 0))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.attention import hca_attention, sparse_attention
+from kernels.attention import triton as kernels
 from kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
 from tests.kernels.test_triton_attention import NAN, as_pool, close, listed, packed, poison, randn  # noqa: F401 (a fixture)
 
@@ -43,6 +44,28 @@ def test_csa_at_production_size(N, forms):
 def test_hca_at_production_size(B, T, n, forms):
     args = hca(B, T, n, forms)
     close(hca_attention(*args, backend="triton").float(), exactly(hca_attention, args), 4e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 5, 70], ids=lambda n: f"{n} splits")
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_every_tile_of_this_gpu(monkeypatch, form, splits):
+    """Also those that its plans choose at other shapes; a part of the splits is empty, and one row sees no entry."""
+    seen = torch.tensor([[0], [129], [300]], device=DEVICE)
+    cases = (sparse_attention, csa(3, (form, form))), (hca_attention, hca(3, 1, 300, (form, form), seen=seen))
+    for tile in kernels.tile_shapes(False, form == "fp8", True, torch.cuda.get_device_capability()):
+        monkeypatch.setattr(kernels, "plan", lambda *shape: (tile, splits))
+        for operation, args in cases:
+            for heads in (64, 48, 128):
+                q = randn(*args[0].shape[:-2], heads, D, seed=heads, dtype=torch.bfloat16)
+                given = [q, *args[1:5], torch.linspace(-8, 8, heads, device=DEVICE), SCALE]
+                close(operation(*given, backend="triton").float(), exactly(operation, given), 4e-3)
+
+
+def test_rows_that_do_not_begin_at_16_bytes():
+    apart = lambda seed: randn(4096, D + 8, seed=seed, dtype=torch.bfloat16)[:, 4:D + 4]
+    args = csa(8, ("bf16", "bf16"))
+    args[1], args[3] = apart(0), apart(1)
+    close(sparse_attention(*args, backend="triton").float(), exactly(sparse_attention, args), 4e-3)
 
 
 @pytest.mark.parametrize("heads,width,rope", [(64, 512, 64), (128, 512, 64), (48, 256, 64), (8, 64, 32), (64, 80, 16)], ids=str)

@@ -1,0 +1,206 @@
+"""Device code of attention for Hopper: 64 heads × 64 keys at a time on wgmma, rows copied ahead of their use.
+
+It computes what `triton_tiles.attend` does. Written in Gluon, where layouts, copies and waits are explicit: what decides is that
+the copies of the next tiles are under way while a tile is multiplied. Of the two warpgroups each has the logits of half of the
+keys of a tile, and half of the columns of the output.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = gl.constexpr(1.4426950408889634)
+BLOCK = gl.constexpr(64)     # columns of one scale of a packed row
+BLOCKS = gl.constexpr(7)     # such blocks of a packed row; the eighth is in bf16
+PAYLOAD = gl.constexpr(576)  # bytes of a packed row, without its scales
+
+
+@gluon.jit(do_not_specialize=["T", "W", "K", "splits", "wi_n", "ei_n", "v_b"])
+def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBLE, scale, T, H, W, K, splits,
+           q_b, q_t, q_h, e_b, wi_n, wi_k, ei_n, ei_k, v_b, v_t,
+           W_ROW: gl.constexpr, E_ROW: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
+           BN: gl.constexpr, STAGES: gl.constexpr):
+    """As `triton_tiles.attend`, for rows of 512, both pools in bf16 or both PACKED (KV_FP8 with 64 columns in bf16)."""
+    gdc_wait()
+    gdc_launch_dependents()
+    D: gl.constexpr = 512
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])  # logits
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])   # output
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    n, split = gl.program_id(0) // gl.cdiv(H, 64), gl.program_id(1)
+    h0 = gl.program_id(0) % gl.cdiv(H, 64) * 64
+    b, t, n = (n // T).to(gl.int64), n % T, n.to(gl.int64)
+    # The queries, then the first tiles are on their way before anything else.
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(q_shared, Q + b * q_b + t * q_t + head[:, None] * q_h + d[None, :],
+                                           mask=(head < H)[:, None])
+    seen = K
+    if not LISTED:  # unseen = entry[tile] >= visible
+        seen = gl.maximum(0, gl.minimum(gl.load(VISIBLE + b * v_b + t * v_t), K)).to(gl.int32)
+    near = gl.cdiv(W, BN)
+    tiles = near + gl.cdiv(seen, BN)
+    each = gl.cdiv(tiles, splits)
+    first, last = split * each, gl.minimum(split * each + each, tiles)
+    h = h0 + gl.arange(0, 64, gl.SliceLayout(1, S))
+    if SPLIT:
+        if first >= last:
+            gl.store(LSE + (n * H + h) * splits + split, gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S)), mask=h < H)
+            return
+    lists = WINDOW_INDEX + n * wi_n, wi_k, ENTRY_INDEX + n * ei_n, ei_k, near, W, seen
+    run = ENTRIES + b * e_b
+    k_shared = gl.allocate_shared_memory(gl.bfloat16, [1 if PACKED else STAGES, BN, D], SHARED)
+    if PACKED:
+        ring = packed_ring(BN, STAGES)
+    ROWS: gl.constexpr = KEYS if PACKED else gl.SliceLayout(1, COPY)
+    ahead = rows_of(first, lists, LISTED, BN, ROWS)
+    for tile in range(first, first + STAGES):
+        row, ahead = ahead, rows_of(tile + 1, lists, LISTED, BN, ROWS)
+        if tile < last:
+            if PACKED:
+                copy_packed(ring, tile - first, row, tile < near, WINDOW, run, W_ROW, E_ROW)
+            else:
+                copy_rows(k_shared.index(tile - first), row, tile < near, WINDOW, run, W_ROW, E_ROW, D)
+        async_copy.commit_group()
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    if not SPLIT:  # logits[:, :, -1] = sink
+        sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
+        m = sink
+    acc = gl.zeros([64, D], gl.float32, O)
+    # Sums by place in the tile: only maxima and weights go from one warpgroup to the other.
+    l, weights = gl.zeros([64, BN], gl.float32, S), gl.allocate_shared_memory(gl.bfloat16, [64, BN], SHARED)
+    for tile in range(first, last):
+        stage, more = (tile - first) % STAGES, tile + STAGES < last
+        async_copy.wait_group(STAGES - 1)
+        if PACKED:
+            k = k_shared.index(0)
+            unpack(ring, stage, k, BN)
+        else:
+            k = k_shared.index(stage)
+        fence_async_shared()
+        s = warpgroup_mma(q_shared, k.permute([1, 0]), gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
+        # What needs no logits is done meanwhile.
+        present = rows_of(tile, lists, LISTED, BN, gl.SliceLayout(0, S)) >= 0
+        if PACKED:
+            if more:
+                copy_packed(ring, stage, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW)
+            async_copy.commit_group()
+            ahead = rows_of(tile + STAGES + 1, lists, LISTED, BN, ROWS)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s = gl.where(present[None, :], s * scale, float("-inf"))
+        top = gl.maximum(m, gl.max(s, 1))
+        safe = gl.where(top == float("-inf"), 0.0, top)  # −inf − −inf is NaN
+        keep, p = gl.exp2(m - safe), gl.exp2(s - safe[:, None])
+        m, l, acc = top, l * keep[:, None] + p, acc * gl.convert_layout(keep, gl.SliceLayout(1, O))[:, None]
+        weights.store(p.to(gl.bfloat16))
+        fence_async_shared()
+        acc = warpgroup_mma(weights, k, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if not PACKED:
+            if more:
+                copy_rows(k, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW, D)
+            async_copy.commit_group()
+            ahead = rows_of(tile + STAGES + 1, lists, LISTED, BN, ROWS)
+    total = gl.sum(l, 1)
+    if SPLIT:
+        gl.store(LSE + (n * H + h) * splits + split, m + gl.log2(total), mask=h < H)
+    else:
+        total += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
+    out = (acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
+    async_copy.wait_group(0)  # the queries, if there was no tile
+    q_shared.store(out)       # so that whole rows are written
+    place = (n * splits + split) * (H * D) + (head * D)[:, None] + d[None, :]
+    gl.store(OUT + place, q_shared.load(COPY), mask=(head < H)[:, None])
+
+
+@gluon.jit
+def rows_of(tile, lists, LISTED: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of a tile in their pool, int32 [BN], −1 beyond the ends of the lists. Of the int64 indices the low halves are read."""
+    window_list, wi_k, entry_list, ei_k, near, W, seen = lists
+    j = gl.arange(0, BN, LAYOUT)
+    low = gl.pointer_type(gl.int32)
+    if LISTED:
+        nearby = tile < near
+        j += gl.where(nearby, tile, tile - near) * BN
+        listed = gl.where(nearby, window_list, entry_list).to(low, bitcast=True)
+        row = gl.load(listed + 2 * j * gl.where(nearby, wi_k, ei_k), mask=j < gl.where(nearby, W, seen), other=-1)
+    else:
+        e = (tile - near) * BN + j
+        row = gl.where(e < seen, e, -1)
+        if tile < near:
+            j += tile * BN
+            row = gl.load(window_list.to(low, bitcast=True) + 2 * j * wi_k, mask=j < W, other=-1)
+    return row
+
+
+@gluon.jit
+def copy_rows(k, row, nearby, WINDOW, run, W_ROW: gl.constexpr, E_ROW: gl.constexpr, D: gl.constexpr):
+    """Start copying the bf16 rows of a tile to k [BN, D]; zeros for rows that are absent (< 0)."""
+    COPY: gl.constexpr = row.type.layout.parent
+    d = gl.arange(0, D, gl.SliceLayout(0, COPY))
+    pool, stride = gl.where(nearby, WINDOW, run), gl.where(nearby, W_ROW, E_ROW)
+    place = gl.maximum(row, 0).to(gl.int64) * stride
+    async_copy.async_copy_global_to_shared(k, pool + place[:, None] + d[None, :], mask=(row >= 0)[:, None])
+
+
+# Packed rows ----------------------------------------------------------------------------------------------------------
+# They are handled in two halves of four blocks of columns, since the compiler puts a barrier between writes to one buffer.
+
+PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 16], [8, 1, 4], [8, 1, 1], [2, 1, 0]))  # [keys, blocks, columns]: 16 a thread
+TAIL = gl.constexpr(gl.SliceLayout(1, PIECE))                                        # [keys, columns] of one block
+KEYS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, PIECE)))
+
+
+@gluon.jit
+def packed_ring(BN: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for packed rows as they are: codes of either half, bf16 columns, scales."""
+    low = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 4, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
+    high = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 4, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
+    rotated = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    scales = gl.allocate_shared_memory(gl.int64, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return low, high, rotated, scales
+
+
+@gluon.jit
+def copy_packed(ring, stage, row, nearby, WINDOW, run, W_PAGE: gl.constexpr, E_PAGE: gl.constexpr):
+    """Start copying the packed rows of a tile; zeros for rows that are absent (< 0)."""
+    low, high, rotated, scales = ring
+    pool, bytes = gl.where(nearby, WINDOW, run), gl.where(nearby, W_PAGE, E_PAGE)
+    r = gl.maximum(row, 0)
+    page, slot, present = (r >> 6).to(gl.int64) * bytes, r & 63, row >= 0
+    start, c = page + slot * PAYLOAD, gl.arange(0, BLOCK, gl.SliceLayout(0, TAIL))
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))[None, :, None]
+    code = (pool + start)[:, None, None] + (block * BLOCK + c[None, None, :])
+    live = present[:, None, None] & (block < 4)
+    async_copy.async_copy_global_to_shared(low.index(stage), code, mask=live)
+    async_copy.async_copy_global_to_shared(high.index(stage), code + 4 * BLOCK, mask=live & (block < 3))
+    tail = (pool + start + BLOCKS * BLOCK).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    tail, there = gl.convert_layout(tail, gl.SliceLayout(1, TAIL)), gl.convert_layout(present, gl.SliceLayout(1, TAIL))
+    async_copy.async_copy_global_to_shared(rotated.index(stage), tail[:, None] + c[None, :], mask=there[:, None])
+    scale = (pool + page + 64 * PAYLOAD + slot * 8).to(gl.pointer_type(gl.int64), bitcast=True)
+    async_copy.async_copy_global_to_shared(scales.index(stage), scale, mask=present)
+
+
+@gluon.jit
+def unpack(ring, stage, k, BN: gl.constexpr):
+    """k [BN, 512] = codes × scales, and the bf16 columns as they are."""
+    low, high, rotated, scales = ring
+    word = scales.index(stage).load(KEYS)
+    code, tail = high.index(stage).load(PIECE), rotated.index(stage).load(TAIL)
+    x = scaled(low.index(stage).load(PIECE), word)
+    k.slice(0, 4 * BLOCK, dim=1).store(gl.reshape(x, [BN, 4 * BLOCK]))
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))[None, :, None]
+    x = gl.where(block == 3, tail[:, None, :], scaled(code, word >> 32))
+    k.slice(4 * BLOCK, 4 * BLOCK, dim=1).store(gl.reshape(x, [BN, 4 * BLOCK]))
+
+
+@gluon.jit
+def scaled(code, word):
+    """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64], scales in bytes 0 … 3 of word → bf16."""
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))
+    exponent = (word.to(gl.int32)[:, None] >> (8 * block)[None, :]) & 255
+    bits = gl.where(exponent == 0, 0x00400000, exponent << 23)
+    factor = gl.where(exponent == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    return (code.to(gl.float8e4nv, bitcast=True).to(gl.float32) * factor[:, :, None]).to(gl.bfloat16)
