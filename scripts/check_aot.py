@@ -73,9 +73,11 @@ def build(kernel, signature: dict, constexprs: dict, options: dict, capability: 
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
     divisible = {*options.pop("divisible", ()), *(k for k, kind in signature.items() if kind.startswith("*"))}
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(fn=kernel, signature=signature, constexprs=constexprs,
+                                                                  attrs=attrs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
