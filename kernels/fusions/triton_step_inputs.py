@@ -48,8 +48,8 @@ def attention_inputs(batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float,
         columns = padded(width, KV.value if form == FORMS[RowFormat.KV_FP8].value else SIM)
         parts.append((w.raw, w.ape, w.phase, w.ring, w.slots, w.rows, w.live.view(torch.uint8), w.weight, _turns(w.cis), data,
                       w.entry_slots))
-        shapes.append((width, w.overlap, w.rows.shape[1], len(w.rows) // batch, w.ape.shape[0], SIM, form, page, columns,
-                       max(1, min(w.rows.shape[1], 2 * TILE // columns))))
+        shapes += [width, w.overlap, w.rows.shape[1], len(w.rows) // batch, SIM, form, page, columns,
+                   max(1, min(w.rows.shape[1], 2 * TILE // columns))]
     data, page, form = _pool(latents.pool)
     near = latents.kv, latents.weight.contiguous(), data, latents.slots
     starts = tuple(sum(programs[:i + 1]) for i in range(len(programs)))
@@ -102,10 +102,10 @@ def _inputs(Q, CIS, NEAR, INDEX, WINDOWS, N, T: tl.constexpr, eps, scale, STARTS
     same of the index queries, and their simulation; SHAPES: see `_window`."""
     pid = tl.program_id(0)
     wait(PDL)
-    for w in tl.static_range(len(SHAPES)):
-        if (pid >= (STARTS[w - 1] if w > 0 else 0)) & (pid < STARTS[w]):
-            _window(WINDOWS[w], pid - (STARTS[w - 1] if w > 0 else 0), T, eps, TURNED, SHAPES[w], Q.dtype.element_ty)
-    L: tl.constexpr = len(SHAPES)
+    L: tl.constexpr = len(WINDOWS)
+    for w in tl.static_range(L):
+        if (pid >= w * (N // T)) & (pid < STARTS[w]):
+            _window(WINDOWS[w], pid - w * (N // T), T, eps, TURNED, SHAPES, 9 * w, Q.dtype.element_ty)
     D: tl.constexpr = HEADS[0]
     B: tl.constexpr = HEADS[2]
     DTYPE: tl.constexpr = Q.dtype.element_ty
@@ -140,15 +140,18 @@ def _heads(Q, WEIGHTS, SCALED, CIS, first, N, eps, scale, D: tl.constexpr, H: tl
 
 
 @triton.jit
-def _window(W, b, T: tl.constexpr, eps, TURNED: tl.constexpr, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows and windows of row b of the batch. SHAPE: width, overlap, slots of a window, windows of a row, ratio, simulation, form
-    and stride of the entries' pool, padded width, slots at a time."""
-    D: tl.constexpr = SHAPE[0]
-    OVERLAP: tl.constexpr = SHAPE[1]
-    S: tl.constexpr = SHAPE[2]
-    SIMULATION: tl.constexpr = SHAPE[5]
-    B: tl.constexpr = SHAPE[8]
-    TILE: tl.constexpr = SHAPE[9]
+def _window(W, b, T: tl.constexpr, eps, TURNED: tl.constexpr, SHAPES: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows and windows of row b of the batch. SHAPES, from AT on: width, overlap, slots of a window, windows of a row, simulation,
+    form and stride of the entries' pool, padded width, slots at a time."""
+    D: tl.constexpr = SHAPES[AT]
+    OVERLAP: tl.constexpr = SHAPES[AT + 1]
+    S: tl.constexpr = SHAPES[AT + 2]
+    C: tl.constexpr = SHAPES[AT + 3]
+    SIMULATION: tl.constexpr = SHAPES[AT + 4]
+    FORM: tl.constexpr = SHAPES[AT + 5]
+    STRIDE: tl.constexpr = SHAPES[AT + 6]
+    B: tl.constexpr = SHAPES[AT + 7]
+    TILE: tl.constexpr = SHAPES[AT + 8]
     ROW: tl.constexpr = 2 * OVERLAP * D
     i, b = tl.arange(0, B), b.to(tl.int64)
     for t in range(T):
@@ -161,8 +164,8 @@ def _window(W, b, T: tl.constexpr, eps, TURNED: tl.constexpr, SHAPE: tl.constexp
                 x += tl.load(W[1] + phase * (OVERLAP * D) + (piece - OVERLAP) * D + i, mask=i < D, other=0.0)
             tl.store(W[3] + slot * ROW + piece * D + i, x, mask=i < D)
     tl.debug_barrier()  # other threads pool the rows than stored them
-    for c in range(SHAPE[3]):
-        m = b * SHAPE[3] + c
+    for c in range(C):
+        m = b * C + c
         if tl.load(W[6] + m) != 0:
             top = tl.full((B,), float("-inf"), tl.float32)
             total, pooled = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
@@ -178,4 +181,4 @@ def _window(W, b, T: tl.constexpr, eps, TURNED: tl.constexpr, SHAPE: tl.constexp
             y = rounded(pooled, DTYPE)[None, :]
             y = finished(y, W[7], W[8], (m + tl.arange(0, 1)) * TURNED, tl.arange(0, 1) == 0, i, eps, DTYPE, D, TURNED, False, True,
                          True, SIMULATION, D.bit_length() - 1, 1, B)
-            put(W[9], tl.load(W[10] + m), y, D, TURNED, SHAPE[7], SHAPE[6], B)
+            put(W[9], tl.load(W[10] + m), y, D, TURNED, STRIDE, FORM, B)
