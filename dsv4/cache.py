@@ -271,8 +271,8 @@ class CompressorCache:
         Every window that the step may complete has a slot; those that it does not complete lie beyond what any query sees.
         """
         rows = step.memo(("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step))
-        return Windows(raw, ape, self._phase(step), self.raw.flat, self.raw.slots(step), rows, step.completes(self.ratio), self.overlap,
-                       weight, step.window_cis(self.ratio, base), simulate, self.entries.flat, self.entries.slots(step))
+        return Windows(raw, ape, self._phase(step), self.raw.flat, self.raw.slots(step), rows, step.completes(self.ratio),
+                       self.overlap, weight, step.window_cis(self.ratio, base), simulate, self.entries.flat, self.entries.slots(step))
 
     def _phase(self, step: Step) -> torch.Tensor:
         """Place of each token in its window, int64 [N]."""

@@ -48,7 +48,7 @@ class LightningIndexer(Module):
         return IndexHeads(q.view(step.N, self.H, self.D), weights, self.scale, self.numerics.simulate_index)
 
     def captured(self, asked: list, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
-        """`forward` of a captured step whose keys are written. asked: q [N, H, D] and scaled head weights [N, H], if there are any."""
+        """`forward` of a captured step whose keys are written. asked: q [N, H, D] and scaled head weights [N, H], if any."""
         if not self.chooses(step):
             return cache.index.entries.all_visible(step)
         q, weights = (t.view(step.B, step.T, *t.shape[1:]) for t in asked)

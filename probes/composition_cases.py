@@ -124,9 +124,9 @@ def _windows(i: Inputs, ratio: int, D: int, simulate: str | None) -> Windows:
     S, R, w = overlap * ratio, overlap * ratio + 5, overlap * D
     rows = torch.stack([R * b + torch.randperm(R, generator=i.g)[:S] for b in range(i.N)])
     rows[0, :S - ratio] = -1
-    return Windows(i.rand(i.N, 2 * w), i.rand(ratio, w), torch.full((i.N,), ratio - 1), i.rand(i.N * R, 2 * w), rows[:, -1].clone(), rows,
-                   torch.ones(i.N, dtype=torch.bool), overlap, i.act(D), i.angles(i.N), simulate, i.act(3 * i.N, D),
-                   torch.arange(i.N) * 3 + 1)
+    return Windows(i.rand(i.N, 2 * w), i.rand(ratio, w), torch.full((i.N,), ratio - 1), i.rand(i.N * R, 2 * w),
+                   rows[:, -1].clone(), rows, torch.ones(i.N, dtype=torch.bool), overlap, i.act(D), i.angles(i.N), simulate,
+                   i.act(3 * i.N, D), torch.arange(i.N) * 3 + 1)
 
 
 def _place(i: Inputs):

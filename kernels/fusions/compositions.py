@@ -203,7 +203,8 @@ def place(op, start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor,
     their tokens [M, overlap·ratio] (−1: none), the last frequencies' rotation fp32 [M, d/2, 2], and rows [M] of each pool.
     """
     W, R = window
-    row, pos = torch.arange(len(start), device=start.device).unsqueeze(1), start.unsqueeze(1) + torch.arange(tokens, device=start.device)
+    row = torch.arange(len(start), device=start.device).unsqueeze(1)
+    pos = start.unsqueeze(1) + torch.arange(tokens, device=start.device)
     near = pos.unsqueeze(-1) + torch.arange(1 - W, 1, device=start.device)
     found = [torch.where(near < 0, -1, near % R + row.unsqueeze(-1) * R).flatten(0, 1), (pos % R + row * R).flatten()]
     for f in frequencies:

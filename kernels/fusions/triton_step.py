@@ -1,4 +1,4 @@
-"""What all layers of a decode step share, on a GPU: positions, embedded tokens, rows of chosen entries, and the end of the streams."""
+"""What surrounds the layers of a decode step on a GPU: positions, embedded tokens, rows of entries, and the end of the streams."""
 
 import torch
 import triton
@@ -35,8 +35,8 @@ def place(start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...
     if any(len(k.entries) > 2 for k in kept):
         raise UnsupportedInput(f"place: pools {[k.entries for k in kept]}; the triton backend takes at most two of a ratio")
     if start.dtype is not torch.int64 or any(f.dtype is not torch.float32 or f.stride(0) != 1 for f in frequencies):
-        raise UnsupportedInput(f"place: starts {start.dtype}, frequencies {[f.dtype for f in frequencies]}; expected int64, and fp32 "
-                               "side by side")
+        raise UnsupportedInput(f"place: starts {start.dtype}, frequencies {[f.dtype for f in frequencies]}; expected int64, and "
+                               "fp32 side by side")
     B, half, (W, R) = len(start), frequencies[0].shape[0], window
     new = lambda *shape, dtype=torch.int64: torch.empty(*shape, dtype=dtype, device=start.device)
     turns = lambda n: new(n, half, 2, dtype=torch.float32)
@@ -120,8 +120,8 @@ def embed_streams(ids: torch.Tensor, table: torch.Tensor, streams: int, dtype: t
     """As the definition; rows of ids outside the table are NaN."""
     require_device("embed_streams", ids, table)
     if ids.dtype is not torch.int64 or table.stride(1) != 1:
-        raise UnsupportedInput(f"embed_streams: ids {ids.dtype}, table with strides {tuple(table.stride())}; expected int64, and columns "
-                               "side by side")
+        raise UnsupportedInput(f"embed_streams: ids {ids.dtype}, table with strides {tuple(table.stride())}; expected int64, and "
+                               "columns side by side")
     (N,), (vocab, d) = ids.shape, table.shape
     y = torch.empty(N, streams, d, dtype=dtype, device=ids.device)
     block = min(COLUMNS, next_power(d))

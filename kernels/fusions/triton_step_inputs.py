@@ -4,6 +4,8 @@ Programs take different parts: for each row of the batch and compressor one stor
 complete; for each token one makes the latent and puts it into the window; the others take a few heads each.
 """
 
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -29,36 +31,39 @@ def attention_inputs(batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float,
     """As the definition, in one launch; q, index queries and caches are written in place, and windows not complete left alone."""
     _check(batch, q, cis, latents, index, windows)
     N, H, D = q.shape
-    found, parts, shapes = (q,), [], []
-    B = padded(D, KV.value)
-    heads = max(1, TILE // B)
-    programs, begin = [batch] * len(windows) + [N, triton.cdiv(N * H, heads)], (D, H, B, heads)
-    tensors, other = (None, None, None), (0.0, 1, 1, 1, 1, 0)
-    if index is not None:
-        iq, weights = index.q, index.weights.contiguous()
-        scaled = torch.empty(N, iq.shape[1], dtype=torch.float32, device=q.device)
-        IB = next_power(iq.shape[2])
-        each = max(1, TILE // IB)
-        found, tensors = (q, iq, scaled), (iq, weights, scaled)
-        other = index.scale, iq.shape[2], iq.shape[1], IB, each, (KEY if index.simulate else PLAIN).value
-        programs.append(triton.cdiv(N * iq.shape[1], each))
-    for w in windows:
-        width, SIM = w.ring.shape[1] // (2 * w.overlap), SIMULATIONS[w.simulate]
-        data, page, form = _pool(w.entries)
-        columns = padded(width, KV.value if form == FORMS[RowFormat.KV_FP8].value else SIM)
-        parts.append((w.raw, w.ape, w.phase, w.ring, w.slots, w.rows, w.live.view(torch.uint8), w.weight, _turns(w.cis), data,
-                      w.entry_slots))
-        shapes += [width, w.overlap, w.rows.shape[1], len(w.rows) // batch, SIM, form, page, columns,
-                   max(1, min(w.rows.shape[1], 2 * TILE // columns))]
     data, page, form = _pool(latents.pool)
     near = latents.kv, latents.weight.contiguous(), data, latents.slots
-    starts = tuple(sum(programs[:i + 1]) for i in range(len(programs)))
-    pdl = after(q.device)
+    B = padded(D, KV.value)
+    heads = max(1, TILE // B)
+    asked, tensors, of_index, index_programs = _asked(index)
+    parts, shapes = zip(*(_compressor(batch, w) for w in windows)) if windows else ((), ())
+    programs = [batch] * len(windows) + [N, triton.cdiv(N * H, heads), *index_programs]
+    starts, pdl = tuple(accumulate(programs)), after(q.device)
     if N:
         _inputs[(starts[-1],)](
-            q, _turns(cis.expand(N, -1)), near, tensors, tuple(parts), N, N // batch, eps, other[0], starts, begin, other[1:], tuple(shapes), form, page,
-            KV.value if latents.simulate else PLAIN.value, 2 * cis.shape[-1], bool(pdl), num_warps=WARPS, **pdl)
-    return *found, data, *(t for w in windows for t in (w.ring, _pool(w.entries)[0]))
+            q, _turns(cis.expand(N, -1)), near, tensors, parts, N, N // batch, eps, 0.0 if index is None else float(index.scale),
+            starts, (D, H, B, heads), of_index, tuple(n for shape in shapes for n in shape), form, page,
+            (KV if latents.simulate else PLAIN).value, 2 * cis.shape[-1], bool(pdl), num_warps=WARPS, **pdl)
+    return q, *asked, data, *(t for w in windows for t in (w.ring, _pool(w.entries)[0]))
+
+
+def _asked(index: IndexHeads | None) -> tuple[tuple, tuple, tuple, tuple]:
+    """(results, tensors, D, H, padded D, heads of a program and simulation, programs) of index queries and head weights."""
+    if index is None:
+        return (), (None, None, None), (1, 1, 1, 1, 0), ()
+    (N, H, D), B = index.q.shape, next_power(index.q.shape[2])
+    scaled, each = torch.empty(N, H, dtype=torch.float32, device=index.q.device), max(1, TILE // B)
+    shape = D, H, B, each, (KEY if index.simulate else PLAIN).value
+    return (index.q, scaled), (index.q, index.weights.contiguous(), scaled), shape, (triton.cdiv(N * H, each),)
+
+
+def _compressor(batch: int, w: Windows) -> tuple[tuple, tuple]:
+    """(tensors, shape) of one compressor, as `_window` takes them."""
+    D, simulation, (data, stride, form) = w.ring.shape[1] // (2 * w.overlap), SIMULATIONS[w.simulate], _pool(w.entries)
+    (M, S), B = w.rows.shape, padded(D, KV.value if form == FORMS[RowFormat.KV_FP8].value else simulation)
+    tensors = (w.raw, w.ape, w.phase, w.ring, w.slots, w.rows, w.live.view(torch.uint8), w.weight, _turns(w.cis), data,
+               w.entry_slots)
+    return tensors, (D, w.overlap, S, M // batch, simulation, form, stride, B, max(1, min(S, 2 * TILE // B)))
 
 
 def _turns(cis: torch.Tensor) -> torch.Tensor:
@@ -89,8 +94,8 @@ def _check(batch: int, q, cis, latents: Latents, index: IndexHeads | None, windo
         if index.simulate:
             check_width(index.q.shape[2])
     if len(q) % batch or any(len(w.rows) % batch for w in windows):
-        raise UnsupportedInput(f"attention_inputs: {len(q)} tokens and {[len(w.rows) for w in windows]} windows of {batch} rows; expected "
-                               "multiples")
+        raise UnsupportedInput(f"attention_inputs: {len(q)} tokens and {[len(w.rows) for w in windows]} windows of {batch} rows; "
+                               "expected multiples")
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -131,8 +136,8 @@ def _heads(Q, WEIGHTS, SCALED, CIS, first, N, eps, scale, D: tl.constexpr, H: tl
     live = row < N * H
     at, inside = Q + row[:, None] * D + i[None, :], live[:, None] & (i[None, :] < D)
     y = widen(tl.load(at, mask=inside, other=0.0))
-    y = finished(y, Q, CIS, row // H * TURNED, live, i, eps, Q.dtype.element_ty, D, TURNED, False, WEIGHTS is None, False, SIMULATION,
-                 D.bit_length() - 1, R, B)
+    y = finished(y, Q, CIS, row // H * TURNED, live, i, eps, Q.dtype.element_ty, D, TURNED, False, WEIGHTS is None, False,
+                 SIMULATION, D.bit_length() - 1, R, B)
     tl.store(at, narrow(y, Q.dtype.element_ty), mask=inside)
     if WEIGHTS is not None:
         # weights.float() * scale

@@ -71,16 +71,19 @@ def _launch():
     """Launch each, and say what it was."""
     kv = {"bf16": BF16, "fp8": RowFormat.KV_FP8}
     keys = {"bf16": BF16, "fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4}
-    for B, T, cache, index in ((1, 1, "fp8", "fp4"), (8, 1, "fp8", "fp4"), (2, 5, "fp8", "fp4"), (1, 1, "fp8", "fp8"), (1, 1, "bf16", "bf16")):
+    formats = ("fp8", "fp4"), ("fp8", "fp8"), ("bf16", "bf16")
+    for (B, T), (cache, index) in (*((shape, formats[0]) for shape in ((1, 1), (8, 1), (2, 5))), *(((1, 1), f) for f in formats[1:])):
         simulate = {"bf16": None, "fp8": "kv", "fp4": "key"}
-        latents = Latents(empty(B * T, WIDTH), empty(WIDTH), cache == "fp8", pool(256 * B, WIDTH, 2 * HALF, kv[cache]), empty(B * T, dtype=I64))
+        near = pool(256 * B, WIDTH, 2 * HALF, kv[cache])
+        latents = Latents(empty(B * T, WIDTH), empty(WIDTH), cache == "fp8", near, empty(B * T, dtype=I64))
         entries = lambda ratio: pool(8192 // ratio * B, WIDTH, 2 * HALF, kv[cache])
         asked = IndexHeads(empty(B * T, INDEX_HEADS, INDEX_WIDTH), empty(B * T, INDEX_HEADS), 0.01, index == "fp4")
         csa = (windows(B, T, 4, 2, WIDTH, simulate[cache], entries(4)),
                windows(B, T, 4, 2, INDEX_WIDTH, "key" if index == "fp4" else None, pool(2048 * B, INDEX_WIDTH, 0, keys[index])))
         hca = (windows(B, T, 128, 1, WIDTH, simulate[cache], entries(128)),)
         for kind, heads, parts in (("CSA", asked, csa), ("HCA", None, hca), ("window", None, ())):
-            triton_step_inputs.attention_inputs(B, empty(B * T, HEADS, WIDTH), empty(B * T, HALF, dtype=COMPLEX), EPS, latents, heads, parts)
+            q, cis = empty(B * T, HEADS, WIDTH), empty(B * T, HALF, dtype=COMPLEX)
+            triton_step_inputs.attention_inputs(B, q, cis, EPS, latents, heads, parts)
             yield f"attention_inputs {kind}, {B}x{T} tokens, {cache} and {index}"
     for T in (1, 5):
         f = (empty(HALF, dtype=F32),) * 2

@@ -1,4 +1,4 @@
-"""How many kernels a captured step launches on the triton backend, counted in the interpreter: by layer kind, and what is no Triton kernel."""
+"""How many kernels a captured step launches on the triton backend, by layer kind, and which are none of Triton's."""
 
 from collections import Counter
 
@@ -12,8 +12,9 @@ from dsv4.dummy import fill_cache
 from dsv4.step import CapturedStep
 from tests import checkpoints
 
-WIDE = dict(checkpoints.SMALL, hidden_size=256, moe_intermediate_size=128, q_lora_rank=128, hc_sinkhorn_iters=2, num_hidden_layers=3,
-            compress_ratios=[0, 4, 128, 0], num_hash_layers=1, index_n_heads=4)  # rows of whole 16 bytes, as streamed products take them
+# Rows of whole 16 bytes, as streamed products take them.
+WIDE = dict(checkpoints.SMALL, hidden_size=256, moe_intermediate_size=128, q_lora_rank=128, hc_sinkhorn_iters=2,
+            num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], num_hash_layers=1, index_n_heads=4)
 
 
 class Launches(TorchDispatchMode):

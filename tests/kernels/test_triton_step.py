@@ -58,14 +58,15 @@ class Layer:
         start = torch.tensor(starts, device=DEVICE)
         f = randn(rope // 2).abs()
         kept = (Kept(ratio, overlap, R, (n,)),)
-        _, slots, cis, _, _, phase, rings, _, live, rows, entry_cis, entry_slots = compositions.place(REFERENCE, start, T, (f,), (8, 20), kept)
+        found = compositions.place(REFERENCE, start, T, (f,), (8, 20), kept)
+        _, slots, cis, _, _, phase, rings, _, live, rows, entry_cis, entry_slots = found
         self.live, self.entry_slots, self.slots = live, entry_slots, slots
         windows = []
         for seed, (width, simulate, how) in enumerate(widths):
             w = overlap * width
             ring = randn(B * R, 2 * w, seed=seed + 3)
-            windows.append(Windows(randn(N, 2 * w, seed=seed), randn(ratio, w, seed=seed + 1), phase, ring, rings, rows, live, overlap,
-                                   1 + randn(width, dtype=dtype) / 8, torch.view_as_complex(entry_cis), simulate,
+            windows.append(Windows(randn(N, 2 * w, seed=seed), randn(ratio, w, seed=seed + 1), phase, ring, rings, rows, live,
+                                   overlap, 1 + randn(width, dtype=dtype) / 8, torch.view_as_complex(entry_cis), simulate,
                                    pool(B * n, width, rope if how is RowFormat.KV_FP8 else 0, how), entry_slots))
         simulate_kv = near is RowFormat.KV_FP8
         latents = Latents(randn(N, D, dtype=dtype), 1 + randn(D, dtype=dtype) / 8, simulate_kv, pool(B * 20, D, rope, near), slots)
@@ -111,7 +112,8 @@ KV, FP8, FP4 = RowFormat.KV_FP8, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4
 @pytest.mark.parametrize("near, main, keys, simulate", [
     (torch.bfloat16, (96, None, torch.bfloat16), (32, None, torch.bfloat16), False),
     (KV, (96, "kv", KV), (32, "key", FP4), True), (KV, (96, "kv", KV), (32, None, FP8), False),
-    (torch.bfloat16, (96, "kv", torch.bfloat16), (32, "key", torch.bfloat16), True)], ids=("plain", "fp8 fp4", "fp8 fp8", "simulated"))
+    (torch.bfloat16, (96, "kv", torch.bfloat16), (32, "key", torch.bfloat16), True)],
+    ids=("plain", "fp8 fp4", "fp8 fp8", "simulated"))
 def test_a_layer_with_an_indexer(starts, T, near, main, keys, simulate):
     Layer(starts, T, 4, 2, (main, keys), torch.bfloat16, near, simulate).check()
 
@@ -175,8 +177,8 @@ def test_embedding_and_chosen_rows(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_end_of_the_streams(dtype):
     N, n, d = 3, 4, 96
-    args = (randn(N, d, dtype=dtype), randn(N, n, d, dtype=dtype), randn(N, n), randn(N, n, n), randn(n, n * d) / 9, randn(1), randn(n),
-            1e-6, EPS, 1 + randn(d, dtype=dtype) / 8, EPS)
+    args = (randn(N, d, dtype=dtype), randn(N, n, d, dtype=dtype), randn(N, n), randn(N, n, n), randn(n, n * d) / 9, randn(1),
+            randn(n), 1e-6, EPS, 1 + randn(d, dtype=dtype) / 8, EPS)
     for got, wanted in zip(triton_step.mhc_post_head_norm(*args), compositions.mhc_post_head_norm(REFERENCE, *args)):
         close(got, wanted, dtype is torch.bfloat16)
 
