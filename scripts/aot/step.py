@@ -72,7 +72,8 @@ def _launch():
     kv = {"bf16": BF16, "fp8": RowFormat.KV_FP8}
     keys = {"bf16": BF16, "fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4}
     formats = ("fp8", "fp4"), ("fp8", "fp8"), ("bf16", "bf16")
-    for (B, T), (cache, index) in (*((shape, formats[0]) for shape in ((1, 1), (8, 1), (2, 5))), *(((1, 1), f) for f in formats[1:])):
+    sizes = *(((B, T), formats[0]) for B, T in ((1, 1), (8, 1), (2, 5))), *(((1, 1), f) for f in formats[1:])
+    for (B, T), (cache, index) in sizes:
         simulate = {"bf16": None, "fp8": "kv", "fp4": "key"}
         near = pool(256 * B, WIDTH, 2 * HALF, kv[cache])
         latents = Latents(empty(B * T, WIDTH), empty(WIDTH), cache == "fp8", near, empty(B * T, dtype=I64))
