@@ -17,7 +17,8 @@ from dsv4.module import Module
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
-from dsv4.step import Step
+from dsv4.step import CapturedStep, Step
+from kernels.fusions.compositions import IndexHeads, Latents
 
 
 class WindowAttention(Module):
@@ -49,40 +50,52 @@ class WindowAttention(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
-        if step.captured:
-            step.prepare(self.op.linears, x, None, 0.0, self.maps(step))
         qr, q = self.queries(x, step)
         window, window_index = cache.window.extend(step, self.latent(x, step)), cache.window.last(step, self.W)
         o = self._attend(x, qr, q, window, window_index, step, cache)
-        if step.captured:
-            return self.wo_b(self.op.project_heads(o, step.inverse_cis(self.base), self.wo_a.packed(), self.groups))
         o = self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
-    def maps(self, step: Step) -> list:
-        """The linear maps of x, with the dtype of those that are not rounded to x's."""
-        return [(self.wq_a, None), (self.wkv, None)]
+    def captured(self, x: torch.Tensor, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
+        """The same of a captured step, whose positions are on the device alone: all that is written, in one composition."""
+        low, kv, *rest = self._maps(x, None, (self.wq_a, None), (self.wkv, None), *self._maps_of_compressed(step))
+        q, *asked = self._maps(low, self.q_norm.weight, (self.wq_b, None), *((m, None) for m in self._maps_of_asked(step)))
+        latents = Latents(kv, self.kv_norm.weight, self.numerics.simulate_kv, cache.window.flat, cache.window.slots(step))
+        found = self.op.attention_inputs(step.B, q.view(step.N, self.H, self.D), step.cis(self.base), self.eps, latents,
+                                         *self._compressed(rest, asked, step, cache))
+        o = self._attend_captured(found, cache.window.flat, cache.window.last(step, self.W), step, cache)
+        return self.wo_b(self.op.project_heads(o, step.inverse_cis(self.base), self.wo_a.packed(), self.groups))
 
-    def maps_of_queries(self, step: Step) -> list:
-        """The linear maps of the normalised low-rank queries."""
-        return [(self.wq_b, None)]
+    def _maps(self, x: torch.Tensor, norm: torch.Tensor | None, *modules: tuple) -> tuple[torch.Tensor, ...]:
+        """Linear maps of x in one composition. modules: (Linear, dtype of a result that is not rounded to x's, or None)."""
+        maps, dtypes = zip(*modules)
+        return self.op.linears(x, norm, self.eps, tuple(m.packed() for m in maps), tuple(m.simulate for m in maps), dtypes)
+
+    def _maps_of_compressed(self, step: CapturedStep) -> list:
+        """Further linear maps of x, as `_maps` takes them: what `_compressed` gets first."""
+        return []
+
+    def _maps_of_asked(self, step: CapturedStep) -> list:
+        """Further linear maps of the normalised low-rank queries: what `_compressed` gets second."""
+        return []
+
+    def _compressed(self, rest: list, asked: list, step: CapturedStep, cache: LayerCache) -> tuple[IndexHeads | None, tuple]:
+        """What the indexer asks with, and each compressor's part of the step."""
+        return None, ()
+
+    def _attend_captured(self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
+        """Attention from what `attention_inputs` has left."""
+        return self.attend(found[0], window, window_index, None, step, cache)
 
     def queries(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, d] → low-rank queries [N, q_lora_rank], which the indexer shares, and queries [N, H, D], rotated."""
-        if step.captured:  # what is returned as qr is not normalised: its maps are ready
-            qr = step.apply(self.wq_a, x)
-            step.prepare(self.op.linears, qr, self.q_norm.weight, self.eps, self.maps_of_queries(step))
-            return qr, self.op.query_heads(step.apply(self.wq_b, qr).view(step.N, self.H, self.D), step.cis(self.base), self.eps)
         qr = self.q_norm(self.wq_a(x))
         q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.H, self.D), None, self.eps)
         return qr, self.op.rotate(q, step.cis(self.base).unsqueeze(1))
 
     def latent(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [N, d] → each token's key and value [N, D], rotated; through FP8 in simulated numerics."""
-        kv = step.apply(self.wkv, x)
-        if step.captured:
-            return self.op.latent(kv, self.kv_norm.weight, self.eps, step.cis(self.base), self.numerics.simulate_kv)
-        kv = self.op.rotate(self.kv_norm(kv), step.cis(self.base))
+        kv = self.op.rotate(self.kv_norm(self.wkv(x)), step.cis(self.base))
         return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate_kv else kv
 
     def path_at(self, end: int) -> dict:
@@ -90,6 +103,11 @@ class WindowAttention(Module):
         return {"window": min(self.W, end)}
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
+        """Compress, select, and attend."""
+        return self.attend(q, window, window_index, None, step, cache)
+
+    def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
+        """q [N, H, D]; window: rows, of which window_index [N, W] are to be read; selection: of the indexer → [N, H, D]."""
         self.path = self.path_at(step.end)
         return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale, step.window_full(self.W))
 
@@ -104,12 +122,21 @@ class CSAAttention(WindowAttention):
         self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
         self.indexer = LightningIndexer(config, ratio, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
 
-    def maps(self, step: Step) -> list:
-        found = [*super().maps(step), (self.compressor.wkv_gate, torch.float32), (self.indexer.compressor.wkv_gate, torch.float32)]
+    def _maps_of_compressed(self, step: CapturedStep) -> list:
+        found = [(self.compressor.wkv_gate, torch.float32), (self.indexer.compressor.wkv_gate, torch.float32)]
         return [*found, (self.indexer.weights_proj, None)] if self.indexer.chooses(step) else found
 
-    def maps_of_queries(self, step: Step) -> list:
-        return [(self.wq_b, None), (self.indexer.wq_b, None)] if self.indexer.chooses(step) else [(self.wq_b, None)]
+    def _maps_of_asked(self, step: CapturedStep) -> list:
+        return [self.indexer.wq_b] if self.indexer.chooses(step) else []
+
+    def _compressed(self, rest: list, asked: list, step: CapturedStep, cache: LayerCache) -> tuple[IndexHeads | None, tuple]:
+        raw, index_raw, *weights = rest
+        windows = self.compressor.windows(raw, step, cache.main), self.indexer.compressor.windows(index_raw, step, cache.index)
+        return self.indexer.asks(*asked, *weights, step) if asked else None, windows
+
+    def _attend_captured(self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
+        q, *asked = found[:3]
+        return self.attend(q, window, window_index, self.indexer.captured(asked, step, cache), step, cache)
 
     def path_at(self, end: int) -> dict:
         n = end // self.ratio
@@ -119,12 +146,19 @@ class CSAAttention(WindowAttention):
         self.compressor(x, step, cache.main)
         with torch.no_grad():  # a choice has no derivative: the indexer learns from a loss of its own
             selection = self.indexer(x, qr, step, cache)
+        return self.attend(q, window, window_index, selection, step, cache)
+
+    def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
         if selection is None:
             raise MissingSelection("a CSA layer got no selection from its indexer and would attend to its window only")
         self.path = self.path_at(step.end)
         complete = step.window_full(self.W) and step.min_visible(self.ratio) >= self.path["selected"]
-        return self.op.sparse_attention(q, window, window_index, *cache.main.entries.chosen(step, selection),
-                                        self.attn_sink, self.scale, complete)
+        entries = cache.main.entries
+        if step.captured:
+            chosen = entries.flat, self.op.chosen_rows(selection, entries.n)
+        else:
+            chosen = entries.chosen(step, selection)
+        return self.op.sparse_attention(q, window, window_index, *chosen, self.attn_sink, self.scale, complete)
 
 
 class HCAAttention(WindowAttention):
@@ -136,14 +170,20 @@ class HCAAttention(WindowAttention):
         super().__init__(config, ratio, numerics, store, op)
         self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
 
-    def maps(self, step: Step) -> list:
-        return [*super().maps(step), (self.compressor.wkv_gate, torch.float32)]
+    def _maps_of_compressed(self, step: CapturedStep) -> list:
+        return [(self.compressor.wkv_gate, torch.float32)]
+
+    def _compressed(self, rest: list, asked: list, step: CapturedStep, cache: LayerCache) -> tuple[IndexHeads | None, tuple]:
+        return None, (self.compressor.windows(*rest, step, cache.main),)
 
     def path_at(self, end: int) -> dict:
         return super().path_at(end) | {"visible": end // self.ratio}
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
+        return self.attend(q, window, window_index, None, step, cache)
+
+    def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
         entries, n = cache.main.entries.visible(step), step.max_visible(self.ratio)
         self.path = self.path_at(step.end)
         q = q.view(step.B, step.T, self.H, self.D)

@@ -36,7 +36,7 @@ class Block(Module):
         else:
             streams, x, post, comb = self.op.mhc_post_pre_norm(*pending, *attn_in)
         ffn_in = (*self.hc_ffn.arguments(), self.ffn_norm.weight, self.ffn_norm.eps)
-        streams, x, post, comb = self.op.mhc_post_pre_norm(self.attn(x, step, cache), streams, post, comb, *ffn_in)
+        streams, x, post, comb = self.op.mhc_post_pre_norm(self.attn.captured(x, step, cache), streams, post, comb, *ffn_in)
         return self.ffn.captured(x, step.ids), streams, post, comb
 
     def forward(self, streams: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:

@@ -16,8 +16,9 @@ import torch
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import CapacityError, InputError, RewindError
 from dsv4.numerics import Numerics
-from dsv4.step import Step
+from dsv4.step import CapturedStep, Step
 from kernels.cache_rows import PAGE, PackedRows, RowFormat, decode_rows, pack_layout, read_rows, write_rows
+from kernels.fusions.compositions import Kept, Windows
 
 DEFAULT_MAX_REWIND = 128
 
@@ -110,12 +111,15 @@ class Entries:
 
     def write(self, step: Step, values: torch.Tensor) -> None:
         """Write values [B·completed, width] at the step's new windows."""
-        slots = step.memo(("entry_slots", self.ratio, self.n),
-                          lambda: (step.new_windows(self.ratio) + step.row * self.n).flatten())
+        slots = self.slots(step)
         if self.packed:
             self._write(self.flat, slots, values)
         else:
             self.flat.index_copy_(0, slots, values.to(self.buffer.dtype))
+
+    def slots(self, step: Step) -> torch.Tensor:
+        """Rows of the pool for the step's new windows, int64 [B·completed]."""
+        return step.memo(("entry_slots", self.ratio, self.n), lambda: (step.new_windows(self.ratio) + step.row * self.n).flatten())
 
     def visible(self, step: Step) -> torch.Tensor | PackedRows:
         """View [B, n, width] of the entries that the step's last query may see."""
@@ -248,8 +252,7 @@ class CompressorCache:
         slots get no part.
         """
         width = raw.shape[1] // 2
-        phase = step.memo(("phase", self.ratio), lambda: (step.pos % self.ratio).flatten())
-        raw[:, width:].add_(ape.index_select(0, phase))
+        raw[:, width:].add_(ape.index_select(0, self._phase(step)))
         rows_of = self.raw.extend(step, raw)
         M = step.B * step.completed(self.ratio)
         if M == 0:
@@ -261,18 +264,19 @@ class CompressorCache:
         kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
         return op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
 
-    def compress(self, step: Step, raw: torch.Tensor, ape: torch.Tensor, op, dtype: torch.dtype, norm, base: str,
-                 simulate: str | None) -> None:
-        """The same for a captured step, with the rest of the compressor: store rows and entries.
+    def windows(self, step: CapturedStep, raw: torch.Tensor, ape: torch.Tensor, weight: torch.Tensor, base: str,
+                simulate: str | None) -> Windows:
+        """The same for a captured step, as a part of the composition `attention_inputs`; weight: of the norm of entries.
 
-        raw fp32 [N, 2·c·D] is overwritten; norm: the RMSNorm of entries; simulate as in the composition `pool_entries`. Every
-        window that the step may complete is written; those that it does not lie beyond what any query sees.
+        Every window that the step may complete has a slot; those that it does not complete lie beyond what any query sees.
         """
-        phase = step.memo(("phase", self.ratio), lambda: (step.pos % self.ratio).flatten())
-        op.store_rows(raw, ape, phase, self.raw.flat, self.raw.slots(step))
-        slots = step.memo(("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step))
-        cis = step.window_cis(self.ratio, base)
-        self.entries.write(step, op.pool_entries(self.raw.flat, slots, self.overlap, dtype, norm.weight, norm.eps, cis, simulate))
+        rows = step.memo(("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step))
+        return Windows(raw, ape, self._phase(step), self.raw.flat, self.raw.slots(step), rows, step.completes(self.ratio),
+                       self.overlap, weight, step.window_cis(self.ratio, base), simulate, self.entries.flat, self.entries.slots(step))
+
+    def _phase(self, step: Step) -> torch.Tensor:
+        """Place of each token in its window, int64 [N]."""
+        return step.memo(("phase", self.ratio), lambda: (step.pos % self.ratio).flatten())
 
     def _window_rows(self, step: Step) -> torch.Tensor:
         """Row of the ring of each token of each new window, int64 [M, c·ratio]; −1 before position 0 and in incomplete windows."""
@@ -367,6 +371,17 @@ class Cache:
         n = config.num_hidden_layers
         self.layers, self.mtp_layers = layers[:n], layers[n:]
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
+
+    def place(self, step: CapturedStep, op) -> None:
+        """Compute at once what layers take from the step's positions, if the backend does that in one kernel."""
+        if "place" not in op.fused:
+            return
+        window, kept = self.layers[0].window, {}
+        for layer in self.layers:
+            if layer.main is not None:
+                pools = dict.fromkeys(c.entries.n for c in (layer.main, layer.index) if c is not None)
+                kept[layer.main.ratio] = Kept(layer.main.ratio, layer.main.overlap, layer.main.raw.R, tuple(pools))
+        step.place(op.place, (window.keep + 1, window.R), tuple(kept.values()))
 
     @property
     def lengths(self) -> list[int]:

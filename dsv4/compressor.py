@@ -16,7 +16,8 @@ from dsv4.module import Module
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
-from dsv4.step import Step
+from dsv4.step import CapturedStep, Step
+from kernels.fusions.compositions import Windows
 
 KV_BLOCK = 64         # FP8 simulation of main KV: one scale for 64 of the dims that RoPE leaves alone
 INDEX_KEY_BLOCK = 32  # FP4 simulation of index queries and keys
@@ -41,12 +42,7 @@ class MainCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
-        raw = step.apply(self.wkv_gate, x, torch.float32)
-        if step.captured:
-            simulate = "kv" if self.numerics.simulate_kv else None
-            cache.compress(step, raw, self.ape, self.op, self.numerics.activation, self.norm, self.base, simulate)
-            return
-        pooled = cache.pool(step, raw, self.ape, self.op)
+        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
         if pooled is None:
             return
         entries = self.norm(pooled.to(self.numerics.activation))
@@ -54,6 +50,10 @@ class MainCompressor(Module):
         if self.numerics.simulate_kv:
             entries = self.op.simulate_fp8_blocks(entries, KV_BLOCK, self.rope)
         cache.entries.write(step, entries)
+
+    def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
+        """The same of a captured step, from the projected rows fp32 [N, 2·c·D], as a part of `attention_inputs`."""
+        return cache.windows(step, raw, self.ape, self.norm.weight, self.base, "kv" if self.numerics.simulate_kv else None)
 
 
 class IndexerKeyCompressor(Module):
@@ -75,12 +75,7 @@ class IndexerKeyCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the keys of the windows that end here."""
-        raw = step.apply(self.wkv_gate, x, torch.float32)
-        if step.captured:
-            simulate = "key" if self.numerics.simulate_index else None
-            cache.compress(step, raw, self.ape, self.op, self.numerics.activation, self.norm, BASES[LayerKind.CSA], simulate)
-            return
-        pooled = cache.pool(step, raw, self.ape, self.op)
+        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
         if pooled is None:
             return
         keys = self.norm(pooled.to(self.numerics.activation))
@@ -88,3 +83,8 @@ class IndexerKeyCompressor(Module):
         if self.numerics.simulate_index:
             keys = self.op.simulate_fp4_blocks(self.op.hadamard(keys), INDEX_KEY_BLOCK)
         cache.entries.write(step, keys)
+
+    def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
+        """The same of a captured step, from the projected rows fp32 [N, 4·D], as a part of `attention_inputs`."""
+        simulate = "key" if self.numerics.simulate_index else None
+        return cache.windows(step, raw, self.ape, self.norm.weight, BASES[LayerKind.CSA], simulate)

@@ -92,12 +92,15 @@ def _fill_matrix(module: Matrix, g: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def fill_cache(cache: Cache, length: int, seed: int = 0) -> None:
-    """Plausible numbers in every buffer, as if each row held `length` tokens."""
+def fill_cache(cache: Cache, length: int | list[int], seed: int = 0) -> None:
+    """Plausible numbers in every buffer, as if each row held `length` tokens (row b length[b])."""
+    lengths = [length] * cache.batch if isinstance(length, int) else list(length)
+    if len(lengths) != cache.batch:
+        raise InputError(f"lengths of {len(lengths)} rows were given for a cache of {cache.batch}")
     for layer in cache.layers + cache.mtp_layers:
         for stream in (layer.window, *(part for c in (layer.main, layer.index) if c is not None for part in (c.raw, c.entries))):
             _fill_rows(stream.flat, seed)
-    cache._main.now, cache._main.high = [length] * cache.batch, [length] * cache.batch
+    cache._main.now, cache._main.high = lengths, list(lengths)
 
 
 def _fill_rows(rows: torch.Tensor | PackedRows, seed: int) -> None:

@@ -67,9 +67,8 @@ class DecodeGraph:
         """One captured step; `start` is moved on at its end, so that the next replay follows without the host."""
         model = self.model
         step = CapturedStep(self.ids, self.start, self.cache.max_context, model.rope_frequencies())
-        self.streams = model.run(step, self.cache)
-        logits = model.head(model.features(self.streams)).view(self.cache.batch, self.tokens, -1)
-        self.logits = logits if self.logits is None else self.logits.copy_(logits)
+        self.streams, logits = model.captured(step, self.cache)
+        self.logits = logits.view(self.cache.batch, self.tokens, -1)  # of the graph: each replay writes it again
         self.start += self.tokens
 
     @torch.inference_mode()

@@ -39,4 +39,8 @@ class HyperHead(Module):
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """streams [N, n, d] → [N, d]."""
-        return self.op.mhc_head(streams, self.fn, self.scale, self.base, self.eps, self.norm_eps)
+        return self.op.mhc_head(streams, *self.arguments())
+
+    def arguments(self) -> tuple:
+        """What `mhc_head` takes beside the streams."""
+        return self.fn, self.scale, self.base, self.eps, self.norm_eps

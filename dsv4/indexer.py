@@ -9,7 +9,8 @@ from dsv4.linear import Linear
 from dsv4.module import Module
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
-from dsv4.step import Step
+from dsv4.step import CapturedStep, Step
+from kernels.fusions.compositions import IndexHeads
 
 
 class LightningIndexer(Module):
@@ -37,10 +38,21 @@ class LightningIndexer(Module):
         self.compressor(x, step, cache.index)
         if not self.chooses(step):
             return cache.index.entries.all_visible(step)
-        if step.captured or "select_entries" in self.op.fused:
+        if "select_entries" in self.op.fused:
             return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk)
         scores = self.scores(x, qr, step, cache)
         return self.op.topk_entries(scores, self.topk)
+
+    def asks(self, q: torch.Tensor, weights: torch.Tensor, step: CapturedStep) -> IndexHeads:
+        """q [N, H·D] and head weights [N, H] as projected, of a captured step."""
+        return IndexHeads(q.view(step.N, self.H, self.D), weights, self.scale, self.numerics.simulate_index)
+
+    def captured(self, asked: list, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
+        """`forward` of a captured step whose keys are written. asked: q [N, H, D] and scaled head weights [N, H], if any."""
+        if not self.chooses(step):
+            return cache.index.entries.all_visible(step)
+        q, weights = (t.view(step.B, step.T, *t.shape[1:]) for t in asked)
+        return self.op.select_entries(q, weights, cache.index.entries.visible(step), step.visible(self.ratio), self.topk)
 
     def chooses(self, step: Step) -> bool:
         """Whether there may be more visible entries than are selected; else there is nothing to score."""
@@ -53,14 +65,12 @@ class LightningIndexer(Module):
     def scored(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> tuple:
         """What scores are made of: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64 [B, T]."""
         q = self.queries(qr, step).view(step.B, step.T, self.H, self.D)
-        weights = step.apply(self.weights_proj, x).float().view(step.B, step.T, self.H) * self.scale
+        weights = self.weights_proj(x).float().view(step.B, step.T, self.H) * self.scale
         return q, weights, cache.index.entries.visible(step), step.visible(self.ratio)
 
     def queries(self, qr: torch.Tensor, step: Step) -> torch.Tensor:
         """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
-        q = step.apply(self.wq_b, qr).view(step.N, self.H, self.D)
-        if step.captured:
-            return self.op.index_queries(q, step.cis(BASES[LayerKind.CSA]), self.numerics.simulate_index)
+        q = self.wq_b(qr).view(step.N, self.H, self.D)
         q = self.op.rotate(q, step.cis(BASES[LayerKind.CSA]).unsqueeze(1))
         if self.numerics.simulate_index:
             q = self.op.simulate_fp4_blocks(self.op.hadamard(q), INDEX_KEY_BLOCK)

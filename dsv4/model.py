@@ -17,7 +17,7 @@ from dsv4.mtp import MTPBlock
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import frequencies
-from dsv4.step import Step
+from dsv4.step import CapturedStep, Step
 from kernels.dispatch import DispatchLedger, bind
 from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
@@ -42,6 +42,10 @@ class Head(Linear):
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         """y [N, d] → fp32 [N, vocab]."""
         return super().forward(y.float())
+
+    def captured(self, y: torch.Tensor) -> torch.Tensor:
+        """The same, from y as it is."""
+        return self.op.linears(y, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
 
 
 class Model(Module):
@@ -182,11 +186,6 @@ class Model(Module):
     def run(self, step: Step, cache: Cache) -> torch.Tensor:
         h = self.embed(step.ids).to(self.numerics.activation)
         streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
-        if step.captured:
-            pending = (streams,)
-            for block, layer_cache in zip(self.layers, cache.layers):
-                pending = block.captured(pending, step, layer_cache)
-            return self.op.mhc_post(*pending)
         if self.layer_devices is None:
             for block, layer_cache in zip(self.layers, cache.layers):
                 streams = block(streams, step, layer_cache)
@@ -194,6 +193,15 @@ class Model(Module):
         for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices):
             streams = block(streams.to(device), step.on(device), layer_cache)
         return streams.to(self.device)
+
+    def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+        """A captured step in few kernels: streams before the head [N, n, d], and logits fp32 [N, vocab]."""
+        cache.place(step, self.op)
+        pending = (self.op.embed_streams(step.ids, self.embed.weight, self.config.hc_mult, self.numerics.activation),)
+        for block, layer_cache in zip(self.layers, cache.layers):
+            pending = block.captured(pending, step, layer_cache)
+        streams, y = self.op.mhc_post_head_norm(*pending, *self.hc_head.arguments(), self.norm.weight, self.norm.eps)
+        return streams, self.head.captured(y)
 
     def features(self, streams: torch.Tensor) -> torch.Tensor:
         """streams [N, n, d] → normalised head input [N, d]."""

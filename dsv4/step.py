@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from dsv4.errors import UnsupportedInput
+from kernels.fusions.compositions import Kept
 from kernels.rope import rotation
 
 
@@ -59,10 +60,6 @@ class Step:
         if value is None:
             value = self._memo[key] = compute()
         return value
-
-    def apply(self, module: Callable, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """module(x), of x in `dtype` if one is given; or what `CapturedStep.prepare` has computed of it."""
-        return module(x if dtype is None else x.to(dtype))
 
     def cis(self, base: str) -> torch.Tensor:
         """Rotation of each token at its position, complex64 [N, d/2]; base 'main' or 'compress'."""
@@ -127,19 +124,20 @@ class CapturedStep(Step):
         self.pos = start.unsqueeze(1) + torch.arange(self.T, device=self.device)
         self.row = torch.arange(self.B, device=self.device).unsqueeze(1)
         self._memo, self._cis, self._inverse = {}, {}, {}
-        self._ready: dict = {}
 
-    def prepare(self, linears: Callable, x: torch.Tensor, norm: torch.Tensor | None, eps: float, modules: list) -> None:
-        """Compute several linear maps of one input at once (`linears`: the composition of that name), for `apply` to hand out.
-
-        modules: (module, dtype) each, in any order; norm, eps: of the RMS norm before them, None for none.
-        """
-        weights, simulate = tuple(m.packed() for m, _ in modules), tuple(m.simulate for m, _ in modules)
-        self._ready |= dict(zip((m for m, _ in modules), linears(x, norm, eps, weights, simulate, tuple(d for _, d in modules))))
-
-    def apply(self, module: Callable, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        ready = self._ready.pop(module, None)
-        return super().apply(module, x, dtype) if ready is None else ready
+    def place(self, place: Callable, window: tuple[int, int], kept: tuple[Kept, ...]) -> None:
+        """Keep the results of the composition `place` under the names that layers ask for. kept: with slots of `ratio` each."""
+        (W, R), bases = window, tuple(self.frequencies)
+        found = iter(place(self.start, self.T, tuple(self.frequencies.values()), window, kept))
+        take = lambda *keys: self._memo.update((key, next(found)) for key in keys)
+        take(("window", W, R, W - 1, True), ("slots", R, "pos"))
+        for base in bases:
+            self._cis[base], self._inverse[base] = (torch.view_as_complex(next(found)) for _ in range(2))
+        for k in kept:
+            take(("visible", k.ratio), ("phase", k.ratio), ("slots", k.ring, "pos"), ("windows", k.ratio), ("completes", k.ratio),
+                 ("rows of windows", k.ratio, k.overlap, k.ring, k.overlap * k.ratio - 1, True))
+            self._memo["window_cis", k.ratio, bases[-1]] = torch.view_as_complex(next(found))
+            take(*(("entry_slots", k.ratio, n) for n in k.entries))
 
     @property
     def end(self) -> int:

@@ -105,7 +105,8 @@ def bind(operations: Mapping[str, Operation], backend: str, ledger: DispatchLedg
     for name, composition in compositions.items():
         if name in bound.fused:
             fused = composition.implementations[backend]
-            setattr(bound, name, _counted(name, fused, f"{backend} backend, for {', '.join(composition.parts)}", ledger))
+            why = f"{backend} backend" + (f", for {', '.join(composition.parts)}" if composition.parts else "")
+            setattr(bound, name, _counted(name, fused, why, ledger))
         else:
             setattr(bound, name, partial(composition.default, bound))
     return bound

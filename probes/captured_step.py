@@ -29,6 +29,7 @@ def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
             ids = torch.zeros(len(lengths), T, dtype=torch.int64, device=start.device)
             try:
                 step = CapturedStep(ids, start, cache.max_context, subject.model.rope_frequencies())
+                cache.place(step, subject.model.op)  # where the backend computes all of it at once
                 for part, found, wanted in _pairs(subject, step, starts, T, cache):
                     counts[part] += 1
                     if not _equal(found, wanted):

@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
 from probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
 from probes.operation_cases import connection, merge
 from probes.packed_rows import formats_of
@@ -94,6 +95,57 @@ def _mhc_pre_norm(i: Inputs):
 
 def _mhc_post_pre_norm(i: Inputs):
     return [("", [*merge(i), *connection(i)[1:], i.act(i.config.hidden_size), i.config.rms_norm_eps])]
+
+
+def _mhc_post_head_norm(i: Inputs):
+    c = i.config
+    n, d = c.hc_mult, c.hidden_size
+    return [("", [*merge(i), i.matrix(n, n * d), i.rand(1), i.rand(n), c.hc_eps, c.rms_norm_eps, i.act(d), c.rms_norm_eps])]
+
+
+def _attention_inputs(i: Inputs):
+    """Rows of one token each, at the end of a window of either ratio: layers with an indexer, with long windows, and without."""
+    c, found = i.config, []
+    kinds = {"csa": (4, (c.head_dim, c.index_head_dim)), "hca": (128, (c.head_dim,)), "window": (4, ())}
+    for kind, (ratio, widths) in kinds.items():
+        for how, s, rule in PLAIN_AND_SIMULATED:
+            windows = tuple(_windows(i, ratio, D, ("key" if j else "kv") if s else None) for j, D in enumerate(widths))
+            latents = Latents(i.act(i.N, c.head_dim), i.act(c.head_dim), s, i.act(i.N + 9, c.head_dim), torch.arange(i.N).flip(0))
+            asked = IndexHeads(i.act(i.N, c.index_n_heads, c.index_head_dim), i.act(i.N, c.index_n_heads), 0.1, s)
+            q = i.act(i.N, c.num_attention_heads, c.head_dim)
+            found.append((", ".join(filter(None, (kind, how))), [i.N, q, i.angles(i.N), c.rms_norm_eps, latents,
+                                                                asked if kind == "csa" else None, windows], (), rule))
+    return found
+
+
+def _windows(i: Inputs, ratio: int, D: int, simulate: str | None) -> Windows:
+    """One whole window a row, of the ring's own rows and of the row that is stored; the first row's begins at position 0."""
+    overlap = OVERLAP[ratio]
+    S, R, w = overlap * ratio, overlap * ratio + 5, overlap * D
+    rows = torch.stack([R * b + torch.randperm(R, generator=i.g)[:S] for b in range(i.N)])
+    rows[0, :S - ratio] = -1
+    return Windows(i.rand(i.N, 2 * w), i.rand(ratio, w), torch.full((i.N,), ratio - 1), i.rand(i.N * R, 2 * w),
+                   rows[:, -1].clone(), rows, torch.ones(i.N, dtype=torch.bool), overlap, i.act(D), i.angles(i.N), simulate,
+                   i.act(3 * i.N, D), torch.arange(i.N) * 3 + 1)
+
+
+def _place(i: Inputs):
+    """Steps of one and of five tokens, from rows at any position."""
+    c = i.config
+    f = tuple(10000.0 ** -i.rand(c.qk_rope_head_dim // 2).abs() for _ in range(2))
+    kept = (Kept(4, 2, 8 + 128, (300, 320)), Kept(128, 1, 128 + 128, (9,)))
+    return [(f"{T} a row", [i.below(1000, i.N), T, f, (c.sliding_window, c.sliding_window + 128), kept]) for T in (1, 5)]
+
+
+def _embed_streams(i: Inputs):
+    c = i.config
+    return [("", [i.below(c.vocab_size, i.N), i.act(c.vocab_size, c.hidden_size), c.hc_mult, i.dtype])]
+
+
+def _chosen_rows(i: Inputs):
+    """Several rows of a batch; a third of the entries is absent."""
+    k = i.config.index_topk
+    return [("", [(i.below(3 * k, i.N + 1, 2, k) - k).clamp(min=-1), 3 * k])]
 
 
 def _moe(i: Inputs):

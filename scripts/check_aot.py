@@ -74,11 +74,21 @@ def build(kernel, signature: dict, constexprs: dict, options: dict, capability: 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
-    divisible = {*options.pop("divisible", ()), *(k for k, kind in signature.items() if kind.startswith("*"))}
-    attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible}
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(fn=kernel, signature=signature, constexprs=constexprs,
-                                                                  attrs=attrs)
+    places = [(kernel.arg_names.index(name),) for name in options.pop("divisible", ())]
+    places += [place for name, kind in signature.items() for place in pointers(kind, (kernel.arg_names.index(name),))]
+    attrs = {place: [["tt.divisibility", 16]] for place in places}
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def pointers(kind, place: tuple[int, ...]):
+    """Places of the pointers in an argument of that kind, which may be a tuple."""
+    if isinstance(kind, tuple):
+        for i, part in enumerate(kind):
+            yield from pointers(part, (*place, i))
+    elif kind.startswith("*"):
+        yield place
 
 
 def resources(cubin: bytes) -> tuple[int | None, int | None]:

@@ -3,7 +3,7 @@
 from kernels.dispatch import Composition
 from kernels.experts import triton as experts_triton
 from kernels.fusions import compositions as c
-from kernels.fusions import triton_compress, triton_heads
+from kernels.fusions import triton_compress, triton_heads, triton_step, triton_step_inputs
 from kernels.hyper_connections import triton as mhc_triton
 from kernels.indexer import triton as indexer_triton
 from kernels.linear import triton_fused
@@ -20,5 +20,12 @@ COMPOSITIONS = {composition.name: composition for composition in (
     Composition("project_heads", ("rotate", "grouped_linear"), c.project_heads, {"triton": triton_fused.project_heads}),
     Composition("mhc_pre_norm", ("mhc_pre", "rms_norm"), c.mhc_pre_norm, {"triton": mhc_triton.mhc_pre_norm}),
     Composition("mhc_post_pre_norm", ("mhc_post", "mhc_pre", "rms_norm"), c.mhc_post_pre_norm, {"triton": mhc_triton.mhc_post_pre_norm}),
+    Composition("mhc_post_head_norm", ("mhc_post", "mhc_head", "rms_norm"), c.mhc_post_head_norm,
+                {"triton": triton_step.mhc_post_head_norm}),
+    Composition("attention_inputs", ("rms_norm", "rotate", "simulate_fp8_blocks", "hadamard", "simulate_fp4_blocks", "gated_pool",
+                                     "write_rows"), c.attention_inputs, {"triton": triton_step_inputs.attention_inputs}),
+    Composition("place", (), c.place, {"triton": triton_step.place}),
+    Composition("embed_streams", (), c.embed_streams, {"triton": triton_step.embed_streams}),
+    Composition("chosen_rows", (), c.chosen_rows, {"triton": triton_step.chosen_rows}),
     Composition("moe", ("experts", "shared_expert"), c.moe, {"triton": experts_triton.moe}),
 )}

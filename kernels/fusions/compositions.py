@@ -1,8 +1,13 @@
 """Sequences of operations that a decode step runs as one kernel where the backend can. `op`: the bound operations."""
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 
+from kernels.cache_rows import PackedRows
 from kernels.quantize.weights import PackedWeight
+from kernels.rope.reference import rotation
 
 KV_BLOCK = 64         # FP8 simulation of main KV: one scale for 64 of the dims that RoPE leaves alone
 INDEX_KEY_BLOCK = 32  # FP4 simulation of index queries and keys
@@ -97,3 +102,140 @@ def moe(op, x, indices, routing, w13: PackedWeight, w2: PackedWeight, shared: tu
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in x.dtype."""
     routed = op.experts(x, indices, routing, w13, w2, limit, simulate)
     return (routed + op.shared_expert(x, *shared, limit, simulate_shared)).to(x.dtype)
+
+
+# A decode step ---------------------------------------------------------------------------------------------------------
+
+
+class Latents(NamedTuple):
+    """Each token's key and value on its way into the window: kv [N, D] and the rest as in `latent`, to rows `slots` int64 [N] of
+    `pool` (a tensor [R, D], or flat PackedRows)."""
+
+    kv: torch.Tensor
+    weight: torch.Tensor
+    simulate: bool
+    pool: torch.Tensor | PackedRows
+    slots: torch.Tensor
+
+
+class IndexHeads(NamedTuple):
+    """What the indexer asks with: q [N, H, D] as in `index_queries`; head weights [N, H], to be multiplied by `scale` in fp32."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    scale: float
+    simulate: bool
+
+
+class Windows(NamedTuple):
+    """One compressor's part of a step: rows into their ring, then windows of rows into entries.
+
+    raw, ape, phase, ring, slots as in `store_rows`; rows, overlap, weight, cis, simulate as in `pool_entries`. live bool [M]:
+    windows that this step completes; those that it does not may be left alone. Entries go to rows `entry_slots` int64 [M] of
+    `entries` (a tensor [R, D], or flat PackedRows). Where M > 0, tokens and windows of a batch row lie side by side.
+    """
+
+    raw: torch.Tensor
+    ape: torch.Tensor
+    phase: torch.Tensor
+    ring: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+    live: torch.Tensor
+    overlap: int
+    weight: torch.Tensor
+    cis: torch.Tensor
+    simulate: str | None
+    entries: torch.Tensor | PackedRows
+    entry_slots: torch.Tensor
+
+
+def attention_inputs(op, batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float, latents: Latents, index: IndexHeads | None,
+                     windows: tuple[Windows, ...]) -> tuple[torch.Tensor, ...]:
+    """Everything between a layer's linear maps and its attention, of a step of `batch` rows of equally many tokens.
+
+    q [N, H, D] as in `query_heads`, which the window, the index queries and the compressors' rows go with; eps: of all norms.
+    Returns queries, index queries and head weights fp32 [N, H] if there is an indexer, and the buffers that were written: of the
+    window, then ring and entries of each compressor. May overwrite q, index.q and raw.
+    """
+    found = [_part(op, "query_heads")(q, cis, eps)]
+    if index is not None:
+        found += [_part(op, "index_queries")(index.q, cis, index.simulate), index.weights.float() * index.scale]
+    _put(op, latents.pool, latents.slots, _part(op, "latent")(latents.kv, latents.weight, eps, cis, latents.simulate))
+    for w in windows:
+        _part(op, "store_rows")(w.raw, w.ape, w.phase, w.ring, w.slots)
+        entries = _part(op, "pool_entries")(w.ring, w.rows, w.overlap, q.dtype, w.weight, eps, w.cis, w.simulate)
+        _put(op, w.entries, w.entry_slots, entries)
+    pools = (latents.pool, *(pool for w in windows for pool in (w.ring, w.entries)))
+    return *found, *(pool.data if isinstance(pool, PackedRows) else pool for pool in pools)
+
+
+def _part(op, name: str):
+    """Composition `name` as it was bound; its definition where operations were bound alone."""
+    return getattr(op, name, None) or partial(globals()[name], op)
+
+
+def _put(op, pool: torch.Tensor | PackedRows, slots: torch.Tensor, values: torch.Tensor) -> None:
+    if isinstance(pool, PackedRows):
+        op.write_rows(pool, slots, values)
+    else:
+        pool.index_copy_(0, slots, values.to(pool.dtype))
+
+
+class Kept(NamedTuple):
+    """Where the compressors of one ratio keep things: raw rows in rings of `ring` rows a batch row; entries of each compressor in
+    pools of entries[i] a batch row. overlap: as in `pool_entries`."""
+
+    ratio: int
+    overlap: int
+    ring: int
+    entries: tuple[int, ...]
+
+
+def place(op, start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...], window: tuple[int, int],
+          kept: tuple[Kept, ...]) -> tuple[torch.Tensor, ...]:
+    """What layers derive from positions alone, of a step of `tokens` tokens a row from start int64 [B] on. N = B·tokens.
+
+    window: (tokens W, rows R of the ring a batch row). Returns rows of the ring int64 [N, W] of the last W positions of each
+    token, −1 before position 0, and its own [N]; for each frequencies fp32 [d/2] the rotation and the inverse one, fp32
+    [N, d/2, 2] (cos, sin); and of each `kept`, with C windows that a row may complete and M = B·C: visible entries int64
+    [B, tokens], place in the window [N], row of the ring [N], new windows [B, C], whether complete bool [M], rows of the ring of
+    their tokens [M, overlap·ratio] (−1: none), the last frequencies' rotation fp32 [M, d/2, 2], and rows [M] of each pool.
+    """
+    W, R = window
+    row = torch.arange(len(start), device=start.device).unsqueeze(1)
+    pos = start.unsqueeze(1) + torch.arange(tokens, device=start.device)
+    near = pos.unsqueeze(-1) + torch.arange(1 - W, 1, device=start.device)
+    found = [torch.where(near < 0, -1, near % R + row.unsqueeze(-1) * R).flatten(0, 1), (pos % R + row * R).flatten()]
+    for f in frequencies:
+        cis = rotation(pos.flatten(), f)
+        found += [torch.view_as_real(cis), torch.view_as_real(cis.conj().resolve_conj())]
+    for k in kept:
+        C, S = (tokens + k.ratio - 1) // k.ratio, k.overlap * k.ratio
+        new = start.unsqueeze(1) // k.ratio + torch.arange(C, device=start.device)
+        live = (new + 1) * k.ratio <= start.unsqueeze(1) + tokens
+        offset = torch.arange(k.ratio - S, k.ratio, device=start.device)
+        at = (new * k.ratio).unsqueeze(-1) + offset
+        rows = torch.where((at < 0) | ~live.unsqueeze(-1), -1, at % k.ring + row.unsqueeze(-1) * k.ring)
+        cis = rotation((new * k.ratio).flatten(), frequencies[-1])
+        found += [(pos + 1) // k.ratio, (pos % k.ratio).flatten(), (pos % k.ring + row * k.ring).flatten(), new, live.flatten(),
+                  rows.flatten(0, 1), torch.view_as_real(cis), *((new + row * n).flatten() for n in k.entries)]
+    return tuple(found)
+
+
+def embed_streams(op, ids: torch.Tensor, table: torch.Tensor, streams: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ids int64 [N] of the embedding [vocab, d] in `dtype`, each `streams` times: [N, streams, d]."""
+    rows = table.index_select(0, ids).to(dtype)
+    return rows.unsqueeze(1).expand(-1, streams, -1).contiguous()
+
+
+def chosen_rows(op, entry: torch.Tensor, run: int) -> torch.Tensor:
+    """Entries int64 [B, T, K] (−1 absent) of batch rows whose runs of `run` lie one after another → rows [B·T, K], −1 likewise."""
+    base = torch.arange(entry.shape[0], device=entry.device).view(-1, 1, 1) * run
+    return torch.where(entry < 0, entry, entry + base).flatten(0, 1)
+
+
+def mhc_post_head_norm(op, out, streams, post, comb, fn, scale, base, eps: float, norm_eps: float, weight, rms_eps: float):
+    """The last sublayer's output back into the streams, and the head's input, normalised: returns (streams, x [N, d])."""
+    streams = op.mhc_post(out, streams, post, comb)
+    return streams, op.rms_norm(op.mhc_head(streams, fn, scale, base, eps, norm_eps), weight, rms_eps)

@@ -14,6 +14,7 @@ from kernels.cache_rows import PackedRows
 from scripts.bench.timing import Machine, device_kernels, percentile
 
 STEPS, WARM_UP = 48, 8
+A_SYNC = "called a synchronizing"  # torch's words for each one; another warning, once, says that this mode is a prototype
 TOP = 24            # kernels that the table of times shows
 
 
@@ -127,7 +128,7 @@ def counted_syncs():
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-            found += [str(w.message).splitlines()[0] for w in seen if "synchroniz" in str(w.message)]
+            found += [str(w.message).splitlines()[0] for w in seen if A_SYNC in str(w.message)]
 
 
 def allocations() -> int:

@@ -41,6 +41,12 @@ def test_a_filled_cache_is_decoded_from(small_flash, cache, index_cache):
     for token in range(6):
         assert torch.isfinite(graph.step(torch.full((2, 1), token))).all()
     assert held.lengths == [406, 406]
+    fill_cache(held, [400, 9])
+    graph.step(torch.full((2, 1), 3))
+    held.rewind(2)
+    assert held.lengths == [399, 8]
+    with pytest.raises(InputError, match="1 rows were given for a cache of 2"):
+        fill_cache(held, [4])
 
 
 def test_layers_and_refusals(small_flash, capsys, monkeypatch):

@@ -118,8 +118,7 @@ def test_replays_equal_eager_steps_bitwise_and_repeat():
     """A replay is the eager captured step; 20 replays from the same caches give the same bits."""
     model = load_dummy("flash", layers=5, backend="triton", device="cuda", cache="fp8", index_cache="fp4", max_context=1 << 15)
     cache = model.new_cache(2, 1 << 15)
-    fill_cache(cache, 20_000)
-    cache._main.now = [20_000, 9_001]
+    fill_cache(cache, [20_000, 9_001])
     ids = torch.tensor([[17], [4000]], device="cuda")
     graph = DecodeGraph(model, cache)
     first = graph.step(ids).clone()
