@@ -8,7 +8,7 @@ import triton
 from kernels.cache_rows.formats import PAGE
 from kernels.errors import UnsupportedInput
 from kernels.indexer.triton_topk import choose_rows, choose_together, maxima_of_rows, visible_entries
-from kernels.launch import dependent_launch, next_power, processors
+from kernels.launch import dependent_launch, interpreting, next_power, processors
 
 MAX_HELD = 1 << 15     # numbers that one program holds at once
 MAX_TOGETHER = 1 << 22  # entries of a row that many programs search
@@ -65,7 +65,7 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
     lists = torch.empty(rows, 2 * how.held, dtype=torch.int64, device=device) if longest else out
     if not how.together:
         choose_rows[(rows,)](scores, maxima, lists, out, visible, *strides, width, k, seen, longest, how.held, classes, group,
-                             overlap, num_warps=warps(how.held), **launch)
+                             overlap, num_warps=warps(how.held), **launch, **registers(rows, how.held))
         return
     chunks, places = triton.cdiv(n, chunk), next_power(triton.cdiv(n, chunk))
     found = torch.empty(rows, places, chunk, dtype=torch.int64, device=device)
@@ -78,6 +78,11 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
 def warps(held: int) -> int:
     """About 8 numbers a thread."""
     return min(16 if held <= 8192 else 32, max(4, held // 256))
+
+
+def registers(rows: int, held: int) -> dict:
+    """Where rows are many, so many that several programs share a multiprocessor."""
+    return dict(maxnreg=80 if held <= 2048 else 64) if rows > FEW and held <= 4096 and not interpreting() else {}
 
 
 def choose_visible(visible: torch.Tensor, out: torch.Tensor) -> None:

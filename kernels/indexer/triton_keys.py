@@ -16,7 +16,8 @@ WARPS = tl.constexpr(4)   # of a program
 
 # Two bf16 times two bf16, a power of two each. (There is no multiplication before capability 9.0.)
 TIMES = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
-_SIGNS, _E2M1, _E4M3 = tl.constexpr(-2147450880), tl.constexpr(0x01C001C0), tl.constexpr(0x07F007F0)  # bits of two halves
+# Signs, magnitudes of E4M3, and both of E2M1 in two halves.
+_SIGNS, _E4M3, _E2M1 = tl.constexpr(-2147450880), tl.constexpr(0x07F007F0), tl.constexpr(-2118090304)
 _E4M3_SCALE = tl.constexpr(0x7B807B80)  # 2^120, twice
 
 
@@ -120,10 +121,11 @@ def operand_keys(raw, part: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, F
         PART: tl.constexpr = DIMS // 8 // PARTS
         factor = tl.broadcast_to(_fp4_scales(raw, part, D, PARTS)[:, :, None], [TILE, 4, PART // 4])
         w = tl.reshape(raw[part], [TILE, 4, PART // 4])  # pair i: nibbles i and i + 4
-        a = _times(((w << 6) & _E2M1) | ((w << 12) & _SIGNS), factor)
-        b = _times(((w << 2) & _E2M1) | ((w << 8) & _SIGNS), factor)
-        c = _times(((w >> 2) & _E2M1) | ((w << 4) & _SIGNS), factor)
-        d = _times(((w >> 6) & _E2M1) | (w & _SIGNS), factor)
+        a = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)  # one product moves sign and magnitude
+        b = _times(((w & 0x00F000F0) * 0x0104) & _E2M1, factor)
+        w = w >> 8
+        c = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)
+        d = _times(((w & 0x00F000F0) * 0x0104) & _E2M1, factor)
         k = _of_words(_halves(tl.join(tl.join(a, c), tl.join(b, d))), TILE, PART, 4)
     else:
         PART: tl.constexpr = DIMS // 4 // PARTS

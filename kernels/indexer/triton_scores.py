@@ -16,7 +16,7 @@ from kernels.indexer.triton_keys import FP4, FP8, PLAIN, WARPS, WORDS, dots_fp32
 from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
 
 MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
-PROGRAMS = {(9, 0): 4}  # that share a multiprocessor in decoding, elsewhere two
+PROGRAMS = {(9, 0): (4, 2)}  # that share a multiprocessor, in decoding and over many queries; elsewhere two
 _PAGE = tl.constexpr(PAGE)
 
 
@@ -80,7 +80,7 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
                 tl.store(TICKETS + b * T + t, tl.zeros([QUERIES], tl.int32), mask=t < T)
     end = tl.maximum(tl.max(ends[0], 0), tl.max(ends[GROUPS - 1], 0))
     for page in tl.range(tl.program_id(1), tl.cdiv(end, _PAGE), P, num_stages=1):
-        e = page * _PAGE + place
+        e = place + page * _PAGE
         if FP32:
             keys, scales = KEYS + page * key_step, SCALES + page * scale_step
             if FORMAT == FP8:
@@ -100,7 +100,7 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
             if FP32:
                 u = first + g * QUERIES + column // HEADS
                 q_at = b * q_b + u.to(tl.int64) * q_t + head * D
-                dots = dots_fp32(Q, q_at, (u < T) & (head < H), keys, at, scale_at, page * _PAGE + row < end, D, FORMAT, _PAGE, N)
+                dots = dots_fp32(Q, q_at, (u < T) & (head < H), keys, at, scale_at, row + page * _PAGE < end, D, FORMAT, _PAGE, N)
             else:
                 dots = tl.dot(k[0], queries[g * PARTS])
                 for part in tl.static_range(1, PARTS):
@@ -130,7 +130,7 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
     if EVERY:
         behind = tl.cdiv(tl.cdiv(end, _PAGE) - tl.program_id(1), P)
         for page in range(tl.program_id(1) + tl.maximum(behind, 0) * P, tl.cdiv(n, _PAGE), P):
-            e = page * _PAGE + row
+            e = row + page * _PAGE
             for g in tl.static_range(GROUPS):
                 t = first + g * QUERIES + which
                 unseen = tl.full([_PAGE, QUERIES], float("-inf"), tl.float32)
@@ -193,7 +193,7 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
     heads = max(heads, 16 // queries)
     tiles_t = triton.cdiv(T, queries * groups)
     # As many as run side by side.
-    each = PROGRAMS.get(capability(q.device), 2) if queries * groups == 1 else 2
+    each = PROGRAMS.get(capability(q.device), (2, 2))[queries * groups > 1]
     wanted = processors(q.device) * each // (B * tiles_t)
     grid = B * tiles_t, max(1, min(triton.cdiv(n, PAGE), wanted, 65535))
     overlap = dependent_launch(q.device)

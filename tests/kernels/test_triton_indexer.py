@@ -1,15 +1,13 @@
 """The Triton kernels of the indexer against the reference: scores, selection, and both in one."""
 
-import numpy as np
 import pytest
 import torch
 
 from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
 from kernels.errors import UnsupportedInput
-from kernels.indexer import index_scores, reference, topk_entries, triton_choose, triton_keys, triton_scores
+from kernels.indexer import index_scores, reference, topk_entries, triton_choose, triton_scores
 from kernels.indexer import triton as ours
 from kernels.indexer.triton_choose import Plan
-from kernels.quantize.formats import decode_e2m1
 from tests.kernels import ptx
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,17 +106,6 @@ def test_fp4_scales_of_every_size(like_a_gpu):
     rows = pack(k, RowFormat.INDEX_FP4)
     got, wanted = ours.index_scores(q, w, rows, visible), index_scores(q, w, rows, visible)
     assert ((got - wanted).abs() <= 1e-5 * index_scores(q.abs(), w.abs(), k.abs(), visible)).all()
-
-
-def test_each_byte_of_a_register_takes_its_own_scale():
-    """A register may hold bytes of several rows or blocks."""
-    codes, exponents = np.array([0x53, 0xE1, 0x7F, 0x08], np.uint64), np.array([3, -60, 65, 0])
-    word = sum(int(c) << (8 * i) for i, c in enumerate(codes))
-    halves = [(int(e) + 62 + 127) << 7 for e in exponents]  # 2^(s − 65), s = e + 127
-    for program, shift in ((triton_keys.E2M1_LOW, 0), (triton_keys.E2M1_HIGH, 4)):
-        got = [x for r in ptx.run(program.value, 2, word, *(h | h << 16 for h in halves)) for x in ptx.pairs(r)]
-        value = decode_e2m1(torch.from_numpy((codes >> np.uint64(shift) & np.uint64(15)).astype(np.int64)))
-        assert got == (value * 2.0 ** torch.from_numpy(exponents - 64)).tolist()
 
 
 @pytest.mark.parametrize("query, key", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
