@@ -16,7 +16,7 @@ from kernels.indexer.triton_keys import FP4, FP8, PLAIN, WARPS, WORDS, dots_fp32
 from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
 
 MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
-PROGRAMS = {(9, 0): (4, 2)}  # that share a multiprocessor, in decoding and over many queries; elsewhere two
+PROGRAMS = {(9, 0): (2, 3, 4)}  # that share a multiprocessor: over many queries, in decoding from plain and from packed keys
 _PAGE = tl.constexpr(PAGE)
 
 
@@ -86,15 +86,14 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
             if FORMAT == FP8:
                 factor = tl.load(scales + scale_at, mask=e < end, other=0.0)
         else:
-            held = raw
+            if FORMAT == FP8:
+                factor = raw[PARTS]
+            k = ()
+            for part in tl.static_range(PARTS):
+                k = k + (operand_keys(raw, part, D, DIMS, FORMAT, PARTS, _PAGE),)
             ahead = page + P  # what lies behind `end` must not be read
             raw = read_keys(KEYS + ahead * key_step, SCALES + ahead * scale_step, at, scale_at, ahead * _PAGE + row < end,
                             ahead * _PAGE + place < end, D, DIMS, FORMAT, PARTS)
-            if FORMAT == FP8:
-                factor = held[PARTS]
-            k = ()
-            for part in tl.static_range(PARTS):
-                k = k + (operand_keys(held, part, D, DIMS, FORMAT, PARTS, _PAGE),)
         for g in tl.static_range(GROUPS):
             # dots = torch.bmm(queries, keys.transpose(1, 2)).relu_()
             if FP32:
@@ -193,7 +192,7 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
     heads = max(heads, 16 // queries)
     tiles_t = triton.cdiv(T, queries * groups)
     # As many as run side by side.
-    each = PROGRAMS.get(capability(q.device), (2, 2))[queries * groups > 1]
+    each = PROGRAMS.get(capability(q.device), (2, 2, 2))[0 if queries * groups > 1 else 1 + packed]
     wanted = processors(q.device) * each // (B * tiles_t)
     grid = B * tiles_t, max(1, min(triton.cdiv(n, PAGE), wanted, 65535))
     overlap = dependent_launch(q.device)
