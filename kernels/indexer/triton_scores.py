@@ -27,6 +27,50 @@ def monotone(score):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@triton.jit
+def _places_of_keys(row, place, key_row, D: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr):
+    """Offsets of the keys of a page, and of their scales, in what they are read as (see `_scores`)."""
+    if FORMAT == PLAIN:
+        at, scale_at = row * key_row, row
+    elif FORMAT == FP8:
+        at, scale_at = row * (D if FP32 else D // 4), place + _PAGE * D // 4
+    elif FP32:
+        at, scale_at = row * (D // 2), row * (D // 32) + _PAGE * D // 2
+    else:
+        at, scale_at = row * (D // 8), row + _PAGE * 16 if D == 128 else row * (D // 32) + _PAGE * D // 2
+    return at, scale_at
+
+
+@triton.jit
+def _sum_heads(dots, weights, FORMAT: tl.constexpr, FP32: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
+    """Σ_h w · relu(dots): fp32 [keys, QUERIES·HEADS] → [keys, QUERIES], FP8 without the scale of its row."""
+    dots = dots + tl.abs(dots)  # twice relu, exactly, and NaN stays NaN
+    s = tl.sum(tl.reshape(dots * weights[None, :], [_PAGE, QUERIES, HEADS]), 2)
+    if FORMAT == FP4 and not FP32:
+        s *= 9223372036854775808.0  # 2^63
+    else:
+        s *= 0.5
+    return s
+
+
+@triton.jit
+def _store_maxima(MAXIMA, s, page, row, t, T, maxima_width, QUERIES: tl.constexpr, GROUP: tl.constexpr):
+    """The maxima of a page's scores s [keys, QUERIES] of rows [QUERIES]."""
+    best = tl.max(tl.reshape(monotone(s), [_PAGE // GROUP, GROUP, QUERIES]), 1)
+    i = page * (_PAGE // GROUP) + tl.arange(0, _PAGE // GROUP)
+    tl.store(MAXIMA + row[None, :] * maxima_width + i[:, None], best, mask=(i < maxima_width)[:, None] & (t < T)[None, :])
+
+
+@triton.jit
+def _store_unseen(SCORES, first_page, b, first, T, n, width, QUERIES: tl.constexpr):
+    """−inf for every P-th page from the first on."""
+    t = first + tl.arange(0, QUERIES)
+    for page in range(first_page, tl.cdiv(n, _PAGE), tl.num_programs(1)):
+        e = tl.arange(0, _PAGE) + page * _PAGE
+        tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], tl.full([_PAGE, QUERIES], float("-inf"), tl.float32),
+                 mask=(e < n)[:, None] & (t < T)[None, :])
+
+
 @triton.jit(do_not_specialize=["T", "tiles_t", "n", "w_b", "w_t", "v_b", "v_t"])
 def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles_t, n, q_b, q_t, w_b, w_t, v_b, v_t, key_b,
             key_row, scale_b, scale_row, width, maxima_width, H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
@@ -45,16 +89,7 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
     page, P = tl.program_id(1), tl.num_programs(1)
     column, row = tl.arange(0, N), tl.arange(0, _PAGE)  # of the keys as they are read; as they are multiplied: `place`
     head, which, place = column % HEADS, tl.arange(0, QUERIES), row if FP32 else places(_PAGE)
-    if FORMAT == PLAIN:
-        at, scale_at = row * key_row, row
-    elif FP32:
-        at = row * (D if FORMAT == FP8 else D // 2)
-        scale_at = place + _PAGE * D // 4 if FORMAT == FP8 else row * (D // 32) + _PAGE * D // 2
-    elif FORMAT == FP8:
-        at, scale_at = row * (D // 4), place + _PAGE * D // 4
-    else:
-        at = row * (D // 8)
-        scale_at = row + _PAGE * 16 if D == 128 else row * (D // 32) + _PAGE * D // 2
+    at, scale_at = _places_of_keys(row, place, key_row, D, FORMAT, FP32)
     KEYS += b * key_b
     SCALES += b * scale_b
     key_step = tl.full((), _PAGE if FORMAT == PLAIN else 1, tl.int64) * key_row
@@ -104,36 +139,23 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
                 dots = tl.dot(k[0], queries[g * PARTS])
                 for part in tl.static_range(1, PARTS):
                     dots = tl.dot(k[part], queries[g * PARTS + part], dots)
-            dots = dots + tl.abs(dots)  # twice relu, exactly, and NaN stays NaN
             # scores = torch.matmul(weights, dots)
-            s = tl.sum(tl.reshape(dots * weights[g][None, :], [_PAGE, QUERIES, HEADS]), 2)
-            if FORMAT == FP4 and not FP32:
-                s *= 9223372036854775808.0  # 2^63
-            else:
-                s *= 0.5
+            s = _sum_heads(dots, weights[g], FORMAT, FP32, QUERIES, HEADS)
             if FORMAT == FP8:
                 s *= factor[:, None]  # positive: it commutes with relu
             # scores.masked_fill_(entry >= visible.unsqueeze(-1), float("-inf"))
             t = first + g * QUERIES + which
+            rows = b * T + t
             seen = e[:, None] < ends[g][None, :]
             s = tl.where(seen, s, float("-inf"))
-            if EVERY:
-                tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], s, mask=(e < n)[:, None] & (t < T)[None, :])
-            else:
-                tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], s, mask=seen)
+            stored = (e < n)[:, None] & (t < T)[None, :] if EVERY else seen
+            tl.store(SCORES + rows[None, :] * width + e[:, None], s, mask=stored)
             if GROUP:
-                best = tl.max(tl.reshape(monotone(s), [_PAGE // GROUP, GROUP, QUERIES]), 1)
-                i = page * (_PAGE // GROUP) + tl.arange(0, _PAGE // GROUP)
-                tl.store(MAXIMA + (b * T + t)[None, :] * maxima_width + i[:, None], best,
-                         mask=(i < maxima_width)[:, None] & (t < T)[None, :])
+                _store_maxima(MAXIMA, s, page, rows, t, T, maxima_width, QUERIES, GROUP)
     if EVERY:
-        behind = tl.cdiv(tl.cdiv(end, _PAGE) - tl.program_id(1), P)
-        for page in range(tl.program_id(1) + tl.maximum(behind, 0) * P, tl.cdiv(n, _PAGE), P):
-            e = row + page * _PAGE
-            for g in tl.static_range(GROUPS):
-                t = first + g * QUERIES + which
-                unseen = tl.full([_PAGE, QUERIES], float("-inf"), tl.float32)
-                tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], unseen, mask=(e < n)[:, None] & (t < T)[None, :])
+        behind = tl.maximum(tl.cdiv(tl.cdiv(end, _PAGE) - tl.program_id(1), P), 0)
+        for g in tl.static_range(GROUPS):
+            _store_unseen(SCORES, tl.program_id(1) + behind * P, b, first + g * QUERIES, T, n, width, QUERIES)
 
 
 def entries(keys: torch.Tensor | PackedRows) -> int:
