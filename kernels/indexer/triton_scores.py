@@ -17,6 +17,7 @@ from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power
 
 MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
 PROGRAMS = {(9, 0): (2, 3, 4)}  # that share a multiprocessor: over many queries, in decoding from plain and from packed keys
+ROOMY = (9, 0), (10, 0), (10, 3)  # capabilities where a program can go over its keys for two products at once
 _PAGE = tl.constexpr(PAGE)
 
 
@@ -165,10 +166,9 @@ def entries(keys: torch.Tensor | PackedRows) -> int:
 
 def _shape(T: int, heads: int, dims: int, device: torch.device) -> tuple[int, int]:
     """(queries of a product, such products) of a program: one query in decoding, otherwise products of 128 columns, two of them
-    where shared memory holds the queries, since each decoded page of keys then serves twice as many."""
-    roomy = capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
+    where shared memory and registers hold them, since each decoded page of keys then serves twice as many."""
     queries = min(next_power(T), max(1, 128 // heads), 16)
-    return queries, 2 if roomy and T >= 2 * queries and queries * heads * dims <= 128 * 128 else 1
+    return queries, 2 if capability(device) in ROOMY and T >= 2 * queries and queries * heads * dims <= 128 * 128 else 1
 
 
 def check(q, weights, keys, visible) -> None:

@@ -34,14 +34,14 @@ def _selection(held: int, group: int, together: bool, chunk: int = 2048) -> tupl
                  warps(held))
 
 
-def cases() -> list[tuple]:
+def cases_for(capability: tuple[int, int]) -> list[tuple]:
     rows = []
     for form in ("fp4", "fp8", "plain"):
         rows += [
             _scores("decode", form, "bf16", 1, 1),
             _scores("decode short", form, "bf16", 1, 1, GROUP=16),
-            _scores("prefill", form, "bf16", 2, 2, GROUP=16),
-            _scores("prefill small", form, "bf16", 2, 1, GROUP=16),
+            _scores("prefill", form, "bf16", 2, 2 if capability in scores.ROOMY else 1, GROUP=16),
+            _scores("prefill of few", form, "bf16", 2, 1, GROUP=16),
             _scores("every", form, "bf16", 2, 1, EVERY=True, GROUP=0),
             _scores("tiny", form, "bf16", 1, 1, GROUP=0, H=8, D=64, DIMS=64, HEADS=16, PARTS=1),
             _scores("audit", form, "fp32", 1, 1, EVERY=True, GROUP=0),
