@@ -16,7 +16,7 @@ ALIGNED = 64              # entries to which a row of scores is padded
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows,
                  visible: torch.Tensor) -> torch.Tensor:
-    """As the reference; keys behind the last visible one are not read. Products of bf16 queries are exact, summed in fp32.
+    """As the reference; keys that nobody sees may be read, but have no effect. Products of bf16 queries are exact, summed in fp32.
 
     q bf16 or fp32; keys bf16, fp32 or packed, with scales that are positive and at most 2^65. Beside bf16 queries, FP4 keys
     below 2^−62 lose bits and FP8 codes of NaN count as 480. Raises UnsupportedInput for other dtypes, and for more than 32768
