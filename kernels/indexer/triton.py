@@ -6,8 +6,8 @@ import triton
 from kernels.cache_rows import PackedRows
 from kernels.errors import UnsupportedInput
 from kernels.indexer import reference
-from kernels.indexer.triton_scores import check, entries, launch_scores
-from kernels.indexer.triton_choose import choose, choose_visible, maxima_width, plan
+from kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
+from kernels.indexer.triton_choose import choose, choose_visible, plan
 from kernels.launch import processors, require_device
 
 SCRATCH_BYTES = 48 << 20  # of scores: about what the L2 cache of an H100 holds
@@ -34,7 +34,7 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | Pa
 def topk_entries(scores: torch.Tensor, k: int, visible: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, in another order but the same one each time. Scores from `visible` on are not read.
 
-    Raises UnsupportedInput for k above 8192 of more than 32768 entries.
+    Raises UnsupportedInput for k above 4096 of more than 32768 entries, and for more than 2097152 entries.
     """
     require_device("topk_entries", scores, visible)
     if scores.dtype is not torch.float32:
@@ -65,22 +65,21 @@ def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | 
     if n == k:
         choose_visible(visible, out)
         return out
-    width = ALIGNED * triton.cdiv(n, ALIGNED)
+    width, maxima_width = ALIGNED * triton.cdiv(n, ALIGNED), maxima_layout(n)[0]
     batches, queries = _chunk(B, T, max(1, SCRATCH_BYTES // (4 * width)), 2 * processors(device))
     rows = batches * queries
     how = plan(rows, n, k)
-    group = how.group
     scores = torch.empty(rows * width, dtype=torch.float32, device=device)
-    maxima = torch.empty(rows, maxima_width(n, group), dtype=torch.int32, device=device) if group else None
-    tickets = torch.empty(rows, dtype=torch.int32, device=device) if group else None
+    maxima = torch.empty(rows * maxima_width, dtype=torch.int32, device=device) if how.levels else None
+    count = torch.empty(rows, dtype=torch.int32, device=device) if how.levels else None
     for b in range(0, B, batches):
         c = slice(b, b + batches)
         held = keys._replace(data=keys.data[c]) if isinstance(keys, PackedRows) else keys[c]
         for t in range(0, T, queries):
             s = slice(t, t + queries)
             part = scores[:visible[c, s].numel() * width].view(*visible[c, s].shape, width)
-            launch_scores(q[c, s], weights[c, s], held, visible[c, s], part, width, False, maxima, tickets, group)
-            choose(how, part, n, k, visible[c, s], out[c, s], maxima, tickets)
+            launch_scores(q[c, s], weights[c, s], held, visible[c, s], part, width, False, maxima, count, how.levels)
+            choose(how, part, n, k, visible[c, s], out[c, s], maxima, count)
     return out
 
 

@@ -1,88 +1,97 @@
-"""How rows are searched for their best entries, and the launches."""
+"""Which kernels select the best entries of rows, and their launches."""
 
 from typing import NamedTuple
 
 import torch
 import triton
 
-from kernels.cache_rows.formats import PAGE
 from kernels.errors import UnsupportedInput
-from kernels.indexer.triton_topk import choose_rows, choose_together, maxima_of_rows, visible_entries
+from kernels.indexer.triton_filter import filter_rows
+from kernels.indexer.triton_scores import GROUP, maxima_layout
+from kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
 from kernels.launch import dependent_launch, interpreting, next_power, processors
 
-MAX_HELD = 1 << 15     # numbers that one program holds at once
-MAX_TOGETHER = 1 << 22  # entries of a row that many programs search
-FEW = 16               # rows that do not fill a GPU with a program each
-CHUNKS = 1024, 8192    # entries of one of many programs, the fewest and the most
+MAX_CANDIDATES = 1 << 15  # that one program holds at once
+MAX_PAIRS = 1 << 23       # comparisons up to which every entry is ranked against every other
+ROOM = 1 << 13            # entries that `collect` may find in a row, beyond which `rank_found` descends instead
+CHUNK = 2048              # entries that a program of `collect` or `maxima_of_rows` reads; of `collect` four times as many, if
+                          # there are so many that they do not run side by side, since each searches the same maxima
+FEW = 16                  # rows up to which `collect` is faster
+MANY = 256                # rows that fill a GPU, a program each
+MAX_LISTED = 1 << 11      # numbers that a program of `filter_rows` holds at once
 
 
 class Plan(NamedTuple):
     """How rows of n entries are searched."""
 
-    together: bool  # by many programs a row, else by one
-    held: int       # numbers held at once, a power of two: all n or at least 4·k
-    group: int      # entries under one maximum; 0: no maxima
+    method: str      # "rank", "collect", "filter" or "descend"
+    candidates: int  # keys held at once, a power of two
+    levels: int      # of maxima
 
 
 def plan(rows: int, n: int, k: int) -> Plan:
-    """Raises UnsupportedInput where a program would have to hold too many numbers."""
-    held = 4 * next_power(k)
-    if n <= max(4096, 2 * held) and n <= MAX_HELD or held > MAX_HELD >= n:
-        return Plan(False, next_power(n), 0)
-    if held > MAX_HELD:
-        raise UnsupportedInput(f"topk_entries takes k up to {MAX_HELD // 4} of more than {MAX_HELD} entries, not k = {k} of {n}")
-    group = 16 if n <= 16 * held else 64
-    return Plan(rows <= FEW and n <= MAX_TOGETHER, held, group)
-
-
-def maxima_width(n: int, group: int) -> int:
-    """Maxima of a row of n entries, whole pages."""
-    return triton.cdiv(n, PAGE) * (PAGE // group)
+    """Raises UnsupportedInput where the candidates exceed what a program can hold."""
+    if rows * n * n <= MAX_PAIRS:
+        return Plan("rank", next_power(n), 0)
+    candidates = max(512, next_power(GROUP * k), next_power(triton.cdiv(n, GROUP * GROUP)))
+    if n <= candidates and n <= MAX_CANDIDATES:
+        return Plan("descend", next_power(n), 0)
+    if candidates > MAX_CANDIDATES:
+        most = MAX_CANDIDATES * GROUP * GROUP
+        raise UnsupportedInput(f"topk_entries takes k up to {MAX_CANDIDATES // GROUP} of at most {most} entries where these "
+                               f"are more than {MAX_CANDIDATES}, not k = {k} of {n}")
+    if rows >= MANY and 4 * next_power(k) <= MAX_LISTED:
+        return Plan("filter", 4 * next_power(k), 0)
+    return Plan("collect" if rows <= FEW and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2)
 
 
 def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tensor | None, out: torch.Tensor,
-           maxima: torch.Tensor | None = None, tickets: torch.Tensor | None = None) -> None:
+           maxima: torch.Tensor | None = None, count: torch.Tensor | None = None) -> None:
     """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k], contiguous.
 
-    maxima, tickets: from the scores' kernel; if `how` has many programs a row, they are made here without it.
+    maxima, count: from the scores' kernel, if `how` has levels; without them they are made here.
     """
     B, T = scores.shape[:2]
     rows, device = B * T, scores.device
+    width, second = maxima_layout(n)
     seen, absent = visible is not None, out.view(torch.int32)  # what stands in for a buffer that is not used: of its type
     visible = visible if seen else out
-    strides = T, n, *scores.stride()[:2], *visible.stride()[:2]
+    ends = T, n, *scores.stride()[:2], *visible.stride()[:2]
+    strides = *ends, width, second
     overlap = dependent_launch(device)
     launch = {"launch_pdl": True} if overlap else {}
-    chunk = min(CHUNKS[1], max(CHUNKS[0], next_power(triton.cdiv(rows * n, processors(device)))))  # a program a multiprocessor
-    if how.together and maxima is None:
-        maxima = torch.empty(rows, maxima_width(n, how.group), dtype=torch.int32, device=device)
-        tickets = torch.empty(rows, dtype=torch.int32, device=device)
-        maxima_of_rows[(rows, triton.cdiv(n, chunk))](scores, maxima, tickets, visible, *strides, maxima.stride(0), seen,
-                                                      how.group, chunk, overlap, num_warps=warps(chunk), **launch)
-    width, group = (0, 0) if maxima is None else (maxima.stride(0), how.group)
-    maxima = absent if maxima is None else maxima
-    longest, classes = n > how.held, min(next_power(k), how.held)
-    lists = torch.empty(rows, 2 * how.held, dtype=torch.int64, device=device) if longest else out
-    if not how.together:
-        choose_rows[(rows,)](scores, maxima, lists, out, visible, *strides, width, k, seen, longest, how.held, classes, group,
-                             overlap, num_warps=warps(how.held), **launch, **registers(rows, how.held))
+    if how.levels and maxima is None:
+        maxima = torch.empty(rows, width, dtype=torch.int32, device=device)
+        count = torch.empty(rows, dtype=torch.int32, device=device)
+        maxima_of_rows[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, visible, *strides, seen, how.levels, CHUNK,
+                                                      overlap, num_warps=8, **launch)
+    lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
+    if not how.levels:
+        maxima = count = absent
+    classes = next_power(k)
+    search = classes if 2 * classes <= how.candidates else 0, how.candidates, how.levels
+    if how.method == "filter":
+        lists = torch.empty(rows, 2 * how.candidates, dtype=torch.int64, device=device)
+        options = {} if interpreting() else dict(maxnreg=80)  # for three programs on a multiprocessor
+        filter_rows[(rows,)](scores, lists, out, visible, *ends, k, seen, how.candidates, classes, overlap,
+                             num_warps=max(4, how.candidates // 256), **options, **launch)
         return
-    chunks, places = triton.cdiv(n, chunk), next_power(triton.cdiv(n, chunk))
-    found = torch.empty(rows, places, chunk, dtype=torch.int64, device=device)
-    counts = torch.empty(rows, places, dtype=torch.int32, device=device)
-    choose_together[(rows, chunks)](scores, maxima, found, counts, tickets, lists, out, visible, *strides, width, k, seen,
-                                    how.held, classes, group, chunk, places, overlap, num_warps=warps(max(chunk, how.held)),
-                                    **launch)
-
-
-def warps(held: int) -> int:
-    """About 8 numbers a thread."""
-    return min(16 if held <= 8192 else 32, max(4, held // 256))
-
-
-def registers(rows: int, held: int) -> dict:
-    """Where rows are many, so many that several programs share a multiprocessor."""
-    return dict(maxnreg=80 if held <= 2048 else 64) if rows > FEW and held <= 4096 and not interpreting() else {}
+    if how.method == "descend":
+        # About 8 keys a thread; registers for two programs of 4096 candidates on a multiprocessor.
+        options = dict(maxnreg=64) if how.candidates == 4096 and not interpreting() else {}
+        descend_rows[(rows,)](scores, maxima, lists, out, visible, *strides, k, seen, *search, overlap,
+                              num_warps=min(16, max(4, how.candidates // 256)), **options, **launch)
+        return
+    every, found = how.method == "rank", out
+    if not every:
+        found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
+        chunk = CHUNK if rows * n <= 2 * CHUNK * processors(device) else 4 * CHUNK
+        collect[(rows, triton.cdiv(n, chunk))](scores, maxima, count, found, visible, *strides, k, seen, *search, chunk, ROOM,
+                                               overlap, num_warps=8 if chunk == CHUNK else 16, **launch)
+    programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
+    others = min(1024, how.candidates) if every else 1024
+    rank_found[(rows, programs)](scores, maxima, count, found, lists, out, visible, *strides, k, seen, every, *search, ROOM,
+                                 classes, 16, others, overlap, num_warps=4 if how.candidates <= 4096 else 8, **launch)
 
 
 def choose_visible(visible: torch.Tensor, out: torch.Tensor) -> None:

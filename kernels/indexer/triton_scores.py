@@ -15,10 +15,11 @@ from kernels.errors import UnsupportedInput
 from kernels.indexer.triton_keys import FP4, FP8, PLAIN, WARPS, WORDS, dots_fp32, operand_keys, operand_queries, places, read_keys
 from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
 
+GROUP = 8              # entries under one maximum; maxima of those in turn
 MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
 PROGRAMS = {(9, 0): (2, 3, 4)}  # that share a multiprocessor: over many queries, in decoding from plain and from packed keys
 ROOMY = (9, 0), (10, 0), (10, 3)  # capabilities where a program can go over its keys for two products at once
-_PAGE = tl.constexpr(PAGE)
+_GROUP, _PAGE = tl.constexpr(GROUP), tl.constexpr(PAGE)
 
 
 @triton.jit
@@ -55,11 +56,15 @@ def _sum_heads(dots, weights, FORMAT: tl.constexpr, FP32: tl.constexpr, QUERIES:
 
 
 @triton.jit
-def _store_maxima(MAXIMA, s, page, row, t, T, maxima_width, QUERIES: tl.constexpr, GROUP: tl.constexpr):
-    """The maxima of a page's scores s [keys, QUERIES] of rows [QUERIES]."""
-    best = tl.max(tl.reshape(monotone(s), [_PAGE // GROUP, GROUP, QUERIES]), 1)
-    i = page * (_PAGE // GROUP) + tl.arange(0, _PAGE // GROUP)
-    tl.store(MAXIMA + row[None, :] * maxima_width + i[:, None], best, mask=(i < maxima_width)[:, None] & (t < T)[None, :])
+def _store_maxima(MAXIMA, s, page, row, end, maxima_width, maxima_second, FP32: tl.constexpr, LEVELS: tl.constexpr,
+                  QUERIES: tl.constexpr):
+    """The maxima of a page's scores s [keys, QUERIES], whose order is that of `places`, of rows [QUERIES] with `end` entries."""
+    best = tl.max(tl.reshape(monotone(s), [_PAGE // _GROUP, _GROUP, QUERIES]), 1)
+    i = tl.arange(0, _PAGE // _GROUP)
+    e8 = page * (_PAGE // _GROUP) + (i if FP32 else i % 2 * WARPS + i // 2)
+    tl.store(MAXIMA + row[None, :] * maxima_width + e8[:, None], best, mask=(e8 * _GROUP)[:, None] < end[None, :])
+    if LEVELS > 1:
+        tl.store(MAXIMA + row * maxima_width + maxima_second + page, tl.max(best, 0), mask=page * _PAGE < end)
 
 
 @triton.jit
@@ -73,16 +78,16 @@ def _store_unseen(SCORES, first_page, b, first, T, n, width, QUERIES: tl.constex
 
 
 @triton.jit(do_not_specialize=["T", "tiles_t", "n", "w_b", "w_t", "v_b", "v_t"])
-def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles_t, n, q_b, q_t, w_b, w_t, v_b, v_t, key_b,
-            key_row, scale_b, scale_row, width, maxima_width, H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t, n, q_b, q_t, w_b, w_t, v_b, v_t, key_b,
+            key_row, scale_b, scale_row, width, maxima_width, maxima_second, H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
             FORMAT: tl.constexpr, PARTS: tl.constexpr, FP32: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
-            GROUPS: tl.constexpr, EVERY: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
+            GROUPS: tl.constexpr, EVERY: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr):
     """Scores of QUERIES·GROUPS queries of one batch row (axis 0) against every P-th page of 64 keys, P programs along axis 1.
 
     KEYS: numbers (PLAIN), else bytes if FP32 and words of 4 bytes if not; SCALES: fp32 (FP8), words (FP4 of 128 dims) or bytes.
     key_row, scale_row: from key to key (PLAIN) or page to page, in these. EVERY: −inf where invisible, which is otherwise not
-    written. GROUP: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each GROUP entries of a page, which ones
-    together is this kernel's choice, and TICKETS int32 [rows] zero, for the selection.
+    written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8 entries, and with 2 from
+    maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
     """
     N: tl.constexpr = QUERIES * HEADS
     b = (tl.program_id(0) // tiles_t).to(tl.int64)
@@ -111,9 +116,9 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
             for part in tl.static_range(PARTS):
                 queries = queries + (operand_queries(Q, b * q_b + u.to(tl.int64) * q_t + head * D, live, part, D, DIMS,
                                                      FORMAT, PARTS, N),)
-        if GROUP:
+        if LEVELS:
             if page == 0:
-                tl.store(TICKETS + b * T + t, tl.zeros([QUERIES], tl.int32), mask=t < T)
+                tl.store(COUNT + b * T + t, tl.zeros([QUERIES], tl.int32), mask=t < T)
     end = tl.maximum(tl.max(ends[0], 0), tl.max(ends[GROUPS - 1], 0))
     for page in tl.range(tl.program_id(1), tl.cdiv(end, _PAGE), P, num_stages=1):
         e = place + page * _PAGE
@@ -151,8 +156,8 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, TICKETS, T, tiles
             s = tl.where(seen, s, float("-inf"))
             stored = (e < n)[:, None] & (t < T)[None, :] if EVERY else seen
             tl.store(SCORES + rows[None, :] * width + e[:, None], s, mask=stored)
-            if GROUP:
-                _store_maxima(MAXIMA, s, page, rows, t, T, maxima_width, QUERIES, GROUP)
+            if LEVELS:
+                _store_maxima(MAXIMA, s, page, rows, ends[g], maxima_width, maxima_second, FP32, LEVELS, QUERIES)
     if EVERY:
         behind = tl.maximum(tl.cdiv(tl.cdiv(end, _PAGE) - tl.program_id(1), P), 0)
         for g in tl.static_range(GROUPS):
@@ -164,11 +169,20 @@ def entries(keys: torch.Tensor | PackedRows) -> int:
     return keys.count if isinstance(keys, PackedRows) else keys.shape[1]
 
 
-def _shape(T: int, heads: int, dims: int, device: torch.device) -> tuple[int, int]:
+def maxima_layout(n: int) -> tuple[int, int]:
+    """Row width of the maxima of n entries, and where those of 64 begin; those of 8 come first."""
+    second = 16 * triton.cdiv(n, 16 * GROUP)
+    return second + 16 * triton.cdiv(n, 16 * GROUP * GROUP), second
+
+
+def _shape(T: int, heads: int, dims: int, packed: bool, device: torch.device) -> tuple[int, int]:
     """(queries of a product, such products) of a program: one query in decoding, otherwise products of 128 columns, two of them
-    where shared memory and registers hold them, since each decoded page of keys then serves twice as many."""
+    where shared memory and registers hold them, since each decoded page of keys then serves twice as many. For packed keys
+    Hopper has registers for one product of 256 columns, which is a little faster."""
     queries = min(next_power(T), max(1, 128 // heads), 16)
-    return queries, 2 if capability(device) in ROOMY and T >= 2 * queries and queries * heads * dims <= 128 * 128 else 1
+    if capability(device) not in ROOMY or T < 2 * queries or queries * heads * dims > 128 * 128:
+        return queries, 1
+    return (2 * queries, 1) if packed and capability(device) == (9, 0) else (queries, 2)
 
 
 def check(q, weights, keys, visible) -> None:
@@ -195,10 +209,10 @@ def check(q, weights, keys, visible) -> None:
                                f"{keys.format.value} of {D} dims {tuple(data.shape)}")
 
 
-def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, maxima=None, tickets=None, group: int = 0) -> None:
+def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, maxima=None, count=None, levels: int = 0) -> None:
     """Scores of all queries into `scores`, rows of `width`; invisible ones as −inf if `every`, else not written.
 
-    group > 0: maxima int32 [B·T, ≥ ⌈n / 64⌉·64 / group] and tickets int32 [B·T], see `_scores`.
+    levels > 0: maxima int32 [B·T, ·] as `maxima_layout` says and count int32 [B·T], see `_scores`.
     """
     B, T, H, D = q.shape
     n, packed = entries(keys), isinstance(keys, PackedRows)
@@ -210,16 +224,19 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
     q, weights = q.contiguous(), weights if weights.stride(-1) == 1 else weights.contiguous()
     dims, heads = max(32, next_power(D)), next_power(H)
     parts = max(1, dims // {FP4.value: 8, FP8.value: 4, PLAIN.value: dims}[form] // WORDS.value)
-    queries, groups = (1, 1) if fp32 else _shape(T, heads, dims, q.device)
+    queries, groups = (1, 1) if fp32 else _shape(T, heads, dims, packed, q.device)
     heads = max(heads, 16 // queries)
     tiles_t = triton.cdiv(T, queries * groups)
-    # As many as run side by side.
-    each = PROGRAMS.get(capability(q.device), (2, 2, 2))[0 if queries * groups > 1 else 1 + packed]
-    wanted = processors(q.device) * each // (B * tiles_t)
-    grid = B * tiles_t, max(1, min(triton.cdiv(n, PAGE), wanted, 65535))
+    pages, many = triton.cdiv(n, PAGE), processors(q.device)
+    each = PROGRAMS.get(capability(q.device), (2, 2, 2))[0 if queries * groups > 1 else 1 + packed]  # run side by side
+    if B * T * pages < 8 * many:  # then rather two pages a program, of which one is on its way early
+        each = min(each, 2)
+    grid = B * tiles_t, max(1, min(pages, many * each // (B * tiles_t), 65535))
     overlap = dependent_launch(q.device)
+    options = {"launch_pdl": True} if overlap else {}
+    if each == 3:  # as many registers as three programs can have
+        options["maxnreg"] = 168
     _scores[grid](
-        q, weights, words, scales, visible, scores, maxima, tickets, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
-        *visible.stride(), *words.stride()[:2], *scales.stride()[:2], width, maxima.stride(0) if group else 0, H, D, dims, form,
-        parts, fp32, heads, queries, groups, every, group, overlap, num_warps=WARPS.value,
-        **({"launch_pdl": True} if overlap else {}))
+        q, weights, words, scales, visible, scores, maxima, count, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
+        *visible.stride(), *words.stride()[:2], *scales.stride()[:2], width, *maxima_layout(n), H, D, dims, form, parts, fp32,
+        heads, queries, groups, every, levels, overlap, num_warps=WARPS.value, **options)

@@ -209,10 +209,12 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k, how", [
-    (60, 17, Plan(False, 64, 0)), (300, 7, Plan(False, 32, 16)), (900, 8, Plan(False, 32, 0)), (300, 7, Plan(True, 32, 16)),
-    (900, 8, Plan(True, 32, 16)), (900, 8, Plan(True, 64, 64)), (900, 15, Plan(True, 64, 64))], ids=str)
+    (40, 7, Plan("rank", 64, 0)), (60, 17, Plan("descend", 64, 0)), (300, 7, Plan("descend", 64, 1)),
+    (900, 8, Plan("descend", 64, 2)), (300, 7, Plan("collect", 64, 1)), (900, 8, Plan("collect", 64, 2)),
+    (300, 7, Plan("filter", 32, 0)), (900, 8, Plan("filter", 64, 0))], ids=str)
 def test_selection_is_exact(n, k, how, kind, monkeypatch):
-    monkeypatch.setattr(triton_choose, "CHUNKS", (128, 256))
+    monkeypatch.setattr(triton_choose, "ROOM", 256)  # so that ties overflow it
+    monkeypatch.setattr(triton_choose, "CHUNK", 256)
     scores, visible = rows_of(kind, n), ragged(n, k)
     hidden = scores.masked_fill(torch.arange(n, device=DEVICE) >= visible.unsqueeze(-1), NAN)
     for given, seen in ((scores, None), (hidden, visible)):
@@ -229,19 +231,23 @@ def test_selection_of_any_size(n, k):
     assert_selected(ours.topk_entries(scores, k, visible), topk_entries(scores, k, visible))
 
 
-@pytest.mark.parametrize("together, rows, n, k", [
-    (False, 1, 2048, 512), (False, 1000, 60, 64), (False, 1, 4096, 512), (False, 336, 32768, 512), (True, 1, 4097, 512),
-    (True, 8, 262144, 512), (True, 16, 262144, 1024), (False, 17, 262144, 512), (False, 1, 32768, 32768),
-    (True, 1, 1000000, 4096), (True, 1, 4194304, 64), (False, 1, 4194305, 64)])
-def test_how_rows_are_searched(together, rows, n, k):
+@pytest.mark.parametrize("method, rows, n, k", [
+    ("rank", 1, 2048, 512), ("rank", 1000, 60, 64), ("descend", 1, 4096, 512), ("descend", 8, 2048, 512),
+    ("filter", 336, 32768, 512), ("descend", 255, 32768, 512), ("descend", 336, 32768, 1024), ("descend", 1056, 4096, 512),
+    ("collect", 1, 4097, 512), ("collect", 8, 262144, 512), ("collect", 16, 262144, 1024), ("descend", 17, 262144, 512),
+    ("descend", 1, 32768, 32768), ("descend", 1, 1000000, 4096), ("collect", 1, 2097152, 64)])
+def test_how_rows_are_searched(method, rows, n, k):
     how = triton_choose.plan(rows, n, k)
-    assert how.together == together
-    assert how.held <= triton_choose.MAX_HELD and (n <= how.held or 4 * k <= how.held)
+    assert how.method == method
+    assert how.candidates <= triton_choose.MAX_CANDIDATES
+    assert how.candidates >= 4 * k if method == "filter" else n <= how.candidates * 8**how.levels
+    assert how.levels == 0 or how.candidates >= 8 * k
 
 
 def test_what_the_selection_does_not_take():
-    with pytest.raises(UnsupportedInput):
-        triton_choose.plan(1, 40000, 8193)
+    for n, k in ((40000, 4097), (2097153, 8)):
+        with pytest.raises(UnsupportedInput):
+            triton_choose.plan(1, n, k)
     with pytest.raises(UnsupportedInput):
         ours.topk_entries(torch.zeros(1, 1, 8, dtype=torch.bfloat16, device=DEVICE), 2)
 
@@ -258,8 +264,9 @@ def test_selection_takes_strides_and_infinities():
 
 def test_nothing_visible():
     visible = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
-    for how in (Plan(False, 32, 0), Plan(True, 32, 16), Plan(False, 32, 16)):
-        n = 99 if how.group else 30
+    for how in (Plan("rank", 32, 0), Plan("descend", 32, 0), Plan("collect", 64, 1), Plan("descend", 64, 1),
+                Plan("filter", 32, 0)):
+        n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
         out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
         triton_choose.choose(how, torch.full((1, 2, n), NAN, device=DEVICE), n, 4, visible, out)
         assert (out == -1).all()
@@ -280,23 +287,31 @@ def test_select(n, form, like_a_gpu):
     assert_select(*case(B=2, T=5, n=n, form=form, integers=True, dtype=torch.bfloat16), 16)
 
 
-@pytest.mark.parametrize("n, how", [(300, Plan(False, 32, 16)), (900, Plan(True, 32, 16)), (900, Plan(True, 32, 64))], ids=str)
-def test_select_by_maxima(n, how, monkeypatch):
-    monkeypatch.setattr(ours, "plan", lambda rows, n, k: how)
+@pytest.mark.parametrize("method, levels, n", [
+    ("descend", 1, 300), ("descend", 2, 900), ("collect", 1, 300), ("collect", 2, 900), ("filter", 0, 300)])
+def test_select_by_maxima(method, levels, n, monkeypatch):
+    monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan(method, 64, levels))
     assert_select(*case(B=1, T=2, H=2, D=32, n=n, integers=True), 8)
+
+
+@pytest.mark.parametrize("levels, n", [(1, 300), (2, 900)])
+def test_select_by_maxima_of_bf16_products(levels, n, monkeypatch, like_a_gpu):
+    """Whose rows come in an order of their own."""
+    monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan("descend", 64, levels))
+    assert_select(*case(B=1, T=5, H=4, D=32, n=n, form=RowFormat.INDEX_FP4, integers=True, dtype=torch.bfloat16), 8)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 100])
 @pytest.mark.parametrize("B, T", [(3, 5), (5, 1), (1, 21)])
 def test_select_in_chunks(B, T, rows, monkeypatch):
     monkeypatch.setattr(ours, "SCRATCH_BYTES", rows * 4 * 128)
-    monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan(False, 32, 16))
+    monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan("descend", 64, 1))
     assert_select(*case(B=B, T=T, H=3, D=32, n=90, integers=True), 8)
 
 
 def test_select_repeats_itself_bit_for_bit():
     q, w, k, visible = case(B=1, T=2, H=4, D=32, n=300, integers=True)
-    for how in (Plan(False, 32, 16), Plan(True, 32, 16)):
+    for how in (Plan("descend", 64, 1), Plan("collect", 64, 1), Plan("filter", 32, 0)):
         scores = ours.index_scores(q, w, k, visible)
         first, again = (torch.empty(1, 2, 8, dtype=torch.int64, device=DEVICE) for _ in range(2))
         triton_choose.choose(how, scores, 300, 8, visible, first)
