@@ -234,7 +234,7 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
     grid = B * tiles_t, max(1, min(pages, many * each // (B * tiles_t), 65535))
     overlap = dependent_launch(q.device)
     options = {"launch_pdl": True} if overlap else {}
-    if each == 3:  # as many registers as three programs can have
+    if each == 3 and not fp32:  # as many registers as three programs can have
         options["maxnreg"] = 168
     _scores[grid](
         q, weights, words, scales, visible, scores, maxima, count, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
