@@ -33,7 +33,8 @@ def _selection(candidates: int, levels: int) -> list[tuple]:
                    dict(maxnreg=64) if candidates == 4096 else None)]
     if levels:
         for chunk, warps in ((2048, 8), (8192, 16)):
-            cases.append(_case(f"topk_entries collect {name}, by {chunk}", topk.collect, constants | dict(ROOM=8192, CHUNK=chunk), warps))
+            cases.append(_case(f"topk_entries collect {name}, by {chunk}", topk.collect,
+                               constants | dict(ROOM=8192, CHUNK=chunk), warps))
         cases.append(_case(f"topk_entries rank {name}", topk.rank_found, constants | dict(
             ALL=False, ROOM=8192, K=classes, MINE=16, OTHERS=1024), 4 if candidates <= 4096 else 8))
     return cases
