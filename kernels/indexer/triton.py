@@ -8,15 +8,15 @@ from kernels.errors import UnsupportedInput
 from kernels.indexer import reference
 from kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
 from kernels.indexer.triton_choose import choose, choose_visible, plan
-from kernels.launch import require_device
+from kernels.launch import processors, require_device
 
-SCRATCH_BYTES = 48 << 20  # of scores and their maxima: about what the L2 cache of an H100 holds
+SCRATCH_BYTES = 48 << 20  # of scores: about what the L2 cache of an H100 holds
 ALIGNED = 64              # entries to which a row of scores is padded
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows,
                  visible: torch.Tensor) -> torch.Tensor:
-    """As the reference; keys behind the last visible one are not read. Products of bf16 queries are exact, summed in fp32.
+    """As the reference; keys that nobody sees may be read, but have no effect. Products of bf16 queries are exact, summed in fp32.
 
     q bf16 or fp32; keys bf16, fp32 or packed, with scales that are positive and at most 2^65. Beside bf16 queries, FP4 keys
     below 2^−62 lose bits and FP8 codes of NaN count as 480. Raises UnsupportedInput for other dtypes, and for more than 32768
@@ -66,7 +66,7 @@ def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | 
         choose_visible(visible, out)
         return out
     width, maxima_width = ALIGNED * triton.cdiv(n, ALIGNED), maxima_layout(n)[0]
-    batches, queries = _chunk(B, T, max(1, SCRATCH_BYTES // (4 * (width + maxima_width))))
+    batches, queries = _chunk(B, T, max(1, SCRATCH_BYTES // (4 * width)), 2 * processors(device))
     rows = batches * queries
     how = plan(rows, n, k)
     scores = torch.empty(rows * width, dtype=torch.float32, device=device)
@@ -83,8 +83,10 @@ def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | 
     return out
 
 
-def _chunk(B: int, T: int, rows: int) -> tuple[int, int]:
-    """(batch rows, queries of each) that make at most `rows` together; whole programs of the scores' kernel where possible."""
+def _chunk(B: int, T: int, rows: int, slots: int) -> tuple[int, int]:
+    """(batch rows, queries of each) that make at most `rows` together. Of one batch row a part of `slots`, programs of 4 queries
+    that run side by side, such that each query's keys fall to a whole number of them."""
     if T <= rows:
         return min(B, rows // T), T
-    return 1, rows - rows % 4 if rows > 4 else rows
+    whole = [4 * slots // p for p in range(1, slots + 1) if slots % p == 0 and 4 * slots // p <= rows]
+    return 1, whole[0] if whole else rows

@@ -6,20 +6,25 @@ import torch
 import triton
 
 from kernels.errors import UnsupportedInput
+from kernels.indexer.triton_filter import filter_rows
 from kernels.indexer.triton_scores import GROUP, maxima_layout
 from kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
-from kernels.launch import interpreting, next_power, processors
+from kernels.launch import dependent_launch, interpreting, next_power, processors
 
 MAX_CANDIDATES = 1 << 15  # that one program holds at once
 MAX_PAIRS = 1 << 23       # comparisons up to which every entry is ranked against every other
 ROOM = 1 << 13            # entries that `collect` may find in a row, beyond which `rank_found` descends instead
-CHUNK = 2048              # entries that a program of `collect` or `maxima_of_rows` reads
+CHUNK = 2048              # entries that a program of `collect` or `maxima_of_rows` reads; of `collect` four times as many, if
+                          # there are so many that they do not run side by side, since each searches the same maxima
+FEW = 16                  # rows up to which `collect` is faster
+MANY = 256                # rows that fill a GPU, a program each
+MAX_LISTED = 1 << 11      # numbers that a program of `filter_rows` holds at once
 
 
 class Plan(NamedTuple):
     """How rows of n entries are searched."""
 
-    method: str      # "rank", "collect" or "descend"
+    method: str      # "rank", "collect", "filter" or "descend"
     candidates: int  # keys held at once, a power of two
     levels: int      # of maxima
 
@@ -35,7 +40,9 @@ def plan(rows: int, n: int, k: int) -> Plan:
         most = MAX_CANDIDATES * GROUP * GROUP
         raise UnsupportedInput(f"topk_entries takes k up to {MAX_CANDIDATES // GROUP} of at most {most} entries where these "
                                f"are more than {MAX_CANDIDATES}, not k = {k} of {n}")
-    return Plan("collect" if rows <= 16 and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2)
+    if rows >= MANY and 4 * next_power(k) <= MAX_LISTED:
+        return Plan("filter", 4 * next_power(k), 0)
+    return Plan("collect" if rows <= FEW and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2)
 
 
 def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tensor | None, out: torch.Tensor,
@@ -49,32 +56,42 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
     width, second = maxima_layout(n)
     seen, absent = visible is not None, out.view(torch.int32)  # what stands in for a buffer that is not used: of its type
     visible = visible if seen else out
-    strides = T, n, *scores.stride()[:2], *visible.stride()[:2], width, second
+    ends = T, n, *scores.stride()[:2], *visible.stride()[:2]
+    strides = *ends, width, second
+    overlap = dependent_launch(device)
+    launch = {"launch_pdl": True} if overlap else {}
     if how.levels and maxima is None:
         maxima = torch.empty(rows, width, dtype=torch.int32, device=device)
         count = torch.empty(rows, dtype=torch.int32, device=device)
         maxima_of_rows[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, visible, *strides, seen, how.levels, CHUNK,
-                                                      num_warps=8)
+                                                      overlap, num_warps=8, **launch)
     lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
     if not how.levels:
         maxima = count = absent
     classes = next_power(k)
     search = classes if 2 * classes <= how.candidates else 0, how.candidates, how.levels
+    if how.method == "filter":
+        lists = torch.empty(rows, 2 * how.candidates, dtype=torch.int64, device=device)
+        options = {} if interpreting() else dict(maxnreg=80)  # for three programs on a multiprocessor
+        filter_rows[(rows,)](scores, lists, out, visible, *ends, k, seen, how.candidates, classes, overlap,
+                             num_warps=max(4, how.candidates // 256), **options, **launch)
+        return
     if how.method == "descend":
         # About 8 keys a thread; registers for two programs of 4096 candidates on a multiprocessor.
         options = dict(maxnreg=64) if how.candidates == 4096 and not interpreting() else {}
-        descend_rows[(rows,)](scores, maxima, lists, out, visible, *strides, k, seen, *search,
-                              num_warps=min(16, max(4, how.candidates // 256)), **options)
+        descend_rows[(rows,)](scores, maxima, lists, out, visible, *strides, k, seen, *search, overlap,
+                              num_warps=min(16, max(4, how.candidates // 256)), **options, **launch)
         return
     every, found = how.method == "rank", out
     if not every:
         found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
-        collect[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, found, visible, *strides, k, seen, *search, CHUNK, ROOM,
-                                               num_warps=8)
+        chunk = CHUNK if rows * n <= 2 * CHUNK * processors(device) else 4 * CHUNK
+        collect[(rows, triton.cdiv(n, chunk))](scores, maxima, count, found, visible, *strides, k, seen, *search, chunk, ROOM,
+                                               overlap, num_warps=8 if chunk == CHUNK else 16, **launch)
     programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
     others = min(1024, how.candidates) if every else 1024
     rank_found[(rows, programs)](scores, maxima, count, found, lists, out, visible, *strides, k, seen, every, *search, ROOM,
-                                 classes, 16, others, num_warps=4 if how.candidates <= 4096 else 8)
+                                 classes, 16, others, overlap, num_warps=4 if how.candidates <= 4096 else 8, **launch)
 
 
 def choose_visible(visible: torch.Tensor, out: torch.Tensor) -> None:

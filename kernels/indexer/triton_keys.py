@@ -1,6 +1,8 @@
 """Operands of the indexer's products: queries as they are, keys decoded in registers.
 
-FP4 and FP8 codes become bf16 exactly, by moving their bits and one multiplication by a power of two.
+FP4 and FP8 codes become bf16 exactly: their bits are moved, two values at a time, and multiplied by a power of two. Keys are
+read as words, 16 bytes a thread, by the very threads that multiply them, so that neither shared memory nor a barrier lies
+between memory and product. For that the dims and the keys of a product have an order of their own (`_of_words`, `places`).
 """
 
 import triton
@@ -9,87 +11,129 @@ import triton.language as tl
 from kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0, widen
 
 PLAIN, FP8, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+WORDS = tl.constexpr(16)  # of a key that go into one product: the four threads of its row read 16 bytes each
+WARPS = tl.constexpr(4)   # of a program
 
-# Four bytes of payload → four bf16, for `inline_asm_elementwise` with pack=4: $2 the bytes, $3 … $6 a scale each, as two equal
-# halves. Which elements share a register is the compiler's choice, of one block or of several, so each takes its own scale,
-# from u (the first two) and v. A bf16 with the three bits of an E2M1 magnitude below its exponent's third bit is 2^−126 times
-# its value, the subnormal 0.5 included.
-_LOW = "shl.b32 a, {0}, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, {0}, 4; lop3.b32 a, b, 0x80008000, a, 0xEA; " \
-    "fma.rn.bf16x2 {1}, a, {2}, z; "
-_HIGH = "shl.b32 a, {0}, 2; and.b32 a, a, 0x01C001C0; lop3.b32 a, {0}, 0x80008000, a, 0xEA; fma.rn.bf16x2 {1}, a, {2}, z; "
-_PAIRS = "{{ .reg .b32 g, h, a, b, u, v, z; mov.b32 z, 0x80008000; prmt.b32 g, $2, 0, 0x1100; prmt.b32 h, $2, 0, 0x3322; " \
-    "prmt.b32 u, $3, $4, 0x5410; prmt.b32 v, $5, $6, 0x5410; {} {} }}"
-E2M1_LOW = tl.constexpr(_PAIRS.format(_LOW.format("g", "$0", "u"), _LOW.format("h", "$1", "v")))
-E2M1_HIGH = tl.constexpr(_PAIRS.format(_HIGH.format("g", "$0", "u"), _HIGH.format("h", "$1", "v")))
-# An E8M0 byte s → 2^(s − 65) as two equal bf16: 2^126 · 2^(s − 127), less 2^64 that the sum over heads gets back. Exact for
-# keys of 2^−62 and more with scales up to 2^65; larger ones become infinite.
-E8M0 = tl.constexpr("{ .reg .b32 a; min.u32 a, $1, 193; prmt.b32 a, a, 0, 0x0404; shr.b32 a, a, 1; add.u32 $0, a, 0x1F001F00;}")
-# E4M3: magnitude to the lowest bits of the exponent and the mantissa, times 2^120. Its NaN code becomes 480.
-_E4M3 = "shr.b32 a, {0}, 4; and.b32 a, a, 0x07F007F0; lop3.b32 a, {0}, 0x80008000, a, 0xEA; fma.rn.bf16x2 {1}, a, s, z; "
-E4M3 = tl.constexpr("{ .reg .b32 g, h, a, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7B807B80; prmt.b32 g, $2, 0, 0x1404; "
-                    "prmt.b32 h, $2, 0, 0x3424; " + _E4M3.format("g", "$0") + _E4M3.format("h", "$1") + "}")
+# Two bf16 times two bf16, a power of two each. (There is no multiplication before capability 9.0.)
+TIMES = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
+# Signs, magnitudes of E4M3, and both of E2M1 in two halves.
+_SIGNS, _E4M3, _E2M1 = tl.constexpr(-2147450880), tl.constexpr(0x07F007F0), tl.constexpr(-2118090304)
+_E4M3_SCALE = tl.constexpr(0x7B807B80)  # 2^120, twice
 
 
 @triton.jit
-def _fp4_order(x, R: tl.constexpr, BLOCKS: tl.constexpr):
-    """[R, block, byte, nibble] → [R, 32·BLOCKS]: with four blocks, so that a thread's part of an operand is one block.
+def places(TILE: tl.constexpr):
+    """Which key of a tile each row of a product is: rows of a product belong to threads otherwise than rows that are read."""
+    m = tl.arange(0, TILE)
+    r, w, low = m // 8 % 2, m // 16 % WARPS, m % 8
+    return m // (16 * WARPS) * (16 * WARPS) + r * (8 * WARPS) + w * 8 + low
 
-    Any order would do, if queries and keys have the same. With this one a thread reads 16 bytes at once and needs one scale.
+
+@triton.jit
+def _of_words(pairs, TILE: tl.constexpr, PART: tl.constexpr, PAIRS: tl.constexpr):
+    """bf16 [TILE, PART, PAIRS, half] → [TILE, PART·PAIRS·2] in the order of a product's rows and dims.
+
+    A thread's dims of a product are two neighbours of every eight: those become the halves of its words.
     """
-    x = tl.permute(tl.reshape(x, [R, BLOCKS, 8, 2, 2]), (0, 4, 2, 1, 3))
-    return tl.reshape(x, [R, 32 * BLOCKS])
+    x = tl.reshape(pairs, [TILE // (16 * WARPS), 2, WARPS, 8, 4, PART // 4, PAIRS, 2])
+    return tl.reshape(tl.permute(x, (0, 2, 1, 3, 5, 6, 4, 7)), [TILE, PART * PAIRS * 2])
 
 
 @triton.jit
-def _fp8_order(x, R: tl.constexpr, DIMS: tl.constexpr):
-    """[R, DIMS] → the same in the order in which a thread's part of an operand is a quarter of a row."""
-    return tl.reshape(tl.permute(tl.reshape(x, [R, 4, DIMS // 8, 2]), (0, 2, 1, 3)), [R, DIMS])
-
-
-@triton.jit
-def load_queries(Q, at, live, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr):
-    """Rows of queries at [N]: bf16 [N, DIMS], or pairs as int32 [N, DIMS/2] for FP4."""
-    if FORMAT == FP4:
-        i = tl.arange(0, DIMS // 2)[None, :]
-        q = tl.load(Q + at[:, None] + i, mask=live[:, None] & (i < D // 2), other=0)
-    else:
-        i = tl.arange(0, DIMS)[None, :]
-        q = tl.load(Q + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0)
-    return q
-
-
-@triton.jit
-def operand_queries(q, DIMS: tl.constexpr, FORMAT: tl.constexpr, N: tl.constexpr):
-    """What `load_queries` read → bf16 [DIMS, N] in the order of the decoded keys."""
-    if FORMAT == FP4:
-        even = tl.reshape((q & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True), [N, DIMS // 32, 16])
-        odd = tl.reshape((q >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), [N, DIMS // 32, 16])
-        q = _fp4_order(tl.join(even, odd), N, DIMS // 32)
-    elif FORMAT == FP8:
-        q = _fp8_order(q, N, DIMS)
+def operand_queries(Q, at, live, part, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
+                    N: tl.constexpr):
+    """Rows of queries at [N] → bf16 [DIMS/PARTS, N], one part of their dims in the order of the decoded keys."""
+    K: tl.constexpr = DIMS // PARTS
+    i = tl.arange(0, K)[None, :] + part * K
+    q = tl.load(Q + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0)
+    if FORMAT == FP4:    # chunk, word, half, pair
+        q = tl.reshape(tl.permute(tl.reshape(q, [N, 4, K // 32, 2, 4]), (0, 2, 4, 1, 3)), [N, K])
+    elif FORMAT == FP8:  # chunk, word, half, pair
+        q = tl.reshape(tl.permute(tl.reshape(q, [N, 4, K // 16, 2, 2]), (0, 2, 4, 1, 3)), [N, K])
     return tl.trans(q)
 
 
 @triton.jit
-def operand_keys(KEYS, at, scale_at, live, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """bf16 keys [TILE, DIMS]: FP4 without a factor 2^64, FP8 without the scale of its row."""
-    if FORMAT == FP4:
-        BLOCKS: tl.constexpr = DIMS // 32
-        i, j = tl.arange(0, DIMS // 2)[None, :], tl.arange(0, BLOCKS)[None, :]
-        code = tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D // 2), other=0)
-        scale = tl.load(KEYS + scale_at[:, None] + j, mask=live[:, None] & (j < D // 32), other=0)
-        code = tl.reshape(code, [TILE, BLOCKS, 16])
-        scale = tl.inline_asm_elementwise(E8M0, "=r,r", [scale.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
-        scale = tl.broadcast_to(scale[:, :, None], [TILE, BLOCKS, 16])
-        low = tl.inline_asm_elementwise(E2M1_LOW, "=&r,=&r,r,r,r,r,r", [code, scale], dtype=tl.bfloat16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(E2M1_HIGH, "=&r,=&r,r,r,r,r,r", [code, scale], dtype=tl.bfloat16, is_pure=True, pack=4)
-        k = _fp4_order(tl.join(low, high), TILE, BLOCKS)
-    else:
+def read_keys(KEYS, SCALES, at, scale_at, live, scale_live, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr,
+              PARTS: tl.constexpr):
+    """Rows of keys at [TILE] as they are stored, and their scales: a tuple for `operand_keys`. FP8's scales have rows of their
+    own, `scale_at` where `scale_live`."""
+    if FORMAT == PLAIN:
         i = tl.arange(0, DIMS)[None, :]
-        k = tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D), other=0)
+        raw = (tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0),)
+    else:
+        HELD: tl.constexpr = 8 if FORMAT == FP4 else 4  # dims of a word
+        PART: tl.constexpr = DIMS // HELD // PARTS
+        raw = ()
+        for part in tl.static_range(PARTS):
+            i = tl.arange(0, PART)[None, :] + part * PART
+            raw = raw + (tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D // HELD), other=0),)
         if FORMAT == FP8:
-            k = _fp8_order(k, TILE, DIMS)
-            k = tl.inline_asm_elementwise(E4M3, "=&r,=&r,r", [k], dtype=tl.bfloat16, is_pure=True, pack=4)
+            raw = raw + (tl.load(SCALES + scale_at, mask=scale_live, other=0.0),)
+        elif D == 128:  # one word holds the scales of a row
+            raw = raw + (tl.load(SCALES + scale_at, mask=live, other=0),)
+        else:
+            for part in tl.static_range(PARTS):
+                i = ((tl.arange(0, 4) + part * 4) * (PART // 4) // 4)[None, :]
+                raw = raw + (tl.load(SCALES + scale_at[:, None] + i, mask=live[:, None] & (i < D // 32), other=0),)
+    return raw
+
+
+@triton.jit
+def _halves(word):
+    """int32 → its halves as bf16, along a new last axis."""
+    low = (word & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _times(two, factor):
+    return tl.inline_asm_elementwise(TIMES, "=r,r,r", [two, factor], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _fp4_scales(raw, part: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
+    """E8M0 bytes s of a chunk each, int32 [TILE, 4] → 2^(s − 65) as two equal bf16.
+
+    That is 2^126 · 2^(s − 127), less 2^64 that the sum over heads gets back. Exact for keys of 2^−62 and more with scales up
+    to 2^65; larger ones become infinite.
+    """
+    if D == 128:
+        s = (raw[PARTS][:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
+    else:
+        s = raw[PARTS + part].to(tl.int32)
+    return tl.minimum(s, 193) * 0x00800080 + 0x1F001F00
+
+
+@triton.jit
+def operand_keys(raw, part: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
+                 TILE: tl.constexpr):
+    """One part of what `read_keys` read → bf16 [TILE, DIMS/PARTS]: FP4 without a factor 2^64, FP8 without the scale of its row.
+
+    A bf16 with the magnitude of an E2M1 (E4M3) code at the end of its exponent is 2^−126 (2^−120) times its value, subnormals
+    included. FP8's NaN becomes 480.
+    """
+    if FORMAT == PLAIN:
+        k = raw[0]
+        x = tl.reshape(k, [TILE // (16 * WARPS), 2, WARPS, 8, DIMS])
+        k = tl.reshape(tl.permute(x, (0, 2, 1, 3, 4)), [TILE, DIMS])
+    elif FORMAT == FP4:
+        PART: tl.constexpr = DIMS // 8 // PARTS
+        factor = tl.broadcast_to(_fp4_scales(raw, part, D, PARTS)[:, :, None], [TILE, 4, PART // 4])
+        w = tl.reshape(raw[part], [TILE, 4, PART // 4])  # pair i: nibbles i and i + 4
+        a = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)  # one product moves sign and magnitude
+        b = _times(((w & 0x00F000F0) * 0x0104) & _E2M1, factor)
+        w = w >> 8
+        c = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)
+        d = _times(((w & 0x00F000F0) * 0x0104) & _E2M1, factor)
+        k = _of_words(_halves(tl.join(tl.join(a, c), tl.join(b, d))), TILE, PART, 4)
+    else:
+        PART: tl.constexpr = DIMS // 4 // PARTS
+        w = raw[part]  # pair i: bytes i and i + 2
+        factor = tl.full([TILE, PART], _E4M3_SCALE, tl.int32)
+        a = _times(((w << 4) & _E4M3) | ((w << 8) & _SIGNS), factor)
+        b = _times(((w >> 4) & _E4M3) | (w & _SIGNS), factor)
+        k = _of_words(_halves(tl.join(a, b)), TILE, PART, 2)
     return k
 
 

@@ -1,129 +1,167 @@
 """The kernel of the lightning indexer's scores, and how it is launched.
 
-A program holds a few queries of all heads and goes over tiles of keys, each decoded once. Keys are the rows of the product and
-heads its columns, so that the weighted sum over heads stays within a thread but for two exchanges.
+A program holds a few queries of all heads and goes over pages of keys, each decoded once, the next one on its way meanwhile. Keys
+are the rows of the product and heads its columns, so that the weighted sum over heads stays within a thread but for two exchanges.
+Products overlap with decoding and sums because several programs share a multiprocessor.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cache_rows.formats import PAGE, PackedRows, RowFormat
 from kernels.errors import UnsupportedInput
-from kernels.indexer.triton_keys import FP4, FP8, PLAIN, dots_fp32, load_queries, operand_keys, operand_queries
-from kernels.launch import capability, dot_in_fp32, next_power, processors, require_device
+from kernels.indexer.triton_keys import FP4, FP8, PLAIN, WARPS, WORDS, dots_fp32, operand_keys, operand_queries, places, read_keys
+from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
 
-MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
 GROUP = 8              # entries under one maximum; maxima of those in turn
+MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
+PROGRAMS = {(9, 0): (2, 3, 4)}  # that share a multiprocessor: over many queries, in decoding from plain and from packed keys
+ROOMY = (9, 0), (10, 0), (10, 3)  # capabilities where a program can go over its keys for two products at once
 _GROUP, _PAGE = tl.constexpr(GROUP), tl.constexpr(PAGE)
 
 
 @triton.jit
 def monotone(score):
     """fp32 → int32 in the same order, both zeros alike; −inf is −2139095041."""
-    bits = tl.where(score == 0.0, 0, score.to(tl.int32, bitcast=True))
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _places_of_keys(row, place, key_row, D: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr):
+    """Offsets of the keys of a page, and of their scales, in what they are read as (see `_scores`)."""
+    if FORMAT == PLAIN:
+        at, scale_at = row * key_row, row
+    elif FORMAT == FP8:
+        at, scale_at = row * (D if FP32 else D // 4), place + _PAGE * D // 4
+    elif FP32:
+        at, scale_at = row * (D // 2), row * (D // 32) + _PAGE * D // 2
+    else:
+        at, scale_at = row * (D // 8), row + _PAGE * 16 if D == 128 else row * (D // 32) + _PAGE * D // 2
+    return at, scale_at
+
+
+@triton.jit
+def _sum_heads(dots, weights, FORMAT: tl.constexpr, FP32: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
+    """Σ_h w · relu(dots): fp32 [keys, QUERIES·HEADS] → [keys, QUERIES], FP8 without the scale of its row."""
+    dots = dots + tl.abs(dots)  # twice relu, exactly, and NaN stays NaN
+    s = tl.sum(tl.reshape(dots * weights[None, :], [_PAGE, QUERIES, HEADS]), 2)
+    if FORMAT == FP4 and not FP32:
+        s *= 9223372036854775808.0  # 2^63
+    else:
+        s *= 0.5
+    return s
+
+
+@triton.jit
+def _store_maxima(MAXIMA, s, page, row, end, maxima_width, maxima_second, FP32: tl.constexpr, LEVELS: tl.constexpr,
+                  QUERIES: tl.constexpr):
+    """The maxima of a page's scores s [keys, QUERIES], whose order is that of `places`, of rows [QUERIES] with `end` entries."""
+    best = tl.max(tl.reshape(monotone(s), [_PAGE // _GROUP, _GROUP, QUERIES]), 1)
+    i = tl.arange(0, _PAGE // _GROUP)
+    e8 = page * (_PAGE // _GROUP) + (i if FP32 else i % 2 * WARPS + i // 2)
+    tl.store(MAXIMA + row[None, :] * maxima_width + e8[:, None], best, mask=(e8 * _GROUP)[:, None] < end[None, :])
+    if LEVELS > 1:
+        tl.store(MAXIMA + row * maxima_width + maxima_second + page, tl.max(best, 0), mask=page * _PAGE < end)
+
+
+@triton.jit
+def _store_unseen(SCORES, first_page, b, first, T, n, width, QUERIES: tl.constexpr):
+    """−inf for every P-th page from the first on."""
+    t = first + tl.arange(0, QUERIES)
+    for page in range(first_page, tl.cdiv(n, _PAGE), tl.num_programs(1)):
+        e = tl.arange(0, _PAGE) + page * _PAGE
+        tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], tl.full([_PAGE, QUERIES], float("-inf"), tl.float32),
+                 mask=(e < n)[:, None] & (t < T)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "tiles_t", "n", "w_b", "w_t", "v_b", "v_t"])
 def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t, n, q_b, q_t, w_b, w_t, v_b, v_t, key_b,
-            key_row, scale_b, scale_row, width, maxima_width, maxima_second, H: tl.constexpr, D: tl.constexpr,
-            DIMS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
-            GROUPS: tl.constexpr, TILE: tl.constexpr, EVERY: tl.constexpr, LEVELS: tl.constexpr, STAGES: tl.constexpr):
-    """Scores of QUERIES·GROUPS queries of one batch row (axis 0) against every P-th tile of keys, P programs along axis 1.
+            key_row, scale_b, scale_row, width, maxima_width, maxima_second, H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+            FORMAT: tl.constexpr, PARTS: tl.constexpr, FP32: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+            GROUPS: tl.constexpr, EVERY: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr):
+    """Scores of QUERIES·GROUPS queries of one batch row (axis 0) against every P-th page of 64 keys, P programs along axis 1.
 
-    key_row, scale_row: elements from key to key (PLAIN), or bytes (FP8 scales: numbers) from page to page. EVERY: −inf where
-    invisible, which is otherwise not written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8
-    entries, and with 2 from maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
+    KEYS: numbers (PLAIN), else bytes if FP32 and words of 4 bytes if not; SCALES: fp32 (FP8), words (FP4 of 128 dims) or bytes.
+    key_row, scale_row: from key to key (PLAIN) or page to page, in these. EVERY: −inf where invisible, which is otherwise not
+    written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8 entries, and with 2 from
+    maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
     """
     N: tl.constexpr = QUERIES * HEADS
-    b, first = (tl.program_id(0) // tiles_t).to(tl.int64), tl.program_id(0) % tiles_t * (QUERIES * GROUPS)
-    column, entry = tl.arange(0, N), tl.arange(0, TILE)
-    head, which = column % HEADS, tl.arange(0, QUERIES)
-    ends, weights, rows, queries = (), (), (), ()  # of each group
+    b = (tl.program_id(0) // tiles_t).to(tl.int64)
+    first = (tiles_t - 1 - tl.program_id(0) % tiles_t) * (QUERIES * GROUPS)  # late queries see the most entries
+    page, P = tl.program_id(1), tl.num_programs(1)
+    column, row = tl.arange(0, N), tl.arange(0, _PAGE)  # of the keys as they are read; as they are multiplied: `place`
+    head, which, place = column % HEADS, tl.arange(0, QUERIES), row if FP32 else places(_PAGE)
+    at, scale_at = _places_of_keys(row, place, key_row, D, FORMAT, FP32)
+    KEYS += b * key_b
+    SCALES += b * scale_b
+    key_step = tl.full((), _PAGE if FORMAT == PLAIN else 1, tl.int64) * key_row
+    scale_step = tl.full((), 1, tl.int64) * scale_row
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if not FP32:  # the first keys come before it is known how many are visible
+        raw = read_keys(KEYS + page * key_step, SCALES + page * scale_step, at, scale_at, page * _PAGE + row < n,
+                        page * _PAGE + place < n, D, DIMS, FORMAT, PARTS)
+    ends, weights, queries = (), (), ()  # of each group
     for g in tl.static_range(GROUPS):
         t, u = first + g * QUERIES + which, first + g * QUERIES + column // HEADS  # the query of a result, of a column
         live = (u < T) & (head < H)
         ends = ends + (tl.minimum(tl.load(VISIBLE + b * v_b + t * v_t, mask=t < T, other=0), n).to(tl.int32),)
         weights = weights + (tl.load(WEIGHTS + b * w_b + u.to(tl.int64) * w_t + head, mask=live, other=0.0),)
         if not FP32:
-            at = b * q_b + u.to(tl.int64) * q_t + head * (D // 2 if FORMAT == FP4 else D)
-            rows = rows + (load_queries(Q, at, live, D, DIMS, FORMAT),)
+            for part in tl.static_range(PARTS):
+                queries = queries + (operand_queries(Q, b * q_b + u.to(tl.int64) * q_t + head * D, live, part, D, DIMS,
+                                                     FORMAT, PARTS, N),)
         if LEVELS:
-            if tl.program_id(1) == 0:
+            if page == 0:
                 tl.store(COUNT + b * T + t, tl.zeros([QUERIES], tl.int32), mask=t < T)
     end = tl.maximum(tl.max(ends[0], 0), tl.max(ends[GROUPS - 1], 0))
-    if not EVERY:
-        if tl.program_id(1) * TILE >= end:
-            return
-    if not FP32:
-        for g in tl.static_range(GROUPS):
-            queries = queries + (operand_queries(rows[g], DIMS, FORMAT, N),)
-    KEYS += b * key_b
-    SCALES += b * scale_b
-    if FORMAT == PLAIN:
-        at = entry * key_row
-        scale_at = at
-    elif FORMAT == FP8:
-        at = entry // _PAGE * key_row + entry % _PAGE * D
-        scale_at = entry // _PAGE * scale_row + entry % _PAGE + _PAGE * D // 4
-    else:
-        at = entry // _PAGE * key_row + entry % _PAGE * (D // 2)
-        scale_at = entry // _PAGE * key_row + entry % _PAGE * (D // 32) + _PAGE * D // 2
-    step = tl.full((), TILE if FORMAT == PLAIN else TILE // _PAGE, tl.int64)  # rows or pages of a tile
-    for tile in tl.range(tl.program_id(1), tl.cdiv(end, TILE), tl.num_programs(1), num_stages=STAGES):
-        e = tile * TILE + entry
-        seen_tile = e < end  # what lies beyond must not be read
-        keys = KEYS + step * tile * key_row
-        if FORMAT == FP8:
-            factor = tl.load(SCALES + step * tile * scale_row + scale_at, mask=seen_tile, other=0.0)
-        if not FP32:
-            k = operand_keys(keys, at, scale_at, seen_tile, D, DIMS, FORMAT, TILE)
+    for page in tl.range(tl.program_id(1), tl.cdiv(end, _PAGE), P, num_stages=1):
+        e = place + page * _PAGE
+        if FP32:
+            keys, scales = KEYS + page * key_step, SCALES + page * scale_step
+            if FORMAT == FP8:
+                factor = tl.load(scales + scale_at, mask=e < end, other=0.0)
+        else:
+            if FORMAT == FP8:
+                factor = raw[PARTS]
+            k = ()
+            for part in tl.static_range(PARTS):
+                k = k + (operand_keys(raw, part, D, DIMS, FORMAT, PARTS, _PAGE),)
+            ahead = page + P  # what lies behind `end` must not be read
+            raw = read_keys(KEYS + ahead * key_step, SCALES + ahead * scale_step, at, scale_at, ahead * _PAGE + row < end,
+                            ahead * _PAGE + place < end, D, DIMS, FORMAT, PARTS)
         for g in tl.static_range(GROUPS):
             # dots = torch.bmm(queries, keys.transpose(1, 2)).relu_()
             if FP32:
                 u = first + g * QUERIES + column // HEADS
                 q_at = b * q_b + u.to(tl.int64) * q_t + head * D
-                dots = dots_fp32(Q, q_at, (u < T) & (head < H), keys, at, scale_at, seen_tile, D, FORMAT, TILE, N)
+                dots = dots_fp32(Q, q_at, (u < T) & (head < H), keys, at, scale_at, row + page * _PAGE < end, D, FORMAT, _PAGE, N)
             else:
-                dots = tl.dot(k, queries[g])
-            dots = dots + tl.abs(dots)  # twice relu, exactly, and NaN stays NaN
+                dots = tl.dot(k[0], queries[g * PARTS])
+                for part in tl.static_range(1, PARTS):
+                    dots = tl.dot(k[part], queries[g * PARTS + part], dots)
             # scores = torch.matmul(weights, dots)
-            s = tl.sum(tl.reshape(dots * weights[g][None, :], [TILE, QUERIES, HEADS]), 2)
-            if FORMAT == FP4 and not FP32:
-                s *= 9223372036854775808.0  # 2^63
-            else:
-                s *= 0.5
+            s = _sum_heads(dots, weights[g], FORMAT, FP32, QUERIES, HEADS)
             if FORMAT == FP8:
                 s *= factor[:, None]  # positive: it commutes with relu
             # scores.masked_fill_(entry >= visible.unsqueeze(-1), float("-inf"))
             t = first + g * QUERIES + which
+            rows = b * T + t
             seen = e[:, None] < ends[g][None, :]
             s = tl.where(seen, s, float("-inf"))
-            row = b * T + t
-            if EVERY:
-                tl.store(SCORES + row[None, :] * width + e[:, None], s, mask=(e < n)[:, None] & (t < T)[None, :])
-            else:
-                tl.store(SCORES + row[None, :] * width + e[:, None], s, mask=seen)
+            stored = (e < n)[:, None] & (t < T)[None, :] if EVERY else seen
+            tl.store(SCORES + rows[None, :] * width + e[:, None], s, mask=stored)
             if LEVELS:
-                best = tl.max(tl.reshape(monotone(s), [TILE // _GROUP, _GROUP, QUERIES]), 1)
-                e8 = tile * (TILE // _GROUP) + tl.arange(0, TILE // _GROUP)
-                tl.store(MAXIMA + row[None, :] * maxima_width + e8[:, None], best,
-                         mask=(e8 * _GROUP)[:, None] < ends[g][None, :])
-                if LEVELS > 1:
-                    best = tl.max(tl.reshape(best, [TILE // 64, _GROUP, QUERIES]), 1)
-                    e64 = tile * (TILE // 64) + tl.arange(0, TILE // 64)
-                    tl.store(MAXIMA + row[None, :] * maxima_width + maxima_second + e64[:, None], best,
-                             mask=(e64 * 64)[:, None] < ends[g][None, :])
+                _store_maxima(MAXIMA, s, page, rows, ends[g], maxima_width, maxima_second, FP32, LEVELS, QUERIES)
     if EVERY:
-        P = tl.num_programs(1)
-        behind = tl.cdiv(tl.cdiv(end, TILE) - tl.program_id(1), P)
-        for tile in range(tl.program_id(1) + tl.maximum(behind, 0) * P, tl.cdiv(n, TILE), P):
-            e = tile * TILE + entry
-            for g in tl.static_range(GROUPS):
-                t = first + g * QUERIES + which
-                unseen = tl.full([TILE, QUERIES], float("-inf"), tl.float32)
-                tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], unseen, mask=(e < n)[:, None] & (t < T)[None, :])
+        behind = tl.maximum(tl.cdiv(tl.cdiv(end, _PAGE) - tl.program_id(1), P), 0)
+        for g in tl.static_range(GROUPS):
+            _store_unseen(SCORES, tl.program_id(1) + behind * P, b, first + g * QUERIES, T, n, width, QUERIES)
 
 
 def entries(keys: torch.Tensor | PackedRows) -> int:
@@ -137,21 +175,14 @@ def maxima_layout(n: int) -> tuple[int, int]:
     return second + 16 * triton.cdiv(n, 16 * GROUP * GROUP), second
 
 
-def _shape(T: int, n: int, heads: int, dims: int, key_bytes: int, fp32: bool, device: torch.device) -> tuple[int, ...]:
-    """(queries of a product, such products, keys of a tile, stages) of a program.
-
-    One query at a time in decoding, where small tiles spread few keys over many programs; otherwise products of 128 columns,
-    two of them where shared memory holds the queries, since each decoded tile of keys then serves twice as many.
-    """
-    if fp32:
-        return 1, 1, 64, 1
-    roomy = capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
+def _shape(T: int, heads: int, dims: int, packed: bool, device: torch.device) -> tuple[int, int]:
+    """(queries of a product, such products) of a program: one query in decoding, otherwise products of 128 columns, two of them
+    where shared memory and registers hold them, since each decoded page of keys then serves twice as many. For packed keys
+    Hopper has registers for one product of 256 columns, which is a little faster."""
     queries = min(next_power(T), max(1, 128 // heads), 16)
-    groups = 2 if roomy and T >= 2 * queries and queries * heads * dims <= 128 * 128 else 1
-    tile = 128 if T == 1 and n > 128 * processors(device) and heads <= 64 else 64
-    held = 2 * groups * max(16, queries * heads) * dims
-    stages = 3 if held + 2 * tile * key_bytes <= (160 if roomy else 96) << 10 else 1
-    return queries, groups, tile, stages
+    if capability(device) not in ROOMY or T < 2 * queries or queries * heads * dims > 128 * 128:
+        return queries, 1
+    return (2 * queries, 1) if packed and capability(device) == (9, 0) else (queries, 2)
 
 
 def check(q, weights, keys, visible) -> None:
@@ -173,8 +204,8 @@ def check(q, weights, keys, visible) -> None:
     if not packed:
         if keys.dtype not in (torch.bfloat16, torch.float32):
             raise UnsupportedInput(f"index_scores takes keys in bf16, fp32 or packed, not {keys.dtype}")
-    elif keys.format not in (RowFormat.INDEX_FP8, RowFormat.INDEX_FP4) or data.dim() != 3 or D % 2:
-        raise UnsupportedInput(f"index_scores takes packed index keys of an even number of dims [B, pages, bytes], not "
+    elif keys.format not in (RowFormat.INDEX_FP8, RowFormat.INDEX_FP4) or data.dim() != 3 or D % 4:
+        raise UnsupportedInput(f"index_scores takes packed index keys [B, pages, bytes] of a multiple of 4 dims, not "
                                f"{keys.format.value} of {D} dims {tuple(data.shape)}")
 
 
@@ -188,20 +219,24 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
     data = keys.data if packed else keys
     fp32 = dot_in_fp32(q) or data.dtype is torch.float32
     form = {RowFormat.INDEX_FP8: FP8, RowFormat.INDEX_FP4: FP4}[keys.format].value if packed else PLAIN.value
-    scales = data.view(torch.float32) if form == FP8.value else data
+    words = data.view(torch.int32) if packed and not fp32 else data
+    scales = data.view(torch.float32) if form == FP8.value else words if D == 128 else data
     q, weights = q.contiguous(), weights if weights.stride(-1) == 1 else weights.contiguous()
-    if form == FP4.value and not fp32:
-        q = q.view(torch.int32)
     dims, heads = max(32, next_power(D)), next_power(H)
-    key_bytes = keys.layout.row if packed else D * data.element_size()
-    queries, groups, tile, stages = _shape(T, n, heads, dims, key_bytes, fp32, q.device)
+    parts = max(1, dims // {FP4.value: 8, FP8.value: 4, PLAIN.value: dims}[form] // WORDS.value)
+    queries, groups = (1, 1) if fp32 else _shape(T, heads, dims, packed, q.device)
     heads = max(heads, 16 // queries)
     tiles_t = triton.cdiv(T, queries * groups)
-    # Two programs for each multiprocessor in decoding; over many queries more, since those that see little end early.
-    wanted = triton.cdiv(processors(q.device) * (2 if tiles_t <= 4 else 8), B * tiles_t)
-    grid = B * tiles_t, max(1, min(triton.cdiv(n, tile), wanted, 65535))
-    stride_m, second = maxima_layout(n)
+    pages, many = triton.cdiv(n, PAGE), processors(q.device)
+    each = PROGRAMS.get(capability(q.device), (2, 2, 2))[0 if queries * groups > 1 else 1 + packed]  # run side by side
+    if B * T * pages < 8 * many:  # then rather two pages a program, of which one is on its way early
+        each = min(each, 2)
+    grid = B * tiles_t, max(1, min(pages, many * each // (B * tiles_t), 65535))
+    overlap = dependent_launch(q.device)
+    options = {"launch_pdl": True} if overlap else {}
+    if each == 3 and not fp32:  # as many registers as three programs can have
+        options["maxnreg"] = 168
     _scores[grid](
-        q, weights, data, scales, visible, scores, maxima, count, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
-        *visible.stride(), *data.stride()[:2], *scales.stride()[:2], width, stride_m, second, H, D, dims, form, fp32, heads,
-        queries, groups, tile, every, levels, stages, num_warps=4)
+        q, weights, words, scales, visible, scores, maxima, count, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
+        *visible.stride(), *words.stride()[:2], *scales.stride()[:2], width, *maxima_layout(n), H, D, dims, form, parts, fp32,
+        heads, queries, groups, every, levels, overlap, num_warps=WARPS.value, **options)

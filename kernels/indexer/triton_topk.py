@@ -12,6 +12,7 @@ place in the result (`rank_found`).
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.indexer.triton_scores import GROUP, monotone
 
@@ -115,7 +116,7 @@ def _descend(SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, 
 
 
 @triton.jit
-def _seen(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
+def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
     """How many entries of a row count."""
     if SEEN:
         seen = tl.minimum(tl.maximum(tl.load(VISIBLE + b * v_b + t * v_t), 0), n).to(tl.int32)
@@ -126,31 +127,38 @@ def _seen(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
 def descend_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-                 CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
+                 CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr):
     """`_descend` for one row a program."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // T, row % T
-    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     _descend(SCORES + b * s_b + t * s_t, MAXIMA + row * width, LIST + row * (CANDIDATES // 4), OUT + row * k, seen, second, k,
              CLASSES, CANDIDATES, LEVELS)
 
 
 @triton.jit
-def _sortable(key, entry):
+def sortable(key, entry):
     """int64 that orders by key, and entries of equal keys from the last to the first."""
     return (key.to(tl.int64) << 32) | (2147483647 - entry).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
 def collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-            CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr):
+            CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
+            PDL: tl.constexpr):
     """Entries of one chunk (axis 1) of a row (axis 0) that may be among the k best, to FOUND int64 [rows, ROOM] in any order.
 
     COUNT int32 [rows], zero before: how many there are, also beyond ROOM.
     """
     row = tl.program_id(0).to(tl.int64)
     b, t = row // T, row % T
-    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     entry = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     if tl.program_id(1) * CHUNK >= seen:
         return
@@ -164,14 +172,14 @@ def collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, wid
     one = found.to(tl.int32)
     base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")  # an order of arrival, which `rank_found` makes good
     place = base + tl.cumsum(one, 0) - one
-    tl.store(FOUND + row * ROOM + place, _sortable(key, entry), mask=found & (place < ROOM))
+    tl.store(FOUND + row * ROOM + place, sortable(key, entry), mask=found & (place < ROOM))
 
 
 @triton.jit
 def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
-    """`_sortable` of entries, or from the list of those found; at or behind `count` a number that exceeds none."""
+    """`sortable` of entries, or from the list of those found; at or behind `count` a number that exceeds none."""
     if ALL:
-        x = _sortable(monotone(tl.load(SCORES + at, mask=at < count, other=0.0)), at)
+        x = sortable(monotone(tl.load(SCORES + at, mask=at < count, other=0.0)), at)
     else:
         x = tl.load(FOUND + at, mask=at < count, other=0)
     return tl.where(at < count, x, -(2**63))
@@ -180,14 +188,17 @@ def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
 def rank_found(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
                ALL: tl.constexpr, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr,
-               K: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr):
+               K: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr, PDL: tl.constexpr):
     """The k best of a row (axis 0), each at its rank, among what `collect` found or ALL entries. Programs of axis 1 share them.
 
     Should more have been found than there is room for, the first program descends instead.
     """
     row = tl.program_id(0).to(tl.int64)
     b, t = row // T, row % T
-    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     SCORES += b * s_b + t * s_t
     FOUND += row * ROOM
     OUT += row * k
@@ -216,11 +227,14 @@ def rank_found(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t,
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second"])
 def maxima_of_rows(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, SEEN: tl.constexpr,
-                   LEVELS: tl.constexpr, CHUNK: tl.constexpr):
+                   LEVELS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """The maxima of one chunk (axis 1) of a row (axis 0), as the scores' kernel writes them; zeroes COUNT."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // T, row % T
-    seen = _seen(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     if tl.program_id(1) == 0:
         tl.store(COUNT + row, 0)
     entry = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

@@ -2,8 +2,10 @@
 
 from kernels.indexer import triton_scores as scores
 from kernels.indexer import triton_topk as topk
+from kernels.indexer.triton_filter import filter_rows
 
-DIVISIBLE = ("q_b", "q_t", "key_b", "key_row", "scale_b", "scale_row", "width", "maxima_width", "maxima_second", "s_b", "s_t")
+DIVISIBLE = ("q_b", "q_t", "key_b", "key_row", "scale_b", "scale_row", "width", "maxima_width", "maxima_second", "s_b",
+             "s_t")
 POINTERS = dict(VISIBLE="*i64", SCORES="*fp32", MAXIMA="*i32", COUNT="*i32", LIST="*i32", FOUND="*i64", OUT="*i64")
 
 
@@ -15,45 +17,51 @@ def _case(name: str, kernel, constants: dict, warps: int, options: dict | None =
     return name, kernel, signature, constants, dict(num_warps=warps, divisible=divisible) | (options or {})
 
 
-def _scores(name: str, form: str, dtype: str, queries: int, groups: int, tile: int, stages: int, **more) -> tuple:
+def _scores(name: str, form: str, dtype: str, queries: int, groups: int, **more) -> tuple:
     constants = dict(H=64, D=128, DIMS=128, HEADS=64, FORMAT=("plain", "fp8", "fp4").index(form), FP32=dtype == "fp32",
-                     QUERIES=queries, GROUPS=groups, TILE=tile, EVERY=False, LEVELS=2, STAGES=stages) | more
-    keys = f"*{dtype}" if form == "plain" else "*u8"
-    q = "*i32" if form == "fp4" and dtype == "bf16" else f"*{dtype}"
-    return _case(f"index_scores {name} {form} {dtype}", scores._scores, constants, 4, Q=q, WEIGHTS="*fp32", KEYS=keys,
+                     PARTS=2 if form == "fp8" else 1, QUERIES=queries, GROUPS=groups, EVERY=False, LEVELS=2, PDL=False) | more
+    words = "*i32" if dtype == "bf16" else "*u8"
+    keys = f"*{dtype}" if form == "plain" else words
+    return _case(f"index_scores {name} {form} {dtype}", scores._scores, constants, 4, Q=f"*{dtype}", WEIGHTS="*fp32", KEYS=keys,
                  SCALES="*fp32" if form == "fp8" else keys)
 
 
 def _selection(candidates: int, levels: int) -> list[tuple]:
     name, classes = f"{candidates} candidates, {levels} levels", candidates // 8 if levels else 0
-    constants = dict(SEEN=True, CLASSES=classes, CANDIDATES=candidates, LEVELS=levels)
+    constants = dict(SEEN=True, CLASSES=classes, CANDIDATES=candidates, LEVELS=levels, PDL=False)
     cases = [_case(f"topk_entries descend {name}", topk.descend_rows, constants, min(16, max(4, candidates // 256)),
                    dict(maxnreg=64) if candidates == 4096 else None)]
     if levels:
-        cases.append(_case(f"topk_entries collect {name}", topk.collect, constants | dict(ROOM=8192, CHUNK=2048), 8))
+        for chunk, warps in ((2048, 8), (8192, 16)):
+            cases.append(_case(f"topk_entries collect {name}, by {chunk}", topk.collect,
+                               constants | dict(ROOM=8192, CHUNK=chunk), warps))
         cases.append(_case(f"topk_entries rank {name}", topk.rank_found, constants | dict(
             ALL=False, ROOM=8192, K=classes, MINE=16, OTHERS=1024), 4 if candidates <= 4096 else 8))
     return cases
 
 
-def cases() -> list[tuple]:
-    rows = []
+def cases_for(capability: tuple[int, int]) -> list[tuple]:
+    rows, two = [], (2, 2 if capability in scores.ROOMY else 1)
+    many = (4, 1) if capability == (9, 0) else two, two  # of packed keys, of plain ones
     for form in ("fp4", "fp8", "plain"):
         rows += [
-            _scores("decode", form, "bf16", 1, 1, 64, 3),
-            _scores("decode long", form, "bf16", 1, 1, 128, 3),
-            _scores("prefill", form, "bf16", 2, 2, 64, 3),
-            _scores("prefill small", form, "bf16", 2, 1, 64, 3),
-            _scores("every", form, "bf16", 2, 1, 64, 3, EVERY=True, LEVELS=0),
-            _scores("tiny", form, "bf16", 1, 1, 64, 3, LEVELS=0, H=8, D=64, DIMS=64, HEADS=16),
-            _scores("audit", form, "fp32", 1, 1, 64, 1, EVERY=True, LEVELS=0),
+            _scores("decode", form, "bf16", 1, 1),
+            _scores("decode short", form, "bf16", 1, 1, LEVELS=2),
+            _scores("prefill", form, "bf16", *many[form == "plain"], LEVELS=0),
+            _scores("prefill of few", form, "bf16", 2, 1, LEVELS=2),
+            _scores("every", form, "bf16", 2, 1, EVERY=True, LEVELS=0),
+            _scores("tiny", form, "bf16", 1, 1, LEVELS=0, H=8, D=64, DIMS=64, HEADS=16, PARTS=1),
+            _scores("audit", form, "fp32", 1, 1, EVERY=True, LEVELS=0),
         ]
     for candidates, levels in ((512, 0), (512, 1), (4096, 0), (4096, 1), (4096, 2), (8192, 2), (32768, 0)):
         rows += _selection(candidates, levels)
     for levels in (1, 2):
-        constants = dict(SEEN=True, LEVELS=levels, CHUNK=2048)
+        constants = dict(SEEN=True, LEVELS=levels, CHUNK=2048, PDL=False)
         rows.append(_case(f"topk_entries maxima, {levels} levels", topk.maxima_of_rows, constants, 8))
-    constants = dict(SEEN=False, ALL=True, CLASSES=512, CANDIDATES=2048, LEVELS=0, ROOM=8192, K=512, MINE=16, OTHERS=1024)
+    constants = dict(SEEN=False, ALL=True, CLASSES=512, CANDIDATES=2048, LEVELS=0, ROOM=8192, K=512, MINE=16, OTHERS=1024,
+                     PDL=False)
     rows.append(_case("topk_entries rank all", topk.rank_found, constants, 4, MAXIMA="*i64"))
+    constants = dict(SEEN=True, C=2048, CLASSES=512, PDL=False)
+    rows.append(_case("topk_entries filter", filter_rows, constants, 8, dict(maxnreg=80), LIST="*i64"))
     rows.append(_case("select_entries all visible", topk.visible_entries, dict(BLOCK=512), 4))
     return rows

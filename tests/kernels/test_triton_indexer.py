@@ -1,15 +1,13 @@
 """The Triton kernels of the indexer against the reference: scores, selection, and both in one."""
 
-import numpy as np
 import pytest
 import torch
 
 from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
 from kernels.errors import UnsupportedInput
-from kernels.indexer import index_scores, reference, topk_entries, triton_choose, triton_keys, triton_scores
+from kernels.indexer import index_scores, reference, topk_entries, triton_choose, triton_scores
 from kernels.indexer import triton as ours
 from kernels.indexer.triton_choose import Plan
-from kernels.quantize.formats import decode_e2m1
 from tests.kernels import ptx
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,17 +106,6 @@ def test_fp4_scales_of_every_size(like_a_gpu):
     rows = pack(k, RowFormat.INDEX_FP4)
     got, wanted = ours.index_scores(q, w, rows, visible), index_scores(q, w, rows, visible)
     assert ((got - wanted).abs() <= 1e-5 * index_scores(q.abs(), w.abs(), k.abs(), visible)).all()
-
-
-def test_each_byte_of_a_register_takes_its_own_scale():
-    """A register may hold bytes of several rows or blocks."""
-    codes, exponents = np.array([0x53, 0xE1, 0x7F, 0x08], np.uint64), np.array([3, -60, 65, 0])
-    word = sum(int(c) << (8 * i) for i, c in enumerate(codes))
-    halves = [(int(e) + 62 + 127) << 7 for e in exponents]  # 2^(s − 65), s = e + 127
-    for program, shift in ((triton_keys.E2M1_LOW, 0), (triton_keys.E2M1_HIGH, 4)):
-        got = [x for r in ptx.run(program.value, 2, word, *(h | h << 16 for h in halves)) for x in ptx.pairs(r)]
-        value = decode_e2m1(torch.from_numpy((codes >> np.uint64(shift) & np.uint64(15)).astype(np.int64)))
-        assert got == (value * 2.0 ** torch.from_numpy(exponents - 64)).tolist()
 
 
 @pytest.mark.parametrize("query, key", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
@@ -223,7 +210,8 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k, how", [
     (40, 7, Plan("rank", 64, 0)), (60, 17, Plan("descend", 64, 0)), (300, 7, Plan("descend", 64, 1)),
-    (900, 8, Plan("descend", 64, 2)), (300, 7, Plan("collect", 64, 1)), (900, 8, Plan("collect", 64, 2))], ids=str)
+    (900, 8, Plan("descend", 64, 2)), (300, 7, Plan("collect", 64, 1)), (900, 8, Plan("collect", 64, 2)),
+    (300, 7, Plan("filter", 32, 0)), (900, 8, Plan("filter", 64, 0))], ids=str)
 def test_selection_is_exact(n, k, how, kind, monkeypatch):
     monkeypatch.setattr(triton_choose, "ROOM", 256)  # so that ties overflow it
     monkeypatch.setattr(triton_choose, "CHUNK", 256)
@@ -245,13 +233,14 @@ def test_selection_of_any_size(n, k):
 
 @pytest.mark.parametrize("method, rows, n, k", [
     ("rank", 1, 2048, 512), ("rank", 1000, 60, 64), ("descend", 1, 4096, 512), ("descend", 8, 2048, 512),
-    ("descend", 336, 32768, 512),
+    ("filter", 336, 32768, 512), ("descend", 255, 32768, 512), ("descend", 336, 32768, 1024), ("descend", 1056, 4096, 512),
     ("collect", 1, 4097, 512), ("collect", 8, 262144, 512), ("collect", 16, 262144, 1024), ("descend", 17, 262144, 512),
     ("descend", 1, 32768, 32768), ("descend", 1, 1000000, 4096), ("collect", 1, 2097152, 64)])
 def test_how_rows_are_searched(method, rows, n, k):
     how = triton_choose.plan(rows, n, k)
     assert how.method == method
-    assert how.candidates <= triton_choose.MAX_CANDIDATES and n <= how.candidates * 8**how.levels
+    assert how.candidates <= triton_choose.MAX_CANDIDATES
+    assert how.candidates >= 4 * k if method == "filter" else n <= how.candidates * 8**how.levels
     assert how.levels == 0 or how.candidates >= 8 * k
 
 
@@ -275,8 +264,9 @@ def test_selection_takes_strides_and_infinities():
 
 def test_nothing_visible():
     visible = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
-    for how in (Plan("rank", 32, 0), Plan("descend", 32, 0), Plan("collect", 64, 1), Plan("descend", 64, 1)):
-        n = 99 if how.levels else 30
+    for how in (Plan("rank", 32, 0), Plan("descend", 32, 0), Plan("collect", 64, 1), Plan("descend", 64, 1),
+                Plan("filter", 32, 0)):
+        n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
         out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
         triton_choose.choose(how, torch.full((1, 2, n), NAN, device=DEVICE), n, 4, visible, out)
         assert (out == -1).all()
@@ -297,24 +287,31 @@ def test_select(n, form, like_a_gpu):
     assert_select(*case(B=2, T=5, n=n, form=form, integers=True, dtype=torch.bfloat16), 16)
 
 
-@pytest.mark.parametrize("levels, n", [(1, 300), (2, 900)])
-@pytest.mark.parametrize("method", ["descend", "collect"])
+@pytest.mark.parametrize("method, levels, n", [
+    ("descend", 1, 300), ("descend", 2, 900), ("collect", 1, 300), ("collect", 2, 900), ("filter", 0, 300)])
 def test_select_by_maxima(method, levels, n, monkeypatch):
     monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan(method, 64, levels))
     assert_select(*case(B=1, T=2, H=2, D=32, n=n, integers=True), 8)
 
 
+@pytest.mark.parametrize("levels, n", [(1, 300), (2, 900)])
+def test_select_by_maxima_of_bf16_products(levels, n, monkeypatch, like_a_gpu):
+    """Whose rows come in an order of their own."""
+    monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan("descend", 64, levels))
+    assert_select(*case(B=1, T=5, H=4, D=32, n=n, form=RowFormat.INDEX_FP4, integers=True, dtype=torch.bfloat16), 8)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 6, 100])
-@pytest.mark.parametrize("B, T", [(3, 5), (5, 1)])
+@pytest.mark.parametrize("B, T", [(3, 5), (5, 1), (1, 21)])
 def test_select_in_chunks(B, T, rows, monkeypatch):
-    monkeypatch.setattr(ours, "SCRATCH_BYTES", rows * 4 * (128 + triton_scores.maxima_layout(90)[0]))
+    monkeypatch.setattr(ours, "SCRATCH_BYTES", rows * 4 * 128)
     monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan("descend", 64, 1))
     assert_select(*case(B=B, T=T, H=3, D=32, n=90, integers=True), 8)
 
 
 def test_select_repeats_itself_bit_for_bit():
     q, w, k, visible = case(B=1, T=2, H=4, D=32, n=300, integers=True)
-    for how in (Plan("descend", 64, 1), Plan("collect", 64, 1)):
+    for how in (Plan("descend", 64, 1), Plan("collect", 64, 1), Plan("filter", 32, 0)):
         scores = ours.index_scores(q, w, k, visible)
         first, again = (torch.empty(1, 2, 8, dtype=torch.int64, device=DEVICE) for _ in range(2))
         triton_choose.choose(how, scores, 300, 8, visible, first)
