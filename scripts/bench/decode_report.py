@@ -53,8 +53,8 @@ def markdown(points, machine: Machine, about: dict, setup: dict, transformers: d
         "# A decode step as one CUDA graph", "", f"{headline(about)}.", "", f"    {about['command']}", "",
         f"DeepSeek-V4-{setup['preset']} widths with random weights, {setup['layers']} layers and the head, numerics "
         f"{setup['numerics']}, backend {setup['backend']}, cache {setup['cache']}, index keys {setup['index_cache']}; weights "
-        f"{setup['weight_bytes'] / 1e9:.1f} GB. Floor: the bytes that a step reads at {machine.bandwidth / 1e12:.2f} TB/s, a "
-        "copy measured here.", "",
+        f"{setup['weight_bytes'] / 1e9:.1f} GB. Floor: the bytes that a step reads at {machine.bandwidth / 1e12:.2f} TB/s (1 "
+        "GiB read, measured here).", "",
         "| batch | context | ms a step | mean | a layer | floor | share | kernels | a layer | capture s | cache GB | peak GB |",
         "|---:" * 12 + "|",
         *map(_line, points),
@@ -70,7 +70,7 @@ def markdown(points, machine: Machine, about: dict, setup: dict, transformers: d
     notes = [f"- {p.name}: {p.why}" for p in points if p.why] + [f"- failed: {line}" for line in failed]
     lines += ["", *notes] if notes else []
     if points and points[0].by_kernel:
-        lines += ["", f"Slowest kernels, {points[0].name} (profiled, so slower than above):", "",
+        lines += ["", f"Slowest kernels, {points[0].name} (profiled, so slower than above; a kernel that starts before its predecessor ends counts its waiting):", "",
                   "| kernel | launches a step | µs a step |", "|---|---:|---:|"]
         lines += [f"| `{name}` | {count} | {us:.1f} |" for name, count, us in points[0].by_kernel]
     return "\n".join(lines) + "\n"

@@ -54,7 +54,7 @@ class Layer:
 
     def __init__(self, starts, T, ratio, overlap, widths, dtype, near, index, D=96, rope=16, H=3):
         B, self.rope = len(starts), rope
-        N, S, R, n = B * T, overlap * ratio, overlap * ratio + 9, 70
+        N, S, R, n = B * T, overlap * ratio, overlap * ratio + 9, max(70, max(starts) // ratio + T)
         start = torch.tensor(starts, device=DEVICE)
         f = randn(rope // 2).abs()
         kept = (Kept(ratio, overlap, R, (n,)),)
