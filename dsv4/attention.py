@@ -13,7 +13,7 @@ from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import MissingSelection
 from dsv4.indexer import LightningIndexer
 from dsv4.linear import Linear, parameter
-from dsv4.module import Module
+from dsv4.module import Module, composed, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
@@ -50,13 +50,15 @@ class WindowAttention(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
+        if step.captured:
+            return self._captured(x, step, cache)
         qr, q = self.queries(x, step)
         window, window_index = cache.window.extend(step, self.latent(x, step)), cache.window.last(step, self.W)
         o = self._attend(x, qr, q, window, window_index, step, cache)
         o = self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
-    def captured(self, x: torch.Tensor, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
+    def _captured(self, x: torch.Tensor, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
         """The same of a captured step, whose positions are on the device alone: all that is written, in one composition."""
         low, kv, *rest = self._maps(x, None, (self.wq_a, None), (self.wkv, None), *self._maps_of_compressed(step))
         q, *asked = self._maps(low, self.q_norm.weight, (self.wq_b, None), *((m, None) for m in self._maps_of_asked(step)))
@@ -90,12 +92,14 @@ class WindowAttention(Module):
     def queries(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, d] → low-rank queries [N, q_lora_rank], which the indexer shares, and queries [N, H, D], rotated."""
         qr = self.q_norm(self.wq_a(x))
-        q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.H, self.D), None, self.eps)
-        return qr, self.op.rotate(q, step.cis(self.base).unsqueeze(1))
+        return qr, composed(self.op, "query_heads")(self.wq_b(qr).view(step.N, self.H, self.D), step.cis(self.base), self.eps)
 
     def latent(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [N, d] → each token's key and value [N, D], rotated; through FP8 in simulated numerics."""
-        kv = self.op.rotate(self.kv_norm(self.wkv(x)), step.cis(self.base))
+        kv, cis = self.wkv(x), step.cis(self.base)
+        if fuses(self.op, "latent", self.kv_norm):
+            return self.op.latent(kv, self.kv_norm.weight, self.kv_norm.eps, cis, self.numerics.simulate_kv)
+        kv = self.op.rotate(self.kv_norm(kv), cis)
         return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate_kv else kv
 
     def path_at(self, end: int) -> dict:

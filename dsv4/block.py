@@ -6,7 +6,7 @@ from dsv4.attention import ATTENTION
 from dsv4.cache import LayerCache
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.hyper_connections import HyperConnection
-from dsv4.module import Module
+from dsv4.module import Module, fuses
 from dsv4.moe import MoE
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
@@ -27,21 +27,24 @@ class Block(Module):
         self.ffn = MoE(config, hashed, numerics, lambda leaf: store(f"ffn.{leaf}"), op)
         self.op = op
 
-    def captured(self, pending: tuple, step: Step, cache: LayerCache) -> tuple:
-        """The block of a captured step. pending: (streams,), or (out, streams, post, comb) of the sublayer before, whose output
-        is still to be merged. Returns such a tuple of its own last sublayer."""
-        attn_in = (*self.hc_attn.arguments(), self.attn_norm.weight, self.attn_norm.eps)
-        if len(pending) == 1:
-            streams, (x, post, comb) = *pending, self.op.mhc_pre_norm(*pending, *attn_in)
-        else:
-            streams, x, post, comb = self.op.mhc_post_pre_norm(*pending, *attn_in)
-        ffn_in = (*self.hc_ffn.arguments(), self.ffn_norm.weight, self.ffn_norm.eps)
-        streams, x, post, comb = self.op.mhc_post_pre_norm(self.attn.captured(x, step, cache), streams, post, comb, *ffn_in)
-        return self.ffn.captured(x, step.ids), streams, post, comb
-
     def forward(self, streams: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """streams [N, n, d] → [N, n, d]; writes the step to the layer's cache."""
-        x, post, comb = self.hc_attn(streams)
-        streams = self.op.mhc_post(self.attn(self.attn_norm(x), step, cache), streams, post, comb)
-        x, post, comb = self.hc_ffn(streams)
-        return self.op.mhc_post(self.ffn(self.ffn_norm(x), step.ids), streams, post, comb)
+        return self.op.mhc_post(*self.sublayers((streams,), step, cache))
+
+    def sublayers(self, pending: tuple, step: Step, cache: LayerCache) -> tuple:
+        """The block up to its last write to the streams. pending: (streams,), or (out, streams, post, comb) of the sublayer before,
+        whose output is still to be merged. Returns such a tuple of its own last sublayer."""
+        streams, x, post, comb = self._read(pending, self.hc_attn, self.attn_norm)
+        pending = self.attn(x, step, cache), streams, post, comb
+        streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm)
+        return self.ffn(x, step.ids), streams, post, comb
+
+    def _read(self, pending: tuple, connection: HyperConnection, norm: RMSNorm) -> tuple:
+        """(streams, normalised input [N, d], post, comb) of the sublayer that follows `pending`."""
+        if len(pending) == 4 and fuses(self.op, "mhc_post_pre_norm", connection, norm):
+            return self.op.mhc_post_pre_norm(*pending, *connection.arguments(), norm.weight, norm.eps)
+        streams = pending[0] if len(pending) == 1 else self.op.mhc_post(*pending)
+        if fuses(self.op, "mhc_pre_norm", connection, norm):
+            return streams, *self.op.mhc_pre_norm(streams, *connection.arguments(), norm.weight, norm.eps)
+        x, post, comb = connection(streams)
+        return streams, norm(x), post, comb

@@ -251,9 +251,7 @@ class CompressorCache:
         of window w − 1 by their columns [:D] and those of window w by their columns [D:]. Window −1 does not exist: its
         slots get no part.
         """
-        width = raw.shape[1] // 2
-        raw[:, width:].add_(ape.index_select(0, self._phase(step)))
-        rows_of = self.raw.extend(step, raw)
+        width, rows_of = raw.shape[1] // 2, self._store(step, raw, ape)
         M = step.B * step.completed(self.ratio)
         if M == 0:
             return None
@@ -264,22 +262,35 @@ class CompressorCache:
         kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
         return op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
 
+    def completed(self, step: Step, raw: torch.Tensor, ape: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Store this step's raw rows; return a pool and its rows of each window that the step completes, as `pool_entries` takes
+        them, or None."""
+        pool = self._store(step, raw, ape)
+        return (pool, self._rows(step)) if step.completed(self.ratio) else None
+
+    def _store(self, step: Step, raw: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
+        """The step's rows, with the position bias on their gates, into the ring: the pool that the ring's `index` addresses."""
+        raw[:, ape.shape[1]:].add_(ape.index_select(0, self._phase(step)))
+        return self.raw.extend(step, raw)
+
     def windows(self, step: CapturedStep, raw: torch.Tensor, ape: torch.Tensor, weight: torch.Tensor, base: str,
                 simulate: str | None) -> Windows:
         """The same for a captured step, as a part of the composition `attention_inputs`; weight: of the norm of entries.
 
         Every window that the step may complete has a slot; those that it does not complete lie beyond what any query sees.
         """
-        rows = step.memo(("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step))
-        return Windows(raw, ape, self._phase(step), self.raw.flat, self.raw.slots(step), rows, step.completes(self.ratio),
+        return Windows(raw, ape, self._phase(step), self.raw.flat, self.raw.slots(step), self._rows(step), step.completes(self.ratio),
                        self.overlap, weight, step.window_cis(self.ratio, base), simulate, self.entries.flat, self.entries.slots(step))
 
     def _phase(self, step: Step) -> torch.Tensor:
         """Place of each token in its window, int64 [N]."""
         return step.memo(("phase", self.ratio), lambda: (step.pos % self.ratio).flatten())
 
+    def _rows(self, step: Step) -> torch.Tensor:
+        return step.memo(("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step))
+
     def _window_rows(self, step: Step) -> torch.Tensor:
-        """Row of the ring of each token of each new window, int64 [M, c·ratio]; −1 before position 0 and in incomplete windows."""
+        """Row of the pool of each token of each new window, int64 [M, c·ratio]; −1 before position 0 and in incomplete windows."""
         offset = torch.arange(-(self.overlap - 1) * self.ratio, self.ratio, device=step.device)
         tokens = (step.new_windows(self.ratio) * self.ratio).unsqueeze(-1) + offset
         absent = (tokens < 0) | ~step.completes(self.ratio).view(*tokens.shape[:2], 1)

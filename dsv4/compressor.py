@@ -12,7 +12,7 @@ import torch
 from dsv4.cache import CompressorCache
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.linear import Linear, Storage, parameter
-from dsv4.module import Module
+from dsv4.module import Module, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
@@ -42,7 +42,10 @@ class MainCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
-        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
+        raw = self.wkv_gate.exact(x)
+        if fuses(self.op, "pool_entries", self.norm):
+            return _write_as_one(self, raw, step, cache, self.base, "kv" if self.numerics.simulate_kv else None)
+        pooled = cache.pool(step, raw, self.ape, self.op)
         if pooled is None:
             return
         entries = self.norm(pooled.to(self.numerics.activation))
@@ -75,11 +78,14 @@ class IndexerKeyCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the keys of the windows that end here."""
-        pooled = cache.pool(step, self.wkv_gate(x.float()), self.ape, self.op)
+        raw, base = self.wkv_gate.exact(x), BASES[LayerKind.CSA]
+        if fuses(self.op, "pool_entries", self.norm):
+            return _write_as_one(self, raw, step, cache, base, "key" if self.numerics.simulate_index else None)
+        pooled = cache.pool(step, raw, self.ape, self.op)
         if pooled is None:
             return
         keys = self.norm(pooled.to(self.numerics.activation))
-        keys = self.op.rotate(keys, step.window_cis(self.ratio, BASES[LayerKind.CSA]))
+        keys = self.op.rotate(keys, step.window_cis(self.ratio, base))
         if self.numerics.simulate_index:
             keys = self.op.simulate_fp4_blocks(self.op.hadamard(keys), INDEX_KEY_BLOCK)
         cache.entries.write(step, keys)
@@ -88,3 +94,13 @@ class IndexerKeyCompressor(Module):
         """The same of a captured step, from the projected rows fp32 [N, 4·D], as a part of `attention_inputs`."""
         simulate = "key" if self.numerics.simulate_index else None
         return cache.windows(step, raw, self.ape, self.norm.weight, BASES[LayerKind.CSA], simulate)
+
+
+def _write_as_one(compressor: MainCompressor | IndexerKeyCompressor, raw: torch.Tensor, step: Step, cache: CompressorCache, base: str,
+                  simulate: str | None) -> None:
+    """`forward` after the projection, by the composition `pool_entries`."""
+    found, norm = cache.completed(step, raw, compressor.ape), compressor.norm
+    if found is not None:
+        entries = compressor.op.pool_entries(*found, compressor.overlap, compressor.numerics.activation, norm.weight, norm.eps,
+                                             step.window_cis(compressor.ratio, base), simulate)
+        cache.entries.write(step, entries)

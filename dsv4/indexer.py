@@ -3,10 +3,10 @@
 import torch
 
 from dsv4.cache import LayerCache
-from dsv4.compressor import INDEX_KEY_BLOCK, IndexerKeyCompressor
+from dsv4.compressor import IndexerKeyCompressor
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.linear import Linear
-from dsv4.module import Module
+from dsv4.module import Module, composed
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
 from dsv4.step import CapturedStep, Step
@@ -71,7 +71,4 @@ class LightningIndexer(Module):
     def queries(self, qr: torch.Tensor, step: Step) -> torch.Tensor:
         """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
         q = self.wq_b(qr).view(step.N, self.H, self.D)
-        q = self.op.rotate(q, step.cis(BASES[LayerKind.CSA]).unsqueeze(1))
-        if self.numerics.simulate_index:
-            q = self.op.simulate_fp4_blocks(self.op.hadamard(q), INDEX_KEY_BLOCK)
-        return q
+        return composed(self.op, "index_queries")(q, step.cis(BASES[LayerKind.CSA]), self.numerics.simulate_index)

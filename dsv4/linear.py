@@ -77,3 +77,7 @@ class Linear(Matrix):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, in] → [N, out] in x.dtype."""
         return self.op.linear(x, self.packed(), self.simulate)
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        """The products of x as it is, summed and given in fp32: [N, out]."""
+        return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]

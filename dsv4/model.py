@@ -41,11 +41,7 @@ class Head(Linear):
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         """y [N, d] → fp32 [N, vocab]."""
-        return super().forward(y.float())
-
-    def captured(self, y: torch.Tensor) -> torch.Tensor:
-        """The same, from y as it is."""
-        return self.op.linears(y, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
+        return self.exact(y)
 
 
 class Model(Module):
@@ -61,6 +57,7 @@ class Model(Module):
         self.config, self.numerics, self.backend = config, numerics, backend
         self.dispatch = DispatchLedger()
         op = self.op = bind(OPERATIONS, backend, self.dispatch, COMPOSITIONS)
+        op.bound = op  # see dsv4.module.fuses
         self.embed = Embedding(config, store("embed").dtype)
         self.layers = nn.ModuleList(
             Block(config, config.compress_ratios[i], i < config.num_hash_layers, numerics,
@@ -199,9 +196,9 @@ class Model(Module):
         cache.place(step, self.op)
         pending = (self.op.embed_streams(step.ids, self.embed.weight, self.config.hc_mult, self.numerics.activation),)
         for block, layer_cache in zip(self.layers, cache.layers):
-            pending = block.captured(pending, step, layer_cache)
+            pending = block.sublayers(pending, step, layer_cache)
         streams, y = self.op.mhc_post_head_norm(*pending, *self.hc_head.arguments(), self.norm.weight, self.norm.eps)
-        return streams, self.head.captured(y)
+        return streams, self.head(y)
 
     def features(self, streams: torch.Tensor) -> torch.Tensor:
         """streams [N, n, d] → normalised head input [N, d]."""

@@ -1,7 +1,12 @@
-"""nn.Module with a short way to submodules and calls: a decode step makes hundreds of both."""
+"""nn.Module with a short way to submodules and calls: a decode step makes hundreds of both; and when a composition replaces them."""
+
+from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 from torch.nn.modules import module as hooks
+
+from kernels.fusions import COMPOSITIONS
 
 
 class Module(nn.Module):
@@ -19,3 +24,19 @@ class Module(nn.Module):
         if self._forward_hooks or self._forward_pre_hooks or hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return super().__call__(*args, **kwargs)
         return self.forward(*args, **kwargs)
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody outside sees or replaces what this module computes."""
+        return bool(self._forward_hooks or self._forward_pre_hooks) or "forward" in self.__dict__
+
+
+def fuses(op, name: str, *replaced: Module) -> bool:
+    """Whether composition `name` is to run as one: the backend can; `op` is what the model bound, with no operation exchanged for
+    another; and nobody watches the modules whose calls are replaced."""
+    return name in op.fused and op is op.bound and not any(module.watched for module in replaced)
+
+
+def composed(op, name: str) -> Callable:
+    """Composition `name`: as one where it is to be, else its definition by the operations `op`."""
+    return getattr(op, name) if fuses(op, name) else partial(COMPOSITIONS[name].default, op)

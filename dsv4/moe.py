@@ -4,7 +4,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.linear import Linear, Matrix, parameter
-from dsv4.module import Module
+from dsv4.module import Module, fuses
 from dsv4.numerics import Numerics
 
 
@@ -73,13 +73,12 @@ class MoE(Module):
         self.shared_experts = SharedExpert(config, numerics, lambda leaf: store(f"shared_experts.{leaf}"), op)
         self.op = op
 
-    def captured(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """As `forward`, in as few kernels as the backend can."""
-        routed, shared = self.experts, self.shared_experts
-        return self.op.moe(x, *self.gate(x, ids), routed.w13.packed(), routed.w2.packed(),
-                           (shared.w1.packed(), shared.w3.packed(), shared.w2.packed()), routed.limit, routed.simulate, shared.w1.simulate)
-
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""
         indices, weights = self.gate(x, ids)
-        return (self.experts(x, indices, weights) + self.shared_experts(x)).to(x.dtype)
+        routed, shared = self.experts, self.shared_experts
+        if fuses(self.op, "moe", routed, shared):
+            matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
+            return self.op.moe(x, indices, weights, routed.w13.packed(), routed.w2.packed(), matrices, routed.limit,
+                               routed.simulate, shared.w1.simulate)
+        return (routed(x, indices, weights) + shared(x)).to(x.dtype)

@@ -102,6 +102,11 @@ class Step:
         return self.memo(("windows", ratio), lambda: self.start.unsqueeze(1) // ratio
                          + torch.arange(self.completed(ratio), device=self.device))
 
+    def completes(self, ratio: int) -> torch.Tensor:
+        """bool [B·completed]: which of `new_windows` are complete after this step."""
+        return self.memo(("completes", ratio), lambda: (
+            (self.new_windows(ratio) + 1) * ratio <= self.start.unsqueeze(1) + self.T).flatten())
+
     def window_cis(self, ratio: int, base: str) -> torch.Tensor:
         """Rotation of each new entry at its window's first token, complex64 [B·completed, d/2]."""
         return self.memo(("window_cis", ratio, base),
@@ -159,8 +164,3 @@ class CapturedStep(Step):
     def completed(self, ratio: int) -> int:
         """Windows that T tokens complete at most, wherever they begin."""
         return (self.T + ratio - 1) // ratio
-
-    def completes(self, ratio: int) -> torch.Tensor:
-        """bool [B·completed]: which of `new_windows` are complete after this step."""
-        return self.memo(("completes", ratio), lambda: (
-            (self.new_windows(ratio) + 1) * ratio <= self.start.unsqueeze(1) + self.T).flatten())

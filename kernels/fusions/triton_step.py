@@ -30,10 +30,8 @@ def wait(PDL: tl.constexpr):
 
 def place(start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...], window: tuple[int, int],
           kept: tuple[Kept, ...]) -> tuple[torch.Tensor, ...]:
-    """As the definition, in one launch: a program for each token and for each window of each ratio. At most two pools a ratio."""
+    """As the definition, in one launch: a program for each token and for each window of each ratio."""
     require_device("place", start, *frequencies)
-    if any(len(k.entries) > 2 for k in kept):
-        raise UnsupportedInput(f"place: pools {[k.entries for k in kept]}; the triton backend takes at most two of a ratio")
     if start.dtype is not torch.int64 or any(f.dtype is not torch.float32 or f.stride(0) != 1 for f in frequencies):
         raise UnsupportedInput(f"place: starts {start.dtype}, frequencies {[f.dtype for f in frequencies]}; expected int64, and "
                                "fp32 side by side")
@@ -41,18 +39,20 @@ def place(start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...
     new = lambda *shape, dtype=torch.int64: torch.empty(*shape, dtype=dtype, device=start.device)
     turns = lambda n: new(n, half, 2, dtype=torch.float32)
     N = B * tokens
-    common, cis, ratios, shapes = (new(N, W), new(N)), tuple((turns(N), turns(N)) for _ in frequencies), (), ()
+    common, cis, ratios = (new(N, W), new(N)), tuple((turns(N), turns(N)) for _ in frequencies), ()
+    shapes, pools = (), ()
     for k in kept:
         C = (tokens + k.ratio - 1) // k.ratio
         M = B * C
         ratios += ((new(B, tokens), new(N), new(N), new(B, C), new(M, dtype=torch.bool), new(M, k.overlap * k.ratio), turns(M),
                     *(new(M) for _ in k.entries)),)
-        shapes += k.ratio, k.overlap * k.ratio, k.ring, C, *k.entries[:2], *(0,) * (2 - len(k.entries))
+        shapes += k.ratio, k.overlap * k.ratio, k.ring, C
+        pools += (k.entries,)
     flat = tuple(t for outs in cis for t in outs), tuple(tuple(t.view(torch.uint8) if t.dtype is torch.bool else t for t in outs)
                                                        for outs in ratios)
     if N:
-        _place[(B, tokens + sum(shapes[3::6]))](
-            start, tuple(frequencies), common, *flat, tokens, shapes, W, R, next_power(W), half, next_power(half),
+        _place[(B, tokens + sum(shapes[3::4]))](
+            start, tuple(frequencies), common, *flat, pools, tokens, shapes, W, R, next_power(W), half, next_power(half),
             bool(after(start.device)), num_warps=4, **after(start.device))
     return *common, *flat[0], *(t for outs in ratios for t in outs)
 
@@ -71,12 +71,12 @@ def _turn(F, CIS, INVERSE, row, pos, HALF: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _place(START, FREQUENCIES, COMMON, CIS, RATIOS, T, SHAPES: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WP: tl.constexpr,
+def _place(START, FREQUENCIES, COMMON, CIS, RATIOS, POOLS, T, SHAPES: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WP: tl.constexpr,
            HALF: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr):
     """Row `program 0` of the batch; along axis 1 its T tokens, then the windows of each ratio.
 
-    RATIOS: outputs of each ratio in the order of `place`. SHAPES, 6 a ratio: ratio, overlap · ratio, rows of the ring, windows,
-    rows of the first and the second pool.
+    RATIOS: outputs of each ratio in the order of `place`; POOLS: rows of each of its pools, which grow with the context that a
+    cache is made for. SHAPES, 4 a ratio: ratio, overlap · ratio, rows of the ring, windows.
     """
     b, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait(PDL)
@@ -89,18 +89,18 @@ def _place(START, FREQUENCIES, COMMON, CIS, RATIOS, T, SHAPES: tl.constexpr, W: 
         for f in tl.static_range(len(FREQUENCIES)):
             _turn(FREQUENCIES[f], CIS[2 * f], CIS[2 * f + 1], n, pos, HALF, P)
         for r in tl.static_range(len(RATIOS)):
-            tl.store(RATIOS[r][0] + n, (pos + 1) // SHAPES[6 * r])
-            tl.store(RATIOS[r][1] + n, pos % SHAPES[6 * r])
-            tl.store(RATIOS[r][2] + n, pos % SHAPES[6 * r + 2] + b * SHAPES[6 * r + 2])
+            tl.store(RATIOS[r][0] + n, (pos + 1) // SHAPES[4 * r])
+            tl.store(RATIOS[r][1] + n, pos % SHAPES[4 * r])
+            tl.store(RATIOS[r][2] + n, pos % SHAPES[4 * r + 2] + b * SHAPES[4 * r + 2])
     role -= T
     for r in tl.static_range(len(RATIOS)):
-        if (role >= 0) & (role < SHAPES[6 * r + 3]):
-            _new_window(FREQUENCIES[len(FREQUENCIES) - 1], RATIOS[r], b, role, start, T, SHAPES, 6 * r, HALF, P)
-        role -= SHAPES[6 * r + 3]
+        if (role >= 0) & (role < SHAPES[4 * r + 3]):
+            _new_window(FREQUENCIES[len(FREQUENCIES) - 1], RATIOS[r], POOLS[r], b, role, start, T, SHAPES, 4 * r, HALF, P)
+        role -= SHAPES[4 * r + 3]
 
 
 @triton.jit
-def _new_window(F, OUT, b, c, start, T, SHAPES: tl.constexpr, AT: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr):
+def _new_window(F, OUT, POOLS, b, c, start, T, SHAPES: tl.constexpr, AT: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr):
     """The c-th window of one ratio that row b of the batch may complete. SHAPES: from AT on, as for `_place`."""
     RATIO: tl.constexpr = SHAPES[AT]
     S: tl.constexpr = SHAPES[AT + 1]
@@ -113,7 +113,7 @@ def _new_window(F, OUT, b, c, start, T, SHAPES: tl.constexpr, AT: tl.constexpr, 
     tl.store(OUT[5] + m * S + i, tl.where((at >= 0) & live, at % SHAPES[AT + 2] + b * SHAPES[AT + 2], -1))
     _turn(F, OUT[6], None, m, window * RATIO, HALF, P)
     for pool in tl.static_range(len(OUT) - 7):
-        tl.store(OUT[7 + pool] + m, window + b * SHAPES[AT + 4 + pool])
+        tl.store(OUT[7 + pool] + m, window + b * POOLS[pool])
 
 
 def embed_streams(ids: torch.Tensor, table: torch.Tensor, streams: int, dtype: torch.dtype) -> torch.Tensor:

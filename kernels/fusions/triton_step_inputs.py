@@ -4,8 +4,6 @@ Programs take different parts: for each row of the batch and compressor one stor
 complete; for each token one makes the latent and puts it into the window; the others take a few heads each.
 """
 
-from itertools import accumulate
-
 import torch
 import triton
 import triton.language as tl
@@ -37,24 +35,23 @@ def attention_inputs(batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float,
     heads = max(1, TILE // B)
     asked, tensors, of_index, index_programs = _asked(index)
     parts, shapes = zip(*(_compressor(batch, w) for w in windows)) if windows else ((), ())
-    programs = [batch] * len(windows) + [N, triton.cdiv(N * H, heads), *index_programs]
-    starts, pdl = tuple(accumulate(programs)), after(q.device)
+    programs, pdl = batch * len(windows) + N + triton.cdiv(N * H, heads) + index_programs, after(q.device)
     if N:
-        _inputs[(starts[-1],)](
+        _inputs[(programs,)](
             q, _turns(cis.expand(N, -1)), near, tensors, parts, N, N // batch, eps, 0.0 if index is None else float(index.scale),
-            starts, (D, H, B, heads), of_index, tuple(n for shape in shapes for n in shape), form, page,
+            (D, H, B, heads), of_index, tuple(n for shape in shapes for n in shape), form, page,
             (KV if latents.simulate else PLAIN).value, 2 * cis.shape[-1], bool(pdl), num_warps=WARPS, **pdl)
     return q, *asked, data, *(t for w in windows for t in (w.ring, _pool(w.entries)[0]))
 
 
-def _asked(index: IndexHeads | None) -> tuple[tuple, tuple, tuple, tuple]:
+def _asked(index: IndexHeads | None) -> tuple[tuple, tuple, tuple, int]:
     """(results, tensors, D, H, padded D, heads of a program and simulation, programs) of index queries and head weights."""
     if index is None:
-        return (), (None, None, None), (1, 1, 1, 1, 0), ()
+        return (), (None, None, None), (1, 1, 1, 1, 0), 0
     (N, H, D), B = index.q.shape, next_power(index.q.shape[2])
     scaled, each = torch.empty(N, H, dtype=torch.float32, device=index.q.device), max(1, TILE // B)
     shape = D, H, B, each, (KEY if index.simulate else PLAIN).value
-    return (index.q, scaled), (index.q, index.weights.contiguous(), scaled), shape, (triton.cdiv(N * H, each),)
+    return (index.q, scaled), (index.q, index.weights.contiguous(), scaled), shape, triton.cdiv(N * H, each)
 
 
 def _compressor(batch: int, w: Windows) -> tuple[tuple, tuple]:
@@ -99,32 +96,35 @@ def _check(batch: int, q, cis, latents: Latents, index: IndexHeads | None, windo
 
 
 @triton.jit(do_not_specialize=["N"])
-def _inputs(Q, CIS, NEAR, INDEX, WINDOWS, N, T: tl.constexpr, eps, scale, STARTS: tl.constexpr, HEADS: tl.constexpr,
-            ASKED: tl.constexpr, SHAPES: tl.constexpr, FORM: tl.constexpr, PAGE_BYTES: tl.constexpr, SIMULATION: tl.constexpr,
-            TURNED: tl.constexpr, PDL: tl.constexpr):
+def _inputs(Q, CIS, NEAR, INDEX, WINDOWS, N, T: tl.constexpr, eps, scale, HEADS: tl.constexpr, ASKED: tl.constexpr,
+            SHAPES: tl.constexpr, FORM: tl.constexpr, PAGE_BYTES: tl.constexpr, SIMULATION: tl.constexpr, TURNED: tl.constexpr,
+            PDL: tl.constexpr):
     """Q [N, H, D], in place. NEAR: KV, weight, pool and slots; INDEX: queries, weights and scaled weights; WINDOWS of each
-    compressor: as its Windows. STARTS: programs up to and with each part; HEADS: D, H, padded D, heads of a program; ASKED: the
-    same of the index queries, and their simulation; SHAPES: see `_window`."""
+    compressor: as its Windows. HEADS: D, H, padded D, heads of a program; ASKED: the same of the index queries, and their
+    simulation; SHAPES: see `_window`. Programs: a row of the batch for each compressor, tokens, heads, index heads."""
     pid = tl.program_id(0)
     wait(PDL)
-    L: tl.constexpr = len(WINDOWS)
-    for w in tl.static_range(L):
-        if (pid >= w * (N // T)) & (pid < STARTS[w]):
-            _window(WINDOWS[w], pid - w * (N // T), T, eps, TURNED, SHAPES, 9 * w, Q.dtype.element_ty)
+    rows = N // T
+    for w in tl.static_range(len(WINDOWS)):
+        if (pid >= w * rows) & (pid < (w + 1) * rows):
+            _window(WINDOWS[w], pid - w * rows, T, eps, TURNED, SHAPES, 9 * w, Q.dtype.element_ty)
+    pid -= len(WINDOWS) * rows
     D: tl.constexpr = HEADS[0]
     B: tl.constexpr = HEADS[2]
     DTYPE: tl.constexpr = Q.dtype.element_ty
-    if (pid >= STARTS[L] - N) & (pid < STARTS[L]):
-        n, i = (pid - (STARTS[L] - N)).to(tl.int64), tl.arange(0, B)
+    if (pid >= 0) & (pid < N):
+        n, i = pid.to(tl.int64), tl.arange(0, B)
         y = widen(tl.load(NEAR[0] + n * D + i, mask=i < D, other=0.0))[None, :]
         y = finished(y, NEAR[1], CIS, (n + tl.arange(0, 1)) * TURNED, tl.arange(0, 1) == 0, i, eps, DTYPE, D, TURNED, False, True,
                      True, SIMULATION, 0, 1, B)
         put(NEAR[2], tl.load(NEAR[3] + n), y, D, TURNED, PAGE_BYTES, FORM, B)
-    if (pid >= STARTS[L]) & (pid < STARTS[L + 1]):
-        _heads(Q, None, None, CIS, (pid - STARTS[L]) * HEADS[3], N, eps, 0.0, D, HEADS[1], B, HEADS[3], 0, TURNED)
-    if len(STARTS) > L + 2:
-        if pid >= STARTS[L + 1]:
-            _heads(INDEX[0], INDEX[1], INDEX[2], CIS, (pid - STARTS[L + 1]) * ASKED[3], N, eps, scale, ASKED[0], ASKED[1], ASKED[2],
+    pid -= N
+    programs = tl.cdiv(N * HEADS[1], HEADS[3])
+    if (pid >= 0) & (pid < programs):
+        _heads(Q, None, None, CIS, pid * HEADS[3], N, eps, 0.0, D, HEADS[1], B, HEADS[3], 0, TURNED)
+    if INDEX[0] is not None:
+        if pid >= programs:
+            _heads(INDEX[0], INDEX[1], INDEX[2], CIS, (pid - programs) * ASKED[3], N, eps, scale, ASKED[0], ASKED[1], ASKED[2],
                    ASKED[3], ASKED[4], TURNED)
 
 

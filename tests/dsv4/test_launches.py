@@ -1,39 +1,19 @@
-"""How many kernels a captured step launches on the triton backend, by layer kind, and which are none of Triton's."""
+"""How many kernels captured steps and chunks of a prompt launch on the triton backend, by layer kind; which are none of Triton's; and
+for how many lengths, batches and contexts Triton would compile anew."""
 
 from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dsv4 import load_model
 from dsv4.dummy import fill_cache
 from dsv4.step import CapturedStep
 from tests import checkpoints
+from tests.dsv4.launches import WIDE, Launches, on_hopper
 
-# Rows of whole 16 bytes, as streamed products take them.
-WIDE = dict(checkpoints.SMALL, hidden_size=256, moe_intermediate_size=128, q_lora_rank=128, hc_sinkhorn_iters=2,
-            num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], num_hash_layers=1, index_n_heads=4)
-
-
-class Launches(TorchDispatchMode):
-    """Names of kernels, which do not run, and of the torch operations that would be kernels on a GPU, in order."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        from triton.runtime.interpreter import InterpretedFunction
-        self.names: list[str] = []
-        monkeypatch.setattr(InterpretedFunction, "__getitem__",
-                            lambda kernel, grid: lambda *args, **kwargs: self.names.append(kernel.fn.__name__))
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, made = function.name().removeprefix("aten::"), function(*args, **(kwargs or {}))
-        held = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
-        new = any(t.untyped_storage().data_ptr() not in held for t in tree_leaves(made) if isinstance(t, torch.Tensor))
-        if not name.startswith("empty") and (new or name.partition(".")[0].endswith("_")):  # neither memory nor a view
-            self.names.append(f"torch {name}")
-        return made
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counted in the interpreter")
+CHUNK = 2048
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +22,95 @@ def model(tmp_path_factory):
     return load_model(path, numerics="native", backend="triton", device="cpu", cache="fp8", index_cache="fp4")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counted in the interpreter")
+def mark(monkeypatch, model, counted: Launches, marks: list[int]) -> None:
+    """`marks` gets how many launches there were when each block began."""
+    for block in model.layers:
+        real = block.sublayers
+        monkeypatch.setattr(block, "sublayers", lambda *args, real=real: (marks.append(len(counted.names)), real(*args))[1])
+
+
+def captured(model, counted: Launches, batch: int, context: int) -> None:
+    cache = model.new_cache(batch, context)
+    fill_cache(cache, 40)
+    ids, start = torch.zeros(batch, 1, dtype=torch.int64), torch.full((batch,), 40)
+    step = CapturedStep(ids, start, context, model.rope_frequencies())
+    with torch.inference_mode(), counted:
+        model.captured(step, cache)
+
+
+def prefill(model, counted: Launches, tokens: int, fill: int = 0, batch: int = 1, room: int = 0, logits: str = "last") -> None:
+    cache = model.new_cache(batch, fill + tokens + room)
+    if fill:
+        fill_cache(cache, fill)
+    with torch.inference_mode(), counted:
+        model.append(torch.zeros(batch, tokens, dtype=torch.int64), cache, logits=logits, chunk=CHUNK)
+
+
 @pytest.mark.parametrize("batch, most", [(1, {"window": 16, "csa": 18, "hca": 16}), (3, {"window": 17, "csa": 20, "hca": 17})])
 def test_launches_a_layer(model, monkeypatch, batch, most):
     """Goal: 20 a layer. What is shared: positions, embedded tokens, the end of the streams and the head."""
-    cache = model.new_cache(batch, 80)
-    fill_cache(cache, 40)
-    ids, start = torch.zeros(batch, 1, dtype=torch.int64), torch.full((batch,), 40)
-    step = CapturedStep(ids, start, 80, model.rope_frequencies())
     counted, marks = Launches(monkeypatch), []
-    for block in model.layers:
-        real = block.captured
-        monkeypatch.setattr(block, "captured", lambda *args, real=real: (marks.append(len(counted.names)), real(*args))[1])
-    with torch.inference_mode(), counted:
-        model.captured(step, cache)
+    mark(monkeypatch, model, counted, marks)
+    captured(model, counted, batch, 80)
     found = Counter(counted.names)
     assert [name for name in found if name.startswith("torch ")] == [], found
     assert found["_place"] == found["_embed"] == 1 and found["_inputs"] == len(model.layers)
     for block, begin, end in zip(model.layers, marks, marks[1:] + [len(counted.names) - 3]):
         assert end - begin <= most[block.kind.value] - block.hashed, (block.kind, counted.names[begin:end])
     assert counted.names[-3:-1] == ["_statistics_few", "_merge"] and marks[0] == 2
+
+
+def test_launches_of_a_chunk(model, monkeypatch):
+    """A whole chunk behind another one: of each kind the second layer, which shares what depends on positions alone."""
+    most = {"window": (29, 20), "csa": (40, 34), "hca": (33, 26)}  # Triton's; torch's, half of them decoding 127 rows of the window
+    on_hopper(monkeypatch)
+    counted, marks = Launches(monkeypatch), []
+    mark(monkeypatch, model, counted, marks)
+    prefill(model, counted, CHUNK, CHUNK, logits="none")
+    for block, begin, end in list(zip(model.layers, marks, marks[1:] + [len(counted.names)]))[3:]:
+        names, torchs = counted.names[begin:end], sum(name.startswith("torch ") for name in counted.names[begin:end])
+        triton, other = most[block.kind.value]
+        assert len(names) - torchs <= triton and torchs <= other, (block.kind, names)
+        assert not {"torch item", "torch _local_scalar_dense"} & set(names)
+
+
+def test_chunks_neither_wait_nor_pass_through_fp32_products(model, monkeypatch):
+    """Compressors and head multiply bf16 as it is: the tensor cores' products, not IEEE fp32."""
+    on_hopper(monkeypatch)
+    counted = Launches(monkeypatch)
+    prefill(model, counted, CHUNK, logits="all")
+    assert "torch _local_scalar_dense" not in counted.names
+    assert counted.keys["_gemm"] and not any("'*fp32', 'D'" in key.split(",", 2)[0] + "," + key.split(",", 2)[1]
+                                             for key in counted.keys["_gemm"])
+
+
+def test_what_is_compiled_does_not_depend_on_the_length(model, monkeypatch):
+    """After one prompt of each size of tiles, prompts of other lengths, last chunks, and caches of other sizes compile nothing."""
+    on_hopper(monkeypatch)
+    counted = Launches(monkeypatch)
+    for tokens in (2048, 300, 200, 100, 77, 33, 17, 16, 8, 3, 2, 1):
+        prefill(model, counted, tokens)
+    for fill in (300, 2000):
+        for tokens in (2048, 16, 8, 2, 1):
+            prefill(model, counted, tokens, fill)
+    known, ranked = counted.compiled(), {"rank_found": 0}
+    assert sum(known.values()) <= 160, known
+    for tokens, fill, room in ((2047, 0, 0), (1999, 0, 5), (299, 0, 0), (260, 0, 1), (99, 0, 0), (70, 0, 3), (47, 0, 0), (13, 0, 0),
+                               (7, 0, 0), (5, 0, 9), (2048, 1001, 0), (2047, 1531, 7), (13, 1777, 0), (5, 1444, 100), (1, 1900, 1)):
+        prefill(model, counted, tokens, fill, room=room)
+        assert counted.compiled() | ranked == known | ranked, (tokens, fill, room)
+    assert counted.compiled()["rank_found"] <= 8  # powers of two of the entries, while they are few
+
+
+def test_what_is_compiled_for_captured_steps(model, monkeypatch):
+    """Of the kernels between the products, none is compiled anew for another batch, context or capacity."""
+    on_hopper(monkeypatch)
+    counted = Launches(monkeypatch)
+    captured(model, counted, 1, 4096)
+    captured(model, counted, 2, 4096)
+    known = counted.compiled()
+    for batch, context in ((1, 80), (2, 1001), (3, 1001), (3, 4096), (2, 3000)):
+        captured(model, counted, batch, context)
+    again = {name for name, keys in counted.compiled().items() if keys != known.get(name)}
+    assert not again & {"_place", "_inputs", "_embed", "_merge", "_chosen_rows"}, again
+    assert known["_inputs"] == 3
