@@ -1,17 +1,19 @@
 """Times of whole decode steps, each one CUDA graph, on a GPU with random weights.
 
     python scripts/bench_decode.py [--dummy-weights flash] [--layers 16] [--context 8K,128K,1M] [--batch 1,8] [--cache fp8]
-                                   [--index-cache fp4] [--transformers 5] [--out DIR]
+                                   [--index-cache fp4] [--transformers 5] [--prefill 8K,128K] [--out DIR]
 
 For each batch and context: ms a step and a layer, kernels, the bytes that a step must read as a time, peak memory, and how
 often the host waited, Triton compiled or memory was allocated after warm-up. `--transformers N` times N layers of
-transformers' eager model beside it (0: not). Writes bench_decode_<device>.json, .md and .svg to DIR (audits). Exit code 1 when
+transformers' eager model beside it (0: not). `--prefill` times whole prompts of those lengths too, in the model's own chunks,
+batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes bench_decode_<device>.json, .md and .svg to DIR (audits). Exit code 1 when
 a step was not clean.
 """
 
 import argparse
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.bench import decode_report, report  # noqa: E402
 from scripts.bench.decode import STEPS, measure_point, profile_point, transformers_eager  # noqa: E402
+from scripts.bench.decode_prefill import measure_prefill  # noqa: E402
 from scripts.bench.timing import Clock, measure_machine  # noqa: E402
 
 SCRIPT = "scripts/bench_decode.py"
@@ -40,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--index-cache", default="fp4")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--transformers", type=int, default=5, metavar="N")
+    parser.add_argument("--prefill", type=counts, default=[], metavar="TOKENS")
     parser.add_argument("--out", type=Path, default=Path("audits"))
     return parser.parse_args()
 
@@ -54,7 +58,8 @@ def main() -> int:
     transformers, failed = None, []
     if args.transformers:
         try:
-            transformers = transformers_eager(args.transformers, EXPERTS, min(8192, min(args.context)))
+            transformers = transformers_eager(args.transformers, EXPERTS, min(8192, min(args.context)),
+                                              prefill=min(8192, *args.prefill) if args.prefill else 0)
             print(f"transformers {transformers['version']}: {transformers['layer_ms']:.1f} ms a layer", flush=True)
         except Exception as failure:  # other people's code: the comparison is missing, ours is still timed
             failed.append(f"transformers: {type(failure).__name__}: {failure}")
@@ -64,36 +69,43 @@ def main() -> int:
     choices = {"numerics": args.numerics, "backend": args.backend, "cache": args.cache, "index_cache": args.index_cache}
     model = load_dummy(args.dummy_weights, args.layers, device="cuda", **choices)
     setup = {"preset": args.dummy_weights.capitalize(), "layers": args.layers, **choices, "weight_bytes": model.nbytes}
-    stem, points = f"bench_decode_{report.device_slug(machine.device)}", []
+    stem, points, prefills = f"bench_decode_{report.device_slug(machine.device)}", [], []
+    results = points, machine, about, setup, transformers, failed, prefills
+    for tokens in args.prefill:
+        attempt(f"prefill of {decode_report.context_name(tokens)}", failed, prefills, lambda: measure_prefill(model, tokens, machine))
+        write(args.out, stem, results)
     for batch in args.batch:
         for context in args.context:
-            name = f"batch {batch} at {decode_report.context_name(context)}"
-            try:
-                points.append(measure_point(model, batch, context, machine, args.steps))
-            except Exception as failure:  # say which point failed, and go on to the next
-                failed.append(f"{name}: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
-                print(failed[-1], flush=True)
-            else:
-                p = points[-1]
-                print(f"{name}: {p.step_ms:.3f} ms, {p.floor_ms / p.step_ms:.0%} of the floor; after warm-up {p.compiles} "
-                      f"compiles, {p.syncs} syncs, {p.allocations} allocations", flush=True)
-            release()
-            write(args.out, stem, (points, machine, about, setup, transformers, failed))
+            attempt(f"batch {batch} at {decode_report.context_name(context)}", failed, points,
+                    lambda: measure_point(model, batch, context, machine, args.steps))
+            write(args.out, stem, results)
     for p in points:
         try:
             profile_point(model, p)
         except Exception as failure:  # the times stand without the count of kernels
             failed.append(f"{p.name}, profile: {type(failure).__name__}: {failure}")
         release()
-    write(args.out, stem, (points, machine, about, setup, transformers, failed))
-    print(decode_report.markdown(points, machine, about, setup, transformers, failed))
+    write(args.out, stem, results)
+    print(decode_report.markdown(*results))
     return int(bool(failed) or not points or decode_report.red(points))
 
 
+def attempt(name: str, failed: list[str], found: list, measure: Callable) -> None:
+    """Append and print what `measure` finds, or say in `failed` that it failed, so that the next can follow."""
+    try:
+        found.append(measure())
+    except Exception as failure:
+        failed.append(f"{name}: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
+        print(failed[-1], flush=True)
+    else:
+        print(found[-1].line(), flush=True)
+    release()
+
+
 def write(folder: Path, stem: str, results: tuple) -> None:
-    points, _, about, _, transformers, _ = results
+    points, _, about, _, transformers, _, prefills = results
     report.write(folder, stem, report.finite(decode_report.document(*results)), decode_report.markdown(*results),
-                 decode_report.svg(points, about, transformers))
+                 decode_report.svg(points, about, transformers, prefills))
 
 
 def release() -> None:

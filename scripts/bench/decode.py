@@ -1,6 +1,7 @@
 """One decode step of a whole model: what it must move, and how long it takes as one CUDA graph."""
 
 import contextlib
+import gc
 import re
 import time
 import warnings
@@ -56,6 +57,10 @@ class Point:
     @property
     def kernels_per_layer(self) -> float | None:
         return None if self.kernels is None else self.kernels / self.layers
+
+    def line(self) -> str:
+        return (f"{self.name}: {self.step_ms:.3f} ms, {self.floor_ms / self.step_ms:.0%} of the floor; after warm-up {self.compiles} "
+                f"compiles, {self.syncs} syncs, {self.allocations} allocations")
 
     def document(self) -> dict:
         return asdict(self) | {"layer_ms": self.layer_ms, "kernels_per_layer": self.kernels_per_layer,
@@ -198,8 +203,10 @@ def transformers_config(layers: int, experts: int):
 
 
 @torch.inference_mode()
-def transformers_eager(layers: int, experts: int, context: int, steps: int = 8, device: str = "cuda", config=None) -> dict:
-    """Median ms of a decode step of transformers' model in bf16 after `context` tokens, prefilled in pieces."""
+def transformers_eager(layers: int, experts: int, context: int, steps: int = 8, device: str = "cuda", config=None,
+                       prefill: int = 0) -> dict:
+    """Median ms of a decode step of transformers' model in bf16 after `context` tokens, prefilled in pieces; and ms of a prompt of
+    `prefill` tokens, if any."""
     import transformers
     from transformers import DeepseekV4ForCausalLM
     torch.manual_seed(0)
@@ -228,6 +235,25 @@ def transformers_eager(layers: int, experts: int, context: int, steps: int = 8, 
         if device == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) * 1e3)
-    step = median(times[2:])
+    step, past = median(times[2:]), None
     return {"version": transformers.__version__, "layers": layers, "experts": experts, "context": context, "step_ms": step,
-            "layer_ms": step / layers}
+            "layer_ms": step / layers} | ({"prefill": prefill, "prefill_ms": transformers_prefill(model, prefill)} if prefill else {})
+
+
+@torch.inference_mode()
+def transformers_prefill(model, tokens: int, chunk: int = 2048) -> float:
+    """ms of a prompt through transformers' model in pieces, the second of two."""
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
+    cuda, times = model.device.type == "cuda", []
+    for _ in range(2):
+        past = None
+        gc.collect()
+        if cuda:
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for start in range(0, tokens, chunk):
+            past = model(ids[:, start:start + chunk], past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
+        if cuda:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) * 1e3)
+    return times[1]

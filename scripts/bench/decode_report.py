@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from scripts.bench.decode import Point, context_name
+from scripts.bench.decode_prefill import Prefill
 from scripts.bench.report import headline
 from scripts.bench.timing import Machine
 
@@ -43,12 +44,15 @@ def red(points: Sequence[Point]) -> bool:
     return any(not p.finite or p.compiles or p.syncs for p in points)
 
 
-def document(points, machine: Machine, about: dict, setup: dict, transformers: dict | None, failed: Sequence[str]) -> dict:
+def document(points, machine: Machine, about: dict, setup: dict, transformers: dict | None, failed: Sequence[str],
+             prefills: Sequence[Prefill] = ()) -> dict:
     return {"about": about, "machine": asdict(machine), "setup": setup, "points": [p.document() for p in points],
-            "transformers": transformers, "goals": verdicts(points, transformers), "failed": list(failed)}
+            "transformers": transformers, "goals": verdicts(points, transformers), "failed": list(failed),
+            "prefills": [p.document() for p in prefills]}
 
 
-def markdown(points, machine: Machine, about: dict, setup: dict, transformers: dict | None, failed: Sequence[str]) -> str:
+def markdown(points, machine: Machine, about: dict, setup: dict, transformers: dict | None, failed: Sequence[str],
+             prefills: Sequence[Prefill] = ()) -> str:
     lines = [
         "# A decode step as one CUDA graph", "", f"{headline(about)}.", "", f"    {about['command']}", "",
         f"DeepSeek-V4-{setup['preset']} widths with random weights, {setup['layers']} layers and the head, numerics "
@@ -67,13 +71,31 @@ def markdown(points, machine: Machine, about: dict, setup: dict, transformers: d
     for row in verdicts(points, transformers):
         measured = "–" if row["measured"] is None else f"{row['measured']:.4g}"
         lines.append(f"| {row['what']} | {measured} | {'≥' if row['at_least'] else '≤'} {row['goal']:.4g} | {row['verdict']} |")
-    notes = [f"- {p.name}: {p.why}" for p in points if p.why] + [f"- failed: {line}" for line in failed]
+    lines += _prefill_table(prefills, machine, transformers)
+    notes = [f"- {p.name}: {p.why}" for p in (*points, *prefills) if p.why] + [f"- failed: {line}" for line in failed]
     lines += ["", *notes] if notes else []
     if points and points[0].by_kernel:
         lines += ["", f"Slowest kernels, {points[0].name} (profiled, so slower than above; a kernel that starts before its predecessor ends counts its waiting):", "",
                   "| kernel | launches a step | µs a step |", "|---|---:|---:|"]
         lines += [f"| `{name}` | {count} | {us:.1f} |" for name, count, us in points[0].by_kernel]
     return "\n".join(lines) + "\n"
+
+
+def _prefill_table(prefills: Sequence[Prefill], machine: Machine, transformers: dict | None) -> list[str]:
+    """Lines of whole prompts, none without any."""
+    if not prefills:
+        return []
+    lines = ["", f"Whole prompts, batch 1, in chunks of {prefills[0].chunk}, the second run of each. Floor: each part at "
+                 f"{machine.bandwidth / 1e12:.2f} TB/s or {machine.matmul / 1e12:.0f} TFLOPS, whichever is longer.", "",
+             "| tokens | ms | first run | tokens/s | ms a layer | floor | share | compiles | syncs | peak GB |", "|---:" * 10 + "|"]
+    lines += [f"| {context_name(p.tokens)} | {p.ms:.1f} | {p.first_ms:.1f} | {p.tokens_per_second:.0f} | {p.ms / p.layers:.2f} "
+              f"| {p.floor_ms:.1f} | {p.floor_ms / p.ms:.0%} | {p.compiles} | {p.syncs} | {p.peak_bytes / 1e9:.1f} |"
+              for p in prefills]
+    if transformers and transformers.get("prefill"):
+        tokens, ms = transformers["prefill"], transformers["prefill_ms"]
+        lines += ["", f"transformers eager, {transformers['layers']} layers: {context_name(tokens)} in {ms:.1f} ms, "
+                      f"{ms / transformers['layers']:.2f} ms a layer."]
+    return lines
 
 
 def _line(p: Point) -> str:
@@ -83,15 +105,15 @@ def _line(p: Point) -> str:
             f"| {p.cache_bytes / 1e9:.2f} | {p.peak_bytes / 1e9:.1f} |")
 
 
-def svg(points: Sequence[Point], about: dict, transformers: dict | None) -> str | None:
-    """ms a layer against context for each batch, with floors. Raises ModuleNotFoundError without matplotlib."""
+def svg(points: Sequence[Point], about: dict, transformers: dict | None, prefills: Sequence[Prefill] = ()) -> str | None:
+    """ms a layer against context for each batch, and tokens/s of prompts if there are any, with floors. Raises ModuleNotFoundError without matplotlib."""
     if not points:
         return None
     import matplotlib
     from matplotlib.figure import Figure
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
-        axis = figure.subplots()
+        figure = Figure(figsize=(10 if prefills else 7, 3.6), layout="constrained")
+        axis, *beside = figure.subplots(1, 2, squeeze=False, width_ratios=(3, 2))[0] if prefills else [figure.subplots()]
         for i, batch in enumerate(sorted({p.batch for p in points})):
             mine = sorted((p for p in points if p.batch == batch), key=lambda p: p.context)
             x = [p.context for p in mine]
@@ -106,6 +128,18 @@ def svg(points: Sequence[Point], about: dict, transformers: dict | None) -> str 
         axis.minorticks_off()
         axis.set_title(headline(about), fontsize=8)
         axis.legend(fontsize=6)
+        for other in beside:
+            _draw_prefills(other, sorted(prefills, key=lambda p: p.tokens))
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
+
+
+def _draw_prefills(axis, prefills: Sequence[Prefill]) -> None:
+    x = [p.tokens for p in prefills]
+    axis.plot(x, [p.tokens_per_second * p.layers for p in prefills], "o-", color="C0", lw=1.2, ms=4, label="prompt")
+    axis.plot(x, [p.tokens / p.floor_ms * 1e3 * p.layers for p in prefills], ":", color="C0", lw=1, label="its floor")
+    axis.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="tokens/s · layers")
+    axis.set_xticks(x, [context_name(t) for t in x])
+    axis.minorticks_off()
+    axis.legend(fontsize=6)
