@@ -15,6 +15,10 @@ class Module(nn.Module):
     Parameters stay in `_parameters` alone, where offloading exchanges them; what runs in every sublayer looks there directly.
     """
 
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._defined = cls.forward
+
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
@@ -28,7 +32,8 @@ class Module(nn.Module):
     @property
     def watched(self) -> bool:
         """Whether somebody outside sees or replaces what this module computes."""
-        return bool(self._forward_hooks or self._forward_pre_hooks) or "forward" in self.__dict__
+        changed = "forward" in self.__dict__ or type(self).forward is not type(self)._defined
+        return changed or bool(self._forward_hooks or self._forward_pre_hooks)
 
 
 def fuses(op, name: str, *replaced: Module) -> bool:

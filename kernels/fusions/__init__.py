@@ -13,7 +13,7 @@ COMPOSITIONS = {composition.name: composition for composition in (
     Composition("query_heads", ("rms_norm", "rotate"), c.query_heads, {"triton": triton_heads.query_heads}),
     Composition("latent", ("rms_norm", "rotate", "simulate_fp8_blocks"), c.latent, {"triton": triton_heads.latent}),
     Composition("index_queries", ("rotate", "hadamard", "simulate_fp4_blocks"), c.index_queries, {"triton": triton_heads.index_queries}),
-    Composition("store_rows", (), c.store_rows, {"triton": triton_compress.store_rows}),
+    Composition("store_rows", (), c.store_rows),
     Composition("pool_entries", ("gated_pool", "rms_norm", "rotate", "simulate_fp8_blocks", "hadamard", "simulate_fp4_blocks"),
                 c.pool_entries, {"triton": triton_compress.pool_entries}),
     Composition("select_entries", ("index_scores", "topk_entries"), c.select_entries, {"triton": indexer_triton.select_entries}),

@@ -1,4 +1,4 @@
-"""Compressors on a GPU: rows into their ring, and windows of rows into entries.
+"""Compressors on a GPU: windows of rows into entries.
 
 A window of few rows becomes an entry in one program. One of many is 0.5 MB, too much for one processor to read in time: its
 channels are pooled by several programs, and a second kernel normalises and rotates.
@@ -16,28 +16,10 @@ from kernels.hadamard.triton import check_width
 from kernels.launch import dependent_launch, next_power, require_device
 from kernels.quantize.triton_codes import narrow, rounded
 
-COLUMNS = 1024  # of one program of store_rows
 FEW = 8         # slots of a window that one program pools
 CHANNELS = 32   # of one program where a window has more
 TILE = 128      # slots that such a program has in flight
 SIMULATIONS = {None: PLAIN.value, "kv": KV.value, "key": KEY.value}
-
-
-def store_rows(raw: torch.Tensor, ape: torch.Tensor, phase: torch.Tensor, ring: torch.Tensor, slots: torch.Tensor) -> None:
-    """Compressor rows into their ring: raw fp32 [N, 2·w] (kv ‖ gate), gate + ape[phase], to ring fp32 [R, 2·w] at slots.
-
-    ape fp32 [ratio, w]; phase, slots int64 [N], slots ≥ 0 and different. Leaves raw alone.
-    """
-    require_device("store_rows", raw, ape, phase, ring, slots)
-    if any(t.dtype is not torch.float32 for t in (raw, ape, ring)) or any(t.stride(1) != 1 for t in (raw, ape, ring)):
-        raise UnsupportedInput("store_rows: expected fp32 rows of adjacent columns; found "
-                               + ", ".join(f"{t.dtype} with strides {tuple(t.stride())}" for t in (raw, ape, ring)))
-    (N, width), block = raw.shape, min(COLUMNS, triton.next_power_of_2(raw.shape[1]))
-    if raw.numel():
-        pdl = dependent_launch(raw.device)
-        strides = [t.stride(0) for t in (raw, ape, phase, ring, slots)]
-        _store_rows[(N, triton.cdiv(width, block))](raw, ape, phase, ring, slots, *strides, width // 2, block, pdl,
-                                                    num_warps=max(1, block // 256), launch_pdl=pdl)
 
 
 def pool_entries(pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtype: torch.dtype, weight: torch.Tensor, eps: float,
@@ -74,20 +56,6 @@ def pool_entries(pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtype: t
                         2 * cis.shape[-1], turns.conjugate, simulation, D.bit_length() - 1, live is not None, FEW, B, pdl,
                         num_warps=min(16, max(1, B // 128)), launch_pdl=pdl)
     return y
-
-
-@triton.jit
-def _store_rows(RAW, APE, PHASE, RING, SLOTS, raw_row, ape_row, phase_step, ring_row, slots_step, W: tl.constexpr,
-                B: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
-    phase, slot = tl.load(PHASE + n * phase_step), tl.load(SLOTS + n * slots_step)
-    # raw[:, ape.shape[1]:].add_(ape.index_select(0, phase)); ring.index_copy_(0, slots, raw)
-    raw = tl.load(RAW + n * raw_row + c, mask=c < 2 * W, other=0.0)
-    ape = tl.load(APE + phase * ape_row + c - W, mask=(c >= W) & (c < 2 * W), other=0.0)
-    tl.store(RING + slot * ring_row + c, raw + ape, mask=c < 2 * W)
 
 
 @triton.jit

@@ -183,23 +183,6 @@ def turn(a, b, c, s):
 
 
 @triton.jit
-def turn_tail(x, CIS, at, live, D, TURNED: tl.constexpr, CONJUGATE: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
-    """Tile [R, B] of rows of D columns (even), the last TURNED rotated, pair (2i, 2i + 1) as one complex number.
-
-    CIS fp32: TURNED numbers (cos, sin interleaved) from offset `at` int64 [R] on; rows that are not `live` read nothing.
-    """
-    i = tl.arange(0, B)[None, :] - (D - TURNED)
-    turned = (i >= 0) & (i < TURNED)
-    cis = tl.load(CIS + at[:, None] + i, mask=turned & live[:, None], other=0.0)
-    a, b = tl.split(tl.reshape(x, [R, B // 2, 2]))
-    c, s = tl.split(tl.reshape(cis, [R, B // 2, 2]))
-    if CONJUGATE:
-        s = -s
-    u, v = turn(a, b, c, s)
-    return tl.where(turned, tl.reshape(tl.join(u, v), [R, B]), x)
-
-
-@triton.jit
 def hadamard_rows(x, R: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr):
     """Tile [R, D] · H_D · D^−0.5 in Sylvester's order, D = 2^STEPS.
 

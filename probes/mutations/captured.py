@@ -87,10 +87,10 @@ def one_window_a_captured_step(site: Site) -> None:
 @mutation("1.10", bugs=(140,), parts=("captured step, entries", "captured step, index keys"), probes=("captured",))
 def windows_in_replays_pool_tokens_that_do_not_exist(site: Site) -> None:
     """A replay pools a row of the ring for the tokens before the first one: whatever memory holds there."""
-    def entries(real):
-        some = lambda slots: torch.where((slots < 0).all(1, keepdim=True), slots, slots.clamp(min=0))
-        return lambda pool, slots, *rest: real(pool, some(slots), *rest)
-    site.composition("pool_entries", entries)
+    def inputs(real):
+        some = lambda w: w._replace(rows=torch.where((w.rows < 0).all(1, keepdim=True), w.rows, w.rows.clamp(min=0)))
+        return lambda *args: real(*args[:-1], tuple(some(w) for w in args[-1]))
+    site.composition("attention_inputs", inputs)
 
 
 @mutation("1.10", bugs=(98,), parts=("linears",), probes=("backend_matrix",))

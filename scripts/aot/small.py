@@ -71,7 +71,6 @@ def _heads(pdl: dict):
 
 
 def _pools(pdl: dict):
-    yield case("store_rows", triton_compress._store_rows, {"W": 1024, "B": 1024, **pdl}, 4)
     for name, D, simulation, warps in (("CSA entries", 512, 1, 4), ("index keys", 128, 2, 1)):
         constexprs = {"S": 8, "OVERLAP": 2, "D": D, "TURNED": 64, "CONJUGATE": False, "SIMULATION": simulation,
                       "STEPS": D.bit_length() - 1, "SKIPS": True, "TILE": 8, "B": D, **pdl}

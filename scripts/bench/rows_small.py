@@ -1,4 +1,4 @@
-"""mHC boundaries, heads, compressor steps and quantisation at V4-Flash's shapes."""
+"""mHC boundaries, heads, what lies between maps and attention, and pooling at V4-Flash's shapes."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from kernels.fusions import compositions, triton_compress, triton_heads
+from kernels.fusions import compositions, triton_compress, triton_heads, triton_step_inputs
+from kernels.fusions.compositions import IndexHeads, Latents, Windows
 from kernels.hyper_connections import triton as mhc
 from kernels.operations import OPERATIONS
 from scripts.bench.inputs import difference, generator, normal
@@ -31,7 +32,7 @@ def rows(device: str) -> Iterator[Row]:
     for tokens in (1, 8, 4096):
         yield from heads(device, tokens)
     for batch in (1, 8):
-        yield from compressor_steps(device, batch)
+        yield from attention_inputs(device, batch)
     yield from prefill_entries(device, 4096)
 
 
@@ -127,39 +128,61 @@ def heads(device: str, tokens: int) -> Iterator[Row]:
     yield Row("index_queries", f"T{tokens}", index, tokens * HEADS * INDEX * 4, 0, facts={"tokens": tokens})
 
 
-# Compressors ----------------------------------------------------------------------------------------------------------
+# Between a layer's linear maps and its attention ----------------------------------------------------------------------
 
 
-def step(device: str, i: int, batch: int, ratio: int, overlap: int, width: int, simulate: str, complete: bool):
-    """One token of each of `batch` rows into the ring, and the entry of the window that ends there, if one does: (run, check)."""
-    slots_each, fp32 = overlap * ratio, partial(normal, dtype=torch.float32, device=device)
-    ring = fp32(11 * i, batch * slots_each, 2 * overlap * width)
-    raw, ape = fp32(11 * i + 1, batch, 2 * overlap * width), fp32(11 * i + 2, ratio, overlap * width)
+def windows(device: str, i: int, batch: int, ratio: int, overlap: int, width: int, simulate: str, complete: bool) -> Windows:
+    """One token of each row, and the window that ends there, if one does."""
+    S, fp32 = overlap * ratio, partial(normal, dtype=torch.float32, device=device)
+    rows = torch.arange(batch * S, device=device).view(batch, S)
     phase = torch.full((batch,), ratio - 1 if complete else 0, device=device)
-    slots = torch.arange(batch * slots_each, device=device).view(batch, slots_each)
-    windows = slots if complete else torch.full_like(slots, -1)
-    weight, cis = normal(11 * i + 3, width, device=device), rotation(device, i, batch)
-    args = windows, overlap, torch.bfloat16, weight, EPS, cis, simulate
-
-    def run():
-        triton_compress.store_rows(raw, ape, phase, ring, slots[:, -1])
-        return triton_compress.pool_entries(ring, *args)
-
-    def definition():
-        compositions.store_rows(REFERENCE, raw.clone(), ape, phase, ring, slots[:, -1])
-        return compositions.pool_entries(REFERENCE, ring, *args)
-    return run, compared(run, definition, SIMULATED)
+    return Windows(fp32(11 * i + 1, batch, 2 * overlap * width), fp32(11 * i + 2, ratio, overlap * width), phase,
+                   fp32(11 * i, batch * S, 2 * overlap * width), rows[:, -1].contiguous(), rows if complete else torch.full_like(rows, -1),
+                   torch.full((batch,), complete, device=device), overlap, normal(11 * i + 3, width, device=device),
+                   rotation(device, i, batch), simulate, normal(11 * i + 4, batch, width, device=device),
+                   torch.arange(batch, device=device))
 
 
-def compressor_steps(device: str, batch: int) -> Iterator[Row]:
-    """Steps that complete a window (every fourth of CSA, one of 128 of HCA) and those that do not."""
-    for name, ratio, overlap, width, simulate in COMPRESSORS:
-        for complete in (True, False):
-            size = batch * (overlap * ratio * 8 * width * complete + 2 * overlap * width * 12 + 2 * width)
-            make = partial(step, device, batch=batch, ratio=ratio, overlap=overlap, width=width, simulate=simulate,
-                           complete=complete)
-            yield Row("compressor_step", f"{name} B{batch}{'' if complete else ', none complete'}", make, size, 0, 3.0,
-                      facts={"batch": batch})
+def inputs(device: str, i: int, batch: int, compressors: tuple, indexed: bool, complete: bool) -> tuple:
+    """Arguments of `attention_inputs`, of one token a row; caches in bf16."""
+    make, each = partial(normal, device=device), torch.arange(batch, device=device)
+    latents = Latents(make(9 * i + 1, batch, HEAD), make(9 * i + 2, HEAD), True, make(9 * i + 3, 129 * batch, HEAD), each * 129)
+    asked = IndexHeads(make(9 * i + 4, batch, HEADS, INDEX), make(9 * i + 5, batch, HEADS), 0.011, True) if indexed else None
+    parts = tuple(windows(device, 3 * i + j, batch, *c, complete) for j, c in enumerate(compressors))
+    return batch, make(9 * i, batch, HEADS, HEAD), rotation(device, i, batch), EPS, latents, asked, parts
+
+
+def copied(value):
+    """Tensors in tuples, each one anew."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, tuple):
+        return type(value)(*map(copied, value)) if hasattr(value, "_fields") else tuple(map(copied, value))
+    return value
+
+
+def attention_inputs(device: str, batch: int) -> Iterator[Row]:
+    """Steps that complete a window (every fourth of CSA, one of 128 of HCA) and those that do not. The goal is that of a
+    compressor's step, which is a part of them."""
+    of = {"window": (), "CSA": COMPRESSORS[:2], "HCA": COMPRESSORS[2:]}
+    for kind, compressors in of.items():
+        for complete in (True, False) if compressors else (False,):
+            indexed = kind == "CSA"
+            size = batch * (4 * HEADS * HEAD + 4 * HEAD + indexed * HEADS * (4 * INDEX + 6))
+            for _, ratio, overlap, width, _ in compressors:
+                size += batch * (overlap * ratio * 8 * width * complete + 2 * overlap * width * 12 + 2 * width * complete)
+
+            def make(i: int, compressors=compressors, indexed=indexed, complete=complete):
+                args = inputs(device, i, batch, tuple(c[1:] for c in compressors), indexed, complete)
+                run = partial(triton_step_inputs.attention_inputs, *args)  # overwrites q: a repeat norms and turns it once more
+
+                def check():
+                    fresh = inputs(device, i, batch, tuple(c[1:] for c in compressors), indexed, complete)
+                    found = partial(triton_step_inputs.attention_inputs, *copied(fresh))
+                    return compared(found, partial(compositions.attention_inputs, REFERENCE, *copied(fresh)), SIMULATED)()
+                return run, check
+            shape = f"{kind} B{batch}" + (", none complete" if compressors and not complete else "")
+            yield Row("attention_inputs", shape, make, size, 0, 3.0 if compressors else None, facts={"batch": batch})
 
 
 def prefill_entries(device: str, tokens: int) -> Iterator[Row]:

@@ -7,7 +7,7 @@ import torch
 
 from kernels.errors import UnsupportedInput
 from kernels.fusions import compositions
-from kernels.fusions.triton_compress import pool_entries, store_rows
+from kernels.fusions.triton_compress import pool_entries
 from kernels.fusions.triton_heads import index_queries, latent, query_heads
 from kernels.operations import OPERATIONS
 
@@ -135,28 +135,6 @@ def test_heads_refuse_what_they_cannot_take():
 # Compressors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows,width,ratio", [(5, 80, 4), (3, 33, 7), (1, 1024, 128), (0, 16, 4)])
-def test_store_rows(rows, width, ratio):
-    raw, ape, ring = randn(rows, 2 * width), randn(ratio, width, seed=1), randn(9, 2 * width, seed=2)
-    phase, slots = torch.arange(rows, device=DEVICE) * 3 % ratio, torch.randperm(9)[:rows].to(DEVICE)
-    wanted = ring.clone()
-    compositions.store_rows(REFERENCE, raw.clone(), ape, phase, wanted, slots)
-    before = raw.clone()
-    store_rows(raw, ape, phase, ring, slots)
-    assert torch.equal(ring, wanted) and torch.equal(raw, before)
-
-
-def test_store_rows_of_wider_buffers():
-    raw, ape, ring = randn(3, 100)[:, 20:60], randn(4, 30, seed=1)[:, 5:25], randn(9, 70, seed=2)
-    phase, slots = torch.tensor([0, 9, 3, 9, 1, 9], device=DEVICE)[::2], torch.tensor([8, 9, 0, 9, 4, 9], device=DEVICE)[::2]
-    wanted = ring.clone()
-    compositions.store_rows(REFERENCE, raw.clone(), ape, phase, wanted[:, 10:50], slots)
-    store_rows(raw, ape, phase, ring[:, 10:50], slots)
-    assert torch.equal(ring, wanted)
-    with pytest.raises(UnsupportedInput, match="fp32"):
-        store_rows(raw.half(), ape, phase, ring[:, 10:50], slots)
-
-
 def windows(M, S, R, seed=0):
     """Slots of windows with absent ones anywhere, but one present at least."""
     g = torch.Generator().manual_seed(seed)
@@ -260,17 +238,14 @@ def test_graph_replays():
     q, kv = randn(8, 64, 512, dtype=torch.bfloat16), randn(8, 512, dtype=torch.bfloat16)
     cis, weight, pool, slots = turns(8, 32), randn(512, seed=1), randn(99, 2048), windows(8, 8, 99)
     live = torch.tensor([1, 0, 1, 0, 1, 1, 0, 1], device=DEVICE)
-    ape, raw, phase, at = randn(4, 1024), randn(8, 2048), torch.arange(8, device=DEVICE) % 4, torch.arange(8, device=DEVICE) * 2
 
     def step():
-        store_rows(raw, ape, phase, pool, at)
         return (query_heads(q.clone(), cis, EPS), latent(kv, weight, EPS, cis, True),
                 pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, "kv", live)[live != 0])
 
     first, graph = step(), torch.cuda.CUDAGraph()
     mask = live != 0
     with torch.cuda.graph(graph):
-        store_rows(raw, ape, phase, pool, at)
         replayed = (query_heads(q.clone(), cis, EPS), latent(kv, weight, EPS, cis, True),
                     pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, "kv", live))
     graph.replay()
@@ -281,12 +256,8 @@ def test_graph_replays():
 @gpu
 def test_offsets_beyond_two_gib():
     R, D = (1 << 31) // 2048 + 64, 512
-    ring, small = torch.zeros(R, 4 * D, device=DEVICE), torch.zeros(64, 4 * D, device=DEVICE)
-    raw, ape, slots = randn(64, 4 * D), randn(4, 2 * D, seed=1), torch.randperm(64).to(DEVICE)
-    phase = torch.arange(64, device=DEVICE) % 4
-    store_rows(raw, ape, phase, ring, slots + R - 64)
-    store_rows(raw, ape, phase, small, slots)
-    assert torch.equal(ring[-64:], small)
+    ring, small = torch.zeros(R, 4 * D, device=DEVICE), randn(64, 4 * D)
+    ring[-64:] = small
     args = 2, torch.bfloat16, randn(D, seed=1), EPS, turns(16, 32), "kv"
     picked = windows(16, 8, 64)
     far = torch.where(picked < 0, -1, picked + R - 64)

@@ -142,8 +142,6 @@ def test_refusals():
         attention_inputs(2, q, cis, eps, latents, index, windows)
     with pytest.raises(UnsupportedInput, match="int64"):
         triton_step.place(torch.zeros(2, dtype=torch.int32, device=DEVICE), 1, (randn(4),), (8, 9), ())
-    with pytest.raises(UnsupportedInput, match="at most two"):
-        triton_step.place(torch.zeros(2, dtype=torch.int64, device=DEVICE), 1, (randn(4),), (8, 9), (Kept(4, 2, 9, (1, 2, 3)),))
     with pytest.raises(UnsupportedInput, match="int64"):
         triton_step.embed_streams(torch.zeros(2, dtype=torch.int32, device=DEVICE), randn(4, 4), 2, torch.float32)
 

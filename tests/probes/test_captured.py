@@ -86,10 +86,10 @@ def test_the_first_rows_that_differ_are_named(official, part):
 
 def test_differences_that_numerics_explain_are_none_where_something_is_fused(official, monkeypatch):
     """Then sums may run in another order: the bits differ, the limit of the numerics holds; a fault is beyond it."""
-    held, op = COMPOSITIONS["latent"], bind(OPERATIONS, "reference", DispatchLedger())
+    held, op = COMPOSITIONS["project_heads"], bind(OPERATIONS, "reference", DispatchLedger())
     for size, worst in ((1 + 1e-6, Status.PASS), (1.01, Status.FAIL)):
         fused = lambda *args, size=size: held.default(op, *args) * size
-        monkeypatch.setitem(COMPOSITIONS, "latent", replace(held, implementations={"cpu": fused}))
+        monkeypatch.setitem(COMPOSITIONS, "project_heads", replace(held, implementations={"cpu": fused}))
         subject = OurSubject(official, "fp32", "cpu")
         assert not exactly(subject)
         assert {c.status for c in execute(Captured(), subject)[0]} - {Status.PASS} == ({worst} - {Status.PASS})
