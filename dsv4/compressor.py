@@ -42,7 +42,7 @@ class MainCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
-        raw = self.wkv_gate.exact(x)
+        raw = self.wkv_gate(x, exact=True)
         if fuses(self.op, "pool_entries", self.norm):
             return _write_as_one(self, raw, step, cache, self.base, "kv" if self.numerics.simulate_kv else None)
         pooled = cache.pool(step, raw, self.ape, self.op)
@@ -78,7 +78,7 @@ class IndexerKeyCompressor(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the keys of the windows that end here."""
-        raw, base = self.wkv_gate.exact(x), BASES[LayerKind.CSA]
+        raw, base = self.wkv_gate(x, exact=True), BASES[LayerKind.CSA]
         if fuses(self.op, "pool_entries", self.norm):
             return _write_as_one(self, raw, step, cache, base, "key" if self.numerics.simulate_index else None)
         pooled = cache.pool(step, raw, self.ape, self.op)

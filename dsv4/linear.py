@@ -74,10 +74,8 @@ class Linear(Matrix):
         self.op = op
         self.simulate = numerics.simulate and self.quantised
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, in] → [N, out] in x.dtype."""
+    def forward(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """x [N, in] → [N, out] in x.dtype; if `exact`, the products of x as it is, summed and given in fp32."""
+        if exact:
+            return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
         return self.op.linear(x, self.packed(), self.simulate)
-
-    def exact(self, x: torch.Tensor) -> torch.Tensor:
-        """The products of x as it is, summed and given in fp32: [N, out]."""
-        return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
