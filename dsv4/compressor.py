@@ -96,8 +96,8 @@ class IndexerKeyCompressor(Module):
         return cache.windows(step, raw, self.ape, self.norm.weight, BASES[LayerKind.CSA], simulate)
 
 
-def _write_as_one(compressor: MainCompressor | IndexerKeyCompressor, raw: torch.Tensor, step: Step, cache: CompressorCache, base: str,
-                  simulate: str | None) -> None:
+def _write_as_one(compressor: MainCompressor | IndexerKeyCompressor, raw: torch.Tensor, step: Step, cache: CompressorCache,
+                  base: str, simulate: str | None) -> None:
     """`forward` after the projection, by the composition `pool_entries`."""
     found, norm = cache.completed(step, raw, compressor.ape), compressor.norm
     if found is not None:

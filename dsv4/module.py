@@ -1,4 +1,4 @@
-"""nn.Module with a short way to submodules and calls: a decode step makes hundreds of both; and when a composition replaces them."""
+"""nn.Module with a short way to submodules and calls, of which a decode step makes hundreds; and when compositions replace them."""
 
 from collections.abc import Callable
 from functools import partial

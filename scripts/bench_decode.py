@@ -6,8 +6,8 @@
 For each batch and context: ms a step and a layer, kernels, the bytes that a step must read as a time, peak memory, and how
 often the host waited, Triton compiled or memory was allocated after warm-up. `--transformers N` times N layers of
 transformers' eager model beside it (0: not). `--prefill` times whole prompts of those lengths too, in the model's own chunks,
-batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes bench_decode_<device>.json, .md and .svg to DIR (audits). Exit code 1 when
-a step was not clean.
+batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes bench_decode_<device>.json, .md
+and .svg to DIR (audits). Exit code 1 when a step was not clean.
 """
 
 import argparse
@@ -72,7 +72,8 @@ def main() -> int:
     stem, points, prefills = f"bench_decode_{report.device_slug(machine.device)}", [], []
     results = points, machine, about, setup, transformers, failed, prefills
     for tokens in args.prefill:
-        attempt(f"prefill of {decode_report.context_name(tokens)}", failed, prefills, lambda: measure_prefill(model, tokens, machine))
+        attempt(f"prefill of {decode_report.context_name(tokens)}", failed, prefills,
+                lambda: measure_prefill(model, tokens, machine))
         write(args.out, stem, results)
     for batch in args.batch:
         for context in args.context:

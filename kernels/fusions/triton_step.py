@@ -71,8 +71,8 @@ def _turn(F, CIS, INVERSE, row, pos, HALF: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _place(START, FREQUENCIES, COMMON, CIS, RATIOS, POOLS, T, SHAPES: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WP: tl.constexpr,
-           HALF: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr):
+def _place(START, FREQUENCIES, COMMON, CIS, RATIOS, POOLS, T, SHAPES: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+           WP: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr):
     """Row `program 0` of the batch; along axis 1 its T tokens, then the windows of each ratio.
 
     RATIOS: outputs of each ratio in the order of `place`; POOLS: rows of each of its pools, which grow with the context that a

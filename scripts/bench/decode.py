@@ -59,8 +59,8 @@ class Point:
         return None if self.kernels is None else self.kernels / self.layers
 
     def line(self) -> str:
-        return (f"{self.name}: {self.step_ms:.3f} ms, {self.floor_ms / self.step_ms:.0%} of the floor; after warm-up {self.compiles} "
-                f"compiles, {self.syncs} syncs, {self.allocations} allocations")
+        return (f"{self.name}: {self.step_ms:.3f} ms, {self.floor_ms / self.step_ms:.0%} of the floor; after warm-up "
+                f"{self.compiles} compiles, {self.syncs} syncs, {self.allocations} allocations")
 
     def document(self) -> dict:
         return asdict(self) | {"layer_ms": self.layer_ms, "kernels_per_layer": self.kernels_per_layer,
@@ -236,8 +236,9 @@ def transformers_eager(layers: int, experts: int, context: int, steps: int = 8, 
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) * 1e3)
     step, past = median(times[2:]), None
-    return {"version": transformers.__version__, "layers": layers, "experts": experts, "context": context, "step_ms": step,
-            "layer_ms": step / layers} | ({"prefill": prefill, "prefill_ms": transformers_prefill(model, prefill)} if prefill else {})
+    found = {"version": transformers.__version__, "layers": layers, "experts": experts, "context": context, "step_ms": step,
+             "layer_ms": step / layers}
+    return found | ({"prefill": prefill, "prefill_ms": transformers_prefill(model, prefill)} if prefill else {})
 
 
 @torch.inference_mode()

@@ -39,8 +39,8 @@ class Prefill:
         return self.tokens / self.ms * 1e3
 
     def line(self) -> str:
-        return (f"{self.name}: {self.ms:.1f} ms, {self.tokens_per_second:.0f} tokens/s, {self.floor_ms / self.ms:.0%} of the floor; "
-                f"{self.compiles} compiles, {self.syncs} syncs in the second run")
+        return (f"{self.name}: {self.ms:.1f} ms, {self.tokens_per_second:.0f} tokens/s, {self.floor_ms / self.ms:.0%} of the "
+                f"floor; {self.compiles} compiles, {self.syncs} syncs in the second run")
 
     def document(self) -> dict:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second, "layer_ms": self.ms / self.layers,

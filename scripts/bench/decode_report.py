@@ -106,7 +106,9 @@ def _line(p: Point) -> str:
 
 
 def svg(points: Sequence[Point], about: dict, transformers: dict | None, prefills: Sequence[Prefill] = ()) -> str | None:
-    """ms a layer against context for each batch, and tokens/s of prompts if there are any, with floors. Raises ModuleNotFoundError without matplotlib."""
+    """ms a layer against context for each batch, and tokens/s of prompts if there are any, with floors.
+
+    Raises ModuleNotFoundError without matplotlib."""
     if not points:
         return None
     import matplotlib

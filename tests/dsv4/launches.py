@@ -42,7 +42,8 @@ class Launches(TorchDispatchMode):
         name, made = function.name().removeprefix("aten::"), function(*args, **(kwargs or {}))
         held = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
         new = any(t.untyped_storage().data_ptr() not in held for t in tree_leaves(made) if isinstance(t, torch.Tensor))
-        if not name.startswith(("empty", "new_empty")) and (new or name.partition(".")[0].endswith("_")):  # neither memory nor a view
+        memory = name.startswith(("empty", "new_empty"))
+        if not memory and (new or name.partition(".")[0].endswith("_")):  # nor a view
             self.names.append(f"torch {name}")
         return made
 

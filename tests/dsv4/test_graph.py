@@ -59,6 +59,37 @@ def test_packed_caches_hold_what_simulated_numerics_make(checkpoint, cache, inde
     assert torch.isfinite(short).all()
 
 
+@pytest.mark.parametrize("numerics, cache, index_cache", [("fp32", "auto", "auto"), ("qat", "fp8", "fp4")])
+def test_prompts_by_compositions_equal_prompts_by_operations(checkpoint, numerics, cache, index_cache, monkeypatch):
+    """Every composition that a prompt may use, by its definition: the same numbers, in long chunks of ragged rows and in short
+    ones. What is watched runs by itself."""
+    model = loaded(checkpoint, numerics, cache, index_cache)
+    ids, counts = prompts(model, 301, 170)
+    run = lambda chunk: model.append(ids, model.new_cache(2, 301), n_new=counts, chunk=chunk, logits="last")
+    want = [run(chunk) for chunk in (256, 50)]
+    names = ("query_heads", "latent", "index_queries", "pool_entries", "mhc_pre_norm", "mhc_post_pre_norm", "moe")
+    calls = dict.fromkeys(names, 0)
+
+    def counted(name, real):
+        def call(*args):
+            calls[name] += 1
+            return real(*args)
+        return call
+    for name in names:
+        monkeypatch.setattr(model.op, name, counted(name, getattr(model.op, name)))
+    monkeypatch.setattr(model.op, "fused", frozenset(names))
+    for chunk, expected in zip((256, 50), want):
+        assert torch.equal(run(chunk), expected), chunk
+    assert all(calls.values()), calls
+    seen, before = [], dict(calls)
+    watched = [m for block in model.layers for m in (block.hc_attn, block.ffn_norm, block.ffn.experts)]
+    undo = [m.register_forward_hook(lambda *args: seen.append(1)) for m in watched]
+    assert torch.equal(run(256), want[0]) and len(seen) == 2 * len(undo)  # steps: 170 tokens of both rows, 131 of the first
+    for hook in undo:
+        hook.remove()
+    assert all(calls[n] == before[n] for n in ("moe", "mhc_pre_norm", "mhc_post_pre_norm")) and calls["latent"] > before["latent"]
+
+
 def test_a_long_step_sees_what_the_ring_will_hold():
     """Rows of the step itself are handed out as they are, the others are read back from bytes: both are the same numbers."""
     from dsv4.cache import Ring

@@ -1,5 +1,5 @@
-"""How many kernels captured steps and chunks of a prompt launch on the triton backend, by layer kind; which are none of Triton's; and
-for how many lengths, batches and contexts Triton would compile anew."""
+"""How many kernels captured steps and chunks of a prompt launch on the triton backend, by layer kind; which are none of Triton's;
+and for how many lengths, batches and contexts Triton would compile anew."""
 
 from collections import Counter
 
