@@ -280,7 +280,8 @@ class CompressorCache:
         Every window that the step may complete has a slot; those that it does not complete lie beyond what any query sees.
         """
         return Windows(raw, ape, self._phase(step), self.raw.flat, self.raw.slots(step), self._rows(step),
-                       step.completes(self.ratio), self.overlap, weight, step.window_cis(self.ratio, base), simulate, self.entries.flat, self.entries.slots(step))
+                       step.completes(self.ratio), self.overlap, weight,
+                       step.window_cis(self.ratio, base), simulate, self.entries.flat, self.entries.slots(step))
 
     def _phase(self, step: Step) -> torch.Tensor:
         """Place of each token in its window, int64 [N]."""

@@ -138,7 +138,8 @@ def windows(device: str, i: int, batch: int, ratio: int, overlap: int, width: in
     phase = torch.full((batch,), ratio - 1 if complete else 0, device=device)
     return Windows(fp32(11 * i + 1, batch, 2 * overlap * width), fp32(11 * i + 2, ratio, overlap * width), phase,
                    fp32(11 * i, batch * S, 2 * overlap * width), rows[:, -1].contiguous(),
-                   rows if complete else torch.full_like(rows, -1), torch.full((batch,), complete, device=device), overlap, normal(11 * i + 3, width, device=device),
+                   rows if complete else torch.full_like(rows, -1), torch.full((batch,), complete, device=device), overlap,
+                   normal(11 * i + 3, width, device=device),
                    rotation(device, i, batch), simulate, normal(11 * i + 4, batch, width, device=device),
                    torch.arange(batch, device=device))
 
