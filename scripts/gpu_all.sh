@@ -27,7 +27,7 @@ part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
     kernels) "$python" scripts/bench_kernels.py --out "$OUT" --without "$without" ;;
-    decode) "$python" scripts/bench_decode.py --out "$OUT" ;;
+    decode) "$python" scripts/bench_decode.py --prefill 8K,128K --out "$OUT" ;;
     audit) audit ;;
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --out "$OUT" ;;
     *) echo "unknown part $1"; return 2 ;;
