@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.attention import CSAAttention, WindowAttention
+from dsv4.attention import CSAAttention
 from dsv4.compressor import IndexerKeyCompressor
 from dsv4.indexer import LightningIndexer
 from probes.mutations import Site, mutation
+from probes.mutations.masks import over_the_window
 
 INF = float("inf")
 
@@ -72,7 +73,7 @@ def fp4_simulation_a_stub(site: Site) -> None:
 def quantised_kv_diverted_to_raw_attention(site: Site) -> None:
     """With quantised KV, dispatch leaves every sparse path: CSA layers attend to their window only."""
     real = CSAAttention._attend
-    path = lambda attn: WindowAttention._attend if attn.numerics.simulate else real
+    path = lambda attn: over_the_window if attn.numerics.simulate else real
     site.patch(CSAAttention, "_attend", lambda attn, *rest: path(attn)(attn, *rest))
 
 
@@ -216,7 +217,7 @@ def index_queries_normed_by_head(site: Site) -> None:
 @mutation("1.5", bugs=(65, 81), parts=("compressed entries", "selection"), probes=("influence",))
 def csa_layers_take_the_window_path(site: Site) -> None:
     """CSA layers run the window's attention whatever their indexer says: the text still looks fine."""
-    site.patch(CSAAttention, "_attend", lambda attn, *rest: WindowAttention._attend(attn, *rest))
+    site.patch(CSAAttention, "_attend", over_the_window)
 
 
 @mutation("1.5", bugs=(71, 81), parts=("selection",), probes=("index_oracle",))

@@ -13,12 +13,17 @@ def visibility(site: Site, rule) -> None:
     site.patch(Step, "visible", lambda self, ratio: rule(self.pos, ratio).clamp(0, self.max_visible(ratio)))
 
 
+def over_the_window(attn: WindowAttention, x, qr, q, window, index, step: Step, cache) -> torch.Tensor:
+    """Attention of any layer to its window alone, with the arguments of `_attend`."""
+    return WindowAttention.attend(attn, q, window, index, None, step, cache)
+
+
 def window_only(site: Site, when) -> None:
     """The compressed branch of both layer kinds is off in steps for which when(step)."""
     for kind in (CSAAttention, HCAAttention):
         def attend(self, x, qr, q, window, index, step, cache, real=kind._attend):
             o = real(self, x, qr, q, window, index, step, cache)  # the branch runs, and its part is masked off
-            return WindowAttention._attend(self, x, qr, q, window, index, step, cache) if when(step) else o
+            return over_the_window(self, x, qr, q, window, index, step, cache) if when(step) else o
         site.patch(kind, "_attend", attend)
 
 

@@ -18,6 +18,8 @@ FAULTS = [  # mutation, probe, the part it must name, where
     ("only entries of the last chunk", "influence", "selection", "layer 1, chunks"),
     ("selection of another row", "influence", "selection", "layer 1, one step"),
     ("entries of the first row", "influence", "rows of the batch", "layer 3, one step"),
+    ("entries masked off in prefill", "influence", "compressed entries", "layer 1, one step"),
+    ("csa layers take the window path", "influence", "compressed entries", "layer 1, one step"),
     ("window one too long", "influence", "window", "layer 1, one step"),
     ("sink dropped with one query", "influence", "sink", "layer 0, decode, one row"),
     ("softmax scale with mscale", "influence", "softmax scale", "layer 2, decode"),
