@@ -23,7 +23,6 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
-os.environ.pop("TRITON_INTERPRET", None)  # read when a kernel is defined: interpreted ones cannot be compiled
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes for one block
@@ -170,6 +169,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--modules", default="scripts.aot", help="package to take cases from")
     args = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)  # read when a kernel is defined, here and in the processes: compiled, not interpreted
     capabilities = [int(c) for c in args.capabilities.split(",")]
     tasks, broken = [], []
     for module in modules(args.modules):
