@@ -17,10 +17,7 @@ from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
 from dsv4.step import CapturedStep, Step
-from kernels.fusions.compositions import Windows
-
-KV_BLOCK = 64         # FP8 simulation of main KV: one scale for 64 of the dims that RoPE leaves alone
-INDEX_KEY_BLOCK = 32  # FP4 simulation of index queries and keys
+from kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK, Windows
 
 
 class MainCompressor(Module):

@@ -6,11 +6,10 @@ from typing import NamedTuple
 import torch
 
 from kernels.cache_rows import PackedRows
+from kernels.cache_rows.formats import KEY_BLOCK as INDEX_KEY_BLOCK  # of the simulation as of the rows: one loses nothing in the other
+from kernels.cache_rows.formats import KV_BLOCK
 from kernels.quantize.weights import PackedWeight
 from kernels.rope.reference import rotation
-
-KV_BLOCK = 64         # FP8 simulation of main KV: one scale for 64 of the dims that RoPE leaves alone
-INDEX_KEY_BLOCK = 32  # FP4 simulation of index queries and keys
 
 
 def linears(op, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...], simulate: tuple[bool, ...],
