@@ -112,22 +112,22 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     seen = window_index if visible is None else visible
     common = (q, partial, lse, sink, window.data, far.data, window_index, listing, seen, scale * LOG2E, T, H, W, K, splits,
               *q.stride()[:3], far.run, *window_index.stride(), *listing.stride(), *seen.stride())
-    grid, launch = (N * -(-H // tile.heads), splits), {"launch_pdl": True} if dependent else {}
+    grid = (N * -(-H // tile.heads), splits)
     if tile.copied:
         hopper.attend[grid](*common, window.row, far.row, packed, listed, splits > 1, tile.keys, tile.stages,
-                            num_warps=tile.warps, **launch)
+                            num_warps=tile.warps, launch_pdl=dependent)
     else:
         one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
         attend[grid](*common, D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
                      max(1, 32 * tile.warps // tile.keys), window.row, far.row, window.packed, far.packed,
                      window.words and far.words, window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32,
-                     capability(q.device) >= (8, 9), tile.stages, dependent, num_warps=tile.warps, **launch)
+                     capability(q.device) >= (8, 9), tile.stages, dependent, num_warps=tile.warps, launch_pdl=dependent)
     if splits > 1:
-        _merge(partial, lse, sink, out, dependent, launch)
+        _merge(partial, lse, sink, out, dependent)
     return out
 
 
-def _merge(partial, lse, sink, out, dependent: bool, launch: dict) -> None:
+def _merge(partial, lse, sink, out, dependent: bool) -> None:
     """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D].
 
     Programs are one warp, since several would exchange sums through shared memory: those took as long (14 µs for 1024 programs
@@ -136,7 +136,8 @@ def _merge(partial, lse, sink, out, dependent: bool, launch: dict) -> None:
     N, splits, H, D = partial.shape
     together = min(64, next_power(splits))
     columns = min(max(16, next_power(D)), max(32, MERGED // together))
-    merge[(N * H, -(-D // columns))](partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=1, **launch)
+    merge[(N * H, -(-D // columns))](partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=1,
+                                     launch_pdl=dependent)
 
 
 def _refuse(name: str, D: int, window_index, listing, window: _Pool, far: _Pool) -> None:

@@ -14,7 +14,7 @@ from kernels.experts.triton_few import add_pairs
 from kernels.experts.triton_many import tile_experts, tile_shared
 from kernels.experts.triton_stream import Routed, Shared, stream_experts
 from kernels.launch import dependent_launch, next_power, require_device
-from kernels.linear.triton_streams import TOKENS, overlap
+from kernels.linear.triton_streams import TOKENS
 from kernels.linear.triton_weights import Held, check, hold
 from kernels.quantize.weights import PackedWeight
 
@@ -65,9 +65,9 @@ def _mixture(name: str, x: torch.Tensor, routed: tuple | None, shared: tuple | N
     if shared is not None and not fused:
         ys = tile_shared(name, x, shared, limit, simulate_shared, alone)
     if pairs is not None:
-        block = min(SUM_TILE, next_power(d))
-        add_pairs[(N, triton.cdiv(d, block))](y, ys, out, d, pairs.indices.shape[1], block, dependent_launch(x.device), num_warps=4,
-                                              **overlap(x.device))
+        block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
+        add_pairs[(N, triton.cdiv(d, block))](y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4,
+                                              launch_pdl=early)
     return out
 
 

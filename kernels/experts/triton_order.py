@@ -14,7 +14,6 @@ import triton.language as tl
 from kernels.launch import dependent_launch, next_power
 from kernels.linear.reference import ACTIVATION_BLOCK
 from kernels.linear.triton_skinny import begin
-from kernels.linear.triton_streams import overlap
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import fp8_blocks, narrow, widen
 
@@ -37,16 +36,16 @@ def sort_pairs(indices: torch.Tensor, E: int, T: int,
     blocks = blocks_of(P, E, T)
     order = torch.empty(P, dtype=torch.int32, device=indices.device)
     table = torch.empty(1 + 3 * blocks, dtype=torch.int32, device=indices.device)
-    early, options = dependent_launch(indices.device), overlap(indices.device)
+    early = dependent_launch(indices.device)
     if P > FEW:
-        _sort_many[(E,)](indices, order, table, P, blocks, E, T, 1024, early, num_warps=4, **options)
+        _sort_many[(E,)](indices, order, table, P, blocks, E, T, 1024, early, num_warps=4, launch_pdl=early)
         return order, table, None if x is None else simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     lists = torch.empty(3, P, dtype=torch.int32, device=indices.device)
     rounded = None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, K = (0, 1) if x is None else (x.shape[0] * triton.cdiv(x.shape[1], TILE), x.shape[1])
     _sort_few[(1 + tiles,)](
         indices, order, table, lists, P, blocks, x, 0 if x is None else x.stride(0), rounded, K, next_power(P),
-        min(32, next_power(P)), T, TILE, ACTIVATION_BLOCK, early, num_warps=8 if P > 128 else 4, **options)
+        min(32, next_power(P)), T, TILE, ACTIVATION_BLOCK, early, num_warps=8 if P > 128 else 4, launch_pdl=early)
     return order, table, rounded
 
 

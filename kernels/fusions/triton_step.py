@@ -15,11 +15,6 @@ from kernels.quantize.triton_codes import narrow, widen
 COLUMNS = 1024  # of one program
 
 
-def after(device: torch.device) -> dict:
-    """Options of a kernel that may start before the one before it has ended, and waits for it itself."""
-    return {"launch_pdl": True} if dependent_launch(device) else {}
-
-
 @triton.jit
 def wait(PDL: tl.constexpr):
     """For the kernel before, whose results come next; the kernel after this one may start meanwhile and do likewise."""
@@ -50,10 +45,11 @@ def place(start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...
         pools += (k.entries,)
     flat = tuple(t for outs in cis for t in outs), tuple(tuple(t.view(torch.uint8) if t.dtype is torch.bool else t for t in outs)
                                                        for outs in ratios)
+    pdl = dependent_launch(start.device)
     if N:
         _place[(B, tokens + sum(shapes[3::4]))](
             start, tuple(frequencies), common, *flat, pools, tokens, shapes, W, R, next_power(W), half, next_power(half),
-            bool(after(start.device)), num_warps=4, **after(start.device))
+            pdl, num_warps=4, launch_pdl=pdl)
     return *common, *flat[0], *(t for outs in ratios for t in outs)
 
 
@@ -124,10 +120,10 @@ def embed_streams(ids: torch.Tensor, table: torch.Tensor, streams: int, dtype: t
                                "columns side by side")
     (N,), (vocab, d) = ids.shape, table.shape
     y = torch.empty(N, streams, d, dtype=dtype, device=ids.device)
-    block = min(COLUMNS, next_power(d))
+    block, pdl = min(COLUMNS, next_power(d)), dependent_launch(ids.device)
     if y.numel():
         _embed[(N, triton.cdiv(d, block))](ids, table, y, ids.stride(0), table.stride(0), vocab, d, streams, block,
-                                           bool(after(ids.device)), num_warps=4, **after(ids.device))
+                                           pdl, num_warps=4, launch_pdl=pdl)
     return y
 
 
@@ -149,10 +145,9 @@ def chosen_rows(entry: torch.Tensor, run: int) -> torch.Tensor:
     require_device("chosen_rows", entry)
     (B, T, K), entry = entry.shape, entry.contiguous()
     y = torch.empty(B * T, K, dtype=entry.dtype, device=entry.device)
-    block = min(COLUMNS, next_power(T * K))
+    block, pdl = min(COLUMNS, next_power(T * K)), dependent_launch(entry.device)
     if y.numel():
-        _chosen_rows[(B, triton.cdiv(T * K, block))](entry, y, T * K, run, block, bool(after(entry.device)), num_warps=4,
-                                                     **after(entry.device))
+        _chosen_rows[(B, triton.cdiv(T * K, block))](entry, y, T * K, run, block, pdl, num_warps=4, launch_pdl=pdl)
     return y
 
 

@@ -14,10 +14,10 @@ from kernels.errors import UnsupportedInput
 from kernels.fusions.compositions import IndexHeads, Latents, Windows
 from kernels.fusions.triton_compress import SIMULATIONS
 from kernels.fusions.triton_heads import KEY, KV, PLAIN, checked_turns, finished, padded
-from kernels.fusions.triton_step import after, wait
+from kernels.fusions.triton_step import wait
 from kernels.fusions.triton_step_rows import FORMS, put
 from kernels.hadamard.triton import check_width
-from kernels.launch import next_power, require_device
+from kernels.launch import dependent_launch, next_power, require_device
 from kernels.quantize.triton_codes import narrow, rounded, widen
 
 TILE = 2048  # numbers of heads that a program takes, and of slots that it pools, at least one row
@@ -35,12 +35,12 @@ def attention_inputs(batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float,
     heads = max(1, TILE // B)
     asked, tensors, of_index, index_programs = _asked(index)
     parts, shapes = zip(*(_compressor(batch, w) for w in windows)) if windows else ((), ())
-    programs, pdl = batch * len(windows) + N + triton.cdiv(N * H, heads) + index_programs, after(q.device)
+    programs, pdl = batch * len(windows) + N + triton.cdiv(N * H, heads) + index_programs, dependent_launch(q.device)
     if N:
         _inputs[(programs,)](
             q, _turns(cis.expand(N, -1)), near, tensors, parts, N, N // batch, eps, 0.0 if index is None else float(index.scale),
             (D, H, B, heads), of_index, tuple(n for shape in shapes for n in shape), form, page,
-            (KV if latents.simulate else PLAIN).value, 2 * cis.shape[-1], bool(pdl), num_warps=WARPS, **pdl)
+            (KV if latents.simulate else PLAIN).value, 2 * cis.shape[-1], pdl, num_warps=WARPS, launch_pdl=pdl)
     return q, *asked, data, *(t for w in windows for t in (w.ring, _pool(w.entries)[0]))
 
 

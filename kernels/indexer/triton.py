@@ -5,7 +5,6 @@ import triton
 
 from kernels.cache_rows import PackedRows
 from kernels.errors import UnsupportedInput
-from kernels.indexer import reference
 from kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
 from kernels.indexer.triton_choose import choose, choose_visible, plan
 from kernels.launch import processors, require_device

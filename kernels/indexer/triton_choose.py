@@ -59,12 +59,11 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
     ends = T, n, *scores.stride()[:2], *visible.stride()[:2]
     strides = *ends, width, second
     overlap = dependent_launch(device)
-    launch = {"launch_pdl": True} if overlap else {}
     if how.levels and maxima is None:
         maxima = torch.empty(rows, width, dtype=torch.int32, device=device)
         count = torch.empty(rows, dtype=torch.int32, device=device)
         maxima_of_rows[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, visible, *strides, seen, how.levels, CHUNK,
-                                                      overlap, num_warps=8, **launch)
+                                                      overlap, num_warps=8, launch_pdl=overlap)
     lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
     if not how.levels:
         maxima = count = absent
@@ -74,24 +73,24 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
         lists = torch.empty(rows, 2 * how.candidates, dtype=torch.int64, device=device)
         options = {} if interpreting() else dict(maxnreg=80)  # for three programs on a multiprocessor
         filter_rows[(rows,)](scores, lists, out, visible, *ends, k, seen, how.candidates, classes, overlap,
-                             num_warps=max(4, how.candidates // 256), **options, **launch)
+                             num_warps=max(4, how.candidates // 256), launch_pdl=overlap, **options)
         return
     if how.method == "descend":
         # About 8 keys a thread; registers for two programs of 4096 candidates on a multiprocessor.
         options = dict(maxnreg=64) if how.candidates == 4096 and not interpreting() else {}
         descend_rows[(rows,)](scores, maxima, lists, out, visible, *strides, k, seen, *search, overlap,
-                              num_warps=min(16, max(4, how.candidates // 256)), **options, **launch)
+                              num_warps=min(16, max(4, how.candidates // 256)), launch_pdl=overlap, **options)
         return
     every, found = how.method == "rank", out
     if not every:
         found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
         chunk = CHUNK if rows * n <= 2 * CHUNK * processors(device) else 4 * CHUNK
         collect[(rows, triton.cdiv(n, chunk))](scores, maxima, count, found, visible, *strides, k, seen, *search, chunk, ROOM,
-                                               overlap, num_warps=8 if chunk == CHUNK else 16, **launch)
+                                               overlap, num_warps=8 if chunk == CHUNK else 16, launch_pdl=overlap)
     programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
     others = min(1024, how.candidates) if every else 1024
     rank_found[(rows, programs)](scores, maxima, count, found, lists, out, visible, *strides, k, seen, every, *search, ROOM,
-                                 classes, 16, others, overlap, num_warps=4 if how.candidates <= 4096 else 8, **launch)
+                                 classes, 16, others, overlap, num_warps=4 if how.candidates <= 4096 else 8, launch_pdl=overlap)
 
 
 def choose_visible(visible: torch.Tensor, out: torch.Tensor) -> None:

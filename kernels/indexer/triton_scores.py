@@ -233,10 +233,8 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
         each = min(each, 2)
     grid = B * tiles_t, max(1, min(pages, many * each // (B * tiles_t), 65535))
     overlap = dependent_launch(q.device)
-    options = {"launch_pdl": True} if overlap else {}
-    if each == 3 and not fp32:  # as many registers as three programs can have
-        options["maxnreg"] = 168
+    options = {"maxnreg": 168} if each == 3 and not fp32 else {}  # as many registers as three programs can have
     _scores[grid](
         q, weights, words, scales, visible, scores, maxima, count, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
         *visible.stride(), *words.stride()[:2], *scales.stride()[:2], width, *maxima_layout(n), H, D, dims, form, parts, fp32,
-        heads, queries, groups, every, levels, overlap, num_warps=WARPS.value, **options)
+        heads, queries, groups, every, levels, overlap, num_warps=WARPS.value, launch_pdl=overlap, **options)

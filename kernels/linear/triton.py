@@ -14,7 +14,7 @@ from kernels.launch import capability, dependent_launch, dot_in_fp32, processors
 from kernels.linear import reference
 from kernels.linear.reference import ACTIVATION_BLOCK
 from kernels.linear.triton_skinny import begin, skinny, tokens
-from kernels.linear.triton_streams import SLOTS, TOKENS, apart, overlap, row_groups, stream, warps
+from kernels.linear.triton_streams import SLOTS, TOKENS, apart, row_groups, stream, warps
 from kernels.linear.triton_tiles import swizzle, tile_product
 from kernels.linear.triton_weights import Held, check, hold
 from kernels.quantize.triton import simulate_fp8_blocks
@@ -87,12 +87,11 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
     fp32 = dot_in_fp32(x) or h.format == "fp32"
     R, rh = h.O // groups, row_groups(h, fp32, h.O, False, x.device)
     tiles = triton.cdiv(R, 8 * rh) * groups
-    ks = warps(h.K, fp32, tiles, rh, x.device)
+    ks, early = warps(h.K, fp32, tiles, rh, x.device), dependent_launch(x.device)
     turned, cis_stride = (0, 0) if cis is None else (cis.shape[1], cis.stride(0))
     _grouped[(tiles,)](
         x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, cis_stride, R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format,
-        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), dependent_launch(x.device), num_warps=ks, num_stages=1,
-        **overlap(x.device))
+        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), early, num_warps=ks, num_stages=1, launch_pdl=early)
     return out
 
 

@@ -14,11 +14,6 @@ TOKENS = 16  # more tokens need more products than the bytes of the weight give 
 SLOTS = 6    # weights of a launch
 
 
-def overlap(device: torch.device) -> dict:
-    """Launch options of kernels that `begin`."""
-    return {"launch_pdl": True} if dependent_launch(device) else {}
-
-
 def apart(h: Held, fp32: bool, tokens: int) -> bool:
     """Whether `skinny` takes a weight's blocks of 32 columns apart: MXFP4 and one or two tokens."""
     return h.format == "mxfp4" and tokens <= 2 and not fp32
@@ -66,11 +61,11 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
             first += triton.cdiv(held[i].O, 8 * groups)
         classes += [FORMATS.index(form), int(slot_fp32), bo, bk, int(sim), parts, groups, begin, len(order), at, first, int(split)]
     slots = [(held[i].words, held[i].scale, held[i].glob, outs[i]) for i in order] + [(None,) * 4] * (SLOTS - len(order))
-    ks = warps(K, fp32, first, 4, x.device)
+    ks, early = warps(K, fp32, first, 4, x.device), dependent_launch(x.device)
     _streamed[(first,)](
         x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
-        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, dependent_launch(x.device),
-        num_warps=ks, num_stages=1, **overlap(x.device))
+        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, early, num_warps=ks, num_stages=1,
+        launch_pdl=early)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from kernels.errors import UnsupportedInput
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
 from kernels.linear.triton import gemm
 from kernels.linear.triton_skinny import begin, skinny, tokens
-from kernels.linear.triton_streams import TOKENS, overlap
+from kernels.linear.triton_streams import TOKENS
 from kernels.linear.triton_weights import check, hold
 from kernels.quantize.triton_codes import widen
 from kernels.quantize.weights import PackedWeight, WeightFormat
@@ -32,19 +32,19 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     indices, weights = _results(x, topk)
     if not N:
         return indices, weights
-    early, options = dependent_launch(x.device), overlap(x.device)
+    early = dependent_launch(x.device)
     h = hold("route_scored", PackedWeight(WeightFormat.DENSE, weight))
     if N <= TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
         _logits[(triton.cdiv(E, 16), pieces)](
             x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, early,
-            num_warps=4, num_stages=1, **options)
+            num_warps=4, num_stages=1, launch_pdl=early)
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
     _choose[(N,)](logits, N, pieces, bias.contiguous(), indices, weights, float(routed_scaling_factor), E, topk, next_power(E),
-                  next_power(topk), early, num_warps=max(1, next_power(E) // 1024), **options)
+                  next_power(topk), early, num_warps=max(1, next_power(E) // 1024), launch_pdl=early)
     return indices, weights
 
 
@@ -54,10 +54,11 @@ def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
     hold("route_hashed", PackedWeight(WeightFormat.DENSE, weight))  # refuses dtypes
     (N, D), k = x.shape, tid2eid.shape[1]
     indices, weights = _results(x, k)
+    early = dependent_launch(x.device)
     if N:
         _look_up[(N,)](x, x.stride(0), weight.contiguous(), tid2eid.contiguous(), ids.contiguous(), indices, weights,
                        float(routed_scaling_factor), D, k, next_power(k), min(HASH_COLUMNS, next_power(D)),
-                       dependent_launch(x.device), num_warps=8, **overlap(x.device))
+                       early, num_warps=8, launch_pdl=early)
     return indices, weights
 
 

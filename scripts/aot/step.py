@@ -21,9 +21,9 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of each kernel that differs."""
     found: list[tuple] = []
     with patch.object(JITFunction, "run", lambda kernel, *args, grid, warmup, **options: found.append(
-            (kernel, args, options))), patch.object(triton_step, "dependent_launch", lambda _: capability >= (9, 0)), \
-            patch.object(triton_step, "require_device", lambda *_: None), \
-            patch.object(triton_step_inputs, "require_device", lambda *_: None):
+            (kernel, args, options))), \
+            patch.multiple(triton_step, dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None), \
+            patch.multiple(triton_step_inputs, dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None):
         named = [(name, len(found)) for name in _launch()]
     return [(name, *_signature(*found[i - 1])) for name, i in named]
 
