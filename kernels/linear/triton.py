@@ -15,7 +15,7 @@ from kernels.linear import reference
 from kernels.linear.reference import ACTIVATION_BLOCK
 from kernels.linear.triton_skinny import begin, skinny, tokens
 from kernels.linear.triton_streams import SLOTS, TOKENS, apart, row_groups, stream, warps
-from kernels.linear.triton_tiles import swizzle, tile_product
+from kernels.linear.triton_tiles import LANES, arrange, swizzle, tile_product, tile_words
 from kernels.linear.triton_weights import Held, check, hold
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import narrow
@@ -122,7 +122,7 @@ def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUP
 
 def tile_columns(name: str, h: Held, fp32: bool) -> int:
     """Columns of a tile, within one block of FP8's scales. Raises UnsupportedInput when that has no 16 in a power of two."""
-    columns = 32 if fp32 else 64
+    columns = LANES if h.format in ("mxfp4", "nvfp4") else 32 if fp32 else 64
     if h.format == "fp8":
         columns = min(columns, h.block[1] & -h.block[1])
         if columns < MIN_BLOCK:
@@ -145,9 +145,10 @@ def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) ->
     columns = triton.cdiv(N, bt) * groups
     tall = () if fp32 else (128, 64) if bt >= 64 else (64,)
     bo = next((rows for rows in tall if triton.cdiv(R, rows) * columns >= processors(x.device)), 32)
-    weight = h.weight.view(torch.uint8) if h.format == "fp8" else h.weight
+    if h.format in ("mxfp4", "nvfp4"):
+        x = arrange(x.reshape(N * groups, h.K)).view(N, -1)
     _gemm[(triton.cdiv(R, bo) * triton.cdiv(N, bt), groups)](
-        x, N, x.stride(0), weight, h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
+        x, N, x.stride(0), tile_words(h), h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
         num_warps=8 if bo * bt > 8192 else 4, num_stages=1 if fp32 else stages(x.device))
 
 
@@ -159,7 +160,8 @@ def _gemm(X, N, x_stride, W, S, G, Y, R: tl.constexpr, K: tl.constexpr, BO: tl.c
     group = tl.program_id(1)
     o, t = row_block * BO + tl.arange(0, BO), (token_block * BT + tl.arange(0, BT)).to(tl.int64)
     row = (group * R + tl.minimum(o, R - 1)).to(tl.int64)
-    out = tile_product(X + group * K, t * x_stride, t < N, W, S, row, K, BO, BT, BK, FORMAT, FP32, ROWS, COLUMNS)
+    first = group * (K if FORMAT != "mxfp4" and FORMAT != "nvfp4" else (K + 127) // 128 * 128)
+    out = tile_product(X + first, t * x_stride, t < N, W, S, row, K, BO, BT, BK, FORMAT, FP32, ROWS, COLUMNS)
     if G is not None:
         out *= tl.load(G + row // (R * GROUPS // PARTS))[:, None]
     tl.store(Y + t[None, :] * (R * GROUPS) + group * R + o[:, None], narrow(out, Y.dtype.element_ty),
