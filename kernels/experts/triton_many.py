@@ -24,7 +24,7 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     indices, routing, w13, w2 = routed
     (N, d), k, E, I = x.shape, indices.shape[1], w13.weight.shape[0], w2.K
     P, fp32 = N * k, dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
-    bt = next(t for t in (16, 32, 64, 128) if t >= min(2 * P // E, 32 if fp32 else 128))
+    bt = tile_tokens(P, E, fp32)
     first, second = (w.format in ("mxfp4", "nvfp4") for w in (w13, w2))
     if first:
         x = arrange(x)
@@ -38,6 +38,24 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     out = new(P, d)
     _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, order, table, 1, bt, fp32)
     return out
+
+
+def tile_tokens(P: int, E: int, fp32: bool) -> int:
+    """Tokens of a tile: a third more than an expert has on average, as most then need one tile, and none much too large."""
+    return next(t for t in (16, 32, 64, 128) if t >= min(4 * P // (3 * E), 32 if fp32 else 128))
+
+
+def tile_shape(w: Held, bt: int, fp32: bool) -> tuple[int, int]:
+    """(rows, warps) of a tile with `bt` tokens.
+
+    An FP4 tile spends its time on dequantising: of 64 tokens, 8 warps leave registers for a second program beside it, and of
+    fewer, 4 warps do, whose loads of scales are wide enough to be begun ahead.
+    """
+    if fp32:
+        return 32, 4
+    if w.format in ("mxfp4", "nvfp4"):
+        return 128, 8 if bt >= 64 else 4
+    return (128, 8 if bt > 64 else 4) if bt >= 64 else (64, 4)
 
 
 def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWeight, PackedWeight], limit: float,
@@ -55,13 +73,13 @@ def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWe
 def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, order: torch.Tensor, table: torch.Tensor, each: int, bt: int,
              fp32: bool) -> None:
     """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
-    bo = 32 if fp32 else 128 if bt >= 64 else 64
+    bo, warps = tile_shape(w, bt, fp32)
     blocks = blocks_of(y.shape[0], w.weight.shape[0], bt)
     weight = tile_words(w)
     scales = 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1]
     _expert_product[(triton.cdiv(w.O, bo), blocks)](
         x, x.stride(0), order, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, tile_columns(name, w, fp32),
-        w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=8 if bo * bt > 8192 else 4,
+        w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=warps,
         num_stages=1 if fp32 else stages(x.device))
 
 
