@@ -10,7 +10,7 @@ from kernels.experts.triton_stream import Routed
 from kernels.launch import dot_in_fp32, next_power
 from kernels.linear.reference import ACTIVATION_BLOCK
 from kernels.linear.triton import products, stages, tile_columns
-from kernels.linear.triton_tiles import arrange, in_order, tile_product, tile_words, whole_lanes
+from kernels.linear.triton_tiles import arrange, in_order, order, tile_product, tile_words, whole_lanes
 from kernels.linear.triton_weights import Held
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import narrow, widen
@@ -25,18 +25,16 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     (N, d), k, E, I = x.shape, indices.shape[1], w13.weight.shape[0], w2.K
     P, fp32 = N * k, dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
     bt = tile_tokens(P, E, fp32)
-    first, second = (w.format in ("mxfp4", "nvfp4") for w in (w13, w2))
-    if first:
-        x = arrange(x)
-    order, table, rounded = sort_pairs(indices, E, bt, x if simulate else None)
+    x, ordered = arrange(x, order(w13)), order(w2)
+    places, table, rounded = sort_pairs(indices, E, bt, x if simulate else None)
     new = lambda *shape: torch.empty(*shape, dtype=x.dtype, device=x.device)
-    y, h = new(P, 2 * I), new(P, whole_lanes(I) if second else I)
+    y, h = new(P, 2 * I), new(P, whole_lanes(I) if ordered else I)
     block = min(GATE_TILE, next_power(h.shape[1]))
-    _product(name, rounded if simulate else x, w13, y, order, table, k, bt, fp32)
-    _gate_pairs[(P, triton.cdiv(h.shape[1], block))](y, y[:, I:], 2 * I, routing, h, float(limit), I, h.shape[1], block, second,
+    _product(name, rounded if simulate else x, w13, y, places, table, k, bt, fp32)
+    _gate_pairs[(P, triton.cdiv(h.shape[1], block))](y, y[:, I:], 2 * I, routing, h, float(limit), I, h.shape[1], block, ordered,
                                                      num_warps=4)
     out = new(P, d)
-    _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, order, table, 1, bt, fp32)
+    _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, places, table, 1, bt, fp32)
     return out
 
 
@@ -53,7 +51,7 @@ def tile_shape(w: Held, bt: int, fp32: bool) -> tuple[int, int]:
     """
     if fp32:
         return 32, 4
-    if w.format in ("mxfp4", "nvfp4"):
+    if order(w) == 4:
         return 128, 8 if bt >= 64 else 4
     return (128, 8 if bt > 64 else 4) if bt >= 64 else (64, 4)
 
@@ -65,12 +63,12 @@ def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWe
     gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
     N, I = gate.shape
     h, block = torch.empty_like(gate), min(GATE_TILE, next_power(I))
-    _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, float(limit), I, I, block, False, num_warps=4)
+    _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, float(limit), I, I, block, 0, num_warps=4)
     y = products(name, h, None, 0.0, (w2,), (simulate,), (x.dtype,))[0]
     return y if out is None else out.copy_(y)
 
 
-def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, order: torch.Tensor, table: torch.Tensor, each: int, bt: int,
+def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, places: torch.Tensor, table: torch.Tensor, each: int, bt: int,
              fp32: bool) -> None:
     """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
     bo, warps = tile_shape(w, bt, fp32)
@@ -78,7 +76,7 @@ def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, order: torch.
     weight = tile_words(w)
     scales = 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1]
     _expert_product[(triton.cdiv(w.O, bo), blocks)](
-        x, x.stride(0), order, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, tile_columns(name, w, fp32),
+        x, x.stride(0), places, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, tile_columns(name, w, fp32),
         w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=warps,
         num_stages=1 if fp32 else stages(x.device))
 
@@ -106,8 +104,8 @@ def _expert_product(X, x_stride, ORDER, TABLE, W, S, G, Y, blocks, EACH: tl.cons
 
 @triton.jit
 def _gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr,
-                ORDERED: tl.constexpr):
-    """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart; ORDERED: as `arrange` does."""
+                PER: tl.constexpr):
+    """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart; in order PER, as `arrange`."""
     p, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     gate = widen(tl.load(GATE + p * stride + i, mask=i < I, other=0.0))
     up = widen(tl.load(UP + p * stride + i, mask=i < I, other=0.0))
@@ -115,4 +113,4 @@ def _gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, COLUMNS: t
     if ROUTING is not None:
         h *= tl.load(ROUTING + p)
     h = narrow(h, H.dtype.element_ty)
-    tl.store(H + p * COLUMNS + i, in_order(h, B) if ORDERED else h, mask=i < COLUMNS)
+    tl.store(H + p * COLUMNS + i, in_order(h, B, PER) if PER else h, mask=i < COLUMNS)

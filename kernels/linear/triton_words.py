@@ -36,6 +36,7 @@ def _pairs(bits: int, mask: str, big: str, scaled: bool) -> str:
 
 
 E2M1_PAIRS = tl.constexpr(_pairs(4, "0x01c001c0", "0x7e807e80", True))   # s ee m → bits 15 and 8 … 6: the value · 2^−126
+E4M3_SCALED = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", True))
 E4M3_PAIRS = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", False))  # s eeee mmm → bits 15 and 10 … 4: the value · 2^−120
 
 
@@ -115,13 +116,14 @@ def pair(a, b):
 
 
 @triton.jit
-def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.constexpr = False):
+def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.constexpr = False,
+           SCALED: tl.constexpr = False):
     """Words int32 [M, 4] → values [M, S, 2], bf16 or fp32. Step s, pair element p is column (of those in the 16 bytes)
 
     FP4 8·(s // 4) + s % 4 + 4p; FP8 4·(s // 2) + s % 2 + 2p; bf16 and fp32 2s + p.
 
-    scale int32 [M, 1 or 2] E8M0 or E4M3 bytes of FP4 (one for all 4 words, or one for 2). FP8 comes without its scale. On
-    the bf16 path E4M3's NaN code is 480. HALVES: MXFP4 as fp16, times 2^−14 and without its scale.
+    scale int32 [M, 1 or 2] E8M0 or E4M3 bytes of FP4 (one for all 4 words, or one for 2). FP8 comes without its scale
+    unless it is E8M0 [M, 1] and SCALED. On the bf16 path E4M3's NaN code is 480. HALVES: MXFP4 as fp16, times 2^−14 and without its scale.
     """
     M: tl.constexpr = w.shape[0]
     if FORMAT == "fp32":
@@ -135,6 +137,8 @@ def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.conste
             v = (code << 16).to(tl.float32, bitcast=True)
         elif FORMAT == "fp8":
             v = decode_e4m3(code)
+            if SCALED:
+                v *= decode_e8m0(scale)[:, :, None, None]
         else:
             s = decode_e8m0(scale) if FORMAT == "mxfp4" else decode_e4m3(scale)
             s = tl.reshape(tl.broadcast_to(s[:, :, None], [M, s.shape[1], 4 // s.shape[1]]), [M, 4])
@@ -145,8 +149,13 @@ def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.conste
                                          pack=1)
         v = tl.join(a, b)
     elif FORMAT == "fp8":
-        a, c, b, d = tl.inline_asm_elementwise(E4M3_PAIRS, "=&h,=&h,=&h,=&h,r", [w], dtype=(tl.bfloat16,) * 4, is_pure=True,
-                                               pack=1)
+        if SCALED:
+            s = tl.broadcast_to(bf16_twice(scale, "mxfp4"), [M, 4])
+            a, c, b, d = tl.inline_asm_elementwise(E4M3_SCALED, "=&h,=&h,=&h,=&h,r,r", [w, s], dtype=(tl.bfloat16,) * 4,
+                                                   is_pure=True, pack=1)
+        else:
+            a, c, b, d = tl.inline_asm_elementwise(E4M3_PAIRS, "=&h,=&h,=&h,=&h,r", [w], dtype=(tl.bfloat16,) * 4, is_pure=True,
+                                                   pack=1)
         v = tl.reshape(tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 1, 3, 2)), [M, 8, 2])
     else:
         if HALVES:
