@@ -31,8 +31,8 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     y, h = new(P, 2 * I), new(P, whole_lanes(I) if ordered else I)
     block = min(GATE_TILE, next_power(h.shape[1]))
     _product(name, rounded if simulate else x, w13, y, places, table, k, bt, fp32)
-    _gate_pairs[(P, triton.cdiv(h.shape[1], block))](y, y[:, I:], 2 * I, routing, h, float(limit), I, h.shape[1], block, ordered,
-                                                     num_warps=4)
+    grid = P, triton.cdiv(h.shape[1], block)
+    _gate_pairs[grid](y, y[:, I:], 2 * I, routing, h, float(limit), I, h.shape[1], block, ordered, num_warps=4)
     out = new(P, d)
     _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, places, table, 1, bt, fp32)
     return out
@@ -68,8 +68,8 @@ def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWe
     return y if out is None else out.copy_(y)
 
 
-def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, places: torch.Tensor, table: torch.Tensor, each: int, bt: int,
-             fp32: bool) -> None:
+def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, places: torch.Tensor, table: torch.Tensor, each: int,
+             bt: int, fp32: bool) -> None:
     """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
     bo, warps = tile_shape(w, bt, fp32)
     blocks = blocks_of(y.shape[0], w.weight.shape[0], bt)
@@ -105,7 +105,7 @@ def _expert_product(X, x_stride, ORDER, TABLE, W, S, G, Y, blocks, EACH: tl.cons
 @triton.jit
 def _gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr,
                 PER: tl.constexpr):
-    """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart; in order PER, as `arrange`."""
+    """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart, in order PER."""
     p, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     gate = widen(tl.load(GATE + p * stride + i, mask=i < I, other=0.0))
     up = widen(tl.load(UP + p * stride + i, mask=i < I, other=0.0))

@@ -152,7 +152,7 @@ def gemm_shape(N: int, R: int, groups: int, fp32: bool, device: torch.device) ->
 
 
 def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) -> None:
-    """out [N, G·R] = x [N, G·K] · Wᵀ, group by group; x already rounded if it is to be, and each group as `arrange` leaves it."""
+    """out [N, G·R] = x [N, G·K] · Wᵀ, group by group; x already rounded if it is to be, and arranged."""
     N, R = x.shape[0], h.O // groups
     fp32 = dot_in_fp32(x) or h.format == "fp32"
     bk = tile_columns(name, h, fp32)
