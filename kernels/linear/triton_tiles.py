@@ -68,13 +68,14 @@ def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: 
     global scale of NVFP4 is left to the caller.
     """
     WORDS: tl.constexpr = W.dtype.element_ty == tl.int32
+    WIDTH: tl.constexpr = (K + 127) // 128 * 128 if WORDS else K  # columns of x
     acc = tl.zeros([BO, BT], tl.float32)
     i = tl.arange(0, BK)
     for k in range(0, K, BK):
-        if WORDS or K % BK == 0:
+        if WIDTH % BK == 0:
             x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None], other=0.0)
         else:
-            x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None] & (k + i < K)[None, :], other=0.0)
+            x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None] & (k + i < WIDTH)[None, :], other=0.0)
         x = widen(x) if FP32 else x.to(tl.bfloat16)
         if FORMAT == "mxfp4" or FORMAT == "nvfp4":
             w = _fp4_tile(W, S, row, k, K, BO, BK, FORMAT, FP32)
