@@ -11,8 +11,8 @@ import triton.language as tl
 from kernels.errors import UnsupportedInput
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
 from kernels.linear.triton import gemm
-from kernels.linear.triton_skinny import begin, skinny, tokens
-from kernels.linear.triton_streams import TOKENS, overlap
+from kernels.linear.triton_skinny import announce, begin, skinny, tokens
+from kernels.linear.triton_streams import TOKENS, early, overlap
 from kernels.linear.triton_weights import check, hold
 from kernels.quantize.triton_codes import widen
 from kernels.quantize.weights import PackedWeight, WeightFormat
@@ -32,19 +32,19 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     indices, weights = _results(x, topk)
     if not N:
         return indices, weights
-    early, options = dependent_launch(x.device), overlap(x.device)
+    pdl, options = dependent_launch(x.device), overlap(x.device)
     h = hold("route_scored", PackedWeight(WeightFormat.DENSE, weight))
     if N <= TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
         _logits[(triton.cdiv(E, 16), pieces)](
-            x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, early,
+            x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, early(x.device),
             num_warps=4, num_stages=1, **options)
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
     _choose[(N,)](logits, N, pieces, bias.contiguous(), indices, weights, float(routed_scaling_factor), E, topk, next_power(E),
-                  next_power(topk), early, num_warps=max(1, next_power(E) // 1024), **options)
+                  next_power(topk), pdl, num_warps=max(1, next_power(E) // 1024), **options)
     return indices, weights
 
 
@@ -74,9 +74,9 @@ def _logits(X, N, x_stride, W, Y, E: tl.constexpr, D: tl.constexpr, PIECE: tl.co
     """Y fp32 [pieces, N, E]: sums over PIECE columns each."""
     token, mine = tokens(KS, NH, False)
     first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
-    begin(EARLY)
+    announce(EARLY)
     y = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), W, None, first, E, D, KS, RH, NH, FORMAT, FP32, 1, 128,
-               begin=piece * PIECE, SPAN=PIECE)
+               begin=piece * PIECE, SPAN=PIECE, EARLY=EARLY)
     e, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     tl.store(Y + (piece * N + t[None, :]) * E + e[:, None], y, mask=(e[:, None] < E) & (t[None, :] < N))
 
