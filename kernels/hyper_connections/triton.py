@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.errors import UnsupportedInput
 from kernels.hyper_connections import reference
 from kernels.hyper_connections.triton_merge import merge
-from kernels.hyper_connections.triton_statistics import coefficients, mixed, statistics
+from kernels.hyper_connections.triton_statistics import Summands, coefficients, mixed, statistics
 from kernels.launch import dependent_launch, require_device
 from kernels.quantize.triton_codes import narrow
 
@@ -50,7 +50,8 @@ def mhc_pre_norm(streams, fn, scale, base, iters: int, eps: float, norm_eps: flo
 
 def mhc_post_pre_norm(out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight,
                       rms_eps: float):
-    """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb)."""
+    """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb). The output may
+    be `Summands` of few tokens, which are summed on the way."""
     return _pre("mhc_post_pre_norm", (out, post, comb), streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 
@@ -70,13 +71,13 @@ def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, r
 
 
 def _checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:
-    """Contiguous streams and other tensors (or None), on the device. Raises UnsupportedInput."""
-    require_device(name, streams, *others)
+    """Contiguous streams and other tensors (None or Summands as they are), on the device. Raises UnsupportedInput."""
+    require_device(name, streams, *(part for t in others for part in (t if isinstance(t, Summands) else (t,))))
     if streams.shape[1] > MOST_STREAMS:
         raise UnsupportedInput(f"{name}: {streams.shape[1]} streams; the triton backend takes at most {MOST_STREAMS}")
     if streams.shape[2] > WIDEST:
         raise UnsupportedInput(f"{name}: streams of {streams.shape[2]} columns; the triton backend takes at most {WIDEST}")
-    return streams.contiguous(), [None if t is None else t.contiguous() for t in others]
+    return streams.contiguous(), [t.contiguous() if isinstance(t, torch.Tensor) else t for t in others]
 
 
 @triton.jit
