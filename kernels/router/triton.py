@@ -19,6 +19,7 @@ from kernels.quantize.weights import PackedWeight, WeightFormat
 from kernels.router import reference
 
 PIECE = 512      # columns of a program's share of the logits
+SLICES = 4       # of 128 columns, that its warps take side by side
 MAX_EXPERTS = 4096
 HASH_COLUMNS = 4096
 
@@ -38,8 +39,8 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
         _logits[(triton.cdiv(E, 16), pieces)](
-            x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, early(x.device),
-            num_warps=4, num_stages=1, **options)
+            x, N, x.stride(0), h.words, logits, E, D, PIECE, SLICES, 2, 1 if N <= 8 else 2, h.format, fp32, early(x.device),
+            num_warps=SLICES, num_stages=1, **options)
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
@@ -93,10 +94,13 @@ def _score(logit):
 
 @triton.jit
 def _weigh(logit, live, factor):
-    """Weights fp32 of the chosen experts' logits fp32 [B]: fp64 scores, so that they neither vanish nor sum to 0."""
+    """Weights fp32 of the chosen experts' logits fp32 [B]. Far below 0 a score is e^(l/2), which vanishes later than e^l; where all
+    lie there, scores relative to the largest neither vanish nor sum to 0."""
     # chosen / chosen.sum(-1, keepdim=True) * routed_scaling_factor
-    score = tl.where(live, _score(logit.to(tl.float64)), 0.0)
-    return (score / tl.sum(score, 0) * factor).to(tl.float32)
+    top = tl.max(tl.where(live, logit, float("-inf")), 0)
+    far = tl.exp(0.5 * tl.minimum(tl.where(top < -80, logit - top, logit), 0.0))
+    score = tl.where(live, tl.where(logit < tl.where(top < -80, 0.0, -20.0), far, _score(logit)), 0.0)
+    return score / tl.sum(score, 0) * factor
 
 
 @triton.jit(do_not_specialize=["N"])
