@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_skinny import announce, await_others, begin, skinny, tokens
+from kernels.linear.triton_skinny import skinny, tokens
+from kernels.linear.triton_words import announce, await_others, begin
 from kernels.quantize.triton_codes import narrow, rounded, widen
 
 
@@ -155,7 +156,8 @@ def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks,
                         _project(H, ORDER, first, count, w, s, g, PARTS, row + 16 * half, Y, D, I, KS, 2, NH, FORMAT, FP32, BO, BK,
                                  SIMULATE, False)
                 else:
-                    _project(H, ORDER, first, count, w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
+                    _project(H, ORDER, first, count, w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE,
+                             APART)
 
 
 @triton.jit

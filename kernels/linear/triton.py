@@ -13,10 +13,11 @@ from kernels.errors import UnsupportedInput
 from kernels.launch import capability, dot_in_fp32, processors, require_device
 from kernels.linear import reference
 from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton_skinny import announce, skinny, tokens
+from kernels.linear.triton_skinny import skinny, tokens
 from kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, overlap, row_groups, stream, warps
 from kernels.linear.triton_tiles import swizzle, tile_product
 from kernels.linear.triton_weights import Held, check, hold
+from kernels.linear.triton_words import announce
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import narrow
 from kernels.quantize.weights import PackedWeight, WeightFormat

@@ -13,7 +13,9 @@ then, and fp16 has room for them; x is brought to its range by a power of two.
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_words import HALVES_DOWN, ROUND_E4M3, after_loads, larger_pair, loads_begun, pair, unpack
+from kernels.linear.triton_words import (
+    HALVES_DOWN, ROUND_E4M3, after_loads, await_others, larger_pair, loads_begun, pair, unpack,
+)
 from kernels.quantize.triton_codes import (
     INTERPRETED, decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen,
 )
@@ -26,27 +28,6 @@ def lanes(KS: tl.constexpr, REPEATS: tl.constexpr):
     """(q, r, slice, repeat) of each thread's REPEATS vectors, int32 [32·KS·REPEATS]."""
     m = tl.arange(0, 32 * KS * REPEATS)
     return m & 3, (m >> 2) & 7, (m // 32) & (KS - 1), m // (32 * KS)
-
-
-@triton.jit
-def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for the ones before; nothing but weights may be touched earlier."""
-    announce(EARLY)
-    await_others(EARLY)
-
-
-@triton.jit
-def announce(EARLY: tl.constexpr):
-    """Let the next kernel start as soon as all programs of this one have."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_others(EARLY: tl.constexpr):
-    """Wait for the kernels before; at once when they have been waited for."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
-from kernels.linear.triton_skinny import announce, skinny, tokens
+from kernels.linear.triton_skinny import skinny, tokens
 from kernels.linear.triton_weights import Held
+from kernels.linear.triton_words import announce
 from kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # by number, as a kernel's constant takes them in a tuple

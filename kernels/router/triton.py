@@ -11,9 +11,10 @@ import triton.language as tl
 from kernels.errors import UnsupportedInput
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
 from kernels.linear.triton import gemm
-from kernels.linear.triton_skinny import announce, begin, skinny, tokens
+from kernels.linear.triton_skinny import skinny, tokens
 from kernels.linear.triton_streams import TOKENS, early, overlap
 from kernels.linear.triton_weights import check, hold
+from kernels.linear.triton_words import announce, begin
 from kernels.quantize.triton_codes import widen
 from kernels.quantize.weights import PackedWeight, WeightFormat
 from kernels.router import reference
