@@ -128,7 +128,8 @@ def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, n
         draw(report, say)
         said = f"ours:{numerics}" if kind == "ours" else kind
         stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
-        stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto")
+        ran = subject.model.backend if kind.startswith("ours") else "cpu"
+        stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto") + ("" if ran == "cpu" else f"_{ran}")
         for file in write(report, out, stem):
             say(f"wrote {file}")
     return report.exit_code

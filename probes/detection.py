@@ -135,8 +135,9 @@ def headline(matrix: Matrix) -> str:
 
 
 def write(matrix: Matrix, directory: Path) -> list[Path]:
-    """selftest.md and selftest.json, each whole or not at all. Raises WriteError."""
-    return write_files(directory, {f"{STEM}.md": markdown(matrix), f"{STEM}.json":
+    """selftest.md and selftest.json, each whole or not at all; selftest_triton of that backend. Raises WriteError."""
+    backends = "".join(f"_{name}" for name in dict.fromkeys(c.backend for c in matrix.clean) if name not in ("cpu", "reference"))
+    return write_files(directory, {f"{STEM}{backends}.md": markdown(matrix), f"{STEM}{backends}.json":
                                    json.dumps(document(matrix), ensure_ascii=False, indent=1, allow_nan=False) + "\n"})
 
 

@@ -97,7 +97,9 @@ def measure(args, report: Report) -> None:
     tokenizer = load_tokenizer(args.checkpoint)  # the shipped one
     haystacks = tuple(haystack for key, haystack in HAYSTACKS.items() if key in args.haystacks)
     for numerics in args.numerics:
-        model = load_model(args.checkpoint, numerics=numerics, device=args.device)
+        # what is measured is the checkpoint: by the definition, whose operations the evaluation also looks into
+        backend = "auto" if args.device == "cpu" else "reference"
+        model = load_model(args.checkpoint, numerics=numerics, device=args.device, backend=backend)
         say = lambda text: report.say(f"{numerics}: {text}")
         parts = {
             "facts": lambda: evaluation.facts(model, tokenizer, limits, say),

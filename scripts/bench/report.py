@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.bench import limits
+from scripts.bench import assembled, limits
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Machine
 
@@ -75,7 +75,7 @@ def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
         "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
     ]
     lines += [_line(result) for result in results]
-    lines += ["", _tally(results), "", *limits.markdown(results, machine)]
+    lines += ["", _tally(results), "", *assembled.markdown(results, machine), *limits.markdown(results, machine)]
     notes = [f"- {r.name}: {r.why}" for r in results if r.why]
     silent = [(r, name, p) for r in results for name, p in r.peers.items() if p.why]
     left = sorted({name for _, name, p in silent if p.why.startswith("left out")})

@@ -10,10 +10,14 @@ from tests.conftest import GOLDEN, TOLERANCE
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_golden_on_the_device_in_every_step_size():
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
+@BACKENDS
+def test_golden_on_the_device_in_every_step_size(backend):
     from safetensors.torch import load_file
     expected = load_file(GOLDEN / "expected.safetensors")
-    model = load_model(GOLDEN, numerics="fp32", device="cuda")
+    model = load_model(GOLDEN, numerics="fp32", device="cuda", backend=backend)
     for chunk in (1, 7, 128, 300):
         got = model.append(expected["ids"], model.new_cache(1, 300), chunk=chunk)
         assert got.device.type == "cuda"
@@ -24,13 +28,14 @@ def test_golden_on_the_device_in_every_step_size():
     assert (got.cpu() - expected["mtp_logits"]).abs().max() < TOLERANCE
 
 
+@BACKENDS
 @pytest.mark.parametrize("numerics", ["fp32", "qat:fp32"])
 @pytest.mark.parametrize("experts", ["MXFP4", "FP8"])
-def test_device_equals_host(tmp_path, numerics, experts):
+def test_device_equals_host(tmp_path, numerics, experts, backend):
     raw = {**checkpoints.SMALL, "moe_intermediate_size": 128}
     path = checkpoints.write_official(tmp_path / "c", raw, experts)
     ids = torch.randint(0, 320, (2, 280), generator=torch.Generator().manual_seed(0))
-    host, device = load_model(path, numerics=numerics), load_model(path, numerics=numerics, device="cuda")
+    host, device = load_model(path, numerics=numerics), load_model(path, numerics=numerics, device="cuda", backend=backend)
     got, wanted = device(ids).cpu(), host(ids)
     if numerics == "fp32":
         assert (got - wanted).abs().max() < TOLERANCE
@@ -39,10 +44,11 @@ def test_device_equals_host(tmp_path, numerics, experts):
     assert (got - wanted).abs().median() < 1e-4 if numerics == "fp32" else True
 
 
-def test_rewind_and_ragged_rows_on_the_device():
+@BACKENDS
+def test_rewind_and_ragged_rows_on_the_device(backend):
     from safetensors.torch import load_file
     expected = load_file(GOLDEN / "expected.safetensors")
-    model, ids, wanted = load_model(GOLDEN, numerics="fp32", device="cuda"), expected["ids"], expected["logits"]
+    model, ids, wanted = load_model(GOLDEN, numerics="fp32", device="cuda", backend=backend), expected["ids"], expected["logits"]
     lengths = [5, 130, 290]
     cache = model.new_cache(3, 300)
     got = model.append(ids.expand(3, -1)[:, :290], cache, n_new=lengths).cpu()

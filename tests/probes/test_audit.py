@@ -33,6 +33,13 @@ def test_a_clean_probe_ends_with_0_and_writes_every_format(run, official, tmp_pa
     assert [section["probe"] for section in report["sections"]] == ["isolation"]
 
 
+def test_another_backend_does_not_write_over_the_first(run, official, tmp_path):
+    for backend in ("cpu", "reference"):
+        assert run("audit", official, "--probe", "config_ledger", "--backend", backend, "--out", tmp_path)[0] == 0
+    stem = f"{official.name}_ours_fp32"
+    assert {f.name for f in tmp_path.glob("*.md")} == {f"{stem}.md", f"{stem}_reference.md"}
+
+
 def test_what_a_subject_cannot_do_is_no_success(run, official):
     code, err = run("audit", official, "--subject", "files", "--probe", "isolation")
     assert code == 2 and "VACUOUS" in err

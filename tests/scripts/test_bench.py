@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts import bench_kernels
-from scripts.bench import decode, decode_report, fatbin, limits, measure, peers, report
+from scripts.bench import assembled, decode, decode_report, fatbin, limits, measure, peers, report
 from scripts.bench.journal import Journal, supervise
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.row import Row
@@ -124,6 +124,21 @@ def test_a_missed_goal_comes_with_what_limits_it():
     assert "| `topk` late | `_scores` | 1 | 12.3 | 168 | 0 | 65536 | 8 | wgmma 4 |" in missed
     assert "| `memset` | 1 | 1.0 | – | – | – | – |  |" in missed and "`topk` met" not in missed
     assert "## Goals missed" not in report.markdown([result(5.0, 10.0)], MACHINE, ABOUT)
+
+
+def test_a_step_assembled_from_peers():
+    names = {r.name for r in bench_kernels.collect("cpu")[0]}
+    assert all(name in names for s in assembled.STACKS for name, _ in s.parts)
+    first = assembled.STACKS[0]
+    assert sum(count for name, count in first.parts if "decode" in name) == assembled.LAYERS
+    found = [Result(*name.split(" ", 1), 1, 1, 1.0, None, 0.0, 1.0, "", Timing(10.0, 9.0, 0.0, 30, 1),
+                    {"A": PeerResult(Timing(20.0, 20.0, 0.0, 30, 1)), "B": PeerResult(Timing(30.0, 30.0, 0.0, 30, 1))})
+             for name, _ in first.parts]
+    ours, theirs, peers_ = assembled.sums(first, found, MACHINE)
+    runs = 7 + 9 + 7 + 16 + 16 + 16 + 32
+    assert (ours, theirs) == (pytest.approx(runs * 7.6e-3), pytest.approx(runs * 17.6e-3)) and peers_ == ["A"]  # 3.7 − 1.3 off each
+    assert "| batch 1 at 128K | 0.783 | 1.813 | 2.32× ahead | A |" in report.markdown(found, MACHINE, ABOUT)
+    assert assembled.sums(first, found[1:], MACHINE) is None and "Parts of a step" not in report.markdown(found[1:], MACHINE, ABOUT)
 
 
 def test_peers_can_be_left_out(monkeypatch):

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
+#
+#     scripts/gpu_all.sh [PART…]      tests kernels decode audit selftest; all when none is named
+#
+# tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
+# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches. selftest: every planted
+# fault on the triton backend. Parts run one after another, because some are timed; each at most LIMIT seconds (default 600).
+# Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits}
+python=${PYTHON:-python3} limit=${LIMIT:-600} without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit selftest)
+
+audit() {
+  local wrong=0
+  for caches in "auto auto" "fp8 fp4"; do
+    read -r cache index <<< "$caches"
+    "$python" -m dsv4 audit run demo --backend triton --device cuda --numerics qat --cache "$cache" --index-cache "$index" \
+      --out "$OUT" || wrong=1
+  done
+  return $wrong
+}
+part() {
+  case $1 in
+    tests) scripts/gpu_tests.sh triton gpu ;;
+    kernels) "$python" scripts/bench_kernels.py --out "$OUT" --without "$without" ;;
+    decode) "$python" scripts/bench_decode.py --out "$OUT" ;;
+    audit) audit ;;
+    selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --out "$OUT" ;;
+    *) echo "unknown part $1"; return 2 ;;
+  esac
+}
+export python without
+export -f part audit
+table=() failed=0
+for name in "${parts[@]}"; do
+  echo "== $name"
+  begun=$SECONDS
+  timeout -k 10 "$limit" bash -c "part $name"
+  code=$?
+  [ $code -eq 0 ] || failed=1
+  table+=("$(printf '%-10s %6d s  exit %3d%s' "$name" $((SECONDS - begun)) $code "$([ $code -eq 124 ] && echo ': over the limit')")")
+done
+printf '\n'
+printf '%s\n' "${table[@]}"
+exit $failed
