@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.indexer.triton_scores import monotone
-from kernels.indexer.triton_topk import seen_entries, sortable
+from kernels.indexer.triton_topk import row_of_program, seen_entries, sortable
 
 _LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
@@ -105,8 +105,8 @@ def _sortables(SCORES, at, seen):
 def filter_rows(SCORES, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, k, SEEN: tl.constexpr, C: tl.constexpr,
                 CLASSES: tl.constexpr, PDL: tl.constexpr):
     """The k best of the entries < seen of one row a program, to OUT int64 [rows, k]. LIST int64 [rows, 2·C]: scratch; C ≥ 4·k."""
-    row = tl.program_id(0).to(tl.int64)
-    b, t, i = row // T, row % T, tl.arange(0, C)
+    row, b, t = row_of_program(T)
+    i = tl.arange(0, C)
     SCORES += b * s_b + t * s_t
     LIST += row * (2 * C)
     if PDL:
