@@ -20,6 +20,12 @@ _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
+def _score(key):
+    """The inverse of `monotone`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _bound(key, low, k, most):
     """(bound ≥ low, how many keys reach it, how many exceed it): min(k, those that reach `low`) do, and at most `most` ≥ k
     unless several equal it. The last count means something only if more do."""
@@ -28,9 +34,17 @@ def _bound(key, low, k, most):
     if reach > most:
         high = tl.max(key).to(tl.int64) + 1  # fewer than k reach it
         start = tl.min(tl.where(key >= low, key, 2147483647)).to(tl.int64)
+        tries = reach * 0
         while (reach > most) & (high - start > 1):
             third = tl.maximum(((high - start) * 21845) >> 16, 1)
-            first, second = start + third, tl.minimum(start + 2 * third, high - 1)
+            first, second = start + third, start + 2 * third
+            if tries < 3:  # thirds of the scores are better steps than those of their bits, but might be endless ones
+                least, best = _score(start.to(tl.int32)), _score((high - 1).to(tl.int32))
+                first = monotone(least + (best - least) * 0.33333334).to(tl.int64)
+                second = monotone(least + (best - least) * 0.6666667).to(tl.int64)
+                first = tl.maximum(tl.minimum(first, high - 1), start + 1)
+            second = tl.maximum(tl.minimum(second, high - 1), first)
+            tries += 1
             # Both counts in one sum, 16 bits each.
             both = tl.sum((key >= first.to(tl.int32)).to(tl.int32) + ((key >= second.to(tl.int32)).to(tl.int32) << 16))
             n1, n2 = both & 0xFFFF, (both >> 16) & 0xFFFF
