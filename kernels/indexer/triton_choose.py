@@ -22,6 +22,7 @@ WINNOW = True             # whether these search alike and rank their part, inst
 RANKERS = 4               # warps of a program that ranks entries of a row that is short
 MAX_WINNOWED = 1 << 14    # keys that a program of `winnow_rows` holds at once
 MANY = 256                # rows that fill a GPU, a program each
+STAGES = 3                # tiles of scores that a program of `filter_rows` has on their way
 MAX_LISTED = 1 << 11      # numbers that a program of `filter_rows` holds at once
 
 
@@ -87,7 +88,7 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
     if how.method == "filter":
         lists = torch.empty(rows, 2 * how.candidates, dtype=torch.int64, device=device)
         options = {} if interpreting() else dict(maxnreg=80)  # for three programs on a multiprocessor
-        filter_rows[(rows,)](scores, lists, out, visible, *ends, k, seen, how.candidates, classes, overlap,
+        filter_rows[(rows,)](scores, lists, out, visible, *ends, k, seen, how.candidates, classes, STAGES, overlap,
                              num_warps=max(4, how.candidates // 256), **options, **launch)
         return
     if how.method == "descend":

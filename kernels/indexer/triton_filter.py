@@ -84,26 +84,25 @@ def _shorten(LIST, base, bound, k, C: tl.constexpr, CLASSES: tl.constexpr):
 
 
 @triton.jit
-def _bound(SCORES, seen, k, C: tl.constexpr, CLASSES: tl.constexpr):
+def _bound(SCORES, seen, k, C: tl.constexpr, CLASSES: tl.constexpr, STAGES: tl.constexpr):
     """A key that at least k of the entries < seen reach, seen ≥ C, from the maxima of every C-th."""
     i = tl.arange(0, C)
     best = tl.full([C], _LOWEST, tl.int32)
-    for start in range(0, seen, C):
+    for start in tl.range(0, seen, C, num_stages=STAGES):
         key = monotone(tl.load(SCORES + start + i, mask=start + i < seen, other=float("-inf")))
         best = tl.maximum(best, tl.where(start + i < seen, key, _LOWEST))
     return _reached(best, C, k, k + k // 2, CLASSES)
 
 
 @triton.jit
-def _sortables(SCORES, at, seen):
+def _sortables(scores, at, seen):
     """`sortable` of entries, the least number from `seen` on."""
-    key = monotone(tl.load(SCORES + at, mask=at < seen, other=0.0))
-    return tl.where(at < seen, sortable(key, at), _LEAST)
+    return tl.where(at < seen, sortable(monotone(scores), at), _LEAST)
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k"])
 def filter_rows(SCORES, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, k, SEEN: tl.constexpr, C: tl.constexpr,
-                CLASSES: tl.constexpr, PDL: tl.constexpr):
+                CLASSES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """The k best of the entries < seen of one row a program, to OUT int64 [rows, k]. LIST int64 [rows, 2·C]: scratch; C ≥ 4·k."""
     row, b, t = row_of_program(T)
     i = tl.arange(0, C)
@@ -115,14 +114,20 @@ def filter_rows(SCORES, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, k, SEEN: t
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     live = tl.minimum(seen, C)
     if seen > C:
-        bound = _bound(SCORES, seen, k, C, CLASSES)
+        bound = _bound(SCORES, seen, k, C, CLASSES, STAGES)
         live = seen * 0
+        ahead = tl.load(SCORES + i)  # of the next tile, if there are stages: the compiler does that only in simpler loops
         for start in range(0, seen, C):
-            live = _keep(LIST, live, _sortables(SCORES, start + i, seen), bound)
+            if STAGES > 1:
+                scores = ahead
+                ahead = tl.load(SCORES + start + C + i, mask=start + C + i < seen, other=0.0)
+            else:
+                scores = tl.load(SCORES + start + i, mask=start + i < seen, other=0.0)
+            live = _keep(LIST, live, _sortables(scores, start + i, seen), bound)
             if live > C:
                 live, bound = _shorten(LIST, live, bound, k, C, CLASSES)
         tl.debug_barrier()  # other threads read than wrote
         x = tl.load(LIST + i, mask=i < live, other=_LEAST)
     else:
-        x = _sortables(SCORES, i, seen)
+        x = _sortables(tl.load(SCORES + i, mask=i < seen, other=0.0), i, seen)
     _emit(x, live, OUT + row * k, k, CLASSES)

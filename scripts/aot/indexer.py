@@ -65,7 +65,7 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     for held, levels, mine in ((8192, 0, 8), (8192, 1, 8), (8192, 2, 8), (8192, 2, 16), (16384, 2, 16)):
         constants = dict(SEEN=True, LEVELS=levels, ROOM=held // 8, MINE=mine, PDL=False)
         rows.append(_case(f"topk_entries winnow {held} keys, {levels} levels, {mine} at once", winnow_rows, constants, 16))
-    constants = dict(SEEN=True, C=2048, CLASSES=512, PDL=False)
+    constants = dict(SEEN=True, C=2048, CLASSES=512, STAGES=3, PDL=False)
     rows.append(_case("topk_entries filter", filter_rows, constants, 8, dict(maxnreg=80), LIST="*i64"))
     rows.append(_case("select_entries all visible", topk.visible_entries, dict(BLOCK=512), 4))
     return rows
