@@ -43,7 +43,7 @@ class Point:
     compiles: int = 0
     allocations: int = 0
     finite: bool = True
-    by_kernel: list = field(default_factory=list)   # (name, count, µs), the slowest first
+    by_kernel: list = field(default_factory=list)   # (name, count, µs that they add), the slowest first
     why: str = ""
 
     @property
@@ -183,11 +183,11 @@ def profile_point(model, point: Point) -> None:
     add_profile(point, device_kernels(graph.graph.replay))
 
 
-def add_profile(point: Point, kernels: list[tuple[str, float]]) -> None:
-    """Count a step's kernels, and sum their times by name."""
+def add_profile(point: Point, kernels: list[tuple[str, float, float]]) -> None:
+    """Count a step's kernels, and sum by name what they add to its time."""
     point.kernels = len(kernels)
     count, time_us = Counter(), Counter()
-    for name, us in kernels:
+    for name, _, us in kernels:
         short = re.sub(r"^void |<.*|\(.*", "", name)[:80]
         count[short] += 1
         time_us[short] += us
