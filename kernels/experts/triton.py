@@ -13,7 +13,6 @@ from kernels.experts import reference
 from kernels.experts.triton_few import add_pairs
 from kernels.experts.triton_many import tile_experts, tile_shared
 from kernels.experts.triton_stream import Routed, Shared, stream_experts
-from kernels.hyper_connections.triton_statistics import FEW_TOKENS, Summands
 from kernels.launch import dependent_launch, next_power, require_device
 from kernels.linear.triton_streams import TOKENS
 from kernels.linear.triton_weights import Held, check, hold
@@ -40,21 +39,12 @@ def moe(x: torch.Tensor, indices: torch.Tensor, routing: torch.Tensor, w13: Pack
     return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, x.dtype)
 
 
-def moe_summands(x: torch.Tensor, indices: torch.Tensor, routing: torch.Tensor, w13: PackedWeight, w2: PackedWeight,
-                 shared: tuple[PackedWeight, PackedWeight, PackedWeight], limit: float, simulate: bool,
-                 simulate_shared: bool) -> torch.Tensor | Summands:
-    """`moe` for the hyper-connection that follows, which sums the rows of few tokens itself."""
-    return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, x.dtype,
-                    len(x) <= FEW_TOKENS)
-
-
 experts.__doc__, shared_expert.__doc__ = reference.experts.__doc__, reference.shared_expert.__doc__
 
 
 def _mixture(name: str, x: torch.Tensor, routed: tuple | None, shared: tuple | None, limit: float, simulate: bool,
-             simulate_shared: bool, dtype: torch.dtype, apart: bool = False) -> torch.Tensor | Summands:
-    """Σ over the routed experts (indices, routing, w13, w2), and the shared one (w1, w3, w2), of those that are not None; the
-    summands themselves, if they are to be kept `apart`."""
+             simulate_shared: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Σ over the routed experts (indices, routing, w13, w2), and the shared one (w1, w3, w2), of those that are not None."""
     N, d = x.shape
     x = check(name, x, d)
     require_device(name, x)
@@ -74,8 +64,6 @@ def _mixture(name: str, x: torch.Tensor, routed: tuple | None, shared: tuple | N
         y = tile_experts(name, x, pairs, limit, simulate)
     if shared is not None and not fused:
         ys = tile_shared(name, x, shared, limit, simulate_shared, alone)
-    if pairs is not None and apart:
-        return Summands(y, ys)
     if pairs is not None:
         block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
         add_pairs[(N, triton.cdiv(d, block))](y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4,

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.errors import UnsupportedInput
 from kernels.hyper_connections import reference
 from kernels.hyper_connections.triton_merge import merge
-from kernels.hyper_connections.triton_statistics import Summands, coefficients, mixed, statistics
+from kernels.hyper_connections.triton_statistics import coefficients, mixed, statistics
 from kernels.launch import dependent_launch, require_device
 from kernels.quantize.triton_codes import narrow
 
@@ -26,7 +26,7 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
 
 
 def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    streams, (out, post, comb) = checked("mhc_post", streams, (out, post, comb))
+    streams, (out, post, comb) = _checked("mhc_post", streams, (out, post, comb))
     new = torch.empty_like(streams)
     N, n, d = streams.shape
     if new.numel():
@@ -36,7 +36,7 @@ def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb:
 
 
 def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Tensor:
-    streams, (fn, scale, base) = checked("mhc_head", streams, (fn, scale, base))
+    streams, (fn, scale, base) = _checked("mhc_head", streams, (fn, scale, base))
     if not streams.shape[0]:
         return streams.new_empty(0, streams.shape[2])
     _, parts = statistics(streams, fn, None)
@@ -50,8 +50,7 @@ def mhc_pre_norm(streams, fn, scale, base, iters: int, eps: float, norm_eps: flo
 
 def mhc_post_pre_norm(out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight,
                       rms_eps: float):
-    """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb). The output may
-    be `Summands` of few tokens, which are summed on the way."""
+    """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb)."""
     return _pre("mhc_post_pre_norm", (out, post, comb), streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 
@@ -61,7 +60,7 @@ mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
 
 def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps):
     """(streams, y, post, comb), after mhc_post if `merged` = (out, post, comb), y normalised if `weight`."""
-    streams, (fn, scale, base, weight, *merged) = checked(name, streams, (fn, scale, base, weight, *(merged or ())))
+    streams, (fn, scale, base, weight, *merged) = _checked(name, streams, (fn, scale, base, weight, *(merged or ())))
     N, n, d = streams.shape
     if not N:
         empty = lambda *shape, dtype=torch.float32: torch.empty(0, *shape, dtype=dtype, device=streams.device)
@@ -70,14 +69,14 @@ def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, r
     return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 
-def checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:
-    """Contiguous streams and other tensors (None or Summands as they are), on the device. Raises UnsupportedInput."""
-    require_device(name, streams, *(part for t in others for part in (t if isinstance(t, Summands) else (t,))))
+def _checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:
+    """Contiguous streams and other tensors (or None), on the device. Raises UnsupportedInput."""
+    require_device(name, streams, *others)
     if streams.shape[1] > MOST_STREAMS:
         raise UnsupportedInput(f"{name}: {streams.shape[1]} streams; the triton backend takes at most {MOST_STREAMS}")
     if streams.shape[2] > WIDEST:
         raise UnsupportedInput(f"{name}: streams of {streams.shape[2]} columns; the triton backend takes at most {WIDEST}")
-    return streams.contiguous(), [t.contiguous() if isinstance(t, torch.Tensor) else t for t in others]
+    return streams.contiguous(), [None if t is None else t.contiguous() for t in others]
 
 
 @triton.jit

@@ -34,20 +34,11 @@ class Parts(NamedTuple):
     products: int  # M
 
 
-class Summands(NamedTuple):
-    """A sublayer's output, of at most FEW_TOKENS tokens, before its last sum: rows [N·k, d], k for each token, and a row for each
-    of `shared` [N, d] or None. The output is their sum, one after the other in fp32, cast once to the streams' dtype."""
-
-    rows: torch.Tensor
-    shared: torch.Tensor | None
-
-
-def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tensor | Summands, torch.Tensor, torch.Tensor] | None
+def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
                ) -> tuple[torch.Tensor, Parts]:
     """Streams [N, n, d] (N ≥ 1, contiguous), after `mhc_post` with merged = (out, post, comb) unless None, and their parts."""
     (N, n, d), M, device = streams.shape, fn.shape[0], streams.device
     out, post, comb = merged or (streams, fn, fn)
-    out, shared = out if isinstance(out, Summands) else (out, None)
     new = streams if merged is None else torch.empty_like(streams)
     MP, pdl = max(16, next_power(M + 1)), dependent_launch(device)
     tail = N, d, n, M, MP, merged is not None, pdl
@@ -56,11 +47,9 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
         T, splits = min(FEW_HELD, N), triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
         warps = min(16, max(4, MP * columns * n // (32 * FEW_NUMBERS)))
-        _statistics_few[(splits, triton.cdiv(N, T))](out, shared, streams, post, comb, fn, new, data, *tail, T, columns,
-                                                     out.shape[0] // N, num_warps=warps, launch_pdl=pdl)
+        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, num_warps=warps,
+                                                     launch_pdl=pdl)
         return new, Parts(data, M)
-    if len(out) != N or shared is not None:
-        raise ValueError(f"summands of {N} tokens; those of at most {FEW_TOKENS} are summed on the way")
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
     grid = triton.cdiv(chunks, each), tiles
@@ -113,27 +102,11 @@ def _weights(FN, i, k, c, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr):
     return tl.load(FN + (row * n + k) * d + c, mask=(i != n) & (i <= M) & (c < d), other=0.0)
 
 
-@triton.jit
-def _output(OUT, SHARED, t, c, live, d: tl.constexpr, EACH: tl.constexpr):
-    """Columns c of token t's output, or of the sum that `Summands` stands for."""
-    out = tl.load(OUT + t * EACH * d + c, mask=live, other=0.0)
-    if EACH > 1 or SHARED is not None:
-        DTYPE: tl.constexpr = out.dtype
-        total = widen(out)
-        for slot in tl.static_range(1, EACH):
-            total += widen(tl.load(OUT + (t * EACH + slot) * d + c, mask=live, other=0.0))
-        if SHARED is not None:
-            total += widen(tl.load(SHARED + t * d + c, mask=live, other=0.0))
-        out = narrow(total, DTYPE)
-    return out
-
-
 @triton.jit(do_not_specialize=["N"])
-def _statistics_few(OUT, SHARED, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr,
-                    MP: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-                    EACH: tl.constexpr):
+def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+                    MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of fn before
-    the wait for the kernel before (PDL). OUT has EACH rows for a token; with SHARED, one more (`Summands`)."""
+    the wait for the kernel before (PDL)."""
     split, first = tl.program_id(0), tl.program_id(1) * T
     place, c = tl.arange(0, MP), split * C + tl.arange(0, C)[None, :]
     f, h, out, w = (), (), (), ()
@@ -147,7 +120,7 @@ def _statistics_few(OUT, SHARED, H, POST, COMB, FN, NEW, PART, N, d: tl.constexp
         for k in tl.static_range(n):
             h = h + (tl.load(H + (t * n + k) * d + c, mask=(t < N) & (c < d), other=0.0),)
         if MERGES:
-            out = out + (_output(OUT, SHARED, t, c, (t < N) & (c < d), d, EACH),)
+            out = out + (tl.load(OUT + t * d + c, mask=(t < N) & (c < d), other=0.0),)
             w = w + (coefficients(POST, COMB, t, t < N, n),)
     for i in tl.static_range(T):
         t, x, products, squares = first + i, (), tl.zeros((MP, C), tl.float32), tl.zeros((1, C), tl.float32)

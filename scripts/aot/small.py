@@ -10,7 +10,7 @@ from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
 
 HIDDEN, STREAMS, PRODUCTS, PADDED = 4096, 4, 24, 32
-BF16 = {"X", "Y", "W", "OUT", "SHARED", "H", "NEW", "WEIGHT", "PIECES"}
+BF16 = {"X", "Y", "W", "OUT", "H", "NEW", "WEIGHT", "PIECES"}
 INT64 = {"SLOTS", "PHASE"}
 INT8 = {"LIVE"}
 COUNTS = {"M", "N"}
@@ -83,9 +83,7 @@ def _mhc(pdl: dict):
     common = {"d": HIDDEN, "n": STREAMS, "M": PRODUCTS, "MP": PADDED, **pdl}
     yield case("mhc_post", mhc._post, {"d": HIDDEN, "n": STREAMS, "B": 1024, **pdl}, 4)
     for T in (1, 2):
-        few = {**common, "MERGES": True, "T": T, "C": 64}
-        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few, {**few, "SHARED": None, "EACH": 1}, 4)
-        yield case(f"mhc statistics, {T} tokens of 6 experts", triton_statistics._statistics_few, {**few, "EACH": 6}, 4)
+        yield case(f"mhc statistics, {T} tokens", triton_statistics._statistics_few, {**common, "MERGES": True, "T": T, "C": 64}, 4)
     for merges in (True, False):
         yield case(f"mhc statistics, many tokens, bf16, merges={merges}", triton_statistics._statistics_bf16,
                    {**common, "MERGES": merges, "T": 64, "C": 32}, 8, num_stages=2)

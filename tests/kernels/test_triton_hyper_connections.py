@@ -184,24 +184,6 @@ def test_repeats_are_bitwise_equal(tokens):
     assert all(torch.equal(a, b) for a, b in zip(run(), first))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("tokens,shared", [(1, True), (3, True), (3, False), (16, True)])
-def test_summands_are_summed_on_the_way(tokens, shared, dtype):
-    case, each = Case(tokens, d=72, dtype=dtype), 6
-    rows = torch.randn(tokens * each, 72, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
-    summands = triton_statistics.Summands(rows, case.out if shared else None)
-    total = sum(rows.float().view(tokens, each, -1).unbind(1)) + (case.out.float() if shared else 0)
-    run = lambda out: mhc_post_pre_norm(out, *case.mixing[1:], *case.weights, 3, EPS, EPS, case.weight, EPS)
-    assert all(torch.equal(a, b) for a, b in zip(run(summands), run(total.to(dtype)), strict=True))
-
-
-def test_summands_of_many_tokens_are_refused():
-    case = Case(17, d=40)
-    with pytest.raises(ValueError, match="summands"):
-        mhc_post_pre_norm(triton_statistics.Summands(case.out, case.out), *case.mixing[1:], *case.weights, 3, EPS, EPS, case.weight,
-                          EPS)
-
-
 def test_few_tokens_are_split_over_the_columns():
     case = Case(2, d=80, dtype=torch.bfloat16)
     parts = triton_statistics.statistics(case.streams, case.fn, (case.out, case.post, case.comb))[1]
