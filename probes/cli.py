@@ -67,7 +67,12 @@ def selftest_audit(
     from probes import detection
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("planting")
-        done = lambda result, of: bar.update(task, advance=1, total=of)
+
+        def done(result, of):
+            bar.update(task, advance=1, total=of)
+            if not bar.console.is_terminal:
+                say(f"{int(bar.tasks[0].completed):4} of {of}  {detection.told(result)}")
+
         raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done))
 
 

@@ -116,6 +116,13 @@ def run(out: Path | None, section: str | None, name: str | None, fast: bool, job
     return matrix.exit_code
 
 
+def told(result: Outcome | Clean) -> str:
+    """One line of a result, for a log."""
+    if isinstance(result, Clean):
+        return f"{'green' if result.green else 'ALARM':6} {result.seconds:5.1f} s  {setting(result)}, {result.backend}"
+    return f"{'caught' if result.found.caught else 'GAP':6} {result.seconds:5.1f} s  {result.mutation.name}"
+
+
 def summary(matrix: Matrix) -> list[str]:
     """For the terminal: every gap, every false alarm, the totals."""
     lines = [f"GAP    {o.mutation.section:5} {o.mutation.name}: {o.found.note}" for o in matrix.gaps]

@@ -251,7 +251,8 @@ def work(task: Mutation | Clean, bench: Bench) -> Outcome | Clean:
 
 
 def run_all(tasks: list[Mutation | Clean], bench: Bench, jobs: int) -> Iterator[tuple[int, Outcome | Clean]]:
-    """(number of the task, its result), as they become ready. Sound subjects come last, in processes where faults were planted.
+    """(number of the task, its result), as they become ready. Sound subjects come last, in processes where faults were planted;
+    but first, since they take longest, where every task has a process of its own.
 
     A fault that kills its process takes the pool with it: the tasks that are lost are done again, each in a process of its own.
     """
@@ -259,6 +260,8 @@ def run_all(tasks: list[Mutation | Clean], bench: Bench, jobs: int) -> Iterator[
         yield from _here(tasks, bench)
         return
     todo = dict(enumerate(tasks))
+    if _lives(bench) == 1:
+        todo = dict(sorted(todo.items(), key=lambda item: isinstance(item[1], Mutation)))
     with _pool(jobs, bench) as pool:
         waiting = {pool.submit(work, task, bench): i for i, task in todo.items()}
         for future in as_completed(waiting):
@@ -283,8 +286,12 @@ def _here(tasks: list[Mutation | Clean], bench: Bench) -> Iterator[tuple[int, Ou
 
 
 def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
-    lives = 1 if bench.device.startswith("cuda") else None  # a fault on a GPU ends every later call of its process
-    return ProcessPoolExecutor(jobs, get_context("spawn"), _begin, max_tasks_per_child=lives)
+    return ProcessPoolExecutor(jobs, get_context("spawn"), _begin, max_tasks_per_child=_lives(bench))
+
+
+def _lives(bench: Bench) -> int | None:
+    """Tasks of a process: a fault on a GPU ends every later call of its process."""
+    return 1 if bench.device.startswith("cuda") else None
 
 
 def _begin() -> None:

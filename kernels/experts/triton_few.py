@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_skinny import begin, skinny, tokens
+from kernels.linear.triton_skinny import skinny, tokens
+from kernels.linear.triton_words import announce, await_others, begin
 from kernels.quantize.triton_codes import narrow, rounded, widen
 
 
@@ -28,6 +29,13 @@ def _ids(ORDER, first, n, count):
 
 
 @triton.jit
+def _after(shared):
+    """First tile of a program among those that follow `shared` tiles taken in turn."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    return program + tl.cdiv(tl.maximum(shared - program, 0), programs) * programs - shared
+
+
+@triton.jit
 def swiglu(gate, up, limit):
     """silu(min(gate, limit)) · clamp(up, ±limit); NaN passes."""
     # F.silu(gate.float().clamp_(max=limit)).mul_(up.float().clamp_(-limit, limit))
@@ -39,7 +47,7 @@ def swiglu(gate, up, limit):
 @triton.jit
 def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP, G, G_UP, row, I: tl.constexpr, limit, ROUTING,
           H, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
-          BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr):
+          BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr = 0):
     """Columns row … row + 4·RH of the hidden state of `count` pairs from place `first` on; EACH pairs share a row of X."""
     T: tl.constexpr = 2 if APART else 8 * NH
     n, mine = tokens(KS, NH, APART)
@@ -47,7 +55,7 @@ def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP
     ids = _ids(ORDER, first, t, count)
     at = _ids(ORDER, first, n, count) // EACH * x_stride
     y = skinny(X, at, mine & (n < count), W, S, row, I, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, W_UP, S_UP, APART=APART,
-               row_at=ids // EACH * x_stride, count=count)
+               row_at=ids // EACH * x_stride, count=count, EARLY=EARLY)
     gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, T]), (0, 2, 3, 1)))
     if G is not None:
         gate, up = gate * tl.load(G), up * tl.load(G_UP)
@@ -74,24 +82,26 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
     matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS:
     rows for either. APART is for blocks of up to two pairs; SPLIT: there may be larger ones.
     """
+    announce(EARLY)
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
-    begin(EARLY)
-    found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
-    ROWS: tl.constexpr = 1 if W is None else (I + 4 * RH - 1) // (4 * RH)
-    for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
-        if tile < shared:
-            if W1 is not None:
-                _hide(XS, xs_stride, None, 0, N, 1, W1, W3, S1, S3, G1, G3, tile * 4 * RH_S, I_S, limit, None, HS, K, KS, RH_S,
-                      NH_S, FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S, APART_S)
-        elif W is not None:
-            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, blocks)
+    programs = tl.num_programs(0)
+    if W1 is not None:
+        for tile in range(tl.program_id(0), shared, programs):
+            _hide(XS, xs_stride, None, 0, N, 1, W1, W3, S1, S3, G1, G3, tile * 4 * RH_S, I_S, limit, None, HS, K, KS, RH_S, NH_S,
+                  FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S, APART_S, EARLY)
+    if W is not None:
+        await_others(EARLY)  # for those whose experts are
+        ROWS: tl.constexpr = (I + 4 * RH - 1) // (4 * RH)
+        found = blocks if TABLE is None else tl.load(TABLE)
+        for tile in range(_after(shared), found * ROWS, programs):
+            e, first, count = _block(TABLE, INDICES, tile // ROWS, blocks)
             if e >= 0:
                 w = W + e.to(tl.int64) * WORDS
                 s = None if S is None else S + e.to(tl.int64) * SCALES
                 s_up = None if S is None else s + SCALES // 2
                 g = None if G is None else G + e.to(tl.int64) * PARTS
                 g_up = None if G is None else g + (PARTS - 1)
-                row = (tile - shared) % ROWS * 4 * RH
+                row = tile % ROWS * 4 * RH
                 if SPLIT and count > 2:  # blocks of more than two pairs are not taken apart, and hold fewer rows in registers
                     for half in range(0, RH // 2):
                         _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row + 8 * half, I, limit,
@@ -104,12 +114,12 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
 @triton.jit
 def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
              RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
-             SIMULATE: tl.constexpr, APART: tl.constexpr):
+             SIMULATE: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr = 0):
     n, mine = tokens(KS, NH, APART)
     o, t = row + tl.arange(0, 8 * RH), tl.arange(0, 2 if APART else 8 * NH)
     ids = _ids(ORDER, first, t, count)
     y = skinny(H, _ids(ORDER, first, n, count) * K, mine & (n < count), W, S, row, D, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE,
-               APART=APART, row_at=ids * K, count=count)
+               APART=APART, row_at=ids * K, count=count, EARLY=EARLY)
     if G is not None:
         y *= tl.load(G + tl.minimum(o, D - 1) // (D // PARTS))[:, None]
     y = narrow(rounded(y, H.dtype.element_ty), Y.dtype.element_ty)
@@ -124,27 +134,30 @@ def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks,
             BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, PARTS_S: tl.constexpr,
             NH_S: tl.constexpr, EARLY: tl.constexpr, SPLIT: tl.constexpr):
     """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See `hide`."""
+    announce(EARLY)
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
-    begin(EARLY)
-    found = 0 if W is None else blocks if TABLE is None else tl.load(TABLE)
-    ROWS: tl.constexpr = 1 if W is None else (D + 8 * RH - 1) // (8 * RH)
-    for tile in range(tl.program_id(0), shared + found * ROWS, tl.num_programs(0)):
-        if tile < shared:
-            if W2 is not None:
-                _project(HS, None, 0, N, W2, S2, G2, PARTS_S, tile * 8 * RH_S, YS, D, I_S, KS, RH_S, NH_S, FORMAT_S, FP32_S,
-                         BO_S, BK_S, SIMULATE_S, APART_S)
-        elif W is not None:
-            e, first, count = _block(TABLE, INDICES, (tile - shared) // ROWS, blocks)
+    programs = tl.num_programs(0)
+    if W2 is not None:
+        for tile in range(tl.program_id(0), shared, programs):
+            _project(HS, None, 0, N, W2, S2, G2, PARTS_S, tile * 8 * RH_S, YS, D, I_S, KS, RH_S, NH_S, FORMAT_S, FP32_S, BO_S, BK_S,
+                     SIMULATE_S, APART_S, EARLY)
+    if W is not None:
+        await_others(EARLY)
+        ROWS: tl.constexpr = (D + 8 * RH - 1) // (8 * RH)
+        found = blocks if TABLE is None else tl.load(TABLE)
+        for tile in range(_after(shared), found * ROWS, programs):
+            e, first, count = _block(TABLE, INDICES, tile // ROWS, blocks)
             if e >= 0:
                 s = None if S is None else S + e.to(tl.int64) * SCALES
                 g = None if G is None else G + e.to(tl.int64) * PARTS
-                w, row = W + e.to(tl.int64) * WORDS, (tile - shared) % ROWS * 8 * RH
+                w, row = W + e.to(tl.int64) * WORDS, tile % ROWS * 8 * RH
                 if SPLIT and count > 2:
                     for half in range(0, RH // 2):
                         _project(H, ORDER, first, count, w, s, g, PARTS, row + 16 * half, Y, D, I, KS, 2, NH, FORMAT, FP32, BO, BK,
                                  SIMULATE, False)
                 else:
-                    _project(H, ORDER, first, count, w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
+                    _project(H, ORDER, first, count, w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE,
+                             APART)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.launch import dependent_launch, next_power
 from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton_skinny import begin
+from kernels.linear.triton_words import begin
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import fp8_blocks, narrow, widen
 

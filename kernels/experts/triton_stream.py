@@ -7,8 +7,8 @@ import triton
 
 from kernels.experts.triton_few import hide, project
 from kernels.experts.triton_order import blocks_of, sort_pairs
-from kernels.launch import dependent_launch, dot_in_fp32, processors
-from kernels.linear.triton_streams import apart, warps
+from kernels.launch import dot_in_fp32, processors
+from kernels.linear.triton_streams import apart, early, warps
 from kernels.linear.triton_weights import Held
 
 DYNAMIC = 128  # pairs up to which every possible tile has a program, so that the hardware balances them
@@ -107,20 +107,20 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
         hs, ys = new(N, shared_I), new(N, d) if out is None else out
     xr, xs = x if rounded is None else rounded, rounded if simulate_shared and rounded is not None else x
     w1, w3, w2s = (None,) * 3 if shared is None else shared
-    early, larger = dependent_launch(x.device), first is not None and first.apart and N > 2
+    ahead, larger = early(x.device), first is not None and first.apart and N > 2
     capped = first is not None and first.apart and not (simulate or simulate_shared)
     options = {"maxnreg": REGISTERS if few == 1 else 168} if capped else {}
     programs, ks = _grid(first, blocks, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](
         xr, xr.stride(0), xs, xs.stride(0), N, indices, order, table, routing, *_tensors(first), h, _words(w1), _words(w3),
         *_both(w1, w3, "scale"), *_both(w1, w3, "glob"), hs, float(limit), blocks, k, I, d, nh, ks, *_constants(first),
-        *_sizes(first), shared_I, *_constants(shared_first), few, early, larger, num_warps=ks, num_stages=1, launch_pdl=early,
+        *_sizes(first), shared_I, *_constants(shared_first), few, ahead, larger, num_warps=ks, num_stages=1, launch_pdl=ahead > 0,
         **options)
     programs, ks = _grid(second, blocks, d, shared_second, d, N * k, x.device)
     project[(programs,)](
         h, N, indices, order, table, *_tensors(second), y, hs, *_tensors(shared_second), ys, blocks, d, I, nh, ks,
         *_constants(second), *_sizes(second), shared_I, *_constants(shared_second), 1 if w2s is None else w2s.parts, few,
-        early, larger, num_warps=ks, num_stages=1, launch_pdl=early, **options)
+        ahead, larger, num_warps=ks, num_stages=1, launch_pdl=ahead > 0, **options)
     return y, ys
 
 

@@ -9,14 +9,17 @@ from kernels.errors import UnsupportedInput
 from kernels.indexer.triton_filter import filter_rows
 from kernels.indexer.triton_scores import GROUP, maxima_layout
 from kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
+from kernels.indexer.triton_winnow import winnow_rows
 from kernels.launch import dependent_launch, interpreting, next_power, processors
 
 MAX_CANDIDATES = 1 << 15  # that one program holds at once
 MAX_PAIRS = 1 << 23       # comparisons up to which every entry is ranked against every other
 ROOM = 1 << 13            # entries that `collect` may find in a row, beyond which `rank_found` descends instead
-CHUNK = 2048              # entries that a program of `collect` or `maxima_of_rows` reads; of `collect` four times as many, if
-                          # there are so many that they do not run side by side, since each searches the same maxima
-FEW = 16                  # rows up to which `collect` is faster
+CHUNK = 2048              # entries that a program of `collect` or `maxima_of_rows` reads
+FEW = 16                  # rows up to which several programs share one
+MAX_COLLECTED = 1 << 19   # entries of all of them up to which programs of `collect` run side by side; of more, each program
+                          # searches alike and ranks its part (`winnow_rows`)
+MAX_WINNOWED = 1 << 14    # keys that a program of `winnow_rows` holds at once
 MANY = 256                # rows that fill a GPU, a program each
 MAX_LISTED = 1 << 11      # numbers that a program of `filter_rows` holds at once
 
@@ -24,7 +27,7 @@ MAX_LISTED = 1 << 11      # numbers that a program of `filter_rows` holds at onc
 class Plan(NamedTuple):
     """How rows of n entries are searched."""
 
-    method: str      # "rank", "collect", "filter" or "descend"
+    method: str      # "rank", "winnow", "collect", "filter" or "descend"
     candidates: int  # keys held at once, a power of two
     levels: int      # of maxima
 
@@ -33,6 +36,9 @@ def plan(rows: int, n: int, k: int) -> Plan:
     """Raises UnsupportedInput where the candidates exceed what a program can hold."""
     if rows * n * n <= MAX_PAIRS:
         return Plan("rank", next_power(n), 0)
+    held = max(512, 2 * GROUP * next_power(k), next_power(triton.cdiv(n, GROUP * GROUP)))
+    if rows <= FEW and rows * n > MAX_COLLECTED and held <= MAX_WINNOWED:
+        return Plan("winnow", held, 0 if n <= held else 1 if n <= GROUP * held else 2)
     candidates = max(512, next_power(GROUP * k), next_power(triton.cdiv(n, GROUP * GROUP)))
     if n <= candidates and n <= MAX_CANDIDATES:
         return Plan("descend", next_power(n), 0)
@@ -64,10 +70,17 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
         count = torch.empty(rows, dtype=torch.int32, device=device)
         maxima_of_rows[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, visible, *strides, seen, how.levels, CHUNK,
                                                       overlap, num_warps=8, launch_pdl=overlap)
-    lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
     if not how.levels:
         maxima = count = absent
+    if how.method == "winnow":
+        room, mine = how.candidates // GROUP, 8 if rows == 1 else 16  # entries that a program ranks at a time
+        programs = min(triton.cdiv(2 * k, mine), max(1, processors(device) // rows))
+        lists = torch.empty(rows * programs, 3 * room, dtype=torch.int32, device=device)
+        winnow_rows[(rows, programs)](scores, maxima, lists, out, visible, *strides, k, seen, how.levels, room, mine, overlap,
+                                      num_warps=min(16, max(4, how.candidates // 512)), launch_pdl=overlap)
+        return
     classes = next_power(k)
+    lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
     search = classes if 2 * classes <= how.candidates else 0, how.candidates, how.levels
     if how.method == "filter":
         lists = torch.empty(rows, 2 * how.candidates, dtype=torch.int64, device=device)
@@ -84,9 +97,8 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
     every, found = how.method == "rank", out
     if not every:
         found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
-        chunk = CHUNK if rows * n <= 2 * CHUNK * processors(device) else 4 * CHUNK
-        collect[(rows, triton.cdiv(n, chunk))](scores, maxima, count, found, visible, *strides, k, seen, *search, chunk, ROOM,
-                                               overlap, num_warps=8 if chunk == CHUNK else 16, launch_pdl=overlap)
+        collect[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, found, visible, *strides, k, seen, *search, CHUNK, ROOM,
+                                               overlap, num_warps=8, launch_pdl=overlap)
     programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
     others = min(1024, how.candidates) if every else 1024
     rank_found[(rows, programs)](scores, maxima, count, found, lists, out, visible, *strides, k, seen, every, *search, ROOM,

@@ -7,7 +7,7 @@ for the threshold that exactly k reach, by narrowing an interval of integers.
 
 For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a bound that
 all of the k best reach and few others; those are collected by many programs (`collect`), and the rank of each among them is its
-place in the result (`rank_found`).
+place in the result (`rank_found`). Where even these programs would not run side by side, see `triton_winnow`.
 """
 
 import triton
@@ -65,7 +65,7 @@ def _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _start_level(seen, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
+def start_level(seen, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
     """The finest level whose keys all fit."""
     level = seen * 0
     if LEVELS > 0:
@@ -76,7 +76,7 @@ def _start_level(seen, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _groups(seen, level):
+def level_groups(seen, level):
     """How many keys of a level cover the entries < seen."""
     return (seen + (1 << (3 * level)) - 1) >> (3 * level)
 
@@ -89,11 +89,11 @@ def _descend(SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, 
     """
     i = tl.arange(0, CANDIDATES)
     tl.store(OUT + i, tl.full([CANDIDATES], -1, tl.int64), mask=(i >= seen) & (i < k))
-    level = _start_level(seen, CANDIDATES, LEVELS)
+    level = start_level(seen, CANDIDATES, LEVELS)
     floor = tl.full((), _LOWEST, tl.int32)
     at, live = i, i >= 0
     while level >= 0:
-        live = live & (at < _groups(seen, level))
+        live = live & (at < level_groups(seen, level))
         key = _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS)
         floor, reach, above = _threshold(key, live, floor, k, k, CLASSES, CANDIDATES)
         # Of those that equal the threshold the first ones, so that k are chosen.
@@ -116,6 +116,13 @@ def _descend(SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, 
 
 
 @triton.jit
+def row_of_program(T):
+    """(row, its batch row, its query) as int64 of axis 0. Divided in 32 bits: in 64 it is a hundred instructions."""
+    row = tl.program_id(0)
+    return row.to(tl.int64), (row // T).to(tl.int64), (row % T).to(tl.int64)
+
+
+@triton.jit
 def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
     """How many entries of a row count."""
     if SEEN:
@@ -129,8 +136,7 @@ def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
 def descend_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
                  CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr):
     """`_descend` for one row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    b, t = row // T, row % T
+    row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -153,8 +159,7 @@ def collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, wid
 
     COUNT int32 [rows], zero before: how many there are, also beyond ROOM.
     """
-    row = tl.program_id(0).to(tl.int64)
-    b, t = row // T, row % T
+    row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -163,8 +168,8 @@ def collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, wid
     if tl.program_id(1) * CHUNK >= seen:
         return
     scores = tl.load(SCORES + b * s_b + t * s_t + entry, mask=entry < seen, other=0.0)
-    i, level = tl.arange(0, CANDIDATES), _start_level(seen, CANDIDATES, LEVELS)
-    live = i < _groups(seen, level)
+    i, level = tl.arange(0, CANDIDATES), start_level(seen, CANDIDATES, LEVELS)
+    live = i < level_groups(seen, level)
     key = _level_keys(SCORES + b * s_b + t * s_t, MAXIMA + row * width, i, live, level, second, LEVELS)
     bound, _, _ = _threshold(key, live, _LOWEST, k, k + k // 2, CLASSES, CANDIDATES)
     key = monotone(scores)
@@ -193,8 +198,7 @@ def rank_found(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t,
 
     Should more have been found than there is room for, the first program descends instead.
     """
-    row = tl.program_id(0).to(tl.int64)
-    b, t = row // T, row % T
+    row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -229,8 +233,7 @@ def rank_found(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t,
 def maxima_of_rows(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, SEEN: tl.constexpr,
                    LEVELS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """The maxima of one chunk (axis 1) of a row (axis 0), as the scores' kernel writes them; zeroes COUNT."""
-    row = tl.program_id(0).to(tl.int64)
-    b, t = row // T, row % T
+    row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -243,18 +246,18 @@ def maxima_of_rows(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, wid
     key = monotone(tl.load(SCORES + b * s_b + t * s_t + entry, mask=entry < seen, other=float("-inf")))
     best = tl.max(tl.reshape(key, [CHUNK // _GROUP, _GROUP]), 1)
     at = tl.program_id(1) * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
-    tl.store(MAXIMA + row * width + at, best, mask=at < _groups(seen, 1))
+    tl.store(MAXIMA + row * width + at, best, mask=at < level_groups(seen, 1))
     if LEVELS > 1:
         best = tl.max(tl.reshape(best, [CHUNK // 64, _GROUP]), 1)
         at = tl.program_id(1) * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
-        tl.store(MAXIMA + row * width + second + at, best, mask=at < _groups(seen, 2))
+        tl.store(MAXIMA + row * width + second + at, best, mask=at < level_groups(seen, 2))
 
 
 @triton.jit(do_not_specialize=["n", "T", "v_b", "v_t"])
 def visible_entries(OUT, VISIBLE, T, n, v_b, v_t, BLOCK: tl.constexpr):
     """OUT int64 [rows, n]: each entry, −1 from VISIBLE[b, t] on. One row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    seen = tl.load(VISIBLE + row // T * v_b + row % T * v_t)
+    row, b, t = row_of_program(T)
+    seen = tl.load(VISIBLE + b * v_b + t * v_t)
     for start in range(0, n, BLOCK):
         e = start + tl.arange(0, BLOCK)
         tl.store(OUT + row * n + e, tl.where(e < seen, e, -1).to(tl.int64), mask=e < n)

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dependent_launch, dot_in_fp32, processors, require_device
+from kernels.launch import capability, dot_in_fp32, processors, require_device
 from kernels.linear import reference
 from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton_skinny import begin, skinny, tokens
-from kernels.linear.triton_streams import SLOTS, TOKENS, apart, row_groups, stream, warps
+from kernels.linear.triton_skinny import skinny, tokens
+from kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, warps
 from kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
 from kernels.linear.triton_weights import Held, check, hold
+from kernels.linear.triton_words import announce
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import narrow
 from kernels.quantize.weights import PackedWeight, WeightFormat
@@ -91,11 +92,11 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
     fp32 = dot_in_fp32(x) or h.format == "fp32"
     R, rh = h.O // groups, row_groups(h, fp32, h.O, False, x.device)
     tiles = triton.cdiv(R, 8 * rh) * groups
-    ks, early = warps(h.K, fp32, tiles, rh, x.device), dependent_launch(x.device)
+    ks, ahead = warps(h.K, fp32, tiles, rh, x.device), early(x.device)
     turned, cis_stride = (0, 0) if cis is None else (cis.shape[1], cis.stride(0))
     _grouped[(tiles,)](
         x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, cis_stride, R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format,
-        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), early, num_warps=ks, num_stages=1, launch_pdl=early)
+        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), ahead, num_warps=ks, num_stages=1, launch_pdl=ahead > 0)
     return out
 
 
@@ -107,14 +108,14 @@ def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUP
     PROGRAMS: tl.constexpr = (R + 8 * RH - 1) // (8 * RH)
     group = tl.program_id(0) // PROGRAMS
     first, rows = group * R + (tl.program_id(0) % PROGRAMS) * (8 * RH), (group + 1) * R
-    begin(EARLY)
+    announce(EARLY)
     token, mine = tokens(KS, NH, APART)
     T: tl.constexpr = 2 if APART else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
     token = token.to(tl.int64)
     out = skinny(X + group * K, token * x_stride, mine & (token < N), W, S, first, rows, K, KS, RH, NH, FORMAT, FP32, BO, BK,
                  CIS=CIS, cis_at=token * cis_stride, HEAD=HEAD, TURNED=TURNED, APART=APART,
-                 row_at=t.to(tl.int64) * x_stride, count=N)
+                 row_at=t.to(tl.int64) * x_stride, count=N, EARLY=EARLY)
     if G is not None:
         out *= tl.load(G + tl.minimum(o, rows - 1) // (R * GROUPS // PARTS))[:, None]
     tl.store(Y + t.to(tl.int64)[None, :] * (R * GROUPS) + o[:, None], narrow(out, Y.dtype.element_ty),

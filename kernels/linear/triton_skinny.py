@@ -13,7 +13,9 @@ then, and fp16 has room for them; x is brought to its range by a power of two.
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_words import HALVES_DOWN, ROUND_E4M3, after_loads, larger_pair, loads_begun, pair, unpack
+from kernels.linear.triton_words import (
+    HALVES_DOWN, ROUND_E4M3, after_loads, await_others, larger_pair, loads_begun, pair, unpack,
+)
 from kernels.quantize.triton_codes import (
     INTERPRETED, decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen,
 )
@@ -29,14 +31,6 @@ def lanes(KS: tl.constexpr, REPEATS: tl.constexpr):
 
 
 @triton.jit
-def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for the ones before; nothing but weights may be touched earlier."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def tokens(KS: tl.constexpr, NH: tl.constexpr, APART: tl.constexpr):
     """(token of each of a thread's vectors of x, whether it has columns of it), int32 and int1 [32·KS·4·NH]."""
     q, r, s, repeat = lanes(KS, 4 * NH)
@@ -48,15 +42,8 @@ def tokens(KS: tl.constexpr, NH: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
-def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
-           NORM, inverse, SIMULATE: tl.constexpr, CIS, cis_at, HEAD: tl.constexpr, TURNED: tl.constexpr, up,
-           APART: tl.constexpr):
-    """Operand [KS, 128, 8·NH] of columns k + 128·slice … of x, in the column order of `unpack`.
-
-    at, cis_at int64 [32·KS·4·NH]: offset of the token's row; live: whether there is such a token. NORM [K] and inverse fp32
-    (as `at`): x is first normalised to x · inverse · NORM. TURNED: the last columns of each head of HEAD are rotated by CIS.
-    APART: fp16, times up fp32 (as `at`).
-    """
+def _columns(k, live, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr):
+    """(columns of x [32·KS·4·NH, 8] in the order of `unpack`, whether they are there)."""
     q, r, s, repeat = lanes(KS, 4 * NH)
     piece = repeat & 3
     if FORMAT == "mxfp4" or FORMAT == "nvfp4":
@@ -73,14 +60,42 @@ def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, 
         there = (live & (column < K))[:, None]
     else:
         there = live[:, None] & (column[:, None] + i < K)
-    v = tl.load(X + at[:, None] + (column[:, None] + i), mask=there, other=0.0)
+    return column[:, None] + i, there
+
+
+@triton.jit
+def fetch(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, NORM, CIS, cis_at,
+          HEAD: tl.constexpr, TURNED: tl.constexpr):
+    """What `inputs` works on, [32·KS·4·NH, 8]: columns k + 128·slice … of x, of NORM [K] and of CIS.
+
+    at, cis_at int64 [32·KS·4·NH]: offset of the token's row; live: whether there is such a token.
+    """
+    column, there = _columns(k, live, K, KS, NH, FORMAT)
+    v = tl.load(X + at[:, None] + column, mask=there, other=0.0)
+    weight, cis = v, v
+    if NORM is not None:
+        weight = tl.load(NORM + column, mask=there, other=0.0)
+    if TURNED > 0:
+        c = column % HEAD - (HEAD - TURNED)
+        cis = tl.load(CIS + cis_at[:, None] + c, mask=there & (c >= 0), other=0.0)
+    return v, weight, cis
+
+
+@triton.jit
+def inputs(v, weight, cis, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr,
+           FP32: tl.constexpr, NORM, inverse, SIMULATE: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr, up,
+           APART: tl.constexpr):
+    """Operand [KS, 128, 8·NH] of what was fetched, in the column order of `unpack`.
+
+    NORM and inverse fp32 [32·KS·4·NH]: x is first normalised to x · inverse · NORM. TURNED: the last columns of each head of
+    HEAD are rotated by CIS. APART: fp16, times up fp32 (as inverse).
+    """
     DTYPE: tl.constexpr = v.dtype
     if NORM is not None:
         # y = x32 * r; y = y * weight; y.to(x.dtype)
-        weight = tl.load(NORM + (column[:, None] + i), mask=there, other=0.0)
         v = narrow(widen(v) * inverse[:, None] * widen(weight), DTYPE)
     if TURNED > 0:
-        v = _turned(v, column[:, None] + i, CIS, cis_at, there, HEAD, TURNED)
+        v = _turned(v, cis, _columns(k, live, K, KS, NH, FORMAT)[0] % HEAD >= HEAD - TURNED)
     if SIMULATE:
         v = _through_e4m3(v, KS, NH, FP32)
     if APART:
@@ -98,16 +113,14 @@ def inputs(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, 
 
 
 @triton.jit
-def _turned(v, column, CIS, cis_at, there, HEAD: tl.constexpr, TURNED: tl.constexpr):
-    """Columns [M, 8] of v as they are or, the last TURNED of each head, times CIS."""
+def _turned(v, cis, last):
+    """Columns [M, 8] of v as they are or, where `last`, pairs times cis."""
     # pairs * cis, stored back in x.dtype
     M: tl.constexpr = v.shape[0]
-    c = column % HEAD - (HEAD - TURNED)
-    cis = tl.load(CIS + cis_at[:, None] + c, mask=there & (c >= 0), other=0.0)
     a, b = tl.split(tl.reshape(widen(v), [M, 4, 2]))
     cos, sin = tl.split(tl.reshape(cis, [M, 4, 2]))
     a, b = turn(a, b, cos, sin)
-    return tl.where(c >= 0, narrow(tl.reshape(tl.join(a, b), [M, 8]), v.dtype), v)
+    return tl.where(last, narrow(tl.reshape(tl.join(a, b), [M, 8]), v.dtype), v)
 
 
 @triton.jit
@@ -220,30 +233,39 @@ def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH:
 def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr,
            FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr = False,
            W_UP=None, S_UP=None, NORM=None, eps=0.0, CIS=None, cis_at=None, HEAD: tl.constexpr = 1, TURNED: tl.constexpr = 0,
-           begin=0, SPAN: tl.constexpr = 0, APART: tl.constexpr = False, row_at=None, count=0):
+           begin=0, SPAN: tl.constexpr = 0, APART: tl.constexpr = False, row_at=None, count=0, EARLY: tl.constexpr = 0):
     """x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH], or [8·RH, 2] if APART.
 
-    at, live: as `inputs` takes them, of the tokens that `tokens` names. W int32: words of the weight, `rows` contiguous rows of
+    at, live: as `fetch` takes them, of the tokens that `tokens` names. W int32: words of the weight, `rows` contiguous rows of
     K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks BO × BK). W_UP, S_UP: 8 rows of W and 8 rows of W_UP in turn.
     The global scale of NVFP4 is left to the caller. X, SIMULATE and NORM to TURNED: see `inputs`. SPAN, a multiple of 128·KS:
     only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM. Either looks at whole rows first: row_at
-    int64 [8·NH] or, for one or two tokens, [2], of which the first `count` are tokens.
+    int64 [8·NH] or, for one or two tokens, [2], of which the first `count` are tokens. EARLY: the wait for the kernels before is
+    here, with the first EARLY − 1 (at most two) steps of the weight on the way; X, CIS, at and row_at must not need it.
     """
     C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
     SCALED: tl.constexpr = FORMAT != "bf16" and FORMAT != "fp32"
     STEP: tl.constexpr = 128 * KS
     end = begin + (SPAN if SPAN else (K + STEP - 1) // STEP * STEP)
     acc = tl.zeros([KS, 8 * RH, 8 * NH], tl.float32)
+    if EARLY == 1:
+        await_others(True)
     w = _words(W, W_UP, begin, end, first, rows, K, KS, RH, FORMAT)
     scale = _scales(S, S_UP, begin, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
+    if EARLY == 2:
+        loads_begun(FP32)
+        await_others(True)
+    w_next = _words(W, W_UP, begin + STEP, end, first, rows, K, KS, RH, FORMAT)
+    scale_next = _scales(S, S_UP, begin + STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
     loads_begun(FP32)
+    if EARLY > 2:
+        await_others(True)
     inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)  # while the first words are on the way
     up, down = _range(X, row_at, count, K, KS) if APART else (None, None)
-    for k in range(begin, end, STEP):
-        w_next = _words(W, W_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT)
-        scale_next = _scales(S, S_UP, k + STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
+    for k in tl.range(begin, end, STEP, loop_unroll_factor=2):  # w and w_next change places without moves
+        x, weight, cis = fetch(X, at, live, k, K, KS, NH, FORMAT, NORM, CIS, cis_at, HEAD, TURNED)
         w = after_loads(w, FP32)
-        b = inputs(X, at, live, k, K, KS, NH, FORMAT, FP32, NORM, inverse, SIMULATE, CIS, cis_at, HEAD, TURNED, up, APART)
+        b = inputs(x, weight, cis, live, k, K, KS, NH, FORMAT, FP32, NORM, inverse, SIMULATE, HEAD, TURNED, up, APART)
         a = unpack(w, scale, FORMAT, FP32, APART)
         a = tl.permute(tl.reshape(a, [C, RH, KS, 8, 4, 8 // C, 2, 2]), (2, 1, 3, 0, 5, 4, 6, 7))
         a = tl.reshape(a, [KS, 8 * RH, 128])
@@ -254,8 +276,9 @@ def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH
             acc += tl.reshape(part * by, [KS, 8 * RH, 8 * NH])
         else:
             acc = tl.dot(a, b, acc, input_precision="ieee")
-        w = w_next
-        scale = scale_next
+        w, scale = w_next, scale_next
+        w_next = _words(W, W_UP, k + 2 * STEP, end, first, rows, K, KS, RH, FORMAT)
+        scale_next = _scales(S, S_UP, k + 2 * STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
     y = tl.sum(acc, 0)
     if APART:
         y = tl.sum(tl.reshape(y, [8 * RH, 4, 2]), 1) * (down * HALVES_DOWN)[None, :]

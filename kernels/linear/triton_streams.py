@@ -5,13 +5,20 @@ import triton
 import triton.language as tl
 
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
-from kernels.linear.triton_skinny import begin, skinny, tokens
+from kernels.linear.triton_skinny import skinny, tokens
 from kernels.linear.triton_weights import Held
+from kernels.linear.triton_words import announce
 from kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # by number, as a kernel's constant takes them in a tuple
 TOKENS = 16  # more tokens need more products than the bytes of the weight give time for
 SLOTS = 6    # weights of a launch
+AHEAD = 2    # steps of a weight that are fetched before the wait for earlier kernels, at most two
+
+
+def early(device: torch.device) -> int:
+    """What `skinny` takes as EARLY: 1 + the steps of a weight that are on the way before a kernel waits for those before it."""
+    return 1 + AHEAD if dependent_launch(device) else 0
 
 
 def apart(h: Held, fp32: bool, tokens: int) -> bool:
@@ -61,11 +68,11 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
             first += triton.cdiv(held[i].O, 8 * groups)
         classes += [FORMATS.index(form), int(slot_fp32), bo, bk, int(sim), parts, groups, begin, len(order), at, first, int(split)]
     slots = [(held[i].words, held[i].scale, held[i].glob, outs[i]) for i in order] + [(None,) * 4] * (SLOTS - len(order))
-    ks, early = warps(K, fp32, first, 4, x.device), dependent_launch(x.device)
+    ks, ahead = warps(K, fp32, first, 4, x.device), early(x.device)
     _streamed[(first,)](
         x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
-        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, early, num_warps=ks, num_stages=1,
-        launch_pdl=early)
+        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, ahead, num_warps=ks, num_stages=1,
+        launch_pdl=ahead > 0)
 
 
 @triton.jit
@@ -86,13 +93,13 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
         if glob is not None:
             glob = tl.where(pid >= STARTS[i], G[i], glob)
     first = (pid - start) * (8 * RH)
-    begin(EARLY)
+    announce(EARLY)
     token, mine = tokens(KS, NH, APART == 1)
     T: tl.constexpr = 2 if APART == 1 else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
     out = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), w, scale, first, rows, K, KS, RH, NH, FORMAT, FP32 == 1, BO,
                  BK, SIMULATE == 1, NORM=NORM, eps=eps, APART=APART == 1,
-               row_at=tl.arange(0, 2 if FEW else 8 * NH).to(tl.int64) * x_stride, count=N)
+                 row_at=tl.arange(0, 2 if FEW else 8 * NH).to(tl.int64) * x_stride, count=N, EARLY=EARLY)
     if glob is not None:
         out *= tl.load(glob + tl.minimum(o, rows - 1) // (rows // PARTS))[:, None]
     tl.store(y + t.to(tl.int64)[None, :] * rows + o[:, None], narrow(out, y.dtype.element_ty),

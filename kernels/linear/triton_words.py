@@ -72,6 +72,28 @@ ROUND_E4M3 = tl.constexpr("""{ .reg .b32 m, n, t, c, one, minus;
 
 
 @triton.jit
+def begin(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait for the ones before; nothing but weights may be touched earlier."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def announce(EARLY: tl.constexpr):
+    """Let the next kernel start as soon as all programs of this one have."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_others(EARLY: tl.constexpr):
+    """Wait for the kernels before; at once when they have been waited for."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def after_loads(w, FP32: tl.constexpr):
     """Words [M, 4] as they are, but not before the loads above are under way.
 

@@ -11,14 +11,16 @@ import triton.language as tl
 from kernels.errors import UnsupportedInput
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
 from kernels.linear.triton import gemm
-from kernels.linear.triton_skinny import begin, skinny, tokens
-from kernels.linear.triton_streams import TOKENS
+from kernels.linear.triton_skinny import skinny, tokens
+from kernels.linear.triton_streams import TOKENS, early
 from kernels.linear.triton_weights import check, hold
+from kernels.linear.triton_words import announce, begin
 from kernels.quantize.triton_codes import widen
 from kernels.quantize.weights import PackedWeight, WeightFormat
 from kernels.router import reference
 
 PIECE = 512      # columns of a program's share of the logits
+SLICES = 4       # of 128 columns, that its warps take side by side
 MAX_EXPERTS = 4096
 HASH_COLUMNS = 4096
 
@@ -32,19 +34,19 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     indices, weights = _results(x, topk)
     if not N:
         return indices, weights
-    early = dependent_launch(x.device)
+    pdl = dependent_launch(x.device)
     h = hold("route_scored", PackedWeight(WeightFormat.DENSE, weight))
     if N <= TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
         _logits[(triton.cdiv(E, 16), pieces)](
-            x, N, x.stride(0), h.words, logits, E, D, PIECE, 4, 2, 1 if N <= 8 else 2, h.format, fp32, early,
-            num_warps=4, num_stages=1, launch_pdl=early)
+            x, N, x.stride(0), h.words, logits, E, D, PIECE, SLICES, 2, 1 if N <= 8 else 2, h.format, fp32, early(x.device),
+            num_warps=SLICES, num_stages=1, launch_pdl=pdl)
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
     _choose[(N,)](logits, N, pieces, bias.contiguous(), indices, weights, float(routed_scaling_factor), E, topk, next_power(E),
-                  next_power(topk), early, num_warps=max(1, next_power(E) // 1024), launch_pdl=early)
+                  next_power(topk), pdl, num_warps=max(1, next_power(E) // 1024), launch_pdl=pdl)
     return indices, weights
 
 
@@ -75,9 +77,9 @@ def _logits(X, N, x_stride, W, Y, E: tl.constexpr, D: tl.constexpr, PIECE: tl.co
     """Y fp32 [pieces, N, E]: sums over PIECE columns each."""
     token, mine = tokens(KS, NH, False)
     first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
-    begin(EARLY)
+    announce(EARLY)
     y = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), W, None, first, E, D, KS, RH, NH, FORMAT, FP32, 1, 128,
-               begin=piece * PIECE, SPAN=PIECE)
+               begin=piece * PIECE, SPAN=PIECE, EARLY=EARLY)
     e, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     tl.store(Y + (piece * N + t[None, :]) * E + e[:, None], y, mask=(e[:, None] < E) & (t[None, :] < N))
 
@@ -94,10 +96,13 @@ def _score(logit):
 
 @triton.jit
 def _weigh(logit, live, factor):
-    """Weights fp32 of the chosen experts' logits fp32 [B]: fp64 scores, so that they neither vanish nor sum to 0."""
+    """Weights fp32 of the chosen experts' logits fp32 [B]. Far below 0 a score is e^(l/2), which vanishes later than e^l; where all
+    lie there, scores relative to the largest neither vanish nor sum to 0."""
     # chosen / chosen.sum(-1, keepdim=True) * routed_scaling_factor
-    score = tl.where(live, _score(logit.to(tl.float64)), 0.0)
-    return (score / tl.sum(score, 0) * factor).to(tl.float32)
+    top = tl.max(tl.where(live, logit, float("-inf")), 0)
+    far = tl.exp(0.5 * tl.minimum(tl.where(top < -80, logit - top, logit), 0.0))
+    score = tl.where(live, tl.where(logit < tl.where(top < -80, 0.0, -20.0), far, _score(logit)), 0.0)
+    return score / tl.sum(score, 0) * factor
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -3,6 +3,7 @@
 from kernels.indexer import triton_scores as scores
 from kernels.indexer import triton_topk as topk
 from kernels.indexer.triton_filter import filter_rows
+from kernels.indexer.triton_winnow import winnow_rows
 
 DIVISIBLE = ("q_b", "q_t", "key_b", "key_row", "scale_b", "scale_row", "width", "maxima_width", "maxima_second", "s_b",
              "s_t")
@@ -32,9 +33,7 @@ def _selection(candidates: int, levels: int) -> list[tuple]:
     cases = [_case(f"topk_entries descend {name}", topk.descend_rows, constants, min(16, max(4, candidates // 256)),
                    dict(maxnreg=64) if candidates == 4096 else None)]
     if levels:
-        for chunk, warps in ((2048, 8), (8192, 16)):
-            cases.append(_case(f"topk_entries collect {name}, by {chunk}", topk.collect,
-                               constants | dict(ROOM=8192, CHUNK=chunk), warps))
+        cases.append(_case(f"topk_entries collect {name}", topk.collect, constants | dict(ROOM=8192, CHUNK=2048), 8))
         cases.append(_case(f"topk_entries rank {name}", topk.rank_found, constants | dict(
             ALL=False, ROOM=8192, K=classes, MINE=16, OTHERS=1024), 4 if candidates <= 4096 else 8))
     return cases
@@ -61,6 +60,9 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     constants = dict(SEEN=False, ALL=True, CLASSES=512, CANDIDATES=2048, LEVELS=0, ROOM=8192, K=512, MINE=16, OTHERS=1024,
                      PDL=False)
     rows.append(_case("topk_entries rank all", topk.rank_found, constants, 4, MAXIMA="*i64"))
+    for held, levels, mine in ((8192, 1, 16), (8192, 2, 8), (8192, 2, 16), (16384, 2, 16)):
+        constants = dict(SEEN=True, LEVELS=levels, ROOM=held // 8, MINE=mine, PDL=False)
+        rows.append(_case(f"topk_entries winnow {held} keys, {levels} levels, {mine} at once", winnow_rows, constants, 16))
     constants = dict(SEEN=True, C=2048, CLASSES=512, PDL=False)
     rows.append(_case("topk_entries filter", filter_rows, constants, 8, dict(maxnreg=80), LIST="*i64"))
     rows.append(_case("select_entries all visible", topk.visible_entries, dict(BLOCK=512), 4))

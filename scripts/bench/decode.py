@@ -43,7 +43,7 @@ class Point:
     compiles: int = 0
     allocations: int = 0
     finite: bool = True
-    by_kernel: list = field(default_factory=list)   # (name, count, µs), the slowest first
+    by_kernel: list = field(default_factory=list)   # (name, count, µs that they add), the slowest first
     why: str = ""
 
     @property
@@ -141,7 +141,11 @@ def allocations() -> int:
 
 
 def measure_point(model, batch: int, context: int, machine: Machine, steps: int = STEPS) -> Point:
-    """Fill a cache to just below `context`, capture a step, and time the last `steps` steps up to it."""
+    """Fill a cache to just below `context`, capture a step, and time the last `steps` steps up to it.
+
+    Every step has new random tokens, as text has: with one token again and again the same experts come back, whose pages the
+    device's address translation then still holds, and a step is faster than any real one.
+    """
     from dsv4.dummy import fill_cache
     from dsv4.graph import DecodeGraph
     torch.cuda.reset_peak_memory_stats()
@@ -149,17 +153,17 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
     fill_cache(cache, context - steps - WARM_UP - 4)
     begun = time.perf_counter()
     graph = DecodeGraph(model, cache)
-    graph.ids.random_(0, model.config.vocab_size)
-    for _ in range(WARM_UP):
-        logits = graph.step()
+    ids = torch.randint(0, model.config.vocab_size, (WARM_UP + steps, batch, 1), device=model.device)
+    for fed in ids[:WARM_UP]:
+        logits = graph.step(fed)
     torch.cuda.synchronize()
     capture_seconds = time.perf_counter() - begun
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     had = allocations()
     with Compiles() as compiled, counted_syncs() as syncs:
         marks[0].record()
-        for mark in marks[1:]:
-            logits = graph.step()
+        for fed, mark in zip(ids[WARM_UP:], marks[1:]):
+            logits = graph.step(fed)
             mark.record()
     had = allocations() - had
     torch.cuda.synchronize()
@@ -179,15 +183,20 @@ def profile_point(model, point: Point) -> None:
     cache = model.new_cache(point.batch, point.context)
     fill_cache(cache, point.context - 8)
     graph = DecodeGraph(model, cache)
-    graph.step()
-    add_profile(point, device_kernels(graph.graph.replay))
+    fed = iter(torch.randint(0, model.config.vocab_size, (4, point.batch, 1), device=model.device))
+    graph.step(next(fed))
+
+    def replay():
+        graph.ids.copy_(next(fed))
+        graph.graph.replay()
+    add_profile(point, device_kernels(replay))
 
 
-def add_profile(point: Point, kernels: list[tuple[str, float]]) -> None:
-    """Count a step's kernels, and sum their times by name."""
+def add_profile(point: Point, kernels: list[tuple[str, float, float]]) -> None:
+    """Count a step's kernels, and sum by name what they add to its time."""
     point.kernels = len(kernels)
     count, time_us = Counter(), Counter()
-    for name, us in kernels:
+    for name, _, us in kernels:
         short = re.sub(r"^void |<.*|\(.*", "", name)[:80]
         count[short] += 1
         time_us[short] += us

@@ -74,11 +74,23 @@ def markdown(points, machine: Machine, about: dict, setup: dict, transformers: d
     lines += _prefill_table(prefills, machine, transformers)
     notes = [f"- {p.name}: {p.why}" for p in (*points, *prefills) if p.why] + [f"- failed: {line}" for line in failed]
     lines += ["", *notes] if notes else []
-    if points and points[0].by_kernel:
-        lines += ["", f"Slowest kernels, {points[0].name} (profiled, so slower than above; a kernel that starts before its predecessor ends counts its waiting):", "",
-                  "| kernel | launches a step | µs a step |", "|---|---:|---:|"]
-        lines += [f"| `{name}` | {count} | {us:.1f} |" for name, count, us in points[0].by_kernel]
+    lines += _kernel_table(points)
     return "\n".join(lines) + "\n"
+
+
+def _kernel_table(points: Sequence[Point]) -> list[str]:
+    """Lines of what each kernel adds to a step of each point that was profiled; none without any."""
+    found = [p for p in points if p.by_kernel]
+    if not found:
+        return []
+    lines = ["", "µs that kernels add to a step, launches in brackets: from the end of those before to their own. Profiled, so more "
+                 "than above.", "", "| kernel | " + " | ".join(p.name for p in found) + " |", "|---|" + "---:|" * len(found)]
+    each = [{name: (count, us) for name, count, us in p.by_kernel} for p in found]
+    names = sorted(dict.fromkeys(name for kernels in each for name in kernels), key=lambda n: -max(k.get(n, (0, 0))[1] for k in each))
+    for name in names:
+        cells = ("–" if name not in kernels else f"{kernels[name][1]:.0f} ({kernels[name][0]})" for kernels in each)
+        lines.append(f"| `{name or 'fill or copy'}` | " + " | ".join(cells) + " |")
+    return [*lines, "| all | " + " | ".join(f"{sum(us for _, us in k.values()):.0f}" for k in each) + " |"]
 
 
 def _prefill_table(prefills: Sequence[Prefill], machine: Machine, transformers: dict | None) -> list[str]:

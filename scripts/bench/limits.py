@@ -57,7 +57,7 @@ def look(run: Callable[[], object]) -> list[Kernel]:
     """The kernels of one run, slowest first."""
     compiled = compiled_kernels(run)
     count, us = Counter(), Counter()
-    for name, took in device_kernels(run):
+    for name, took, _ in device_kernels(run):
         count[name] += 1
         us[name] += took
     return [_described(name, count[name], took, compiled.get(name)) for name, took in us.most_common()]

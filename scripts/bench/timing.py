@@ -8,6 +8,7 @@ which is quoted beside the figures and never subtracted.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -133,9 +134,10 @@ class Clock:
         return self.graphs(graphs, replays, count_kernels(graphs[0]))
 
 
-def device_kernels(run: Callable[[], object]) -> list[tuple[str, float]]:
-    """(name, µs) of what one call of run puts on the device, in order, copies and fills as well. The profiler may slow what is
-    timed after it in the same process."""
+def device_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """(name, µs from its start to its end, µs that it adds) of what one call of run puts on the device, in order, copies and fills
+    as well. Kernels may start before others end, and wait for them: what one adds runs from the last end of those before it to its
+    own. The profiler may slow what is timed after it in the same process."""
     from torch.profiler import ProfilerActivity, profile
     run()
     torch.cuda.synchronize()
@@ -143,7 +145,14 @@ def device_kernels(run: Callable[[], object]) -> list[tuple[str, float]]:
         run()
         torch.cuda.synchronize()
     events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return [(e.name, e.device_time_total) for e in sorted(events, key=lambda e: e.time_range.start)]
+    return what_each_adds([(e.name, e.time_range.start, e.time_range.end) for e in events])
+
+
+def what_each_adds(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """(name, its length, by how much it moves the latest end) of spans (name, start, end), in the order of their starts."""
+    spans = sorted(spans, key=lambda span: span[1])
+    ends = accumulate((end for *_, end in spans), max, initial=spans[0][1] if spans else 0.0)
+    return [(name, end - start, max(0.0, end - before)) for (name, start, end), before in zip(spans, ends)]
 
 
 @triton.jit

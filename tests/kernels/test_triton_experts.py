@@ -134,6 +134,17 @@ def test_moe(form, shared_form, simulate, N):
         assert got.dtype is dtype and distance(got, wanted) < tolerance(dtype, simulate)
 
 
+@pytest.mark.parametrize("N,programs", [(1, 3), (16, 7)])
+def test_programs_that_take_several_tiles_in_turn(N, programs, monkeypatch):
+    monkeypatch.setattr(triton_stream, "_grid", lambda *args: (programs, 1))
+    E, d, I, k = 24, 64, 96, 10
+    w13, w2 = stack(E, 2 * I, d, "mxfp4", 2), stack(E, d, I, "mxfp4", 1, 100)
+    shared = tuple(pack(randn(*shape, seed=i), "fp8") for i, shape in enumerate(((I, d), (I, d), (d, I))))
+    x, (indices, routing) = randn(N, d), choices(N, k, E)
+    got = gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, False, False)
+    assert distance(got, literal(x, indices, routing, w13, w2, False) + literal_shared(x, *shared, False)) < 1e-5
+
+
 def test_tokens_of_nan_and_of_no_number():
     E, d, I = 4, 32, 32
     w13, w2 = stack(E, 2 * I, d, "mxfp4", 2), stack(E, d, I, "mxfp4", 1, 100)

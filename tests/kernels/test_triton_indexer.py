@@ -211,7 +211,8 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
 @pytest.mark.parametrize("n, k, how", [
     (40, 7, Plan("rank", 64, 0)), (60, 17, Plan("descend", 64, 0)), (300, 7, Plan("descend", 64, 1)),
     (900, 8, Plan("descend", 64, 2)), (300, 7, Plan("collect", 64, 1)), (900, 8, Plan("collect", 64, 2)),
-    (300, 7, Plan("filter", 32, 0)), (900, 8, Plan("filter", 64, 0))], ids=str)
+    (300, 7, Plan("filter", 32, 0)), (900, 8, Plan("filter", 64, 0)), (120, 7, Plan("winnow", 128, 0)),
+    (300, 7, Plan("winnow", 64, 1)), (900, 7, Plan("winnow", 64, 2)), (900, 8, Plan("winnow", 128, 1))], ids=str)
 def test_selection_is_exact(n, k, how, kind, monkeypatch):
     monkeypatch.setattr(triton_choose, "ROOM", 256)  # so that ties overflow it
     monkeypatch.setattr(triton_choose, "CHUNK", 256)
@@ -234,7 +235,7 @@ def test_selection_of_any_size(n, k):
 @pytest.mark.parametrize("method, rows, n, k", [
     ("rank", 1, 2048, 512), ("rank", 1000, 60, 64), ("descend", 1, 4096, 512), ("descend", 8, 2048, 512),
     ("filter", 336, 32768, 512), ("descend", 255, 32768, 512), ("descend", 336, 32768, 1024), ("descend", 1056, 4096, 512),
-    ("collect", 1, 4097, 512), ("collect", 8, 262144, 512), ("collect", 16, 262144, 1024), ("descend", 17, 262144, 512),
+    ("collect", 1, 4097, 512), ("collect", 1, 262144, 512), ("winnow", 8, 262144, 512), ("winnow", 16, 262144, 1024), ("descend", 17, 262144, 512),
     ("descend", 1, 32768, 32768), ("descend", 1, 1000000, 4096), ("collect", 1, 2097152, 64)])
 def test_how_rows_are_searched(method, rows, n, k):
     how = triton_choose.plan(rows, n, k)
@@ -242,6 +243,7 @@ def test_how_rows_are_searched(method, rows, n, k):
     assert how.candidates <= triton_choose.MAX_CANDIDATES
     assert how.candidates >= 4 * k if method == "filter" else n <= how.candidates * 8**how.levels
     assert how.levels == 0 or how.candidates >= 8 * k
+    assert method != "winnow" or how.candidates >= 16 * k
 
 
 def test_what_the_selection_does_not_take():
@@ -265,7 +267,7 @@ def test_selection_takes_strides_and_infinities():
 def test_nothing_visible():
     visible = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
     for how in (Plan("rank", 32, 0), Plan("descend", 32, 0), Plan("collect", 64, 1), Plan("descend", 64, 1),
-                Plan("filter", 32, 0)):
+                Plan("filter", 32, 0), Plan("winnow", 64, 1)):
         n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
         out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
         triton_choose.choose(how, torch.full((1, 2, n), NAN, device=DEVICE), n, 4, visible, out)
@@ -288,7 +290,8 @@ def test_select(n, form, like_a_gpu):
 
 
 @pytest.mark.parametrize("method, levels, n", [
-    ("descend", 1, 300), ("descend", 2, 900), ("collect", 1, 300), ("collect", 2, 900), ("filter", 0, 300)])
+    ("descend", 1, 300), ("descend", 2, 900), ("collect", 1, 300), ("collect", 2, 900), ("filter", 0, 300),
+    ("winnow", 1, 300), ("winnow", 2, 900)])
 def test_select_by_maxima(method, levels, n, monkeypatch):
     monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan(method, 64, levels))
     assert_select(*case(B=1, T=2, H=2, D=32, n=n, integers=True), 8)
@@ -311,7 +314,7 @@ def test_select_in_chunks(B, T, rows, monkeypatch):
 
 def test_select_repeats_itself_bit_for_bit():
     q, w, k, visible = case(B=1, T=2, H=4, D=32, n=300, integers=True)
-    for how in (Plan("descend", 64, 1), Plan("collect", 64, 1), Plan("filter", 32, 0)):
+    for how in (Plan("descend", 64, 1), Plan("collect", 64, 1), Plan("filter", 32, 0), Plan("winnow", 64, 1)):
         scores = ours.index_scores(q, w, k, visible)
         first, again = (torch.empty(1, 2, 8, dtype=torch.int64, device=DEVICE) for _ in range(2))
         triton_choose.choose(how, scores, 300, 8, visible, first)

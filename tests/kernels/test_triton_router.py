@@ -44,8 +44,10 @@ def test_by_hash(N, D, k, dtype):
 
 
 @pytest.mark.parametrize("logits", [
-    [-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0], [19.9, 20.1, 3.0]],
-    ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed", "where softplus ends"])
+    [-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0], [19.9, 20.1, 3.0],
+    [-120.0, -300.0, -90.0], [-130.0, -19.0, -75.0]],
+    ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed", "where softplus ends",
+         "far apart and far below", "far apart"])
 def test_extreme_logits(logits):
     x, W = torch.ones(1, 1, device=DEVICE), torch.tensor(logits, device=DEVICE).unsqueeze(1)
     bias = torch.zeros(3, device=DEVICE)

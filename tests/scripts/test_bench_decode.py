@@ -5,7 +5,9 @@ import warnings
 import pytest
 import torch
 
-from scripts.bench.decode import counted_syncs
+from scripts.bench.decode import Point, add_profile, counted_syncs
+from scripts.bench.decode_report import _kernel_table
+from scripts.bench.timing import what_each_adds
 
 
 @pytest.fixture
@@ -49,3 +51,21 @@ def test_on_a_device():
     with counted_syncs() as found:
         one.item()
     assert len(found) == 1
+
+
+def test_waiting_for_a_kernel_before_adds_nothing():
+    """b starts early and waits for a; c ends before b does; d comes after a gap."""
+    spans = [("b", 1.0, 9.0), ("a", 0.0, 6.0), ("c", 2.0, 8.0), ("d", 10.0, 12.0)]
+    assert what_each_adds(spans) == [("a", 6.0, 6.0), ("b", 8.0, 3.0), ("c", 6.0, 0.0), ("d", 2.0, 3.0)]
+    assert what_each_adds([]) == []
+
+
+def test_the_table_of_kernels_has_a_column_a_point():
+    def point(context, kernels):
+        found = Point(1, context, 2, 0.1, 0.1, 0.0, 0.05, 1, 1, 1, 0.0)
+        add_profile(found, kernels)
+        return found
+    points = [point(8192, [("void f<3>(int)", 9.0, 2.0), ("g", 4.0, 4.0), ("void f<4>(int)", 3.0, 1.5)]), point(1 << 20, [("g", 9.0, 8.0)])]
+    lines = "\n".join(_kernel_table(points))
+    assert "| `g` | 4 (1) | 8 (1) |\n| `f` | 4 (2) | – |" in lines and "| all | 8 | 8 |" in lines
+    assert points[0].kernels == 3 and _kernel_table([]) == []
