@@ -10,7 +10,7 @@ from kernels.experts.triton_stream import Routed
 from kernels.launch import dot_in_fp32, next_power
 from kernels.linear.reference import ACTIVATION_BLOCK
 from kernels.linear.triton import products, stages, tile_columns
-from kernels.linear.triton_tiles import tile_product
+from kernels.linear.triton_tiles import arrange, in_order, order, tile_product, tile_words, whole_lanes
 from kernels.linear.triton_weights import Held
 from kernels.quantize.triton import simulate_fp8_blocks
 from kernels.quantize.triton_codes import narrow, widen
@@ -24,15 +24,36 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     indices, routing, w13, w2 = routed
     (N, d), k, E, I = x.shape, indices.shape[1], w13.weight.shape[0], w2.K
     P, fp32 = N * k, dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
-    bt = next(t for t in (16, 32, 64, 128) if t >= min(2 * P // E, 32 if fp32 else 128))
-    order, table, rounded = sort_pairs(indices, E, bt, x if simulate else None)
+    bt = tile_tokens(P, E, fp32)
+    x, ordered = arrange(x, order(w13)), order(w2)
+    places, table, rounded = sort_pairs(indices, E, bt, x if simulate else None)
     new = lambda *shape: torch.empty(*shape, dtype=x.dtype, device=x.device)
-    y, h, block = new(P, 2 * I), new(P, I), min(GATE_TILE, next_power(I))
-    _product(name, rounded if simulate else x, w13, y, order, table, k, bt, fp32)
-    _gate_pairs[(P, triton.cdiv(I, block))](y, y[:, I:], 2 * I, routing, h, float(limit), I, block, num_warps=4)
+    y, h = new(P, 2 * I), new(P, whole_lanes(I) if ordered else I)
+    block = min(GATE_TILE, next_power(h.shape[1]))
+    _product(name, rounded if simulate else x, w13, y, places, table, k, bt, fp32)
+    grid = P, triton.cdiv(h.shape[1], block)
+    _gate_pairs[grid](y, y[:, I:], 2 * I, routing, h, float(limit), I, h.shape[1], block, ordered, num_warps=4)
     out = new(P, d)
-    _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, order, table, 1, bt, fp32)
+    _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, places, table, 1, bt, fp32)
     return out
+
+
+def tile_tokens(P: int, E: int, fp32: bool) -> int:
+    """Tokens of a tile: a third more than an expert has on average, as most then need one tile, and none much too large."""
+    return next(t for t in (16, 32, 64, 128) if t >= min(4 * P // (3 * E), 32 if fp32 else 128))
+
+
+def tile_shape(w: Held, bt: int, fp32: bool) -> tuple[int, int]:
+    """(rows, warps) of a tile with `bt` tokens.
+
+    An FP4 tile spends its time on dequantising: of 64 tokens, 8 warps leave registers for a second program beside it, and of
+    fewer, 4 warps do, whose loads of scales are wide enough to be begun ahead.
+    """
+    if fp32:
+        return 32, 4
+    if order(w) == 4:
+        return 128, 8 if bt >= 64 else 4
+    return (128, 8 if bt > 64 else 4) if bt >= 64 else (64, 4)
 
 
 def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWeight, PackedWeight], limit: float,
@@ -42,21 +63,21 @@ def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWe
     gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
     N, I = gate.shape
     h, block = torch.empty_like(gate), min(GATE_TILE, next_power(I))
-    _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, float(limit), I, block, num_warps=4)
+    _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, float(limit), I, I, block, 0, num_warps=4)
     y = products(name, h, None, 0.0, (w2,), (simulate,), (x.dtype,))[0]
     return y if out is None else out.copy_(y)
 
 
-def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, order: torch.Tensor, table: torch.Tensor, each: int, bt: int,
-             fp32: bool) -> None:
+def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, places: torch.Tensor, table: torch.Tensor, each: int,
+             bt: int, fp32: bool) -> None:
     """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
-    bo = 32 if fp32 else 128 if bt >= 64 else 64
+    bo, warps = tile_shape(w, bt, fp32)
     blocks = blocks_of(y.shape[0], w.weight.shape[0], bt)
-    weight = w.weight.view(torch.uint8) if w.format == "fp8" else w.weight
+    weight = tile_words(w)
     scales = 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1]
     _expert_product[(triton.cdiv(w.O, bo), blocks)](
-        x, x.stride(0), order, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, tile_columns(name, w, fp32),
-        w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=8 if bo * bt > 8192 else 4,
+        x, x.stride(0), places, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, tile_columns(name, w, fp32),
+        w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=warps,
         num_stages=1 if fp32 else stages(x.device))
 
 
@@ -82,12 +103,14 @@ def _expert_product(X, x_stride, ORDER, TABLE, W, S, G, Y, blocks, EACH: tl.cons
 
 
 @triton.jit
-def _gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, B: tl.constexpr):
-    """H [P, I] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart."""
+def _gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr,
+                PER: tl.constexpr):
+    """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart, in order PER."""
     p, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     gate = widen(tl.load(GATE + p * stride + i, mask=i < I, other=0.0))
     up = widen(tl.load(UP + p * stride + i, mask=i < I, other=0.0))
     h = swiglu(gate, up, limit)
     if ROUTING is not None:
         h *= tl.load(ROUTING + p)
-    tl.store(H + p * I + i, narrow(h, H.dtype.element_ty), mask=i < I)
+    h = narrow(h, H.dtype.element_ty)
+    tl.store(H + p * COLUMNS + i, in_order(h, B, PER) if PER else h, mask=i < COLUMNS)

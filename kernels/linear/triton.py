@@ -15,7 +15,7 @@ from kernels.linear import reference
 from kernels.linear.reference import ACTIVATION_BLOCK
 from kernels.linear.triton_skinny import skinny, tokens
 from kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, warps
-from kernels.linear.triton_tiles import swizzle, tile_product
+from kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
 from kernels.linear.triton_weights import Held, check, hold
 from kernels.linear.triton_words import announce
 from kernels.quantize.triton import simulate_fp8_blocks
@@ -61,8 +61,12 @@ def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, 
     if rest and norm is not None:
         x = rms_norm(x, norm, eps)
     rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if any(simulate[i] for i in rest) else None
+    ready = {}
     for i in rest:
-        gemm(name, rounded if simulate[i] else x, held[i], outs[i], 1)
+        key = bool(simulate[i]), order(held[i])
+        if key not in ready:
+            ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
+        gemm(name, ready[key], held[i], outs[i], 1)
     return outs
 
 
@@ -83,7 +87,7 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
     if not (N <= TOKENS and h.streams):
         if cis is not None:
             raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")
-        gemm(name, x, h, out, groups)
+        gemm(name, arrange(x.reshape(N * groups, h.K), order(h)).view(N, -1) if order(h) else x, h, out, groups)
         return out
     fp32 = dot_in_fp32(x) or h.format == "fp32"
     R, rh = h.O // groups, row_groups(h, fp32, h.O, False, x.device)
@@ -123,6 +127,8 @@ def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUP
 
 def tile_columns(name: str, h: Held, fp32: bool) -> int:
     """Columns of a tile, within one block of FP8's scales. Raises UnsupportedInput when that has no 16 in a power of two."""
+    if order(h):
+        return 32 * order(h)
     columns = 32 if fp32 else 64
     if h.format == "fp8":
         columns = min(columns, h.block[1] & -h.block[1])
@@ -137,19 +143,24 @@ def stages(device: torch.device) -> int:
     return 3 if capability(device) in ((8, 0), (9, 0), (10, 0)) else 2
 
 
-def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) -> None:
-    """out [N, G·R] = x [N, G·K] · Wᵀ, group by group; x already rounded if it is to be."""
-    N, R = x.shape[0], h.O // groups
-    fp32 = dot_in_fp32(x) or h.format == "fp32"
-    bk = tile_columns(name, h, fp32)
+def gemm_shape(N: int, R: int, groups: int, fp32: bool, device: torch.device) -> tuple[int, int, int]:
+    """(rows, tokens, warps) of a tile."""
     bt = 16 if N <= 16 else 32 if N <= 32 or fp32 else 64 if N <= 64 else 128
     columns = triton.cdiv(N, bt) * groups
     tall = () if fp32 else (128, 64) if bt >= 64 else (64,)
-    bo = next((rows for rows in tall if triton.cdiv(R, rows) * columns >= processors(x.device)), 32)
-    weight = h.weight.view(torch.uint8) if h.format == "fp8" else h.weight
+    bo = next((rows for rows in tall if triton.cdiv(R, rows) * columns >= processors(device)), 32)
+    return bo, bt, 8 if bo * bt > 8192 else 4
+
+
+def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) -> None:
+    """out [N, G·R] = x [N, G·K] · Wᵀ, group by group; x already rounded if it is to be, and arranged."""
+    N, R = x.shape[0], h.O // groups
+    fp32 = dot_in_fp32(x) or h.format == "fp32"
+    bk = tile_columns(name, h, fp32)
+    bo, bt, warps = gemm_shape(N, R, groups, fp32, x.device)
     _gemm[(triton.cdiv(R, bo) * triton.cdiv(N, bt), groups)](
-        x, N, x.stride(0), weight, h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
-        num_warps=8 if bo * bt > 8192 else 4, num_stages=1 if fp32 else stages(x.device))
+        x, N, x.stride(0), tile_words(h), h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
+        num_warps=warps, num_stages=1 if fp32 else stages(x.device))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -160,7 +171,8 @@ def _gemm(X, N, x_stride, W, S, G, Y, R: tl.constexpr, K: tl.constexpr, BO: tl.c
     group = tl.program_id(1)
     o, t = row_block * BO + tl.arange(0, BO), (token_block * BT + tl.arange(0, BT)).to(tl.int64)
     row = (group * R + tl.minimum(o, R - 1)).to(tl.int64)
-    out = tile_product(X + group * K, t * x_stride, t < N, W, S, row, K, BO, BT, BK, FORMAT, FP32, ROWS, COLUMNS)
+    columns = (K + 127) // 128 * 128 if W.dtype.element_ty == tl.int32 else K  # of x, a group
+    out = tile_product(X + group * columns, t * x_stride, t < N, W, S, row, K, BO, BT, BK, FORMAT, FP32, ROWS, COLUMNS)
     if G is not None:
         out *= tl.load(G + row // (R * GROUPS // PARTS))[:, None]
     tl.store(Y + t[None, :] * (R * GROUPS) + group * R + o[:, None], narrow(out, Y.dtype.element_ty),

@@ -1,10 +1,61 @@
-"""Products of many tokens: tiles of a weight, dequantised, times tiles of x."""
+"""Products of many tokens: tiles of a weight, dequantised, times tiles of x.
 
+Codes are read as words, as `triton_words` says, so that what a thread loads becomes its operands without a move between
+threads; x comes in the order of columns that this gives (`arrange`). FP8 whose rows or blocks are no whole words stays bytes.
+"""
+
+import torch
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_words import E2M1_BYTES, E4M3_BYTES, bf16_twice
-from kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0, widen
+from kernels.launch import next_power
+from kernels.linear.triton_weights import Held
+from kernels.linear.triton_words import E4M3_BYTES, unpack
+from kernels.quantize.triton_codes import decode_e4m3, decode_e8m0, widen
+
+LANES = 128           # columns that are four lanes' 16 bytes of FP4, and twice those of FP8
+ARRANGED_TILE = 1024  # columns that a program puts in order
+
+
+def order(h: Held) -> int:
+    """Codes of half a word, whose pairs give the order in which tiles of this weight take the columns of x; 0: their own."""
+    return 4 if h.format in ("mxfp4", "nvfp4") else 2 if h.format == "fp8" and h.streams else 0
+
+
+def tile_words(h: Held) -> torch.Tensor:
+    """The weight as tiles read it: words of codes, bytes of other FP8, numbers."""
+    if order(h):
+        return (h.weight.clone() if h.weight.data_ptr() % 16 else h.weight).view(torch.int32)
+    return h.weight.view(torch.uint8) if h.format == "fp8" else h.weight
+
+
+def whole_lanes(K: int) -> int:
+    return triton.cdiv(K, LANES) * LANES
+
+
+def arrange(x: torch.Tensor, per: int) -> torch.Tensor:
+    """x [N, K] in the order `per`, with zeros up to a multiple of 128 columns; as it is for 0. Blocks of 128 stay the columns
+    that they were, so that x may be quantised before or after."""
+    if not per:
+        return x
+    (N, K), columns = x.shape, whole_lanes(x.shape[1])
+    y, block = torch.empty(N, columns, dtype=x.dtype, device=x.device), min(ARRANGED_TILE, next_power(columns))
+    _arrange[(N, triton.cdiv(columns, block))](x, x.stride(0), y, K, columns, block, per, num_warps=4)
+    return y
+
+
+@triton.jit
+def _arrange(X, x_stride, Y, K: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr, PER: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    x = tl.load(X + row * x_stride + i, mask=i < K, other=0.0)
+    tl.store(Y + row * COLUMNS + i, in_order(x, B, PER), mask=i < COLUMNS)
+
+
+@triton.jit
+def in_order(v, B: tl.constexpr, PER: tl.constexpr):
+    """[B] columns of x, a multiple of 128, in the order of the operands: pair s of lane q, place 8s + 2q, is pair s of those
+    that `unpack` makes of the lane's 8 · PER columns."""
+    return tl.reshape(tl.permute(tl.reshape(v, [B // (32 * PER), 4, 4, 2, PER]), (0, 2, 4, 1, 3)), [B])
 
 
 @triton.jit
@@ -12,16 +63,24 @@ def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: 
                  FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Σ over K: fp32 [BO, BT] of weight rows `row` int64 [BO] and tokens whose rows of x begin at int64 `at` [BT].
 
-    W: uint8 pairs of FP4, E4M3 bytes uint8, bf16 or fp32, contiguous rows of K columns; S uint8 or fp32, FP8's of blocks
-    ROWS × COLUMNS, where BK divides COLUMNS. The global scale of NVFP4 is left to the caller.
+    W: words int32 of codes, E4M3 bytes uint8, bf16 or fp32, contiguous rows of K columns; S uint8 or fp32, FP8's of blocks
+    ROWS × COLUMNS, where BK divides COLUMNS. Words take x as `arrange` leaves it, and BK a multiple of 128 (FP8: 64). The
+    global scale of NVFP4 is left to the caller.
     """
+    WORDS: tl.constexpr = W.dtype.element_ty == tl.int32
+    WIDTH: tl.constexpr = (K + 127) // 128 * 128 if WORDS else K  # columns of x
     acc = tl.zeros([BO, BT], tl.float32)
     i = tl.arange(0, BK)
     for k in range(0, K, BK):
-        x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None] & (k + i < K)[None, :], other=0.0)
+        if WIDTH % BK == 0:
+            x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None], other=0.0)
+        else:
+            x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None] & (k + i < WIDTH)[None, :], other=0.0)
         x = widen(x) if FP32 else x.to(tl.bfloat16)
         if FORMAT == "mxfp4" or FORMAT == "nvfp4":
             w = _fp4_tile(W, S, row, k, K, BO, BK, FORMAT, FP32)
+        elif WORDS:
+            w = _fp8_tile(W, S, row, k, K, BO, BK, FP32, ROWS, COLUMNS)
         else:
             w = tl.load(W + row[:, None] * K + (k + i)[None, :], mask=(k + i < K)[None, :], other=0)
             if FORMAT == "fp8":
@@ -31,7 +90,7 @@ def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: 
                     w = tl.inline_asm_elementwise(E4M3_BYTES, "=&r,=&r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
             elif FP32:
                 w = widen(w)
-        if FORMAT == "fp8":
+        if FORMAT == "fp8" and not (WORDS and S.dtype.element_ty == tl.uint8):
             scale = tl.load(S + (row // ROWS) * ((K + COLUMNS - 1) // COLUMNS) + k // COLUMNS)
             if S.dtype.element_ty != tl.float32:
                 scale = decode_e8m0(scale)
@@ -43,20 +102,35 @@ def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: 
 
 @triton.jit
 def _fp4_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr):
-    """Columns k … k + BK of rows [BO], bf16 or fp32; zeros beyond K."""
+    """Columns k … k + BK of rows [BO], bf16 or fp32, in the order of `arrange`; zeros beyond K.
+
+    A row's 128 columns are 16 bytes each of four lanes, whose words become the lanes' operands where they are.
+    """
     GROUP: tl.constexpr = 32 if FORMAT == "mxfp4" else 16
-    j, g = k // 2 + tl.arange(0, BK // 2), k // GROUP + tl.arange(0, BK // GROUP)
-    b = tl.load(W + row[:, None] * (K // 2) + j[None, :], mask=(j < K // 2)[None, :], other=0)
-    s = tl.load(S + row[:, None] * (K // GROUP) + g[None, :], mask=(g < K // GROUP)[None, :], other=0).to(tl.int32)
-    if FP32:
-        s = decode_e8m0(s) if FORMAT == "mxfp4" else decode_e4m3(s)
-        s = tl.reshape(tl.broadcast_to(s[:, :, None], [BO, BK // GROUP, GROUP // 2]), [BO, BK // 2])
-        low, high = decode_e2m1(b & 15) * s, decode_e2m1(b >> 4) * s
-    else:
-        s = tl.reshape(tl.broadcast_to(bf16_twice(s, FORMAT)[:, :, None], [BO, BK // GROUP, GROUP // 2]), [BO, BK // 2])
-        low, high = tl.inline_asm_elementwise(E2M1_BYTES, "=&r,=&r,=&r,=&r,r,r,r,r,r", [b, s], dtype=(tl.bfloat16, tl.bfloat16),
-                                              is_pure=True, pack=4)
-    return tl.reshape(tl.join(low, high), [BO, BK])
+    j = k // 8 + tl.arange(0, BK // 8)
+    place = W + row[:, None] * (K // 8) + j[None, :]
+    w = tl.load(place) if K % BK == 0 else tl.load(place, mask=(j < K // 8)[None, :], other=0)
+    g = k // GROUP + tl.arange(0, BK // GROUP)  # 4 bytes a row or more, so that the load is begun iterations ahead
+    place = S + row[:, None] * (K // GROUP) + g[None, :]
+    s = tl.load(place) if K % BK == 0 else tl.load(place, mask=(g < K // GROUP)[None, :], other=0)
+    v = unpack(tl.reshape(w, [BO * BK // 32, 4]), tl.reshape(s.to(tl.int32), [BO * BK // 32, 32 // GROUP]), FORMAT, FP32)
+    return tl.reshape(tl.permute(tl.reshape(v, [BO, BK // 128, 4, 16, 2]), (0, 1, 3, 2, 4)), [BO, BK])
+
+
+@triton.jit
+def _fp8_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr,
+              COLUMNS: tl.constexpr):
+    """As `_fp4_tile`. E8M0 scales are in it, exactly from 2^−124 on: the product then goes on while the next tile is made."""
+    j = k // 4 + tl.arange(0, BK // 4)
+    place = W + row[:, None] * (K // 4) + j[None, :]
+    w = tl.load(place) if K % BK == 0 else tl.load(place, mask=(j < K // 4)[None, :], other=0)
+    SCALED: tl.constexpr = S.dtype.element_ty == tl.uint8
+    s = 0
+    if SCALED:
+        s = tl.load(S + (row // ROWS) * ((K + COLUMNS - 1) // COLUMNS) + k // COLUMNS).to(tl.int32)
+        s = tl.reshape(tl.broadcast_to(s[:, None], [BO, BK // 16]), [BO * BK // 16, 1])
+    v = unpack(tl.reshape(w, [BO * BK // 16, 4]), s, "fp8", FP32, False, SCALED)
+    return tl.reshape(tl.permute(tl.reshape(v, [BO, BK // 64, 4, 8, 2]), (0, 1, 3, 2, 4)), [BO, BK])
 
 
 @triton.jit

@@ -37,6 +37,7 @@ def _pairs(bits: int, mask: str, big: str, scaled: bool) -> str:
 
 E2M1_PAIRS = tl.constexpr(_pairs(4, "0x01c001c0", "0x7e807e80", True))   # s ee m → bits 15 and 8 … 6: the value · 2^−126
 E4M3_PAIRS = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", False))  # s eeee mmm → bits 15 and 10 … 4: the value · 2^−120
+E4M3_SCALED = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", True))
 
 
 # A word of E2M1 codes → pairs of fp16 as above, the value · 2^−14: in fp16 sign, exponent and mantissa lie within one byte, so
@@ -50,22 +51,12 @@ E2M1_HALVES = tl.constexpr(
     + _HALVES.format(odd=2, odd4=6, even=0, even4=4) + "}")
 HALVES_DOWN = tl.constexpr(2.0**14)  # what takes the 2^−14 back
 
-# Four bytes ($4, $2) → their values in the order of the columns: low nibbles $0 $1 and high nibbles $2 $3, or $0 $1.
-_SPREAD = "prmt.b32 a, {word}, 0, 0x1404; prmt.b32 b, {word}, 0, 0x3424;"
-_E2M1 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 6; and.b32 e, e, 0x01c001c0; or.b32 s, s, e; " \
-    "fma.rn.bf16x2 s, s, big, none; fma.rn.bf16x2 {out}, s, {scale}, none;"
+# Four bytes ($2) → their values in the order of the columns, $0 $1.
 _E4M3 = "and.b32 s, {code}, 0x80008000; shr.b32 e, {code}, 4; and.b32 e, e, 0x07f007f0; or.b32 s, s, e; " \
     "fma.rn.bf16x2 {out}, s, big, none;"
-_REGISTERS = "{ .reg .b32 a, b, s, e, f, g, big, none; mov.b32 none, 0x80008000; "
-# Scales are words of two equal halves, $5 … $8, one a byte: f of the first two bytes, g of the others.
-_OWN = "prmt.b32 f, $5, $6, 0x5410; prmt.b32 g, $7, $8, 0x5410;"
-E2M1_BYTES = tl.constexpr(
-    _REGISTERS + "mov.b32 big, 0x7e807e80;" + _OWN + _SPREAD.format(word="$4")
-    + _E2M1.format(code="a", out="$2", scale="f") + _E2M1.format(code="b", out="$3", scale="g")
-    + "shl.b32 a, a, 4; shl.b32 b, b, 4;"
-    + _E2M1.format(code="a", out="$0", scale="f") + _E2M1.format(code="b", out="$1", scale="g") + "}")
 E4M3_BYTES = tl.constexpr(
-    _REGISTERS + "mov.b32 big, 0x7b807b80;" + _SPREAD.format(word="$2")
+    "{ .reg .b32 a, b, s, e, big, none; mov.b32 none, 0x80008000; mov.b32 big, 0x7b807b80; "
+    "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
     + _E4M3.format(code="a", out="$0") + _E4M3.format(code="b", out="$1") + "}")
 
 # A word of two bf16 ($1) to the nearest E4M3 of the scale 2^k, ties to even, clamped. In units of the scale, values from 2^−6
@@ -137,13 +128,15 @@ def pair(a, b):
 
 
 @triton.jit
-def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.constexpr = False):
+def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.constexpr = False,
+           SCALED: tl.constexpr = False):
     """Words int32 [M, 4] → values [M, S, 2], bf16 or fp32. Step s, pair element p is column (of those in the 16 bytes)
 
     FP4 8·(s // 4) + s % 4 + 4p; FP8 4·(s // 2) + s % 2 + 2p; bf16 and fp32 2s + p.
 
-    scale int32 [M, 1 or 2] E8M0 or E4M3 bytes of FP4 (one for all 4 words, or one for 2). FP8 comes without its scale. On
-    the bf16 path E4M3's NaN code is 480. HALVES: MXFP4 as fp16, times 2^−14 and without its scale.
+    scale int32 [M, 1 or 2] E8M0 or E4M3 bytes of FP4 (one for all 4 words, or one for 2). FP8 comes without its scale
+    unless SCALED, by E8M0 [M, 1]. On the bf16 path E4M3's NaN code is 480. HALVES: MXFP4 as fp16, times 2^−14 and without its
+    scale.
     """
     M: tl.constexpr = w.shape[0]
     if FORMAT == "fp32":
@@ -157,6 +150,8 @@ def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.conste
             v = (code << 16).to(tl.float32, bitcast=True)
         elif FORMAT == "fp8":
             v = decode_e4m3(code)
+            if SCALED:
+                v *= decode_e8m0(scale)[:, :, None, None]
         else:
             s = decode_e8m0(scale) if FORMAT == "mxfp4" else decode_e4m3(scale)
             s = tl.reshape(tl.broadcast_to(s[:, :, None], [M, s.shape[1], 4 // s.shape[1]]), [M, 4])
@@ -167,8 +162,13 @@ def unpack(w, scale, FORMAT: tl.constexpr, FP32: tl.constexpr, HALVES: tl.conste
                                          pack=1)
         v = tl.join(a, b)
     elif FORMAT == "fp8":
-        a, c, b, d = tl.inline_asm_elementwise(E4M3_PAIRS, "=&h,=&h,=&h,=&h,r", [w], dtype=(tl.bfloat16,) * 4, is_pure=True,
-                                               pack=1)
+        if SCALED:
+            s = tl.broadcast_to(bf16_twice(scale, "mxfp4"), [M, 4])
+            a, c, b, d = tl.inline_asm_elementwise(E4M3_SCALED, "=&h,=&h,=&h,=&h,r,r", [w, s], dtype=(tl.bfloat16,) * 4,
+                                                   is_pure=True, pack=1)
+        else:
+            a, c, b, d = tl.inline_asm_elementwise(E4M3_PAIRS, "=&h,=&h,=&h,=&h,r", [w], dtype=(tl.bfloat16,) * 4, is_pure=True,
+                                                   pack=1)
         v = tl.reshape(tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 1, 3, 2)), [M, 8, 2])
     else:
         if HALVES:

@@ -38,14 +38,17 @@ def test_pairs_of_e4m3():
         assert np.array_equal(widen(value)[KNOWN[code]], E4M3[code][KNOWN[code]])
 
 
+@pytest.mark.parametrize("exponent", [-124, -60, 0, 2, 119])
+def test_scaled_pairs_of_e4m3(exponent):
+    scale = np.float32(2.0**exponent)
+    word = ALL | ((ALL ^ U32(0x5A5A)) << U32(16))
+    for i, value in enumerate(run(words.E4M3_SCALED.value, 4, word, twice(scale))):
+        code = (word >> U32(8 * i)) & U32(255)
+        assert np.array_equal(widen(value)[KNOWN[code]], (E4M3[code] * scale)[KNOWN[code]])
+
+
 def test_bytes_in_the_order_of_columns():
     word = ALL | ((ALL ^ U32(0x5A5A)) << U32(16))
-    scales = (0.25, 1.0, 32.0, 2.0**-20)  # each byte has its own
-    low0, low1, high0, high1 = run(words.E2M1_BYTES.value, 4, word, *map(twice, scales))
-    for i, (low, high) in enumerate(zip((*pairs(low0), *pairs(low1)), (*pairs(high0), *pairs(high1)))):
-        byte = (word >> U32(8 * i)) & U32(255)
-        assert np.array_equal(low, E2M1[byte & U32(15)] * np.float32(scales[i]))
-        assert np.array_equal(high, E2M1[byte >> U32(4)] * np.float32(scales[i]))
     for i, value in enumerate(v for r in run(words.E4M3_BYTES.value, 2, word) for v in pairs(r)):
         code = (word >> U32(8 * i)) & U32(255)
         assert np.array_equal(value[KNOWN[code]], E4M3[code][KNOWN[code]])
