@@ -46,13 +46,13 @@ def tile_tokens(P: int, E: int, fp32: bool) -> int:
 def tile_shape(w: Held, bt: int, fp32: bool) -> tuple[int, int]:
     """(rows, warps) of a tile with `bt` tokens.
 
-    An FP4 tile spends its time on dequantising: of 64 tokens, 8 warps leave registers for a second program beside it, and of
-    fewer, 4 warps do, whose loads of scales are wide enough to be begun ahead.
+    An FP4 tile spends its time on dequantising; 4 warps leave room for a second program beside it, and their loads of scales are
+    wide enough to be begun ahead. 128 tokens take the registers of 8.
     """
     if fp32:
         return 32, 4
     if order(w) == 4:
-        return 128, 8 if bt >= 64 else 4
+        return 128, 8 if bt > 64 else 4
     return (128, 8 if bt > 64 else 4) if bt >= 64 else (64, 4)
 
 
