@@ -97,7 +97,19 @@ def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: 
             acc += tl.dot(w, tl.trans(x), input_precision="ieee") * scale[:, None]
         else:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+            if WORDS and not FP32:
+                acc = finished(acc)
     return acc
+
+
+@triton.jit
+def finished(acc):
+    """acc as it is, when the products that add to it are done.
+
+    Otherwise Triton (3.6, 3.7) lets three of them go on into the next iteration, and counts them by their sums alone: while they
+    still read the words of this one from registers, those of the next are unpacked into the same registers.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
