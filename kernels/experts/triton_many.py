@@ -24,7 +24,7 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     indices, routing, w13, w2 = routed
     (N, d), k, E, I = x.shape, indices.shape[1], w13.weight.shape[0], w2.K
     P, fp32 = N * k, dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
-    bt = tile_tokens(P, E, fp32)
+    bt = tile_tokens(P, E, 32 if fp32 else 64 if order(w13) == 4 else 128)
     x, ordered = arrange(x, order(w13)), order(w2)
     places, table, rounded = sort_pairs(indices, E, bt, x if simulate else None)
     new = lambda *shape: torch.empty(*shape, dtype=x.dtype, device=x.device)
@@ -38,22 +38,23 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     return out
 
 
-def tile_tokens(P: int, E: int, fp32: bool) -> int:
+def tile_tokens(P: int, E: int, most: int) -> int:
     """Tokens of a tile: a third more than an expert has on average, as most then need one tile, and none much too large."""
-    return next(t for t in (16, 32, 64, 128) if t >= min(4 * P // (3 * E), 32 if fp32 else 128))
+    return next(t for t in (16, 32, 64, 128) if t >= min(4 * P // (3 * E), most))
 
 
-def tile_shape(w: Held, bt: int, fp32: bool) -> tuple[int, int]:
-    """(rows, warps) of a tile with `bt` tokens.
+def tile_shape(name: str, w: Held, bt: int, fp32: bool) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile with `bt` tokens.
 
     An FP4 tile spends its time on dequantising; 4 warps leave room for a second program beside it, and their loads of scales are
-    wide enough to be begun ahead. 128 tokens take the registers of 8.
+    wide enough to be begun ahead. Of 16 tokens there are products for fewer rows, and bytes to wait for.
     """
+    columns = tile_columns(name, w, fp32)
     if fp32:
-        return 32, 4
+        return 32, columns, 4
     if order(w) == 4:
-        return 128, 8 if bt > 64 else 4
-    return (128, 8 if bt > 64 else 4) if bt >= 64 else (64, 4)
+        return (64, 2 * columns, 4) if bt == 16 else (128, columns, 4)
+    return (128, columns, 8 if bt > 64 else 4) if bt >= 64 else (64, columns, 4)
 
 
 def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWeight, PackedWeight], limit: float,
@@ -71,12 +72,12 @@ def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWe
 def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, places: torch.Tensor, table: torch.Tensor, each: int,
              bt: int, fp32: bool) -> None:
     """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
-    bo, warps = tile_shape(w, bt, fp32)
+    bo, bk, warps = tile_shape(name, w, bt, fp32)
     blocks = blocks_of(y.shape[0], w.weight.shape[0], bt)
     weight = tile_words(w)
     scales = 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1]
     _expert_product[(triton.cdiv(w.O, bo), blocks)](
-        x, x.stride(0), places, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, tile_columns(name, w, fp32),
+        x, x.stride(0), places, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, bk,
         w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=warps,
         num_stages=1 if fp32 else stages(x.device))
 

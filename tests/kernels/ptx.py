@@ -119,7 +119,7 @@ def _assembly(self, program, constraints, values, types, pure, pack):
         part = part.astype(kind) if element.primitive_bitwidth * pack < 32 else part.view(kind)
         data = np.empty(size, kind)
         data[lot] = part.reshape(-1)
-        data = data.view(np.float16) if element == tl.float16 else data
+        data = data.view({tl.float16: np.float16, tl.float32: np.float32}.get(element, kind))
         handles.append(TensorHandle(data.reshape(shape), element))
     assert not out, "registers of the results and constraints differ"
     return Results(handles)
@@ -127,7 +127,7 @@ def _assembly(self, program, constraints, values, types, pure, pack):
 
 def _dot(self, a, b, d, precision, imprecise):
     a, b = (widen(t.data) if t.dtype == tl.bfloat16 else t.data for t in (a, b))
-    return TensorHandle(np.matmul(a, b, dtype=np.float32) + d.data, d.dtype.scalar)
+    return TensorHandle(np.matmul(a, b, dtype=np.float32) + d.data.astype(np.float32), d.dtype.scalar)
 
 
 def compiled(monkeypatch, *modules) -> None:
