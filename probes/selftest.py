@@ -6,6 +6,7 @@ else does not count: such a fault is seen, but not named, and is a gap. So is on
 """
 
 import os
+import pkgutil
 import re
 import shutil
 import sys
@@ -26,6 +27,7 @@ from dsv4.errors import InputError
 from dsv4.load import resolve_backend, resolve_device
 from dsv4.numerics import NUMERICS
 from kernels.errors import Dsv4Error
+from probes import mutations
 from probes.audit import open_subject
 from probes.mutations import Mutation, Site
 from probes.probe import available, execute, probe_named
@@ -286,7 +288,13 @@ def _here(tasks: list[Mutation | Clean], bench: Bench) -> Iterator[tuple[int, Ou
 
 
 def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, get_context("spawn"), _begin, max_tasks_per_child=_lives(bench))
+    lives = _lives(bench)
+    context = get_context("spawn" if lives is None else "forkserver")
+    if lives is not None:  # many processes: each is a copy of one that has imported everything and touched no device
+        context.set_forkserver_preload([*(f"probes.mutations.{m.name}" for m in pkgutil.iter_modules(mutations.__path__)),
+                                        *(f"probes.{name}" for name in available()), "probes.subjects.ours", "probes.oracle.model",
+                                        "torch.fx.experimental.symbolic_shapes"])
+    return ProcessPoolExecutor(jobs, context, _begin, max_tasks_per_child=lives)
 
 
 def _lives(bench: Bench) -> int | None:
