@@ -6,11 +6,13 @@ from typing import ClassVar
 
 import torch
 
+from dsv4.numerics import Numerics
 from kernels.dispatch import DispatchLedger, bind
 from kernels.errors import BackendUnavailable
 from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 from probes.case_inputs import Case, Inputs
+from probes.compile_ahead import compile_ahead
 from probes.composition_cases import composition_cases
 from probes.operation_cases import operation_cases
 from probes.probe import Probe
@@ -37,6 +39,8 @@ class BackendMatrix(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         checks, backend = [], subject.model.backend
+        if subject.model.device.type == "cuda" and backend == "triton":
+            compile_ahead([subject.config], dtypes_of(subject.model.numerics), TOKENS, backend, str(subject.model.device), self.seed)
         for name, op in OPERATIONS.items():
             try:
                 mine = op.resolve(backend)[0]
@@ -60,11 +64,16 @@ class BackendMatrix(Probe):
     def _cases(self, subject: Subject, name: str, mine: Callable, wanted: Callable, cases: Callable) -> list[Check]:
         """Activations in fp32, and in bf16 where the subject's are."""
         found = []
-        for dtype in dict.fromkeys((torch.float32, subject.model.numerics.activation)):
+        for dtype in dtypes_of(subject.model.numerics):
             for tokens in TOKENS:
                 made = cases(name, Inputs(subject.config, tokens, dtype, self.seed))
                 found += [compared(name, mine, wanted, case, dtype, subject.model.device) for case in made]
         return found or [Check(name, Status.ERROR, part=name, note=f"backend_matrix has no inputs for {name}")]
+
+
+def dtypes_of(numerics: Numerics) -> tuple[torch.dtype, ...]:
+    """fp32, and what activations are held in."""
+    return tuple(dict.fromkeys((torch.float32, numerics.activation)))
 
 
 def compared(name: str, mine: Callable, reference: Callable, case: Case, dtype: torch.dtype, device: torch.device) -> Check:

@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from dsv4.errors import InputError
 from probes.audit import open_subject
+from probes.backend_matrix import TOKENS, BackendMatrix
+from probes.compile_ahead import compile_ahead
 from probes.formats import json_report, words
 from probes.formats.markdown import escape, fence, table
 from probes.mutations import Mutation, catalogue
@@ -92,6 +96,9 @@ def selftest(mutations: Sequence[Mutation], bench: Bench, jobs: int, selection: 
         for name in profiles.PROFILES:
             profiles.write(bench.profiles / name, name)
         subject = open_subject(bench.profiles / "default", "ours", "fp32", backend, bench.device)  # or it cannot run at all
+        if bench.device.startswith("cuda") and selection == "all":
+            configs = [open_subject(bench.profiles / name, "ours", "fp32", backend, bench.device).config for name in profiles.PROFILES]
+            compile_ahead(configs, (torch.float32, torch.bfloat16), TOKENS, backend, bench.device, BackendMatrix.seed, jobs)
         results: list = [None] * len(tasks)
         for i, results[i] in run_all(tasks, bench, jobs):
             done(results[i], len(tasks))
@@ -119,8 +126,10 @@ def run(out: Path | None, section: str | None, name: str | None, fast: bool, job
 def told(result: Outcome | Clean) -> str:
     """One line of a result, for a log."""
     if isinstance(result, Clean):
-        return f"{'green' if result.green else 'ALARM':6} {result.seconds:5.1f} s  {setting(result)}, {result.backend}"
-    return f"{'caught' if result.found.caught else 'GAP':6} {result.seconds:5.1f} s  {result.mutation.name}"
+        word, about = "green" if result.green else "ALARM", f"{setting(result)}, {result.backend}{''.join(f'; {r}' for r in result.red[:3])}"
+    else:
+        word, about = "caught" if result.found.caught else "GAP", result.mutation.name + (f": {result.found.note}" if result.found.note else "")
+    return f"{word:6} {result.seconds:5.1f} s  {about}"
 
 
 def summary(matrix: Matrix) -> list[str]:

@@ -1,0 +1,66 @@
+"""What `backend_matrix` launches on a GPU, compiled by many processes before one runs it.
+
+A cold Triton compiles a second a kernel and one at a time; the catalogue takes hundreds of kernels at a model's own widths. What
+one process has compiled, the others find in Triton's cache on disk. Nothing is judged here: an implementation that fails fails
+again in the probe, which says so.
+"""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import get_context, parent_process
+from typing import NamedTuple
+
+import torch
+
+from dsv4.config import ModelConfig
+from kernels.fusions import COMPOSITIONS
+from kernels.operations import OPERATIONS
+from probes.case_inputs import Inputs
+from probes.composition_cases import composition_cases
+from probes.operation_cases import operation_cases
+
+HEAVY = ("moe", "experts", "linears", "linear", "shared_expert", "grouped_linear", "attention_inputs")  # many kernels: first, so as not to be last
+
+
+class Piece(NamedTuple):
+    """All cases of one operation or composition for so many tokens."""
+
+    name: str
+    dtype: torch.dtype
+    tokens: int
+
+
+def pieces(dtypes: Iterable[torch.dtype], tokens: Iterable[int]) -> list[Piece]:
+    names = sorted({**OPERATIONS, **COMPOSITIONS}, key=lambda name: name not in HEAVY)
+    return [Piece(name, dtype, n) for name in names for n in tokens for dtype in dtypes]
+
+
+def run_piece(config: ModelConfig, piece: Piece, backend: str, device: str, seed: int) -> int:
+    """How many calls came back. Results and errors are dropped."""
+    from probes.backend_matrix import results
+    torch.set_num_threads(1)
+    operation, cases = OPERATIONS.get(piece.name), operation_cases
+    if operation is None:
+        operation, cases = COMPOSITIONS[piece.name], composition_cases
+    mine, done = operation.implementations.get(backend), 0
+    if mine is None:
+        return 0
+    for case in cases(piece.name, Inputs(config, piece.tokens, piece.dtype, seed)):
+        with suppress(Exception):
+            results(mine, case, torch.device(device))
+            done += 1
+    return done
+
+
+def compile_ahead(configs: Iterable[ModelConfig], dtypes: Iterable[torch.dtype], tokens: Iterable[int], backend: str, device: str,
+                  seed: int, jobs: int | None = None) -> int:
+    """Calls that were made, by `jobs` processes (None: one a processor). Nothing in a process that is itself one of many."""
+    if parent_process() is not None:
+        return 0
+    work = [(config, piece) for piece in pieces(tuple(dtypes), tuple(tokens)) for config in configs]
+    with suppress(BrokenProcessPool), ProcessPoolExecutor(min(jobs or os.cpu_count() or 1, len(work)), get_context("spawn")) as pool:
+        return sum(f.result() for f in [pool.submit(run_piece, config, piece, backend, device, seed) for config, piece in work])
+    return 0
