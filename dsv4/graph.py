@@ -14,7 +14,8 @@ class DecodeGraph:
     """Appends `tokens` tokens to rows of `cache` by replaying one graph.
 
     A replay neither allocates nor waits for the device, and runs no Python of the model. Rows stand at their own lengths; a row that is not
-    `active` is computed and forgotten: its slots lie beyond its length. On a CPU the captured step runs without a graph.
+    `active` is computed and forgotten: its slots lie beyond its length. On a CPU, and on the reference backend, which waits for the
+    device to learn how many tokens each expert has, the captured step runs without a graph.
 
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
     """
@@ -32,7 +33,7 @@ class DecodeGraph:
         self._copied: torch.cuda.Event | None = None
         self._held: list[int] | None = None  # what `start` holds, as far as the host knows
         self.graph, self.logits, self.streams = None, None, None
-        if self._gpu:
+        if self._gpu and model.backend == "triton":
             self._capture()
 
     def step(self, ids: torch.Tensor | None = None, active: list[bool] | None = None) -> torch.Tensor:
