@@ -1,0 +1,259 @@
+"""Speculative decoding that stays on the device: a round drafts, verifies, commits and chooses the next block sizes.
+
+A round with D drafts is captured once (a CUDA graph; on a CPU it runs as it is) and serves every position of a ragged batch. The
+host chooses which D to replay from sizes that earlier rounds left in pinned memory, a few rounds behind, and never waits for the
+device: rows that want fewer drafts than D have theirs refused, rows that want more get D.
+
+A row holds `start` tokens in the caches; `token` is the last one that it has chosen, not yet in them. The MTP block's entry at
+position t is made of the main model's streams at t and the token at t + 1, so it holds `start` entries, and what it said last is
+`first`, the draft of what follows `token`. A round:
+
+    d_1 = first;  d_2 … d_D: the block's own streams fed back, from position `start` on
+    verify token, d_1 … d_D at start … start + D:  c_0 … c_D, what the model itself chooses after each
+    a = how many d_{i+1} equal c_i in a row;  c_0 … c_a are the row's next tokens
+    the block again at start … start + D, with the model's streams and the tokens that really follow
+
+What verifying wrote beyond the new length is written again before it can be seen (`dsv4.cache`); so are the block's entries of
+chained drafts.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from dsv4.cache import Cache
+from dsv4.errors import InputError
+from dsv4.model import Model
+from dsv4.step import CapturedStep
+
+WARM_UP = 2
+
+
+class Sizes(Protocol):
+    """Block sizes of a batch, on the device. sizes int64 [B]: drafts that each row wants next."""
+
+    sizes: torch.Tensor
+
+    def update(self, accepted: torch.Tensor, proposed: torch.Tensor) -> None:
+        """accepted, proposed int64 [B] of a round; rows that proposed nothing stay as they are. Must neither synchronise nor
+        replace tensors that an earlier call has read."""
+
+
+class StaticSizes:
+    """The same size always."""
+
+    def __init__(self, batch: int, size: int, device: torch.device):
+        self.sizes = torch.full((batch,), size, dtype=torch.int64, device=device)
+
+    def update(self, accepted: torch.Tensor, proposed: torch.Tensor) -> None:
+        pass
+
+
+@dataclass
+class Progress:
+    """What the host knows of a batch, as of some round that has ended."""
+
+    written: list[int]
+    sizes: list[int]
+    done: list[bool]
+
+
+@dataclass
+class Counts:
+    """Of one batch. polls: how often the host asked whether a round had ended; synchronisations: how often it waited for the
+    device in a call that returns only then."""
+
+    rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
+    polls: int = 0
+    synchronisations: int = 0
+
+
+class Rounds:
+    """Decodes a batch whose prompts are in `cache`, with up to `most` drafts a round.
+
+    streams [B, n, d], tokens int64 [B]: the main model's streams at each row's last position and the token that it chose there;
+    the MTP block must hold that position too, and first int64 [B], chained [B, n, d] are what it drafts after `tokens` and its
+    streams there (`primed`). left: tokens that each row may still produce. stop_ids end a row, which keeps them. Raises InputError
+    where a round could reach beyond the cache.
+    """
+
+    def __init__(self, model: Model, cache: Cache, most: int, tokens: torch.Tensor, first: torch.Tensor, chained: torch.Tensor,
+                 left: Sequence[int], stop_ids: Iterable[int], sizes: Sizes):
+        lengths, B, device = cache.lengths, cache.batch, model.device
+        reach = max(length + n for length, n in zip(lengths, left)) + most
+        if reach > cache.max_context or most > cache.max_rewind:
+            raise InputError(f"rounds of {most} drafts reach {reach} tokens and rewind {most}; the cache has max_context "
+                             f"{cache.max_context} and max_rewind {cache.max_rewind}; build it larger or draft fewer")
+        if not model.mtp:
+            raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
+        self.model, self.cache, self.most, self.policy = model, cache, most, sizes
+        new = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
+        self.start, self.left = new(lengths), new(list(left))
+        self.token, self.first, self.chained = tokens.clone(), first.clone(), chained.clone()
+        self.done = self.left == 0
+        self.stops = new(sorted(set(stop_ids)) or [-1])
+        self.room = max(left)
+        self.out = torch.zeros(B, self.room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
+        self.written = torch.zeros(B, dtype=torch.int64, device=device)
+        pinned = lambda *shape: torch.zeros(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
+        self.host_state[1].copy_(sizes.sizes)
+        self.host_state[2].copy_(self.done)
+        self.captures = device.type == "cuda" and model.backend == "triton"
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.counts = Counts()
+
+    # ---- on the device -------------------------------------------------------------------
+
+    def _step(self, ids: torch.Tensor, start: torch.Tensor) -> CapturedStep:
+        return CapturedStep(ids, start, self.cache.max_context, self.model.rope_frequencies())
+
+    def _block(self, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The MTP block at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams."""
+        step = self._step(ids, start)
+        embedded = self.model.embed(step.ids).to(self.model.numerics.activation)
+        return self.model.mtp[0](streams, embedded, step, self.cache.mtp_layers[0])
+
+    def _drafts(self, D: int) -> torch.Tensor:
+        """int64 [B, D]."""
+        found, streams = [self.first][:D], self.chained
+        for j in range(1, D):
+            features, streams = self._block(streams, found[-1].unsqueeze(1), self.start + (j - 1))
+            found.append(self.model.head(features).argmax(-1))
+        return torch.stack(found, 1) if D else self.token.new_empty(len(self.token), 0)
+
+    @torch.inference_mode()
+    def _round(self, D: int) -> None:
+        B, drafts = len(self.token), self._drafts(D)
+        ids = torch.cat((self.token.unsqueeze(1), drafts), 1)
+        streams, logits = self.model.captured(self._step(ids, self.start), self.cache)
+        chosen = logits.view(B, D + 1, -1).argmax(-1)
+        place = torch.arange(D + 1, device=ids.device)
+        proposed = self.policy.sizes.clamp(max=D).masked_fill(self.done, 0)
+        right = (chosen[:, :D] == drafts) & (place[:D] < proposed.unsqueeze(1))
+        accepted = right.long().cumprod(1).sum(1)
+        stopping = (chosen.unsqueeze(-1) == self.stops).any(-1)
+        first_stop = torch.where(stopping, place, D + 1).amin(1)
+        count = torch.minimum(torch.minimum(accepted + 1, self.left), first_stop + 1).masked_fill(self.done, 0)
+        self._follow(streams, chosen, count)
+        column = torch.where(place < count.unsqueeze(1), self.written.unsqueeze(1) + place, self.room + place)
+        self.out.scatter_(1, column, chosen)
+        self.written += count
+        self.start += count
+        self.left -= count
+        self.done |= (self.left == 0) | (first_stop < count)
+        self.policy.update(accepted, proposed)
+        self.host_out.copy_(self.out[:, :self.room], non_blocking=True)
+        self.host_state.copy_(torch.stack((self.written, self.policy.sizes, self.done.long())), non_blocking=True)
+
+    def _follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
+        """The MTP block over what was verified, and what it says after the last token that counts; others stay as they were."""
+        B, T = chosen.shape
+        features, after = self._block(streams, chosen, self.start)
+        last = (count - 1).clamp(min=0)
+        row = torch.arange(B, device=chosen.device) * T + last
+        moved, token = count > 0, chosen.gather(1, last.unsqueeze(1)).squeeze(1)
+        drafted = self.model.head(features.index_select(0, row)).argmax(-1)
+        self.first.copy_(torch.where(moved, drafted, self.first))
+        self.token.copy_(torch.where(moved, token, self.token))
+        self.chained.copy_(torch.where(moved.view(-1, 1, 1), after.index_select(0, row), self.chained))
+
+    def capture(self, D: int) -> None:
+        """Capture the round of D drafts. It runs a few times while every row counts as done, which changes none."""
+        held = self.done.clone()
+        self.done.fill_(True)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._round(D)
+            self.graphs[D] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[D], stream=stream):
+                self._round(D)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.done.copy_(held)
+
+    # ---- on the host ---------------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """As of the last round that was copied; a row's `written` tokens are in `host_out`."""
+        written, sizes, done = self.host_state.tolist()
+        return Progress(written, sizes, [bool(d) for d in done])
+
+    def run(self, on_tokens: Callable[[int, list[int]], None] | None = None, ahead: int = 2) -> list[list[int]]:
+        """Rounds until every row is done; the rows' tokens. on_tokens(row, new tokens) as they are known.
+
+        ahead: rounds under way before the oldest is waited for by polling; 1 decides every size by the round just before.
+        """
+        told, under_way = [0] * len(self.token), []
+        while True:
+            now = self.progress()
+            for b, (old, new) in enumerate(zip(told, now.written)):
+                if new > old and on_tokens is not None:
+                    on_tokens(b, self.host_out[b, old:new].tolist())
+                told[b] = new
+            if all(now.done):
+                break
+            wanted = max(size for size, done in zip(now.sizes, now.done) if not done)
+            under_way.append(self._launch(min(wanted, self.most)))
+            while len(under_way) >= ahead or under_way and under_way[0] is None:
+                event = under_way.pop(0)
+                while event is not None and not event.query():
+                    self.counts.polls += 1
+        self._settle(under_way)
+        return [self.host_out[b, :n].tolist() for b, n in enumerate(self.progress().written)]
+
+    def _launch(self, D: int) -> torch.cuda.Event | None:
+        self.counts.rounds.append(D)
+        if not self.captures:
+            self._round(D)
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)
+                self.counts.synchronisations += 1
+            return None
+        if D not in self.graphs:
+            self.capture(D)
+        self.graphs[D].replay()
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _settle(self, under_way: list) -> None:
+        """The host's lengths of the caches again what the device holds; rounds that ran for nothing are over."""
+        for event in under_way:
+            while event is not None and not event.query():
+                self.counts.polls += 1
+        for lengths in (self.cache._main, self.cache._mtp):
+            for b, n in enumerate(self.progress().written):
+                lengths.advance(slice(b, b + 1), n)
+
+
+def primed(model: Model, cache: Cache, ids: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Append prompts ids int64 [B, T] (right-padded; `counts` of them real) to an empty cache and to the MTP block's own.
+
+    Returns what `Rounds` starts from: the tokens that the model chooses after the prompts int64 [B], what the block drafts
+    after those int64 [B], and the block's streams there [B, n, d]. Greedy.
+    """
+    logits, streams = model.append(ids, cache, n_new=counts, logits="last", return_streams=True)
+    tokens = logits[:, -1].argmax(-1)
+    found = []
+    for b, n in enumerate(counts):  # rows have lengths of their own, and the block's append takes one
+        following = torch.cat((ids[b:b + 1, 1:n].to(model.device), tokens[b:b + 1, None]), 1)
+        found.append(_prime_row(model, cache, b, streams[b:b + 1, :n], following))
+    first, chained = (torch.cat(part) for part in zip(*found))
+    return tokens, first, chained
+
+
+@torch.inference_mode()
+def _prime_row(model: Model, cache: Cache, b: int, streams: torch.Tensor, following: torch.Tensor):
+    from dsv4.step import Step
+    n = following.shape[1]
+    for begin in range(0, n, model.chunk):
+        piece = slice(begin, min(begin + model.chunk, n))
+        step = Step(following[:, piece], b, cache._mtp.now[b:b + 1], model.rope_frequencies())
+        embedded = model.embed(step.ids).to(model.numerics.activation)
+        features, after = model.mtp[0](streams[:, piece].flatten(0, 1), embedded, step, cache.mtp_layers[0])
+        cache._mtp.advance(slice(b, b + 1), step.T)
+    return model.head(features[-1:]).argmax(-1), after[-1:]

@@ -1,0 +1,194 @@
+"""Rounds that stay on the device choose what plain decoding chooses, and draft what the MTP block drafts."""
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.errors import InputError
+from dsv4.generate import generate
+from dsv4.speculation.rounds import Rounds, StaticSizes, primed
+
+NEW = (21, 9, 14)
+
+
+@pytest.fixture(scope="module")
+def model(golden_path):
+    return load_model(golden_path, numerics="fp32", mtp=True)
+
+
+def prompts(model, lengths=(5, 131, 30), seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(model.config.vocab_size, (n,), generator=g).tolist() for n in lengths]
+
+
+def rounds(model, ids, new, sizes, most=8, stop_ids=(), room=0):
+    """A batch ready to run, and each row's first token."""
+    lengths = [len(row) for row in ids]
+    cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + most + room, 16)
+    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
+    tokens, *start = primed(model, cache, padded, lengths)
+    return Rounds(model, cache, most, tokens, *start, [n - 1 for n in new], stop_ids, sizes), tokens.tolist()
+
+
+def run(model, ids, new, sizes, **more):
+    """Tokens of each row, and the rounds that they took."""
+    found, first = rounds(model, ids, new, sizes, **{k: v for k, v in more.items() if k != "ahead"})
+    out = found.run(ahead=more.get("ahead", 2))
+    assert found.cache.lengths == found.cache.mtp_lengths == [len(row) + len(o) for row, o in zip(ids, out)]
+    return [[token, *row] for token, row in zip(first, out)], found.counts
+
+
+class Cycle:
+    """A size for each row and round in turn."""
+
+    def __init__(self, *sizes):
+        self.all = iter(sizes)
+        self.sizes = torch.tensor(next(self.all))
+        self.seen = []
+
+    def update(self, accepted, proposed):
+        self.seen.append((accepted.tolist(), proposed.tolist()))
+        self.sizes.copy_(torch.tensor(next(self.all, (1, 0, 3))))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 8])
+def test_tokens_are_those_of_plain_decoding(model, size, ahead):
+    ids = prompts(model)
+    plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    got, counts = run(model, ids, NEW, StaticSizes(3, size, model.device), ahead=ahead)
+    assert got == plain and counts.synchronisations == counts.polls == 0
+
+
+def test_rows_want_different_sizes(model):
+    ids, sizes = prompts(model, seed=1), Cycle((0, 4, 1), (3, 0, 8), (2, 2, 2), (0, 0, 0), (8, 1, 0))
+    plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    got, counts = run(model, ids, NEW, sizes, ahead=1)
+    assert got == plain
+    assert counts.rounds[:4] == [4, 8, 2, 0]
+    assert sizes.seen[0][1] == [0, 4, 1] and sizes.seen[1][1] == [3, 0, 8]
+    assert all(a <= p for accepted, proposed in sizes.seen for a, p in zip(accepted, proposed))
+
+
+def forced(found, ids, plain, wrong):
+    """The next round gets what follows in each row as drafts, but for row b's draft number wrong[b]."""
+    def drafts(D):
+        rows = []
+        for b, row in enumerate(plain):
+            at = 1 + int(found.written[b])
+            rows.append((row[at:] + [0] * D)[:D])
+            if wrong[b] < D:
+                rows[b][wrong[b]] = (rows[b][wrong[b]] + 1) % found.model.config.vocab_size
+        return torch.tensor(rows)
+    found._drafts = drafts
+
+
+def test_no_row_gets_more_than_it_wants(model):
+    ids, sizes = prompts(model), Cycle((0, 2, 3), (0, 0, 0))
+    plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    found, _ = rounds(model, ids, NEW, sizes)
+    forced(found, ids, plain, (9, 9, 9))
+    found._round(3)
+    assert found.written.tolist() == [1, 3, 4] and sizes.seen == [([0, 2, 3], [0, 2, 3])]
+
+
+def chain(model, row, n):
+    """What the block drafts after the tokens `row`, from an empty cache: the model's streams, then its own."""
+    cache = model.new_cache(1, len(row) + n)
+    _, streams = model.append(torch.tensor([row[:-1]]), cache, return_streams=True)
+    logits, own = model.mtp_logits(streams, torch.tensor([row[1:]]), cache, return_streams=True)
+    found, streams = [int(logits[0, -1].argmax())], own[:, -1:]
+    for _ in range(n - 1):
+        logits, streams = model.mtp_logits(streams, torch.tensor([[found[-1]]]), cache, return_streams=True)
+        found.append(int(logits[0, -1].argmax()))
+    return found
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 2), (3, 0, 1), (2, 3, 3)])
+def test_drafts_after_a_round_are_as_if_all_had_been_appended(model, wrong):
+    """Rows that had other drafts accepted; what the round before wrote for refused drafts is not seen."""
+    ids = prompts(model, seed=5)
+    plain = [generate(model, row, 14).token_ids for row in ids]
+    found, _ = rounds(model, ids, (14,) * 3, StaticSizes(3, 3, model.device))
+    real = found._drafts
+    forced(found, ids, plain, wrong)
+    for _ in range(2):
+        found._round(3)
+    assert found.written.tolist() == [2 * (w + 1) for w in wrong]
+    drafts = real(4).tolist()
+    for row, text, w, got in zip(ids, plain, wrong, drafts):
+        assert got == chain(model, row + text[:1 + 2 * (w + 1)], 4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 126, 127, 128, 129])
+def test_every_residue(model, length):
+    """Of windows of 4 and of 128 tokens, and at the sliding window's edge; with all drafts right."""
+    ids = prompts(model, (length,), seed=length)
+    plain = generate(model, ids[0], 12).token_ids
+    assert run(model, ids, (12,), StaticSizes(1, 3, model.device))[0] == [plain]
+    found, first = rounds(model, ids, (12,), StaticSizes(1, 3, model.device))
+    found._drafts = lambda D: torch.tensor([plain[1 + int(found.written):][:D] + [0] * max(0, D - 11 + int(found.written))])
+    assert [first + found.run()[0]] == [plain] and len(found.counts.rounds) == 3  # eleven tokens, four a round
+
+
+def test_only_what_is_right_is_accepted(model):
+    ids = prompts(model, (9,))
+    plain = generate(model, ids[0], 12).token_ids
+    for wrong in range(4):  # place of the first draft that is not what follows
+        found, first = rounds(model, ids, (12,), StaticSizes(1, 3, model.device))
+
+        def drafts(D):
+            following = torch.tensor([(plain[1 + int(found.written):] + [0] * D)[:D]])
+            return torch.where(torch.arange(D) == wrong, (following + 1) % model.config.vocab_size, following)
+        found._drafts = drafts
+        assert first + found.run()[0] == plain
+        assert len(found.counts.rounds) == -(-11 // (wrong + 1))
+
+
+def test_a_stop_id_inside_a_block_ends_its_row_alone(model):
+    ids = prompts(model)
+    plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    stop = next(t for t in plain[0][2:] if t not in plain[1] + plain[2])
+    wanted = [row[:row.index(stop) + 1] if stop in row else row for row in plain]
+    assert len(wanted[0]) < len(plain[0])
+    assert run(model, ids, NEW, StaticSizes(3, 8, model.device), stop_ids=(stop,))[0] == wanted
+
+
+def test_tokens_are_told_as_they_come(model):
+    ids, told = prompts(model), [[], [], []]
+    found, _ = rounds(model, ids, NEW, StaticSizes(3, 2, model.device))
+    out = found.run(on_tokens=lambda row, tokens: told[row].append(tokens))
+    assert [sum(row, []) for row in told] == out and max(map(len, told)) > 2
+
+
+def test_drafts_are_those_of_the_block(model):
+    """With one draft a round, a round gives two tokens exactly where the block, given the model's streams, says what follows."""
+    ids = prompts(model, (40,), seed=3)
+    plain = generate(model, ids[0], 30).token_ids
+    whole = torch.tensor([ids[0] + plain])
+    cache = model.new_cache(1, 80)
+    _, streams = model.append(whole, cache, return_streams=True)
+    said = model.mtp_logits(streams[:, :-1], whole[:, 1:]).argmax(-1)[0]  # entry t: what follows token t + 1
+    rights, at = 0, 40  # `at`: position of the token chosen last
+    expected = 0
+    while at < 40 + 29:
+        right = at + 1 < len(whole[0]) and int(said[at - 1]) == int(whole[0, at + 1])
+        at, expected, rights = at + 1 + right, expected + 1, rights + right
+    sizes = Cycle(*[(1,)] * 40)
+    _, counts = run(model, ids, (30,), sizes, most=1)
+    assert len(counts.rounds) == expected
+
+
+def test_chained_drafts_feed_the_blocks_own_streams(model):
+    ids = prompts(model, (17,), seed=4)
+    found, first = rounds(model, ids, (12,), StaticSizes(1, 4, model.device))
+    assert found._drafts(4)[0].tolist() == chain(model, ids[0] + first, 4)
+
+
+def test_what_does_not_fit_is_refused(model):
+    ids = prompts(model, (9,))
+    with pytest.raises(InputError, match="max_context"):
+        rounds(model, ids, (12,), StaticSizes(1, 3, model.device), room=-2)
+    cache = model.new_cache(1, 64, 4)
+    with pytest.raises(InputError, match="max_rewind"):
+        Rounds(model, cache, 8, *primed(model, cache, torch.tensor(ids), [9]), [3], (), StaticSizes(1, 3, model.device))
