@@ -36,7 +36,7 @@ class CostAwareParameters:
     prior: tuple[float, ...] = (1 / 8,) * 8
     drift: float = 1 / 128
     falloff: float = 1.0
-    horizon: float = 16.0
+    horizon: float = 8.0
     sizes: tuple[int, ...] = tuple(range(LARGEST + 1))
     pressure_cap: int | None = PRESSURE_CAP
 

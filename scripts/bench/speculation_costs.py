@@ -18,6 +18,7 @@ MEASURED = {(1, 0): 2.62e-3, (8, 0): 6.0e-3}  # (batch, drafted): s of a decode 
 BY_TOKENS = ((1, 2.62e-3), (2, 3.3e-3), (4, 4.4e-3), (8, 6.0e-3))  # of one pass; 2 and 4 interpolated
 HEAD, DRAFT = 0.35e-3, 0.5e-3  # s: a 129280 × 4096 bf16 head at 3 TB/s; a draft step at batch 1, head and one layer
 BATCHES = (1, 8, 32)
+FOLDER = Path(__file__).parent / "speculation_costs"
 
 
 def distinct(tokens: float) -> float:
@@ -54,7 +55,7 @@ def flat() -> CostTable:
 
 
 def main() -> None:
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "speculation_costs"
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     out.mkdir(parents=True, exist_ok=True)
     for name, table in (("speculation_h100_flash16", moe()), ("speculation_flat", flat())):
         (out / f"{name}.json").write_text(json.dumps(table.document(), indent=1, ensure_ascii=False) + "\n")
