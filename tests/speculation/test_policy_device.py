@@ -70,10 +70,10 @@ def test_cost_aware_equals_the_specification(case):
     costs, batch, parameters = case
     policy, rng = CostAware(costs, batch, parameters), np.random.default_rng(2)
     device, states = on_device(policy, batch, "cpu"), [policy.initial()] * batch
-    rate, seen = rng.random(batch), set()
+    seen = set()
     for step in range(120 if batch < 32 else 50):
         if step % 25 == 0:
-            rate = rng.random(batch)
+            rate = rng.random(batch) if step % 50 else np.full(batch, 0.97)
         proposed = rng.integers(0, 9, batch)
         accepted = np.minimum(rng.geometric(1 - 0.99 * rate) - 1, proposed)
         live = rng.random(batch) < 0.8
