@@ -57,13 +57,16 @@ def run(args: argparse.Namespace) -> None:
     points = speculation.simulated(traces, costs, args.batch, said=lambda text: print(text, flush=True))
     line = speculation.timeline(costs) if 1 in costs.batches else None
     stem = args.costs.stem.removeprefix("speculation_")
-    setup = {"title": costs.name, "how": f"Simulated, not timed. Costs: {costs.name}, padding {costs.padding:g} ({costs.provenance.get('kind')}).",
-             "costs": costs.document(), "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces],
-             "notes": [f"cost table: {key}: {value}" for key, value in costs.provenance.items()] + [f"{t.name}: {dict(t.provenance)}" for _, t in traces]}
+    how = f"Simulated, not timed. Costs: {costs.name}, padding {costs.padding:g} ({costs.provenance.get('kind')})."
+    notes = [f"cost table, {key}: {value}" for key, value in costs.provenance.items()]
+    notes += [f"{trace.name}: {dict(trace.provenance)}" for _, trace in traces]
+    setup = {"title": costs.name, "how": how, "notes": notes,
+             "costs": costs.document(), "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces]}
     about = report.provenance(SCRIPT)
     args.out.mkdir(parents=True, exist_ok=True)
     base = args.out / f"speculation_sim_{stem}"
-    base.with_suffix(".json").write_text(json.dumps(speculation_report.document(points, about, setup, line), indent=1, ensure_ascii=False) + "\n")
+    document = speculation_report.document(points, about, setup, line)
+    base.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     base.with_suffix(".md").write_text(speculation_report.markdown(points, about, setup))
     base.with_suffix(".svg").write_text(speculation_report.svg(points, about, setup, line))
 

@@ -1,12 +1,12 @@
 """What a pass costs: seconds of a draft step and of a verify pass by batch and size, from a JSON file."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.errors import InputError
+from dsv4.speculation.documents import expect_header, read_document
 from dsv4.speculation.policy import LARGEST
 
 FORMAT, VERSION = "dsv4-speculation-costs", 1
@@ -37,7 +37,8 @@ class CostTable:
     def of(self, batch: int) -> BatchCost:
         """Raises InputError for a batch that is not in the table: costs are not guessed."""
         if batch not in self.batches:
-            raise InputError(f"cost table {self.name!r} has no batch {batch}; it has {sorted(self.batches)}: measure it, or use one of those")
+            raise InputError(f"cost table {self.name!r} has no batch {batch}; it has {sorted(self.batches)}: measure it, or use one of "
+                             "those")
         return self.batches[batch]
 
     def uniform(self, batch: int, size: int) -> float:
@@ -68,29 +69,20 @@ class CostTable:
         return base, price
 
     def document(self) -> dict:
-        batches = {str(n): {"draft": c.draft, "verify": list(c.verify), "measured": list(c.measured)} for n, c in sorted(self.batches.items())}
+        batches = {str(n): {"draft": c.draft, "verify": list(c.verify), "measured": list(c.measured)}
+                   for n, c in sorted(self.batches.items())}
         return {"format": FORMAT, "version": VERSION, "unit": "seconds", "name": self.name, "provenance": dict(self.provenance),
                 "padding": self.padding, "batches": batches}
 
 
 def read_costs(path: str | Path) -> CostTable:
     """Raises InputError, naming the file and the field."""
-    path = Path(path)
-    try:
-        return parse_costs(json.loads(path.read_text()))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # UnicodeDecodeError too
-        raise InputError(f"{path} is not JSON: {error}") from None
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return read_document(path, parse_costs)
 
 
 def parse_costs(document: object) -> CostTable:
     """Raises InputError for another format, missing fields, or costs that are not positive and finite."""
-    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
-        found = f"{document.get('format')!r} version {document.get('version')!r}" if isinstance(document, dict) else type(document).__name__
-        raise InputError(f"found {found}; expected a cost table: format {FORMAT!r}, version {VERSION}")
+    document = expect_header(document, "a cost table", FORMAT, VERSION)
     if document.get("unit") != "seconds":
         raise InputError(f"unit is {document.get('unit')!r}; expected 'seconds'")
     padding, batches, provenance = (document.get(key) for key in ("padding", "batches", "provenance"))

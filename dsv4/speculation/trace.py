@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dsv4.errors import InputError
+from dsv4.speculation.documents import expect_header, read_document
 from dsv4.speculation.policy import LARGEST
 
 FORMAT, VERSION = "dsv4-acceptance-trace", 1
@@ -61,22 +62,12 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 def read_trace(path: str | Path) -> Trace:
     """Raises InputError, naming the file and the field."""
-    path = Path(path)
-    try:
-        return parse_trace(json.loads(path.read_text()))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # UnicodeDecodeError too
-        raise InputError(f"{path} is not JSON: {error}") from None
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return read_document(path, parse_trace)
 
 
 def parse_trace(document: object) -> Trace:
     """Raises InputError for another format or counts outside 0 … 8."""
-    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
-        found = f"{document.get('format')!r} version {document.get('version')!r}" if isinstance(document, dict) else type(document).__name__
-        raise InputError(f"found {found}; expected an acceptance trace: format {FORMAT!r}, version {VERSION}")
+    document = expect_header(document, "an acceptance trace", FORMAT, VERSION)
     if document.get("largest") != LARGEST:
         raise InputError(f"largest is {document.get('largest')!r}; expected {LARGEST}: record how many of {LARGEST} drafts are accepted")
     provenance, requests = document.get("provenance"), document.get("requests")

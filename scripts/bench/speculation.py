@@ -64,7 +64,8 @@ def simulated(traces: Sequence[tuple[str, Trace]], costs: CostTable, batches: Se
             runs.append(max((simulate(Oracle(costs, batch, w), trace, costs, batch) for w in widths), key=lambda r: r.tokens_per_second))
             points += [point(run, kind) for run in runs]
             points.append(Point(trace.name, kind, batch, "bound", bound(trace, costs, batch)))
-            said(f"batch {batch}, {trace.name}: " + ", ".join(f"{r['policy']} {r['of_static']:.3f}" for r in ranked(points[-len(runs) - 1:])))
+            speeds = (f"{r['policy']} {r['of_static']:.3f}" for r in ranked(points[-len(runs) - 1:]))
+            said(f"batch {batch}, {trace.name}: " + ", ".join(speeds))
     return points
 
 
@@ -98,7 +99,8 @@ def verdicts(points: Sequence[Point]) -> list[dict]:
     for row in ranked(points):
         if row["policy"] not in JUDGED:
             continue
-        for what, measured, goal in (("best static size", row["of_static"], GOALS[row["kind"]]), ("oracle", row["of_oracle"], GOALS["oracle"])):
+        goals = (("best static size", row["of_static"], GOALS[row["kind"]]), ("oracle", row["of_oracle"], GOALS["oracle"]))
+        for what, measured, goal in goals:
             if measured is not None:
                 rows.append({"policy": row["policy"], "trace": row["trace"], "batch": row["batch"], "of": what, "measured": measured,
                              "goal": goal, "verdict": "met" if measured >= goal else "MISSED"})

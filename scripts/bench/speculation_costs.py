@@ -51,7 +51,8 @@ def flat() -> CostTable:
     """A pass costs 3 % more at 9 tokens a row than at one."""
     verify = tuple(2.62e-3 * (1 + 0.03 * k / LARGEST) for k in range(LARGEST + 1))
     batches = {batch: BatchCost(0.25e-3, verify, (False,) * (LARGEST + 1)) for batch in BATCHES}
-    return CostTable("dense (modelled)", 1.0, batches, {"kind": "modelled", "model": "weights dominate: verify is flat, a draft is a tenth"})
+    about = {"kind": "modelled", "model": "weights dominate: verify is flat, a draft is a tenth"}
+    return CostTable("dense (modelled)", 1.0, batches, about)
 
 
 def main() -> None:

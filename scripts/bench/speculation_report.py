@@ -26,16 +26,19 @@ def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
         best, _ = references(group)
         cells = [_cell(rows.get((trace, batch, policy))) for policy in ("no speculation", *JUDGED, *BOUNDS)]
         lines.append(f"| {trace} | {batch} | {best.policy} | {best.tokens_per_second:.0f} | " + " | ".join(cells) + " |")
-    lines += ["", "Informed knows the true rates but not the outcomes: about what the best estimate from past acceptance could reach. The oracle "
-                  "knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond. No schedule "
-                  "exceeds the bound.",
-              "", f"Goals: {GOALS['mixed']} of the best static size on mixed traces, {GOALS['stationary']} on stationary ones, {GOALS['oracle']} of the "
-                  "oracle.", "", "| policy | trace | batch | of | measured | goal | |", "|---|---|---:|---|---:|---:|---|"]
+    lines += ["", "Informed knows the true rates but not the outcomes: about what the best estimate from past acceptance could reach. "
+                  "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond. No "
+                  "schedule exceeds the bound.",
+              "", f"Goals: {GOALS['mixed']} of the best static size on mixed traces, {GOALS['stationary']} on stationary ones, "
+                  f"{GOALS['oracle']} of the oracle.", "",
+              "| policy | trace | batch | of | measured | goal | |", "|---|---|---:|---|---:|---:|---|"]
     lines += [f"| {v['policy']} | {v['trace']} | {v['batch']} | {v['of']} | {v['measured']:.3f} | ≥ {v['goal']:.2f} | {v['verdict']} |"
               for v in verdicts(points)]
-    lines += ["", "| trace | batch | policy | tokens/s | passes | acceptance | mean block size | variance |", "|---|---:|---|" + "---:|" * 5]
-    lines += [f"| {p.trace} | {p.batch} | {p.policy} | {p.tokens_per_second:.0f} | {_or_dash(p.passes, 'd')} | {_or_dash(p.acceptance, '.3f')} "
-              f"| {_or_dash(p.mean_block_size, '.2f')} | {_or_dash(p.block_size_variance, '.2f')} |" for p in points]
+    lines += ["", "| trace | batch | policy | tokens/s | passes | acceptance | mean block size | variance |",
+              "|---|---:|---|" + "---:|" * 5]
+    lines += [f"| {p.trace} | {p.batch} | {p.policy} | {p.tokens_per_second:.0f} | {_or_dash(p.passes, 'd')} "
+              f"| {_or_dash(p.acceptance, '.3f')} | {_or_dash(p.mean_block_size, '.2f')} | {_or_dash(p.block_size_variance, '.2f')} |"
+              for p in points]
     notes = [f"- {note}" for note in setup.get("notes", ())]
     return "\n".join([*lines, "", *notes] if notes else lines) + "\n"
 
@@ -70,7 +73,8 @@ def _draw_bars(axis, points: Sequence[Point]) -> None:
     rows = {(r["trace"], r["batch"], r["policy"]): r["of_static"] for r in ranked(points)}
     places, width = list(groups(points)), 0.8 / len(COLORS)
     for i, (policy, color) in enumerate(COLORS.items()):
-        bars = [(x + (i - (len(COLORS) - 1) / 2) * width, rows[*place, policy]) for x, place in enumerate(places) if (*place, policy) in rows]
+        shift = (i - (len(COLORS) - 1) / 2) * width
+        bars = [(x + shift, rows[*place, policy]) for x, place in enumerate(places) if (*place, policy) in rows]
         if bars:
             axis.bar(*zip(*bars), width, color=color, label=policy)
     axis.axhline(1, color="0.4", lw=0.8)

@@ -10,7 +10,8 @@ from scripts.bench.speculation_costs import flat, moe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ROWS = 32
-POLICIES = {"static": Static(4), "adaptive": Adaptive(), "cost-aware, moe": CostAware(moe(0.5), ROWS), "cost-aware, flat": CostAware(flat(), ROWS)}
+POLICIES = {"static": Static(4), "adaptive": Adaptive(),
+            "cost-aware, moe": CostAware(moe(0.5), ROWS), "cost-aware, flat": CostAware(flat(), ROWS)}
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

@@ -107,7 +107,8 @@ def test_room_leaves_a_slot_for_the_token_that_is_always_committed(remaining, fr
 
 
 @pytest.mark.parametrize("change", [{"weight": 0.0}, {"start": 1.5}, {"thresholds": (0.8, 0.5)}, {"sizes": (1, 4)}, {"sizes": (0, 4, 8)},
-                                    {"sizes": (1, 4, 9)}, {"sizes": (1, True, 8)}, {"pressure_cap": 0}, {"thresholds": (0.0, 0.5)}], ids=str)
+                                    {"sizes": (1, 4, 9)}, {"sizes": (1, True, 8)}, {"pressure_cap": 0},
+                                    {"thresholds": (0.0, 0.5)}], ids=str)
 def test_adaptive_parameters_are_validated(change):
     with pytest.raises(InputError, match="expected"):
         AdaptiveParameters(**change)

@@ -65,7 +65,8 @@ def test_report_of_a_small_simulation(tmp_path, capsys):
     assert "Simulated, not timed" in markdown and "modelled" in markdown and "MISSED" in markdown
 
 
-@pytest.mark.parametrize("wrong", [["--costs", "absent.json"], ["--trace", "fast=x.json"], ["--padding", "2"], ["--batch", "3"], ["--tokens", "0"]], ids=str)
+@pytest.mark.parametrize("wrong", [["--costs", "absent.json"], ["--trace", "fast=x.json"], ["--padding", "2"], ["--batch", "3"],
+                                   ["--tokens", "0"]], ids=str)
 def test_input_that_cannot_be_used_is_one_line_and_exit_code_2(wrong, tmp_path, capsys):
     assert bench_speculation_sim.main(["--requests", "4", "--tokens", "8", "--out", str(tmp_path), *wrong]) == 2
     err = capsys.readouterr().err

@@ -27,10 +27,12 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
-GOOD = {"format": "dsv4-acceptance-trace", "version": 1, "largest": 8, "provenance": {"kind": "recorded"}, "requests": [{"accepted": [1, 8]}]}
+GOOD = {"format": "dsv4-acceptance-trace", "version": 1, "largest": 8, "provenance": {"kind": "recorded"},
+        "requests": [{"accepted": [1, 8]}]}
 BAD = {"format": {"format": "other"}, "version": {"version": 2}, "largest": {"largest": 4}, "provenance": {"provenance": {}},
-       "no requests": {"requests": []}, "not a list": {"requests": {}}, "no counts": {"requests": [{}]}, "over 8": {"requests": [{"accepted": [9]}]},
-       "negative": {"requests": [{"accepted": [-1]}]}, "bool": {"requests": [{"accepted": [True]}]}, "fraction": {"requests": [{"accepted": [0.5]}]},
+       "no requests": {"requests": []}, "not a list": {"requests": {}}, "no counts": {"requests": [{}]},
+       "over 8": {"requests": [{"accepted": [9]}]}, "negative": {"requests": [{"accepted": [-1]}]},
+       "bool": {"requests": [{"accepted": [True]}]}, "fraction": {"requests": [{"accepted": [0.5]}]},
        "rates": {"requests": [{"accepted": [1], "rates": [1, 1]}]}, "rate": {"requests": [{"accepted": [1], "rates": [1.5]}]}}
 
 
@@ -112,11 +114,11 @@ def test_costs_of_a_pass():
 
 
 COSTS = json.loads(json.dumps(moe().document()))
-BAD_COSTS = {"unit": {"unit": "ms"}, "padding": {"padding": 2}, "provenance": {"provenance": {}}, "batches": {"batches": {}}, "key": {"batches": {"x": {}}},
-             "draft": {"batches": {"1": {**COSTS["batches"]["1"], "draft": -1}}}, "zero": {"batches": {"1": {**COSTS["batches"]["1"], "verify": [0] * 9}}},
-             "short": {"batches": {"1": {**COSTS["batches"]["1"], "verify": [1] * 8}}},
-             "nan": {"batches": {"1": {**COSTS["batches"]["1"], "verify": [float("nan")] * 9}}},
-             "measured": {"batches": {"1": {**COSTS["batches"]["1"], "measured": [1] * 9}}}}
+ONE = COSTS["batches"]["1"]
+BAD_BATCH = {"draft": {"draft": -1}, "zero": {"verify": [0] * 9}, "short": {"verify": [1] * 8}, "nan": {"verify": [float("nan")] * 9},
+             "measured": {"measured": [1] * 9}}
+BAD_COSTS = {"unit": {"unit": "ms"}, "padding": {"padding": 2}, "provenance": {"provenance": {}}, "batches": {"batches": {}},
+             "key": {"batches": {"x": {}}}, **{name: {"batches": {"1": {**ONE, **change}}} for name, change in BAD_BATCH.items()}}
 
 
 @pytest.mark.parametrize("change", BAD_COSTS.values(), ids=BAD_COSTS)
