@@ -56,10 +56,11 @@ class DeviceAdaptive(DevicePolicy):
     """State: mean fp32 [B]."""
 
     def __init__(self, policy: Adaptive, batch: int, device: torch.device | str):
-        self.policy = policy
         self.weight, self.keep = float(policy.weight), float(policy.keep)
         self.mean = torch.full((batch,), float(policy.initial()), dtype=torch.float32, device=device)
         self.start = self.mean.clone()
+        self.thresholds = torch.tensor([float(t) for t in policy.thresholds], dtype=torch.float32, device=device)
+        self.sizes = torch.tensor(policy.parameters.sizes, dtype=torch.int64, device=device)
         self.cap = torch.full((), LARGEST if policy.pressure_cap is None else policy.pressure_cap, dtype=torch.int64, device=device)
 
     def observe(self, accepted, proposed) -> None:
@@ -68,10 +69,8 @@ class DeviceAdaptive(DevicePolicy):
         self.mean.copy_(torch.where(proposed > 0, fresh, self.mean))
 
     def choose(self, pressure, live=None):
-        sizes = self.policy.parameters.sizes
-        size = torch.full_like(self.mean, sizes[0], dtype=torch.int64)
-        for threshold, smaller, larger in zip(self.policy.thresholds, sizes, sizes[1:]):
-            size = size + (self.mean >= float(threshold)).long() * (larger - smaller)
+        # right: a mean that equals a threshold has reached it
+        size = self.sizes.index_select(0, torch.bucketize(self.mean, self.thresholds, right=True))
         return _resting(torch.where(pressure, torch.minimum(size, self.cap), size), live)
 
     def reset(self, fresh) -> None:
