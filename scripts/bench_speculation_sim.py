@@ -5,7 +5,7 @@
 
 Without --trace: synthetic ones, whose rates are assumptions. KIND is 'mixed' or 'stationary' and says which goal applies.
 --padding replaces the table's share of cost that unused tokens of a pass still have. Writes speculation_sim_<table>.json, .md
-and .svg to DIR (audits); <table> is the file's name. Exit code 0 whatever the verdicts, 2 for input that cannot be used.
+and .svg to DIR (audits); <table> is the file's name, with the padding if it was replaced. Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
 import argparse
@@ -56,10 +56,12 @@ def run(args: argparse.Namespace) -> None:
         raise InputError("--requests, --tokens and --batch are counts; expected 1 or more")
     points = speculation.simulated(traces, costs, args.batch, said=lambda text: print(text, flush=True))
     line = speculation.timeline(costs) if 1 in costs.batches else None
-    stem = args.costs.stem.removeprefix("speculation_")
+    stem = args.costs.stem.removeprefix("speculation_") + ("" if args.padding is None else f"_padding{args.padding:g}")
     how = f"Simulated, not timed. Costs: {costs.name}, padding {costs.padding:g} ({costs.provenance.get('kind')})."
     notes = [f"cost table, {key}: {value}" for key, value in costs.provenance.items()]
     notes += [f"{trace.name}: {dict(trace.provenance)}" for _, trace in traces]
+    if not args.trace:
+        notes.append("the defaults of the cost-aware policy were chosen on traces of the same generators, with other seeds")
     setup = {"title": costs.name, "how": how, "notes": notes,
              "costs": costs.document(), "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces]}
     about = report.provenance(SCRIPT)

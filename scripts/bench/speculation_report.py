@@ -27,8 +27,8 @@ def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
         cells = [_cell(rows.get((trace, batch, policy))) for policy in ("no speculation", *JUDGED, *BOUNDS)]
         lines.append(f"| {trace} | {batch} | {best.policy} | {best.tokens_per_second:.0f} | " + " | ".join(cells) + " |")
     lines += ["", "Informed knows the true rates but not the outcomes: about what the best estimate from past acceptance could reach. "
-                  "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond. No "
-                  "schedule exceeds the bound.",
+                  "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond, "
+                  "where the optimum lies between it and the bound, which no schedule exceeds.",
               "", f"Goals: {GOALS['mixed']} of the best static size on mixed traces, {GOALS['stationary']} on stationary ones, "
                   f"{GOALS['oracle']} of the oracle.", "",
               "| policy | trace | batch | of | measured | goal | |", "|---|---|---:|---|---:|---:|---|"]
