@@ -20,7 +20,7 @@ class DevicePolicy:
 
     accepted, proposed: int64 or int32 [B], of the pass that just ended; pressure: bool scalar tensor; live: bool [B], rows that
     take part in the next pass (None: all). sizes int64 [B], 0 for rows at rest. Before the first pass, and for rows that
-    rested, proposed is 0. reset(fresh bool [B]): those rows begin a new request. States that a row at rest holds mean nothing.
+    rested, proposed is 0: they keep what they know. reset(fresh bool [B]): those rows begin a new request.
     """
 
     def step(self, accepted: torch.Tensor, proposed: torch.Tensor, pressure: torch.Tensor, live: torch.Tensor | None = None):
