@@ -59,13 +59,14 @@ class CostTable:
     def linear(self, batch: int) -> tuple[list[float], list[float]]:
         """(base, price), each by the pass's largest size m: a pass costs about base[m] + price[m] · all drafted tokens.
 
-        The cost of live tokens as a chord from no drafts to m in every row: exact at both ends. price is 0 at padding 1.
+        The tangent where every row drafts m: exact there, and where verify is concave in the size never less than the true cost, so
+        that a row which drafts less because the price says so does save. price is 0 at padding 1.
         """
         cost, base, price = self.of(batch), [], []
         for m in range(LARGEST + 1):
-            chord = (cost.verify[m] - cost.verify[0]) / (batch * m) if m else 0.0
-            base.append(cost.draft * m + self.padding * cost.verify[m] + (1 - self.padding) * cost.verify[0])
-            price.append((1 - self.padding) * chord)
+            slope = (cost.verify[m] - cost.verify[m - 1]) / batch if m else 0.0
+            price.append((1 - self.padding) * slope)
+            base.append(self.uniform(batch, m) - price[m] * batch * m)
         return base, price
 
     def document(self) -> dict:

@@ -127,3 +127,15 @@ def test_bad_costs_raise_one_line(change):
     with pytest.raises(InputError, match="expected") as error:
         parse_costs({**COSTS, **change})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("padding", [0.0, 0.5])
+@pytest.mark.parametrize("batch", [8, 32])
+def test_the_linear_cost_is_exact_for_equal_rows_and_never_too_low(batch, padding):
+    table, rng = moe(padding), np.random.default_rng(0)
+    base, price = table.linear(batch)
+    for largest in range(9):
+        assert base[largest] + price[largest] * batch * largest == pytest.approx(table.uniform(batch, largest))
+        for _ in range(20):
+            sizes = [largest, *rng.integers(0, largest + 1, batch - 1).tolist()]
+            assert table.seconds(batch, sizes) <= base[largest] + price[largest] * sum(sizes) + 1e-12
