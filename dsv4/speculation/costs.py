@@ -1,0 +1,113 @@
+"""What a pass costs: seconds of a draft step and of a verify pass by batch and size, from a JSON file."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4.errors import InputError
+from dsv4.speculation.documents import expect_header, read_document
+from dsv4.speculation.policy import LARGEST
+
+FORMAT, VERSION = "dsv4-speculation-costs", 1
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """Of passes of one batch. draft: seconds of one draft step; verify[k]: seconds of a pass in which every row verifies k
+    drafted tokens and its own, k = 0 … 8; measured[k]: whether verify[k] was, rather than modelled."""
+
+    draft: float
+    verify: tuple[float, ...]
+    measured: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """padding: the share of their cost that tokens still have which a row does not use, because the pass is as wide as its
+    largest size. 1: a pass costs what its largest size costs (a captured step computes unused tokens and forgets them);
+    0: what its live tokens cost. provenance: how the figures were obtained.
+    """
+
+    name: str
+    padding: float
+    batches: Mapping[int, BatchCost]
+    provenance: Mapping[str, object]
+
+    def of(self, batch: int) -> BatchCost:
+        """Raises InputError for a batch that is not in the table: costs are not guessed."""
+        if batch not in self.batches:
+            raise InputError(f"cost table {self.name!r} has no batch {batch}; it has {sorted(self.batches)}: measure it, or use one of "
+                             "those")
+        return self.batches[batch]
+
+    def uniform(self, batch: int, size: int) -> float:
+        """Seconds of drafting and verifying `size` tokens in every row."""
+        cost = self.of(batch)
+        return cost.draft * size + cost.verify[size]
+
+    def seconds(self, batch: int, sizes: Sequence[int]) -> float:
+        """Seconds of a pass whose live rows have these sizes. Draft steps are the batch's; rows at rest cost no live tokens."""
+        cost = self.of(batch)
+        largest = max(sizes)
+        share = min(max((sum(sizes) + len(sizes)) / batch - 1, 0.0), float(largest))  # drafted tokens of a mean row
+        below = min(int(share), largest)
+        above = min(below + 1, largest)
+        live = cost.verify[below] + (share - below) * (cost.verify[above] - cost.verify[below])
+        return cost.draft * largest + self.padding * cost.verify[largest] + (1 - self.padding) * live
+
+    def linear(self, batch: int) -> tuple[list[float], list[float]]:
+        """(base, price), each by the pass's largest size m: a pass costs about base[m] + price[m] · all drafted tokens.
+
+        The tangent where every row drafts m: exact there, and where verify is concave in the size never less than the true cost, so
+        that a row which drafts less because the price says so does save. price is 0 at padding 1.
+        """
+        cost, base, price = self.of(batch), [], []
+        for m in range(LARGEST + 1):
+            slope = (cost.verify[m] - cost.verify[m - 1]) / batch if m else 0.0
+            price.append((1 - self.padding) * slope)
+            base.append(self.uniform(batch, m) - price[m] * batch * m)
+        return base, price
+
+    def document(self) -> dict:
+        batches = {str(n): {"draft": c.draft, "verify": list(c.verify), "measured": list(c.measured)}
+                   for n, c in sorted(self.batches.items())}
+        return {"format": FORMAT, "version": VERSION, "unit": "seconds", "name": self.name, "provenance": dict(self.provenance),
+                "padding": self.padding, "batches": batches}
+
+
+def read_costs(path: str | Path) -> CostTable:
+    """Raises InputError, naming the file and the field."""
+    return read_document(path, parse_costs)
+
+
+def parse_costs(document: object) -> CostTable:
+    """Raises InputError for another format, missing fields, or costs that are not positive and finite."""
+    document = expect_header(document, "a cost table", FORMAT, VERSION)
+    if document.get("unit") != "seconds":
+        raise InputError(f"unit is {document.get('unit')!r}; expected 'seconds'")
+    padding, batches, provenance = (document.get(key) for key in ("padding", "batches", "provenance"))
+    if not _number(padding) or not 0 <= padding <= 1:
+        raise InputError(f"padding is {padding!r}; expected a share from 0 to 1")
+    if not isinstance(provenance, dict) or not provenance:
+        raise InputError(f"provenance is {provenance!r}; expected an object that says how the figures were obtained")
+    if not isinstance(batches, dict) or not batches or not all(n.isdecimal() and int(n) > 0 for n in batches):
+        raise InputError("batches is not an object from batch sizes to costs; expected at least one, like \"1\"")
+    return CostTable(str(document.get("name", "")), float(padding), {int(n): _batch(n, c) for n, c in batches.items()}, provenance)
+
+
+def _batch(batch: str, cost: object) -> BatchCost:
+    cost = cost if isinstance(cost, dict) else {}
+    draft, verify, measured = (cost.get(key) for key in ("draft", "verify", "measured"))
+    if not _number(draft) or draft < 0:
+        raise InputError(f"draft of batch {batch} is {draft!r}; expected seconds, 0 or more")
+    if not isinstance(verify, list) or len(verify) != LARGEST + 1 or not all(_number(t) and t > 0 for t in verify):
+        raise InputError(f"verify of batch {batch} is {verify!r}; expected {LARGEST + 1} positive numbers of seconds, for 0 … {LARGEST} "
+                         "drafted tokens")
+    if not isinstance(measured, list) or len(measured) != LARGEST + 1 or not all(isinstance(m, bool) for m in measured):
+        raise InputError(f"measured of batch {batch} is {measured!r}; expected true or false for each of the {LARGEST + 1} figures")
+    return BatchCost(float(draft), tuple(map(float, verify)), tuple(measured))
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,33 @@
+"""What the JSON files of this package share: reading one, and the header that says what it is."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from dsv4.errors import InputError
+
+T = TypeVar("T")
+
+
+def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
+    """`parse` of a JSON file. Raises InputError naming the file when it cannot be read, is not JSON, or `parse` refuses it."""
+    path = Path(path)
+    try:
+        return parse(json.loads(path.read_text()))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # UnicodeDecodeError too
+        raise InputError(f"{path} is not JSON: {error}") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def expect_header(document: object, what: str, name: str, version: int) -> dict:
+    """The document, if its 'format' and 'version' are these. Raises InputError."""
+    if not isinstance(document, dict):
+        raise InputError(f"found a {type(document).__name__}; expected {what}: an object with format {name!r}, version {version}")
+    if document.get("format") != name or document.get("version") != version:
+        raise InputError(f"found {document.get('format')!r} version {document.get('version')!r}; expected {what}: format {name!r}, "
+                         f"version {version}")
+    return document

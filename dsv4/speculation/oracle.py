@@ -1,0 +1,116 @@
+"""Two policies that know what no policy can: bounds to rank the others against."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsv4.errors import InputError
+from dsv4.speculation.costs import CostTable
+from dsv4.speculation.policy import LARGEST, Policy, checked
+from dsv4.speculation.trace import Request, Trace
+
+
+def potential(request: Request, costs: CostTable, batch: int, width: int | None = None) -> np.ndarray:
+    """Seconds from each position to the end, fp64 [T + 1], for a row that pays its share (1 / batch) of passes.
+
+    width None: the least possible, by dynamic programming from the end, when all rows always draft alike. Otherwise: when every
+    pass is `width` wide, whatever the row itself could use.
+    """
+    T, share = len(request), [costs.uniform(batch, k) / batch for k in range(LARGEST + 1)]
+    left = np.zeros(T + 1)
+    accepted = request.accepted.tolist()
+    for t in range(T - 1, -1, -1):
+        most = min(accepted[t], T - t - 1)  # drafts beyond cost and bring nothing
+        if width is None:
+            left[t] = min(share[k] + left[t + k + 1] for k in range(most + 1))
+        else:
+            left[t] = share[width] + left[t + min(most, width) + 1]
+    return left
+
+
+def bound(trace: Trace, costs: CostTable, batch: int) -> float:
+    """tokens/s that no schedule exceeds: every row pays at least its share of its own sizes.
+
+    Holds at padding 1 when verify grows with the size; at less padding when it is also concave in the size (tokens that share
+    a pass are never dearer than apart)."""
+    return trace.tokens / sum(potential(r, costs, batch)[0] for r in trace.requests)
+
+
+class Oracle(Policy):
+    """Knows how many drafts each position accepts. State: (potential, accepted, position).
+
+    Assumes that acceptance at a position does not depend on how it was reached, and that costs add up. At batch 1 (width None)
+    its time is the least possible one, exactly: it follows the dynamic programme. In a larger batch rows are coupled by their
+    common pass, and the exact optimum would need the product of all rows' positions; there it looks one pass ahead: the sizes
+    that minimise the cost of the pass and the sum of the rows' potentials after it. With the potentials of passes of one width,
+    that is one step of policy iteration from the static size, and not slower in the long run: rank the best over all widths.
+    `bound` is what no schedule exceeds. Needs traces, so it only exists in simulation.
+    """
+
+    pressure_cap = None  # of speed only: the others are ranked against it without pressure
+
+    def __init__(self, costs: CostTable, batch: int, width: int | None = None):
+        self.costs, self.batch, self.width, self.name = costs, batch, width, "oracle"
+        self.sizes = tuple(range(LARGEST + 1))
+        self.price = costs.linear(batch)[1]
+        self._potentials: dict[int, tuple[Request, np.ndarray]] = {}
+
+    def initial(self, request: Request | None = None) -> tuple[np.ndarray, np.ndarray, int]:
+        if request is None:
+            raise InputError("the oracle needs the acceptance trace of its request; it cannot run in an engine")
+        if id(request) not in self._potentials:  # the request is kept: an id is only its own while it lives
+            self._potentials[id(request)] = request, potential(request, self.costs, self.batch, self.width)
+        return self._potentials[id(request)][1], request.accepted, 0
+
+    def observe(self, state, accepted: int, proposed: int):
+        checked(accepted, proposed)
+        left, counts, t = state
+        return left, counts, t + accepted + 1
+
+    def choose(self, states: Sequence, pressure: bool = False) -> list[int]:
+        if pressure:
+            raise InputError("the oracle is not defined under pressure; rank policies without it")
+        rows = [(left[t + 1:t + LARGEST + 2], min(int(counts[t]), len(counts) - t - 1)) for left, counts, t in states]
+        plans = {}
+        for m in range(LARGEST + 1):
+            plans[tuple(min(m, most) for _, most in rows)] = None
+            if self.price[m]:  # a row may draft less than it could, where live tokens cost
+                plans[tuple(int(np.argmin(after[:min(m, most) + 1] + self.price[m] * np.arange(min(m, most) + 1)))
+                            for after, most in rows)] = None
+        cost = lambda plan: self.costs.seconds(self.batch, plan) + sum(after[k] for k, (after, _) in zip(plan, rows))
+        return list(min(plans, key=cost))
+
+
+class Informed(Policy):
+    """Knows the true rates of a synthetic trace, not the outcomes: about what the best estimator could reach. State: (rates, position).
+
+    Chooses as `CostAware` does, with a sure belief of the next 8 rates."""
+
+    pressure_cap = None
+
+    def __init__(self, costs: CostTable, batch: int):
+        self.costs, self.batch, self.name = costs, batch, "informed"
+        self.sizes = tuple(range(LARGEST + 1))
+        self.uniform = np.array([costs.uniform(batch, k) for k in self.sizes])
+        own = np.arange(LARGEST + 1)
+        marginal = batch * np.array(costs.linear(batch)[1]) / self.uniform
+        self.price = np.where(own <= own[:, None], marginal[:, None] * (own - own[:, None]), np.inf)
+
+    def initial(self, request: Request | None = None) -> tuple[np.ndarray, int]:
+        if request is None or request.rates is None:
+            raise InputError("the informed policy needs the rates of a synthetic trace; a recorded one does not have them")
+        return np.concatenate([request.rates, np.zeros(LARGEST)]), 0
+
+    def observe(self, state, accepted: int, proposed: int):
+        checked(accepted, proposed)
+        return state[0], state[1] + accepted + 1
+
+    def choose(self, states: Sequence, pressure: bool = False) -> list[int]:
+        if pressure:
+            raise InputError("the informed policy is not defined under pressure; rank policies without it")
+        ahead = np.stack([rates[t:t + LARGEST] for rates, t in states])
+        expected = np.cumsum(np.concatenate([np.ones((len(states), 1)), np.cumprod(ahead, axis=1)], axis=1), axis=1)
+        value = np.log(expected)
+        net = value[:, None, :] - self.price
+        width = int((len(states) * np.log(self.uniform) - net.max(2).sum(0)).argmin())
+        return [int(k) for k in net[:, width].argmax(1)]

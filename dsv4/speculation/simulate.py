@@ -1,0 +1,96 @@
+"""Runs a policy over a trace with a cost table: what it would commit, and how long that would take."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, pvariance
+
+from dsv4.errors import InputError
+from dsv4.speculation.costs import CostTable
+from dsv4.speculation.policy import Policy, room
+from dsv4.speculation.trace import Request, Trace
+
+
+@dataclass
+class Run:
+    """What happened. seconds: of the passes by the cost table; the policy's own time is not in it.
+
+    block_size_history[request]: drafted tokens of each of its passes (of those that began). Acceptance is None when nothing
+    was drafted; mean and variance of the block size are over all passes of all rows.
+    """
+
+    policy: str
+    trace: str
+    batch: int
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    block_size_history: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_block_size(self) -> float:
+        return fmean(self._sizes())
+
+    @property
+    def block_size_variance(self) -> float:
+        return pvariance(self._sizes())
+
+    def _sizes(self) -> list[int]:
+        return [size for sizes in self.block_size_history.values() for size in sizes]
+
+    def document(self, history: bool = False) -> dict:
+        kept = asdict(self)
+        if not history:
+            del kept["block_size_history"]
+        return {**kept, "tokens_per_second": self.tokens_per_second, "acceptance": self.acceptance,
+                "mean_block_size": self.mean_block_size, "block_size_variance": self.block_size_variance}
+
+
+@dataclass
+class _Row:
+    request: Request
+    state: object
+    history: list[int]
+    at: int = 0
+
+
+def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressure: Callable[[int], bool] = lambda tokens: False) -> Run:
+    """Decode the requests of `trace` in `batch` rows; a row whose request has ended takes the next one.
+
+    Ends when a row finds none left: so every pass has all its rows, and all of the trace is decoded at batch 1. pressure(tokens
+    committed so far) says whether the cache is under pressure in the next pass. Raises InputError with fewer requests than rows.
+    """
+    if len(trace.requests) < batch:
+        raise InputError(f"trace {trace.name!r} has {len(trace.requests)} requests for {batch} rows; expected at least one a row")
+    run, waiting = Run(policy.name, trace.name, batch), iter(trace.requests)
+    rows = [_begin(policy, next(waiting), run) for _ in range(batch)]
+    while True:
+        chosen = policy.choose([row.state for row in rows], pressure(run.tokens))
+        sizes = [min(size, room(len(row.request) - row.at, len(row.request) - row.at)) for size, row in zip(chosen, rows)]
+        run.passes += 1
+        run.seconds += costs.seconds(batch, sizes)
+        for b, (row, size) in enumerate(zip(rows, sizes)):
+            accepted = min(size, int(row.request.accepted[row.at]))
+            row.at += accepted + 1
+            row.history.append(size)
+            run.tokens, run.drafted, run.accepted = run.tokens + accepted + 1, run.drafted + size, run.accepted + accepted
+            if row.at < len(row.request):
+                row.state = policy.observe(row.state, accepted, size)
+                continue
+            following = next(waiting, None)
+            rows[b] = _begin(policy, following, run) if following is not None else None
+        if None in rows:
+            return run
+
+
+def _begin(policy: Policy, request: Request, run: Run) -> _Row:
+    return _Row(request, policy.initial(request), run.block_size_history.setdefault(request.name, []))

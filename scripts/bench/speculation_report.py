@@ -1,0 +1,94 @@
+"""The ranking of block-size policies as JSON, markdown and SVG."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from scripts.bench.report import headline
+from scripts.bench.speculation import BOUNDS, GOALS, JUDGED, Point, Timeline, groups, ranked, references, verdicts
+
+COLORS = {"no speculation": "0.75", "ASBS": "#d9a300", "cost-aware": "#1f6feb", "informed": "#7a9e7e", "oracle": "0.25"}
+
+
+def document(points: Sequence[Point], about: Mapping, setup: Mapping, line: Timeline | None) -> dict:
+    return {"about": dict(about), "setup": dict(setup), "points": ranked(points), "goals": verdicts(points),
+            "timeline": None if line is None else asdict(line)}
+
+
+def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
+    """setup: 'how' says in a sentence how the points were obtained, 'notes' are lines for the end."""
+    lines = ["# Block sizes of speculative decoding", "", f"{headline(about)}.", "", f"    {about['command']}", "", setup["how"], "",
+             "Relative to the best static size (no speculation is size 0 and competes); of oracle in brackets.", "",
+             "| trace | batch | best static | tokens/s | no speculation | ASBS | cost-aware | informed | oracle | bound |",
+             "|---|---:|---|" + "---:|" * 7]
+    rows = {(r["trace"], r["batch"], r["policy"]): r for r in ranked(points)}
+    for (trace, batch), group in groups(points).items():
+        best, _ = references(group)
+        cells = [_cell(rows.get((trace, batch, policy))) for policy in ("no speculation", *JUDGED, *BOUNDS)]
+        lines.append(f"| {trace} | {batch} | {best.policy} | {best.tokens_per_second:.0f} | " + " | ".join(cells) + " |")
+    lines += ["", "Informed knows the true rates but not the outcomes: about what the best estimate from past acceptance could reach. "
+                  "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond, "
+                  "where the optimum lies between it and the bound, which no schedule exceeds.",
+              "", f"Goals: {GOALS['mixed']} of the best static size on mixed traces, {GOALS['stationary']} on stationary ones, "
+                  f"{GOALS['oracle']} of the oracle.", "",
+              "| policy | trace | batch | of | measured | goal | |", "|---|---|---:|---|---:|---:|---|"]
+    lines += [f"| {v['policy']} | {v['trace']} | {v['batch']} | {v['of']} | {v['measured']:.3f} | ≥ {v['goal']:.2f} | {v['verdict']} |"
+              for v in verdicts(points)]
+    lines += ["", "| trace | batch | policy | tokens/s | passes | acceptance | mean block size | variance |",
+              "|---|---:|---|" + "---:|" * 5]
+    lines += [f"| {p.trace} | {p.batch} | {p.policy} | {p.tokens_per_second:.0f} | {_or_dash(p.passes, 'd')} "
+              f"| {_or_dash(p.acceptance, '.3f')} | {_or_dash(p.mean_block_size, '.2f')} | {_or_dash(p.block_size_variance, '.2f')} |"
+              for p in points]
+    notes = [f"- {note}" for note in setup.get("notes", ())]
+    return "\n".join([*lines, "", *notes] if notes else lines) + "\n"
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return "–"
+    return f"{row['of_static']:.3f}" + ("" if row["of_oracle"] is None else f" ({row['of_oracle']:.2f})")
+
+
+def _or_dash(value, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def svg(points: Sequence[Point], about: Mapping, setup: Mapping, line: Timeline | None) -> str:
+    """Bars relative to the best static size, and block sizes over time. Raises ModuleNotFoundError without matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(9, 3.4 if line is None else 6), layout="constrained")
+        above, *below = figure.subplots(1 if line is None else 2, 1, squeeze=False)[:, 0]
+        _draw_bars(above, points)
+        above.set_title(f"{setup['title']}; {headline(about)}", fontsize=8)
+        for axis in below:
+            _draw_timeline(axis, line)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def _draw_bars(axis, points: Sequence[Point]) -> None:
+    rows = {(r["trace"], r["batch"], r["policy"]): r["of_static"] for r in ranked(points)}
+    places, width = list(groups(points)), 0.8 / len(COLORS)
+    for i, (policy, color) in enumerate(COLORS.items()):
+        shift = (i - (len(COLORS) - 1) / 2) * width
+        bars = [(x + shift, rows[*place, policy]) for x, place in enumerate(places) if (*place, policy) in rows]
+        if bars:
+            axis.bar(*zip(*bars), width, color=color, label=policy)
+    axis.axhline(1, color="0.4", lw=0.8)
+    axis.axhline(GOALS["mixed"], color="#b3423c", lw=0.8, ls=":", label=f"goal on mixed traces, {GOALS['mixed']}")
+    axis.set_xticks(range(len(places)), [f"{trace}\nbatch {batch}" for trace, batch in places], fontsize=5)
+    axis.set_ylabel("tokens/s of the best static size", fontsize=8)
+    axis.legend(fontsize=6, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+
+
+def _draw_timeline(axis, line: Timeline) -> None:
+    for (begin, end), color, name in ((line.low, "#f4e3c1", "free text"), (line.pressure, "#f2c9c5", "cache under pressure")):
+        axis.axvspan(begin, end, color=color, label=name)
+    for policy, sizes in line.sizes.items():
+        at, size = zip(*sizes)
+        axis.step(at, size, where="post", lw=1, color=COLORS.get(policy), label=policy)
+    axis.set(xlabel="tokens committed, batch 1", ylabel="drafted tokens", xlim=(0, line.tokens), ylim=(-0.3, 8.5))
+    axis.legend(fontsize=6, loc="lower left")

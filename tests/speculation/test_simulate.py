@@ -1,0 +1,115 @@
+"""Simulation and oracles: sums by hand, and the oracle against every schedule."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from dsv4.errors import InputError
+from dsv4.speculation import Adaptive, CostAware, Informed, Oracle, Request, Static, Trace, simulate
+from dsv4.speculation.oracle import bound, potential
+from dsv4.speculation.trace import mixed, stationary
+from scripts.bench.speculation_costs import flat, moe
+
+MOE, FLAT = moe(), flat()
+
+
+def trace_of(*counts) -> Trace:
+    return Trace("by hand", tuple(Request(str(i), np.array(c)) for i, c in enumerate(counts)), {"kind": "synthetic"})
+
+
+def test_passes_by_hand():
+    # position 0: 2 of 4 accepted, 3 committed; position 3: none; position 4: the end leaves room for 1 draft
+    run = simulate(Static(4), trace_of([2, 8, 8, 0, 8, 8]), MOE, 1)
+    assert run.block_size_history == {"0": [4, 2, 1]} and run.tokens == 6 and run.passes == 3
+    assert (run.drafted, run.accepted, run.acceptance) == (7, 3, 3 / 7)
+    assert run.seconds == pytest.approx(MOE.uniform(1, 4) + MOE.uniform(1, 2) + MOE.uniform(1, 1))
+    assert run.mean_block_size == pytest.approx(7 / 3) and run.block_size_variance == pytest.approx(np.var([4, 2, 1]))
+    assert run.tokens_per_second == run.tokens / run.seconds
+
+
+def test_no_speculation_is_a_token_a_pass():
+    run = simulate(Static(0), stationary("s", 0.9, 4, 20), MOE, 1)
+    assert run.tokens == run.passes == 80 and run.acceptance is None and run.seconds == pytest.approx(80 * 2.62e-3)
+
+
+def test_rows_take_the_next_request_and_it_ends_when_there_is_none():
+    run = simulate(Static(0), trace_of([0] * 3, [0] * 5, [0] * 2, [0] * 9), MOE, 1)
+    assert run.tokens == 19
+    wide = {1: MOE.of(1), 2: MOE.of(8)}
+    run = simulate(Static(0), trace_of([0] * 3, [0] * 5, [0] * 4, [0] * 9), type(MOE)("two", 1.0, wide, {"a": 1}), 2)
+    assert run.passes == 7 and run.tokens == 14  # row 0: 3 + 4; row 1: 5 + 2 of the last
+    with pytest.raises(InputError, match="1 requests for 8 rows"):
+        simulate(Static(0), trace_of([0]), MOE, 8)
+
+
+@pytest.mark.parametrize("costs", [MOE, FLAT], ids=["moe", "flat"])
+def test_oracle_at_batch_1_is_the_best_of_all_schedules(costs):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        counts = rng.integers(0, 9, 9).tolist()
+
+        @lru_cache(maxsize=None)
+        def best(t):
+            if t >= len(counts):
+                return 0.0
+            sizes = range(min(8, len(counts) - t - 1) + 1)
+            return min(costs.uniform(1, k) + best(t + min(k, counts[t]) + 1) for k in sizes)
+
+        run = simulate(Oracle(costs, 1), trace_of(counts), costs, 1)
+        assert run.seconds == pytest.approx(best(0)) and run.tokens == 9
+        assert potential(Request("r", np.array(counts)), costs, 1)[0] == pytest.approx(best(0))
+
+
+@pytest.mark.parametrize("costs,batch", [(MOE, 1), (FLAT, 1), (MOE, 8), (moe(0.0), 8)], ids=["moe 1", "flat 1", "moe 8", "live tokens 8"])
+def test_nobody_passes_the_bound_and_the_oracle_passes_the_static_sizes(costs, batch):
+    trace = mixed(requests=16, tokens=200, seed=3)
+    limit = bound(trace, costs, batch)
+    speed = {k: simulate(Static(k), trace, costs, batch).tokens_per_second for k in (0, 1, 2, 4, 8)}
+    widths = [None] if batch == 1 else [0, 2, 8]
+    oracle = max(simulate(Oracle(costs, batch, w), trace, costs, batch).tokens_per_second for w in widths)
+    assert max(speed.values()) < oracle
+    # at batch 8 the run ends before the trace does, so that its texts are not quite those of the bound
+    for policy in (Adaptive(), CostAware(costs, batch), Informed(costs, batch)):
+        assert simulate(policy, trace, costs, batch).tokens_per_second < oracle * (1.0000001 if batch == 1 else 1.05)
+    assert oracle <= limit * (1.0000001 if batch == 1 else 1.05)
+
+
+@pytest.mark.parametrize("rate", [0.35, 0.95])
+@pytest.mark.parametrize("costs,batch", [(MOE, 1), (FLAT, 1), (MOE, 8)], ids=["moe 1", "flat 1", "moe 8"])
+def test_cost_aware_keeps_0_98_of_the_best_static_size_on_stationary_text(costs, batch, rate):
+    trace = stationary("s", rate, 24, 400, seed=11)
+    best = max(simulate(Static(k), trace, costs, batch).tokens_per_second for k in range(9))
+    assert simulate(CostAware(costs, batch), trace, costs, batch).tokens_per_second > 0.975 * best  # 400 tokens: the start weighs more
+
+
+@pytest.mark.parametrize("costs", [MOE, FLAT], ids=["moe", "flat"])
+def test_cost_aware_gains_over_the_best_static_size_on_mixed_text(costs):
+    trace = mixed(requests=24, tokens=600, seed=12)
+    best = max(simulate(Static(k), trace, costs, 1).tokens_per_second for k in range(9))
+    assert simulate(CostAware(costs, 1), trace, costs, 1).tokens_per_second > 1.06 * best
+
+
+def test_pressure_caps_the_history_and_leaves_the_rest():
+    trace = stationary("s", 0.97, 1, 600)
+    run = simulate(Adaptive(), trace, MOE, 1, pressure=lambda tokens: 200 <= tokens < 400)
+    sizes, at, inside = run.block_size_history["s 0"], 0, []
+    for size in sizes:
+        if 200 <= at < 400:
+            inside.append(size)
+        at += min(size, int(trace.requests[0].accepted[at])) + 1
+    assert inside and max(inside) <= 2 and max(sizes) == 8
+
+
+@pytest.mark.parametrize("make", [Oracle, Informed])
+def test_oracles_say_that_they_need_the_future(make):
+    with pytest.raises(InputError, match="needs the"):
+        make(MOE, 1).initial()
+    policy = make(MOE, 1)
+    with pytest.raises(InputError, match="under pressure"):
+        policy.choose([policy.initial(stationary("s", 0.5, 1, 20).requests[0])], True)
+
+
+def test_document_of_a_run():
+    document = simulate(Static(2), stationary("s", 0.5, 2, 20), MOE, 1).document()
+    assert "block_size_history" not in document and document["tokens"] == 40 and document["policy"] == "static 2"
