@@ -259,6 +259,10 @@ class PagedCache(Cache):
                 self._drop(name, page)
         snapshot.pages = {}
 
+    def running_pages(self, name: str) -> set[int]:
+        """Pages of a pool that some row holds."""
+        return {page for held in self._held for page in held[name].values()}
+
     # ---- figures -------------------------------------------------------------------------
 
     def figures(self) -> dict[str, dict]:

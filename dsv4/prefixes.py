@@ -14,13 +14,12 @@ from dsv4.paged_cache import BLOCK, PagedCache, Snapshot
 
 @dataclass(eq=False)
 class Node:
-    """The prefix that ends with this block. used: when its snapshot was last made or grafted."""
+    """The prefix that ends with this block."""
 
     parent: "Node | None"
     block: tuple[int, ...]
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
     snapshot: Snapshot | None = None
-    used: int = 0
 
 
 class PrefixTree:
@@ -31,8 +30,8 @@ class PrefixTree:
 
     def __init__(self, cache: PagedCache):
         self.cache, self.root = cache, Node(None, ())
-        self.kept: dict[Node, None] = {}  # nodes with a snapshot
-        self.clock = self.hit_tokens = self.asked_tokens = self.dropped = 0
+        self.kept: dict[Node, None] = {}  # nodes with a snapshot, least recently used first
+        self.hit_tokens = self.asked_tokens = self.dropped = 0
         cache.on_shortage = self.make_free
 
     def graft(self, b: int, ids: Sequence[int]) -> Snapshot | None:
@@ -61,11 +60,11 @@ class PrefixTree:
 
     def make_free(self, group: str, pages: int) -> None:
         """Drop snapshots, least recently used first, until `pages` pages of a pool came free. Those that free none stay."""
-        pool = self.cache.pools[group]
+        pool, running = self.cache.pools[group], self.cache.running_pages(group)
         wanted = len(pool.free) + pages
         while len(pool.free) < wanted:
-            # a page may be held by several snapshots and no row: then only the last of them to go frees it
-            node = next((n for n in self.kept if any(self._only_kept(group, p) for p in n.snapshot.pages[group].values())), None)
+            # a page that several snapshots hold is free when the last of them goes
+            node = next((n for n in self.kept if not running.issuperset(n.snapshot.pages[group].values())), None)
             if node is None:
                 return
             self.forget(node)
@@ -98,11 +97,5 @@ class PrefixTree:
             yield node
 
     def _touch(self, node: Node) -> None:
-        self.clock += 1
-        node.used = self.clock
         self.kept.pop(node, None)
-        self.kept[node] = None  # a dict keeps its order: the least recently used is first
-
-    def _only_kept(self, group: str, page: int) -> bool:
-        """Whether snapshots alone hold the page."""
-        return self.cache.pools[group].state[page].refs == sum(page in n.snapshot.pages[group].values() for n in self.kept)
+        self.kept[node] = None  # a dict keeps the order in which keys came
