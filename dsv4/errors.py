@@ -4,7 +4,7 @@ from kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
 
 __all__ = [
     "BackendUnavailable", "CapacityError", "ConfigError", "ContextOverrun", "Dsv4Error",
-    "InputError", "MissingSelection", "OutOfPages", "PageError", "RewindError", "UnsupportedInput",
+    "InputError", "MissingSelection", "NotFinite", "OutOfPages", "PageError", "RewindError", "UnsupportedInput",
 ]
 
 
@@ -34,6 +34,10 @@ class OutOfPages(CapacityError):
 
 class PageError(Dsv4Error):
     """A page that was freed twice, shared while free, or discarded although it is committed: the engine's own bookkeeping is wrong."""
+
+
+class NotFinite(Dsv4Error):
+    """Logits that are infinite or NaN: no token can be chosen from them."""
 
 
 class MissingSelection(Dsv4Error):

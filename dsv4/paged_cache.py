@@ -59,7 +59,6 @@ class PagedCache(Cache):
         self._allocate(config.num_hidden_layers, device, write)
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
         self._held: list[dict[str, dict[int, int]]] = [{name: {} for name in self.groups} for _ in range(batch)]
-        self._writers, self._writer = list(range(batch)), batch
         self._accepted: list[int | None] = [None] * batch  # tokens that are no drafts, of rows that draft
         self.on_shortage: Callable[[str, int], None] | None = None
 
@@ -118,14 +117,14 @@ class PagedCache(Cache):
         group, pool, held, found = self.groups[name], self.pools[name], self._held[b][name], []
         for logical in group.pages(first, end):
             page, row = held.get(logical, NOWHERE), max(0, first // group.tokens - logical * group.rows)
-            if page == NOWHERE or not pool.writes_in_place(page, self._writers[b], row):
+            if page == NOWHERE or not pool.writes_in_place(page, b, row):
                 found.append((b, logical, page))
             else:
-                pool.claim(page, self._writers[b], row)
+                pool.claim(page, b, row)
         return found
 
     def _take(self, name: str, b: int, logical: int, old: int) -> None:
-        [page] = self.pools[name].allocate(1, self._writers[b], draft=self._accepted[b] is not None and old == NOWHERE)
+        [page] = self.pools[name].allocate(1, b, draft=self._accepted[b] is not None and old == NOWHERE)
         if old != NOWHERE:
             for tensor in self._tensors[name]:
                 tensor[page] = tensor[old]
@@ -180,8 +179,6 @@ class PagedCache(Cache):
             lengths.now[b] = lengths.high[b] = lengths.low[b] = 0
         self._accepted[b] = None
         self._trim()
-        self._writer += 1
-        self._writers[b] = self._writer  # pages that outlive the request have no writer any more
 
     def _trim(self) -> None:
         for b in range(self.batch):

@@ -5,7 +5,8 @@ rows are addressed alike: physical page 7 of the pool is page 7 of each layer's 
 rows that do not exist goes there, and nothing reads it.
 
 - A page is held by one or more holders (`refs`); it is free when the last one lets go.
-- A page has one writer. Rows below its seal belong to a prefix that others may hold: nobody changes them.
+- A page has one writer, a batch row. Rows below its seal belong to a prefix that others may hold: nobody changes them. Rows above
+  it are read by the writer alone, so the next request of the same batch row may write them as well.
 - A draft page holds tokens that are not accepted yet. It can be discarded at once; a committed page cannot, its holders must let go.
 """
 
@@ -53,7 +54,7 @@ class Page:
 
 @dataclass
 class PagePool:
-    """`pages` physical pages, numbered from 1. Writers are numbers that are never used again."""
+    """`pages` physical pages, numbered from 1. Writers and holders are numbers of the caller's."""
 
     name: str
     pages: int

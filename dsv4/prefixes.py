@@ -26,6 +26,7 @@ class PrefixTree:
     """Snapshots of `cache` by the ids that led to them; drops them when the cache runs short of pages.
 
     hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (whole blocks that leave a token to run).
+    A request that resumes hits again without asking again.
     """
 
     def __init__(self, cache: PagedCache):
@@ -34,19 +35,23 @@ class PrefixTree:
         self.hit_tokens = self.asked_tokens = self.dropped = 0
         cache.on_shortage = self.make_free
 
-    def graft(self, b: int, ids: Sequence[int]) -> Snapshot | None:
-        """Start row b of the cache from the longest kept prefix of `ids` that leaves at least one token to run."""
-        limit = (len(ids) - 1) // BLOCK * BLOCK
-        self.asked_tokens += max(0, limit)
-        best = None
-        for node in self._walk(ids[:limit]):
+    def ask(self, ids: Sequence[int]) -> None:
+        """Count a new request's prompt tokens that could be grafted."""
+        self.asked_tokens += self._limit(ids)
+
+    def graft(self, b: int, ids: Sequence[int]) -> int:
+        """Let row b of the cache, which holds a prefix of `ids` or nothing, start from the longest kept prefix that leaves a token to
+        run, if that is longer. Returns how many tokens were gained."""
+        held, best = self.cache.lengths[b], None
+        for node in self._walk(ids[:self._limit(ids)]):
             best = node if node.snapshot is not None else best
-        if best is None:
-            return None
+        if best is None or best.snapshot.length <= held:
+            return 0
+        self.cache.leave(b)
         self.cache.graft(b, best.snapshot)
-        self.hit_tokens += best.snapshot.length
+        self.hit_tokens += best.snapshot.length - held
         self._touch(best)
-        return best.snapshot
+        return best.snapshot.length - held
 
     def remember(self, b: int, ids: Sequence[int], streams=None) -> None:
         """Keep a snapshot of row b, which holds exactly `ids`, a multiple of BLOCK tokens. Kept ones are not made again."""
@@ -87,6 +92,10 @@ class PrefixTree:
     @property
     def hit_rate(self) -> float:
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+    @staticmethod
+    def _limit(ids: Sequence[int]) -> int:
+        return max(0, len(ids) - 1) // BLOCK * BLOCK
 
     def _walk(self, ids: Sequence[int]):
         node = self.root

@@ -37,7 +37,7 @@ def numeric_model(request, official, model, long_golden):
     return load_model(official, numerics=numerics, backend="cpu", cache=cache, index_cache=index)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Steps are small, and threads that wait for each other on a busy machine cost more than they bring."""
     before = torch.get_num_threads()

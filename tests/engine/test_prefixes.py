@@ -33,7 +33,7 @@ def test_every_residue_of_a_prompt_after_a_prefix_equals_cold(model):
     prefill(model, plain, ids[:128])
     prefill(model, cache, ids[:128], 0, tree.remember)
     for residue in range(1, 129):
-        assert tree.graft(1, ids[:128 + residue]).length == 128
+        assert tree.graft(1, ids[:128 + residue]) == 128
         assert same(prefill(model, plain, ids[:128 + residue]), prefill(model, cache, ids[:128 + residue], 1)), residue
         cache.leave(1)
         plain.rewind(residue)
@@ -46,7 +46,8 @@ def test_prefixes_of_1_to_8_blocks_equal_cold(model, prefix):
     prefill(model, cache, shared, 0, tree.remember)
     for residue, seed in ((1, 1), (65, 2)):
         ids = shared + tokens(model, residue + DECODED, seed)
-        assert tree.graft(1, ids).length == prefix
+        tree.ask(ids)
+        assert tree.graft(1, ids) == prefix
         assert same(continued(model, cache, ids, 1), cold(model, ids))
         cache.leave(1)
     assert tree.hit_rate == 1.0
@@ -69,7 +70,8 @@ def test_grafts_equal_cold_whatever_becomes_of_the_donor(model, fate):
     cache = paged(model, 2, 600, max_rewind=64, prefixes=5)
     tree = PrefixTree(cache)
     prefill(model, cache, shared, 0, tree.remember)
-    tree.graft(1, mine)
+    prefill(model, cache, mine[:128], 1)
+    assert tree.graft(1, mine) == 256, "a row that began cold goes on from a longer prefix"
     prefill(model, cache, mine[:400], 1)  # the last shared page is half full: both write on in copies of their own
     if fate == "goes on":
         assert same(continued(model, cache, donors), cold(model, donors))
@@ -93,7 +95,7 @@ def test_a_prefix_survives_a_donor_that_went_back_below_its_end(model):
     cache.rewind([50, 0])
     anew = shared[:206] + tokens(model, 80, 4)
     prefill(model, cache, anew, 0)
-    assert tree.graft(1, mine).length == 256
+    assert tree.graft(1, mine) == 256
     assert same(continued(model, cache, mine, 1), cold(model, mine))
 
 
@@ -122,16 +124,37 @@ def test_a_graft_of_the_mtp_block_equals_cold(model):
     assert same(run(cache, 0, shared + tail, snapshots[-1].streams), expected)
 
 
+def test_the_entry_that_needs_the_token_after_a_prefix_is_the_graft_s_own(model):
+    ids, (mine, donors) = random_ids(model, 1, 128), (5, 6)
+    drafted, plain, cache = [], model.new_cache(1, 300, 8), paged(model, 2, 300, max_rewind=8)
+    _, streams = model.append(ids, plain, return_streams=True)
+    for token in (donors, mine):  # the plain cache drafts for one, goes back, and drafts for the other
+        model.mtp_logits(streams, torch.cat((ids[:, 1:], torch.tensor([[token]])), 1), plain)
+        plain.rewind_mtp(1)
+        drafted.append(model.mtp_logits(streams[:, -1:], torch.tensor([[token]]), plain))
+        plain.rewind_mtp(128)
+    both = torch.cat((streams, streams))
+    model.append(ids.expand(2, -1), cache, n_new=[128, 0])
+    model.mtp_logits(both, torch.cat((ids[:, 1:], torch.tensor([[donors]])), 1).expand(2, -1), cache)
+    cache.leave(1)
+    cache.graft(1, cache.snapshot(0))
+    assert cache.mtp_lengths == [128, 127]
+    cache.rewind_mtp([1, 0])
+    found = model.mtp_logits(both[:, -1:], torch.tensor([[donors], [mine]]), cache)
+    torch.testing.assert_close(found, torch.cat(drafted), rtol=0, atol=2e-4)  # two rows at once here
+    assert not same(found[:1], found[1:])
+
+
 def test_only_equal_ids_are_a_prefix_and_one_token_is_left_to_run(model):
     ids = tokens(model, 384)
     cache = paged(model, 2, 600, max_rewind=0, prefixes=5)
     tree = PrefixTree(cache)
     prefill(model, cache, ids, 0, tree.remember)
     for asked, length in [(ids, 256), (ids + [3], 384), (ids[:256] + [7] + ids[257:], 256), (ids[:255] + [(ids[255] + 1) % 512] + ids[256:], 128)]:
-        assert tree.graft(1, asked).length == length
+        assert tree.graft(1, asked) == length
         cache.leave(1)
-    assert tree.graft(1, [(ids[0] + 1) % 512] + ids[1:]) is None and tree.graft(1, ids[:128]) is None
-    assert tree.hit_tokens == 256 + 384 + 256 + 128 and tree.asked_tokens == 256 + 384 + 256 + 256 + 256
+    assert tree.graft(1, [(ids[0] + 1) % 512] + ids[1:]) == 0 and tree.graft(1, ids[:128]) == 0
+    assert tree.hit_tokens == 256 + 384 + 256 + 128
 
 
 def test_pages_are_unpinned_when_the_last_borrower_ends(model):
@@ -157,10 +180,10 @@ def test_the_least_recently_used_prefix_goes_when_pages_are_short(model):
     for ids in prompts[:3]:
         prefill(model, cache, ids, 0, tree.remember)
         cache.leave(0)
-    assert tree.graft(0, prompts[0]).length == 128  # used again: the second is the oldest now
+    assert tree.graft(0, prompts[0]) == 128  # used again: the second is the oldest now
     cache.leave(0)
     prefill(model, cache, prompts[3], 0)
-    assert [tree.graft(1, ids) is not None and cache.leave(1) is None for ids in prompts[:3]] == [True, False, True]
+    assert [(tree.graft(1, ids), cache.leave(1))[0] for ids in prompts[:3]] == [128, 0, 128]
     assert tree.dropped == 1
 
 
