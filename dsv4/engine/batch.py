@@ -25,6 +25,8 @@ from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache
 from dsv4.prefixes import PrefixTree
 
+SAMPLED = 8  # steps between two looks at the fragmentation, which reads the state of every page
+
 
 @dataclass(eq=False)
 class Work:
@@ -54,6 +56,7 @@ class BatchEngine:
         self.waiting: list[Work] = []
         self.running: list[Work] = []
         self.steps = self.arrivals = self.evictions = 0
+        self._fragmentation: list[dict[str, float]] = []
         self._tight = False  # after an eviction nobody joins until somebody leaves: else two requests could evict each other for ever
 
     def submit(self, request: Request) -> None:
@@ -91,6 +94,8 @@ class BatchEngine:
         for work in [w for w in self.running if w not in ready]:
             if work.row is not None:  # not evicted or ended meanwhile
                 self._guard([work], lambda w=work: self._advance(w))
+        if self.steps % SAMPLED == 1:
+            self._fragmentation.append({name: pool["fragmentation"] for name, pool in self.cache.figures().items()})
 
     # ---- joins and leaves ----------------------------------------------------------------
 
@@ -215,7 +220,11 @@ class BatchEngine:
     # ---- figures -------------------------------------------------------------------------
 
     def figures(self) -> dict:
-        """Steps, evictions, the share of whole prompt blocks that were grafted, and each pool's figures."""
+        """Steps, evictions, the share of whole prompt blocks that were grafted, and of each pool its figures now, with its mean
+        fragmentation while requests ran."""
+        pools, looks = self.cache.figures(), len(self._fragmentation)
+        for name, pool in pools.items():
+            pool["mean_fragmentation"] = sum(look[name] for look in self._fragmentation) / looks if looks else 0.0
         return {"steps": self.steps, "evictions": self.evictions, "prefix_hit_rate": self.prefixes.hit_rate,
                 "prefix_hit_tokens": self.prefixes.hit_tokens, "prefixes_kept": len(self.prefixes.kept),
-                "prefixes_dropped": self.prefixes.dropped, "pools": self.cache.figures()}
+                "prefixes_dropped": self.prefixes.dropped, "pools": pools}

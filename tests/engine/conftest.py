@@ -67,14 +67,14 @@ def random_ids(model, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def prefill(model, cache, ids: list[int], b: int = 0, remember=None) -> torch.Tensor:
-    """Run what row b lacks of `ids`, that row alone, in chunks that end at multiples of 128: logits [1, chunk, vocab] of the last
-    chunk. remember(b, ids so far) at each multiple."""
+def prefill(model, cache, ids: list[int], b: int = 0, remember=None, logits: str = "all") -> torch.Tensor:
+    """Run what row b lacks of `ids`, that row alone, in chunks that end at multiples of 128: logits [1, chunk or 1, vocab] of
+    the last chunk. remember(b, ids so far) at each multiple."""
     while (start := cache.lengths[b]) < len(ids):
         n = min(len(ids), (start // 128 + 1) * 128) - start
         chunk = torch.zeros(cache.batch, n, dtype=torch.int64)
         chunk[b] = torch.tensor(ids[start:start + n])
-        logits = model.append(chunk, cache, n_new=[n * (row == b) for row in range(cache.batch)])[b:b + 1]
+        found = model.append(chunk, cache, n_new=[n * (row == b) for row in range(cache.batch)], logits=logits)[b:b + 1]
         if remember is not None and cache.lengths[b] % 128 == 0:
             remember(b, ids[:start + n])
-    return logits
+    return found

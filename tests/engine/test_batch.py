@@ -7,9 +7,9 @@ import torch
 
 from dsv4.engine import BatchEngine, Request, read_requests
 from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
-from dsv4.generate import Sampling
+from dsv4.generate import Sampling, sample
 from dsv4.page_tables import pool_pages
-from tests.engine.conftest import paged, prefill, random_ids
+from tests.engine.conftest import paged, prefill, random_ids, same
 
 SAMPLED = Sampling(0.8, 0.95, seed=3)
 
@@ -22,14 +22,29 @@ def engine_of(model, rows: int = 3, max_context: int = 512, pages: dict | None =
     return BatchEngine(model, cache, on_result=lambda r: results.setdefault(r.id, r), **options), results
 
 
-def alone(model, request: Request) -> list[int]:
-    """The tokens of a request on a plain cache of its own, in the engine's pieces."""
-    from dsv4.generate import sample
+def alone(model, request: Request, logits: list | None = None) -> list[int]:
+    """The tokens of a request on a plain cache of its own, in the engine's pieces; `logits` gets those of each token."""
     cache, ids = model.new_cache(1, 1024, 0), list(request.prompt_ids)
     generator = torch.Generator().manual_seed(request.sampling.seed)
     for _ in range(request.max_tokens):
-        ids.append(sample(prefill(model, cache, ids)[0, -1], request.sampling, generator))
+        found = prefill(model, cache, ids, logits="last")[0, -1]
+        ids.append(sample(found, request.sampling, generator))
+        if logits is not None:
+            logits.append(found)
     return ids[len(request.prompt_ids):]
+
+
+def watched(engine) -> dict[str, list]:
+    """The logits that each request's tokens will be chosen from, by id."""
+    seen, emit = {}, engine._emit
+    engine._emit = lambda work, logits: (seen.setdefault(work.request.id, []).append(logits.clone()), emit(work, logits))
+    return seen
+
+
+def equal_alone(model, request: Request, logits: list) -> bool:
+    expected = []
+    alone(model, request, expected)
+    return same(torch.stack(expected), torch.stack(logits))
 
 
 def requests_of(model, count: int, max_tokens: int = 12, shared: int = 210) -> list[Request]:
@@ -71,10 +86,33 @@ def test_requests_that_join_and_leave_give_what_each_gives_alone(model, asked):
 def test_evicted_requests_resume_with_the_same_output(model, asked):
     requests, expected = asked
     engine, results = engine_of(model, pages={"csa entries": 4})
+    seen = watched(engine)
     run(engine, requests)
     assert engine.evictions > 0 and sum(r.evictions for r in results.values()) == engine.evictions
+    resumed = next(r for r in requests if results[r.id].evictions and r.id != "r0")
+    assert equal_alone(model, resumed, seen[resumed.id])
     assert {name: r.token_ids for name, r in results.items()} == expected
     assert nothing_is_held(engine)
+
+
+def test_a_prompt_that_another_request_generated_equals_cold(model):
+    """Tokens that ran one by one leave other bits than the same tokens of a prompt, so they are no prefix to borrow."""
+    engine, results = engine_of(model)
+    first = Request("first", tuple(random_ids(model, 120).tolist()), 20)
+    run(engine, [first])
+    second, seen = Request("second", first.prompt_ids + tuple(results["first"].token_ids), 3), watched(engine)
+    run(engine, [second])
+    assert results["second"].grafted == 0 and equal_alone(model, second, seen["second"])
+
+
+def test_a_batch_that_finds_no_page_for_its_last_row_has_not_run_its_first(model):
+    """Rows that decode together lie apart, so they run as two groups; the second needs a page."""
+    asked = [Request(name, tuple(random_ids(model, n, seed=n).tolist()), tokens, priority)
+             for name, n, tokens, priority in (("first", 100, 12, 2.0), ("between", 900, 1, 1.0), ("last", 257, 5, 0.0))]
+    engine, results = engine_of(model, max_context=1000, together=True, pages={"csa entries": 5})
+    run(engine, asked)
+    assert results["last"].evictions > 0 and results["first"].evictions == results["between"].evictions == 0
+    assert {r.id: results[r.id].token_ids for r in asked} == {r.id: alone(model, r) for r in asked}
 
 
 def test_decoding_together_agrees_up_to_rounding(model, asked):
@@ -94,7 +132,8 @@ def test_who_gives_way(model, priorities, epsilon, first_evicted):
     order, evict = [], engine._evict
     engine._evict = lambda work: (order.append(work.request.id), evict(work))
     run(engine, [Request(f"r{i}", tuple(random_ids(model, 250, seed=i).tolist()), 20, p) for i, p in enumerate(priorities)])
-    assert order[0] == first_evicted and len(results) == 3 and all(len(r.token_ids) == 20 for r in results.values())
+    assert order[0] == first_evicted and len(order) <= 3, "an evicted request joins only when another has left"
+    assert len(results) == 3 and all(len(r.token_ids) == 20 for r in results.values())
 
 
 def test_faults_of_some_requests_harm_no_other(model, asked):

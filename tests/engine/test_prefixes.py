@@ -153,6 +153,9 @@ def test_only_equal_ids_are_a_prefix_and_one_token_is_left_to_run(model):
     for asked, length in [(ids, 256), (ids + [3], 384), (ids[:256] + [7] + ids[257:], 256), (ids[:255] + [(ids[255] + 1) % 512] + ids[256:], 128)]:
         assert tree.graft(1, asked) == length
         cache.leave(1)
+    assert tree.graft(0, ids + [3]) == 0 and cache.lengths == [384, 0], "it holds as much already"
+    tree.forget(next(node for node in tree.kept if node.snapshot.length == 384))
+    assert tree.graft(0, ids + [3]) == 0 and cache.lengths == [384, 0], "it holds more already"
     assert tree.graft(1, [(ids[0] + 1) % 512] + ids[1:]) == 0 and tree.graft(1, ids[:128]) == 0
     assert tree.hit_tokens == 256 + 384 + 256 + 128
 
