@@ -190,6 +190,18 @@ def test_the_least_recently_used_prefix_goes_when_pages_are_short(model):
     assert tree.dropped == 1
 
 
+def test_a_prefix_whose_pages_all_run_is_not_dropped_because_that_frees_nothing(model):
+    cache = paged(model, 2, 300, max_rewind=0, pages={"window": 12, "mtp window": 1, "csa raw rows": 80, "csa entries": 2,
+                                                     "hca raw rows": 12, "hca entries": 8})
+    tree, (runs, ended, comes) = PrefixTree(cache), [tokens(model, 129, seed) for seed in range(3)]
+    prefill(model, cache, runs, 0, tree.remember)
+    prefill(model, cache, ended, 1, tree.remember)
+    cache.leave(1)
+    prefill(model, cache, comes, 1)
+    cache.leave(1)
+    assert tree.dropped == 1 and tree.graft(1, runs) == 128
+
+
 def test_rows_that_cannot_be_grafted_or_held_are_named(model):
     cache = paged(model, 2, 300, max_rewind=8)
     prefill(model, cache, tokens(model, 128))
