@@ -23,18 +23,13 @@ from kernels.fusions.compositions import Kept, Windows
 DEFAULT_MAX_REWIND = 128
 
 
-class Ring:
-    """A ring of rows [batch, R, width]; position p of row b sits in slot p mod R.
+class TokenRows:
+    """One row a token in a pool `flat` [rows, width]; subclasses say which row holds which position.
 
-    `keep` rows before a step's first token are readable during the step, also after rewinding
-    by up to `max_rewind`: R = keep + 1 + max_rewind. `flat` is the pool [batch · R, width]; packed rows are
-    given as that, with R.
+    They give `address(step)` (layers with equal addresses share indices), `index(step, positions)` and `slots(step)`.
     """
 
-    def __init__(self, buffer: torch.Tensor | PackedRows, keep: int, R: int = 0, write=write_rows):
-        self.buffer, self.keep, self._write = buffer, keep, write
-        packed = isinstance(buffer, PackedRows)
-        self.flat, self.R = (buffer, R) if packed else (buffer.flatten(0, 1), buffer.shape[1])
+    flat: torch.Tensor | PackedRows
 
     def store(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """values [M, width] to rows `slots` int64 [M] of the pool."""
@@ -46,6 +41,27 @@ class Ring:
     def fetch(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows `slots` int64 [M] of the pool: [M, width] in `dtype`."""
         return read_rows(self.flat, slots).to(dtype) if isinstance(self.flat, PackedRows) else self.flat.index_select(0, slots)
+
+    def last(self, step: Step, window: int) -> torch.Tensor:
+        """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position 0."""
+        def rows():
+            positions = step.pos.unsqueeze(-1) + torch.arange(1 - window, 1, device=step.device)
+            return torch.where(positions < 0, -1, self.index(step, positions)).flatten(0, 1)
+        return step.memo(("window", window, *self.address(step)), rows)
+
+
+class Ring(TokenRows):
+    """A ring of rows [batch, R, width]; position p of row b sits in slot p mod R.
+
+    `keep` rows before a step's first token are readable during the step, also after rewinding
+    by up to `max_rewind`: R = keep + 1 + max_rewind. `flat` is the pool [batch · R, width]; packed rows are
+    given as that, with R.
+    """
+
+    def __init__(self, buffer: torch.Tensor | PackedRows, keep: int, R: int = 0, write=write_rows):
+        self.buffer, self.keep, self._write = buffer, keep, write
+        packed = isinstance(buffer, PackedRows)
+        self.flat, self.R = (buffer, R) if packed else (buffer.flatten(0, 1), buffer.shape[1])
 
     def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor:
         """Write values [N, width] at the step's positions; return the pool that `index` addresses.
@@ -76,13 +92,6 @@ class Ring:
         first = torch.arange(step.B, device=step.device) * (self.keep + step.T) + self.keep
         return positions + (first - step.start).view(shape)
 
-    def last(self, step: Step, window: int) -> torch.Tensor:
-        """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position 0."""
-        def rows():
-            positions = step.pos.unsqueeze(-1) + torch.arange(1 - window, 1, device=step.device)
-            return torch.where(positions < 0, -1, self.index(step, positions)).flatten(0, 1)
-        return step.memo(("window", window, *self.address(step)), rows)
-
     def address(self, step: Step) -> tuple:
         """What `index` depends on beside the positions: layers with equal addresses share indices."""
         return (self.R, self.keep, self._in_place(step))
@@ -98,7 +107,31 @@ class Ring:
         return step.memo(("slots", self.R, key), lambda: (positions() % self.R + step.row * self.R).flatten())
 
 
-class Entries:
+class EntryRows:
+    """Compressed entries, one every `ratio` tokens, in a pool `flat`; subclasses say which row holds which entry (`slots`)."""
+
+    flat: torch.Tensor | PackedRows
+    ratio: int
+
+    def write(self, step: Step, values: torch.Tensor) -> None:
+        """Write values [B·completed, width] at the step's new windows."""
+        slots = self.slots(step)
+        if isinstance(self.flat, PackedRows):
+            self._write(self.flat, slots, values)
+        else:
+            self.flat.index_copy_(0, slots, values.to(self.flat.dtype))
+
+    def all_visible(self, step: Step) -> torch.Tensor:
+        """Every entry that each query sees, int64 [B, T, n], −1 for those it does not."""
+        n = step.max_visible(self.ratio)
+
+        def entries():
+            entry = torch.arange(n, device=step.device).expand(step.B, step.T, n)
+            return torch.where(entry < step.visible(self.ratio).unsqueeze(-1), entry, -1)
+        return step.memo(("all entries", self.ratio), entries)
+
+
+class Entries(EntryRows):
     """Compressed entries [batch, n, width], one every `ratio` tokens: n = ceil(max_context / ratio), or the next multiple of a
     page when they are packed."""
 
@@ -108,14 +141,6 @@ class Entries:
         self.n = PAGE * buffer.data.shape[1] if self.packed else buffer.shape[1]
         self.flat = (buffer._replace(data=buffer.data.flatten(0, 1), count=buffer.data.shape[0] * self.n) if self.packed
                      else buffer.flatten(0, 1))
-
-    def write(self, step: Step, values: torch.Tensor) -> None:
-        """Write values [B·completed, width] at the step's new windows."""
-        slots = self.slots(step)
-        if self.packed:
-            self._write(self.flat, slots, values)
-        else:
-            self.flat.index_copy_(0, slots, values.to(self.buffer.dtype))
 
     def slots(self, step: Step) -> torch.Tensor:
         """Rows of the pool for the step's new windows, int64 [B·completed]."""
@@ -137,15 +162,6 @@ class Entries:
             return self.flat, entry.flatten(0, 1)
         base = (step.row * self.n).unsqueeze(-1)
         return self.flat, torch.where(entry < 0, entry, entry + base).flatten(0, 1)
-
-    def all_visible(self, step: Step) -> torch.Tensor:
-        """Every entry that each query sees, int64 [B, T, n], −1 for those it does not."""
-        n = step.max_visible(self.ratio)
-
-        def entries():
-            entry = torch.arange(n, device=step.device).expand(step.B, step.T, n)
-            return torch.where(entry < step.visible(self.ratio).unsqueeze(-1), entry, -1)
-        return step.memo(("all entries", self.ratio), entries)
 
 
 @dataclass(frozen=True)
@@ -331,10 +347,11 @@ class LayerCache:
 
 
 class Lengths:
-    """Tokens held by each row, and how far back each row may still be rewound."""
+    """Tokens held by each row (`now`), and how far back each row may still be rewound: to `max_rewind` before the most it ever held
+    (`high`), and not to below what it was given at once (`low`)."""
 
     def __init__(self, batch: int, max_rewind: int):
-        self.now, self.high = [0] * batch, [0] * batch
+        self.now, self.high, self.low = [0] * batch, [0] * batch, [0] * batch
         self.max_rewind = max_rewind
 
     def advance(self, rows: slice, tokens: int) -> None:
@@ -351,10 +368,13 @@ class Lengths:
                 raise RewindError(
                     f"row {b} was filled to {self.high[b]} tokens and keeps {self.max_rewind} to rewind; it cannot go back "
                     f"to {left}; build the cache with max_rewind >= {self.high[b] - left}, or rewind to 0")
+            if left and left < self.low[b]:
+                raise RewindError(f"row {b} was grafted at {self.low[b]} tokens and cannot go back to {left}; rewind to 0 and append "
+                                  "the tokens again")
         for b, n in enumerate(counts):
             self.now[b] -= n
             if self.now[b] == 0:
-                self.high[b] = 0  # an empty row reads nothing that was written before
+                self.high[b] = self.low[b] = 0  # an empty row reads nothing that was written before
 
 
 class Cache:
@@ -394,6 +414,9 @@ class Cache:
                 pools = dict.fromkeys(c.entries.n for c in (layer.main, layer.index) if c is not None)
                 kept[layer.main.ratio] = Kept(layer.main.ratio, layer.main.overlap, layer.main.raw.R, tuple(pools))
         step.place(op.place, (window.keep + 1, window.R), tuple(kept.values()))
+
+    def make_room(self, rows: slice, tokens: int, mtp: bool = False) -> None:
+        """Called before `tokens` tokens are written to each of `rows`. All room was made at once here; a PagedCache takes pages."""
 
     @property
     def lengths(self) -> list[int]:

@@ -98,6 +98,30 @@ def generate(
 
 
 @app.command()
+def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line: prompt or token_ids; id, max_tokens, priority, seed, "
+                                                        "temperature, top_p.", show_default=False)],
+          checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.", show_default=False)],
+          rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
+          max_context: Annotated[str | None, typer.Option(help="Tokens of one request (128K, 1M …); default: just enough.")] = None,
+          pool_tokens: Annotated[str | None, typer.Option(help="Tokens that all requests hold at once; default: every row full.")] = None,
+          epsilon: Annotated[float, typer.Option(help="Priorities this close count as equal when one must give way.")] = 0.0,
+          together: Annotated[bool, typer.Option("--together", help="Decode all rows as one batch: faster, and equal to running alone "
+                                                                    "up to rounding.")] = False,
+          numerics: Numerics = NumericsChoice.native,
+          backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+          device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto"):
+    """Run many requests over one pool of pages: a JSON result a line as each ends, then the figures. Exit code 1 if any failed."""
+    from dsv4 import run
+    from dsv4.engine.command import run_batch
+    with progress_bar("loading") as loading:
+        session = run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading)
+    failed = run_batch(session, requests, rows, max_context, pool_tokens, epsilon, together,
+                       lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def inspect(checkpoint: Checkpoint, as_json: AsJson = False,
             verify: Annotated[bool, typer.Option("--verify", help="Also read every tensor: NaN, table ranges, crc32.")] = False):
     """Print the load ledger and the config ledger, without running the model."""

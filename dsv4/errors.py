@@ -4,7 +4,7 @@ from kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
 
 __all__ = [
     "BackendUnavailable", "CapacityError", "ConfigError", "ContextOverrun", "Dsv4Error",
-    "InputError", "MissingSelection", "RewindError", "UnsupportedInput",
+    "InputError", "MissingSelection", "NotFinite", "OutOfPages", "PageError", "RewindError", "UnsupportedInput",
 ]
 
 
@@ -26,6 +26,18 @@ class RewindError(InputError):
 
 class CapacityError(Dsv4Error):
     """The asked sizes do not fit the device; the message carries the bytes."""
+
+
+class OutOfPages(CapacityError):
+    """A pool has fewer free pages than a step needs."""
+
+
+class PageError(Dsv4Error):
+    """A page that was freed twice, shared while free, or discarded although it is committed: the engine's own bookkeeping is wrong."""
+
+
+class NotFinite(Dsv4Error):
+    """Logits that are infinite or NaN: no token can be chosen from them."""
 
 
 class MissingSelection(Dsv4Error):

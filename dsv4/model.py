@@ -109,6 +109,7 @@ class Model(Module):
         self.replayed, starts = None, cache._main.now
         begin = list(starts)
         for rows, tokens in _uniform_pieces(counts, chunk):
+            cache.make_room(rows, tokens)
             done = [starts[b] - begin[b] for b in range(rows.start, rows.stop)]
             piece = ids[rows, done[0]:done[0] + tokens]  # all rows of a piece have run equally many tokens
             step = Step(piece.to(self.device), rows.start, starts[rows], self.rope_frequencies())
@@ -144,6 +145,7 @@ class Model(Module):
         chunk = chunk or self.chunk
         for start in range(0, T, chunk):
             piece = slice(start, min(start + chunk, T))
+            cache.make_room(slice(0, B), piece.stop - piece.start, mtp=True)
             step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self.rope_frequencies())
             device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
             embedded = self.embed(step.ids).to(device, self.numerics.activation)

@@ -1,0 +1,101 @@
+"""What a batch is asked for, line by line, and what it answers."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from dsv4.errors import Dsv4Error, InputError
+from dsv4.generate import Sampling
+
+KEYS = {"id": str, "prompt": str, "token_ids": list, "max_tokens": int, "priority": (int, float), "seed": int,
+        "temperature": (int, float), "top_p": (int, float)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids, and how it is to be continued. Larger priorities stay longer when memory is short."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int = 128
+    priority: float = 0.0
+    sampling: Sampling = Sampling()
+
+
+@dataclass
+class Result:
+    """What became of a request. stop_reason: 'eos', 'max_tokens', 'cancelled' or 'error' (then `error` is the exception).
+
+    Times in seconds: first_token since the request was submitted, between_tokens one for each later token. grafted: prompt tokens
+    that were borrowed, before any eviction; evictions: how often it lost its pages.
+    """
+
+    id: str
+    prompt_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    stop_reason: str = ""
+    error: Dsv4Error | None = None
+    grafted: int = 0
+    evictions: int = 0
+    first_token: float | None = None
+    between_tokens: list[float] = field(default_factory=list)
+
+    def document(self, text: str | None = None) -> dict:
+        """JSON values; `text` of the tokens, if there is a tokenizer."""
+        error = None if self.error is None else {"type": type(self.error).__name__, "message": str(self.error)}
+        return {"id": self.id, "text": text, "token_ids": self.token_ids, "stop_reason": self.stop_reason, "error": error,
+                "prompt_tokens": self.prompt_tokens, "grafted_tokens": self.grafted, "evictions": self.evictions,
+                "time_to_first_token_seconds": self.first_token, "inter_token_seconds": self.between_tokens}
+
+
+def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[Request | Result]:
+    """One Request a line of JSON; a line that is none gives the Result that says why, and harms no other. Empty lines are skipped.
+
+    A request without an id is called after its line, from 1. encode(text) → token ids.
+    """
+    seen = set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        name = f"line {number}"
+        try:
+            fields = _fields(line, name)
+            name = fields.get("id", name)
+            if name in seen:
+                raise InputError(f"id {name!r} of line {number} was used before; ids are unique")
+            seen.add(name)
+            yield _request(name, fields, encode)
+        except Dsv4Error as error:
+            yield Result(name, stop_reason="error", error=error)
+
+
+def _fields(line: str, name: str) -> dict:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is not JSON ({error}); expected an object with prompt or token_ids") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{name} is a JSON {type(fields).__name__}; expected an object with prompt or token_ids")
+    for key, value in fields.items():
+        if key not in KEYS:
+            raise InputError(f"{name} has {key!r}; expected only {', '.join(KEYS)}")
+        if not isinstance(value, KEYS[key]) or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise InputError(f"{name} has {key} {value!r:.60}; expected {KEYS[key].__name__ if isinstance(KEYS[key], type) else 'a number'}")
+    return fields
+
+
+def _request(name: str, fields: dict, encode) -> Request:
+    if ("prompt" in fields) == ("token_ids" in fields):
+        raise InputError(f"{name} has {'both' if 'prompt' in fields else 'neither'} prompt and token_ids; expected one of them")
+    ids = encode(fields["prompt"]) if "prompt" in fields else fields["token_ids"]
+    if any(type(i) is not int for i in ids):
+        raise InputError(f"{name} has token_ids that are no integers; expected a list of token ids")
+    if fields.get("max_tokens", 1) < 1:
+        raise InputError(f"{name} has max_tokens {fields['max_tokens']}; expected at least 1")
+    if not -2**63 <= fields.get("seed", 0) < 2**63:
+        raise InputError(f"{name} has seed {fields['seed']}; expected a number of 64 bits")
+    if 0 < fields.get("temperature", 0.0) < 1e-3:
+        raise InputError(f"{name} has temperature {fields['temperature']}; expected 0 (greedy) or at least 0.001")
+    sampling = Sampling(fields.get("temperature", 0.0), fields.get("top_p", 1.0), fields.get("seed", 0))
+    return Request(name, tuple(ids), fields.get("max_tokens", Request.max_tokens), fields.get("priority", Request.priority), sampling)

@@ -1,0 +1,169 @@
+"""Buffers in pages, and the tables that say which page holds which rows of which batch row.
+
+Every stream is position-addressed through a table: row r of batch row b is row r mod R of physical page table[b, r // R]. These
+classes take the places of `Ring`, `Entries` and `CompressorCache`. Selections and windows are lists of rows, so kernels read the
+pools where they are; index scores and HCA attention read [B, n, width], which is gathered from the pages at each step.
+"""
+
+import torch
+
+from dsv4.cache import CompressorCache, EntryRows, LayerStreams, Stream, TokenRows, zeros
+from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
+from dsv4.paging import NOWHERE, PageGroup
+from dsv4.step import Step
+from kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
+
+BLOCK = 128  # tokens: prefixes end at multiples of it, where HCA has no open window and CSA reads its overlap only
+RAW_ROWS = {LayerKind.CSA: 8, LayerKind.HCA: 32}  # a page: what CSA's overlap spans; a part of HCA's window, which fills slowly
+
+
+class PageTable:
+    """Table int64 [batch, logical pages] of one group on the device; NOWHERE where a batch row holds no page."""
+
+    def __init__(self, group: PageGroup, batch: int, max_context: int, device: torch.device):
+        self.group, self.R = group, group.rows
+        logical = -(-max_context // (group.rows * group.tokens))
+        self.physical = torch.full((batch, logical), NOWHERE, dtype=torch.int64, device=device)
+
+    def index(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the pool for rows int64 [B, ...] of the batch rows of a step.
+
+        A row before the first or beyond the last of the table gives some row: callers mask those, but an index must exist.
+        """
+        flat = rows.flatten(1).clamp(0, self.physical.shape[1] * self.R - 1)
+        return (self.physical[step.rows].gather(1, flat // self.R) * self.R + flat % self.R).view(rows.shape)
+
+    def first_pages(self, step: Step, n: int) -> torch.Tensor:
+        """Physical pages of the first n rows, int64 [B, ⌈n / R⌉]."""
+        return self.physical[step.rows, :-(-n // self.R)]
+
+
+class PagedTokens(TokenRows):
+    """One row a token; in the place of `Ring`. Nothing is staged: a step has pages for all its tokens beside those it reads."""
+
+    def __init__(self, buffer: torch.Tensor | PackedRows, table: PageTable, write=write_rows):
+        self.buffer, self.table, self._write = buffer, table, write
+        self.flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
+
+    def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor | PackedRows:
+        """Write values [N, width] at the step's positions; return the pool that `index` addresses."""
+        self.store(self.slots(step), values)
+        return self.flat
+
+    def index(self, step: Step, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of the pool that hold `positions` int64 [B, ...]."""
+        return self.table.index(step, positions)
+
+    def slots(self, step: Step) -> torch.Tensor:
+        """Rows of the pool for the step's own positions, int64 [N]."""
+        return step.memo(("page slots", self.table.group.name), lambda: self.index(step, step.pos).flatten())
+
+    def address(self, step: Step) -> tuple:
+        return (self.table.group.name,)
+
+
+class PagedEntries(EntryRows):
+    """Compressed entries, one every `ratio` tokens; in the place of `Entries`."""
+
+    def __init__(self, buffer: torch.Tensor | PackedRows, ratio: int, table: PageTable, write=write_rows):
+        self.buffer, self.ratio, self.table, self._write = buffer, ratio, table, write
+        self.flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
+
+    def slots(self, step: Step) -> torch.Tensor:
+        """Rows of the pool for the step's new windows, int64 [B·completed]; in page 0 for windows that a row does not reach."""
+        return step.memo(("page slots", self.table.group.name), lambda: self.table.index(step, step.new_windows(self.ratio)).flatten())
+
+    def visible(self, step: Step) -> torch.Tensor | PackedRows:
+        """A copy [B, n, width] of the entries that the step's last query may see, gathered from their pages."""
+        n = step.max_visible(self.ratio)
+        pages = step.memo(("pages of entries", self.table.group.name), lambda: self.table.first_pages(step, n))
+        if isinstance(self.buffer, PackedRows):
+            return self.buffer._replace(data=self.buffer.data[pages], count=n)
+        found = self.buffer[pages]  # [B, pages, R, width]
+        return found.view(step.B, pages.shape[1] * self.table.R, self.buffer.shape[-1])[:, :n]
+
+    def chosen(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+        """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
+        return self.flat, torch.where(entry < 0, -1, self.table.index(step, entry)).flatten(0, 1)
+
+
+class PagedCompressorCache(CompressorCache):
+    """Raw rows and entries of one compressor, both in pages."""
+
+    def __init__(self, raw: PagedTokens, entries: PagedEntries, ratio: int, overlap: int):
+        self.raw, self.entries, self.ratio, self.overlap = raw, entries, ratio, overlap
+
+
+class PagedLayerCache:
+    """Buffers of one layer, in the place of `LayerCache`. `tensors`: stream name → tensor whose first extent counts pages;
+    `groups`: stream name → name of the group whose table addresses it."""
+
+    def __init__(self, plan: LayerStreams, tables: dict[str, PageTable], device: torch.device, write=write_rows):
+        self.tensors = {s.name: zeros(s, device) for s in plan.streams}
+        self.groups = stream_groups(plan.kind, plan.label.startswith("mtp"))
+        held = {s.name: self.tensors[s.name] if s.rows is None else
+                PackedRows(s.rows[0], self.tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[0]) for s in plan.streams}
+        table = {name: tables[group] for name, group in self.groups.items()}
+
+        def compressor(raw: str, entries: str, overlap: int) -> PagedCompressorCache:
+            return PagedCompressorCache(PagedTokens(held[raw], table[raw], write),
+                                        PagedEntries(held[entries], plan.ratio, table[entries], write), plan.ratio, overlap)
+        self.window = PagedTokens(held["window"], table["window"], write)
+        self.main = self.index = None
+        if plan.kind is not LayerKind.WINDOW:
+            self.main = compressor("main raw rows", "entries", 2 if plan.kind is LayerKind.CSA else 1)
+        if plan.kind is LayerKind.CSA:
+            self.index = compressor("index raw rows", "index keys", 2)
+
+
+def stream_groups(kind: LayerKind, mtp: bool) -> dict[str, str]:
+    """Stream name → name of its group, for a layer of that kind."""
+    groups = {"window": "mtp window" if mtp else "window"}
+    if kind is not LayerKind.WINDOW:
+        groups |= {"main raw rows": f"{kind.value} raw rows", "entries": f"{kind.value} entries"}
+    if kind is LayerKind.CSA:
+        groups |= {"index raw rows": "csa raw rows", "index keys": "csa entries"}
+    return groups
+
+
+def page_groups(config: ModelConfig, mtp: bool) -> dict[str, PageGroup]:
+    """Every group that the model's layers need, by name."""
+    back = config.sliding_window - 1
+    groups = [PageGroup("window", PAGE, back=back)]
+    for ratio in sorted({r for r in config.compress_ratios if KIND_OF_RATIO[r] is not LayerKind.WINDOW}):
+        kind = KIND_OF_RATIO[ratio]
+        overlap = 2 if kind is LayerKind.CSA else 1
+        groups.append(PageGroup(f"{kind.value} raw rows", RAW_ROWS[kind], back=(overlap - 1) * ratio, align=ratio))
+        groups.append(PageGroup(f"{kind.value} entries", PAGE, tokens=ratio))
+    if mtp:
+        groups.append(PageGroup("mtp window", PAGE, back=back, mtp=True))
+    return {g.name: g for g in groups}
+
+
+def paged_streams(plan: LayerStreams, groups: dict[str, PageGroup], pages: dict[str, int]) -> LayerStreams:
+    """The streams of one layer in pages: `pages` of each group beside page 0. plan: of the layer in a cache of one row."""
+    streams, of = [], stream_groups(plan.kind, plan.label.startswith("mtp"))
+    for s in plan.streams:
+        group, count = groups[of[s.name]], pages[of[s.name]] + 1
+        if s.rows is None:
+            shape = (count, group.rows, s.shape[-1])
+            formula = f"{count} pages × {group.rows} rows × {s.shape[-1]} × {s.dtype.itemsize} B"
+        else:
+            layout = pack_layout(*s.rows)
+            shape, formula = (count, layout.page), f"{count} pages × {layout.page} B"
+        streams.append(Stream(s.name, shape, s.dtype, formula, s.rows))
+    return LayerStreams(plan.label, plan.kind, plan.ratio, tuple(streams), 0)
+
+
+def pool_pages(config: ModelConfig, batch: int, tokens: int, max_rewind: int = 0, chunk: int = BLOCK, mtp: bool = False,
+               prefixes: int = 0) -> dict[str, int]:
+    """Pages of each group so that `batch` rows run steps of up to `chunk` tokens beside `prefixes` snapshots, `tokens` tokens in
+    all. Groups that grow with the context get pages for the tokens; the others for what each row and snapshot reads."""
+    found = {}
+    for name, g in page_groups(config, mtp).items():
+        if g.back is None:
+            found[name] = -(-tokens // (g.rows * g.tokens)) + batch
+        else:
+            reads = g.back + g.align - 1
+            found[name] = batch * (-(-(reads + max_rewind + chunk) // g.rows) + 1) + prefixes * (-(-g.back // g.rows) + 1)
+    return found

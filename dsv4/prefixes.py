@@ -1,0 +1,110 @@
+"""Which prefixes of past prompts are still in the pools.
+
+A tree of blocks of 128 token ids. A child is found by its whole block of ids, so what a graft starts from is what was asked for,
+not what has the same hash. A node may hold a snapshot of the cache at its end; nodes without one are only on the way to others.
+
+Snapshots outlive the requests that made them. They go, least recently used first, when a pool has too few free pages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dsv4.paged_cache import BLOCK, PagedCache, Snapshot
+
+
+@dataclass(eq=False)
+class Node:
+    """The prefix that ends with this block."""
+
+    parent: "Node | None"
+    block: tuple[int, ...]
+    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+
+
+class PrefixTree:
+    """Snapshots of `cache` by the ids that led to them; drops them when the cache runs short of pages.
+
+    hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (whole blocks that leave a token to run).
+    A request that resumes hits again without asking again.
+    """
+
+    def __init__(self, cache: PagedCache):
+        self.cache, self.root = cache, Node(None, ())
+        self.kept: dict[Node, None] = {}  # nodes with a snapshot, least recently used first
+        self.hit_tokens = self.asked_tokens = self.dropped = 0
+        cache.on_shortage = self.make_free
+
+    def ask(self, ids: Sequence[int]) -> None:
+        """Count a new request's prompt tokens that could be grafted."""
+        self.asked_tokens += self._limit(ids)
+
+    def graft(self, b: int, ids: Sequence[int]) -> int:
+        """Let row b of the cache, which holds a prefix of `ids` or nothing, start from the longest kept prefix that leaves a token to
+        run, if that is longer. Returns how many tokens were gained."""
+        held, best = self.cache.lengths[b], None
+        for node in self._walk(ids[:self._limit(ids)]):
+            best = node if node.snapshot is not None else best
+        if best is None or best.snapshot.length <= held:
+            return 0
+        self.cache.leave(b)
+        self.cache.graft(b, best.snapshot)
+        self.hit_tokens += best.snapshot.length - held
+        self._touch(best)
+        return best.snapshot.length - held
+
+    def remember(self, b: int, ids: Sequence[int], streams=None) -> None:
+        """Keep a snapshot of row b, which holds exactly `ids`, a multiple of BLOCK tokens. Kept ones are not made again."""
+        node = self.root
+        for start in range(0, len(ids), BLOCK):
+            block = tuple(ids[start:start + BLOCK])
+            node = node.children.get(block) or node.children.setdefault(block, Node(node, block))
+        if node.snapshot is None:
+            node.snapshot = self.cache.snapshot(b, streams)
+        self._touch(node)
+
+    def make_free(self, group: str, pages: int) -> None:
+        """Drop snapshots, least recently used first, until `pages` pages of a pool came free. Those that free none stay."""
+        pool, running = self.cache.pools[group], self.cache.running_pages(group)
+        wanted = len(pool.free) + pages
+        while len(pool.free) < wanted:
+            # a page that several snapshots hold is free when the last of them goes
+            node = next((n for n in self.kept if not running.issuperset(n.snapshot.pages[group].values())), None)
+            if node is None:
+                return
+            self.forget(node)
+
+    def forget(self, node: Node) -> None:
+        """Drop a node's snapshot, and the nodes that lead nowhere then."""
+        self.cache.drop(node.snapshot)
+        node.snapshot = None
+        del self.kept[node]
+        self.dropped += 1
+        while node.parent is not None and node.snapshot is None and not node.children:
+            del node.parent.children[node.block]
+            node = node.parent
+
+    def clear(self) -> None:
+        """Drop every snapshot."""
+        for node in list(self.kept):
+            self.forget(node)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+    @staticmethod
+    def _limit(ids: Sequence[int]) -> int:
+        return max(0, len(ids) - 1) // BLOCK * BLOCK
+
+    def _walk(self, ids: Sequence[int]):
+        node = self.root
+        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+            node = node.children.get(tuple(ids[start:start + BLOCK]))
+            if node is None:
+                return
+            yield node
+
+    def _touch(self, node: Node) -> None:
+        self.kept.pop(node, None)
+        self.kept[node] = None  # a dict keeps the order in which keys came
