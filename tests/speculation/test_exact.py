@@ -1,0 +1,129 @@
+"""Speculative greedy output is plain greedy output, token for token; and what is left in the caches is what plain decoding leaves."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter
+from dsv4.speculation.verify import SingleSteps
+from tests.speculation.scripted import Scripted, drafted, plain, prompt_of
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+FORMATS = [("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "fp8", "fp4"), ("native", "fp8", "fp8")]
+
+
+@pytest.fixture(scope="module")
+def model(official):
+    return load_model(official, numerics="fp32")
+
+
+@pytest.fixture(scope="module")
+def golden(golden_path):
+    return load_model(golden_path, numerics="fp32")
+
+
+# Window 8, ratios 4 and 128: every residue mod 4, both sides of the window's edge, and of 128, within the prompt and while drafting.
+LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 115, 121, 124, 125, 126, 127, 128, 129, 130, 131, 250, 253, 255, 256, 257]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prompts_of_every_residue(model, length):
+    ids = prompt_of(model, length)
+    want = plain(model, ids, 12)
+    for right in (2, 4):
+        found = drafted(model, [ids], 12, Scripted([want], right, model.config.vocab_size))[0]
+        assert found.token_ids == want
+        assert found.speculation.block_size_history[0] == 4 and found.speculation.accepted >= 2
+
+
+@pytest.mark.parametrize("right", [*range(9)])
+def test_right_k_then_wrong(model, right):
+    """Eight drafts a pass, k of them right: across the windows of 4 and the end of one of 128."""
+    ids = prompt_of(model, 119)
+    want = plain(model, ids, 30)
+    found = drafted(model, [ids], 30, Scripted([want], right, model.config.vocab_size), 8)[0]
+    s = found.speculation
+    assert found.token_ids == want
+    assert s.verify_passes == -(-29 // (right + 1))  # each pass gives the right ones and one more
+    assert s.accepted == 29 - s.verify_passes
+
+
+def test_every_residue_of_128_while_drafting(model):
+    """A pass begins at every residue mod 128, with every number of right drafts mod 5."""
+    ids = prompt_of(model, 100)
+    want = plain(model, ids, 140)
+    for size in (1, 4):
+        found = drafted(model, [ids], 140, Scripted([want], lambda n: n % (size + 1), model.config.vocab_size), size)[0]
+        assert found.token_ids == want
+
+
+@pytest.mark.parametrize("max_rewind", [5, 6, 12, 128])
+def test_rewinds_at_the_ring_s_edge(model, max_rewind):
+    """Rings of the least size that 4 drafts need, and around it: every pass is wrong, so that most is forgotten."""
+    ids = prompt_of(model, 123)
+    want = plain(model, ids, 24)
+    for right in (0, 1):
+        assert drafted(model, [ids], 24, Scripted([want], right, model.config.vocab_size), 4, max_rewind=max_rewind)[0].token_ids == want
+
+
+def test_a_ring_too_small_for_the_policy_drafts_less(model):
+    ids = prompt_of(model, 20)
+    want = plain(model, ids, 12)
+    for max_rewind, most in ((0, 0), (1, 0), (3, 2)):
+        found = drafted(model, [ids], 12, Scripted([want], 9, model.config.vocab_size), 8, max_rewind=max_rewind)[0]
+        assert found.token_ids == want and max(found.speculation.block_size_history) == most
+
+
+@pytest.mark.parametrize("drafter", [MTPDrafter, LookupDrafter], ids=["mtp", "lookup"])
+def test_real_drafters(model, golden, drafter):
+    for m in (model, golden):
+        for length in (3, 30, 126, 127, 128, 129):
+            ids = prompt_of(m, length) if length < 100 else (prompt_of(m, 25) * 6)[:length]
+            assert drafted(m, [ids], 24, drafter())[0].token_ids == plain(m, ids, 24)
+
+
+def test_ragged_rows_equal_each_row_alone(model):
+    """Rows of different lengths, that accept differently many, stop at different times, and meet the end of the context."""
+    prompts = [prompt_of(model, n) for n in (1, 7, 125, 40, 128)]
+    want = [plain(model, ids, 20) for ids in prompts]
+    stop = {want[1][4], want[3][11]}
+    want = [row[:next((i + 1 for i, t in enumerate(row) if t in stop), 20)] for row in want]
+    assert len({len(row) for row in want}) > 1
+    for drafter in (Scripted(want, [4, 0, 1, 2, 3], model.config.vocab_size), MTPDrafter(), LookupDrafter()):
+        found = drafted(model, prompts, 20, drafter, stop_ids=stop)
+        assert [out.token_ids for out in found] == want
+        assert [out.stop_reason for out in found] == ["eos" if row[-1] in stop else "max_new_tokens" for row in want]
+
+
+@pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
+def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(official, numerics, cache, index_cache):
+    """With passes run as single steps no rounding differs: tokens, and the logits of what follows, are equal to the last bit."""
+    model = load_model(official, numerics=numerics, cache=cache, index_cache=index_cache)
+    for length in (3, 7, 8, 125, 126, 127, 128):
+        ids, held = prompt_of(model, length), []
+        want = plain(model, ids, 14)
+        untouched = model.new_cache(1, length + 20)
+        model.append(torch.tensor([ids]), untouched, logits="none")
+        for token in want[:-1]:
+            model.append(torch.tensor([[token]]), untouched, logits="none")
+        found = drafted(model, [ids], 14, Scripted([want], lambda n: n % 5, model.config.vocab_size), max_context=length + 20,
+                        verify=lambda m, c: held.append(c) or SingleSteps(m, c))[0]
+        assert found.token_ids == want and held[0].lengths == untouched.lengths
+        for token in (want[-1], 5, 6, 7, 8):
+            logits = [model.append(torch.tensor([[token]]), c) for c in (held[0], untouched)]
+            assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("numerics, cache, index_cache", [("fp32", "auto", "auto"), *FORMATS])
+def test_the_demo_checkpoint(numerics, cache, index_cache):
+    """Trained weights choose with a margin: here even passes of several tokens, rounded differently, say the same."""
+    from dsv4.tokenizer import Tokenizer
+    model = load_model(DEMO, numerics=numerics, cache=cache, index_cache=index_cache)
+    ids = [0, *Tokenizer(DEMO, model.config.vocab_size).encode("The capital of France is")]
+    want = plain(model, ids, 24)
+    for drafter in (MTPDrafter(), LookupDrafter()):
+        found = drafted(model, [ids], 24, drafter)[0]
+        assert found.token_ids == want and found.speculation.accepted > 5
+        assert drafted(model, [ids], 24, drafter, verify=SingleSteps)[0].token_ids == want
