@@ -82,6 +82,18 @@ def test_a_ring_too_small_for_the_policy_drafts_less(model, continued):
         assert found.token_ids == want and max(found.speculation.block_size_history) == most
 
 
+@pytest.mark.parametrize("max_rewind", [0, 1, 3])
+def test_finished_rows_rest_in_small_rings(model, continued, max_rewind):
+    """A row that has stopped keeps its place beside rows that go on, however little may be forgotten."""
+    want = [continued(3, 10), continued(8, 10)]
+    stop = {want[0][2]}
+    want = [row[:next((i + 1 for i, t in enumerate(row) if t in stop), 10)] for row in want]
+    assert len(want[0]) < len(want[1])
+    found = drafted(model, [prompt_of(model, 3), prompt_of(model, 8)], 10, Scripted(want, 1, model.config.vocab_size), stop_ids=stop,
+                    max_rewind=max_rewind)
+    assert [out.token_ids for out in found] == want
+
+
 @pytest.mark.parametrize("drafter", [MTPDrafter, LookupDrafter], ids=["mtp", "lookup"])
 def test_real_drafters(model, golden, drafter):
     for m in (model, golden):

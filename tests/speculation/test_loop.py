@@ -39,9 +39,10 @@ def test_a_stop_inside_an_accepted_block(model, place):
 def test_max_new_tokens_inside_a_block(model, n):
     ids = prompt_of(model, 10)
     want = plain(model, ids, n)
-    out = drafted(model, [ids], n, scripted(model, want + [0] * 9), 5)[0]
-    assert out.token_ids == want and out.stop_reason == "max_new_tokens"
-    assert out.speculation.verify_passes == (n > 1) + (n > 7) and out.max_context == 10 + n - 1
+    for context in (None, 40):
+        out = drafted(model, [ids], n, scripted(model, want + [0] * 9), 5, max_context=context)[0]
+        assert out.token_ids == want and out.stop_reason == "max_new_tokens" and out.max_context == (context or 10 + n - 1)
+        assert out.speculation.block_size_history == ([min(5, n - 2)] if n > 1 else [])
 
 
 @pytest.mark.parametrize("room", range(7))
