@@ -156,6 +156,13 @@ class Session:
         return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, lambda: FixedSize(size), context,
                                     self.stop_ids, lambda row, token: on_token(token), on_prefill)[0]
 
+    def _notes(self, result: Generation) -> list[str]:
+        """What a reader of this result has to know."""
+        if result.speculation is None or self.model.numerics.name == "fp32":
+            return []
+        return [f"numerics {self.model.numerics.name} round a pass of several tokens otherwise than single steps: where two tokens are nearly "
+                "tied, the text may leave that of plain decoding (dsv4/speculation/README.md says how often)"]
+
     def document(self, result: Generation, text: str) -> dict:
         """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
         model = self.model
@@ -170,7 +177,7 @@ class Session:
                       "max_context": result.max_context},
             "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
             "placement": model.placement, "layers": model.layer_paths(), "dispatch": model.dispatch.rows(),
-            "load": model.ledger.totals() if model.ledger else None, "notes": model.ledger.notes if model.ledger else [],
+            "load": model.ledger.totals() if model.ledger else None, "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),
         }
 
 
