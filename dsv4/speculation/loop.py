@@ -113,7 +113,7 @@ class _Batch:
         lengths = [len(row.out.prompt_ids) for row in self.rows]
         longest, chunk = max(lengths), self.model.chunk
         ids = torch.tensor([row.out.prompt_ids + [0] * (longest - n) for row, n in zip(self.rows, lengths)])
-        logits = self.model.head.weight.new_empty(len(lengths), 1, self.model.config.vocab_size, dtype=torch.float32)
+        logits = torch.empty(len(lengths), 1, self.model.config.vocab_size, device=self.model.device)
         held = None
         for start in range(0, longest, chunk):
             counts = [min(chunk, max(0, n - start)) for n in lengths]

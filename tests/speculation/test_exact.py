@@ -143,3 +143,12 @@ def test_the_demo_checkpoint(numerics, cache, index_cache):
     for drafter in (MTPDrafter(), LookupDrafter()):
         found = drafted(model, [ids], 24, drafter)[0]
         assert found.token_ids == want and found.speculation.accepted > 5
+
+
+@pytest.mark.parametrize("drafter", [MTPDrafter, LookupDrafter], ids=["mtp", "lookup"])
+def test_layers_read_from_disk(model, official, drafter):
+    """The head, the block and most layers are not in memory between passes."""
+    spread = load_model(official, numerics="fp32", device_map="auto", max_memory={"cpu": model.nbytes // 2})
+    assert "disk" in spread.placement.values()
+    ids = [5, 6, 7, 8] * 3
+    assert drafted(spread, [ids], 6, drafter())[0].token_ids == plain(model, ids, 6)
