@@ -160,8 +160,8 @@ class Session:
         """What a reader of this result has to know."""
         if result.speculation is None or self.model.numerics.name == "fp32":
             return []
-        return [f"numerics {self.model.numerics.name} round a pass of several tokens otherwise than single steps: where two tokens are nearly "
-                "tied, the text may leave that of plain decoding (dsv4/speculation/README.md says how often)"]
+        return [f"numerics {self.model.numerics.name} round a pass of several tokens otherwise than single steps: where two tokens are close, "
+                "the text may leave that of plain decoding (dsv4/speculation/README.md says how often)"]
 
     def document(self, result: Generation, text: str) -> dict:
         """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
