@@ -32,6 +32,12 @@ class NumericsChoice(str, Enum):
     qat_fp32 = "qat:fp32"
 
 
+class Speculate(str, Enum):
+    off = "off"
+    mtp = "mtp"
+    lookup = "lookup"
+
+
 class Target(str, Enum):
     official = "official"
     nvfp4 = "nvfp4"
@@ -63,6 +69,10 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
+    speculate: Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or "
+                                                 "lookup (what followed the same words before).")] = Speculate.off,
+    draft_tokens: Annotated[int | None, typer.Option(min=1, max=64, help="With --speculate: most drafts of a pass (default 3).",
+                                                     show_default=False)] = None,
     numerics: Numerics = NumericsChoice.native,
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     device: Device = "cpu",
@@ -79,7 +89,9 @@ def generate(
     from dsv4.generate import Sampling
     request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
                           chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
-                          sampling=Sampling(temperature, top_p, seed))
+                          sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or run.DRAFT_TOKENS)
+    if draft_tokens is not None and speculate is Speculate.off:
+        raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
     with progress_bar("loading") as loading:

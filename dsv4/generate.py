@@ -9,6 +9,7 @@ import torch
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.graph import DecodeGraph
 from dsv4.model import Model
+from dsv4.speculation.result import Speculation
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Generation:
     capture_seconds: float = 0.0  # of the decode step as a graph, on a GPU; not part of the others
     cache_bytes: int = 0
     max_context: int = 0
+    speculation: Speculation | None = None  # what drafting did, where tokens were drafted
 
     @property
     def prefill_rate(self) -> float:
@@ -48,16 +50,22 @@ class Sampling:
             raise InputError(f"temperature {self.temperature} and top_p {self.top_p} were asked for; expected at least 0, and 0 … 1")
 
 
+def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """What tokens are drawn by, fp32 [..., vocab] of logits [..., vocab]: probabilities at this temperature (not 0), and 0 outside
+    top_p, so that they then sum to top_p or a little more."""
+    p = torch.softmax(logits.float() / sampling.temperature, -1)
+    if sampling.top_p < 1:
+        ordered, index = p.sort(dim=-1, descending=True, stable=True)
+        kept = ordered.cumsum(-1) - ordered < sampling.top_p  # the token that crosses the bound stays
+        p = torch.zeros_like(p).scatter_(-1, index, ordered * kept)
+    return p
+
+
 def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """A token id from logits [vocab]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    p = torch.softmax(logits.float().cpu() / sampling.temperature, -1)
-    if sampling.top_p < 1:
-        ordered, index = p.sort(descending=True, stable=True)
-        kept = ordered.cumsum(0) - ordered < sampling.top_p  # the token that crosses the bound stays
-        p = torch.zeros_like(p).scatter_(0, index, ordered * kept)
-    return int(torch.multinomial(p, 1, generator=generator))
+    return int(torch.multinomial(weights(logits.cpu(), sampling), 1, generator=generator))
 
 
 def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampling = Sampling(), max_context: int | None = None,
@@ -70,14 +78,7 @@ def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampli
     Raises InputError for an empty prompt or id outside the vocabulary; ContextOverrun when the prompt does not fit
     max_context, and, while generating, when the next token would not: tokens so far have been passed to on_token.
     """
-    if not ids:
-        raise InputError("the prompt is empty")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
-    limit = max_context if max_context is not None else model.max_context
-    limit = limit if limit is not None else len(ids) + max_new_tokens - 1
-    if len(ids) > limit:
-        raise ContextOverrun(f"the prompt has {len(ids)} tokens, max_context is {limit}; shorten it or raise --max-context")
+    limit = context_limit(model, [ids], max_new_tokens, max_context)
     cache = model.new_cache(1, limit)
     out = Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit)
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -101,10 +102,28 @@ def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampli
             out.stop_reason = "eos" if token in stops else "max_new_tokens"
             return out
         if cache.lengths[0] == limit:
-            raise ContextOverrun(f"the context of {limit} tokens is full after {len(out.token_ids)} new tokens; raise --max-context or "
-                                 "lower --max-new-tokens")
+            raise context_full(limit, len(out.token_ids))
         fed = torch.tensor([[token]])
         logits = model.append(fed, cache, logits="last") if graph is None else graph.step(fed)
+
+
+def context_limit(model: Model, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:
+    """Tokens that the cache of this request holds. Raises InputError for an empty prompt, ContextOverrun for one that is too long."""
+    if not prompts or not all(prompts):
+        raise InputError("the prompt is empty")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+    longest = max(map(len, prompts))
+    limit = max_context if max_context is not None else model.max_context
+    limit = limit if limit is not None else longest + max_new_tokens - 1
+    if longest > limit:
+        raise ContextOverrun(f"the prompt has {longest} tokens, max_context is {limit}; shorten it or raise --max-context")
+    return limit
+
+
+def context_full(limit: int, generated: int) -> ContextOverrun:
+    """The error of a next token that the context has no room for."""
+    return ContextOverrun(f"the context of {limit} tokens is full after {generated} new tokens; raise --max-context or lower --max-new-tokens")
 
 
 def _prefill(model: Model, ids: list[int], cache, on_prefill) -> torch.Tensor:

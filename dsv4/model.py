@@ -123,13 +123,14 @@ class Model(Module):
 
     @torch.inference_mode()
     def mtp_logits(self, streams: torch.Tensor, next_ids: torch.Tensor, cache: Cache | None = None, block: int = 0,
-                   return_streams: bool = False, chunk: int | None = None):
+                   return_streams: bool = False, chunk: int | None = None, n_new: list[int] | None = None, logits: str = "all"):
         """Drafting logits fp32 [B, T, vocab]: entry t predicts the token after next_ids[t].
 
         streams [B, T, n, d]: the main model's streams before the head (or the block's own, when
         drafts are chained); next_ids int64 [B, T]: the token at t + 1. With a cache the tokens
         follow `cache.mtp_lengths`; without one they start at position 0. With return_streams, also
-        the block's streams [B, T, n, d]. Raises InputError if the model was loaded without MTP.
+        the block's streams [B, T, n, d]. n_new and logits as in `append`, and 0 tokens are no error.
+        Raises InputError if the model was loaded without MTP.
         """
         if block >= len(self.mtp):
             raise InputError(f"MTP block {block} was asked for; this model was loaded with {len(self.mtp)}")
@@ -138,24 +139,22 @@ class Model(Module):
             raise InputError(f"streams are for {tuple(streams.shape[:2])} tokens, next_ids for {(B, T)}; they must agree")
         cache = self.new_cache(B, max(1, T), 0) if cache is None else cache
         self._check_ids(next_ids)
+        counts = _counts(n_new, next_ids)
         lengths = cache._mtp
-        _check_room(lengths.now, [T] * B, cache.max_context)
-        logits = torch.empty(B, T, self.config.vocab_size, device=self.device)
-        drafted = torch.empty_like(streams) if return_streams else None
-        chunk = chunk or self.chunk
-        for start in range(0, T, chunk):
-            piece = slice(start, min(start + chunk, T))
-            cache.make_room(slice(0, B), piece.stop - piece.start, mtp=True)
-            step = Step(next_ids[:, piece].to(self.device), 0, list(lengths.now), self.rope_frequencies())
+        _check_room(lengths.now, counts, cache.max_context)
+        out, begin = _Collector(self, next_ids, counts, logits, return_streams), list(lengths.now)
+        for rows, tokens in _uniform_pieces(counts, chunk or self.chunk):
+            done = lengths.now[rows.start] - begin[rows.start]  # all rows of a piece have run equally many tokens
+            piece = slice(done, done + tokens)
+            cache.make_room(rows, tokens, mtp=True)
+            step = Step(next_ids[rows, piece].to(self.device), rows.start, lengths.now[rows], self.rope_frequencies())
             device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
             embedded = self.embed(step.ids).to(device, self.numerics.activation)
-            features, after = self.mtp[block](streams[:, piece].flatten(0, 1).to(device), embedded, step.on(device),
+            features, after = self.mtp[block](streams[rows, piece].flatten(0, 1).to(device), embedded, step.on(device),
                                               cache.mtp_layers[block])
-            logits[:, piece] = self.head(features.to(self.device)).view(B, step.T, -1)
-            if return_streams:
-                drafted[:, piece] = after.view(B, step.T, *after.shape[1:])
-            lengths.advance(slice(0, B), step.T)
-        return (logits, drafted) if return_streams else logits
+            out.add(rows, done, tokens, after, features.to(self.device))
+            lengths.advance(rows, tokens)
+        return out.result()
 
     def layer_paths(self) -> list[dict]:
         """What each layer really read in the last step: its kind and the sizes its attention was given."""
@@ -216,12 +215,10 @@ class Model(Module):
             raise InputError(f"logits is {logits!r}; expected 'all', 'last' or 'none'")
         if ids.dim() != 2 or ids.dtype != torch.int64:
             raise InputError(f"ids are {ids.dtype} {tuple(ids.shape)}; expected int64 [batch, tokens]")
-        B, T = ids.shape
+        B = ids.shape[0]
         if B != cache.batch:
             raise InputError(f"ids have {B} rows, the cache {cache.batch}; they must agree")
-        counts = [T] * B if n_new is None else [int(n) for n in n_new]
-        if len(counts) != B or any(n < 0 or n > T for n in counts):
-            raise InputError(f"n_new is {counts} for ids {tuple(ids.shape)}; expected {B} counts of 0 … {T}")
+        counts = _counts(n_new, ids)
         if not any(counts):
             raise InputError("there is no token to append; the prompt is empty")
         self._check_ids(ids if n_new is None else torch.cat([row[:n] for row, n in zip(ids, counts)]))
@@ -249,23 +246,34 @@ class _Collector:
         n, d = model.config.hc_mult, model.config.hidden_size
         self.streams = fresh((B, T, n, d), dtype=model.numerics.activation, device=model.device) if want_streams else None
 
-    def add(self, rows: slice, done: int, tokens: int, streams: torch.Tensor) -> None:
+    def add(self, rows: slice, done: int, tokens: int, streams: torch.Tensor, features: torch.Tensor | None = None) -> None:
+        """streams [N, n, d] of a piece; features [N, d]: their head inputs, where the model's own head is not what makes them."""
         streams = streams.view(rows.stop - rows.start, tokens, *streams.shape[1:])
         if self.streams is not None:
             self.streams[rows, done:done + tokens] = streams
         if self.mode == "all":
-            features = self.model.features(streams.flatten(0, 1))
+            features = self.model.features(streams.flatten(0, 1)) if features is None else features
             self.logits[rows, done:done + tokens] = self.model.head(features).view(*streams.shape[:2], -1)
         elif self.mode == "last":
             ending = [b for b in range(rows.start, rows.stop) if self.counts[b] == done + tokens]
             if ending:
-                last = streams[ending[0] - rows.start:ending[-1] - rows.start + 1, -1]
-                fresh = self.model.head(self.model.features(last))
+                ends = slice(ending[0] - rows.start, ending[-1] - rows.start + 1)
+                own = features is None
+                fresh = self.model.head(self.model.features(streams[ends, -1]) if own else features.view(*streams.shape[:2], -1)[ends, -1])
                 for b in ending:
                     self.logits[b, 0] = fresh[b - ending[0]]
 
     def result(self):
         return self.logits if self.streams is None else (self.logits, self.streams)
+
+
+def _counts(n_new: list[int] | None, ids: torch.Tensor) -> list[int]:
+    """New tokens of each row of ids [B, T]. Raises InputError for counts that do not fit it."""
+    B, T = ids.shape
+    counts = [T] * B if n_new is None else [int(n) for n in n_new]
+    if len(counts) != B or any(n < 0 or n > T for n in counts):
+        raise InputError(f"n_new is {counts} for ids {tuple(ids.shape)}; expected {B} counts of 0 … {T}")
+    return counts
 
 
 def _uniform_pieces(counts: list[int], chunk: int):

@@ -13,6 +13,8 @@ from dsv4.errors import ContextOverrun, InputError
 from dsv4.generate import Generation, Sampling, generate
 from dsv4.load import load_model
 from dsv4.memory import parse_count, peak_bytes
+from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
+from dsv4.speculation.loop import DRAFT_TOKENS, FixedSize, generate_speculative
 from dsv4.tokenizer import TextStream, Tokenizer
 from loaders.files import read_json
 
@@ -30,6 +32,8 @@ class Request:
     max_context: str | None = None
     sampling: Sampling = Sampling()
     random_tokens: int | None = None  # a prompt of so many random ids instead
+    speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
+    draft_tokens: int = DRAFT_TOKENS  # of a verify pass, at most
 
 
 def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
@@ -135,7 +139,7 @@ class Session:
 
         context = None if request.max_context is None else parse_count(request.max_context)
         try:
-            result = generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
+            result = self._run(ids, request, context, on_token, on_prefill)
         except ContextOverrun:
             if shown:  # what was generated stays; the error comes on a line of its own
                 show((stream.finish() if stream else "") + "\n")
@@ -143,6 +147,21 @@ class Session:
         if stream:
             show(stream.finish())
         return result, stream.shown if stream else ""
+
+    def _run(self, ids: list[int], request: Request, context: int | None, on_token, on_prefill) -> Generation:
+        """One row, with drafts or without."""
+        if request.speculate == "off":
+            return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
+        drafter, size = _drafter(request.speculate), request.draft_tokens
+        return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, lambda: FixedSize(size), context,
+                                    self.stop_ids, lambda row, token: on_token(token), on_prefill)[0]
+
+    def _notes(self, result: Generation) -> list[str]:
+        """What a reader of this result has to know."""
+        if result.speculation is None or self.model.numerics.name == "fp32":
+            return []
+        return [f"numerics {self.model.numerics.name} round a pass of several tokens otherwise than single steps: where two tokens are close, "
+                "the text may leave that of plain decoding (dsv4/speculation/README.md says how often)"]
 
     def document(self, result: Generation, text: str) -> dict:
         """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
@@ -156,6 +175,15 @@ class Session:
                         "capture_seconds": result.capture_seconds},
             "bytes": {"weights": model.nbytes, "cache": result.cache_bytes, "peak": peak_bytes(model.device),
                       "max_context": result.max_context},
+            "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
             "placement": model.placement, "layers": model.layer_paths(), "dispatch": model.dispatch.rows(),
-            "load": model.ledger.totals() if model.ledger else None, "notes": model.ledger.notes if model.ledger else [],
+            "load": model.ledger.totals() if model.ledger else None, "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),
         }
+
+
+def _drafter(name: str) -> Drafter:
+    """The drafter called 'mtp' or 'lookup'. Raises InputError for another name."""
+    drafters = {"mtp": MTPDrafter, "lookup": LookupDrafter}
+    if name not in drafters:
+        raise InputError(f"--speculate {name!r} is unknown; expected off, {' or '.join(drafters)}")
+    return drafters[name]()

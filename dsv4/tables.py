@@ -25,6 +25,8 @@ def generation(document: dict, console: Console) -> None:
     console.print(f"prefill {t['prefill_tokens_per_second']:.1f} tokens/s, decode {t['decode_tokens_per_second']:.1f} tokens/s")
     console.print(f"weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens, "
                   f"peak memory {format_bytes(b['peak'])}")
+    if drafted := document["speculation"]:
+        _speculation(drafted, console)
     for where in sorted(set(document["placement"].values())):
         console.print(f"on {where}: " + ", ".join(name for name, place in document["placement"].items() if place == where))
     if t["capture_seconds"]:
@@ -43,6 +45,16 @@ def generation(document: dict, console: Console) -> None:
         if row["calls"]:
             table.add_row(row["operation"], row["implementation"], str(row["calls"]), row["why"])
     console.print(table)
+
+
+def _speculation(drafted: dict, console: Console) -> None:
+    """What came of drafting."""
+    if not drafted["proposed"]:
+        console.print(f"speculation by {drafted['method']}: nothing could be drafted in {drafted['verify_passes']} passes")
+        return
+    console.print(f"speculation by {drafted['method']}: {drafted['accepted']} of {drafted['proposed']} drafts accepted "
+                  f"({drafted['acceptance']:.1%}), {drafted['tokens_per_pass']:.2f} tokens a verify pass ({drafted['verify_passes']} passes, "
+                  f"{drafted['mean_block_size']:.2f} drafts each, {drafted['draft_steps']} steps of the MTP block)")
 
 
 def inspection(document: dict, console: Console) -> None:

@@ -1,4 +1,10 @@
-"""Speculative decoding: how many tokens to draft (`policy` is the specification), what that costs, and simulation."""
+"""Speculative generation: drafts from a cheap source, one pass of the model that verifies them all, and rewinding of what was wrong.
+
+- `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `loop`: the generation;
+  `rounds`: the same without the host; `result`: what is counted.
+- `policy`: how many tokens to draft, the specification; `policy_device`: the same for a batch on the device; `costs`, `trace`,
+  `oracle`, `simulate`: what sizes cost, what would have been accepted, and what each policy makes of it.
+"""
 
 from dsv4.speculation.cost_aware import CostAware, CostAwareParameters
 from dsv4.speculation.costs import CostTable, read_costs

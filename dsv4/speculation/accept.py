@@ -1,0 +1,66 @@
+"""Which drafts stay, and the token after them: vectorised over a ragged batch, without waiting for the device.
+
+Greedy: the longest prefix of drafts that are each the target's argmax, then the target's own next token.
+
+Sampling is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318): a draft
+x ~ q stays with probability min(1, p(x) / q(x)); in place of the first that does not, a token is drawn from the residual
+max(p − q, 0), normalised; when all stay, the bonus token is drawn from p. Each emitted token is then distributed as p, whatever q.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Accepted(NamedTuple):
+    """count int64 [B]: drafts that stay. tokens int64 [B, W + 1]: the first count + 1 of a row come out, the rest mean nothing."""
+
+    count: torch.Tensor
+    tokens: torch.Tensor
+
+
+def accept_greedy(logits: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
+    """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; sizes int64 [B] drafts a row has."""
+    best = logits.argmax(-1)
+    count = _prefix(best[:, :-1] == drafts, sizes)
+    return Accepted(count, best)  # an accepted draft is the argmax, so the argmax of every place is what comes out there
+
+
+def accept_sampled(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor, sizes: torch.Tensor, u: torch.Tensor,
+                   u_last: torch.Tensor) -> Accepted:
+    """Rejection sampling.
+
+    p [B, W + 1, V]: target probabilities after the last token and after each draft. q [B, W, V]: those that the drafts were drawn
+    from; None if they were chosen, so that q is 1 at the draft. drafts int64 [B, W], sizes int64 [B]. u [B, W] and u_last [B]:
+    uniform in [0, 1), independent of the drafts. Places beyond a row's size may hold anything, NaN included.
+    """
+    B, W = drafts.shape
+    at = drafts.unsqueeze(-1)
+    px = p[:, :W].gather(-1, at).squeeze(-1)
+    qx = torch.ones_like(px) if q is None else q.gather(-1, at).squeeze(-1)
+    count = _prefix(u * qx < px, sizes)  # strict: a draft of target probability 0 never stays, even at u = 0
+    last = p[torch.arange(B, device=p.device), count]
+    if W:
+        rejected, place = count < sizes, count.clamp(max=W - 1).view(B, 1, 1)
+        taken = at.gather(1, place).squeeze(1)
+        drawn = torch.zeros_like(last).scatter_(-1, taken, 1.0) if q is None else q.gather(1, place.expand(B, 1, q.shape[-1])).squeeze(1)
+        residual = (last - drawn).clamp(min=0)
+        # p = q up to rounding leaves nothing over; a rejection there was rounding too, and p itself is right
+        rejected = rejected & (residual.sum(-1) > 0)
+        last = torch.where(rejected.unsqueeze(-1), residual, last)
+    tokens = torch.cat((drafts, drafts.new_zeros(B, 1)), 1)
+    return Accepted(count, tokens.scatter(1, count.unsqueeze(1), draw(last, u_last).unsqueeze(1)))
+
+
+def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Token ids int64 [...] from weights [..., V] ≥ 0 (not all 0) by inverting their sum at u [...] in [0, 1). Never one of weight 0."""
+    sums = weights.double().cumsum(-1)
+    total = sums[..., -1:]
+    at = torch.minimum(u.double().unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, at, right=True).squeeze(-1)
+
+
+def _prefix(good: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """good bool [B, W] → int64 [B]: how many of a row's first `sizes` places are good before one is not."""
+    within = torch.arange(good.shape[1], device=good.device) < sizes.unsqueeze(1)
+    return (good & within).long().cumprod(1).sum(1)

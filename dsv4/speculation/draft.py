@@ -1,0 +1,165 @@
+"""Drafters: what may come next, for every row of a ragged batch.
+
+A drafter only proposes. What it proposes decides how many tokens a verify pass yields, never which.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dsv4.cache import Cache
+from dsv4.errors import InputError
+from dsv4.model import Model
+
+
+class Drafts(NamedTuple):
+    """tokens int64 [B, W]; row b has its first sizes[b] filled. q fp32 [B, W, V]: what they were drawn from; None if chosen.
+
+    steps: runs of a drafting model that each row took part in.
+    """
+
+    tokens: torch.Tensor
+    sizes: list[int]
+    q: torch.Tensor | None
+    steps: list[int]
+
+
+# logits fp32 [M, V] of row indices [M] → (token ids int64 [M], q [M, V] or None)
+Choose = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Drafter(ABC):
+    """Drafts for a batch. `needs_streams`: whether it wants the main model's streams before the head; `needs_mtp`: the MTP block."""
+
+    name: str
+    needs_streams = needs_mtp = False
+
+    @abstractmethod
+    def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
+        """A new batch. `choose` draws a token from a draft's logits as the request samples."""
+
+    def prefilled(self, streams: torch.Tensor, next_ids: torch.Tensor, counts: list[int]) -> None:
+        """A piece of the prompts was run: as `commit`, for tokens that `begin` has been told already."""
+
+    @abstractmethod
+    def commit(self, streams: torch.Tensor | None, tokens: torch.Tensor, counts: list[int]) -> None:
+        """tokens int64 [B, T] on the host: row b's next counts[b] tokens are final. streams [B, T, n, d]: the main model's at the
+        positions before each of them; None unless `needs_streams`."""
+
+    @abstractmethod
+    def draft(self, sizes: list[int]) -> Drafts:
+        """At most sizes[b] drafts for row b after its last final token."""
+
+
+class MTPDrafter(Drafter):
+    """Chained drafts of the MTP block.
+
+    The block's entry at position t is made of the streams at t and the token at t + 1. While drafting beyond the last final token
+    the main model's streams do not exist yet, so the block's own are fed back. Such entries are guesses: they are forgotten after
+    drafting, and made again from the main model's streams once verification has those. So between drafts the block's cache holds
+    what it would hold had nothing ever been drafted.
+
+    Final tokens wait in `_due` until the row drafts again, and then go through the block as one step, which also gives the first draft.
+    """
+
+    name, needs_streams, needs_mtp = "mtp", True, True
+
+    def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
+        self._model, self._cache, self._choose = model, cache, choose
+        self._due: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]  # (streams [c, n, d], next ids [c]) of a row
+
+    def prefilled(self, streams: torch.Tensor, next_ids: torch.Tensor, counts: list[int]) -> None:
+        self._model.mtp_logits(streams, next_ids, self._cache, n_new=counts, logits="none")
+
+    def commit(self, streams: torch.Tensor | None, tokens: torch.Tensor, counts: list[int]) -> None:
+        for b, n in enumerate(counts):
+            if n:
+                self._due[b].append((streams[b, :n], tokens[b, :n]))
+
+    def draft(self, sizes: list[int]) -> Drafts:
+        width, B = max(sizes, default=0), len(sizes)
+        tokens, q = torch.zeros(B, width, dtype=torch.int64, device=self._model.device), None
+        streams, step_ids, counts = self._take([b for b in range(B) if sizes[b]])
+        for i in range(width):
+            rows = [b for b in range(B) if sizes[b] > i]
+            logits, streams = self._model.mtp_logits(streams, step_ids, self._cache, return_streams=True, n_new=counts, logits="last")
+            ends = torch.tensor([max(0, n - 1) for n in counts], device=streams.device)
+            streams = streams[torch.arange(B, device=streams.device), ends].unsqueeze(1)
+            chosen, from_ = self._choose(logits[rows, 0], rows)
+            tokens[rows, i] = chosen
+            if from_ is not None:
+                q = from_.new_zeros(B, width, from_.shape[-1]) if q is None else q
+                q[rows, i] = from_
+            step_ids, counts = tokens[:, i:i + 1], [int(size > i + 1) for size in sizes]
+        self._cache.rewind_mtp([max(0, size - 1) for size in sizes])  # all but the first were made of the block's own streams
+        return Drafts(tokens, list(sizes), q, list(sizes))
+
+    def _take(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """What is due in `rows`: streams [B, T, n, d], next ids [B, T], and how many of each row."""
+        counts = [0] * len(self._due)
+        if not rows:
+            return torch.empty(0), torch.empty(0), counts
+        due = {b: tuple(torch.cat(parts) for parts in zip(*self._due[b])) for b in rows}
+        widest, some = max(len(ids) for _, ids in due.values()), due[rows[0]][0]
+        streams = some.new_zeros(len(self._due), widest, *some.shape[1:])
+        ids = torch.zeros(len(self._due), widest, dtype=torch.int64)
+        for b, (own, following) in due.items():
+            counts[b], self._due[b] = len(following), []
+            streams[b, :counts[b]], ids[b, :counts[b]] = own, following
+        return streams, ids, counts
+
+
+class LookupDrafter(Drafter):
+    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): what followed the longest earlier occurrence of
+    the row's last tokens, prompt and output alike. Needs no drafting model. The latest occurrence wins."""
+
+    name = "lookup"
+
+    def __init__(self, longest: int = 4, shortest: int = 2):
+        if not 1 <= shortest <= longest:
+            raise InputError(f"prompt lookup of {shortest} to {longest} tokens was asked for; expected 1 <= shortest <= longest")
+        self.longest, self.shortest = longest, shortest
+
+    def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
+        self._rows = [_NGrams(self.longest, self.shortest) for _ in prompts]
+        for row, prompt in zip(self._rows, prompts):
+            row.extend(prompt)
+
+    def commit(self, streams: torch.Tensor | None, tokens: torch.Tensor, counts: list[int]) -> None:
+        for row, found, n in zip(self._rows, tokens.tolist(), counts):
+            row.extend(found[:n])
+
+    def draft(self, sizes: list[int]) -> Drafts:
+        found = [row.continuation(size) if size else [] for row, size in zip(self._rows, sizes)]
+        width = max(map(len, found), default=0)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.int64).view(len(sizes), width)
+        return Drafts(tokens, list(map(len, found)), None, [0] * len(sizes))
+
+
+class _NGrams:
+    """Tokens of one row and where each n-gram was last followed by another token: a constant amount of work a token."""
+
+    def __init__(self, longest: int, shortest: int):
+        self.tokens: list[int] = []
+        self._lengths = range(longest, shortest - 1, -1)
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram → position of the token behind its last occurrence
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            for n in self._lengths:  # those that end at the last token: only now has one of them a follower
+                if n <= len(self.tokens):
+                    self._after[tuple(self.tokens[-n:])] = len(self.tokens)
+            self.tokens.append(token)
+
+    def continuation(self, size: int) -> list[int]:
+        """Up to `size` tokens behind the longest known suffix; a match that reaches the end goes on in what it drafts (a period)."""
+        for n in self._lengths:
+            position = self._after.get(tuple(self.tokens[-n:])) if n <= len(self.tokens) else None
+            if position is not None:
+                drafted: list[int] = []
+                for i in range(position, position + size):
+                    drafted.append(self.tokens[i] if i < len(self.tokens) else drafted[i - len(self.tokens)])
+                return drafted
+        return []

@@ -1,0 +1,227 @@
+"""Speculative generation for a batch of rows: draft, verify all drafts in one pass, keep what is right, rewind the rest.
+
+A row always holds one final token that the model has not run yet (`pending`). A pass runs it and the drafts behind it, position by
+position as plain decoding would, and keeps the longest prefix that plain decoding could have produced. Caches are addressed by
+position, so keeping is a matter of lengths: the window, entries, index keys, compressor rows and the MTP block's window are all
+rewound by setting theirs.
+
+What is exact: given equal logits, greedy tokens are those of plain greedy decoding, and sampled tokens have its distribution. Whether
+a pass of several tokens gives the logits of single steps to the last bit is a matter of the backend's kernels: see README.md beside
+this file.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dsv4.cache import DEFAULT_MAX_REWIND, Cache
+from dsv4.errors import InputError
+from dsv4.generate import Generation, Sampling, context_full, context_limit, weights
+from dsv4.model import Model
+from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
+from dsv4.speculation.draft import Drafter, Drafts
+from dsv4.speculation.result import Speculation
+from dsv4.speculation.verify import Append, Verify
+
+DRAFT_TOKENS = 3  # of a pass by default
+
+
+class SizePolicy(Protocol):
+    """How many tokens a row drafts next. Each row has a policy of its own."""
+
+    def next_size(self, accepted: int, proposed: int, pressure: bool) -> int:
+        """accepted of proposed drafts of the row's last pass (0 of 0 before the first); pressure: whether work is scarce."""
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """Always the same."""
+
+    size: int = DRAFT_TOKENS
+
+    def next_size(self, accepted: int, proposed: int, pressure: bool) -> int:
+        return self.size
+
+
+@dataclass
+class _Row:
+    """One row: what came out, and what decides how it goes on. last: (accepted, proposed) of its last pass."""
+
+    out: Generation
+    policy: SizePolicy
+    generator: torch.Generator
+    last: tuple[int, int] = (0, 0)
+
+    @property
+    def active(self) -> bool:
+        return not self.out.stop_reason
+
+
+def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter, sampling: Sampling = Sampling(),
+                         policy: Callable[[], SizePolicy] = FixedSize, max_context: int | None = None, stop_ids: Iterable[int] = (),
+                         on_token: Callable[[int, int], None] | None = None, on_prefill: Callable[[int, int], None] | None = None,
+                         pressure: Callable[[], bool] = lambda: False, max_rewind: int = DEFAULT_MAX_REWIND,
+                         verify: Callable[[Model, Cache], Verify] = Append) -> list[Generation]:
+    """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does of one.
+
+    policy: makes the policy of a row. on_token(row, id) as tokens become final. Row b draws from a generator of seed sampling.seed + b
+    of its own, so that its tokens do not depend on its neighbours; a pass drafts at most max_rewind − 1 tokens. verify: makes what
+    runs a pass, by default one append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError
+    where the model cannot draft.
+    """
+    check_can_speculate(model, drafter)
+    limit = context_limit(model, prompts, max_new_tokens, max_context)
+    cache = model.new_cache(len(prompts), limit, max_rewind)
+    rows = [_Row(Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)), policy(),
+                 torch.Generator().manual_seed(sampling.seed + b)) for b, ids in enumerate(prompts)]
+    batch = _Batch(model, cache, rows, drafter, sampling, max_new_tokens, frozenset(stop_ids), on_token, verify(model, cache))
+    begun = time.perf_counter()
+    logits, streams = batch.prefill(on_prefill)
+    batch.seconds("prefill_seconds", begun)
+    begun = time.perf_counter()
+    batch.first(logits, streams)
+    batch.seconds("decode_seconds", begun)
+    while any(row.active for row in rows):
+        batch.step(pressure())
+        batch.seconds("decode_seconds", begun)
+    return [row.out for row in rows]
+
+
+class _Batch:
+    """The rows of one call of `generate_speculative`."""
+
+    def __init__(self, model: Model, cache: Cache, rows: list[_Row], drafter: Drafter, sampling: Sampling, max_new_tokens: int,
+                 stops: frozenset[int], on_token, verify: Verify):
+        self.model, self.cache, self.rows, self.drafter, self.sampling = model, cache, rows, drafter, sampling
+        self.max_new_tokens, self.stops, self.on_token, self.verify = max_new_tokens, stops, on_token, verify
+        drafter.begin([row.out.prompt_ids for row in rows], model, cache, self._choose)
+
+    def seconds(self, name: str, begun: float) -> None:
+        if self.model.device.type == "cuda" and name == "prefill_seconds":
+            torch.cuda.synchronize(self.model.device)  # the time of prefill ends when its work does
+        for row in self.rows:
+            setattr(row.out, name, time.perf_counter() - begun)
+
+    # ---- prefill ----------------------------------------------------------------------------
+
+    def prefill(self, on_prefill) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the prompts in the pieces that plain generation takes. Returns of each row's last token the logits [B, 1, vocab] and the
+        streams [B, 1, n, d] (None where the drafter needs none)."""
+        lengths = [len(row.out.prompt_ids) for row in self.rows]
+        longest, chunk = max(lengths), self.model.chunk
+        ids = torch.tensor([row.out.prompt_ids + [0] * (longest - n) for row, n in zip(self.rows, lengths)])
+        logits = torch.empty(len(lengths), 1, self.model.config.vocab_size, device=self.model.device)
+        held = None
+        for start in range(0, longest, chunk):
+            counts = [min(chunk, max(0, n - start)) for n in lengths]
+            ending = [b for b, n in enumerate(lengths) if start < n <= start + chunk]
+            out = self.model.append(ids[:, start:start + chunk], self.cache, n_new=counts, logits="last" if ending else "none",
+                                    return_streams=self.drafter.needs_streams)
+            fresh, streams = out if self.drafter.needs_streams else (out, None)
+            if ending:
+                logits[ending] = fresh[ending]
+            if streams is not None:
+                held = streams[:, :1].clone() if held is None else held
+                for b in ending:
+                    held[b, 0] = streams[b, counts[b] - 1]
+                known = [max(0, min(n - 1, start + chunk) - start) for n in lengths]  # the token after a prompt's last is not
+                following = torch.nn.functional.pad(ids, (0, 1))[:, start + 1:start + 1 + streams.shape[1]]
+                self.drafter.prefilled(streams, following, known)
+            if on_prefill is not None:
+                on_prefill(min(start + chunk, longest), longest)
+        return logits, held
+
+    def first(self, logits: torch.Tensor, streams: torch.Tensor | None) -> None:
+        """The token after each prompt: a pass without drafts, whose pending token was the prompt's last."""
+        B = len(self.rows)
+        none = Drafts(torch.zeros(B, 0, dtype=torch.int64), [0] * B, None, [0] * B)
+        self._keep(self._accept(logits, none), none, streams)
+
+    # ---- a pass -----------------------------------------------------------------------------
+
+    def step(self, pressure: bool) -> None:
+        """Draft, verify, keep."""
+        B, active = len(self.rows), [row.active for row in self.rows]
+        for row, length in zip(self.rows, self.cache.lengths):
+            if row.active and length == self.cache.max_context:
+                raise context_full(self.cache.max_context, len(row.out.token_ids))
+        drafts = self.drafter.draft([self._size(b, pressure) for b in range(B)])
+        pending = torch.tensor([[row.out.token_ids[-1]] for row in self.rows])
+        ids = torch.cat((pending.to(drafts.tokens.device), drafts.tokens), 1)
+        before = self.cache.lengths
+        logits, streams = self.verify(ids, [1 + size if on else 0 for on, size in zip(active, drafts.sizes)], self.drafter.needs_streams)
+        kept = self._keep(self._accept(logits, drafts), drafts, streams)
+        self.cache.rewind([now - length - n for now, length, n in zip(self.cache.lengths, before, kept)])
+
+    def _size(self, b: int, pressure: bool) -> int:
+        """Drafts of row b: what its policy says, within the context, the tokens it may still give, and what can be rewound."""
+        row = self.rows[b]
+        if not row.active:
+            return 0
+        room = self.cache.max_context - self.cache.lengths[b] - 1  # behind the pending token
+        wanted = row.policy.next_size(*row.last, pressure)
+        return max(0, min(wanted, room, self.max_new_tokens - len(row.out.token_ids) - 1, self.cache.max_rewind - 1))
+
+    def _accept(self, logits: torch.Tensor, drafts: Drafts) -> Accepted:
+        drafted, sizes = drafts.tokens.to(logits.device), torch.tensor(drafts.sizes, device=logits.device)
+        if self.sampling.temperature == 0:
+            return accept_greedy(logits, drafted, sizes)
+        u = torch.zeros(len(self.rows), drafted.shape[1] + 1, dtype=torch.float64)
+        for b, (row, size) in enumerate(zip(self.rows, drafts.sizes)):
+            if row.active:  # as many draws as the row has drafts, so that its own draws are the same beside any neighbour
+                u[b, :size + 1] = torch.rand(size + 1, dtype=torch.float64, generator=row.generator)
+        u = u.to(logits.device, non_blocking=True)
+        return accept_sampled(self._distribution(logits), drafts.q, drafted, sizes, u[:, 1:], u[:, 0])
+
+    def _keep(self, accepted: Accepted, drafts: Drafts, streams: torch.Tensor | None) -> list[int]:
+        """Give out what was accepted, up to a stop; tell the drafter. Returns how many tokens of each row came out.
+
+        Here the host waits for the device, once a pass.
+        """
+        counts, emitted, kept = accepted.count.tolist(), accepted.tokens.tolist(), []
+        for b, row in enumerate(self.rows):
+            if not row.active:
+                kept.append(0)
+                continue
+            kept.append(self._give(b, emitted[b][:counts[b] + 1]))
+            row.last = min(counts[b], kept[b]), drafts.sizes[b]
+            if len(row.out.token_ids) > kept[b]:  # the first token came of prefill, not of a pass
+                row.out.speculation.passed(drafts.sizes[b], row.last[0], drafts.steps[b])
+        self.drafter.commit(streams, torch.tensor(emitted), [n if row.active else 0 for n, row in zip(kept, self.rows)])
+        return kept
+
+    def _give(self, b: int, tokens: list[int]) -> int:
+        """Append tokens to row b's output until it stops; how many came out."""
+        out = self.rows[b].out
+        for n, token in enumerate(tokens, 1):
+            out.token_ids.append(token)
+            if self.on_token is not None and token not in self.stops:
+                self.on_token(b, token)
+            if token in self.stops or len(out.token_ids) == self.max_new_tokens:
+                out.stop_reason = "eos" if token in self.stops else "max_new_tokens"
+                return n
+        return len(tokens)
+
+    def _choose(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens int64 [M] of a drafting model's logits [M, vocab] for `rows`, and what they were drawn from."""
+        if self.sampling.temperature == 0:
+            return logits.argmax(-1), None
+        q = self._distribution(logits)
+        u = torch.stack([torch.rand((), dtype=torch.float64, generator=self.rows[b].generator) for b in rows])
+        return draw(q, u.to(q.device, non_blocking=True)), q
+
+    def _distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        p = weights(logits, self.sampling)
+        return p if self.sampling.top_p == 1 else p / p.sum(-1, keepdim=True)
+
+
+def check_can_speculate(model: Model, drafter: Drafter) -> None:
+    """Raises InputError, naming what to do instead, where `drafter` cannot run on this model."""
+    if model.backend == "training":
+        raise InputError("the training backend runs whole sequences and keeps no cache to rewind; speculate with reference, cpu or triton")
+    if drafter.needs_mtp and not len(model.mtp):
+        raise InputError("drafting with the MTP block was asked for, and this model has none; use --speculate lookup, which drafts from "
+                         "the text itself, or --speculate off")

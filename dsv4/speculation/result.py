@@ -1,0 +1,44 @@
+"""What speculation did for one row."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Speculation:
+    """Counts of one row. `block_size_history`: drafted tokens of each verify pass of this row, 0 where none could be.
+
+    accepted: drafts that came out as tokens; those behind a stop id were not. draft_steps: runs of the MTP block for this row while
+    drafting, 0 for prompt lookup.
+    """
+
+    method: str
+    proposed: int = 0
+    accepted: int = 0
+    verify_passes: int = 0
+    draft_steps: int = 0
+    block_size_history: list[int] = field(default_factory=list)
+
+    def passed(self, proposed: int, accepted: int, draft_steps: int) -> None:
+        """Count one verify pass."""
+        self.proposed += proposed
+        self.accepted += accepted
+        self.verify_passes += 1
+        self.draft_steps += draft_steps
+        self.block_size_history.append(proposed)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts of those proposed; None when nothing was proposed."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def mean_block_size(self) -> float | None:
+        """Drafted tokens a verify pass; None before the first."""
+        return self.proposed / self.verify_passes if self.verify_passes else None
+
+    def document(self, new_tokens: int) -> dict:
+        """JSON values. tokens_per_pass leaves out the first token, which prefill gave."""
+        passes = self.verify_passes
+        return {"method": self.method, "proposed": self.proposed, "accepted": self.accepted, "acceptance": self.acceptance,
+                "verify_passes": passes, "draft_steps": self.draft_steps, "mean_block_size": self.mean_block_size,
+                "tokens_per_pass": (new_tokens - 1) / passes if passes else None, "block_size_history": self.block_size_history}

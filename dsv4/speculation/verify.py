@@ -1,0 +1,50 @@
+"""How a verify pass is run: tokens in, logits after each of them out, and caches that hold them all until they are rewound."""
+
+from typing import Protocol
+
+import torch
+
+from dsv4.cache import Cache
+from dsv4.model import Model
+
+
+class Verify(Protocol):
+    """A way to run one pass over a batch."""
+
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """ids int64 [B, W]: row b's first counts[b] are run (0: the row rests), and more may be. Returns logits fp32 [B, W, vocab] and
+        the streams [B, W, n, d] before the head if wanted; beyond a row's count both may hold anything. cache.lengths have moved on by
+        what was really run."""
+
+
+class Append:
+    """One append. Rows of fewer drafts run pads beside the others where they have room for them: one uniform pass of the model
+    instead of a piece for each length; the caller's rewind forgets pads as it forgets wrong drafts."""
+
+    def __init__(self, model: Model, cache: Cache):
+        self.model, self.cache = model, cache
+
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        width = ids.shape[1]
+        if all(length + width <= self.cache.max_context for length in self.cache.lengths) and width <= self.cache.max_rewind:
+            counts = [width] * len(counts)
+        out = self.model.append(ids, self.cache, n_new=counts, return_streams=want_streams)
+        return out if want_streams else (out, None)
+
+
+class SingleSteps:
+    """The same tokens one at a time, as plain decoding runs them: no faster than that, and bit for bit its logits in any numerics.
+
+    The yardstick: what differs between this and `Append` is the rounding of the backend's kernels, nothing else.
+    """
+
+    def __init__(self, model: Model, cache: Cache):
+        self.model, self.cache = model, cache
+
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts = []
+        for t in range(max(counts)):
+            now = [int(n > t) for n in counts]
+            parts.append(self.model.append(ids[:, t:t + 1], self.cache, n_new=now, return_streams=True))
+        logits, streams = (torch.cat(found, 1) for found in zip(*parts))
+        return logits, streams if want_streams else None
