@@ -19,36 +19,17 @@ chained drafts.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from dsv4.cache import Cache
 from dsv4.errors import InputError
 from dsv4.model import Model
+from dsv4.speculation.accept import accept_greedy
+from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.step import CapturedStep
 
 WARM_UP = 2
-
-
-class Sizes(Protocol):
-    """Block sizes of a batch, on the device. sizes int64 [B]: drafts that each row wants next."""
-
-    sizes: torch.Tensor
-
-    def update(self, accepted: torch.Tensor, proposed: torch.Tensor) -> None:
-        """accepted, proposed int64 [B] of a round; rows that proposed nothing stay as they are. Must neither synchronise nor
-        replace tensors that an earlier call has read."""
-
-
-class StaticSizes:
-    """The same size always."""
-
-    def __init__(self, batch: int, size: int, device: torch.device):
-        self.sizes = torch.full((batch,), size, dtype=torch.int64, device=device)
-
-    def update(self, accepted: torch.Tensor, proposed: torch.Tensor) -> None:
-        pass
 
 
 @dataclass
@@ -80,7 +61,7 @@ class Rounds:
     """
 
     def __init__(self, model: Model, cache: Cache, most: int, tokens: torch.Tensor, first: torch.Tensor, chained: torch.Tensor,
-                 left: Sequence[int], stop_ids: Iterable[int], sizes: Sizes):
+                 left: Sequence[int], stop_ids: Iterable[int], policy: DevicePolicy):
         lengths, B, device = cache.lengths, cache.batch, model.device
         reach = max(length + n for length, n in zip(lengths, left)) + most
         if reach > cache.max_context or most > cache.max_rewind:
@@ -88,18 +69,20 @@ class Rounds:
                              f"{cache.max_context} and max_rewind {cache.max_rewind}; build it larger or draft fewer")
         if not model.mtp:
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
-        self.model, self.cache, self.most, self.policy = model, cache, most, sizes
+        self.model, self.cache, self.most, self.policy = model, cache, most, policy
         new = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
         self.start, self.left = new(lengths), new(list(left))
         self.token, self.first, self.chained = tokens.clone(), first.clone(), chained.clone()
         self.done = self.left == 0
+        self.pressure = torch.zeros((), dtype=torch.bool, device=device)  # whether the cache is short of pages: whoever knows sets it
+        self.sizes = policy.choose(self.pressure, ~self.done).clone()
         self.stops = new(sorted(set(stop_ids)) or [-1])
         self.room = max(left)
         self.out = torch.zeros(B, self.room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
         self.written = torch.zeros(B, dtype=torch.int64, device=device)
         pinned = lambda *shape: torch.zeros(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
-        self.host_state[1].copy_(sizes.sizes)
+        self.host_state[1].copy_(self.sizes)
         self.host_state[2].copy_(self.done)
         self.captures = device.type == "cuda" and model.backend == "triton"
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -129,11 +112,9 @@ class Rounds:
         B, drafts = len(self.token), self._drafts(D)
         ids = torch.cat((self.token.unsqueeze(1), drafts), 1)
         streams, logits = self.model.captured(self._step(ids, self.start), self.cache)
-        chosen = logits.view(B, D + 1, -1).argmax(-1)
         place = torch.arange(D + 1, device=ids.device)
-        proposed = self.policy.sizes.clamp(max=D).masked_fill(self.done, 0)
-        right = (chosen[:, :D] == drafts) & (place[:D] < proposed.unsqueeze(1))
-        accepted = right.long().cumprod(1).sum(1)
+        proposed = torch.minimum(self.sizes, self.left - 1).clamp(0, D).masked_fill(self.done, 0)
+        accepted, chosen = accept_greedy(logits.view(B, D + 1, -1), drafts, proposed)
         stopping = (chosen.unsqueeze(-1) == self.stops).any(-1)
         first_stop = torch.where(stopping, place, D + 1).amin(1)
         count = torch.minimum(torch.minimum(accepted + 1, self.left), first_stop + 1).masked_fill(self.done, 0)
@@ -144,9 +125,10 @@ class Rounds:
         self.start += count
         self.left -= count
         self.done |= (self.left == 0) | (first_stop < count)
-        self.policy.update(accepted, proposed)
+        self.policy.observe(accepted, proposed)
+        self.sizes.copy_(self.policy.choose(self.pressure, ~self.done))
         self.host_out.copy_(self.out[:, :self.room], non_blocking=True)
-        self.host_state.copy_(torch.stack((self.written, self.policy.sizes, self.done.long())), non_blocking=True)
+        self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())), non_blocking=True)
 
     def _follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
         """The MTP block over what was verified, and what it says after the last token that counts; others stay as they were."""
@@ -238,22 +220,8 @@ def primed(model: Model, cache: Cache, ids: torch.Tensor, counts: list[int]) -> 
     """
     logits, streams = model.append(ids, cache, n_new=counts, logits="last", return_streams=True)
     tokens = logits[:, -1].argmax(-1)
-    found = []
-    for b, n in enumerate(counts):  # rows have lengths of their own, and the block's append takes one
-        following = torch.cat((ids[b:b + 1, 1:n].to(model.device), tokens[b:b + 1, None]), 1)
-        found.append(_prime_row(model, cache, b, streams[b:b + 1, :n], following))
-    first, chained = (torch.cat(part) for part in zip(*found))
-    return tokens, first, chained
-
-
-@torch.inference_mode()
-def _prime_row(model: Model, cache: Cache, b: int, streams: torch.Tensor, following: torch.Tensor):
-    from dsv4.step import Step
-    n = following.shape[1]
-    for begin in range(0, n, model.chunk):
-        piece = slice(begin, min(begin + model.chunk, n))
-        step = Step(following[:, piece], b, cache._mtp.now[b:b + 1], model.rope_frequencies())
-        embedded = model.embed(step.ids).to(model.numerics.activation)
-        features, after = model.mtp[0](streams[:, piece].flatten(0, 1), embedded, step, cache.mtp_layers[0])
-        cache._mtp.advance(slice(b, b + 1), step.T)
-    return model.head(features[-1:]).argmax(-1), after[-1:]
+    following = torch.cat((ids[:, 1:].to(model.device), tokens.new_zeros(len(counts), 1)), 1)
+    ends = torch.tensor(counts, device=model.device) - 1
+    following.scatter_(1, ends.unsqueeze(1), tokens.unsqueeze(1))
+    said, after = model.mtp_logits(streams, following, cache, n_new=counts, logits="last", return_streams=True)
+    return tokens, said[:, -1].argmax(-1), after[torch.arange(len(counts), device=model.device), ends]
