@@ -71,8 +71,8 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
     speculate: Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or "
                                                  "lookup (what followed the same words before).")] = Speculate.off,
-    draft_tokens: Annotated[int | None, typer.Option(min=1, max=64, help="With --speculate: most drafts of a pass (default 3).",
-                                                     show_default=False)] = None,
+    draft_tokens: Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 3), or adaptive: 1, 4 or 8 "
+                                                          "by how many were accepted.", show_default=False)] = None,
     numerics: Numerics = NumericsChoice.native,
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     device: Device = "cpu",
@@ -89,7 +89,7 @@ def generate(
     from dsv4.generate import Sampling
     request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
                           chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
-                          sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or run.DRAFT_TOKENS)
+                          sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or str(run.DRAFT_TOKENS))
     if draft_tokens is not None and speculate is Speculate.off:
         raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
     if (think or system is not None) and not chat:
@@ -116,7 +116,6 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
           rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
           max_context: Annotated[str | None, typer.Option(help="Tokens of one request (128K, 1M …); default: just enough.")] = None,
           pool_tokens: Annotated[str | None, typer.Option(help="Tokens that all requests hold at once; default: every row full.")] = None,
-          epsilon: Annotated[float, typer.Option(help="Priorities this close count as equal when one must give way.")] = 0.0,
           together: Annotated[bool, typer.Option("--together", help="Decode all rows as one batch: faster, and equal to running alone "
                                                                     "up to rounding.")] = False,
           numerics: Numerics = NumericsChoice.native,
@@ -127,7 +126,7 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
     from dsv4.engine.command import run_batch
     with progress_bar("loading") as loading:
         session = run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading)
-    failed = run_batch(session, requests, rows, max_context, pool_tokens, epsilon, together,
+    failed = run_batch(session, requests, rows, max_context, pool_tokens, together,
                        lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
     if failed:
         raise typer.Exit(1)

@@ -14,7 +14,8 @@ from dsv4.generate import Generation, Sampling, generate
 from dsv4.load import load_model
 from dsv4.memory import parse_count, peak_bytes
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import DRAFT_TOKENS, FixedSize, generate_speculative
+from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
+from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
 from dsv4.tokenizer import TextStream, Tokenizer
 from loaders.files import read_json
 
@@ -33,7 +34,7 @@ class Request:
     sampling: Sampling = Sampling()
     random_tokens: int | None = None  # a prompt of so many random ids instead
     speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
-    draft_tokens: int = DRAFT_TOKENS  # of a verify pass, at most
+    draft_tokens: str = str(DRAFT_TOKENS)  # of a verify pass, at most; or 'adaptive'
 
 
 def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
@@ -152,8 +153,8 @@ class Session:
         """One row, with drafts or without."""
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
-        drafter, size = _drafter(request.speculate), request.draft_tokens
-        return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, lambda: FixedSize(size), context,
+        drafter, policy = _drafter(request.speculate), _policy(request.draft_tokens)
+        return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context,
                                     self.stop_ids, lambda row, token: on_token(token), on_prefill)[0]
 
     def _notes(self, result: Generation) -> list[str]:
@@ -187,3 +188,12 @@ def _drafter(name: str) -> Drafter:
     if name not in drafters:
         raise InputError(f"--speculate {name!r} is unknown; expected off, {' or '.join(drafters)}")
     return drafters[name]()
+
+
+def _policy(text: str) -> Policy:
+    """How many tokens to draft. Raises InputError unless text is 'adaptive' or a number of 1 … 8."""
+    if text == "adaptive":
+        return Adaptive()
+    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
+        raise InputError(f"--draft-tokens is {text!r}; expected 1 to {LARGEST}, or adaptive")
+    return Static(int(text))

@@ -1,8 +1,9 @@
 """Requests that join and leave between steps, over one pool of pages.
 
 A step of the engine advances each running request by one piece: a chunk of its prompt that ends at a multiple of 128, or one token.
-When pages are short, prefixes that nobody runs go first (`PrefixTree.make_free`), then requests: the lowest priority first (priorities
-within `epsilon` of each other count as one), among those the least recently advanced, among those the last to come. An evicted
+When pages are short, prefixes that nobody runs go first (`PrefixTree.make_free`), then requests: the lowest priority first, among
+those the lowest mean acceptance ε of drafts (what speculation gains least from), among those the least recently advanced, among those
+the last to come. An evicted
 request waits and resumes by running its tokens again, in the pieces in which they first ran.
 
 Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its pieces, and its
@@ -10,7 +11,6 @@ output depends neither on its neighbours nor on evictions, to the bit. `together
 resumes in chunks: faster, and equal up to rounding.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,13 +24,15 @@ from dsv4.model import Model
 from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache
 from dsv4.prefixes import PrefixTree
+from dsv4.speculation.policy import AdaptiveParameters
 
 SAMPLED = 8  # steps between two looks at the fragmentation, which reads the state of every page
 
 
 @dataclass(eq=False)
 class Work:
-    """A request on its way. ids: prompt and new tokens; row: of the cache, None while it waits; used: engine step that last advanced it."""
+    """A request on its way. ids: prompt and new tokens; row: of the cache, None while it waits; used: engine step that last advanced it;
+    epsilon: mean acceptance of its drafts, as `Adaptive` starts and keeps it."""
 
     request: Request
     arrival: int
@@ -41,17 +43,16 @@ class Work:
     row: int | None = None
     used: int = 0
     last_token: float = 0.0
+    epsilon: float = AdaptiveParameters.start
 
 
 class BatchEngine:
     """Runs requests on `cache`, which it has for itself. on_result(result) as each ends; clock() in seconds."""
 
-    def __init__(self, model: Model, cache: PagedCache, stop_ids=(), epsilon: float = 0.0, together: bool = False,
+    def __init__(self, model: Model, cache: PagedCache, stop_ids=(), together: bool = False,
                  on_result: Callable[[Result], None] | None = None, clock: Callable[[], float] = time.perf_counter):
-        if epsilon < 0:
-            raise InputError(f"epsilon is {epsilon}; expected at least 0")
         self.model, self.cache, self.prefixes = model, cache, PrefixTree(cache)
-        self.stop_ids, self.epsilon, self.together = frozenset(stop_ids), epsilon, together
+        self.stop_ids, self.together = frozenset(stop_ids), together
         self.on_result, self.clock = on_result or (lambda result: None), clock
         self.waiting: list[Work] = []
         self.running: list[Work] = []
@@ -115,7 +116,7 @@ class BatchEngine:
         for row in range(self.cache.batch):
             if row in taken or not self.waiting or (self._tight and self.running):
                 continue
-            work = min(self.waiting, key=lambda w: (-self._band(w), w.arrival))
+            work = min(self.waiting, key=lambda w: (-w.request.priority, w.arrival))
             self.waiting.remove(work)
             self.running.append(work)
             work.row, work.used = row, self.steps
@@ -136,10 +137,6 @@ class BatchEngine:
         work.result.stop_reason, work.result.error = reason, error
         self.on_result(work.result)
 
-    def _band(self, work: Work) -> float:
-        """Priorities in one band of width epsilon count as equal."""
-        return math.floor(work.request.priority / self.epsilon) if self.epsilon else work.request.priority
-
     def _evict(self, work: Work) -> None:
         self._leave(work)
         self.waiting.append(work)
@@ -154,7 +151,7 @@ class BatchEngine:
         try:
             act()
         except OutOfPages as error:
-            victim = min(self.running, key=lambda w: (self._band(w), w.used, -w.arrival))
+            victim = min(self.running, key=lambda w: (w.request.priority, w.epsilon, w.used, -w.arrival))
             if len(self.running) == 1:
                 self._end(victim, "error", error)
                 return

@@ -15,7 +15,7 @@ from dsv4.tokenizer import Tokenizer
 PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
 
 
-def run_batch(session: Session, file: Path, rows: int, max_context: str | None, pool_tokens: str | None, epsilon: float,
+def run_batch(session: Session, file: Path, rows: int, max_context: str | None, pool_tokens: str | None,
               together: bool, write: Callable[[dict], None]) -> int:
     """Run the requests of a file; `write` gets each result as a document as it ends, then {"figures": …}. Returns how many failed.
 
@@ -46,7 +46,7 @@ def run_batch(session: Session, file: Path, rows: int, max_context: str | None, 
     needed = max((n for r in asked if (n := len(r.prompt_ids) + r.max_tokens - 1) <= limit), default=1)
     context = min(needed, limit) if max_context is None else parse_count(max_context)
     cache = new_paged_cache(model, rows, context, None if pool_tokens is None else parse_count(pool_tokens), 0, PREFIXES * rows)
-    engine = BatchEngine(model, cache, session.stop_ids, epsilon, together, finish)
+    engine = BatchEngine(model, cache, session.stop_ids, together, finish)
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
     engine.run()

@@ -13,7 +13,7 @@ this file.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -23,37 +23,20 @@ from dsv4.generate import Generation, Sampling, context_full, context_limit, wei
 from dsv4.model import Model
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.draft import Drafter, Drafts
+from dsv4.speculation.policy import Policy, Static, room
 from dsv4.speculation.result import Speculation
 from dsv4.speculation.verify import Append, Verify
 
 DRAFT_TOKENS = 3  # of a pass by default
 
 
-class SizePolicy(Protocol):
-    """How many tokens a row drafts next. Each row has a policy of its own."""
-
-    def next_size(self, accepted: int, proposed: int, pressure: bool) -> int:
-        """accepted of proposed drafts of the row's last pass (0 of 0 before the first); pressure: whether work is scarce."""
-
-
-@dataclass(frozen=True)
-class FixedSize:
-    """Always the same."""
-
-    size: int = DRAFT_TOKENS
-
-    def next_size(self, accepted: int, proposed: int, pressure: bool) -> int:
-        return self.size
-
-
 @dataclass
 class _Row:
-    """One row: what came out, and what decides how it goes on. last: (accepted, proposed) of its last pass."""
+    """One row: what came out, and what decides how it goes on. state: of the policy."""
 
     out: Generation
-    policy: SizePolicy
+    state: Any
     generator: torch.Generator
-    last: tuple[int, int] = (0, 0)
 
     @property
     def active(self) -> bool:
@@ -61,13 +44,13 @@ class _Row:
 
 
 def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter, sampling: Sampling = Sampling(),
-                         policy: Callable[[], SizePolicy] = FixedSize, max_context: int | None = None, stop_ids: Iterable[int] = (),
+                         policy: Policy = Static(DRAFT_TOKENS), max_context: int | None = None, stop_ids: Iterable[int] = (),
                          on_token: Callable[[int, int], None] | None = None, on_prefill: Callable[[int, int], None] | None = None,
                          pressure: Callable[[], bool] = lambda: False, max_rewind: int = DEFAULT_MAX_REWIND,
                          verify: Callable[[Model, Cache], Verify] = Append) -> list[Generation]:
     """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does of one.
 
-    policy: makes the policy of a row. on_token(row, id) as tokens become final. Row b draws from a generator of seed sampling.seed + b
+    policy: chooses how many tokens each row drafts. on_token(row, id) as tokens become final. Row b draws from a generator of seed sampling.seed + b
     of its own, so that its tokens do not depend on its neighbours; a pass drafts at most max_rewind − 1 tokens. verify: makes what
     runs a pass, by default one append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError
     where the model cannot draft.
@@ -75,9 +58,9 @@ def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens:
     check_can_speculate(model, drafter)
     limit = context_limit(model, prompts, max_new_tokens, max_context)
     cache = model.new_cache(len(prompts), limit, max_rewind)
-    rows = [_Row(Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)), policy(),
+    rows = [_Row(Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)), policy.initial(),
                  torch.Generator().manual_seed(sampling.seed + b)) for b, ids in enumerate(prompts)]
-    batch = _Batch(model, cache, rows, drafter, sampling, max_new_tokens, frozenset(stop_ids), on_token, verify(model, cache))
+    batch = _Batch(model, cache, rows, drafter, sampling, max_new_tokens, frozenset(stop_ids), on_token, verify(model, cache), policy)
     begun = time.perf_counter()
     logits, streams = batch.prefill(on_prefill)
     batch.seconds("prefill_seconds", begun)
@@ -94,9 +77,9 @@ class _Batch:
     """The rows of one call of `generate_speculative`."""
 
     def __init__(self, model: Model, cache: Cache, rows: list[_Row], drafter: Drafter, sampling: Sampling, max_new_tokens: int,
-                 stops: frozenset[int], on_token, verify: Verify):
+                 stops: frozenset[int], on_token, verify: Verify, policy: Policy):
         self.model, self.cache, self.rows, self.drafter, self.sampling = model, cache, rows, drafter, sampling
-        self.max_new_tokens, self.stops, self.on_token, self.verify = max_new_tokens, stops, on_token, verify
+        self.max_new_tokens, self.stops, self.on_token, self.verify, self.policy = max_new_tokens, stops, on_token, verify, policy
         drafter.begin([row.out.prompt_ids for row in rows], model, cache, self._choose)
 
     def seconds(self, name: str, begun: float) -> None:
@@ -148,7 +131,8 @@ class _Batch:
         for row, length in zip(self.rows, self.cache.lengths):
             if row.active and length == self.cache.max_context:
                 raise context_full(self.cache.max_context, len(row.out.token_ids))
-        drafts = self.drafter.draft([self._size(b, pressure) for b in range(B)])
+        wanted = self.policy.choose([row.state if row.active else None for row in self.rows], pressure)
+        drafts = self.drafter.draft([self._cut(b, wanted[b]) for b in range(B)])
         pending = torch.tensor([[row.out.token_ids[-1]] for row in self.rows])
         ids = torch.cat((pending.to(drafts.tokens.device), drafts.tokens), 1)
         before = self.cache.lengths
@@ -156,14 +140,13 @@ class _Batch:
         kept = self._keep(self._accept(logits, drafts), drafts, streams)
         self.cache.rewind([now - length - n for now, length, n in zip(self.cache.lengths, before, kept)])
 
-    def _size(self, b: int, pressure: bool) -> int:
-        """Drafts of row b: what its policy says, within the context, the tokens it may still give, and what can be rewound."""
+    def _cut(self, b: int, wanted: int) -> int:
+        """Drafts of row b: what its policy wants, within the context, the tokens it may still give, and what can be rewound."""
         row = self.rows[b]
         if not row.active:
             return 0
-        room = self.cache.max_context - self.cache.lengths[b] - 1  # behind the pending token
-        wanted = row.policy.next_size(*row.last, pressure)
-        return max(0, min(wanted, room, self.max_new_tokens - len(row.out.token_ids) - 1, self.cache.max_rewind - 1))
+        left = self.max_new_tokens - len(row.out.token_ids)
+        return min(wanted, room(left, self.cache.max_context - self.cache.lengths[b]), self.cache.max_rewind - 1)
 
     def _accept(self, logits: torch.Tensor, drafts: Drafts) -> Accepted:
         drafted, sizes = drafts.tokens.to(logits.device), torch.tensor(drafts.sizes, device=logits.device)
@@ -187,9 +170,9 @@ class _Batch:
                 kept.append(0)
                 continue
             kept.append(self._give(b, emitted[b][:counts[b] + 1]))
-            row.last = min(counts[b], kept[b]), drafts.sizes[b]
             if len(row.out.token_ids) > kept[b]:  # the first token came of prefill, not of a pass
-                row.out.speculation.passed(drafts.sizes[b], row.last[0], drafts.steps[b])
+                row.state = self.policy.observe(row.state, counts[b], drafts.sizes[b])
+                row.out.speculation.passed(drafts.sizes[b], min(counts[b], kept[b]), drafts.steps[b])
         self.drafter.commit(streams, torch.tensor(emitted), [n if row.active else 0 for n, row in zip(kept, self.rows)])
         return kept
 

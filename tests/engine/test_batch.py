@@ -130,11 +130,19 @@ def test_decoding_together_agrees_up_to_rounding(model, asked):
     assert engine.evictions > 0 and nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("priorities,epsilon,first_evicted", [
-    ((1.0, 0.0, 1.0), 0.0, "r1"), ((0.0, 0.0, 0.0), 0.0, "r2"), ((0.2, 0.1, 0.3), 1.0, "r2"), ((0.2, 0.1, 0.3), 0.0, "r1"),
-], ids=["the lowest priority", "the last of equals", "the last of nearly equals", "the lowest without epsilon"])
-def test_who_gives_way(model, priorities, epsilon, first_evicted):
-    engine, results = engine_of(model, pages={"csa entries": 3}, epsilon=epsilon)
+@pytest.mark.parametrize("priorities,acceptance,first_evicted", [
+    ((1.0, 0.0, 1.0), (0.8, 0.8, 0.8), "r1"), ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), "r2"), ((0.0, 0.0, 0.0), (0.3, 0.8, 0.9), "r0"),
+    ((0.0, 1.0, 1.0), (0.9, 0.1, 0.1), "r0"),
+], ids=["the lowest priority", "the last of equals", "the lowest acceptance of equals", "priority before acceptance"])
+def test_who_gives_way(model, priorities, acceptance, first_evicted):
+    engine, results = engine_of(model, pages={"csa entries": 3})
+    join = engine._join
+
+    def joined():
+        join()
+        for work in engine.running:
+            work.epsilon = acceptance[int(work.request.id[1:])]
+    engine._join = joined
     order, evict = [], engine._evict
     engine._evict = lambda work: (order.append(work.request.id), evict(work))
     run(engine, [Request(f"r{i}", tuple(random_ids(model, 250, seed=i).tolist()), 20, p) for i, p in enumerate(priorities)])

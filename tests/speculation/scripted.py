@@ -4,7 +4,8 @@ import torch
 
 from dsv4.generate import generate
 from dsv4.speculation.draft import Drafter, Drafts
-from dsv4.speculation.loop import FixedSize, generate_speculative
+from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.policy import Static
 
 
 class Scripted(Drafter):
@@ -46,4 +47,4 @@ def plain(model, ids: list[int], n: int, **options) -> list[int]:
 
 def drafted(model, prompts: list[list[int]], n: int, drafter, size: int = 4, **options):
     """Results of `prompts`, with `size` drafts a pass."""
-    return generate_speculative(model, prompts, n, drafter, policy=lambda: FixedSize(size), **options)
+    return generate_speculative(model, prompts, n, drafter, policy=Static(size), **options)

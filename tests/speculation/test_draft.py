@@ -60,15 +60,15 @@ def test_every_draft_is_that_of_a_block_that_never_guessed(model, size):
 def test_rows_that_draft_nothing_for_a_while_catch_up(model):
     """Final tokens wait until the row drafts again."""
     from dsv4.speculation.loop import generate_speculative
+    from dsv4.speculation.policy import Static
 
-    class Sometimes:
-        def __init__(self):
-            self.sizes = iter([2, 0, 0, 3, 0, 1] * 10)
+    class Sometimes(Static):
+        turns = iter([2, 0, 0, 3, 0, 1] * 20)
 
-        def next_size(self, accepted, proposed, pressure):
-            return next(self.sizes)
+        def choose(self, states, pressure=False):
+            return [0 if state is None else next(self.turns) for state in states]
     watched = Watched()
-    generate_speculative(model, [prompt_of(model, 5), prompt_of(model, 11)], 12, watched, policy=Sometimes)
+    generate_speculative(model, [prompt_of(model, 5), prompt_of(model, 11)], 12, watched, policy=Sometimes(3))
     assert watched.seen
     for tokens, drafts in watched.seen:
         assert drafts == from_scratch(model, tokens, len(drafts))

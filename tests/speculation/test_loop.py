@@ -10,7 +10,8 @@ from dsv4 import cli, load_model
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.generate import Sampling, generate
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import FixedSize, check_can_speculate, generate_speculative
+from dsv4.speculation.loop import check_can_speculate, generate_speculative
+from dsv4.speculation.policy import Adaptive, Static
 from tests.speculation.scripted import Scripted, drafted, plain, prompt_of
 
 
@@ -84,18 +85,36 @@ def test_a_backend_without_caches_is_refused(model, monkeypatch):
 
 def test_policies_are_asked_with_what_happened(model):
     """Each row's own, in order: what was accepted of what was proposed; and the pressure of now."""
-    asked = []
+    told, asked = [], []
 
-    class Policy:
-        def next_size(self, accepted, proposed, pressure):
-            asked.append((accepted, proposed, pressure))
-            return 3
+    class Watched(Static):
+        def observe(self, state, accepted, proposed):
+            told.append((accepted, proposed))
+            return super().observe(state, accepted, proposed)
+
+        def choose(self, states, pressure=False):
+            asked.append(pressure)
+            return [0 if state is None else 3 for state in states]
     ids, pressures = prompt_of(model, 10), iter([False, True, False, True])
     want = plain(model, ids, 11)
-    out = generate_speculative(model, [ids], 11, scripted(model, want, lambda n: n), policy=Policy, pressure=lambda: next(pressures))[0]
+    out = generate_speculative(model, [ids], 11, scripted(model, want, lambda n: n), policy=Watched(3), pressure=lambda: next(pressures))[0]
     assert out.token_ids == want
-    assert asked == [(0, 0, False), (0, 3, True), (1, 3, False), (2, 3, True)]
+    assert asked == [False, True, False, True] and told == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert out.speculation.block_size_history == [3, 3, 3, 3]
+
+
+def test_adaptive_sizes_follow_acceptance_row_by_row(model):
+    """One row whose drafts are all right, one whose drafts are all wrong: their sizes are those of the specification."""
+    prompts = [prompt_of(model, 10), prompt_of(model, 7)]
+    wants = [plain(model, ids, 40) for ids in prompts]
+    out = generate_speculative(model, prompts, 40, Scripted(wants, [99, 0], model.config.vocab_size), policy=Adaptive())
+    assert [row.token_ids for row in out] == wants
+    assert out[0].speculation.block_size_history == [8, 8, 8, 8, 2]  # 9 tokens a pass of 39; the last is cut by what is left
+    sizes, mean = [], 0.8
+    for _ in range(12):
+        sizes.append(8 if mean >= 0.8 else 4 if mean >= 0.5 else 1)
+        mean *= 0.8
+    assert out[1].speculation.block_size_history[:12] == sizes and sizes[3:] == [1] * 9
 
 
 def test_what_is_reported_adds_up(model):
@@ -175,7 +194,8 @@ def test_where_rounding_may_choose_otherwise_it_is_said(run, golden_path, option
 
 
 @pytest.mark.parametrize("args, message", [(["--speculate", "eagle"], "'eagle' is not one of"), (["--draft-tokens", "3"], "add --speculate"),
-                                           (["--speculate", "mtp", "--draft-tokens", "0"], "--draft-tokens")])
+                                           (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, or adaptive"),
+                                           (["--speculate", "mtp", "--draft-tokens", "many"], "'many'")])
 def test_bad_options_are_one_line(run, golden_path, args, message):
     code, out, err = run(golden_path, "--token-ids", "5,6", *args)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err
