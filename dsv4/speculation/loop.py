@@ -146,7 +146,7 @@ class _Batch:
         if not row.active:
             return 0
         left = self.max_new_tokens - len(row.out.token_ids)
-        return min(wanted, room(left, self.cache.max_context - self.cache.lengths[b]), self.cache.max_rewind - 1)
+        return max(0, min(wanted, room(left, self.cache.max_context - self.cache.lengths[b]), self.cache.max_rewind - 1))
 
     def _accept(self, logits: torch.Tensor, drafts: Drafts) -> Accepted:
         drafted, sizes = drafts.tokens.to(logits.device), torch.tensor(drafts.sizes, device=logits.device)

@@ -53,7 +53,7 @@ def test_a_stretch_moves_every_parameter_that_it_trains(states):
 
 
 def test_the_ablation_is_paired_and_of_the_same_step(states, small_models, corpus):
-    rows, limits = Rows(corpus, seed=0, length=1024, split="heldout"), Limits(tokens=1 << 11, chunk=256, rows=1, loss_tokens=4096)
+    rows, limits = Rows(corpus, seed=0, length=1024, split="heldout"), Limits(tokens=1 << 11, chunk=256, rows=1, loss_tokens=1024)  # two rows of 512, one of 1024
     figures = ablation.compare(*states, rows, limits, "cpu", lambda text: None)
     assert {f.details["step"] for f in figures} == {4}
     for f in figures:
