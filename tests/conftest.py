@@ -1,6 +1,7 @@
 """Shared fixtures. Models are loaded once a session and not changed by tests."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything that imports one
 
-from dsv4 import load_model  # noqa: E402
+from dsv4 import cli, load_model  # noqa: E402
 from tests import checkpoints, oracle  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
@@ -48,6 +49,21 @@ def pair(request, tmp_path_factory):
 def official(tmp_path_factory) -> Path:
     """A small official checkpoint: FP8, MXFP4 experts, sharded, with MTP."""
     return checkpoints.write_official(tmp_path_factory.mktemp("checkpoint") / "official")
+
+
+@pytest.fixture
+def command_line(monkeypatch, capsys):
+    """Function: run `dsv4 …` in this process → (exit code, stdout, stderr)."""
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        out = capsys.readouterr()
+        return code, out.out, out.err
+    return call
 
 
 @pytest.fixture

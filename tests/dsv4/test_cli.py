@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4 import cli
 from tests import checkpoints
 from tests.checkpoints import edit_config
 
@@ -26,18 +25,8 @@ def demo(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Function: run `dsv4 …` in this process → (exit code, stdout, stderr)."""
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-    return call
+def run(command_line):
+    return command_line
 
 
 def test_generate_prints_text_then_a_summary(run, demo):

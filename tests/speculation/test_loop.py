@@ -1,12 +1,12 @@
 """The loop: where it stops, what it reports, which errors it raises, and that a row never depends on its neighbours' luck."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 import torch
 
-from dsv4 import cli, load_model
+from dsv4 import load_model
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.generate import Sampling, generate
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
@@ -160,18 +160,8 @@ def test_sampled_output_has_the_model_s_distribution(model):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Function: run `dsv4 generate …` in this process → (exit code, stdout, stderr)."""
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", "generate", *map(str, args)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-    return call
+def run(command_line):
+    return partial(command_line, "generate")
 
 
 @pytest.mark.parametrize("method", ["mtp", "lookup"])
