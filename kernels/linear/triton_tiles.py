@@ -132,7 +132,7 @@ def _fp4_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
 @triton.jit
 def _fp8_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr,
               COLUMNS: tl.constexpr):
-    """As `_fp4_tile`. E8M0 scales are in it, exactly from 2^−124 on: the product then goes on while the next tile is made."""
+    """As `_fp4_tile`. E8M0 scales are in it, exactly from 2^−124 on, so that sums need not be scaled tile by tile."""
     j = k // 4 + tl.arange(0, BK // 4)
     place = W + row[:, None] * (K // 4) + j[None, :]
     w = tl.load(place) if K % BK == 0 else tl.load(place, mask=(j < K // 4)[None, :], other=0)
