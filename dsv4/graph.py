@@ -10,12 +10,18 @@ from dsv4.step import CapturedStep
 WARM_UP = 2  # runs before capture: kernels compile and libraries take their workspaces
 
 
+def captures(model: Model) -> bool:
+    """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the device to learn
+    how many tokens each expert has."""
+    return model.device.type == "cuda" and model.backend == "triton"
+
+
 class DecodeGraph:
     """Appends `tokens` tokens to rows of `cache` by replaying one graph.
 
     A replay neither allocates nor waits for the device, and runs no Python of the model. Rows stand at their own lengths; a row that is not
-    `active` is computed and forgotten: its slots lie beyond its length. On a CPU, and on the reference backend, which waits for the
-    device to learn how many tokens each expert has, the captured step runs without a graph.
+    `active` is computed and forgotten: its slots lie beyond its length. Where nothing is captured (`captures`), the step
+    runs without a graph.
 
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
     """
@@ -33,7 +39,7 @@ class DecodeGraph:
         self._copied: torch.cuda.Event | None = None
         self._held: list[int] | None = None  # what `start` holds, as far as the host knows
         self.graph, self.logits, self.streams = None, None, None
-        if self._gpu and model.backend == "triton":
+        if captures(model):
             self._capture()
 
     def step(self, ids: torch.Tensor | None = None, active: list[bool] | None = None) -> torch.Tensor:

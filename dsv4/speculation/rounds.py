@@ -24,12 +24,11 @@ import torch
 
 from dsv4.cache import Cache
 from dsv4.errors import InputError
+from dsv4.graph import WARM_UP, captures
 from dsv4.model import Model
 from dsv4.speculation.accept import accept_greedy
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.step import CapturedStep
-
-WARM_UP = 2
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Rounds:
         self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
         self.host_state[1].copy_(self.sizes)
         self.host_state[2].copy_(self.done)
-        self.captures = device.type == "cuda" and model.backend == "triton"
+        self.captures = captures(model)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.counts = Counts()
 
