@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,17 @@ class Piece(NamedTuple):
     name: str
     dtype: torch.dtype
     tokens: int
+
+
+def usable_processors(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Processors this process may use, at least 1: those it may be scheduled on, and no more than its container's share of time.
+
+    `os.cpu_count` counts the whole host's: as many processes, each with a CUDA context, take longer than what they compile."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period of so many
+        share, period = map(int, quota.read_text().split())
+        here = min(here, share // period)
+    return max(here, 1)
 
 
 def pieces(dtypes: Iterable[torch.dtype], tokens: Iterable[int]) -> list[Piece]:
@@ -57,10 +69,10 @@ def run_piece(config: ModelConfig, piece: Piece, backend: str, device: str, seed
 
 def compile_ahead(configs: Iterable[ModelConfig], dtypes: Iterable[torch.dtype], tokens: Iterable[int], backend: str, device: str,
                   seed: int, jobs: int | None = None) -> int:
-    """Calls that were made, by `jobs` processes (None: one a processor). Nothing in a process that is itself one of many."""
+    """Calls that were made, by `jobs` processes (None: one a usable processor). Nothing in a process that is itself one of many."""
     if parent_process() is not None:
         return 0
     work = [(config, piece) for piece in pieces(tuple(dtypes), tuple(tokens)) for config in configs]
-    with suppress(BrokenProcessPool), ProcessPoolExecutor(min(jobs or os.cpu_count() or 1, len(work)), get_context("spawn")) as pool:
+    with suppress(BrokenProcessPool), ProcessPoolExecutor(min(jobs or usable_processors(), len(work)), get_context("spawn")) as pool:
         return sum(f.result() for f in [pool.submit(run_piece, config, piece, backend, device, seed) for config, piece in work])
     return 0

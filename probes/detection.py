@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ import torch
 from dsv4.errors import InputError
 from probes.audit import open_subject
 from probes.backend_matrix import TOKENS, BackendMatrix
-from probes.compile_ahead import compile_ahead
+from probes.compile_ahead import compile_ahead, usable_processors
 from probes.formats import json_report, words
 from probes.formats.markdown import escape, fence, table
 from probes.mutations import Mutation, catalogue
@@ -113,7 +112,7 @@ def run(out: Path | None, section: str | None, name: str | None, fast: bool, job
     """`dsv4 audit selftest`: the exit code (0 all caught and green, 1 gaps or false alarms)."""
     chosen = {"section": section, "name": name, "fast": fast or None}
     selection = ", ".join(f"{key} {value}" for key, value in chosen.items() if value) or "all"
-    bench, jobs = Bench(Path(), backend, device), jobs or os.cpu_count() or 1
+    bench, jobs = Bench(Path(), backend, device), jobs or usable_processors()
     matrix = selftest(select(section, name, fast), bench, jobs, selection, done=done)
     for line in summary(matrix):
         say(line)

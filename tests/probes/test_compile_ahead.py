@@ -2,13 +2,14 @@
 
 import pickle
 
+import pytest
 import torch
 
 from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 from probes import backend_matrix, compile_ahead
 from probes.audit import open_subject
-from probes.compile_ahead import Piece, pieces, run_piece
+from probes.compile_ahead import Piece, pieces, run_piece, usable_processors
 from probes.result import Status
 
 
@@ -41,3 +42,11 @@ def test_processes_make_all_calls(golden_path, monkeypatch):
     assert compile_ahead.compile_ahead([subject.config], (torch.float32,), (1,), "cpu", "cpu", 0, jobs=2) == here > 0
     monkeypatch.setattr(compile_ahead, "parent_process", lambda: object())
     assert compile_ahead.compile_ahead([subject.config], (torch.float32,), (1,), "cpu", "cpu", 0, jobs=2) == 0
+
+
+@pytest.mark.parametrize(("said", "most"), [("100000 100000", 1), ("20000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)])
+def test_a_container_s_share_of_a_host_is_what_may_be_used(tmp_path, monkeypatch, said, most):
+    monkeypatch.setattr(compile_ahead.os, "sched_getaffinity", lambda who: set(range(64)))
+    if said is not None:
+        (tmp_path / "cpu.max").write_text(said)
+    assert usable_processors(tmp_path / "cpu.max") == most
