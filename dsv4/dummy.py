@@ -19,8 +19,9 @@ BYTES_AT_ONCE = 1 << 28
 
 
 def load_dummy(name: str, layers: int | None = None, numerics: str = "native", backend: str = "auto", device: str = "cpu",
-               max_context: int | None = None, cache: str = "auto", index_cache: str = "auto", seed: int = 0) -> Model:
-    """A model of the published configuration 'flash' or 'pro', its first `layers` layers, without MTP, with random weights.
+               max_context: int | None = None, cache: str = "auto", index_cache: str = "auto", seed: int = 0,
+               mtp: bool = False) -> Model:
+    """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and its MTP block.
 
     Formats are the official ones (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments as `load_model`. Raises
     InputError for a name or number of layers that does not exist.
@@ -33,12 +34,13 @@ def load_dummy(name: str, layers: int | None = None, numerics: str = "native", b
     if not 0 < layers <= total:
         raise InputError(f"{layers} layers of {name} were asked for; expected 1 … {total}")
     config = ModelConfig.from_official(raw | {
-        "num_hidden_layers": layers, "compress_ratios": raw["compress_ratios"][:layers], "num_nextn_predict_layers": 0,
+        "num_hidden_layers": layers, "compress_ratios": raw["compress_ratios"][:layers] + raw["compress_ratios"][total:] * mtp,
+        "num_nextn_predict_layers": raw["num_nextn_predict_layers"] * mtp,
         "num_hash_layers": min(raw["num_hash_layers"], layers)})
     target, choice = resolve_device(device), numerics_named(numerics).with_caches(cache, index_cache)
     tensors = official_tensors(config)
     with torch.device("meta"):
-        model = Model(config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp=False)
+        model = Model(config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp=mtp)
     model.to_empty(device=target)
     model.device, model.max_context = target, max_context
     fill_weights(model, seed)
@@ -100,7 +102,8 @@ def fill_cache(cache: Cache, length: int | list[int], seed: int = 0) -> None:
     for layer in cache.layers + cache.mtp_layers:
         for stream in (layer.window, *(part for c in (layer.main, layer.index) if c is not None for part in (c.raw, c.entries))):
             _fill_rows(stream.flat, seed)
-    cache._main.now, cache._main.high = lengths, list(lengths)
+    for held in (cache._main, cache._mtp)[:1 + bool(cache.mtp_layers)]:
+        held.now, held.high = list(lengths), list(lengths)
 
 
 def _fill_rows(rows: torch.Tensor | PackedRows, seed: int) -> None:

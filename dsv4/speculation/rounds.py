@@ -42,10 +42,11 @@ class Progress:
 
 @dataclass
 class Counts:
-    """Of one batch. polls: how often the host asked whether a round had ended; synchronisations: how often it waited for the
+    """Of one batch. sizes: what the host knew that rows wanted when it began each round. polls: how often the host asked whether a round had ended; synchronisations: how often it waited for the
     device in a call that returns only then."""
 
     rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
+    sizes: list[list[int]] = field(default_factory=list)
     polls: int = 0
     synchronisations: int = 0
 
@@ -61,30 +62,43 @@ class Rounds:
 
     def __init__(self, model: Model, cache: Cache, most: int, tokens: torch.Tensor, first: torch.Tensor, chained: torch.Tensor,
                  left: Sequence[int], stop_ids: Iterable[int], policy: DevicePolicy):
-        lengths, B, device = cache.lengths, cache.batch, model.device
-        reach = max(length + n for length, n in zip(lengths, left)) + most
-        if reach > cache.max_context or most > cache.max_rewind:
-            raise InputError(f"rounds of {most} drafts reach {reach} tokens and rewind {most}; the cache has max_context "
-                             f"{cache.max_context} and max_rewind {cache.max_rewind}; build it larger or draft fewer")
+        B, device = cache.batch, model.device
         if not model.mtp:
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
-        self.model, self.cache, self.most, self.policy = model, cache, most, policy
-        new = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
-        self.start, self.left = new(lengths), new(list(left))
+        self.model, self.cache, self.most, self.policy, self.room = model, cache, most, policy, max(left)
+        rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
+        self.start, self.left, self.written, self.sizes = rows(), rows(), rows(), rows()
         self.token, self.first, self.chained = tokens.clone(), first.clone(), chained.clone()
-        self.done = self.left == 0
+        self.done = torch.zeros(B, dtype=torch.bool, device=device)
         self.pressure = torch.zeros((), dtype=torch.bool, device=device)  # whether the cache is short of pages: whoever knows sets it
-        self.sizes = policy.choose(self.pressure, ~self.done).clone()
-        self.stops = new(sorted(set(stop_ids)) or [-1])
-        self.room = max(left)
+        self.stops = torch.tensor(sorted(set(stop_ids)) or [-1], device=device)
         self.out = torch.zeros(B, self.room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
-        self.written = torch.zeros(B, dtype=torch.int64, device=device)
         pinned = lambda *shape: torch.zeros(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
-        self.host_state[1].copy_(self.sizes)
-        self.host_state[2].copy_(self.done)
         self.captures = captures(model)
+        self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.restart(tokens, first, chained, left)
+
+    def restart(self, tokens: torch.Tensor, first: torch.Tensor, chained: torch.Tensor, left: Sequence[int]) -> None:
+        """Begin other requests in the same rows, from where `cache` stands now; graphs stay. Arguments as for a new one.
+
+        Raises InputError where a round could reach beyond the cache, or a row could write more than any did when this was made.
+        """
+        lengths = self.cache.lengths
+        reach = max(length + n for length, n in zip(lengths, left)) + self.most
+        if reach > self.cache.max_context or self.most > self.cache.max_rewind:
+            raise InputError(f"rounds of {self.most} drafts reach {reach} tokens and rewind {self.most}; the cache has max_context "
+                             f"{self.cache.max_context} and max_rewind {self.cache.max_rewind}; build it larger or draft fewer")
+        if max(left) > self.room:
+            raise InputError(f"a row may write {max(left)} tokens; these rounds were made for {self.room}: make new ones")
+        for held, given in ((self.start, lengths), (self.left, list(left)), (self.token, tokens), (self.first, first), (self.chained, chained)):
+            held.copy_(torch.as_tensor(given))
+        self.done.copy_(self.left == 0)
+        self.written.zero_()
+        self.policy.reset(torch.ones_like(self.done))
+        self._choose()
+        self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())))
         self.counts = Counts()
 
     # ---- on the device -------------------------------------------------------------------
@@ -106,14 +120,22 @@ class Rounds:
             found.append(self.model.head(features).argmax(-1))
         return torch.stack(found, 1) if D else self.token.new_empty(len(self.token), 0)
 
+    def _choose(self) -> None:
+        """Sizes of the next round: the policy's, and no more than what a row may still write."""
+        self.sizes.copy_(torch.minimum(self.policy.choose(self.pressure, ~self.done), (self.left - 1).clamp(min=0)))
+
+    def _accept(self, logits: torch.Tensor, drafts: torch.Tensor, proposed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many drafts stay int64 [B], and the tokens that come out int64 [B, D + 1], as `accept_greedy` says."""
+        return accept_greedy(logits, drafts, proposed)
+
     @torch.inference_mode()
     def _round(self, D: int) -> None:
         B, drafts = len(self.token), self._drafts(D)
         ids = torch.cat((self.token.unsqueeze(1), drafts), 1)
         streams, logits = self.model.captured(self._step(ids, self.start), self.cache)
         place = torch.arange(D + 1, device=ids.device)
-        proposed = torch.minimum(self.sizes, self.left - 1).clamp(0, D).masked_fill(self.done, 0)
-        accepted, chosen = accept_greedy(logits.view(B, D + 1, -1), drafts, proposed)
+        proposed = self.sizes.clamp(0, D).masked_fill(self.done, 0)
+        accepted, chosen = self._accept(logits.view(B, D + 1, -1), drafts, proposed)
         stopping = (chosen.unsqueeze(-1) == self.stops).any(-1)
         first_stop = torch.where(stopping, place, D + 1).amin(1)
         count = torch.minimum(torch.minimum(accepted + 1, self.left), first_stop + 1).masked_fill(self.done, 0)
@@ -125,7 +147,7 @@ class Rounds:
         self.left -= count
         self.done |= (self.left == 0) | (first_stop < count)
         self.policy.observe(accepted, proposed)
-        self.sizes.copy_(self.policy.choose(self.pressure, ~self.done))
+        self._choose()
         self.host_out.copy_(self.out[:, :self.room], non_blocking=True)
         self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())), non_blocking=True)
 
@@ -151,7 +173,7 @@ class Rounds:
             for _ in range(WARM_UP):
                 self._round(D)
             self.graphs[D] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[D], stream=stream):
+            with torch.cuda.graph(self.graphs[D], stream=stream, pool=self.pool):
                 self._round(D)
         torch.cuda.current_stream().wait_stream(stream)
         self.done.copy_(held)
@@ -163,8 +185,9 @@ class Rounds:
         written, sizes, done = self.host_state.tolist()
         return Progress(written, sizes, [bool(d) for d in done])
 
-    def run(self, on_tokens: Callable[[int, list[int]], None] | None = None, ahead: int = 2) -> list[list[int]]:
-        """Rounds until every row is done; the rows' tokens. on_tokens(row, new tokens) as they are known.
+    def run(self, on_tokens: Callable[[int, list[int]], None] | None = None, ahead: int = 2,
+            until: Callable[[Iterable[bool]], bool] = all) -> list[list[int]]:
+        """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens) as they are known.
 
         ahead: rounds under way before the oldest is waited for by polling; 1 decides every size by the round just before.
         """
@@ -175,9 +198,10 @@ class Rounds:
                 if new > old and on_tokens is not None:
                     on_tokens(b, self.host_out[b, old:new].tolist())
                 told[b] = new
-            if all(now.done):
+            if until(now.done):
                 break
             wanted = max(size for size, done in zip(now.sizes, now.done) if not done)
+            self.counts.sizes.append(now.sizes)
             under_way.append(self._launch(min(wanted, self.most)))
             while len(under_way) >= ahead or under_way and under_way[0] is None:
                 event = under_way.pop(0)

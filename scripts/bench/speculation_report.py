@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from dsv4.speculation import LARGEST, CostTable
 from scripts.bench.report import headline
 from scripts.bench.speculation import BOUNDS, GOALS, JUDGED, Point, Timeline, groups, ranked, references, verdicts
 
@@ -41,6 +42,27 @@ def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
               for p in points]
     notes = [f"- {note}" for note in setup.get("notes", ())]
     return "\n".join([*lines, "", *notes] if notes else lines) + "\n"
+
+
+def real(costs: CostTable, ran: Sequence) -> str:
+    """What rounds cost, and policies as they ran (`Timed`), as markdown."""
+    lines = ["", "## What a round costs, ms", "", "Drafting k tokens, verifying k + 1, and the block again over what was verified.", "",
+             "| batch | " + " | ".join(map(str, range(LARGEST + 1))) + " | one draft |", "|---:|" + "---:|" * (LARGEST + 2)]
+    for batch, cost in sorted(costs.batches.items()):
+        cells = (f"{costs.uniform(batch, k) * 1e3:.3f}" for k in range(LARGEST + 1))
+        lines.append(f"| {batch} | " + " | ".join(cells) + f" | {cost.draft * 1e3:.3f} |")
+    lines += ["", "## As it really ran", "", "Each round is a graph replay that the host launches when the one before has ended; it runs until the first "
+              "row has its tokens. Expected: by simulation with the costs above. The sizes were those of the specification in every round.", "",
+              "| trace | batch | policy | tokens | rounds | tokens/s | of the best static size | expected tokens/s | host waits |",
+              "|---|---:|---|" + "---:|" * 6]
+    best: dict[tuple[str, int], float] = {}
+    for r in ran:
+        if r.policy.startswith(("static", "no ")):
+            best[r.trace, r.batch] = max(best.get((r.trace, r.batch), 0.0), r.tokens_per_second)
+    for r in sorted(ran, key=lambda r: (r.batch, r.trace)):
+        lines.append(f"| {r.trace} | {r.batch} | {r.policy} | {r.tokens} | {len(r.rounds)} | {r.tokens_per_second:.0f} "
+                     f"| {r.tokens_per_second / best[r.trace, r.batch]:.3f} | {r.expected:.0f} | {r.synchronisations} |")
+    return "\n".join(lines) + "\n"
 
 
 def _cell(row: dict | None) -> str:

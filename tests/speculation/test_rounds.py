@@ -56,6 +56,9 @@ class Cycle(DevicePolicy):
     def choose(self, pressure, live=None):
         return torch.tensor(next(self.all, (1, 0, 3)))
 
+    def reset(self, fresh):
+        pass
+
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("size", [0, 1, 2, 5, 8])
@@ -85,7 +88,7 @@ def forced(found, ids, plain, wrong):
             rows.append((row[at:] + [0] * D)[:D])
             if wrong[b] < D:
                 rows[b][wrong[b]] = (rows[b][wrong[b]] + 1) % found.model.config.vocab_size
-        return torch.tensor(rows)
+        return torch.tensor(rows, dtype=torch.int64)
     found._drafts = drafts
 
 
@@ -133,7 +136,7 @@ def test_every_residue(model, length):
     plain = generate(model, ids[0], 12).token_ids
     assert run(model, ids, (12,), static(model, 1, 3))[0] == [plain]
     found, first = rounds(model, ids, (12,), static(model, 1, 3))
-    found._drafts = lambda D: torch.tensor([plain[1 + int(found.written):][:D] + [0] * max(0, D - 11 + int(found.written))])
+    found._drafts = lambda D: torch.tensor([plain[1 + int(found.written):][:D] + [0] * max(0, D - 11 + int(found.written))], dtype=torch.int64)
     assert [first + found.run()[0]] == [plain] and len(found.counts.rounds) == 3  # eleven tokens, four a round
 
 
@@ -144,7 +147,7 @@ def test_only_what_is_right_is_accepted(model):
         found, first = rounds(model, ids, (12,), static(model, 1, 3))
 
         def drafts(D):
-            following = torch.tensor([(plain[1 + int(found.written):] + [0] * D)[:D]])
+            following = torch.tensor([(plain[1 + int(found.written):] + [0] * D)[:D]], dtype=torch.int64)
             return torch.where(torch.arange(D) == wrong, (following + 1) % model.config.vocab_size, following)
         found._drafts = drafts
         assert first + found.run()[0] == plain
@@ -174,7 +177,7 @@ def test_adaptive_sizes_follow_their_specification(model):
         accepted = [min(w, p) for w, p in zip(wrong, proposed)]
         found._round(8)
         states, sizes = policy.step(states, accepted, proposed)
-        assert found.sizes.tolist() == [size if n > a + 1 else 0 for size, n, a in zip(sizes, left, accepted)]
+        assert found.sizes.tolist() == [max(0, min(size, n - a - 2)) for size, n, a in zip(sizes, left, accepted)]  # room of what is left
 
 
 def test_under_pressure_no_row_drafts_more_than_two(model):
@@ -182,7 +185,7 @@ def test_under_pressure_no_row_drafts_more_than_two(model):
     found, first = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device))
     found.pressure.fill_(True)
     out = found.run(ahead=1)
-    assert found.counts.rounds[0] == 8 and set(found.counts.rounds[1:]) <= {1, 2}  # sizes were chosen before there was pressure
+    assert found.counts.rounds[0] == 8 and set(found.counts.rounds[1:]) <= {0, 1, 2}  # sizes were chosen before there was pressure
     assert [[t, *row] for t, row in zip(first, out)] == [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
 
 
@@ -224,3 +227,26 @@ def test_what_does_not_fit_is_refused(model):
     cache = model.new_cache(1, 64, 4)
     with pytest.raises(InputError, match="max_rewind"):
         Rounds(model, cache, 8, *primed(model, cache, torch.tensor(ids), [9]), [3], (), static(model, 1, 3))
+
+
+def test_other_requests_begin_in_the_same_rows(model):
+    """As if the rounds had been made for them: tokens, sizes, and what the policy knows."""
+    ids = prompts(model, (9, 20, 33), seed=3)
+    found, first = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device), room=200)
+    found.run()
+    plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    found.cache.reset()
+    lengths = [len(row) for row in ids]
+    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
+    tokens, *start = primed(model, found.cache, padded, lengths)
+    found.restart(tokens, *start, [n - 1 for n in NEW])
+    assert found.sizes.tolist() == [8, 7, 8] and found.counts.rounds == []
+    assert [[t, *row] for t, row in zip(tokens.tolist(), found.run())] == plain
+    with pytest.raises(InputError, match="a row may write 21 tokens; these rounds were made for 20: make new ones"):
+        found.restart(tokens, *start, [21, 1, 1])
+
+
+def test_until_the_first_row_is_done(model):
+    ids = prompts(model)
+    found, _ = rounds(model, ids, (21, 4, 21), static(model, 3, 0))
+    assert [len(row) for row in found.run(until=any, ahead=1)] == [3, 3, 3]

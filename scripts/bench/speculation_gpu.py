@@ -1,0 +1,222 @@
+"""Rounds of speculative decoding on a device: what each size costs, and how fast each policy really is.
+
+Costs do not depend on what is accepted, so a model with random weights can be timed with the acceptance of another's text: kernels,
+bytes and launches are real, only the judgement of the drafts is replaced by a trace (`Traced`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+import torch
+
+from dsv4.cache import Cache
+from dsv4.model import Model
+from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Oracle, Policy, Run, Static, Trace, on_device, simulate
+from dsv4.speculation.costs import BatchCost
+from dsv4.speculation.policy_device import DevicePolicy
+from dsv4.speculation.rounds import Rounds
+from dsv4.speculation.trace import Request
+
+REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
+
+
+class Traced(Rounds):
+    """Rounds in which a trace says how many drafts are right: accepted int64 [B, T], by tokens written so far."""
+
+    def __init__(self, *arguments, accepted: torch.Tensor):
+        self.accepted = accepted
+        super().__init__(*arguments)
+
+    def _accept(self, logits, drafts, proposed):
+        right = self.accepted.gather(1, self.written.clamp(max=self.accepted.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        return torch.minimum(right, proposed), logits.argmax(-1)
+
+
+class Recording(Rounds):
+    """Rounds that commit one token each and keep how many drafts were right: `seen` int64 [B, room]."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = torch.zeros_like(self.out)
+
+    def _accept(self, logits, drafts, proposed):
+        count, chosen = super()._accept(logits, drafts, torch.full_like(proposed, drafts.shape[1]))
+        at = torch.where(self.done, self.room, self.written).unsqueeze(1)
+        self.seen.scatter_(1, at, count.unsqueeze(1))
+        return torch.zeros_like(count), chosen
+
+
+class Scheduled(DevicePolicy):
+    """Sizes int64 [passes, B] that were decided beforehand: how the oracle runs on a device."""
+
+    def __init__(self, sizes: torch.Tensor):
+        self.sizes, self.at = sizes, torch.zeros((), dtype=torch.int64, device=sizes.device)
+
+    def observe(self, accepted, proposed) -> None:
+        pass
+
+    def choose(self, pressure, live=None):
+        sizes = self.sizes.index_select(0, self.at.clamp(max=len(self.sizes) - 1).view(1)).squeeze(0)
+        self.at += 1
+        return sizes if live is None else torch.where(live, sizes, 0)
+
+    def reset(self, fresh) -> None:
+        self.at.zero_()
+
+
+@dataclass
+class Timed:
+    """One policy on one trace, as it ran. expected: tokens/s that the simulation gives with the measured costs."""
+
+    policy: str
+    trace: str
+    kind: str
+    batch: int
+    tokens: int
+    seconds: float
+    expected: float
+    rounds: list[int] = field(repr=False, default_factory=list)
+    sizes: list[list[int]] = field(repr=False, default_factory=list)
+    polls: int = 0
+    synchronisations: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy) -> Traced:
+    """Rows at `context` tokens of a cache full of plausible numbers, each to write `tokens`."""
+    from dsv4.dummy import fill_cache
+    g = torch.Generator(model.device).manual_seed(1)
+    cache = model.new_cache(batch, context + tokens + LARGEST + SPARE, max_rewind=LARGEST)
+    fill_cache(cache, context)
+    ids = lambda: torch.randint(model.config.vocab_size, (batch,), generator=g, device=model.device)
+    n, d = model.config.hc_mult, model.config.hidden_size
+    streams = torch.randn(batch, n, d, generator=g, device=model.device).to(model.numerics.activation)
+    none = torch.zeros(batch, tokens, dtype=torch.int64, device=model.device)
+    return Traced(model, cache, LARGEST, ids(), ids(), streams, [tokens] * batch, (), policy, accepted=none)
+
+
+def again(rounds: Traced, context: int, accepted: np.ndarray) -> None:
+    """The same rows at the same context, with another trace."""
+    for held in (rounds.cache._main, rounds.cache._mtp):
+        held.now = [context] * rounds.cache.batch  # what lies there is random, and as good as before
+    rounds.accepted.copy_(torch.from_numpy(accepted))
+    rounds.restart(rounds.token, rounds.first, rounds.chained, [accepted.shape[1]] * rounds.cache.batch)
+
+
+def measure_costs(model: Model, batches: Sequence[int], context: int, name: str, about: dict,
+                  said: Callable[[str], None]) -> CostTable:
+    """Whole rounds of every size, and one step of the MTP block, as medians of graph replays."""
+    found = {}
+    for batch in batches:
+        rounds = traced(model, batch, context, 4 * REPLAYS * (LARGEST + 2), on_device(Static(LARGEST), batch, model.device))
+        whole = [_median(rounds, k) for k in range(LARGEST + 1)]
+        draft = (_drafting(rounds, 5) - _drafting(rounds, 1)) / 4
+        found[batch] = BatchCost(draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1))
+        said(f"batch {batch}: " + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole)) + f" ms a round; {draft * 1e3:.3f} ms a draft")
+        del rounds
+    return CostTable(name, 1.0, found, {"kind": "measured", "context": context, **about})
+
+
+def _median(rounds: Rounds, size: int) -> float:
+    """Seconds."""
+    rounds.capture(size)
+    return _replays(rounds.graphs[size])
+
+
+def _replays(graph) -> float:
+    times, marks = [], [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 3)]
+    for mark in marks:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(marks[1:], marks[2:])]
+    return median(times) / 1e3
+
+
+def _drafting(rounds: Rounds, size: int) -> float:
+    """Seconds of `size` − 1 chained steps of the block."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.inference_mode():
+        for _ in range(2):
+            rounds._drafts(size)
+        with torch.cuda.graph(graph, stream=stream, pool=rounds.pool):
+            rounds._drafts(size)
+    torch.cuda.current_stream().wait_stream(stream)
+    return _replays(graph)
+
+
+def best_oracle(trace: Trace, costs: CostTable, batch: int) -> Run:
+    widths = [None] if batch == 1 else [None, *range(LARGEST + 1)]
+    return max((simulate(Oracle(costs, batch, w), trace, costs, batch) for w in widths), key=lambda r: r.tokens_per_second)
+
+
+def part(trace: Trace, batch: int, tokens: int) -> Trace:
+    """Rows of `tokens` tokens each, cut from the trace one after another."""
+    whole = np.concatenate([r.accepted for r in trace.requests])
+    rows = [Request(f"row {b}", np.resize(whole[b * tokens:] if b * tokens < len(whole) else whole, tokens)) for b in range(batch)]
+    return Trace(trace.name, tuple(rows), trace.provenance)
+
+
+def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, batch: int, context: int, tokens: int,
+         statics: Sequence[int], said: Callable[[str], None]) -> list[Timed]:
+    """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time."""
+    parts = [(kind, part(trace, batch, tokens)) for kind, trace in traces]
+    policies: list[tuple[Policy | None, list[int]]] = [(Static(k), [k]) for k in statics]
+    policies += [(p, list(p.sizes)) for p in (Adaptive(), CostAware(costs, batch))] + [(None, list(range(LARGEST + 1)))]
+    found = []
+    for policy, sizes in policies:
+        on = Scheduled(torch.zeros(tokens + 1, batch, dtype=torch.int64, device=model.device)) if policy is None \
+            else on_device(policy, batch, model.device)
+        rounds = traced(model, batch, context, tokens, on)
+        if rounds.captures:
+            for k in sizes:
+                rounds.capture(k)
+        for kind, trace in parts:
+            planned = best_oracle(trace, costs, batch) if policy is None else simulate(policy, trace, costs, batch)
+            if policy is None:
+                plan = torch.tensor(list(planned.block_size_history.values())).T
+                on.sizes.zero_()
+                on.sizes[:len(plan)].copy_(plan)
+            found.append(_run(rounds, context, kind, trace, planned, "oracle" if policy is None else policy.name))
+            said(f"batch {batch}, {trace.name}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, "
+                 f"{found[-1].expected:.0f} expected")
+        del rounds
+    return found
+
+
+def _run(rounds: Traced, context: int, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
+    batch = rounds.cache.batch
+    again(rounds, context, np.stack([r.accepted for r in trace.requests]))
+    _wait(rounds)
+    begun = time.perf_counter()
+    rounds.run(ahead=1, until=any)
+    _wait(rounds)
+    seconds, counts = time.perf_counter() - begun, rounds.counts
+    if counts.rounds != [max(sizes) for sizes in zip(*planned.block_size_history.values())]:
+        raise RuntimeError(f"{name} on {trace.name}: the device chose other sizes than the specification")
+    return Timed(name, trace.name, kind, batch, sum(rounds.progress().written), seconds, planned.tokens_per_second, counts.rounds,
+                 counts.sizes, counts.polls, counts.synchronisations)
+
+
+def _wait(rounds: Rounds) -> None:
+    if rounds.model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def record(model: Model, cache: Cache, ids: list[list[int]], tokens: int) -> np.ndarray:
+    """Of each of `tokens` greedy tokens after each prompt how many of 8 drafts are right, int64 [B, tokens]."""
+    from dsv4.speculation.rounds import primed
+    lengths = [len(row) for row in ids]
+    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
+    start = primed(model, cache, padded, lengths)
+    rounds = Recording(model, cache, LARGEST, *start, [tokens] * len(ids), (), on_device(Static(LARGEST), len(ids), model.device))
+    for _ in range(tokens):
+        rounds._round(LARGEST)
+    return rounds.seen[:, :tokens].cpu().numpy()

@@ -1,0 +1,99 @@
+"""Speculative decoding on a GPU: what rounds of each size cost, and every block-size policy on acceptance traces.
+
+    python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 256,128,64]
+                                        [--trace KIND=FILE ...] [--static 0,1,2,4,8] [--out DIR]
+    python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
+
+Rounds run as CUDA graphs on random weights of published widths; a trace says how many drafts are right. Costs of all sizes are
+measured, policies are ranked with them over whole traces, and each policy also really runs to `tokens` a row (one count for each
+batch), which must take the sizes that the specification takes. `--record` writes traces of a checkpoint's own text, greedily
+continued from this project's code and prose. KIND is 'mixed' or 'stationary'. Writes bench_speculation_<device>.json, .md, .svg
+and costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dsv4.errors import Dsv4Error, InputError  # noqa: E402
+from scripts.bench import report, speculation, speculation_gpu, speculation_report, speculation_traces  # noqa: E402
+from scripts.bench_speculation_sim import named_trace  # noqa: E402
+
+SCRIPT = "scripts/bench_speculation.py"
+numbers = lambda text: [int(n) for n in text.split(",")]
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    from dsv4.memory import parse_count
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dummy-weights", default="flash", choices=("flash", "pro"))
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--context", type=parse_count, default=8192)
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--tokens", type=numbers, default=[256, 128, 64])
+    parser.add_argument("--static", type=numbers, default=[0, 1, 2, 4, 8])
+    parser.add_argument("--trace", action="append", default=[], metavar="KIND=FILE")
+    parser.add_argument("--record", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--record-out", type=Path, default=speculation_traces.FOLDER)
+    parser.add_argument("--out", type=Path, default=Path("audits"))
+    return parser.parse_args(given)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.record is not None:
+        for path in speculation_traces.record_all(args.record, args.record_out, say):
+            say(f"wrote {path}")
+        return
+    if len(args.tokens) != len(args.batch):
+        raise InputError(f"--tokens has {len(args.tokens)} counts for {len(args.batch)} batches; expected one for each")
+    if not torch.cuda.is_available():
+        raise InputError("rounds are timed on a CUDA device; this machine has none (scripts/bench_speculation_sim.py simulates)")
+    traces = [named_trace(text) for text in args.trace] or speculation_traces.default_traces()
+    from dsv4.dummy import load_dummy
+    model = load_dummy(args.dummy_weights, args.layers, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
+    about = report.provenance(SCRIPT)
+    slug = report.device_slug(torch.cuda.get_device_name())
+    what = f"{args.dummy_weights.capitalize()} widths, {args.layers} layers, the head and the MTP block, random weights, FP8 and FP4 caches"
+    costs = speculation_gpu.measure_costs(model, args.batch, args.context, f"{what}; {report.headline(about)}", about, say)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"speculation_costs_{slug}.json").write_text(json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")
+    ran, points = [], speculation.simulated(traces, costs, args.batch, say)
+    for batch, tokens in zip(args.batch, args.tokens):
+        ran += speculation_gpu.race(model, traces, costs, batch, args.context, tokens, args.static, say)
+        write(args.out, slug, points, ran, about, costs, traces, what)
+
+
+def write(folder: Path, slug: str, points, ran, about: dict, costs, traces, what: str) -> None:
+    notes = [f"{trace.name}: {dict(trace.provenance)}" for _, trace in traces]
+    setup = {"title": what, "notes": notes, "costs": costs.document(),
+             "how": f"{what}. Rounds of every size were timed as graph replays; the ranking is simulated with these costs over whole "
+                    "traces, and below it each policy as it really ran.",
+             "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces],
+             "ran": [dataclasses.asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in ran]}
+    line = speculation.timeline(costs) if 1 in costs.batches else None
+    text = speculation_report.markdown(points, about, setup) + speculation_report.real(costs, ran)
+    report.write(folder, f"bench_speculation_{slug}", report.finite(speculation_report.document(points, about, setup, line)), text,
+                 speculation_report.svg(points, about, setup, line))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(given: list[str] | None = None) -> int:
+    try:
+        run(arguments(given))
+    except Dsv4Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

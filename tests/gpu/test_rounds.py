@@ -1,0 +1,75 @@
+"""Speculative rounds as CUDA graphs: plain decoding's tokens, every size, no wait of the host that grows with the response."""
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.generate import generate
+from dsv4.speculation import Adaptive, CostAware, Static, on_device
+from dsv4.speculation.rounds import Rounds, primed
+from scripts.bench.decode import counted_syncs
+from scripts.bench.speculation_costs import moe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTHS, NEW = (5, 131, 30, 64, 127, 2, 9, 128), (21, 9, 14, 40, 3, 22, 33, 12)
+POLICIES = {**{f"static {k}": Static(k) for k in (0, 1, 2, 3, 8)}, "adaptive": Adaptive(), "cost-aware": CostAware(moe(), len(LENGTHS))}
+
+
+@pytest.fixture(scope="module")
+def model(golden_path):
+    return load_model(golden_path, numerics="fp32", mtp=True, device="cuda", backend="triton")
+
+
+def prompts(model, lengths, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(model.config.vocab_size, (n,), generator=g).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return [generate(model, row, n).token_ids for row, n in zip(prompts(model, LENGTHS), NEW)]
+
+
+def ready(model, ids, new, policy):
+    """Rounds over the prompts, and each row's first token."""
+    lengths = [len(row) for row in ids]
+    cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + 8, 16)
+    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
+    tokens, *start = primed(model, cache, padded, lengths)
+    return Rounds(model, cache, 8, tokens, *start, [n - 1 for n in new], (), on_device(policy, len(ids), "cuda")), tokens.tolist()
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_tokens_are_those_of_plain_decoding(model, plain, policy, ahead):
+    found, first = ready(model, prompts(model, LENGTHS), NEW, policy)
+    told = [[] for _ in LENGTHS]
+    out = found.run(ahead=ahead, on_tokens=lambda row, tokens: told[row].extend(tokens))
+    assert [[t, *row] for t, row in zip(first, out)] == plain and told == out
+    assert found.graphs and set(found.graphs) == set(found.counts.rounds) and found.counts.synchronisations == 0
+    assert found.cache.lengths == found.cache.mtp_lengths == found.start.tolist()
+
+
+def test_the_host_waits_no_more_for_a_long_response_than_for_a_short_one(model):
+    waits = []
+    for new in (16, 160):
+        found, _ = ready(model, prompts(model, (20, 33)), (new, new), Static(3))
+        found.capture(3), found.capture(2), found.capture(1), found.capture(0)
+        with counted_syncs() as syncs:
+            out = found.run()
+        assert [len(row) for row in out] == [new - 1] * 2
+        waits.append(len(syncs))
+    assert waits[0] == waits[1] == 0, syncs
+
+
+def test_other_requests_on_the_same_graphs(model, plain):
+    found, _ = ready(model, prompts(model, LENGTHS, seed=9), (40,) * 8, Static(3))
+    found.run()
+    held, ids = dict(found.graphs), prompts(model, LENGTHS)
+    found.cache.reset()
+    padded = torch.tensor([row + [0] * (max(LENGTHS) - len(row)) for row in ids])
+    tokens, *start = primed(model, found.cache, padded, list(LENGTHS))
+    found.restart(tokens, *start, [n - 1 for n in NEW])
+    assert [[t, *row] for t, row in zip(tokens.tolist(), found.run())] == plain
+    assert all(found.graphs[k] is graph for k, graph in held.items())

@@ -1,0 +1,92 @@
+"""What the GPU benchmark of speculation does, on a CPU: policies on the device take the sizes of the specification; traces are recorded."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.speculation import Request, Static, Trace, on_device
+from dsv4.speculation.trace import mixed
+from scripts import bench_speculation
+from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces
+from scripts.bench.speculation_costs import moe
+
+
+@pytest.fixture(scope="module")
+def model(golden_path):
+    return load_model(golden_path, numerics="fp32", mtp=True)
+
+
+COSTS = dataclasses.replace(moe(), batches={2: moe().of(1)})
+
+
+def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
+    traces = [("mixed", mixed("m", 0.95, 0.3, 12, requests=6, tokens=64, seed=2))]
+    ran = speculation_gpu.race(model, traces, COSTS, 2, 24, 40, (0, 3), lambda line: None)
+    assert [r.policy for r in ran] == ["no speculation", "static 3", "ASBS", "cost-aware", "oracle"]
+    for r in ran:
+        assert r.batch == 2 and 40 <= r.tokens <= 80 and r.rounds == list(map(max, r.sizes))
+        assert r.tokens >= len(r.rounds) * 2 if r.policy != "no speculation" else r.tokens == 80 and r.rounds == [0] * 40
+    by = {r.policy: r for r in ran}
+    assert len(by["oracle"].rounds) < len(by["no speculation"].rounds) and len(set(by["ASBS"].rounds)) > 1
+    text = speculation_report.real(COSTS, ran)
+    assert "| m | 2 | oracle |" in text and "What a round costs" in text
+    monkeypatch.setattr(speculation_gpu.Traced, "_accept", lambda self, logits, drafts, proposed: (proposed, logits.argmax(-1)))
+    with pytest.raises(RuntimeError, match="chose other sizes than the specification"):
+        speculation_gpu.race(model, traces, COSTS, 2, 24, 40, (3,), lambda line: None)
+
+
+def test_rows_are_cut_one_after_another():
+    trace = Trace("t", (Request("a", np.arange(6) % 9), Request("b", np.arange(3))), {"kind": "recorded"})
+    rows = [r.accepted.tolist() for r in speculation_gpu.part(trace, 3, 4).requests]
+    assert rows[:2] == [[0, 1, 2, 3], [4, 5, 0, 1]] and rows[2] == [2, 2, 2, 2]
+
+
+def test_turns_alternate():
+    a, b = (Trace(n, (Request("x", np.full(8, v)), Request("y", np.full(8, v))), {"kind": "recorded"}) for n, v in (("a", 1), ("b", 2)))
+    first, second = speculation_traces.by_turns(a, b, 4).requests
+    assert first.accepted.tolist() == [1] * 4 + [2] * 4 + [1] * 4 + [2] * 4
+    assert second.accepted.tolist() == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
+
+
+def test_what_is_recorded_is_what_drafts_would_do(model):
+    """From each position, with that many tokens committed, as many drafts are right as the trace says."""
+    g = torch.Generator().manual_seed(4)
+    ids = [torch.randint(model.config.vocab_size, (n,), generator=g).tolist() for n in (7, 40)]
+    cache = lambda: model.new_cache(2, 90, max_rewind=8)
+    seen = speculation_gpu.record(model, cache(), ids, 20)
+    assert seen.shape == (2, 20) and 0 <= seen.min() and seen.max() <= 8
+    for k in (1, 3):
+        from dsv4.speculation.rounds import Rounds, primed
+        held = cache()
+        padded = torch.tensor([row + [0] * (40 - len(row)) for row in ids])
+        rounds = Rounds(model, held, 8, *primed(model, held, padded, [7, 40]), [30, 30], (), on_device(Static(k), 2, "cpu"))
+        at = np.zeros(2, int)
+        while at.max() < 12:
+            rounds._round(k)
+            now = rounds.written.numpy()
+            assert (now - at).tolist() == [min(k, seen[b, at[b]]) + 1 for b in range(2)]
+            at = now.copy()
+
+
+def test_refusals(capsys, tmp_path, monkeypatch):
+    assert bench_speculation.main(["--tokens", "3"]) == 2
+    assert "expected one for each" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert bench_speculation.main(["--out", str(tmp_path)]) == 2
+        assert "timed on a CUDA device" in capsys.readouterr().err
+    assert bench_speculation.main(["--record", str(tmp_path / "none")]) == 2
+    monkeypatch.setattr(speculation_traces, "ROWS", 10**6)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shipped_traces_are_read():
+    found = speculation_traces.default_traces()
+    assert [kind for kind, _ in found] == ["stationary", "stationary", "mixed", "mixed"]
+    for kind, trace in found:
+        assert all(0 <= r.accepted.min() and r.accepted.max() <= 8 for r in trace.requests)
+        assert trace.provenance["kind"] in ("recorded", "synthetic") and json.dumps(dict(trace.provenance))
+    assert len(speculation.groups([])) == 0
