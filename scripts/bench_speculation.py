@@ -5,10 +5,10 @@
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
 
 Rounds run as CUDA graphs on random weights of published widths; a trace says how many drafts are right. Costs of all sizes are
-measured, policies are ranked with them over whole traces, and each policy also really runs to `tokens` a row (one count for each
-batch), which must take the sizes that the specification takes. `--record` writes traces of a checkpoint's own text, greedily
+measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes.
+`bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. `--record` writes traces of a checkpoint's own text, greedily
 continued from this project's code and prose. KIND is 'mixed' or 'stationary'. Writes bench_speculation_<device>.json, .md, .svg
-and costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
+and speculation_costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
 import argparse
@@ -63,20 +63,20 @@ def run(args: argparse.Namespace) -> None:
     costs = speculation_gpu.measure_costs(model, args.batch, args.context, f"{what}; {report.headline(about)}", about, say)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"speculation_costs_{slug}.json").write_text(json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")
-    ran, points = [], speculation.simulated(traces, costs, args.batch, say)
+    ran: list[speculation_gpu.Timed] = []
     for batch, tokens in zip(args.batch, args.tokens):
         ran += speculation_gpu.race(model, traces, costs, batch, args.context, tokens, args.static, say)
-        write(args.out, slug, points, ran, about, costs, traces, what)
+        write(args.out, slug, ran, about, costs, traces, what)
 
 
-def write(folder: Path, slug: str, points, ran, about: dict, costs, traces, what: str) -> None:
+def write(folder: Path, slug: str, ran, about: dict, costs, traces, what: str) -> None:
+    points = [r.point() for r in ran]
     notes = [f"{trace.name}: {dict(trace.provenance)}" for _, trace in traces]
     setup = {"title": what, "notes": notes, "costs": costs.document(),
-             "how": f"{what}. Rounds of every size were timed as graph replays; the ranking is simulated with these costs over whole "
-                    "traces, and below it each policy as it really ran.",
+             "how": f"{what}. Each policy ran on the device, round after round, with the trace as the judge of its drafts.",
              "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces],
              "ran": [dataclasses.asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in ran]}
-    line = speculation.timeline(costs) if 1 in costs.batches else None
+    line = speculation.timeline(costs) if 1 in costs.batches else None  # simulated
     text = speculation_report.markdown(points, about, setup) + speculation_report.real(costs, ran)
     report.write(folder, f"bench_speculation_{slug}", report.finite(speculation_report.document(points, about, setup, line)), text,
                  speculation_report.svg(points, about, setup, line))

@@ -7,7 +7,7 @@ bytes and launches are real, only the judgement of the drafts is replaced by a t
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median, pvariance
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from dsv4.speculation.costs import BatchCost
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds
 from dsv4.speculation.trace import Request
+from scripts.bench.speculation import Point
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
 
@@ -86,6 +87,12 @@ class Timed:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    def point(self) -> Point:
+        drafted = [size for sizes in self.sizes for size in sizes]
+        rate = (self.tokens - self.batch * len(self.rounds)) / sum(drafted) if sum(drafted) else None
+        return Point(self.trace, self.kind, self.batch, self.policy, self.tokens_per_second, self.tokens, len(self.rounds), rate,
+                     fmean(drafted), pvariance(drafted))
 
 
 def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy) -> Traced:

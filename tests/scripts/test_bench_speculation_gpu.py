@@ -32,6 +32,8 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
         assert r.tokens >= len(r.rounds) * 2 if r.policy != "no speculation" else r.tokens == 80 and r.rounds == [0] * 40
     by = {r.policy: r for r in ran}
     assert len(by["oracle"].rounds) < len(by["no speculation"].rounds) and len(set(by["ASBS"].rounds)) > 1
+    point = by["static 3"].point()
+    assert point.static and point.passes == len(by["static 3"].rounds) and 0 < point.acceptance < 1 and 2 < point.mean_block_size <= 3
     text = speculation_report.real(COSTS, ran)
     assert "| m | 2 | oracle |" in text and "What a round costs" in text
     monkeypatch.setattr(speculation_gpu.Traced, "_accept", lambda self, logits, drafts, proposed: (proposed, logits.argmax(-1)))
