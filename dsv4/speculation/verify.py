@@ -6,6 +6,7 @@ import torch
 
 from dsv4.cache import Cache
 from dsv4.model import Model
+from kernels.rows import alone
 
 
 class Verify(Protocol):
@@ -30,6 +31,15 @@ class Append:
             counts = [width] * len(counts)
         out = self.model.append(ids, self.cache, n_new=counts, return_streams=want_streams)
         return out if want_streams else (out, None)
+
+
+class Alone(Append):
+    """One append in which each token is computed as if it were alone: bit for bit the logits of single steps, at more arithmetic than
+    `Append` and less than `SingleSteps`, since weights are dequantised once. For the `cpu` and `reference` backends."""
+
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with alone():
+            return super().__call__(ids, counts, want_streams)
 
 
 class SingleSteps:

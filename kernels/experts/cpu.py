@@ -12,11 +12,13 @@ from kernels.experts.reference import clamped_swiglu, expert
 from kernels.linear.reference import ACTIVATION_BLOCK
 from kernels.quantize.reference import simulate_fp8_blocks
 from kernels.quantize.weights import PackedWeight, WeightFormat, to_float
+from kernels.rows import by_row
 
 MAX_PAIRS = 16       # (token, expert) pairs
 MAX_GATHERED = 1 << 24  # weights gathered at once
 
 
+@by_row(0, 1, 2)
 def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
     N, k = indices.shape
     I2, D = w13.out_features, x.shape[1]
