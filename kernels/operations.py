@@ -1,5 +1,7 @@
 """Every operation that a model binds, by name."""
 
+import torch
+
 from kernels.attention import hca_attention, sparse_attention
 from kernels.cache_rows import write_rows
 from kernels.compress import gated_pool
@@ -7,6 +9,7 @@ from kernels.experts import experts, shared_expert
 from kernels.hadamard import hadamard
 from kernels.hyper_connections import mhc_head, mhc_post, mhc_pre
 from kernels.indexer import index_scores, topk_entries
+from kernels.keys import settle
 from kernels.linear import grouped_linear, linear
 from kernels.quantize import simulate_fp4_blocks, simulate_fp8_blocks
 from kernels.rms_norm import rms_norm
@@ -18,3 +21,6 @@ OPERATIONS = {op.name: op for op in (
     rms_norm, rotate, route_hashed, route_scored, shared_expert, simulate_fp4_blocks, simulate_fp8_blocks,
     sparse_attention, topk_entries, write_rows,
 )}
+
+if torch.cuda.is_available():  # kernels will be compiled: `kernels.keys` says why now
+    settle()

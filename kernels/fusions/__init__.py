@@ -1,11 +1,14 @@
 """Compositions: sequences of operations with an implementation as one kernel on some backends."""
 
+import torch
+
 from kernels.dispatch import Composition
 from kernels.experts import triton as experts_triton
 from kernels.fusions import compositions as c
 from kernels.fusions import triton_compress, triton_heads, triton_step, triton_step_inputs
 from kernels.hyper_connections import triton as mhc_triton
 from kernels.indexer import triton as indexer_triton
+from kernels.keys import settle
 from kernels.linear import triton_fused
 
 COMPOSITIONS = {composition.name: composition for composition in (
@@ -29,3 +32,6 @@ COMPOSITIONS = {composition.name: composition for composition in (
     Composition("chosen_rows", (), c.chosen_rows, {"triton": triton_step.chosen_rows}),
     Composition("moe", ("experts", "shared_expert"), c.moe, {"triton": experts_triton.moe}),
 )}
+
+if torch.cuda.is_available():  # kernels will be compiled: `kernels.keys` says why now
+    settle()
