@@ -18,6 +18,7 @@ chained drafts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -56,12 +57,12 @@ class Rounds:
 
     streams [B, n, d], tokens int64 [B]: the main model's streams at each row's last position and the token that it chose there;
     the MTP block must hold that position too, and first int64 [B], chained [B, n, d] are what it drafts after `tokens` and its
-    streams there (`primed`). left: tokens that each row may still produce. stop_ids end a row, which keeps them. Raises InputError
-    where a round could reach beyond the cache.
+    streams there (`primed`). left: tokens that each row may still produce. stop_ids end a row, which keeps them. widths: drafts for
+    which a round is captured when it is first wanted (None: every number). Raises InputError where a round could reach beyond the cache.
     """
 
     def __init__(self, model: Model, cache: Cache, most: int, tokens: torch.Tensor, first: torch.Tensor, chained: torch.Tensor,
-                 left: Sequence[int], stop_ids: Iterable[int], policy: DevicePolicy):
+                 left: Sequence[int], stop_ids: Iterable[int], policy: DevicePolicy, widths: Sequence[int] | None = None):
         B, device = cache.batch, model.device
         if not model.mtp:
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
@@ -76,6 +77,7 @@ class Rounds:
         pinned = lambda *shape: torch.zeros(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
         self.captures = captures(model)
+        self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.restart(tokens, first, chained, left)
@@ -114,15 +116,19 @@ class Rounds:
 
     def _drafts(self, D: int) -> torch.Tensor:
         """int64 [B, D]."""
-        found, streams = [self.first][:D], self.chained
+        found, streams = [self._draft(self.first, 0)][:D], self.chained
         for j in range(1, D):
             features, streams = self._block(streams, found[-1].unsqueeze(1), self.start + (j - 1))
-            found.append(self.model.head(features).argmax(-1))
+            found.append(self._draft(self.model.head(features).argmax(-1), j))
         return torch.stack(found, 1) if D else self.token.new_empty(len(self.token), 0)
 
     def _choose(self) -> None:
         """Sizes of the next round: the policy's, and no more than what a row may still write."""
         self.sizes.copy_(torch.minimum(self.policy.choose(self.pressure, ~self.done), (self.left - 1).clamp(min=0)))
+
+    def _draft(self, said: torch.Tensor, ahead: int) -> torch.Tensor:
+        """What is drafted `ahead` tokens after the next one, int64 [B], where the block says `said`."""
+        return said
 
     def _accept(self, logits: torch.Tensor, drafts: torch.Tensor, proposed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many drafts stay int64 [B], and the tokens that come out int64 [B, D + 1], as `accept_greedy` says."""
@@ -164,19 +170,28 @@ class Rounds:
         self.chained.copy_(torch.where(moved.view(-1, 1, 1), after.index_select(0, row), self.chained))
 
     def capture(self, D: int) -> None:
-        """Capture the round of D drafts. It runs a few times while every row counts as done, which changes none."""
-        held = self.done.clone()
+        """Capture the round of D drafts, also between rounds. It runs a few times."""
+        with self._undisturbed():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    self._round(D)
+                self.graphs[D] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[D], stream=stream, pool=self.pool):
+                    self._round(D)
+            torch.cuda.current_stream().wait_stream(stream)
+
+    @contextmanager
+    def _undisturbed(self):
+        """Rounds that run meanwhile change nothing: every row counts as done, and what is chosen and learnt is put back."""
+        state = [self.done, self.sizes, *(t for t in vars(self.policy).values() if isinstance(t, torch.Tensor))]
+        held = [t.clone() for t in state]
         self.done.fill_(True)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self._round(D)
-            self.graphs[D] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[D], stream=stream, pool=self.pool):
-                self._round(D)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.done.copy_(held)
+        yield
+        for tensor, before in zip(state, held):
+            tensor.copy_(before)
+        self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())))
 
     # ---- on the host ---------------------------------------------------------------------
 
@@ -218,9 +233,10 @@ class Rounds:
                 torch.cuda.synchronize(self.model.device)
                 self.counts.synchronisations += 1
             return None
-        if D not in self.graphs:
-            self.capture(D)
-        self.graphs[D].replay()
+        width = next(w for w in self.widths if w >= D)
+        if width not in self.graphs:
+            self.capture(width)
+        self.graphs[width].replay()
         event = torch.cuda.Event()
         event.record()
         return event

@@ -25,15 +25,29 @@ REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what
 
 
 class Traced(Rounds):
-    """Rounds in which a trace says how many drafts are right: accepted int64 [B, T], by tokens written so far."""
+    """Rounds in which a trace says how many drafts are right: accepted int64 [B, T], by tokens written so far.
+
+    The text is random: a model with random weights soon says one token again and again, and the same experts come back, whose
+    weights are then faster to read than those of any real text."""
 
     def __init__(self, *arguments, accepted: torch.Tensor):
         self.accepted = accepted
         super().__init__(*arguments)
+        g = torch.Generator(accepted.device).manual_seed(2)
+        self.text = torch.randint(self.model.config.vocab_size, (len(accepted), accepted.shape[1] + LARGEST + 1), generator=g,
+                                  device=accepted.device)
+
+    def _of_text(self, said: torch.Tensor, ahead: int) -> torch.Tensor:
+        """Tokens int64 [B, T] of the text in place of those [B, T] that the model said, which are still waited for."""
+        at = self.written.unsqueeze(1) + ahead + torch.arange(said.shape[1], device=said.device)
+        return self.text.gather(1, at.clamp(max=self.text.shape[1] - 1)) + 0 * said
+
+    def _draft(self, said, ahead):
+        return self._of_text(said.unsqueeze(1), ahead).squeeze(1)
 
     def _accept(self, logits, drafts, proposed):
         right = self.accepted.gather(1, self.written.clamp(max=self.accepted.shape[1] - 1).unsqueeze(1)).squeeze(1)
-        return torch.minimum(right, proposed), logits.argmax(-1)
+        return torch.minimum(right, proposed), self._of_text(logits.argmax(-1), 0)
 
 
 class Recording(Rounds):
@@ -95,7 +109,7 @@ class Timed:
                      fmean(drafted), pvariance(drafted))
 
 
-def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy) -> Traced:
+def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy, widths: Sequence[int] | None = None) -> Traced:
     """Rows at `context` tokens of a cache full of plausible numbers, each to write `tokens`."""
     from dsv4.dummy import fill_cache
     g = torch.Generator(model.device).manual_seed(1)
@@ -105,7 +119,7 @@ def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePo
     n, d = model.config.hc_mult, model.config.hidden_size
     streams = torch.randn(batch, n, d, generator=g, device=model.device).to(model.numerics.activation)
     none = torch.zeros(batch, tokens, dtype=torch.int64, device=model.device)
-    return Traced(model, cache, LARGEST, ids(), ids(), streams, [tokens] * batch, (), policy, accepted=none)
+    return Traced(model, cache, LARGEST, ids(), ids(), streams, [tokens] * batch, (), policy, widths, accepted=none)
 
 
 def again(rounds: Traced, context: int, accepted: np.ndarray) -> None:
@@ -181,9 +195,9 @@ def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, ba
     for policy, sizes in policies:
         on = Scheduled(torch.zeros(tokens + 1, batch, dtype=torch.int64, device=model.device)) if policy is None \
             else on_device(policy, batch, model.device)
-        rounds = traced(model, batch, context, tokens, on)
+        rounds = traced(model, batch, context, tokens, on, sizes)
         if rounds.captures:
-            for k in sizes:
+            for k in rounds.widths:
                 rounds.capture(k)
         for kind, trace in parts:
             planned = best_oracle(trace, costs, batch) if policy is None else simulate(policy, trace, costs, batch)
@@ -206,8 +220,11 @@ def _run(rounds: Traced, context: int, kind: str, trace: Trace, planned: Run, na
     rounds.run(ahead=1, until=any)
     _wait(rounds)
     seconds, counts = time.perf_counter() - begun, rounds.counts
-    if counts.rounds != [max(sizes) for sizes in zip(*planned.block_size_history.values())]:
-        raise RuntimeError(f"{name} on {trace.name}: the device chose other sizes than the specification")
+    wanted = [max(sizes) for sizes in zip(*planned.block_size_history.values())]
+    if counts.rounds != wanted:
+        at = next((i for i, (a, b) in enumerate(zip(counts.rounds, wanted)) if a != b), min(len(counts.rounds), len(wanted)))
+        raise RuntimeError(f"{name} on {trace.name}: the device chose other sizes than the specification from round {at} on: "
+                           f"{counts.rounds[at:at + 8]} of {len(counts.rounds)}, expected {wanted[at:at + 8]} of {len(wanted)}")
     return Timed(name, trace.name, kind, batch, sum(rounds.progress().written), seconds, planned.tokens_per_second, counts.rounds,
                  counts.sizes, counts.polls, counts.synchronisations)
 

@@ -1,16 +1,21 @@
 """Rounds that stay on the device choose what plain decoding chooses, and draft what the MTP block drafts."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.generate import generate
+from dsv4.speculation import CostAware
 from dsv4.speculation.policy import Adaptive, Static
 from dsv4.speculation.policy_device import DevicePolicy, on_device
 from dsv4.speculation.rounds import Rounds, primed
+from scripts.bench.speculation_costs import flat
 
 NEW = (21, 9, 14)
+COSTS = dataclasses.replace(flat(), batches={3: flat().of(1)})
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +255,18 @@ def test_until_the_first_row_is_done(model):
     ids = prompts(model)
     found, _ = rounds(model, ids, (21, 4, 21), static(model, 3, 0))
     assert [len(row) for row in found.run(until=any, ahead=1)] == [3, 3, 3]
+
+
+def test_rounds_of_a_capture_change_nothing(model):
+    """A size that is first wanted in the middle of a run is captured there."""
+    ids = prompts(model)
+    found, first = rounds(model, ids, NEW, on_device(CostAware(COSTS, 3), 3, model.device))
+    plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    found._round(4)
+    kept = [(holder, name, t.clone()) for holder in (found, found.policy) for name, t in vars(holder).items() if isinstance(t, torch.Tensor)]
+    with found._undisturbed():
+        found._round(2)
+        found._round(7)
+    for holder, name, t in kept:
+        assert name in ("out", "host_out") or torch.equal(getattr(holder, name), t), name  # out: columns that count for nothing
+    assert [[t, *row] for t, row in zip(first, found.run(ahead=1))] == plain
