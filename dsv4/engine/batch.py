@@ -223,6 +223,7 @@ class BatchEngine:
             accepted = sum(token == draft for token, draft in zip(tokens, drafts))
             if tokens:
                 work.result.speculation.passed(len(drafts), accepted, taken.steps[work.row])
+                work.result.pressed_history.append(taken.pressed)
             work.observe(accepted, len(drafts))
             if self._give(work, tokens, error):
                 self.passes.keep(work, taken, tokens)

@@ -7,7 +7,7 @@ A pass runs a row's last token and the drafts behind it. The last token takes it
 Drafts get pages that are free, and are as few as those allow: nobody gives way for a draft.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,14 +24,15 @@ from dsv4.speculation.verify import Verify
 @dataclass
 class Taken:
     """A pass that was run. logits fp32 [B, W + 1, vocab] after each row's last token and after each of its drafts; streams
-    [B, W + 1, n, d], None where nobody wants them; drafts: of each row; steps: of the drafting model; broken: rows whose draft logits
-    were not finite."""
+    [B, W + 1, n, d], None where nobody wants them; drafts: of each row; steps: of the drafting model; pressed: whether sizes were chosen
+    under pressure; broken: rows whose draft logits were not finite."""
 
     logits: torch.Tensor
     streams: torch.Tensor | None
     drafts: dict[int, list[int]]
     steps: dict[int, int]
-    broken: set[int] = field(default_factory=set)
+    pressed: bool
+    broken: set[int]
 
 
 class Passes:
@@ -92,9 +93,12 @@ class Passes:
         """One pass over `works`: draft and verify. Raises OutOfPages before anything is run."""
         for work in works:  # of all rows before any drafts: what is final comes first
             self.cache.make_room(slice(work.row, work.row + 1), 1)
-        sizes = self._sizes(works)
-        drafts, broken = self._draft(works, sizes)
-        return self._verify(works, drafts, broken)
+        pressed = self.cache.under_pressure
+        drafts, broken = self._draft(works, self._sizes(works, pressed))
+        logits, streams = self._verify(works, drafts)
+        tokens = drafts.tokens.tolist()
+        return Taken(logits, streams, {w.row: tokens[w.row][:drafts.sizes[w.row]] for w in works},
+                     {w.row: drafts.steps[w.row] for w in works}, pressed, broken)
 
     def again(self, work: Work) -> None:
         """Run the next pass of a row that resumes as it first ran. Raises OutOfPages before anything is run."""
@@ -125,15 +129,15 @@ class Passes:
         if self.drafter is not None:
             self.drafter.commit(streams, *self._alone(work.row, torch.tensor(tokens)))
 
-    def _sizes(self, works: list[Work]) -> list[int]:
+    def _sizes(self, works: list[Work], pressed: bool) -> list[int]:
         """Drafts of each row: what policies want, within the context, the tokens still asked for, what can be rewound, and the pages
         that are free. The pages are taken."""
-        sizes, pressure = [0] * self.cache.batch, self.cache.under_pressure
+        sizes = [0] * self.cache.batch
         if self.drafter is None:
             return sizes
         for policy in dict.fromkeys(work.policy for work in works):  # rows of one policy are decided together
             own = [work for work in works if work.policy is policy]
-            for work, wanted in zip(own, policy.choose([w.state for w in own], pressure), strict=True):
+            for work, wanted in zip(own, policy.choose([w.state for w in own], pressed), strict=True):
                 most = room(work.left, self.cache.max_context - self.cache.lengths[work.row])
                 sizes[work.row] = self._reserve(work, min(wanted, most, self.cache.max_rewind - 1))
         return sizes
@@ -175,16 +179,13 @@ class Passes:
                 tokens[i] = sample(logits[i], work.request.sampling, generator)
         return tokens, None
 
-    def _verify(self, works: list[Work], drafts: Drafts, broken: set[int]) -> Taken:
+    def _verify(self, works: list[Work], drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor | None]:
         pending = torch.zeros(self.cache.batch, 1, dtype=torch.int64)
         counts = [0] * self.cache.batch
         for work in works:
             pending[work.row, 0], counts[work.row] = work.ids[-1], 1 + drafts.sizes[work.row]
         ids = torch.cat((pending.to(drafts.tokens.device), drafts.tokens), 1)
-        logits, streams = self.verify(ids, counts, self.wants_streams)
-        tokens = drafts.tokens.tolist()
-        return Taken(logits, streams, {w.row: tokens[w.row][:drafts.sizes[w.row]] for w in works},
-                     {w.row: drafts.steps[w.row] for w in works}, broken)
+        return self.verify(ids, counts, self.wants_streams)
 
 
 def _copy(generator: torch.Generator) -> torch.Generator:

@@ -36,7 +36,8 @@ class Result:
 
     Times in seconds: first_token since the request was submitted, between_tokens one for each later token; tokens of one pass come at
     once, 0 s apart. grafted: prompt tokens that were borrowed, before any eviction; evictions: how often it lost its pages;
-    speculation: of passes that gave tokens first, not of those that ran again.
+    speculation: of passes that gave tokens first, not of those that ran again; pressed_history: of each of them, whether its size was
+    chosen under pressure.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Result:
     first_token: float | None = None
     between_tokens: list[float] = field(default_factory=list)
     speculation: Speculation = field(default_factory=lambda: Speculation("off"))
+    pressed_history: list[bool] = field(default_factory=list)
 
     def document(self, text: str | None = None) -> dict:
         """JSON values; `text` of the tokens, if there is a tokenizer."""
@@ -59,6 +61,7 @@ class Result:
                 "speculation": spec.method, "drafted": spec.proposed, "accepted": spec.accepted, "acceptance": spec.acceptance,
                 "mean_block_size": spec.mean_block_size, "block_size_variance": spec.block_size_variance,
                 "block_size_history": spec.block_size_history, "accepted_history": spec.accepted_history,
+                "pressed_history": self.pressed_history,
                 "time_to_first_token_seconds": self.first_token,
                 "inter_token_percentiles_seconds": percentiles(self.between_tokens), "inter_token_seconds": self.between_tokens}
 

@@ -13,21 +13,22 @@ class Watch:
         self.cache, self.steps, self.pressed, self.every = cache, 0, 0, 1
         self.live: dict[str, list[int]] = {name: [] for name in cache.pools}  # the most live pages of each `every` steps
         self._fragmentation: list[dict[str, float]] = []
+        self._begun: dict[str, int] = {}
         self._begun_pressed = False
 
     def look(self) -> None:
         """A step begins."""
-        self._begun_pressed = self.cache.under_pressure
+        self._begun, self._begun_pressed = {name: pool.live for name, pool in self.cache.pools.items()}, self.cache.under_pressure
 
     def step(self) -> None:
         """A step has ended."""
         self.pressed += self._begun_pressed or self.cache.under_pressure
         for name, pool in self.cache.pools.items():
-            course = self.live[name]
+            course, live = self.live[name], max(pool.live, self._begun[name])
             if self.steps % self.every == 0:
-                course.append(pool.live)
+                course.append(live)
             else:
-                course[-1] = max(course[-1], pool.live)
+                course[-1] = max(course[-1], live)
         if self.steps % SAMPLED == 0:
             self._fragmentation.append({name: pool["fragmentation"] for name, pool in self.cache.figures().items()})
         self.steps += 1
@@ -41,7 +42,8 @@ class Watch:
         return {name: sum(look[name] for look in looks) / len(looks) if looks else 0.0 for name in self.cache.pools}
 
     def document(self) -> dict:
-        """JSON values. live_share: of each pool, the largest share of its pages that was live at the end of `steps_a_point` steps."""
+        """JSON values. live_share: of each pool, the largest share of its pages that was live when one of `steps_a_point` steps
+        began or ended."""
         pools = self.cache.pools
         return {"share_of_steps_under_pressure": self.pressed / self.steps if self.steps else 0.0, "steps_a_point": self.every,
                 "live_share": {name: [n / pools[name].pages for n in course] for name, course in self.live.items()}}

@@ -55,6 +55,18 @@ def tokens_of(results) -> dict[str, list[int]]:
     return {name: r.token_ids for name, r in results.items()}
 
 
+def watched_drafts(engine) -> dict[str, list]:
+    """The logits that the MTP block's drafts were chosen from, by id."""
+    seen, choose = {}, engine.passes._choose
+
+    def watch(logits, rows):
+        for b, row in zip(rows, logits):
+            seen.setdefault(next(w.request.id for w in engine.running if w.row == b), []).append(row.clone())
+        return choose(logits, rows)
+    engine.passes.drafter._choose = watch
+    return seen
+
+
 def adds_up(result) -> bool:
     """Each pass gave its accepted drafts and a token of the model's own; prefill gave the first."""
     s = result.speculation
@@ -194,12 +206,12 @@ def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, draf
         engine, results = engine_of(model, make(), pages=pages, policy=Static(3, None))
         # drafts that shrink would be other passes; here they make others give way instead, so that both runs draft alike
         engine.passes._reserve = lambda work, size, engine=engine: engine.cache.make_room(slice(work.row, work.row + 1), 1 + size) or size
-        seen = watched(engine)
+        seen, drafts = watched(engine), watched_drafts(engine)
         run(engine, asked)
-        found.append({r.id: (results[r.id].speculation.block_size_history, torch.stack(seen[r.id])) for r in asked})
+        found.append({r.id: (results[r.id].speculation.block_size_history, seen[r.id] + drafts.get(r.id, [])) for r in asked})
     assert engine.evictions > 0
     for (sizes, logits), (expected_sizes, expected) in zip(found[1].values(), found[0].values()):
-        assert sizes == expected_sizes and same(logits, expected)
+        assert sizes == expected_sizes and same(torch.stack(logits), torch.stack(expected))
 
 
 def test_single_steps_give_plain_tokens_in_any_numerics(numeric_model):
@@ -242,10 +254,10 @@ def test_a_request_s_output_and_drafts_do_not_depend_on_neighbours_or_borrowed_p
     found = []
     for chosen in (requests[3:4], requests):
         engine, results = engine_of(model, drafter(), policy=Adaptive())
-        seen = watched(engine)
+        seen, drafts = watched(engine), watched_drafts(engine)
         run(engine, chosen)
-        result = results["r3"]
-        found.append((result.token_ids, result.speculation.block_size_history, torch.stack(seen["r3"]), result.grafted))
+        result, bits = results["r3"], seen["r3"] + drafts.get("r3", [])
+        found.append((result.token_ids, result.speculation.block_size_history, torch.stack(bits), result.grafted))
     assert found[0][:2] == found[1][:2] and same(found[0][2], found[1][2])
     assert (found[0][3], found[1][3]) == (0, 128)
 
@@ -263,6 +275,18 @@ def test_seeds_decide_and_neighbours_do_not(model):
         assert all(results[r.id].token_ids == expected[r.id] for r in chosen)
         sizes.append(results["r1"].speculation.block_size_history)
     assert sizes[0] != sizes[1]
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_stop_id_inside_a_block(model, asked, place):
+    """Drafts behind it were right and do not come out."""
+    requests, expected = asked
+    stop = expected["r0"][place]
+    engine, results = engine_of(model, knowing(model, requests), policy=Static(3), stop_ids=[stop])
+    run(engine, requests[:1])
+    first = expected["r0"].index(stop)
+    assert results["r0"].token_ids == expected["r0"][:first + 1] and results["r0"].stop_reason == "eos"
+    assert results["r0"].speculation.accepted_history == {0: [], 1: [1], 2: [2], 3: [3], 4: [3]}[first]
 
 
 # ---- faults --------------------------------------------------------------------------------
@@ -289,9 +313,10 @@ def test_faults_of_some_requests_harm_no_other(model, asked, drafter):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-def test_one_that_is_cancelled_while_results_are_given_out(model, asked, together):
+def test_one_that_is_cancelled_while_results_are_given_out(model, together):
     """Whoever is told of a result cancels another in the midst of the same pass."""
-    requests, expected = asked
+    requests = prompts_of(model, 3, 40, 12)  # equally long: their last passes are in one step
+    expected = {r.id: alone(model, r) for r in requests}
     engine, results = engine_of(model, knowing(model, requests), policy=Static(4), together=together)
 
     def told(result):
@@ -299,7 +324,7 @@ def test_one_that_is_cancelled_while_results_are_given_out(model, asked, togethe
         if result.id == "r0":
             engine.cancel("r1")
     engine.on_result = told
-    run(engine, requests[:3])
+    run(engine, requests)
     assert results["r1"].stop_reason == "cancelled" and len(results["r1"].token_ids) < 12
     assert results["r0"].token_ids == expected["r0"] and results["r2"].token_ids == expected["r2"]
     assert nothing_is_held(engine)
