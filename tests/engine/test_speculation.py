@@ -195,10 +195,12 @@ def test_evicted_requests_resume_with_the_same_output(model, drafter):
     assert nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "known"])
-def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, drafter):
-    """In quantised numerics, where a pass of other tokens would round otherwise: the logits behind each token, and the drafts."""
-    model = load_model(official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
+@pytest.mark.parametrize("numerics, drafter", [("fp32", "mtp"), ("qat", "mtp"), ("qat", "known")])
+def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, model, numerics, drafter):
+    """The logits behind each token and each draft, where a pass of other tokens would round otherwise, and where it would quantise
+    otherwise."""
+    if numerics == "qat":
+        model = load_model(official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
     asked = prompts_of(model, 3, 250, 24, sampling=SAMPLED)
     make = MTPDrafter if drafter == "mtp" else partial(knowing, model, asked, 2)
     found = []
