@@ -4,7 +4,8 @@ A step of the engine advances each running request by one piece: a chunk of its 
 last token, and drafts behind it where the engine speculates (`dsv4.engine.passes`). When pages are short, drafts shrink first, down to
 none; then prefixes that nobody runs go (`PrefixTree.make_free`), then requests: the lowest priority first, among those the lowest mean
 acceptance ε of drafts (what speculation gains least from), among those the least recently advanced, among those the last to come. An
-evicted request waits and resumes by running its tokens again, in the pieces and passes in which they first ran.
+evicted request waits and resumes by running its tokens again, in the pieces and passes in which they first ran. Pressure, which makes
+policies draft less, is of the pages that requests hold: where kept prefixes add up to it, they go.
 
 Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its pieces, and its
 output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows as one batch instead, and
@@ -32,7 +33,7 @@ from dsv4.prefixes import PrefixTree
 from dsv4.speculation.accept import accept_drawn
 from dsv4.speculation.draft import Drafter
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
-from dsv4.speculation.policy import LARGEST, Policy, Static
+from dsv4.speculation.policy import LARGEST, PRESSURE_PERCENT, Policy, Static, under_pressure
 from dsv4.speculation.result import Speculation
 from dsv4.speculation.verify import Append
 
@@ -103,6 +104,7 @@ class BatchEngine:
         for work in [w for w in self.running if w not in ready]:
             if work.row is not None:  # not evicted or ended meanwhile
                 self._guard([work], self._advance)
+        self._relieve()
         self.watch.step()
 
     # ---- joins and leaves ----------------------------------------------------------------
@@ -153,6 +155,14 @@ class BatchEngine:
         self.evictions += 1
         work.result.evictions += 1
         self._tight = True
+
+    def _relieve(self) -> None:
+        """Where kept prefixes are what puts a pool under pressure, drop some: drafts are worth more than what nobody runs."""
+        if self.drafter is None:
+            return
+        for name, pool in self.cache.pools.items():
+            if pool.under_pressure and not under_pressure(len(self.cache.running_pages(name)), pool.pages):
+                self.prefixes.make_free(name, pool.live - pool.pages * PRESSURE_PERCENT // 100)
 
     # ---- steps ---------------------------------------------------------------------------
 
@@ -209,7 +219,9 @@ class BatchEngine:
 
     def _pass(self, works: list[Work]) -> None:
         """A pass of one request, or of several in one batch."""
+        self._relieve()
         taken = self.passes.take(works)
+        self.watch.saw(taken.pressed)
         for work in works:
             if work.row is None:  # cancelled by whoever was told of another's result
                 continue

@@ -12,9 +12,12 @@ from dsv4.engine.report import check_can_report, document, write_report
 from dsv4.engine.requests import Request, Result, read_requests
 from dsv4.errors import InputError
 from dsv4.memory import parse_count
+from dsv4.model import Model
+from dsv4.page_tables import BLOCK, page_groups, pool_pages
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.run import Session, make_drafter, make_policy, speculation_notes
 from dsv4.speculation.loop import DRAFT_TOKENS
+from dsv4.speculation.policy import PRESSURE_PERCENT
 from dsv4.tokenizer import Tokenizer
 
 PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
@@ -100,7 +103,20 @@ def _cache(session: Session, asked: Sequence[Request], options: Options) -> Page
     context = min(needed, limit) if options.max_context is None else parse_count(options.max_context)
     tokens = None if options.pool_tokens is None else parse_count(options.pool_tokens)
     rewind = 0 if options.speculate == "off" else REWIND
-    return new_paged_cache(session.model, options.rows, context, tokens, rewind, PREFIXES * options.rows)
+    pages = _pages(session.model, options.rows, context, tokens, rewind)
+    return new_paged_cache(session.model, options.rows, context, max_rewind=rewind, pages=pages)
+
+
+def _pages(model: Model, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:
+    """Pages of each pool. More than `tokens` need where that many alone would be pressure: every row full where no number of tokens was
+    asked for, else one page a row, which it holds with its first entry already."""
+    mtp, wanted = len(model.mtp) > 0, rows * context if tokens is None else tokens
+    pages = pool_pages(model.config, rows, wanted, rewind, BLOCK, mtp, PREFIXES * rows)
+    for name, group in page_groups(model.config, mtp).items():
+        if group.back is None:
+            held = rows * (-(-context // (group.rows * group.tokens)) if tokens is None else 1)
+            pages[name] = max(pages[name], -(-held * 100 // PRESSURE_PERCENT))
+    return pages
 
 
 def _about(session: Session, file: Path, options: Options, notes: list[str]) -> dict:

@@ -53,7 +53,7 @@ def _draw_sizes(axis, requests: list[dict]) -> None:
     axis.set_xlabel("tokens committed" + (f" ({omitted} requests with fewer passes are not drawn)" if omitted else ""), fontsize=8)
     axis.set_ylabel("drafted tokens of a pass", fontsize=8)
     axis.set_ylim(-0.3, LARGEST + 0.5)
-    axis.legend(fontsize=6, loc="upper right", ncols=2)
+    axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=5)
 
 
 def _draw_latency(axis, what: str, found: dict | None) -> None:
@@ -74,7 +74,7 @@ def _draw_pages(axis, figures: dict) -> None:
     axis.set_xlabel("steps", fontsize=8)
     axis.set_ylabel("live pages, % of the pool", fontsize=8)
     axis.set_ylim(0, 104)
-    axis.legend(fontsize=6, loc="lower right", ncols=2)
+    axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=7)
 
 
 def _label(name: str) -> str:

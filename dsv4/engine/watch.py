@@ -7,22 +7,27 @@ POINTS = 1024  # of the course of live pages, at most: longer runs are kept coar
 
 
 class Watch:
-    """Looks at the pools of `cache` step by step. pressed: steps that began or ended under pressure, of `steps`."""
+    """Looks at the pools of `cache` step by step. pressed: steps that began or ended under pressure or chose sizes
+    under it, of `steps`."""
 
     def __init__(self, cache: PagedCache):
         self.cache, self.steps, self.pressed, self.every = cache, 0, 0, 1
         self.live: dict[str, list[int]] = {name: [] for name in cache.pools}  # the most live pages of each `every` steps
         self._fragmentation: list[dict[str, float]] = []
         self._begun: dict[str, int] = {}
-        self._begun_pressed = False
+        self._seen = False
 
     def look(self) -> None:
         """A step begins."""
-        self._begun, self._begun_pressed = {name: pool.live for name, pool in self.cache.pools.items()}, self.cache.under_pressure
+        self._begun, self._seen = {name: pool.live for name, pool in self.cache.pools.items()}, self.cache.under_pressure
+
+    def saw(self, pressed: bool) -> None:
+        """Sizes were chosen under pressure, or not."""
+        self._seen |= pressed
 
     def step(self) -> None:
         """A step has ended."""
-        self.pressed += self._begun_pressed or self.cache.under_pressure
+        self.pressed += self._seen or self.cache.under_pressure
         for name, pool in self.cache.pools.items():
             course, live = self.live[name], max(pool.live, self._begun[name])
             if self.steps % self.every == 0:

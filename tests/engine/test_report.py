@@ -11,6 +11,7 @@ from dsv4.engine.report import markdown
 from dsv4.engine.requests import percentiles
 from dsv4.engine.watch import POINTS, Watch
 from dsv4.paging import PagePool
+from tests.engine.conftest import random_ids
 
 LINES = [{"id": "greedy", "token_ids": [5, 6, 7] * 4, "max_tokens": 20}, {"id": "sampled", "token_ids": [9, 8], "max_tokens": 9, "temperature": 0.8},
          {"id": "too long", "token_ids": [1] * 5000}]
@@ -72,6 +73,18 @@ def test_the_report_holds_the_figures_of_the_run(run, requests, tmp_path):
     ElementTree.fromstring(drawing)
     assert all(word in drawing for word in ("“greedy”", "“sampled”", "pressure, over 85 %", "csa entries", "time to first token, ms"))
     assert drawing == svg("two kinds", report), "the same bytes for the same figures"
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 4000])
+def test_pools_of_the_default_size_are_not_under_pressure(command_line, model, long_golden, tmp_path, pool_tokens):
+    """Eight rows at their longest: pages of entries span many tokens, so that a row's first one counts as much as a full one."""
+    file = tmp_path / "r.jsonl"
+    lines = [{"token_ids": random_ids(model, 290, seed=i).tolist(), "max_tokens": 10} for i in range(8)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    sized = [] if pool_tokens is None else ["--pool-tokens", pool_tokens]
+    code, out, err = command_line("batch", file, "--checkpoint", long_golden, "--numerics", "fp32", "--speculate", "mtp", *sized)
+    figures = documents(out)["figures"]["figures"]
+    assert code == 0 and figures["share_of_steps_under_pressure"] == 0 and figures["evictions"] == 0
 
 
 def test_a_run_without_results_is_reported_too(run, tmp_path):

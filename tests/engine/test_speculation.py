@@ -163,6 +163,16 @@ def test_under_pressure_no_row_drafts_more_than_two(model, together):
     assert tokens_of(results) == {r.id: alone(model, r) for r in requests}
 
 
+def test_kept_prefixes_are_no_pressure(model):
+    """Prompts that come one after another leave prefixes behind; those go before drafts do."""
+    requests = prompts_of(model, 6, 140, 20)
+    engine, results = engine_of(model, knowing(model, requests), rows=1, pages={"csa entries": 4}, policy=Static(8))
+    run(engine, requests)
+    assert all(r.speculation.block_size_history == [8, 8, 0] for r in results.values())
+    figures = engine.figures()
+    assert figures["share_of_steps_under_pressure"] == 0 and figures["prefixes_kept"] > 0 < figures["prefixes_dropped"]
+
+
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_drafts_shrink_before_anyone_is_evicted(model, together):
     """Pages that suffice for what is final: a page of entries each, which is full with the 259th token. A stop id ends both there."""
