@@ -219,7 +219,6 @@ class BatchEngine:
 
     def _pass(self, works: list[Work]) -> None:
         """A pass of one request, or of several in one batch."""
-        self._relieve()
         taken = self.passes.take(works)
         self.watch.saw(taken.pressed)
         for work in works:
