@@ -114,7 +114,7 @@ class PagedCache(Cache):
 
     def fits(self, b: int, tokens: int, mtp: bool = False) -> bool:
         """Whether `tokens` more tokens of row b find room on its own pages and free ones: what `make_room` gives without asking
-        `on_shortage`."""
+        `on_shortage`. Takes none; gives back those behind what the row may read."""
         lengths = self._mtp if mtp else self._main
         for name, group in self.groups.items():
             if group.mtp is mtp:

@@ -122,7 +122,8 @@ def _pages(model: Model, rows: int, context: int, tokens: int | None, rewind: in
 def _about(session: Session, file: Path, options: Options, notes: list[str]) -> dict:
     """What a reader of the figures has to know of how they came about."""
     model, drafts = session.model, options.speculate != "off"
-    return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name, "backend": model.backend,
-            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+    return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name,
+            "backend": model.backend, "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
             "torch": torch.__version__, "rows": options.rows, "rows run": "together" if options.together else "alone",
-            "speculate": options.speculate, "draft tokens": (options.draft_tokens or str(DRAFT_TOKENS)) if drafts else "none", "notes": notes}
+            "speculate": options.speculate, "draft tokens": (options.draft_tokens or str(DRAFT_TOKENS)) if drafts else "none",
+            "notes": notes}

@@ -29,7 +29,8 @@ def document(about: Mapping, figures: Mapping, requests: Sequence[Mapping]) -> d
     totals = {"requests": len(requests), "failed": sum(r["error"] is not None for r in requests),
               "tokens": sum(len(r["token_ids"]) for r in requests), "passes": sum(len(r["block_size_history"]) for r in requests),
               "drafted": drafted, "accepted": accepted, "acceptance": accepted / drafted if drafted else None}
-    latency = {"time_to_first_token": percentiles(firsts), "inter_token": percentiles([s for r in requests for s in r["inter_token_seconds"]])}
+    latency = {"time_to_first_token": percentiles(firsts),
+               "inter_token": percentiles([s for r in requests for s in r["inter_token_seconds"]])}
     return {"about": dict(about), "totals": totals, "latency_seconds": latency, "figures": dict(figures), "requests": list(requests)}
 
 
