@@ -118,16 +118,23 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
           pool_tokens: Annotated[str | None, typer.Option(help="Tokens that all requests hold at once; default: every row full.")] = None,
           together: Annotated[bool, typer.Option("--together", help="Decode all rows as one batch: faster, and equal to running alone "
                                                                     "up to rounding.")] = False,
+          speculate: Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or "
+                                                       "lookup (what followed the same words before).")] = Speculate.off,
+          draft_tokens: Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 3), or adaptive: 1, 4 "
+                                                                "or 8 by how many were accepted; at most 2 while over 85 % of the pages "
+                                                                "are in use.", show_default=False)] = None,
+          report: Annotated[Path | None, typer.Option(help="Directory for batch_<name of the file>.json, .md and .svg: sizes, latencies, "
+                                                           "pages.", show_default=False)] = None,
           numerics: Numerics = NumericsChoice.native,
           backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
           device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto"):
     """Run many requests over one pool of pages: a JSON result a line as each ends, then the figures. Exit code 1 if any failed."""
     from dsv4 import run
-    from dsv4.engine.command import run_batch
+    from dsv4.engine.command import Options, run_batch
+    options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, report)
     with progress_bar("loading") as loading:
         session = run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading)
-    failed = run_batch(session, requests, rows, max_context, pool_tokens, together,
-                       lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
+    failed = run_batch(session, requests, options, lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
     if failed:
         raise typer.Exit(1)
 

@@ -5,7 +5,7 @@ To the layers it is a `Cache`: the same rows at the same positions, found throug
 - `make_room` takes pages before a step and gives back window and raw pages that lie behind all that may be read again.
 - `snapshot` holds the pages of a row's prefix; `graft` starts another row from them. Nothing is copied then: a row that comes to
   write a page that others hold gets a copy of it first, which is exact because it is made of bytes.
-- `speculate` … `commit` marks tokens as drafts: their pages can be discarded at once.
+- `speculate` … `commit` marks tokens as drafts: their pages can be discarded at once. `fits` says whether pages are free for them.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Snapshot:
     """Pages that a row starting at `length` tokens reads: group → logical page → physical page, each held once.
 
     mtp_length: entries of the MTP block; at most length − 1, because the last one is made of the token that follows. streams
-    [n, d]: of the main model at the last token, from which that entry is made (None where nothing drafts).
+    [1, n, d]: of the main model at the last token, from which that entry is made (None where nothing drafts).
     """
 
     length: int
@@ -112,16 +112,34 @@ class PagedCache(Cache):
             for b, logical, old in lacking:
                 self._take(name, b, logical, old)
 
+    def fits(self, b: int, tokens: int, mtp: bool = False) -> bool:
+        """Whether `tokens` more tokens of row b find room on its own pages and free ones: what `make_room` gives without asking
+        `on_shortage`. Takes none; gives back those behind what the row may read."""
+        lengths = self._mtp if mtp else self._main
+        for name, group in self.groups.items():
+            if group.mtp is mtp:
+                self._give_back(name, b, group.needed(max(0, lengths.high[b] - self.max_rewind)))
+                lacking = sum(not own for *_, own in self._touched(name, b, lengths.now[b], lengths.now[b] + tokens))
+                if lacking > len(self.pools[name].free):
+                    return False
+        return True
+
     def _lacking(self, name: str, b: int, first: int, end: int) -> list[tuple[int, int, int]]:
         """(row, logical page, page to copy or NOWHERE) of what row b must get to write tokens first … end − 1."""
-        group, pool, held, found = self.groups[name], self.pools[name], self._held[b][name], []
+        found = []
+        for logical, page, row, own in self._touched(name, b, first, end):
+            if own:
+                self.pools[name].claim(page, b, row)
+            else:
+                found.append((b, logical, page))
+        return found
+
+    def _touched(self, name: str, b: int, first: int, end: int):
+        """(logical page, page or NOWHERE, first row written, whether row b may write it in place) of tokens first … end − 1."""
+        group, pool, held = self.groups[name], self.pools[name], self._held[b][name]
         for logical in group.pages(first, end):
             page, row = held.get(logical, NOWHERE), max(0, first // group.tokens - logical * group.rows)
-            if page == NOWHERE or not pool.writes_in_place(page, b, row):
-                found.append((b, logical, page))
-            else:
-                pool.claim(page, b, row)
-        return found
+            yield logical, page, row, page != NOWHERE and pool.writes_in_place(page, b, row)
 
     def _take(self, name: str, b: int, logical: int, old: int) -> None:
         [page] = self.pools[name].allocate(1, b, draft=self._accepted[b] is not None and old == NOWHERE)
@@ -189,9 +207,9 @@ class PagedCache(Cache):
 
     # ---- drafts --------------------------------------------------------------------------
 
-    def speculate(self, b: int) -> None:
-        """Tokens appended to row b from now on are drafts, until `commit` or `discard`."""
-        self._accepted[b] = self._main.now[b]
+    def speculate(self, b: int, final: int = 0) -> None:
+        """Tokens appended to row b after the next `final` ones are drafts, until `commit` or `discard`: so are pages taken from now on."""
+        self._accepted[b] = self._main.now[b] + final
 
     def commit(self, b: int) -> None:
         """Every token that row b holds is accepted; rewind the others first."""
@@ -205,7 +223,7 @@ class PagedCache(Cache):
         if self._accepted[b] is None:
             return
         counts = [0] * self.batch
-        counts[b] = self._main.now[b] - self._accepted[b]
+        counts[b] = max(0, self._main.now[b] - self._accepted[b])
         super().rewind(counts)
         for name, pool in self.pools.items():
             for logical, page in list(self._held[b][name].items()):
@@ -261,6 +279,11 @@ class PagedCache(Cache):
         return {page for held in self._held for page in held[name].values()}
 
     # ---- figures -------------------------------------------------------------------------
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether more than 85 % of the pages of some pool are live."""
+        return any(pool.under_pressure for pool in self.pools.values())
 
     def figures(self) -> dict[str, dict]:
         """Of each pool: pages, live, shared and draft pages, the most that were live, pressure (live share), and fragmentation: the

@@ -13,9 +13,9 @@ rows that do not exist goes there, and nothing reads it.
 from dataclasses import dataclass, field
 
 from dsv4.errors import OutOfPages, PageError
+from dsv4.speculation.policy import under_pressure
 
 NOWHERE = 0
-PRESSURE = 0.85  # share of live pages above which a pool is under pressure
 
 
 @dataclass(frozen=True)
@@ -148,4 +148,4 @@ class PagePool:
 
     @property
     def under_pressure(self) -> bool:
-        return self.pressure > PRESSURE
+        return under_pressure(self.live, self.pages)

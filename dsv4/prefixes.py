@@ -39,13 +39,18 @@ class PrefixTree:
         """Count a new request's prompt tokens that could be grafted."""
         self.asked_tokens += self._limit(ids)
 
-    def graft(self, b: int, ids: Sequence[int]) -> int:
-        """Let row b of the cache, which holds a prefix of `ids` or nothing, start from the longest kept prefix that leaves a token to
-        run, if that is longer. Returns how many tokens were gained."""
-        held, best = self.cache.lengths[b], None
+    def longest(self, b: int, ids: Sequence[int]) -> Node | None:
+        """The longest kept prefix of `ids` that leaves a token to run, if it is longer than what row b holds."""
+        best = None
         for node in self._walk(ids[:self._limit(ids)]):
             best = node if node.snapshot is not None else best
-        if best is None or best.snapshot.length <= held:
+        return None if best is None or best.snapshot.length <= self.cache.lengths[b] else best
+
+    def graft(self, b: int, ids: Sequence[int]) -> int:
+        """Let row b of the cache, which holds a prefix of `ids` or nothing, start from the `longest` kept prefix, if there is one.
+        Returns how many tokens were gained."""
+        held, best = self.cache.lengths[b], self.longest(b, ids)
+        if best is None:
             return 0
         self.cache.leave(b)
         self.cache.graft(b, best.snapshot)

@@ -13,6 +13,7 @@ from dsv4.errors import ContextOverrun, InputError
 from dsv4.generate import Generation, Sampling, generate
 from dsv4.load import load_model
 from dsv4.memory import parse_count, peak_bytes
+from dsv4.model import Model
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
 from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
@@ -153,16 +154,13 @@ class Session:
         """One row, with drafts or without."""
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
-        drafter, policy = _drafter(request.speculate), _policy(request.draft_tokens)
+        drafter, policy = make_drafter(request.speculate), make_policy(request.draft_tokens)
         return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context,
                                     self.stop_ids, lambda row, token: on_token(token), on_prefill)[0]
 
     def _notes(self, result: Generation) -> list[str]:
         """What a reader of this result has to know."""
-        if result.speculation is None or self.model.numerics.name == "fp32":
-            return []
-        return [f"numerics {self.model.numerics.name} round a pass of several tokens otherwise than single steps: where two tokens are close, "
-                "the text may leave that of plain decoding (dsv4/speculation/README.md says how often)"]
+        return [] if result.speculation is None else speculation_notes(self.model)
 
     def document(self, result: Generation, text: str) -> dict:
         """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
@@ -182,7 +180,15 @@ class Session:
         }
 
 
-def _drafter(name: str) -> Drafter:
+def speculation_notes(model: Model) -> list[str]:
+    """What a reader of a text has to know that was speculated in the model's numerics."""
+    if model.numerics.name == "fp32":
+        return []
+    return [f"numerics {model.numerics.name} round a pass of several tokens otherwise than single steps: where two tokens are close, "
+            "the text may leave that of plain decoding (dsv4/speculation/README.md says how often)"]
+
+
+def make_drafter(name: str) -> Drafter:
     """The drafter called 'mtp' or 'lookup'. Raises InputError for another name."""
     drafters = {"mtp": MTPDrafter, "lookup": LookupDrafter}
     if name not in drafters:
@@ -190,7 +196,7 @@ def _drafter(name: str) -> Drafter:
     return drafters[name]()
 
 
-def _policy(text: str) -> Policy:
+def make_policy(text: str) -> Policy:
     """How many tokens to draft. Raises InputError unless text is 'adaptive' or a number of 1 … 8."""
     if text == "adaptive":
         return Adaptive()

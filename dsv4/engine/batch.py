@@ -1,71 +1,79 @@
 """Requests that join and leave between steps, over one pool of pages.
 
-A step of the engine advances each running request by one piece: a chunk of its prompt that ends at a multiple of 128, or one token.
-When pages are short, prefixes that nobody runs go first (`PrefixTree.make_free`), then requests: the lowest priority first, among
-those the lowest mean acceptance ε of drafts (what speculation gains least from), among those the least recently advanced, among those
-the last to come. An evicted
-request waits and resumes by running its tokens again, in the pieces in which they first ran.
+A step of the engine advances each running request by one piece: a chunk of its prompt that ends at a multiple of 128, or a pass: its
+last token, and drafts behind it where the engine speculates (`dsv4.engine.passes`). When pages are short, drafts shrink first, down to
+none; then prefixes that nobody runs go (`PrefixTree.make_free`), then requests: the lowest priority first, among those the lowest mean
+acceptance ε of drafts (what speculation gains least from), among those the least recently advanced, among those the last to come. An
+evicted request waits and resumes by running its tokens again, in the pieces and passes in which they first ran. Pressure, which makes
+policies draft less, is of the pages that requests hold: where kept prefixes add up to it, they go.
 
 Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its pieces, and its
 output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows as one batch instead, and
-resumes in chunks: faster, and equal up to rounding.
+resumes in chunks: faster, and equal up to rounding. Speculation adds one thing that neighbours decide: how many drafts a pass has when
+pages are short or under pressure. Given equal logits that changes no token, greedy or sampled (`accept_drawn`); that passes of several
+tokens round otherwise than single steps is said in dsv4/speculation/README.md.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from dsv4.engine.passes import Passes
 from dsv4.engine.requests import Request, Result
+from dsv4.engine.watch import Watch
+from dsv4.engine.work import Work
 from dsv4.errors import ContextOverrun, Dsv4Error, InputError, NotFinite, OutOfPages
 from dsv4.generate import sample
 from dsv4.model import Model
 from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache
 from dsv4.prefixes import PrefixTree
-from dsv4.speculation.policy import AdaptiveParameters
+from dsv4.speculation.accept import accept_drawn
+from dsv4.speculation.draft import Drafter
+from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
+from dsv4.speculation.policy import LARGEST, PRESSURE_PERCENT, Policy, Static, under_pressure
+from dsv4.speculation.result import Speculation
+from dsv4.speculation.verify import Append
 
-SAMPLED = 8  # steps between two looks at the fragmentation, which reads the state of every page
-
-
-@dataclass(eq=False)
-class Work:
-    """A request on its way. ids: prompt and new tokens; row: of the cache, None while it waits; used: engine step that last advanced it;
-    epsilon: mean acceptance of its drafts, as `Adaptive` starts and keeps it."""
-
-    request: Request
-    arrival: int
-    submitted: float
-    ids: list[int]
-    result: Result
-    generator: torch.Generator = field(repr=False)
-    row: int | None = None
-    used: int = 0
-    last_token: float = 0.0
-    epsilon: float = AdaptiveParameters.start
+REWIND = LARGEST + 1  # tokens of the longest pass
 
 
 class BatchEngine:
-    """Runs requests on `cache`, which it has for itself. on_result(result) as each ends; clock() in seconds."""
+    """Runs requests on `cache`, which it has for itself. on_result(result) as each ends; clock() in seconds.
+
+    drafter None: plain decoding. policy: how many tokens a request drafts unless it has its own. verify(model, cache): makes what runs
+    a pass. Raises InputError where the drafter cannot run on this model, or the cache cannot rewind the longest pass.
+    """
 
     def __init__(self, model: Model, cache: PagedCache, stop_ids=(), together: bool = False,
-                 on_result: Callable[[Result], None] | None = None, clock: Callable[[], float] = time.perf_counter):
+                 on_result: Callable[[Result], None] | None = None, clock: Callable[[], float] = time.perf_counter,
+                 drafter: Drafter | None = None, policy: Policy | None = None, verify=partial(Append, pads=False)):
+        if drafter is not None:
+            check_can_speculate(model, drafter)
+            if cache.max_rewind < REWIND:
+                raise InputError(f"the cache was built with max_rewind {cache.max_rewind} and passes have up to {REWIND} tokens; build it "
+                                 f"with max_rewind >= {REWIND}")
+        elif policy is not None:
+            raise InputError(f"the policy {policy.name!r} was given and nothing drafts; give a drafter too")
         self.model, self.cache, self.prefixes = model, cache, PrefixTree(cache)
+        self.drafter, self.policy = drafter, policy or Static(DRAFT_TOKENS if drafter else 0)
+        self.passes, self.watch = Passes(model, cache, drafter, verify), Watch(cache)
         self.stop_ids, self.together = frozenset(stop_ids), together
         self.on_result, self.clock = on_result or (lambda result: None), clock
         self.waiting: list[Work] = []
         self.running: list[Work] = []
         self.steps = self.arrivals = self.evictions = 0
-        self._fragmentation: list[dict[str, float]] = []
         self._tight = False  # after an eviction nobody joins until somebody leaves: else two requests could evict each other for ever
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never run ends at once, with its error as its result."""
-        result = Result(request.id, len(request.prompt_ids))
+        result = Result(request.id, len(request.prompt_ids), speculation=Speculation(self.drafter.name if self.drafter else "off"))
         self.arrivals += 1
-        work = Work(request, self.arrivals, self.clock(), list(request.prompt_ids), result,
-                    torch.Generator().manual_seed(request.sampling.seed))
+        policy = request.policy or self.policy
+        work = Work(request, self.arrivals, self.clock(), list(request.prompt_ids), result, policy,
+                    torch.Generator().manual_seed(request.sampling.seed), state=policy.initial())
         try:
             self._check(request)
         except Dsv4Error as error:
@@ -89,14 +97,15 @@ class BatchEngine:
         """Joins, then one piece for each running request."""
         self._join()
         self.steps += 1
-        ready = [w for w in self.running if len(w.ids) - self.cache.lengths[w.row] == 1] if self.together else []
+        self.watch.look()
+        ready = [w for w in self.running if w.result.token_ids and self.cache.lengths[w.row] >= w.text] if self.together else []
         if ready:
-            self._guard(ready, lambda: self._decode(ready))
+            self._guard(ready, self._pass)
         for work in [w for w in self.running if w not in ready]:
             if work.row is not None:  # not evicted or ended meanwhile
-                self._guard([work], lambda w=work: self._advance(w))
-        if self.steps % SAMPLED == 1:
-            self._fragmentation.append({name: pool["fragmentation"] for name, pool in self.cache.figures().items()})
+                self._guard([work], self._advance)
+        self._relieve()
+        self.watch.step()
 
     # ---- joins and leaves ----------------------------------------------------------------
 
@@ -104,6 +113,8 @@ class BatchEngine:
         total = len(request.prompt_ids) + request.max_tokens - 1  # the last token is not fed back
         if not request.prompt_ids:
             raise InputError("the prompt is empty")
+        if request.policy is not None and self.drafter is None:
+            raise InputError(f"the request has the policy {request.policy.name!r} and nothing drafts; give the engine a drafter")
         if total > self.cache.max_context:
             raise ContextOverrun(f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over the "
                                  f"max_context of {self.cache.max_context}; shorten it, lower max_tokens, or raise --max-context")
@@ -120,6 +131,7 @@ class BatchEngine:
             self.waiting.remove(work)
             self.running.append(work)
             work.row, work.used = row, self.steps
+            self.passes.join(work, len(work.ids) if self.together else len(work.request.prompt_ids))
             if not work.result.evictions:
                 self.prefixes.ask(work.request.prompt_ids)
 
@@ -144,12 +156,20 @@ class BatchEngine:
         work.result.evictions += 1
         self._tight = True
 
+    def _relieve(self) -> None:
+        """Where kept prefixes are what puts a pool under pressure, drop some: drafts are worth more than what nobody runs."""
+        if self.drafter is None:
+            return
+        for name, pool in self.cache.pools.items():
+            if pool.under_pressure and not under_pressure(len(self.cache.running_pages(name)), pool.pages):
+                self.prefixes.make_free(name, pool.live - pool.pages * PRESSURE_PERCENT // 100)
+
     # ---- steps ---------------------------------------------------------------------------
 
-    def _guard(self, works: list[Work], act: Callable[[], None]) -> None:
-        """Run `act` for `works`; make room by evictions; what still fails ends these requests alone."""
+    def _guard(self, works: list[Work], act: Callable[[list[Work]], None]) -> None:
+        """act(works); make room by evictions; what still fails ends these requests alone."""
         try:
-            act()
+            act(works)
         except OutOfPages as error:
             victim = min(self.running, key=lambda w: (w.request.priority, w.epsilon, w.used, -w.arrival))
             if len(self.running) == 1:
@@ -158,70 +178,112 @@ class BatchEngine:
             self._evict(victim)
             left = [w for w in works if w.row is not None]
             if left:
-                self._guard(left, (lambda: self._decode(left)) if self.together and len(works) > 1 else act)
+                self._guard(left, act)
         except Dsv4Error as error:
             for work in works:
                 if work.row is not None:
                     self._end(work, "error", error)
 
-    def _advance(self, work: Work) -> None:
-        """One piece of one request, its row alone. A prefix that another request has just finished is borrowed, not run again."""
+    def _advance(self, works: list[Work]) -> None:
+        """One piece of one request, its row alone."""
+        [work] = works
+        if self.cache.lengths[work.row] < work.text:
+            self._read(work)
+        elif work.again < len(work.passes):
+            self.passes.again(work)
+            work.used = self.steps
+        else:
+            self._pass(works)
+
+    def _read(self, work: Work) -> None:
+        """One piece of its text. A prefix that another request has just finished is borrowed, not run again."""
         prompt, b = len(work.request.prompt_ids), work.row
         if self.cache.lengths[b] < prompt:
+            if (kept := self.prefixes.longest(b, work.request.prompt_ids)) is not None:
+                work.streams = kept.snapshot.streams
             gained = self.prefixes.graft(b, work.request.prompt_ids)
             work.result.grafted += 0 if work.result.evictions else gained
         start = self.cache.lengths[b]
-        if start < prompt or self.together:
-            end = min(prompt if start < prompt else len(work.ids), (start // BLOCK + 1) * BLOCK)
-        else:
-            end = start + 1  # also when it resumes: new tokens ran one by one, and do so again
-        self._append([work], start, end, last=end == len(work.ids))
-        if self.cache.lengths[b] % BLOCK == 0 and end <= prompt:
-            self.prefixes.remember(b, work.ids[:end])
+        end = min(work.text, (start // BLOCK + 1) * BLOCK)
+        new = end == len(work.ids)
+        logits = self.passes.read(work, start, end, last=new)
+        work.used = self.steps
+        if end % BLOCK == 0 and end <= prompt:
+            self.prefixes.remember(b, work.ids[:end], work.streams)
+        if new:
+            tokens, error = self._accept(work, logits.unsqueeze(0), [])
+            if self._give(work, tokens, error):
+                self.passes.follow(work, tokens[0])
+        elif end == work.text:  # it resumes
+            self.passes.follow(work, work.ids[end])
 
-    def _decode(self, works: list[Work]) -> None:
-        """One token of several requests, in one batch."""
-        self._append(works, None, None, last=True)
-
-    def _append(self, works: list[Work], start: int | None, end: int | None, last: bool) -> None:
-        pieces = {w.row: w.ids[self.cache.lengths[w.row]:] if start is None else w.ids[start:end] for w in works}
-        counts = [len(pieces.get(b, ())) for b in range(self.cache.batch)]
-        ids = torch.zeros(self.cache.batch, max(counts), dtype=torch.int64)
-        for b, piece in pieces.items():
-            ids[b, :len(piece)] = torch.tensor(piece)
-        for work in works:  # of all rows before any runs: when one finds no room, nothing has happened
-            self.cache.make_room(slice(work.row, work.row + 1), counts[work.row])
-        logits = self.model.append(ids, self.cache, n_new=counts, logits="last" if last else "none", chunk=BLOCK)
+    def _pass(self, works: list[Work]) -> None:
+        """A pass of one request, or of several in one batch."""
+        taken = self.passes.take(works)
+        self.watch.saw(taken.pressed)
         for work in works:
+            if work.row is None:  # cancelled by whoever was told of another's result
+                continue
             work.used = self.steps
-        if last:
-            for work in works:
-                self._emit(work, logits[work.row, 0])
+            drafts = taken.drafts[work.row]
+            if work.row in taken.broken:
+                self._end(work, "error", NotFinite(f"the draft logits after {len(work.ids)} tokens are not finite; audit the checkpoint's "
+                                                   "MTP block, or decode with --speculate off"))
+                continue
+            tokens, error = self._accept(work, taken.logits[work.row], drafts)
+            accepted = sum(token == draft for token, draft in zip(tokens, drafts))
+            if tokens:
+                work.result.speculation.passed(len(drafts), accepted, taken.steps[work.row])
+                work.result.pressed_history.append(taken.pressed)
+            work.observe(accepted, len(drafts))
+            if self._give(work, tokens, error):
+                self.passes.keep(work, taken, tokens)
 
-    def _emit(self, work: Work, logits: torch.Tensor) -> None:
-        """The next token of a request, from logits [vocab] after all it has."""
-        if not logits.isfinite().all():
-            self._end(work, "error", NotFinite(f"the logits after {len(work.ids)} tokens are not finite; audit the checkpoint and numerics"))
-            return
-        token, now, result = sample(logits, work.request.sampling, work.generator), self.clock(), work.result
-        if result.token_ids:
-            result.between_tokens.append(now - work.last_token)
-        else:
-            result.first_token = now - work.submitted
-        work.last_token = now
-        work.ids.append(token)
-        result.token_ids.append(token)
-        if token in self.stop_ids or len(result.token_ids) == work.request.max_tokens:
-            self._end(work, "eos" if token in self.stop_ids else "max_tokens")
+    def _accept(self, work: Work, logits: torch.Tensor, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
+        """Tokens that come out of logits [W + 1, vocab] after what a request has and after each of its drafts, up to a stop id or to
+        logits that are not finite: then also the error."""
+        logits, tokens = logits[:len(drafts) + 1], []
+        finite, best = logits.isfinite().all(-1).tolist(), logits.argmax(-1).tolist()
+        greedy = work.request.sampling.temperature == 0
+
+        def draw(place: int) -> int:
+            if not finite[place]:
+                raise NotFinite(f"the logits after {len(work.ids) + place} tokens are not finite; audit the checkpoint and numerics")
+            return best[place] if greedy else sample(logits[place], work.request.sampling, work.generator)
+        try:
+            for token in accept_drawn(drafts, draw):
+                tokens.append(token)
+                if token in self.stop_ids:
+                    break
+        except NotFinite as error:
+            return tokens, error
+        return tokens, None
+
+    def _give(self, work: Work, tokens: list[int], error: NotFinite | None) -> bool:
+        """Give out new tokens of a request, which came at once; whether it goes on."""
+        now, result = self.clock(), work.result
+        for token in tokens:
+            if result.token_ids:
+                result.between_tokens.append(now - work.last_token)
+            else:
+                result.first_token = now - work.submitted
+            work.last_token = now
+            work.ids.append(token)
+            result.token_ids.append(token)
+        if error is not None:
+            self._end(work, "error", error)
+        elif tokens[-1] in self.stop_ids or not work.left:
+            self._end(work, "eos" if tokens[-1] in self.stop_ids else "max_tokens")
+        return work.row is not None
 
     # ---- figures -------------------------------------------------------------------------
 
     def figures(self) -> dict:
-        """Steps, evictions, the share of whole prompt blocks that were grafted, and of each pool its figures now, with its mean
-        fragmentation while requests ran."""
-        pools, looks = self.cache.figures(), len(self._fragmentation)
+        """Steps, evictions, the share of whole prompt blocks that were grafted, what `Watch` saw while requests ran, and of each pool
+        its figures now, with its mean fragmentation then."""
+        pools, mean = self.cache.figures(), self.watch.mean_fragmentation()
         for name, pool in pools.items():
-            pool["mean_fragmentation"] = sum(look[name] for look in self._fragmentation) / looks if looks else 0.0
+            pool["mean_fragmentation"] = mean[name]
         return {"steps": self.steps, "evictions": self.evictions, "prefix_hit_rate": self.prefixes.hit_rate,
                 "prefix_hit_tokens": self.prefixes.hit_tokens, "prefixes_kept": len(self.prefixes.kept),
-                "prefixes_dropped": self.prefixes.dropped, "pools": pools}
+                "prefixes_dropped": self.prefixes.dropped, **self.watch.document(), "pools": pools}

@@ -1,31 +1,92 @@
 """`dsv4 batch`: a file of requests against one checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dsv4.chat import plain_ids
-from dsv4.engine.batch import BatchEngine
+from dsv4.engine.batch import REWIND, BatchEngine
+from dsv4.engine.report import check_can_report, document, write_report
 from dsv4.engine.requests import Request, Result, read_requests
 from dsv4.errors import InputError
 from dsv4.memory import parse_count
-from dsv4.paged_cache import new_paged_cache
-from dsv4.run import Session
+from dsv4.model import Model
+from dsv4.page_tables import BLOCK, page_groups, pool_pages
+from dsv4.paged_cache import PagedCache, new_paged_cache
+from dsv4.run import Session, make_drafter, make_policy, speculation_notes
+from dsv4.speculation.loop import DRAFT_TOKENS
+from dsv4.speculation.policy import PRESSURE_PERCENT
 from dsv4.tokenizer import Tokenizer
 
 PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
 
 
-def run_batch(session: Session, file: Path, rows: int, max_context: str | None, pool_tokens: str | None,
-              together: bool, write: Callable[[dict], None]) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Of a batch run. max_context and pool_tokens as in `parse_count`; by default what the largest request needs, within the
+    checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'; draft_tokens: '1' … '8' or 'adaptive', None: the
+    default; report: directory of the report, if one is wanted. Raises InputError for draft tokens that cannot be."""
+
+    rows: int = 8
+    max_context: str | None = None
+    pool_tokens: str | None = None
+    together: bool = False
+    speculate: str = "off"
+    draft_tokens: str | None = None
+    report: Path | None = None
+
+    def __post_init__(self):
+        if self.speculate == "off" and self.draft_tokens is not None:
+            raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
+        if self.draft_tokens is not None:
+            make_policy(self.draft_tokens)
+
+    @property
+    def engine(self) -> dict:
+        """What the engine is told of speculation."""
+        if self.speculate == "off":
+            return {}
+        return {"drafter": make_drafter(self.speculate), "policy": make_policy(self.draft_tokens or str(DRAFT_TOKENS))}
+
+
+def run_batch(session: Session, file: Path, options: Options, write: Callable[[dict], None]) -> int:
     """Run the requests of a file; `write` gets each result as a document as it ends, then {"figures": …}. Returns how many failed.
 
-    max_context and pool_tokens as in `parse_count`; by default what the largest request needs, within the checkpoint's limit, and
-    that times `rows`. Raises InputError for a file that cannot be read.
+    Raises InputError for a file that cannot be read, a drafter that the model cannot run, and a report that cannot be written.
     """
+    lines = _read(file)
+    if options.report is not None:
+        check_can_report(options.report)
+    tokenizer, encode = _encoder(session)
+    documents = []
+
+    def finish(result: Result) -> None:
+        stopped = result.stop_reason == "eos"
+        documents.append(result.document(tokenizer.decode(result.token_ids[:-1] if stopped else result.token_ids) if tokenizer else None))
+        write(documents[-1])
+    found = list(read_requests(lines, encode))
+    cache = _cache(session, [r for r in found if isinstance(r, Request)], options)
+    engine = BatchEngine(session.model, cache, session.stop_ids, options.together, finish, **options.engine)
+    for item in found:
+        engine.submit(item) if isinstance(item, Request) else finish(item)
+    engine.run()
+    figures = engine.figures() | {"notes": [] if options.speculate == "off" else speculation_notes(session.model)}
+    write({"figures": figures})
+    if options.report is not None:
+        write_report(options.report, file.stem, document(_about(session, file, options, figures["notes"]), figures, documents))
+    return sum(d["error"] is not None for d in documents)
+
+
+def _read(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+        return file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError as error:
         raise InputError(f"cannot read requests from {file}: {error.strerror}") from None
+
+
+def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[int]]]:
     model, path = session.model, session.checkpoint
     tokenizer = Tokenizer(path, model.config.vocab_size) if (path / "tokenizer.json").is_file() else None
 
@@ -33,22 +94,36 @@ def run_batch(session: Session, file: Path, rows: int, max_context: str | None, 
         if tokenizer is None:
             raise InputError(f"{path} has no tokenizer.json; give token_ids")
         return plain_ids(tokenizer, text, model.config.bos_token_id)
-    failed = 0
+    return tokenizer, encode
 
-    def finish(result: Result) -> None:
-        nonlocal failed
-        failed += result.error is not None
-        stopped = result.stop_reason == "eos"
-        write(result.document(tokenizer.decode(result.token_ids[:-1] if stopped else result.token_ids) if tokenizer else None))
-    found = list(read_requests(lines, encode))
-    asked = [r for r in found if isinstance(r, Request)]
-    limit = model.config.max_position_embeddings
+
+def _cache(session: Session, asked: Sequence[Request], options: Options) -> PagedCache:
+    limit = session.model.config.max_position_embeddings
     needed = max((n for r in asked if (n := len(r.prompt_ids) + r.max_tokens - 1) <= limit), default=1)
-    context = min(needed, limit) if max_context is None else parse_count(max_context)
-    cache = new_paged_cache(model, rows, context, None if pool_tokens is None else parse_count(pool_tokens), 0, PREFIXES * rows)
-    engine = BatchEngine(model, cache, session.stop_ids, together, finish)
-    for item in found:
-        engine.submit(item) if isinstance(item, Request) else finish(item)
-    engine.run()
-    write({"figures": engine.figures()})
-    return failed
+    context = min(needed, limit) if options.max_context is None else parse_count(options.max_context)
+    tokens = None if options.pool_tokens is None else parse_count(options.pool_tokens)
+    rewind = 0 if options.speculate == "off" else REWIND
+    pages = _pages(session.model, options.rows, context, tokens, rewind)
+    return new_paged_cache(session.model, options.rows, context, max_rewind=rewind, pages=pages)
+
+
+def _pages(model: Model, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:
+    """Pages of each pool. More than `tokens` need where that many alone would be pressure: every row full where no number of tokens was
+    asked for, else one page a row, which it holds with its first entry already."""
+    mtp, wanted = len(model.mtp) > 0, rows * context if tokens is None else tokens
+    pages = pool_pages(model.config, rows, wanted, rewind, BLOCK, mtp, PREFIXES * rows)
+    for name, group in page_groups(model.config, mtp).items():
+        if group.back is None:
+            held = rows * (-(-context // (group.rows * group.tokens)) if tokens is None else 1)
+            pages[name] = max(pages[name], -(-held * 100 // PRESSURE_PERCENT))
+    return pages
+
+
+def _about(session: Session, file: Path, options: Options, notes: list[str]) -> dict:
+    """What a reader of the figures has to know of how they came about."""
+    model, drafts = session.model, options.speculate != "off"
+    return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name,
+            "backend": model.backend, "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+            "torch": torch.__version__, "rows": options.rows, "rows run": "together" if options.together else "alone",
+            "speculate": options.speculate, "draft tokens": (options.draft_tokens or str(DRAFT_TOKENS)) if drafts else "none",
+            "notes": notes}

@@ -2,33 +2,42 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dsv4.errors import Dsv4Error, InputError
 from dsv4.generate import Sampling
+from dsv4.speculation.policy import Policy
+from dsv4.speculation.result import Speculation
 
 KEYS = {"id": str, "prompt": str, "token_ids": list, "max_tokens": int, "priority": (int, float), "seed": int,
         "temperature": (int, float), "top_p": (int, float)}
+PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, and how it is to be continued. Larger priorities stay longer when memory is short."""
+    """A prompt as token ids, and how it is to be continued. Larger priorities stay longer when memory is short. policy: how many tokens
+    it drafts, where not as the engine's other requests."""
 
     id: str
     prompt_ids: tuple[int, ...]
     max_tokens: int = 128
     priority: float = 0.0
     sampling: Sampling = Sampling()
+    policy: Policy | None = None
 
 
 @dataclass
 class Result:
     """What became of a request. stop_reason: 'eos', 'max_tokens', 'cancelled' or 'error' (then `error` is the exception).
 
-    Times in seconds: first_token since the request was submitted, between_tokens one for each later token. grafted: prompt tokens
-    that were borrowed, before any eviction; evictions: how often it lost its pages.
+    Times in seconds: first_token since the request was submitted, between_tokens one for each later token; tokens of one pass come at
+    once, 0 s apart. grafted: prompt tokens that were borrowed, before any eviction; evictions: how often it lost its pages;
+    speculation: of passes that gave tokens first, not of those that ran again; pressed_history: of each of them, whether its size was
+    chosen under pressure.
     """
 
     id: str
@@ -40,13 +49,26 @@ class Result:
     evictions: int = 0
     first_token: float | None = None
     between_tokens: list[float] = field(default_factory=list)
+    speculation: Speculation = field(default_factory=lambda: Speculation("off"))
+    pressed_history: list[bool] = field(default_factory=list)
 
     def document(self, text: str | None = None) -> dict:
         """JSON values; `text` of the tokens, if there is a tokenizer."""
         error = None if self.error is None else {"type": type(self.error).__name__, "message": str(self.error)}
+        spec = self.speculation
         return {"id": self.id, "text": text, "token_ids": self.token_ids, "stop_reason": self.stop_reason, "error": error,
                 "prompt_tokens": self.prompt_tokens, "grafted_tokens": self.grafted, "evictions": self.evictions,
-                "time_to_first_token_seconds": self.first_token, "inter_token_seconds": self.between_tokens}
+                "speculation": spec.method, "drafted": spec.proposed, "accepted": spec.accepted, "acceptance": spec.acceptance,
+                "mean_block_size": spec.mean_block_size, "block_size_variance": spec.block_size_variance,
+                "block_size_history": spec.block_size_history, "accepted_history": spec.accepted_history,
+                "pressed_history": self.pressed_history,
+                "time_to_first_token_seconds": self.first_token,
+                "inter_token_percentiles_seconds": percentiles(self.between_tokens), "inter_token_seconds": self.between_tokens}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """The 50th, 95th and 99th, linear between neighbours, as 'p50', 'p95' and 'p99'; None of nothing."""
+    return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} if len(values) else None
 
 
 def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[Request | Result]:

@@ -5,8 +5,13 @@ Greedy: the longest prefix of drafts that are each the target's argmax, then the
 Sampling is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318): a draft
 x ~ q stays with probability min(1, p(x) / q(x)); in place of the first that does not, a token is drawn from the residual
 max(p − q, 0), normalised; when all stay, the bonus token is drawn from p. Each emitted token is then distributed as p, whatever q.
+
+`accept_drawn` is rejection sampling of drafts that were chosen (q is 1 at the draft), with the draws of plain decoding: y ~ p comes
+out, and the draft stays if it is y. That is with probability p(x), and else y has the residual's distribution. Tokens then do not
+depend on how many were drafted where, which the uniforms of `accept_sampled` do.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,6 +55,17 @@ def accept_sampled(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor
         last = torch.where(rejected.unsqueeze(-1), residual, last)
     tokens = torch.cat((drafts, drafts.new_zeros(B, 1)), 1)
     return Accepted(count, tokens.scatter(1, count.unsqueeze(1), draw(last, u_last).unsqueeze(1)))
+
+
+def accept_drawn(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
+    """Tokens of one row that come out: draw(i) is what plain decoding draws after i drafts, asked for as long as the drafts before
+    were what it drew. So a generator is left as plain decoding leaves it, also when the caller stops in between."""
+    for place, draft in enumerate(drafts):
+        token = draw(place)
+        yield token
+        if token != draft:
+            return
+    yield draw(len(drafts))
 
 
 def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""What the JSON files of this package share: reading one, and the header that says what it is."""
+"""What the JSON files of this package share: reading and writing one, and the header that says what it is."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +22,18 @@ def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
         raise InputError(f"{path} is not JSON: {error}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises InputError when it cannot be written."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, path)
+    except OSError as error:
+        if partial.is_file():
+            partial.unlink()
+        raise InputError(f"{path} cannot be written: {error.strerror}; choose another place or make room") from None
 
 
 def expect_header(document: object, what: str, name: str, version: int) -> dict:

@@ -40,8 +40,19 @@ class Drafter(ABC):
     def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
         """A new batch. `choose` draws a token from a draft's logits as the request samples."""
 
+    @abstractmethod
+    def join(self, b: int, prompt: list[int]) -> None:
+        """Row b, whoever had it, begins anew with another prompt."""
+
     def prefilled(self, streams: torch.Tensor, next_ids: torch.Tensor, counts: list[int]) -> None:
-        """A piece of the prompts was run: as `commit`, for tokens that `begin` has been told already."""
+        """A piece of the prompts was run: as `commit`, for tokens that `begin` or `join` has been told already."""
+
+    def due(self, b: int) -> int:
+        """Final tokens of row b that a drafting model still has to run before its first draft."""
+        return 0
+
+    def settle(self, b: int) -> None:
+        """Run what is due in row b, as `draft` would, without drafting."""
 
     @abstractmethod
     def commit(self, streams: torch.Tensor | None, tokens: torch.Tensor, counts: list[int]) -> None:
@@ -69,6 +80,17 @@ class MTPDrafter(Drafter):
     def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
         self._model, self._cache, self._choose = model, cache, choose
         self._due: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]  # (streams [c, n, d], next ids [c]) of a row
+
+    def join(self, b: int, prompt: list[int]) -> None:
+        self._due[b] = []
+
+    def due(self, b: int) -> int:
+        return sum(len(ids) for _, ids in self._due[b])
+
+    def settle(self, b: int) -> None:
+        if self._due[b]:
+            streams, ids, counts = self._take([b])
+            self._model.mtp_logits(streams, ids, self._cache, n_new=counts, logits="none")
 
     def prefilled(self, streams: torch.Tensor, next_ids: torch.Tensor, counts: list[int]) -> None:
         self._model.mtp_logits(streams, next_ids, self._cache, n_new=counts, logits="none")
@@ -124,8 +146,12 @@ class LookupDrafter(Drafter):
 
     def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
         self._rows = [_NGrams(self.longest, self.shortest) for _ in prompts]
-        for row, prompt in zip(self._rows, prompts):
-            row.extend(prompt)
+        for b, prompt in enumerate(prompts):
+            self.join(b, prompt)
+
+    def join(self, b: int, prompt: list[int]) -> None:
+        self._rows[b] = _NGrams(self.longest, self.shortest)
+        self._rows[b].extend(prompt)
 
     def commit(self, streams: torch.Tensor | None, tokens: torch.Tensor, counts: list[int]) -> None:
         for row, found, n in zip(self._rows, tokens.tolist(), counts):

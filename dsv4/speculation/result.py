@@ -1,11 +1,13 @@
 """What speculation did for one row."""
 
 from dataclasses import dataclass, field
+from statistics import pvariance
 
 
 @dataclass
 class Speculation:
-    """Counts of one row. `block_size_history`: drafted tokens of each verify pass of this row, 0 where none could be.
+    """Counts of one row. `block_size_history`: drafted tokens of each verify pass of this row, 0 where none could be;
+    `accepted_history`: how many of them came out as tokens.
 
     accepted: drafts that came out as tokens; those behind a stop id were not. draft_steps: runs of the MTP block for this row while
     drafting, 0 for prompt lookup.
@@ -17,6 +19,7 @@ class Speculation:
     verify_passes: int = 0
     draft_steps: int = 0
     block_size_history: list[int] = field(default_factory=list)
+    accepted_history: list[int] = field(default_factory=list)
 
     def passed(self, proposed: int, accepted: int, draft_steps: int) -> None:
         """Count one verify pass."""
@@ -25,6 +28,7 @@ class Speculation:
         self.verify_passes += 1
         self.draft_steps += draft_steps
         self.block_size_history.append(proposed)
+        self.accepted_history.append(accepted)
 
     @property
     def acceptance(self) -> float | None:
@@ -36,9 +40,15 @@ class Speculation:
         """Drafted tokens a verify pass; None before the first."""
         return self.proposed / self.verify_passes if self.verify_passes else None
 
+    @property
+    def block_size_variance(self) -> float | None:
+        """Of drafted tokens over verify passes (population variance); None before the first."""
+        return float(pvariance(self.block_size_history)) if self.block_size_history else None
+
     def document(self, new_tokens: int) -> dict:
         """JSON values. tokens_per_pass leaves out the first token, which prefill gave."""
         passes = self.verify_passes
         return {"method": self.method, "proposed": self.proposed, "accepted": self.accepted, "acceptance": self.acceptance,
                 "verify_passes": passes, "draft_steps": self.draft_steps, "mean_block_size": self.mean_block_size,
-                "tokens_per_pass": (new_tokens - 1) / passes if passes else None, "block_size_history": self.block_size_history}
+                "block_size_variance": self.block_size_variance, "tokens_per_pass": (new_tokens - 1) / passes if passes else None,
+                "block_size_history": self.block_size_history, "accepted_history": self.accepted_history}

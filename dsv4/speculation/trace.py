@@ -1,7 +1,6 @@
 """Acceptance traces: of each position of a generated text, how many of the next drafted tokens would have been accepted."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dsv4.errors import InputError
-from dsv4.speculation.documents import expect_header, read_document
+from dsv4.speculation.documents import expect_header, read_document, write_whole
 from dsv4.speculation.policy import LARGEST
 
 FORMAT, VERSION = "dsv4-acceptance-trace", 1
@@ -51,13 +50,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
                 for r in trace.requests]
     document = {"format": FORMAT, "version": VERSION, "largest": LARGEST, "name": trace.name, "provenance": dict(trace.provenance),
                 "requests": requests}
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(document, indent=None) + "\n")
-        os.replace(partial, path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    write_whole(Path(path), json.dumps(document) + "\n")
 
 
 def read_trace(path: str | Path) -> Trace:

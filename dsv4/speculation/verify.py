@@ -19,15 +19,15 @@ class Verify(Protocol):
 
 
 class Append:
-    """One append. Rows of fewer drafts run pads beside the others where they have room for them: one uniform pass of the model
+    """One append. pads: rows of fewer drafts run pads beside the others where they have room for them: one uniform pass of the model
     instead of a piece for each length; the caller's rewind forgets pads as it forgets wrong drafts."""
 
-    def __init__(self, model: Model, cache: Cache):
-        self.model, self.cache = model, cache
+    def __init__(self, model: Model, cache: Cache, pads: bool = True):
+        self.model, self.cache, self.pads = model, cache, pads
 
     def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         width = ids.shape[1]
-        if all(length + width <= self.cache.max_context for length in self.cache.lengths) and width <= self.cache.max_rewind:
+        if self.pads and all(n + width <= self.cache.max_context for n in self.cache.lengths) and width <= self.cache.max_rewind:
             counts = [width] * len(counts)
         out = self.model.append(ids, self.cache, n_new=counts, return_streams=want_streams)
         return out if want_streams else (out, None)

@@ -36,8 +36,13 @@ def alone(model, request: Request, logits: list | None = None) -> list[int]:
 
 def watched(engine) -> dict[str, list]:
     """The logits that each request's tokens will be chosen from, by id."""
-    seen, emit = {}, engine._emit
-    engine._emit = lambda work, logits: (seen.setdefault(work.request.id, []).append(logits.clone()), emit(work, logits))
+    seen, accept = {}, engine._accept
+
+    def watch(work, logits, drafts):
+        tokens, error = accept(work, logits, drafts)
+        seen.setdefault(work.request.id, []).extend(logits[:len(tokens)].clone())
+        return tokens, error
+    engine._accept = watch
     return seen
 
 
@@ -173,8 +178,9 @@ def test_faults_of_some_requests_harm_no_other(model, asked):
 def test_a_request_whose_logits_are_not_finite_ends_alone(model, asked):
     requests, expected = asked
     engine, results = engine_of(model)
-    emit = engine._emit
-    engine._emit = lambda work, logits: emit(work, logits * (float("nan") if work.request.id == "r1" and work.result.token_ids else 1.0))
+    accept = engine._accept
+    spoiled = lambda work: float("nan") if work.request.id == "r1" and work.result.token_ids else 1.0
+    engine._accept = lambda work, logits, drafts: accept(work, logits * spoiled(work), drafts)
     run(engine, requests[:3])
     assert isinstance(results["r1"].error, NotFinite) and len(results["r1"].token_ids) == 1
     assert results["r0"].token_ids == expected["r0"] and results["r2"].token_ids == expected["r2"]

@@ -160,3 +160,24 @@ def test_figures_add_up(model):
     assert figures["window"]["live"] == 8 and figures["window"]["fragmentation"] == 1 - 400 / (8 * 64)
     assert figures["csa entries"]["fragmentation"] == 1 - 100 / (2 * 64) and figures["csa entries"]["shared"] == 0
     assert figures["hca entries"] == dict(pages=3, live=2, shared=0, drafts=0, peak=2, pressure=2 / 3, fragmentation=1 - 2 / 128)
+
+
+def test_drafts_fit_where_pages_are_free_and_final_tokens_lie_on_no_draft_page(model):
+    """A row at the end of a page; the window's next page is for a final token, the one after for drafts alone."""
+    cache = paged(model, 1, 512, max_rewind=9, pages=pool_pages(model.config, 1, 512, 9, mtp=True) | {"csa entries": 1})
+    ids = random_ids(model, 1, 400)
+    model.append(ids[:, :251], cache, chunk=128)
+    live = {name: pool.live for name, pool in cache.pools.items()}
+    assert cache.fits(0, 8) and not cache.fits(0, 9), "the 260th token completes an entry of another page"
+    assert all(pool.live <= live[name] for name, pool in cache.pools.items()), "asking takes no page"
+    model.append(ids[:, 251:256], cache)
+    cache.make_room(slice(0, 1), 1)
+    cache.speculate(0, final=1)
+    cache.make_room(slice(0, 1), 3)
+    assert cache.pools["window"].drafts == 0, "the page of the final token holds the drafts too"
+    model.append(ids[:, 256:259], cache)
+    cache.discard(0)
+    assert cache.lengths == [257] and not cache.fits(0, 3) and cache.fits(0, 2)
+    cache.speculate(0, final=1)
+    cache.discard(0)
+    assert cache.lengths == [257], "nothing was appended"

@@ -20,6 +20,9 @@ class Scripted(Drafter):
     def begin(self, prompts, model, cache, choose):
         self.at = [0] * len(prompts)
 
+    def join(self, b, prompt):
+        self.at[b] = 0
+
     def commit(self, streams, tokens, counts):
         for b, n in enumerate(counts):
             self.at[b] += n

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.speculation.accept import accept_greedy, accept_sampled, draw
+from dsv4.speculation.accept import accept_drawn, accept_greedy, accept_sampled, draw
 
 DRAWS, V = 40_000, 5
 P = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05], [0.05, 0.05, 0.6, 0.3, 0.0], [0.0, 0.25, 0.25, 0.25, 0.25]])
@@ -116,3 +116,17 @@ def test_draws_are_never_of_weight_zero():
     u = torch.cat((torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1], torch.tensor([1 - 2 ** -53], dtype=torch.float64)))
     found = draw(weights.expand(len(u), -1), u)
     assert set(found.tolist()) == {1, 3} and (found[u < 0.299] == 1).all() and (found[u > 0.301] == 3).all()
+
+
+def test_the_draws_of_plain_decoding_decide_and_none_is_made_in_vain():
+    """Each place is drawn once, in order, up to the first that is not its draft; a caller that stops draws no further."""
+    asked, plain = [], [7, 8, 9, 5]
+
+    def draw(place):
+        asked.append(place)
+        return plain[place]
+    for drafts, out in (([], [7]), ([7, 8, 9], plain), ([7, 3, 9], [7, 8]), ([1, 8, 9], [7])):
+        asked.clear()
+        assert list(accept_drawn(drafts, draw)) == out and asked == list(range(len(out)))
+    asked.clear()
+    assert next(accept_drawn([7, 8, 9], draw)) == 7 and asked == [0]

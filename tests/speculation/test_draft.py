@@ -121,3 +121,32 @@ def test_lookup_finds_what_a_search_finds(longest, shortest):
 def test_lookup_bounds_are_checked():
     with pytest.raises(InputError, match="1 <= shortest <= longest"):
         LookupDrafter(2, 3)
+
+
+def test_a_row_that_another_request_joins_knows_nothing_of_the_last():
+    drafter = LookupDrafter(2, 1)
+    drafter.begin([[1, 2, 3, 1], [1, 2, 3, 1]], None, None, None)
+    drafter.join(0, [4, 5, 1])
+    assert drafter.draft([2, 2]).sizes == [0, 2]
+
+
+def test_what_is_due_runs_once_by_drafting_or_by_settling(model):
+    """Settling leaves the block as drafting does; joining forgets what was due."""
+    ids = torch.tensor([prompt_of(model, 9)])
+    cache = model.new_cache(1, 20)
+    _, streams = model.append(ids, cache, return_streams=True)
+    following, drafted = torch.cat((ids[:, 1:], torch.tensor([[3]])), 1), []
+    for settled in (False, True):
+        drafter = MTPDrafter()
+        drafter.begin([[]], model, cache, lambda logits, rows: (drafted.append(logits), (logits.argmax(-1), None))[1])
+        drafter.commit(streams, following, [6])
+        assert drafter.due(0) == 6
+        drafter.settle(0) if settled else drafter.draft([1])
+        assert drafter.due(0) == 0 and cache.mtp_lengths == [6]
+        drafter.commit(streams[:, 6:], following[:, 6:], [3])
+        drafter.draft([1])
+        cache.rewind_mtp(9)
+    assert torch.equal(drafted[1], drafted[2]) and len(drafted) == 3
+    drafter.commit(streams, following, [2])
+    drafter.join(0, [])
+    assert drafter.due(0) == 0

@@ -1,0 +1,194 @@
+"""How rows of the engine run: text in pieces, and passes that verify drafts.
+
+Text is what is known beforehand: a prompt, or what an evicted request had. The MTP block follows it one token behind, because its
+entry at a token is made of the token after it too: so its pieces are the same whether a row began cold or on a borrowed prefix.
+
+A pass runs a row's last token and the drafts behind it. The last token takes its pages as text does: others may have to give way for it.
+Drafts get pages that are free, and are as few as those allow: nobody gives way for a draft.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.engine.work import Pass, Work
+from dsv4.generate import sample
+from dsv4.model import Model
+from dsv4.page_tables import BLOCK
+from dsv4.paged_cache import PagedCache
+from dsv4.speculation.draft import Drafter, Drafts
+from dsv4.speculation.policy import room
+from dsv4.speculation.verify import Verify
+
+
+@dataclass
+class Taken:
+    """A pass that was run. logits fp32 [B, W + 1, vocab] after each row's last token and after each of its drafts; streams
+    [B, W + 1, n, d], None where nobody wants them; drafts: of each row; steps: of the drafting model; pressed: whether sizes were chosen
+    under pressure; broken: rows whose draft logits were not finite."""
+
+    logits: torch.Tensor
+    streams: torch.Tensor | None
+    drafts: dict[int, list[int]]
+    steps: dict[int, int]
+    pressed: bool
+    broken: set[int]
+
+
+class Passes:
+    """Runs rows of `cache`. drafter None: nothing is drafted. verify(model, cache): makes what runs a pass."""
+
+    def __init__(self, model: Model, cache: PagedCache, drafter: Drafter | None, verify):
+        self.model, self.cache, self.drafter, self.verify = model, cache, drafter, verify(model, cache)
+        self.wants_streams = drafter is not None and drafter.needs_streams
+        self._drawing: dict[int, tuple[Work, torch.Generator]] = {}
+        if drafter is not None:
+            drafter.begin([[] for _ in range(cache.batch)], model, cache, self._choose)
+
+    def join(self, work: Work, text: int) -> None:
+        """`work` has come to its row, which is empty; its first `text` tokens are to run as text."""
+        work.text, work.again, work.streams = text, 0, None
+        if self.drafter is not None:
+            self.drafter.join(work.row, work.ids[:text])
+
+    # ---- text ----------------------------------------------------------------------------
+
+    def read(self, work: Work, start: int, end: int, last: bool) -> torch.Tensor | None:
+        """Run tokens start … end − 1 of a row's text; logits [vocab] after the last of them if wanted. Raises OutOfPages before
+        anything is run."""
+        b, row = work.row, slice(work.row, work.row + 1)
+        begun = work.streams is not None
+        self.cache.make_room(row, end - start)
+        if self.wants_streams:
+            self.cache.make_room(row, end - start - 1 + begun, mtp=True)
+        ids, counts = self._alone(b, torch.tensor(work.ids[start:end]))
+        out = self.model.append(ids, self.cache, n_new=counts, logits="last" if last else "none", chunk=BLOCK,
+                                return_streams=self.wants_streams)
+        logits, streams = out if self.wants_streams else (out, None)
+        if self.wants_streams:
+            behind = torch.cat((work.streams, streams[b])) if begun else streams[b]
+            work.streams = streams[b, -1:].clone()
+            if len(behind) > 1:
+                following, counts = self._alone(b, torch.tensor(work.ids[end - len(behind) + 1:end]))
+                self.drafter.prefilled(self._alone(b, behind[:-1])[0], following, counts)
+        return logits[b, 0] if last else None
+
+    def follow(self, work: Work, token: int) -> None:
+        """`token` comes after the text, all of which was run."""
+        if self.drafter is not None:
+            streams = None if work.streams is None else self._alone(work.row, work.streams)[0]
+            ids, counts = self._alone(work.row, torch.tensor([token]))
+            self.drafter.commit(streams, ids, counts)
+        work.streams = None
+
+    def _alone(self, b: int, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """values [T, ...] of row b as a batch [B, T, ...] whose other rows rest, and the counts."""
+        whole = values.new_zeros(self.cache.batch, *values.shape)
+        whole[b] = values
+        return whole, [len(values) * (row == b) for row in range(self.cache.batch)]
+
+    # ---- passes --------------------------------------------------------------------------
+
+    def take(self, works: list[Work]) -> Taken:
+        """One pass over `works`: draft and verify. Raises OutOfPages before anything is run."""
+        for work in works:  # of all rows before any drafts: what is final comes first
+            self.cache.make_room(slice(work.row, work.row + 1), 1)
+        pressed = self.cache.under_pressure
+        drafts, broken = self._draft(works, self._sizes(works, pressed))
+        logits, streams = self._verify(works, drafts)
+        tokens = drafts.tokens.tolist()
+        return Taken(logits, streams, {w.row: tokens[w.row][:drafts.sizes[w.row]] for w in works},
+                     {w.row: drafts.steps[w.row] for w in works}, pressed, broken)
+
+    def again(self, work: Work) -> None:
+        """Run the next pass of a row that resumes as it first ran. Raises OutOfPages before anything is run."""
+        drafts, kept = work.passes[work.again]
+        row, start = slice(work.row, work.row + 1), self.cache.lengths[work.row]
+        self.cache.make_room(row, 1 + len(drafts))
+        if drafts and self.wants_streams:
+            self.cache.make_room(row, self.drafter.due(work.row), mtp=True)
+            self.drafter.settle(work.row)
+        ids, counts = self._alone(work.row, torch.tensor([work.ids[start], *drafts]))
+        _, streams = self.verify(ids, counts, self.wants_streams)
+        self._hold(work, streams, work.ids[start + 1:start + 1 + kept], 1 + len(drafts))
+        work.again += 1
+
+    def keep(self, work: Work, taken: Taken, tokens: list[int]) -> None:
+        """`tokens` of row `work` came out of the pass: they stay, but for the last of them, which is not run yet."""
+        drafts = taken.drafts[work.row]
+        self._hold(work, taken.streams, tokens, 1 + len(drafts))
+        work.passes.append(Pass(drafts, len(tokens)))
+        work.again = len(work.passes)
+
+    def _hold(self, work: Work, streams: torch.Tensor | None, tokens: list[int], ran: int) -> None:
+        """Of `ran` tokens that the row just ran it keeps as many as came out."""
+        back = [0] * self.cache.batch
+        back[work.row] = ran - len(tokens)
+        self.cache.rewind(back)
+        self.cache.commit(work.row)
+        if self.drafter is not None:
+            self.drafter.commit(streams, *self._alone(work.row, torch.tensor(tokens)))
+
+    def _sizes(self, works: list[Work], pressed: bool) -> list[int]:
+        """Drafts of each row: what policies want, within the context, the tokens still asked for, what can be rewound, and the pages
+        that are free. The pages are taken."""
+        sizes = [0] * self.cache.batch
+        if self.drafter is None:
+            return sizes
+        for policy in dict.fromkeys(work.policy for work in works):  # rows of one policy are decided together
+            own = [work for work in works if work.policy is policy]
+            for work, wanted in zip(own, policy.choose([w.state for w in own], pressed), strict=True):
+                most = room(work.left, self.cache.max_context - self.cache.lengths[work.row])
+                sizes[work.row] = self._reserve(work, min(wanted, most, self.cache.max_rewind - 1))
+        return sizes
+
+    def _reserve(self, work: Work, size: int) -> int:
+        """Take pages for up to `size` drafts; for how many there were free ones."""
+        b, row, due = work.row, slice(work.row, work.row + 1), self.drafter.due(work.row)
+        block = self.drafter.needs_mtp
+        while size > 0 and not (self.cache.fits(b, 1 + size) and (not block or self.cache.fits(b, due + size - 1, mtp=True))):
+            size -= 1
+        if size <= 0:
+            return 0
+        if block:
+            self.cache.make_room(row, due, mtp=True)
+        self.cache.speculate(b, final=1)
+        self.cache.make_room(row, 1 + size)
+        if block:
+            self.cache.make_room(row, due + size - 1, mtp=True)
+        return size
+
+    def _draft(self, works: list[Work], sizes: list[int]) -> tuple[Drafts, set[int]]:
+        none = Drafts(torch.zeros(self.cache.batch, 0, dtype=torch.int64), sizes, None, sizes)
+        if not any(sizes):
+            return none, set()
+        # a draft is drawn as the token in its place will be, so that equal logits give equal tokens; the request's own generator stays
+        self._drawing = {w.row: (w, _copy(w.generator)) for w in works}
+        self._finite = torch.ones(self.cache.batch, dtype=torch.bool, device=self.model.device)
+        drafts = self.drafter.draft(sizes)
+        finite = self._finite.tolist()
+        return drafts, {work.row for work in works if not finite[work.row]}
+
+    def _choose(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, None]:
+        """Tokens int64 [M] of a drafting model's logits [M, vocab] for `rows`."""
+        tokens, finite = logits.argmax(-1), logits.isfinite().all(-1)
+        self._finite[rows] &= finite
+        for i, b in enumerate(rows):
+            work, generator = self._drawing[b]
+            if work.request.sampling.temperature and finite[i]:
+                tokens[i] = sample(logits[i], work.request.sampling, generator)
+        return tokens, None
+
+    def _verify(self, works: list[Work], drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pending = torch.zeros(self.cache.batch, 1, dtype=torch.int64)
+        counts = [0] * self.cache.batch
+        for work in works:
+            pending[work.row, 0], counts[work.row] = work.ids[-1], 1 + drafts.sizes[work.row]
+        ids = torch.cat((pending.to(drafts.tokens.device), drafts.tokens), 1)
+        return self.verify(ids, counts, self.wants_streams)
+
+
+def _copy(generator: torch.Generator) -> torch.Generator:
+    found = torch.Generator()
+    found.set_state(generator.get_state())
+    return found
