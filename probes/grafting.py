@@ -4,20 +4,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.requests import Request
 from dsv4.errors import OutOfPages, PageError
 from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.prefixes import PrefixTree
+from probes.control import attempted_all
 from probes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
 from probes.measure import tokens
 from probes.probe import Probe
-from probes.result import Check, Status, compare, vacuous
+from probes.result import Check, compare, vacuous
 from probes.subject import Subject
-from probes.visible import PARTS, SAME, Rows, differing, first_of, of_snapshot, off, rows_checks, summary
+from probes.visible import PARTS, SAME, Rows, bits, differing, of_output, of_snapshot, off, rows_checks, summary
 
 SHARED = 2 * BLOCK
 OWN, BACK = 9, 40      # tokens of the donor beyond the prefix; tokens behind the prefix's end that it goes back to
@@ -30,6 +29,7 @@ SCENARIOS = (  # tokens of the prefix, what becomes of the donor, pieces of the 
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1)
 REWIND = 64
 STRANGER = 37            # tokens of requests that take pages which came free
+RUNS = "a grafted request runs"
 NOBODY = "a page that others hold is copied before it is written: no byte of it changes"
 
 
@@ -51,10 +51,11 @@ class Grafting(Probe):
         case, checks = Case(subject, self.seed, room), []
         for prefix, fate, pieces in SCENARIOS:
             where = f"{prefix} tokens, the donor {fate}"
-            checks += guarded(where, lambda: Scenario(case, prefix, fate, pieces, where).checks())
+            checks += attempted_all(RUNS, where, part_of, lambda: Scenario(case, prefix, fate, pieces, where).checks())
         if not len(subject.model.mtp):
             checks.append(vacuous("a graft of the MTP block", "the subject has none", part="graft, MTP window"))
-        return [*checks, *guarded("which prefix", lambda: lengths(case)), *guarded("engine", lambda: engine(case))]
+        return [*checks, *attempted_all(RUNS, "which prefix", part_of, lambda: lengths(case)),
+                *attempted_all(RUNS, "engine", part_of, lambda: engine(case))]
 
 
 class Case:
@@ -173,7 +174,7 @@ class Scenario:
         steps = [(f"row {row}, {a.when}", a, b) for row, (found, cold) in enumerate(seen, FIRST) for a, b in zip(found[1:], cold[1:])]
         rows = [(when, a.rows, b.rows) for when, a, b in steps]
         yield from rows_checks("rows that a grafted request writes are a cold one's", self.where, "graft", self.subject, rows, True)
-        part = next((f"graft, {first_of(self.subject, differing(a, b))[1]}" for _, a, b in rows if differing(a, b)), "graft, output")
+        part = of_output("graft", self.subject, rows, "output")
         yield bits("logits of a grafted request are a cold one's", [(a.logits, b.logits) for _, a, b in steps], self.where, part)
         if steps[0][2].drafts is not None:
             yield bits("drafts of a grafted request are a cold one's", [(a.drafts, b.drafts) for _, a, b in steps], self.where,
@@ -211,12 +212,6 @@ class Scenario:
         left = {name: pool.live for name, pool in self.cache.pools.items() if pool.live or len(set(pool.free)) != pool.pages}
         yield compare("pools that are not free at the end", len(left), "==", 0, "whoever held a page has let go", len(before),
                       unit="pools", note=", ".join(f"{n} pages of {name}" for name, n in left.items()), **about)
-
-
-def bits(name: str, pairs: list[tuple[torch.Tensor, torch.Tensor]], where: str, part: str) -> Check:
-    """Logits [n, vocab] of several pieces; NaN differs from everything."""
-    wrong = sum(int((a != b).sum()) if a.shape == b.shape else b.numel() for a, b in pairs)
-    return compare(name, wrong, "==", 0, SAME, sum(b.numel() for _, b in pairs), where=where, part=part)
 
 
 def lengths(case: Case) -> Iterator[Check]:
@@ -263,16 +258,9 @@ def engine(case: Case) -> Iterator[Check]:
                   unit="pages", where="engine", part="reference counts", note="; ".join(counts[:2]))
 
 
-def guarded(where: str, make: Callable[[], Iterator[Check]]) -> list[Check]:
-    """The checks of one scenario; what breaks it is an ERROR of that scenario alone, after the checks that it had made."""
-    found = []
-    try:
-        found.extend(make())
-    except Exception as error:  # an implementation under audit may raise anything
-        part = "reference counts" if isinstance(error, (PageError, OutOfPages)) else "graft"
-        found.append(Check("a grafted request runs", Status.ERROR, where, part,
-                           note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
-    return found
+def part_of(error: Exception) -> str:
+    """What is at fault where a scenario breaks."""
+    return "reference counts" if isinstance(error, (PageError, OutOfPages)) else "graft"
 
 
 if __name__ == "__main__":

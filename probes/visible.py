@@ -166,3 +166,15 @@ def summary(bad: dict[tuple[str, str], int]) -> str:
     """'3 rows of index keys of layer 1, …' of the first two."""
     said = [f"{n} rows of {PARTS[stream]} of {label}" for (label, stream), n in list(bad.items())[:2]]
     return ", ".join(said) + (", …" if len(bad) > 2 else "")
+
+
+def bits(name: str, pairs: list[tuple[torch.Tensor, torch.Tensor]], where: str, part: str) -> Check:
+    """Pairs of logits [n, vocab]; NaN differs from everything."""
+    wrong = sum(int((a != b).sum()) if a.shape == b.shape else b.numel() for a, b in pairs)
+    return compare(name, wrong, "==", 0, SAME, sum(b.numel() for _, b in pairs), where=where, part=part)
+
+
+def of_output(prefix: str, subject: Subject, rows: list[tuple[str, Rows, Rows]], other: str = "next logits") -> str:
+    """The part of logits that differ: the rows that differ first, else `other`."""
+    first = next((first_of(subject, bad)[1] for _, found, wanted in rows if (bad := differing(found, wanted))), other)
+    return f"{prefix}, {first}"
