@@ -23,6 +23,7 @@ from probes.visible import Rows, bits, of_output, rows_checks, visible
 DRAFTS = 4
 PROMPTS = (125, 6)  # a pass crosses 128, and is at every residue mod 4 with 0 … 4 drafts accepted; the window is not full yet
 SECOND = 2          # drafts accepted by the second pass, which writes over what the first has left behind
+SPARE = 16          # tokens of context for a decoder that forgets too little
 RUNS = "speculative decoding runs"
 NAMES = ("what may be read after a pass is as if nothing had been drafted", "logits after a pass are as if nothing had been drafted",
          "drafts after a pass are as if nothing had been drafted before")
@@ -38,7 +39,7 @@ class Speculation(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         checks = attempted_all(RUNS, "acceptance", "acceptance", lambda: acceptance(self.seed, subject.model.device))
-        room = max(PROMPTS) + 3 * (DRAFTS + 1) + 16
+        room = max(PROMPTS) + 3 * (DRAFTS + 1) + 2 * SPARE
         if room > subject.config.max_position_embeddings:
             why = f"{room} tokens are needed, the checkpoint allows {subject.config.max_position_embeddings}"
             return [*checks, vacuous("state after a pass", why, part="after a pass")]
@@ -102,9 +103,10 @@ def one(subject: Subject, length: int, accepted: int, where: str, seed: int) -> 
     script, looks = Script(subject.config.vocab_size, 1, 24, seed), []
     drafter = Steered(script, [list(kept)], MTPDrafter() if len(subject.model.mtp) else None)
     most = 1 + sum(n + 1 for n in kept)
-    [out] = generate_speculative(subject.model, [prompt], most, drafter, policy=Static(DRAFTS), verify=lambda model, cache: Watched(
-        subject, cache, SingleSteps(model, cache), script, [length], looks))
-    plain, text, at = Undrafted(subject, prompt, length + most - 1), [out.token_ids[0], *script.text[0, 1:].tolist()], 0
+    limit = length + most + SPARE
+    [out] = generate_speculative(subject.model, [prompt], most, drafter, policy=Static(DRAFTS), max_context=limit,
+                                 verify=lambda m, c: Watched(subject, c, SingleSteps(m, c), script, [length], looks))
+    plain, text, at = Undrafted(subject, prompt, limit), [out.token_ids[0], *script.text[0, 1:].tolist()], 0
     rows, logits, drafts = [], [], []
     for number, n in enumerate((0, *kept)):  # tokens that were final before pass `number`; at the end those of the last
         said = plain.feed(text[at:at + n + 1])
@@ -128,8 +130,9 @@ def ragged(subject: Subject, seed: int) -> Iterator[Check]:
     script = Script(subject.config.vocab_size, rows, most + DRAFTS + 2, seed)
     right = cases(script, rows, DRAFTS)
     drafter = Steered(script, right)
-    found = generate_speculative(subject.model, prompts, most, drafter, policy=Static(DRAFTS), stop_ids=(STOP,), verify=lambda m, c: Watched(
-        subject, c, Append(m, c), script, [len(p) for p in prompts]))
+    found = generate_speculative(subject.model, prompts, most, drafter, policy=Static(DRAFTS), stop_ids=(STOP,),
+                                 max_context=rows + 3 + most + SPARE,
+                                 verify=lambda m, c: Watched(subject, c, Append(m, c), script, [len(p) for p in prompts]))
     yield from came_out("generate_speculative", script, right, [out.token_ids for out in found], None, [most] * rows, DRAFTS)
     wanted = [script.outcome(b, out.token_ids[0], DRAFTS, right[b], most)[1] for b, out in enumerate(found)]
     off = [b for b, out in enumerate(found) if out.speculation.verify_passes != len(wanted[b])]

@@ -163,8 +163,8 @@ def rows_checks(name: str, where: str, part: str, subject: Subject, pairs: list[
 
 
 def summary(bad: dict[tuple[str, str], int]) -> str:
-    """'3 rows of index keys of layer 1, …' of the first two."""
-    said = [f"{n} rows of {PARTS[stream]} of {label}" for (label, stream), n in list(bad.items())[:2]]
+    """'3 of the index keys of layer 1, …' of the first two streams."""
+    said = [f"{n} of the {PARTS[stream].removeprefix('the ')} of {label}" for (label, stream), n in list(bad.items())[:2]]
     return ", ".join(said) + (", …" if len(bad) > 2 else "")
 
 

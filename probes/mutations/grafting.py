@@ -127,7 +127,7 @@ def window_not_carried_by_a_graft(site: Site) -> None:
     not_carried(site, "window")
 
 
-@mutation("1.12", bugs=(130, 62), parts=("graft, compressor rows",), probes=("grafting",))
+@mutation("1.12", bugs=(130,), parts=("graft, compressor rows",), probes=("grafting",))
 def overlap_rows_not_carried_by_a_graft(site: Site) -> None:
     """Prefixes end where windows do, so raw rows are left out: the first entry of CSA lacks the four tokens before its own."""
     not_carried(site, "csa raw rows")
