@@ -129,8 +129,9 @@ def outputs(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     script = Script(subject.config.vocab_size, B, most + drafts + 2, seed)
     right, told = cases(script, B, drafts), [[] for _ in range(B)]
     first, *start = primed(subject.model, cache, ids, lengths)
-    rounds = Rounds(subject.model, cache, drafts, first, *start, [most - 1] * B, (STOP,), on_device(Static(drafts), B, subject.model.device))
-    at, live, observe = lambda: [1 + n for n in rounds.written.tolist()], [], rounds.policy.observe
+    policy = on_device(Static(drafts), B, subject.model.device)
+    rounds = Rounds(subject.model, cache, drafts, first, *start, [most - 1] * B, (STOP,), policy)
+    at, live, observe = lambda: [1 + n for n in rounds.written.tolist()], [], policy.observe
 
     def steered(D: int) -> torch.Tensor:
         live.append((~rounds.done).tolist())
@@ -141,12 +142,12 @@ def outputs(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
         for b, (n, there) in enumerate(zip(accepted.tolist(), live[-1])):
             told[b] += [n] if there else []
         observe(accepted, proposed)
-    rounds._drafts, rounds.policy.observe, rounds.captures = steered, noted, False  # a graph would not call them again
+    rounds._drafts, policy.observe, rounds.captures = steered, noted, False  # a graph would not call them again
     with obeying(subject.model, script, at):
         out = rounds.run(ahead=1)
     found = [[token, *row] for token, row in zip(first.tolist(), out)]
     yield from came_out("Rounds", script, right, found, told, [most] * B, drafts, first_ends=False)
     held = [n + len(row) - 1 for n, row in zip(lengths, found)]
     off = [b for b, n in enumerate(held) if (cache.lengths[b], cache.mtp_lengths[b]) != (n, n)]
-    yield compare("rows whose caches hold another number of tokens than came out", len(off), "==", 0, "all but the last one that was chosen",
-                  B, unit="rows", where="Rounds", part="accepted tokens")
+    yield compare("rows whose caches hold another number of tokens than came out", len(off), "==", 0,
+                  "all but the last one that was chosen", B, unit="rows", where="Rounds", part="accepted tokens")
