@@ -106,7 +106,7 @@ class Steered(Drafter):
 
 @dataclass
 class Look:
-    """The batch as a pass begins, and what the model then said. rows: what each may read; kept: lengths of main model and block."""
+    """The batch as a pass begins, and what the model then said. lengths: tokens of each row; rows: what each may read."""
 
     lengths: list[int]
     rows: list[Rows]
