@@ -5,7 +5,7 @@ A model whose logits are the same everywhere, or a harness that compares zeros w
 harness cannot tell right from wrong.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,6 +24,17 @@ def attempted(name: str, where: str, part: str, make: Callable[[], Check]) -> Ch
         return make()
     except Exception as error:  # an implementation under audit may raise anything
         return Check(name, Status.ERROR, where, part, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
+def attempted_all(name: str, where: str, part: str | Callable[[Exception], str], make: Callable[[], Iterable[Check]]) -> list[Check]:
+    """The checks that make() gives one by one; what breaks it is an ERROR after those that it had given. part: also by the error."""
+    found = []
+    try:
+        found.extend(make())
+    except Exception as error:  # an implementation under audit may raise anything
+        found.append(Check(name, Status.ERROR, where, part(error) if callable(part) else part,
+                           note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+    return found
 
 
 def controls(logits: torch.Tensor, errors: Callable, numerics: str) -> list[Check]:

@@ -40,7 +40,7 @@ SECTIONS = {  # of the list of known bugs
     "1.4": "Compressor", "1.5": "Indexer scoring", "1.6": "Top-k, sentinels, masks",
     "1.7": "Attention core, sink, output projection", "1.8": "Hyper-connections",
     "1.9": "Experts", "1.10": "Addressing, caching, concurrency, graphs",
-    "1.11": "MTP, parallelism, the harness",
+    "1.11": "MTP, parallelism, the harness", "1.12": "Pages and borrowed prefixes", "1.13": "Speculative decoding",
 }
 
 

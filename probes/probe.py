@@ -15,9 +15,9 @@ from kernels.errors import Dsv4Error
 from probes.result import Check, Status, vacuous
 from probes.subject import Subject
 
-CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 (P17 is beside it)
+CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P20 (P17 is beside it)
     "load_ledger", "config_ledger", "format_decode", "dtype_ledger", "rope", "index_oracle", "schedules", "influence", "edges",
-    "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc", "captured",
+    "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc", "captured", "grafting", "speculation",
 )
 BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 

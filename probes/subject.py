@@ -31,6 +31,8 @@ CAPABILITIES = {
     "rewind": "tokens can be forgotten (`run` with negative steps in its schedule)",
     "batch": "several rows at once, of different lengths",
     "cache": "the bytes of each cache stream (`cache_bytes`)",
+    "pages": "a cache in pages, whose prefixes other requests borrow",
+    "drafts": "this project's speculative decoders",
     "kernels": "this project's operations, by backend",
 }
 

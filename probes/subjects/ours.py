@@ -37,7 +37,7 @@ class OurSubject(Subject):
     not round as they do: what differs from the oracle would be the format, not a fault.
     """
 
-    can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "kernels"})
+    can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "pages", "drafts", "kernels"})
 
     def __init__(self, path: str | Path, numerics: str = "fp32", backend: str = "auto", device: str = "cpu",
                  cache: str = "auto", index_cache: str = "auto"):

@@ -25,7 +25,7 @@ FAST = (  # one or two of each section whose first probe is quick
     "entry offsets in 32 bits", "compressor state survives the request", "writes go to the first row",
     "vocabulary shards in another order", "second stage without ids", "nibbles of packed keys swapped",
     "scales beside each row", "byte offsets of packed rows in 32 bits", "resting rows advance in replays",
-    "fused linears without their norm",
+    "fused linears without their norm", "graft of one block fewer", "weights of the mean exchanged on the device",
 )
 BY_NAME = {m.name: m for m in catalogue()}
 

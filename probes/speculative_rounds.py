@@ -1,0 +1,153 @@
+"""Rounds that stay on the device: what each leaves for the next, and what comes out. The rounds themselves run, not their graphs."""
+
+from collections.abc import Iterator
+
+import torch
+
+from dsv4.cache import Cache
+from dsv4.graph import DecodeGraph
+from dsv4.speculation.policy import Static
+from dsv4.speculation.policy_device import on_device
+from dsv4.speculation.rounds import Rounds, primed
+from probes.captured import exactly
+from probes.measure import agreeing, token_errors, tokens
+from probes.result import Check, compare
+from probes.scripted import STOP, Script, came_out, cases, obeying
+from probes.subject import Subject
+from probes.visible import Rows, bits, of_output, rows_checks, visible
+
+LENGTHS = (125, 126, 127, 6, 131)  # of the rows that keep 0, 1, … drafts; a round crosses 128 in most of them
+ROUNDS = 3
+NAMES = ("what may be read after a round is as if {}", "logits of a round are as if {}", "drafts of a round are as if {}")
+REWOUND, NEVER = "its tokens had been run by themselves and the others rewound", "nothing had been drafted"
+
+
+class Plain:
+    """The same text, final token by final token. rejected: by captured steps (as long as the rounds', so that sums are in the same
+    order) with the drafts that go, which are rewound; else by `append` without them."""
+
+    def __init__(self, subject: Subject, ids: torch.Tensor, lengths: list[int], limit: int, rejected: bool):
+        self.subject, self.model, self.rejected = subject, subject.model, rejected
+        self.cache: Cache = subject.model.new_cache(len(lengths), limit)
+        self.tokens, self.first, self.chained = primed(self.model, self.cache, ids, lengths)
+        self.graph: DecodeGraph | None = None
+
+    def rows(self) -> list[Rows]:
+        lengths = self.cache.lengths
+        return [visible(self.subject, self.cache, b, n, m) for b, (n, m) in enumerate(zip(lengths, self.cache.mtp_lengths))]
+
+    def drafts(self, D: int) -> torch.Tensor:
+        """int64 [B, D] of the block's own chain, which leaves nothing behind."""
+        found, streams = [self.first], self.chained.unsqueeze(1)
+        for _ in range(D - 1):
+            logits, streams = self.model.mtp_logits(streams, found[-1].view(-1, 1), self.cache, return_streams=True)
+            found.append(logits[:, 0].argmax(-1))
+        self.cache.rewind_mtp(D - 1)
+        return torch.stack(found, 1).cpu()
+
+    def go_on(self, ids: torch.Tensor, chosen: torch.Tensor, kept: list[int]) -> torch.Tensor:
+        """ids int64 [B, W]: the pending token and drafts, of which kept[b] stay; chosen int64 [B, W]: what follows each. Logits
+        [B, W, vocab], of places that stay."""
+        W, counts = ids.shape[1], None if self.rejected else [n + 1 for n in kept]
+        if self.rejected:
+            self.graph = self.graph or DecodeGraph(self.model, self.cache, W)
+            logits = self.graph.step(ids)
+            streams = self.graph.streams.view(*ids.shape, *self.graph.streams.shape[1:])
+            self.cache.rewind([W - 1 - n for n in kept])
+        else:
+            logits, streams = self.model.append(ids, self.cache, n_new=counts, return_streams=True, chunk=W)
+        said, after = self.model.mtp_logits(streams, chosen, self.cache, n_new=counts, return_streams=True, chunk=W)
+        if self.rejected:
+            self.cache.rewind_mtp([W - 1 - n for n in kept])
+        rows, last = torch.arange(len(kept), device=said.device), torch.tensor(kept, device=said.device)
+        self.first, self.chained = said[rows, last].argmax(-1), after[rows, last]
+        return logits
+
+
+def states(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
+    """Three rounds of rows that keep 0, 1, … drafts, and then others; the block drafts, and the script decides."""
+    B = drafts + 1
+    lengths, limit = list(LENGTHS[:B]), max(LENGTHS) + (ROUNDS + 1) * (drafts + 1)
+    ids = tokens(subject, max(lengths), seed, rows=B)
+    script = Script(subject.config.vocab_size, B, (ROUNDS + 1) * (drafts + 1), seed)
+    others = [(REWOUND, exactly(subject), Plain(subject, ids, lengths, limit, True))]
+    if subject.numerics == "fp32":  # elsewhere a rounding may move a choice, and what follows is another text
+        others.append((NEVER, False, Plain(subject, ids, lengths, limit, False)))
+    cache = subject.model.new_cache(B, limit)
+    rounds = Rounds(subject.model, cache, drafts, *primed(subject.model, cache, ids, lengths), [ROUNDS * (drafts + 1)] * B, (),
+                    on_device(Static(drafts), B, subject.model.device))
+    kept = [[(b + 2 * number) % B for b in range(B)] for number in range(ROUNDS)]
+    seen = list(_run(subject, rounds, script, drafts, kept))
+    for name, exact, other in others:
+        yield from _compared(subject, seen, kept, other, name, exact)
+
+
+def _run(subject: Subject, rounds: Rounds, script: Script, D: int, kept: list[list[int]]) -> Iterator[tuple]:
+    """(rows before it, its ids, logits [B, D + 1, vocab], drafts that the block really made, what was chosen) of each round."""
+    said, passed, real = [], [], rounds._drafts
+    at = lambda: [1 + n for n in rounds.written.tolist()]
+    for right in kept:
+        lengths, begun = rounds.start.tolist(), at()
+
+        def steered(D: int) -> torch.Tensor:
+            said.append(real(D).cpu())
+            return script.drafts(begun, [D] * len(right), right).to(rounds.token.device)
+        rounds._drafts = steered
+        rows = [visible(subject, rounds.cache, b, n, n) for b, n in enumerate(lengths)]
+        with obeying(subject.model, script, at, lambda ids, streams, logits: passed.append((ids.clone(), logits.clone()))):
+            rounds._round(D)
+        ids, logits = passed[-1]
+        yield rows, ids, logits.view(*ids.shape, -1), said[-1], script.chosen(ids, begun)
+
+
+def _compared(subject: Subject, seen: list[tuple], kept: list[list[int]], other: Plain, name: str, exact: bool) -> Iterator[Check]:
+    pairs, logits, wrong = [], [], 0
+    for number, ((rows, ids, found, said, chosen), right) in enumerate(zip(seen, kept)):
+        pairs += [(f"before round {number}, row {b}", mine, theirs) for b, (mine, theirs) in enumerate(zip(rows, other.rows()))]
+        wrong += int((said != other.drafts(said.shape[1])).sum())
+        wanted = other.go_on(ids, chosen.to(ids.device), right)
+        logits += [(found[b, :n + 1].cpu(), wanted[b, :n + 1].cpu()) for b, n in enumerate(right)]
+    where, names = "Rounds", [text.format(name) for text in NAMES]
+    yield from rows_checks(names[0], where, "after a round", subject, pairs, exact)
+    part = of_output("after a round", subject, pairs) if exact else "after a round, next logits"
+    if exact:
+        yield bits(names[1], logits, where, part)
+    else:
+        errors = torch.cat([token_errors(a.unsqueeze(0), b.unsqueeze(0)).flatten() for a, b in logits])
+        value, source, limit = agreeing(errors, subject.numerics)
+        yield compare(names[1], value, "<=", limit, source, errors.numel(), where=where, part=part)
+    if exact:  # a rounding may move a choice
+        yield compare(names[2], wrong, "==", 0, "the same block on the same streams", sum(s[3].numel() for s in seen), where=where,
+                      part="after a round, next drafts")
+
+
+def outputs(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
+    """What `run` gives out, where rows end, and what the policy is told; the block does not draft."""
+    B, most = drafts + 3, 9
+    lengths = [3 + b for b in range(B)]
+    ids, cache = tokens(subject, max(lengths), seed, rows=B), subject.model.new_cache(B, max(lengths) + most + drafts)
+    script = Script(subject.config.vocab_size, B, most + drafts + 2, seed)
+    right, told = cases(script, B, drafts), [[] for _ in range(B)]
+    first, *start = primed(subject.model, cache, ids, lengths)
+    policy = on_device(Static(drafts), B, subject.model.device)
+    rounds = Rounds(subject.model, cache, drafts, first, *start, [most - 1] * B, (STOP,), policy)
+    at, live, observe = lambda: [1 + n for n in rounds.written.tolist()], [], policy.observe
+
+    def steered(D: int) -> torch.Tensor:
+        live.append((~rounds.done).tolist())
+        now = [row[min(len(told[b]), len(row) - 1)] for b, row in enumerate(right)]
+        return script.drafts(at(), [D] * B, now).to(first.device)
+
+    def noted(accepted: torch.Tensor, proposed: torch.Tensor) -> None:
+        for b, (n, there) in enumerate(zip(accepted.tolist(), live[-1])):
+            told[b] += [n] if there else []
+        observe(accepted, proposed)
+    rounds._drafts, policy.observe, rounds.captures = steered, noted, False  # a graph would not call them again
+    with obeying(subject.model, script, at):
+        out = rounds.run(ahead=1)
+    found = [[token, *row] for token, row in zip(first.tolist(), out)]
+    yield from came_out("Rounds", script, right, found, told, [most] * B, drafts, first_ends=False)
+    held = [n + len(row) - 1 for n, row in zip(lengths, found)]
+    off = [b for b, n in enumerate(held) if (cache.lengths[b], cache.mtp_lengths[b]) != (n, n)]
+    yield compare("rows whose caches hold another number of tokens than came out", len(off), "==", 0,
+                  "all but the last one that was chosen", B, unit="rows", where="Rounds", part="accepted tokens")
