@@ -73,6 +73,8 @@ def generate(
                                                  "lookup (what followed the same words before).")] = Speculate.off,
     draft_tokens: Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 3), or adaptive: 1, 4 or 8 "
                                                           "by how many were accepted.", show_default=False)] = None,
+    together: Annotated[bool, typer.Option("--together", help="With --speculate: verify a pass as one append. Faster on a host processor, and "
+                                                              "rounded otherwise: the text may leave plain decoding's.")] = False,
     numerics: Numerics = NumericsChoice.native,
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     device: Device = "cpu",
@@ -89,7 +91,10 @@ def generate(
     from dsv4.generate import Sampling
     request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
                           chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
-                          sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or str(run.DRAFT_TOKENS))
+                          sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or str(run.DRAFT_TOKENS),
+                          together=together)
+    if together and speculate is Speculate.off:
+        raise InputError("--together says how drafts are verified, and nothing drafts; add --speculate mtp or lookup")
     if draft_tokens is not None and speculate is Speculate.off:
         raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
     if (think or system is not None) and not chat:

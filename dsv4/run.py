@@ -17,6 +17,7 @@ from dsv4.model import Model
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
 from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
+from dsv4.speculation.verify import HOST, Append, default
 from dsv4.tokenizer import TextStream, Tokenizer
 from loaders.files import read_json
 
@@ -36,6 +37,7 @@ class Request:
     random_tokens: int | None = None  # a prompt of so many random ids instead
     speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
     draft_tokens: str = str(DRAFT_TOKENS)  # of a verify pass, at most; or 'adaptive'
+    together: bool = False  # drafts are verified as one append, also where that rounds otherwise than plain decoding
 
 
 def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
@@ -95,6 +97,7 @@ class Session:
                  max_memory: str | None = None, progress=None, dummy: str | None = None, layers: int | None = None):
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
+        self.together = False  # whether the last passes were verified as one append
         if (checkpoint is None) == (dummy is None):
             raise InputError("a checkpoint directory or --dummy-weights is needed, and not both")
         if layers is not None and dummy is None:
@@ -154,13 +157,14 @@ class Session:
         """One row, with drafts or without."""
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
-        drafter, policy = make_drafter(request.speculate), make_policy(request.draft_tokens)
+        drafter, policy, self.together = make_drafter(request.speculate), make_policy(request.draft_tokens), request.together
         return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context,
-                                    self.stop_ids, lambda row, token: on_token(token), on_prefill)[0]
+                                    self.stop_ids, lambda row, token: on_token(token), on_prefill,
+                                    verify=Append if request.together else default)[0]
 
     def _notes(self, result: Generation) -> list[str]:
         """What a reader of this result has to know."""
-        return [] if result.speculation is None else speculation_notes(self.model)
+        return [] if result.speculation is None else speculation_notes(self.model, self.together)
 
     def document(self, result: Generation, text: str) -> dict:
         """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
@@ -180,12 +184,12 @@ class Session:
         }
 
 
-def speculation_notes(model: Model) -> list[str]:
-    """What a reader of a text has to know that was speculated in the model's numerics."""
-    if model.numerics.name == "fp32":
+def speculation_notes(model: Model, together: bool = False) -> list[str]:
+    """What a reader of a text has to know that was speculated in the model's numerics. together: passes were one append."""
+    if model.numerics.name == "fp32" or model.backend in HOST and not together:
         return []
-    return [f"numerics {model.numerics.name} round a pass of several tokens otherwise than single steps: where two tokens are close, "
-            "the text may leave that of plain decoding (dsv4/speculation/README.md says how often)"]
+    return [f"on the {model.backend} backend numerics {model.numerics.name} may round a pass of several tokens otherwise than single steps: "
+            "where two tokens are close, the text may leave that of plain decoding (dsv4/speculation/README.md)"]
 
 
 def make_drafter(name: str) -> Drafter:

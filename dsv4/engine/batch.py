@@ -35,7 +35,7 @@ from dsv4.speculation.draft import Drafter
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
 from dsv4.speculation.policy import LARGEST, PRESSURE_PERCENT, Policy, Static, under_pressure
 from dsv4.speculation.result import Speculation
-from dsv4.speculation.verify import Append
+from dsv4.speculation.verify import default
 
 REWIND = LARGEST + 1  # tokens of the longest pass
 
@@ -49,7 +49,7 @@ class BatchEngine:
 
     def __init__(self, model: Model, cache: PagedCache, stop_ids=(), together: bool = False,
                  on_result: Callable[[Result], None] | None = None, clock: Callable[[], float] = time.perf_counter,
-                 drafter: Drafter | None = None, policy: Policy | None = None, verify=partial(Append, pads=False)):
+                 drafter: Drafter | None = None, policy: Policy | None = None, verify=partial(default, pads=False)):
         if drafter is not None:
             check_can_speculate(model, drafter)
             if cache.max_rewind < REWIND:

@@ -25,7 +25,8 @@ from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, dra
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import Policy, Static, room
 from dsv4.speculation.result import Speculation
-from dsv4.speculation.verify import Append, Verify
+from dsv4.speculation import verify as ways
+from dsv4.speculation.verify import Verify
 
 DRAFT_TOKENS = 3  # of a pass by default
 
@@ -47,7 +48,7 @@ def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens:
                          policy: Policy = Static(DRAFT_TOKENS), max_context: int | None = None, stop_ids: Iterable[int] = (),
                          on_token: Callable[[int, int], None] | None = None, on_prefill: Callable[[int, int], None] | None = None,
                          pressure: Callable[[], bool] = lambda: False, max_rewind: int = DEFAULT_MAX_REWIND,
-                         verify: Callable[[Model, Cache], Verify] = Append) -> list[Generation]:
+                         verify: Callable[[Model, Cache], Verify] = ways.default) -> list[Generation]:
     """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does of one.
 
     policy: chooses how many tokens each row drafts. on_token(row, id) as tokens become final. Row b draws from a generator of seed sampling.seed + b

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from kernels.experts import reference
 from kernels.experts.reference import clamped_swiglu, expert
 from kernels.linear.reference import ACTIVATION_BLOCK
+from kernels.quantize.kept import dequantised_stack
 from kernels.quantize.reference import simulate_fp8_blocks
-from kernels.quantize.weights import PackedWeight, WeightFormat, to_float
-from kernels.rows import by_row
+from kernels.quantize.weights import PackedWeight, WeightFormat
 
 MAX_PAIRS = 16       # (token, expert) pairs
 MAX_GATHERED = 1 << 24  # weights gathered at once
 
 
-@by_row(0, 1, 2)
 def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
     N, k = indices.shape
     I2, D = w13.out_features, x.shape[1]
@@ -28,7 +27,7 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
     inputs = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if simulate else x
     if N == 1:  # one token: its k matrices are one tall matrix
         same = w13.format is WeightFormat.DENSE and w13.weight.dtype is x.dtype
-        tall = w13.weight.index_select(0, flat) if same else to_float(expert(w13, flat))
+        tall = w13.weight.index_select(0, flat) if same else dequantised_stack(w13, flat)
         y = F.linear(inputs if same else inputs.float(), tall.view(k * I2, D)).view(k, I2).to(x.dtype)
     else:
         y = _products(inputs.repeat_interleave(k, 0), w13, flat)
@@ -45,7 +44,6 @@ experts.__doc__ = reference.experts.__doc__
 
 def _products(x: torch.Tensor, w: PackedWeight, index: torch.Tensor) -> torch.Tensor:
     """x [M, K], one matrix of the stack each → [M, O] in x.dtype, accumulated in fp32."""
-    mine = expert(w, index)
     if w.format is WeightFormat.DENSE and w.weight.dtype is x.dtype:
-        return torch.bmm(mine.weight, x.unsqueeze(-1)).squeeze(-1)
-    return torch.bmm(to_float(mine), x.float().unsqueeze(-1)).squeeze(-1).to(x.dtype)
+        return torch.bmm(expert(w, index).weight, x.unsqueeze(-1)).squeeze(-1)
+    return torch.bmm(dequantised_stack(w, index), x.float().unsqueeze(-1)).squeeze(-1).to(x.dtype)

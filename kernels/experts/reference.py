@@ -5,7 +5,6 @@ import torch.nn.functional as F
 
 from kernels.linear.reference import linear
 from kernels.quantize.weights import PackedWeight
-from kernels.rows import by_row
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -19,7 +18,6 @@ def shared_expert(x, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit
     return linear(h, w2, simulate).float()
 
 
-@by_row(0, 1, 2)
 def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
     """Σ over a token's experts of w2·(routing weight · swiglu), summed in fp32.
 

@@ -14,13 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from kernels.hyper_connections import reference
-from kernels.rows import by_row
 
 MAX_TOKENS = 4  # beyond this the tensor form is faster
 FLOOR = -700.0  # of a sigmoid's argument: below it exp(-x) overflows, and the sigmoid is 0 in fp32 long before
 
 
-@by_row(0)
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     n = streams.shape[1]
     if n != 4 or streams.shape[0] > MAX_TOKENS:
@@ -36,7 +34,6 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     return y, post, comb.view(-1, 4, 4)
 
 
-@by_row(0, 1, 2, 3)
 def mhc_post(out, streams, post, comb) -> torch.Tensor:
     if out.shape[0] != 1:
         return reference.mhc_post(out, streams, post, comb)
@@ -44,7 +41,6 @@ def mhc_post(out, streams, post, comb) -> torch.Tensor:
     return mixed.addmm_(post.t(), out.float()).to(streams.dtype).unsqueeze(0)
 
 
-@by_row(0)
 def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Tensor:
     if streams.shape[0] != 1:
         return reference.mhc_head(streams, fn, scale, base, eps, norm_eps)

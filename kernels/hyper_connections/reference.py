@@ -8,8 +8,6 @@ doubly stochastic matrix, which Sinkhorn's iteration makes.
 import torch
 import torch.nn.functional as F
 
-from kernels.rows import by_row
-
 
 def stream_statistics(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
     """m = (fn · x) · rsqrt(mean(x²) + norm_eps) for x = flatten(streams).
@@ -53,7 +51,6 @@ def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
 
 
-@by_row(0)
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     """Everything before a sublayer: its input and the weights that merge its output back.
 
@@ -65,7 +62,6 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     return collapse(streams, pre), post, comb
 
 
-@by_row(0, 1, 2, 3)
 def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] (Cᵀh: the sum runs over the first index).
 
@@ -76,7 +72,6 @@ def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb:
     return torch.baddbmm(spread, comb.transpose(1, 2), streams.float()).to(streams.dtype)
 
 
-@by_row(0)
 def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Tensor:
     """The learned collapse before the final norm: y = Σ_j (σ(m[j]·scale + base[j]) + eps)·h[j].
 

@@ -1,11 +1,12 @@
 """Products with a weight as stored. Quantised weights are dequantised tile by tile."""
 
 import torch
+import torch.nn.functional as F
 
 from kernels.errors import UnsupportedInput
+from kernels.quantize.kept import dequantised
 from kernels.quantize.reference import simulate_fp8_blocks
-from kernels.quantize.weights import PackedWeight, WeightFormat, to_float
-from kernels.rows import apart, product
+from kernels.quantize.weights import PackedWeight, WeightFormat
 
 ACTIVATION_BLOCK = 128
 SCRATCH_BYTES = 4 << 20  # of one dequantised tile
@@ -21,13 +22,13 @@ def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Te
         if simulate:
             raise UnsupportedInput("activations are quantised for FP8 and FP4 weights only; this weight is dense")
         if w.weight.dtype is x.dtype:
-            return product(x, w.weight)
+            return F.linear(x, w.weight)
     if simulate:
         x = simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     x32 = x.float()
     out = torch.empty(x.shape[0], w.out_features, dtype=x.dtype, device=x.device)
     for rows in row_tiles(w):
-        out[:, rows] = product(x32, to_float(w, rows)).to(x.dtype)
+        out[:, rows] = F.linear(x32, dequantised(w, rows)).to(x.dtype)
     return out
 
 
@@ -39,17 +40,15 @@ def grouped_linear(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     N, G, K = x.shape
     R = w.out_features // G
     if w.format is WeightFormat.DENSE and w.weight.dtype is x.dtype:
-        if apart(N):
-            return torch.cat([grouped_linear(row, w) for row in x.split(1)])
         return torch.bmm(x.transpose(0, 1), w.weight.view(G, R, K).transpose(1, 2)).transpose(0, 1)
     y = torch.empty(N, G, R, dtype=x.dtype, device=x.device)
     x32, flat = x.float(), y.view(N, G * R)
     for rows in row_tiles(w):
-        tile = to_float(w, rows)
+        tile = dequantised(w, rows)
         for g in range(rows.start // R, -(-rows.stop // R)):  # a tile may span groups, and a group tiles
             start, stop = max(rows.start, g * R), min(rows.stop, (g + 1) * R)
             part = tile[start - rows.start:stop - rows.start]
-            flat[:, start:stop] = product(x32[:, g], part).to(x.dtype)
+            flat[:, start:stop] = F.linear(x32[:, g], part).to(x.dtype)
     return y
 
 

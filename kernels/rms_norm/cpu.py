@@ -3,10 +3,8 @@
 import torch
 
 from kernels.rms_norm import reference
-from kernels.rows import by_row
 
 
-@by_row(0)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     D = x.shape[-1]
     if x.numel() != D:

@@ -2,10 +2,7 @@
 
 import torch
 
-from kernels.rows import by_row
 
-
-@by_row(0)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """y = w · x · rsqrt(mean(x²) + eps) over the last axis, in fp32 with one cast at the end.
 

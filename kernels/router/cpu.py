@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.router import reference
-from kernels.rows import by_row
 
 MAX_EXPERTS = 64  # beyond this the tensor form is faster
 
 
-@by_row(0)
 def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     if x.shape[0] != 1 or weight.shape[0] > MAX_EXPERTS:
         return reference.route_scored(x, weight, bias, topk, routed_scaling_factor)
@@ -21,7 +19,6 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     return torch.tensor([chosen]), _weights([scores[e] for e in chosen], routed_scaling_factor)
 
 
-@by_row(0, 3)
 def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
     if x.shape[0] != 1 or weight.shape[0] > MAX_EXPERTS:
         return reference.route_hashed(x, weight, tid2eid, ids, routed_scaling_factor)

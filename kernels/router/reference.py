@@ -3,8 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.rows import by_row
-
 
 def router_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """s = sqrt(softplus(W·x)): x [N, D], weight [E, D] → fp64 [N, E].
@@ -24,7 +22,6 @@ def routing_weights(scores: torch.Tensor, indices: torch.Tensor, routed_scaling_
     return (chosen / chosen.sum(-1, keepdim=True)).mul_(routed_scaling_factor).float()
 
 
-@by_row(0)
 def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     """Top-k by score + bias; the bias selects and does not weigh.
 
@@ -35,7 +32,6 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     return indices, routing_weights(scores, indices, routed_scaling_factor)
 
 
-@by_row(0, 3)
 def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
     """Experts by token id (the first num_hash_layers layers); the scores only weigh.
 

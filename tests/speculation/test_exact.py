@@ -8,7 +8,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.verify import SingleSteps
+from dsv4.speculation.verify import SingleSteps, default
 from tests.speculation.scripted import Scripted, drafted, plain, prompt_of
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
@@ -114,9 +114,10 @@ def test_ragged_rows_equal_each_row_alone(model):
         assert [out.stop_reason for out in found] == ["eos" if row[-1] in stop else "max_new_tokens" for row in want]
 
 
+@pytest.mark.parametrize("verify", [SingleSteps, default])
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
-def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(official, numerics, cache, index_cache):
-    """With passes run as single steps no rounding differs: tokens, and the logits of what follows, are equal to the last bit."""
+def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(official, numerics, cache, index_cache, verify):
+    """Where no rounding differs, tokens and the logits of what follows are equal to the last bit."""
     model = load_model(official, numerics=numerics, cache=cache, index_cache=index_cache)
     for length in (7, 126):
         ids, held = prompt_of(model, length), []
@@ -126,7 +127,7 @@ def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
         for token in want[:-1]:
             model.append(torch.tensor([[token]]), untouched, logits="none")
         found = drafted(model, [ids], 10, Scripted([want], lambda n: n % 5, model.config.vocab_size), max_context=length + 20,
-                        verify=lambda m, c: held.append(c) or SingleSteps(m, c))[0]
+                        verify=lambda m, c: held.append(c) or verify(m, c))[0]
         assert found.token_ids == want and held[0].lengths == untouched.lengths
         for token in (want[-1], 5, 6, 7, 8):
             logits = [model.append(torch.tensor([[token]]), c) for c in (held[0], untouched)]

@@ -177,13 +177,16 @@ def test_the_command_line_gives_the_same_tokens_and_says_what_was_drafted(run, g
     assert code == 0 and f"speculation by {method}: " in err and said in err
 
 
-@pytest.mark.parametrize("options, noted", [(["--speculate", "mtp"], True), (["--speculate", "mtp", "--numerics", "fp32"], False), ([], False)])
+@pytest.mark.parametrize("options, noted", [
+    (["--speculate", "mtp", "--together"], True), (["--speculate", "mtp"], False), ([], False),
+    (["--speculate", "mtp", "--together", "--numerics", "fp32"], False)])
 def test_where_rounding_may_choose_otherwise_it_is_said(run, golden_path, options, noted):
     document = json.loads(run(golden_path, "--token-ids", "5,6", "--max-new-tokens", "3", *options, "--json")[1])
     assert any("two tokens are close" in note for note in document["notes"]) == noted
 
 
 @pytest.mark.parametrize("args, message", [(["--speculate", "eagle"], "'eagle' is not one of"), (["--draft-tokens", "3"], "add --speculate"),
+                                           (["--together"], "add --speculate"),
                                            (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, or adaptive"),
                                            (["--speculate", "mtp", "--draft-tokens", "many"], "'many'")])
 def test_bad_options_are_one_line(run, golden_path, args, message):

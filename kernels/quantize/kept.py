@@ -1,0 +1,49 @@
+"""Dequantised weights, kept while several tokens go through a model one after another.
+
+On a host processor dequantising takes most of a step's time. It gives the same numbers every time, so steps that share it stay what
+they are, to the bit.
+"""
+
+from collections import OrderedDict
+from contextlib import contextmanager
+
+import torch
+
+from kernels.quantize.weights import PackedWeight, WeightFormat, to_float
+
+LIMIT = 1 << 30  # bytes; the least recently used go beyond
+
+_kept: OrderedDict[tuple, torch.Tensor] | None = None
+
+
+@contextmanager
+def keeping():
+    """While it is entered, `dequantised` keeps what it makes. Weights must not change meanwhile."""
+    global _kept
+    before, _kept = _kept, OrderedDict() if _kept is None else _kept
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
+    """`to_float`; not to be written to."""
+    if _kept is None or w.format is WeightFormat.DENSE:
+        return to_float(w, rows)
+    span = (rows or slice(None)).indices(w.out_features)
+    key = (w.weight.data_ptr(), w.weight.shape, span)
+    if key not in _kept:
+        _kept[key] = to_float(w, rows)
+        while sum(t.nbytes for t in _kept.values()) > LIMIT and len(_kept) > 1:
+            _kept.popitem(last=False)
+    _kept.move_to_end(key)
+    return _kept[key]
+
+
+def dequantised_stack(w: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+    """fp32 [len(index), O, K]: matrices of the stack w, as they are asked for."""
+    from kernels.experts.reference import expert
+    if _kept is None:
+        return to_float(expert(w, index))
+    return torch.stack([dequantised(expert(w, e)) for e in index.tolist()])

@@ -1,0 +1,100 @@
+"""Whether speculative text is plain text, and how fast: a checkpoint's greedy continuations with and without drafts, on this machine.
+
+    python scripts/measure_speculation.py [CHECKPOINT] [--numerics native,qat,fp32] [--texts 12] [--tokens 64] [--draft-tokens 3]
+                                          [--together] [--out DIR]
+
+Each text is continued plainly, then with either drafter. --together verifies a pass as one append in all numerics, which rounds
+otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a text differs
+where it should not (without --together).
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dsv4 import load_model  # noqa: E402
+from dsv4.generate import generate  # noqa: E402
+from dsv4.speculation import Static  # noqa: E402
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter  # noqa: E402
+from dsv4.speculation.loop import generate_speculative  # noqa: E402
+from dsv4.speculation.verify import Append, default  # noqa: E402
+from dsv4.tokenizer import Tokenizer  # noqa: E402
+from scripts.bench import report, speculation_traces  # noqa: E402
+
+SCRIPT = "scripts/measure_speculation.py"
+DRAFTERS = {"mtp": MTPDrafter, "lookup": LookupDrafter}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", type=Path, default=Path("demo"))
+    parser.add_argument("--numerics", default="native,qat,fp32")
+    parser.add_argument("--texts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("audits"))
+    return parser.parse_args()
+
+
+def measure(model, texts: list[list[int]], tokens: int, size: int, verify) -> list[dict]:
+    """A row for each drafter: how many texts are plain decoding's, where the others leave it, tokens/s beside plain decoding's."""
+    plain, spent = [], 0.0
+    for ids in texts:
+        out, seconds = timed(lambda ids=ids: generate(model, ids, tokens))
+        plain.append(out.token_ids)
+        spent += seconds
+    rows = []
+    for name, drafter in DRAFTERS.items():
+        same, left, seconds, passes, made = 0, [], 0.0, 0, 0
+        for ids, want in zip(texts, plain):
+            out, took = timed(lambda ids=ids: generate_speculative(model, [ids], tokens, drafter(), policy=Static(size), verify=verify)[0])
+            same += out.token_ids == want
+            left += [next(i for i, (a, b) in enumerate(zip(out.token_ids, want)) if a != b)] if out.token_ids != want else []
+            seconds, passes, made = seconds + took, passes + out.speculation.verify_passes, made + len(out.token_ids) - 1
+        rows.append({"numerics": model.numerics.name, "drafter": name, "texts": len(texts), "same": same, "left_at": left,
+                     "tokens_a_pass": made / passes, "speed": spent / seconds})
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def timed(run):
+    begun = time.perf_counter()
+    return run(), time.perf_counter() - begun
+
+
+def line(row: dict) -> str:
+    return (f"| {row['numerics']} | {row['drafter']} | {row['same']} of {row['texts']} | {', '.join(map(str, row['left_at'])) or '–'} "
+            f"| {row['tokens_a_pass']:.2f} | {row['speed']:.2f} |")
+
+
+def main() -> int:
+    args = arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    rows = []
+    for numerics in args.numerics.split(","):
+        model = load_model(args.checkpoint, numerics=numerics, mtp=True, device=device)
+        encode = Tokenizer(args.checkpoint, model.config.vocab_size).encode
+        prompts = [speculation_traces.prompts(pattern, encode) for pattern in speculation_traces.KINDS.values()]
+        texts = [ids for _, pair in zip(range(-(-args.texts // 2)), zip(*prompts)) for ids in pair][:args.texts]
+        rows += measure(model, texts, args.tokens, args.draft_tokens, Append if args.together else default)
+    about = report.provenance(SCRIPT)
+    text = ["# Speculative text beside plain text", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
+            f"{args.texts} texts of this project (code and prose by turns), {speculation_traces.PROMPT} tokens each, {args.tokens} more, greedy; "
+            f"{args.draft_tokens} drafts a pass, backend {model.backend}, one thread. Left at: the first token that differs. Speed: plain decoding's time "
+            "over that with drafts, prompts included.", "",
+            "| numerics | drafter | same text | left at | tokens a pass | speed |", "|---|---|---:|---|---:|---:|", *map(line, rows)]
+    name = f"speculation_identity_{report.device_slug(about['device'])}" + ("_together" if args.together else "")
+    for path in report.write(args.out, name, {"about": about, "rows": rows}, "\n".join(text), None):
+        print(f"wrote {path}")
+    return int(not args.together and any(row["same"] < row["texts"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

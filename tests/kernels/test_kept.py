@@ -1,0 +1,46 @@
+"""What is kept while several tokens share dequantised weights is what dequantising gives, and it is bounded."""
+
+import pytest
+import torch
+
+from kernels.experts.reference import expert
+from kernels.quantize import PackedWeight, WeightFormat, kept
+from kernels.quantize.kept import dequantised, dequantised_stack, keeping
+from kernels.quantize.weights import quantize_fp8, to_float
+
+
+def weights(seed=0, n=3):
+    g = torch.Generator().manual_seed(seed)
+    parts = [quantize_fp8(torch.randn(256, 128, generator=g)) for _ in range(n)]
+    return PackedWeight(WeightFormat.FP8, torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]), None, (128, 128))
+
+
+def test_kept_weights_are_the_dequantised_ones():
+    stack, index = weights(), torch.tensor([2, 0, 2])
+    one = expert(stack, 1)
+    with keeping():
+        for _ in range(2):
+            assert torch.equal(dequantised(one), to_float(one)) and torch.equal(dequantised(one, slice(128, 256)), to_float(one, slice(128, 256)))
+            assert torch.equal(dequantised_stack(stack, index), to_float(expert(stack, index)))
+        assert dequantised(one) is dequantised(one)
+        with keeping():
+            assert dequantised(one) is dequantised(one)
+    assert dequantised(one) is not dequantised(one) and kept._kept is None
+
+
+def test_no_more_than_the_limit_is_kept(monkeypatch):
+    stack = weights()
+    monkeypatch.setattr(kept, "LIMIT", 2 * 256 * 128 * 4)
+    with keeping():
+        first = dequantised(expert(stack, 0))
+        dequantised(expert(stack, 1))
+        assert dequantised(expert(stack, 0)) is first  # used last, so number 1 goes next
+        dequantised(expert(stack, 2))
+        assert len(kept._kept) == 2 and dequantised(expert(stack, 0)) is first
+
+
+def test_an_error_ends_it():
+    with pytest.raises(ZeroDivisionError):
+        with keeping():
+            1 / 0
+    assert kept._kept is None

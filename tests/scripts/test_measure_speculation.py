@@ -1,0 +1,39 @@
+"""The comparison of speculative with plain text: green where it is exact, red where a decoder leaves plain decoding."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsv4.speculation import verify
+from scripts import measure_speculation
+
+DEMO = str(Path(__file__).resolve().parents[2] / "demo")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    def call(*more):
+        monkeypatch.setattr("sys.argv", ["measure_speculation.py", DEMO, "--numerics", "native", "--texts", "2", "--tokens", "6", *more, "--out",
+                                         str(tmp_path)])
+        return measure_speculation.main(), tmp_path
+    return call
+
+
+def test_texts_are_compared_and_written(run):
+    code, folder = run()
+    rows = json.loads((folder / "speculation_identity_cpu.json").read_text())["rows"]
+    assert code == 0 and [(r["drafter"], r["same"], r["left_at"]) for r in rows] == [("mtp", 2, []), ("lookup", 2, [])]
+    assert "| native | mtp | 2 of 2 | – |" in (folder / "speculation_identity_cpu.md").read_text()
+    assert run("--together")[0] == 0 and (folder / "speculation_identity_cpu_together.md").exists()
+
+
+def test_a_text_that_leaves_plain_decoding_is_red(run, monkeypatch):
+    steps = verify.SingleSteps.__call__
+
+    def wrong(self, ids, counts, want_streams):
+        logits, streams = steps(self, ids, counts, want_streams)
+        return logits.roll(1, -1), streams
+    monkeypatch.setattr(verify.SingleSteps, "__call__", wrong)
+    code, folder = run()
+    assert code == 1 and all(r["same"] == 0 and r["left_at"] for r in json.loads((folder / "speculation_identity_cpu.json").read_text())["rows"])
