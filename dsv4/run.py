@@ -11,12 +11,14 @@ from dsv4.chat import chat_ids, plain_ids
 from dsv4.dummy import load_dummy
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.generate import Generation, Sampling, generate
+from dsv4.graph import captures
 from dsv4.load import load_model
 from dsv4.memory import parse_count, peak_bytes
 from dsv4.model import Model
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
 from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
+from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import HOST, Append, default
 from dsv4.tokenizer import TextStream, Tokenizer
 from loaders.files import read_json
@@ -158,6 +160,9 @@ class Session:
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
         drafter, policy, self.together = make_drafter(request.speculate), make_policy(request.draft_tokens), request.together
+        if captures(self.model) and request.speculate == "mtp" and request.sampling.temperature == 0:
+            return generate_resident(self.model, [ids], request.max_new_tokens, policy, context, self.stop_ids,
+                                     lambda row, token: on_token(token), on_prefill)[0]
         return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context,
                                     self.stop_ids, lambda row, token: on_token(token), on_prefill,
                                     verify=Append if request.together else default)[0]

@@ -88,6 +88,11 @@ class Steered(Drafter):
         if self.inner is not None:
             self.inner.begin(prompts, model, cache, noted)
 
+    def join(self, b: int, prompt: list[int]) -> None:
+        self.at[b] = 0
+        if self.inner is not None:
+            self.inner.join(b, prompt)
+
     def prefilled(self, streams: torch.Tensor, next_ids: torch.Tensor, counts: list[int]) -> None:
         self.inner.prefilled(streams, next_ids, counts)
 

@@ -22,6 +22,11 @@ NAMES = ("what may be read after a round is as if {}", "logits of a round are as
 REWOUND, NEVER = "its tokens had been run by themselves and the others rewound", "nothing had been drafted"
 
 
+def cut(ids: torch.Tensor, lengths: list[int]) -> list[list[int]]:
+    """Rows of ids int64 [B, T] without their padding."""
+    return [row[:n] for row, n in zip(ids.tolist(), lengths)]
+
+
 class Plain:
     """The same text, final token by final token. rejected: by captured steps (as long as the rounds', so that sums are in the same
     order) with the drafts that go, which are rewound; else by `append` without them."""
@@ -29,7 +34,7 @@ class Plain:
     def __init__(self, subject: Subject, ids: torch.Tensor, lengths: list[int], limit: int, rejected: bool):
         self.subject, self.model, self.rejected = subject, subject.model, rejected
         self.cache: Cache = subject.model.new_cache(len(lengths), limit)
-        self.tokens, self.first, self.chained = primed(self.model, self.cache, ids, lengths)
+        self.tokens, self.first, self.chained = primed(self.model, self.cache, cut(ids, lengths))
         self.graph: DecodeGraph | None = None
 
     def rows(self) -> list[Rows]:
@@ -74,7 +79,7 @@ def states(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     if subject.numerics == "fp32":  # elsewhere a rounding may move a choice, and what follows is another text
         others.append((NEVER, False, Plain(subject, ids, lengths, limit, False)))
     cache = subject.model.new_cache(B, limit)
-    rounds = Rounds(subject.model, cache, drafts, *primed(subject.model, cache, ids, lengths), [ROUNDS * (drafts + 1)] * B, (),
+    rounds = Rounds(subject.model, cache, drafts, *primed(subject.model, cache, cut(ids, lengths)), [ROUNDS * (drafts + 1)] * B, (),
                     on_device(Static(drafts), B, subject.model.device))
     kept = [[(b + 2 * number) % B for b in range(B)] for number in range(ROUNDS)]
     seen = list(_run(subject, rounds, script, drafts, kept))
@@ -128,7 +133,7 @@ def outputs(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     ids, cache = tokens(subject, max(lengths), seed, rows=B), subject.model.new_cache(B, max(lengths) + most + drafts)
     script = Script(subject.config.vocab_size, B, most + drafts + 2, seed)
     right, told = cases(script, B, drafts), [[] for _ in range(B)]
-    first, *start = primed(subject.model, cache, ids, lengths)
+    first, *start = primed(subject.model, cache, cut(ids, lengths))
     policy = on_device(Static(drafts), B, subject.model.device)
     rounds = Rounds(subject.model, cache, drafts, first, *start, [most - 1] * B, (STOP,), policy)
     at, live, observe = lambda: [1 + n for n in rounds.written.tolist()], [], policy.observe

@@ -24,6 +24,7 @@ from dsv4.model import Model
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import Policy, Static, room
+from dsv4.speculation.prefill import prefill
 from dsv4.speculation.result import Speculation
 from dsv4.speculation import verify as ways
 from dsv4.speculation.verify import Verify
@@ -92,31 +93,9 @@ class _Batch:
     # ---- prefill ----------------------------------------------------------------------------
 
     def prefill(self, on_prefill) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the prompts in the pieces that plain generation takes. Returns of each row's last token the logits [B, 1, vocab] and the
-        streams [B, 1, n, d] (None where the drafter needs none)."""
-        lengths = [len(row.out.prompt_ids) for row in self.rows]
-        longest, chunk = max(lengths), self.model.chunk
-        ids = torch.tensor([row.out.prompt_ids + [0] * (longest - n) for row, n in zip(self.rows, lengths)])
-        logits = torch.empty(len(lengths), 1, self.model.config.vocab_size, device=self.model.device)
-        held = None
-        for start in range(0, longest, chunk):
-            counts = [min(chunk, max(0, n - start)) for n in lengths]
-            ending = [b for b, n in enumerate(lengths) if start < n <= start + chunk]
-            out = self.model.append(ids[:, start:start + chunk], self.cache, n_new=counts, logits="last" if ending else "none",
-                                    return_streams=self.drafter.needs_streams)
-            fresh, streams = out if self.drafter.needs_streams else (out, None)
-            if ending:
-                logits[ending] = fresh[ending]
-            if streams is not None:
-                held = streams[:, :1].clone() if held is None else held
-                for b in ending:
-                    held[b, 0] = streams[b, counts[b] - 1]
-                known = [max(0, min(n - 1, start + chunk) - start) for n in lengths]  # the token after a prompt's last is not
-                following = torch.nn.functional.pad(ids, (0, 1))[:, start + 1:start + 1 + streams.shape[1]]
-                self.drafter.prefilled(streams, following, known)
-            if on_prefill is not None:
-                on_prefill(min(start + chunk, longest), longest)
-        return logits, held
+        """Run the prompts; of each row's last token the logits [B, 1, vocab] and the streams [B, 1, n, d], if the drafter needs them."""
+        told = self.drafter.prefilled if self.drafter.needs_streams else None
+        return prefill(self.model, self.cache, [row.out.prompt_ids for row in self.rows], told, on_prefill)
 
     def first(self, logits: torch.Tensor, streams: torch.Tensor | None) -> None:
         """The token after each prompt: a pass without drafts, whose pending token was the prompt's last."""

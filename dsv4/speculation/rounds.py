@@ -29,6 +29,7 @@ from dsv4.graph import WARM_UP, captures
 from dsv4.model import Model
 from dsv4.speculation.accept import accept_greedy
 from dsv4.speculation.policy_device import DevicePolicy
+from dsv4.speculation.prefill import prefill
 from dsv4.step import CapturedStep
 
 
@@ -50,6 +51,9 @@ class Counts:
     sizes: list[list[int]] = field(default_factory=list)
     polls: int = 0
     synchronisations: int = 0
+
+
+SPARE = 8  # rounds that may run after the last that gives a row a token
 
 
 class Rounds:
@@ -77,6 +81,8 @@ class Rounds:
         pinned = lambda *shape: torch.zeros(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
         self.captures = captures(model)
+        self.log = torch.zeros(self.room + SPARE, 3, B, dtype=torch.int64, device=device)  # of each round: drafted, accepted, tokens
+        self.round = torch.zeros(1, dtype=torch.int64, device=device)
         self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -98,6 +104,8 @@ class Rounds:
             held.copy_(torch.as_tensor(given))
         self.done.copy_(self.left == 0)
         self.written.zero_()
+        self.round.zero_()
+        self.log.zero_()
         self.policy.reset(torch.ones_like(self.done))
         self._choose()
         self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())))
@@ -148,6 +156,8 @@ class Rounds:
         self._follow(streams, chosen, count)
         column = torch.where(place < count.unsqueeze(1), self.written.unsqueeze(1) + place, self.room + place)
         self.out.scatter_(1, column, chosen)
+        self.log.index_copy_(0, self.round.clamp(max=len(self.log) - 1), torch.stack((proposed, torch.minimum(accepted, count), count)).unsqueeze(0))
+        self.round += 1
         self.written += count
         self.start += count
         self.left -= count
@@ -185,7 +195,7 @@ class Rounds:
     @contextmanager
     def _undisturbed(self):
         """Rounds that run meanwhile change nothing: every row counts as done, and what is chosen and learnt is put back."""
-        state = [self.done, self.sizes, *(t for t in vars(self.policy).values() if isinstance(t, torch.Tensor))]
+        state = [self.done, self.sizes, self.round, *(t for t in vars(self.policy).values() if isinstance(t, torch.Tensor))]
         held = [t.clone() for t in state]
         self.done.fill_(True)
         yield
@@ -194,6 +204,17 @@ class Rounds:
         self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())))
 
     # ---- on the host ---------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Capture the rounds of all widths now, so that none is captured in the middle of a run."""
+        for D in self.widths if self.captures else ():
+            if D not in self.graphs:
+                self.capture(D)
+
+    def history(self) -> list[list[tuple[int, int]]]:
+        """Of each row (drafted, accepted) of the rounds in which it got tokens. Waits for the device."""
+        drafted, accepted, count = self.log[:, 0].T.tolist(), self.log[:, 1].T.tolist(), self.log[:, 2].T.tolist()
+        return [[(d, a) for d, a, n in zip(*row) if n] for row in zip(drafted, accepted, count)]
 
     def progress(self) -> Progress:
         """As of the last round that was copied; a row's `written` tokens are in `host_out`."""
@@ -251,16 +272,15 @@ class Rounds:
                 lengths.advance(slice(b, b + 1), n)
 
 
-def primed(model: Model, cache: Cache, ids: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Append prompts ids int64 [B, T] (right-padded; `counts` of them real) to an empty cache and to the MTP block's own.
+def primed(model: Model, cache: Cache, prompts: list[list[int]],
+           on_prefill: Callable[[int, int], None] | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Append prompts to an empty cache and to the MTP block's own.
 
     Returns what `Rounds` starts from: the tokens that the model chooses after the prompts int64 [B], what the block drafts
     after those int64 [B], and the block's streams there [B, n, d]. Greedy.
     """
-    logits, streams = model.append(ids, cache, n_new=counts, logits="last", return_streams=True)
+    told = lambda streams, following, known: model.mtp_logits(streams, following, cache, n_new=known, logits="none")
+    logits, streams = prefill(model, cache, prompts, told, on_prefill)
     tokens = logits[:, -1].argmax(-1)
-    following = torch.cat((ids[:, 1:].to(model.device), tokens.new_zeros(len(counts), 1)), 1)
-    ends = torch.tensor(counts, device=model.device) - 1
-    following.scatter_(1, ends.unsqueeze(1), tokens.unsqueeze(1))
-    said, after = model.mtp_logits(streams, following, cache, n_new=counts, logits="last", return_streams=True)
-    return tokens, said[:, -1].argmax(-1), after[torch.arange(len(counts), device=model.device), ends]
+    said, after = model.mtp_logits(streams, tokens.unsqueeze(1), cache, return_streams=True)
+    return tokens, said[:, -1].argmax(-1), after[:, -1]

@@ -237,9 +237,7 @@ def _wait(rounds: Rounds) -> None:
 def record(model: Model, cache: Cache, ids: list[list[int]], tokens: int) -> np.ndarray:
     """Of each of `tokens` greedy tokens after each prompt how many of 8 drafts are right, int64 [B, tokens]."""
     from dsv4.speculation.rounds import primed
-    lengths = [len(row) for row in ids]
-    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
-    start = primed(model, cache, padded, lengths)
+    start = primed(model, cache, ids)
     rounds = Recording(model, cache, LARGEST, *start, [tokens] * len(ids), (), on_device(Static(LARGEST), len(ids), model.device))
     for _ in range(tokens):
         rounds._round(LARGEST)

@@ -35,8 +35,7 @@ def ready(model, ids, new, policy):
     """Rounds over the prompts, and each row's first token."""
     lengths = [len(row) for row in ids]
     cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + 8, 16)
-    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
-    tokens, *start = primed(model, cache, padded, lengths)
+    tokens, *start = primed(model, cache, ids)
     return Rounds(model, cache, 8, tokens, *start, [n - 1 for n in new], (), on_device(policy, len(ids), "cuda")), tokens.tolist()
 
 
@@ -68,8 +67,7 @@ def test_other_requests_on_the_same_graphs(model, plain):
     found.run()
     held, ids = dict(found.graphs), prompts(model, LENGTHS)
     found.cache.reset()
-    padded = torch.tensor([row + [0] * (max(LENGTHS) - len(row)) for row in ids])
-    tokens, *start = primed(model, found.cache, padded, list(LENGTHS))
+    tokens, *start = primed(model, found.cache, ids)
     found.restart(tokens, *start, [n - 1 for n in NEW])
     assert [[t, *row] for t, row in zip(tokens.tolist(), found.run())] == plain
     assert all(found.graphs[k] is graph for k, graph in held.items())

@@ -64,8 +64,7 @@ def test_what_is_recorded_is_what_drafts_would_do(model):
     for k in (1, 3):
         from dsv4.speculation.rounds import Rounds, primed
         held = cache()
-        padded = torch.tensor([row + [0] * (40 - len(row)) for row in ids])
-        rounds = Rounds(model, held, 8, *primed(model, held, padded, [7, 40]), [30, 30], (), on_device(Static(k), 2, "cpu"))
+        rounds = Rounds(model, held, 8, *primed(model, held, ids), [30, 30], (), on_device(Static(k), 2, "cpu"))
         at = np.zeros(2, int)
         while at.max() < 12:
             rounds._round(k)

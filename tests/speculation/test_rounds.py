@@ -32,8 +32,7 @@ def rounds(model, ids, new, sizes, most=8, stop_ids=(), room=0):
     """A batch ready to run, and each row's first token."""
     lengths = [len(row) for row in ids]
     cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + most + room, 16)
-    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
-    tokens, *start = primed(model, cache, padded, lengths)
+    tokens, *start = primed(model, cache, ids)
     return Rounds(model, cache, most, tokens, *start, [n - 1 for n in new], stop_ids, sizes), tokens.tolist()
 
 
@@ -231,7 +230,7 @@ def test_what_does_not_fit_is_refused(model):
         rounds(model, ids, (12,), static(model, 1, 3), room=-2)
     cache = model.new_cache(1, 64, 4)
     with pytest.raises(InputError, match="max_rewind"):
-        Rounds(model, cache, 8, *primed(model, cache, torch.tensor(ids), [9]), [3], (), static(model, 1, 3))
+        Rounds(model, cache, 8, *primed(model, cache, ids), [3], (), static(model, 1, 3))
 
 
 def test_other_requests_begin_in_the_same_rows(model):
@@ -241,14 +240,21 @@ def test_other_requests_begin_in_the_same_rows(model):
     found.run()
     plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
     found.cache.reset()
-    lengths = [len(row) for row in ids]
-    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in ids])
-    tokens, *start = primed(model, found.cache, padded, lengths)
+    tokens, *start = primed(model, found.cache, ids)
     found.restart(tokens, *start, [n - 1 for n in NEW])
     assert found.sizes.tolist() == [8, 7, 8] and found.counts.rounds == []
     assert [[t, *row] for t, row in zip(tokens.tolist(), found.run())] == plain
     with pytest.raises(InputError, match="a row may write 21 tokens; these rounds were made for 20: make new ones"):
         found.restart(tokens, *start, [21, 1, 1])
+
+
+def test_history_is_what_rounds_drafted_and_kept(model):
+    ids = prompts(model)
+    found, _ = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device))
+    out, sizes = found.run(ahead=1), found.counts.sizes
+    for b, (row, history) in enumerate(zip(out, found.history())):
+        assert sum(accepted + 1 for _, accepted in history) == len(row) and all(a <= d for d, a in history)
+        assert [d for d, _ in history] == [s[b] for s in sizes[:len(history)]]
 
 
 def test_until_the_first_row_is_done(model):

@@ -1,0 +1,60 @@
+"""Greedy generation with MTP drafts whose rounds stay on the device: the host launches graphs and reads what earlier ones left."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from dsv4.errors import InputError
+from dsv4.generate import Generation, context_full, context_limit
+from dsv4.model import Model
+from dsv4.speculation.draft import MTPDrafter
+from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
+from dsv4.speculation.policy import Policy, Static
+from dsv4.speculation.policy_device import on_device
+from dsv4.speculation.result import Speculation
+from dsv4.speculation.rounds import Rounds, primed
+
+
+def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: int, policy: Policy = Static(DRAFT_TOKENS),
+                      max_context: int | None = None, stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
+                      on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2) -> list[Generation]:
+    """As `generate_speculative` with the MTP block and temperature 0. on_token(row, id) as the host learns of tokens.
+
+    ahead: as `Rounds.run`. The cache holds 8 tokens more than that of other ways to generate: a round may reach so far. Raises as
+    `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
+    """
+    check_can_speculate(model, MTPDrafter())
+    limit, stops, most = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), max(policy.sizes)
+    if limit + most > model.config.max_position_embeddings:
+        raise InputError(f"a context of {limit} tokens and {most} more for drafts are over the checkpoint's {model.config.max_position_embeddings}; "
+                         "lower --max-context or --max-new-tokens, or draft fewer")
+    cache = model.new_cache(len(prompts), limit + most, max_rewind=max(most, 1))
+    outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(MTPDrafter.name)) for ids in prompts]
+    begun = time.perf_counter()
+    tokens, first, chained = primed(model, cache, prompts, on_prefill)
+    firsts = tokens.tolist()  # waits for the prompts: their time ends here
+    seconds = time.perf_counter() - begun
+    left = [0 if token in stops else min(max_new_tokens - 1, limit - len(ids)) for token, ids in zip(firsts, prompts)]
+
+    def tell(row: int, found: list[int]) -> None:
+        for token in found:
+            if on_token is not None and token not in stops:
+                on_token(row, token)
+    for b, token in enumerate(firsts):
+        tell(b, [token])
+    begun = time.perf_counter()
+    rounds = Rounds(model, cache, most, tokens, first, chained, left, stops, on_device(policy, len(prompts), model.device), policy.sizes)
+    rounds.prepare()
+    captured = time.perf_counter() - begun
+    begun = time.perf_counter()
+    found = rounds.run(tell, ahead)
+    for out, token, rest, history in zip(outs, firsts, found, rounds.history()):
+        out.token_ids = [token, *rest]
+        out.prefill_seconds, out.capture_seconds, out.decode_seconds = seconds, captured, time.perf_counter() - begun
+        for proposed, accepted in history:
+            out.speculation.passed(proposed, accepted, proposed)
+        out.stop_reason = "eos" if out.token_ids[-1] in stops else "max_new_tokens"
+        if out.stop_reason == "max_new_tokens" and len(out.token_ids) < max_new_tokens:
+            raise context_full(limit, len(out.token_ids))
+    return outs
