@@ -6,6 +6,7 @@ import torch
 from dsv4 import load_model
 from dsv4.generate import generate
 from dsv4.speculation import Adaptive, CostAware, Static, on_device
+from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.rounds import Rounds, primed
 from scripts.bench.decode import counted_syncs
 from scripts.bench.speculation_costs import moe
@@ -71,3 +72,18 @@ def test_other_requests_on_the_same_graphs(model, plain):
     found.restart(tokens, *start, [n - 1 for n in NEW])
     assert [[t, *row] for t, row in zip(tokens.tolist(), found.run())] == plain
     assert all(found.graphs[k] is graph for k, graph in held.items())
+
+
+@pytest.mark.parametrize("numerics", ["fp32", "native", "qat"])
+def test_the_demo_checkpoint_says_what_it_says_without_drafts(numerics):
+    """By graphs of rounds against graphs of single steps; code and prose, several rows and each by itself."""
+    from dsv4.tokenizer import Tokenizer
+    from scripts.bench.speculation_traces import KINDS, ROOT, prompts
+    demo = ROOT / "demo"
+    model = load_model(demo, numerics=numerics, mtp=True, device="cuda", backend="triton")
+    encode = Tokenizer(demo, model.config.vocab_size).encode
+    texts = [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(4))]
+    plain = [generate(model, ids, 48).token_ids for ids in texts]
+    assert [generate_resident(model, [ids], 48)[0].token_ids for ids in texts] == plain
+    if numerics == "fp32":  # rows that share a step round as they do, with drafts and without
+        assert [out.token_ids for out in generate_resident(model, texts, 48, Adaptive())] == plain
