@@ -119,7 +119,8 @@ def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePo
     n, d = model.config.hc_mult, model.config.hidden_size
     streams = torch.randn(batch, n, d, generator=g, device=model.device).to(model.numerics.activation)
     none = torch.zeros(batch, tokens, dtype=torch.int64, device=model.device)
-    return Traced(model, cache, LARGEST, ids(), ids(), streams, [tokens] * batch, (), policy, widths, accepted=none)
+    most = LARGEST if widths is None else max(widths)
+    return Traced(model, cache, most, ids(), ids(), streams, [tokens] * batch, (), policy, widths, accepted=none)
 
 
 def again(rounds: Traced, context: int, accepted: np.ndarray) -> None:
