@@ -21,7 +21,7 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
                       on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2) -> list[Generation]:
     """As `generate_speculative` with the MTP block and temperature 0. on_token(row, id) as the host learns of tokens.
 
-    ahead: as `Rounds.run`. The cache holds 8 tokens more than that of other ways to generate: a round may reach so far. Raises as
+    ahead: as `Rounds.run`. The cache holds as many tokens more than the context as a round may draft. Raises as
     `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
     check_can_speculate(model, MTPDrafter())

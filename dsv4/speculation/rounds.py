@@ -44,8 +44,8 @@ class Progress:
 
 @dataclass
 class Counts:
-    """Of one batch. sizes: what the host knew that rows wanted when it began each round. polls: how often the host asked whether a round had ended; synchronisations: how often it waited for the
-    device in a call that returns only then."""
+    """Of one batch. sizes: what the host knew that rows wanted when it began each round. polls: how often the host asked
+    whether a round had ended; synchronisations: how often it waited for the device in a call that returns only then."""
 
     rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
     sizes: list[list[int]] = field(default_factory=list)

@@ -35,8 +35,7 @@ class Append:
 
 class SingleSteps:
     """The same tokens one at a time, as plain decoding runs them: bit for bit its logits in any numerics. Steps of a pass share what
-    they dequantise, which is most of their time on a host processor where weights are quantised; else this is no faster than
-    plain decoding."""
+    they dequantise; else this is no faster than plain decoding."""
 
     def __init__(self, model: Model, cache: Cache, pads: bool = False):
         self.model, self.cache = model, cache

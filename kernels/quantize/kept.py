@@ -1,7 +1,6 @@
 """Dequantised weights, kept while several tokens go through a model one after another.
 
-On a host processor dequantising takes most of a step's time. It gives the same numbers every time, so steps that share it stay what
-they are, to the bit.
+Dequantising gives the same numbers every time, so steps that share it stay what they are, to the bit.
 """
 
 from collections import OrderedDict
