@@ -22,5 +22,5 @@ OPERATIONS = {op.name: op for op in (
     sparse_attention, topk_entries, write_rows,
 )}
 
-if torch.cuda.is_available():  # kernels will be compiled: `kernels.keys` says why now
+if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes
     settle()

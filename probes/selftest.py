@@ -291,10 +291,15 @@ def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
     lives = _lives(bench)
     context = get_context("spawn" if lives is None else "forkserver")
     if lives is not None:  # many processes: each is a copy of one that has imported everything and touched no device
-        context.set_forkserver_preload([*(f"probes.mutations.{m.name}" for m in pkgutil.iter_modules(mutations.__path__)),
-                                        *(f"probes.{name}" for name in available()), "probes.subjects.ours", "probes.oracle.model",
-                                        "torch.fx.experimental.symbolic_shapes"])
+        context.set_forkserver_preload(preloaded())
     return ProcessPoolExecutor(jobs, context, _begin, max_tasks_per_child=lives)
+
+
+def preloaded() -> list[str]:
+    """Modules that a process imports before it is copied."""
+    return [*(f"probes.mutations.{m.name}" for m in pkgutil.iter_modules(mutations.__path__)),
+            *(f"probes.{name}" for name in available()), "probes.subjects.ours", "probes.oracle.model",
+            "torch.fx.experimental.symbolic_shapes"]
 
 
 def _lives(bench: Bench) -> int | None:

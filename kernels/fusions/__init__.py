@@ -33,5 +33,5 @@ COMPOSITIONS = {composition.name: composition for composition in (
     Composition("moe", ("experts", "shared_expert"), c.moe, {"triton": experts_triton.moe}),
 )}
 
-if torch.cuda.is_available():  # kernels will be compiled: `kernels.keys` says why now
+if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes
     settle()

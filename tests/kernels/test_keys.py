@@ -30,3 +30,12 @@ def test_keys_do_not_depend_on_the_order_of_launches():
 def test_what_this_is_for():
     """Where this fails, Triton has mended it: `kernels.keys` can go."""
     assert said(UNSETTLED.format(1)) != said(UNSETTLED.format(-1))
+
+
+def test_imports_ask_for_no_device():
+    """Self-test processes are forked from one that has imported everything; CUDA asked for there is refused to them."""
+    asked = "import torch\nfrom torch import cuda\ndef no(*a): raise AssertionError('asked for a device')\n"
+    asked += "torch.backends.cuda.is_built = lambda: True\ncuda.is_available = cuda.device_count = cuda.init = no\n"
+    out = subprocess.run([sys.executable, "-c", asked + "from probes.selftest import preloaded\nfrom importlib import import_module\n"
+                          "for name in preloaded(): import_module(name)\nprint('imported')"], capture_output=True, text=True)
+    assert out.stdout == "imported\n", out.stderr
