@@ -63,7 +63,7 @@ class Ring(TokenRows):
         packed = isinstance(buffer, PackedRows)
         self.flat, self.R = (buffer, R) if packed else (buffer.flatten(0, 1), buffer.shape[1])
 
-    def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor:
+    def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor | PackedRows:
         """Write values [N, width] at the step's positions; return the pool that `index` addresses.
 
         The pool holds positions start − keep … start + T − 1 of each row. It is the ring itself
@@ -74,15 +74,20 @@ class Ring(TokenRows):
             self.store(self.slots(step), values)
             return self.flat
         values = values if isinstance(self.flat, PackedRows) else values.to(self.flat.dtype)
-        staged = values.new_empty(step.B, self.keep + step.T, values.shape[-1])
         before = self._slots(step, ("before", self.keep), lambda: step.start.unsqueeze(1)
                              + torch.arange(-self.keep, 0, device=step.device))
-        staged[:, :self.keep] = self.fetch(before, values.dtype).view(step.B, self.keep, -1)
-        values = values.view(step.B, step.T, -1)
-        staged[:, self.keep:] = values
+        before, values = self.fetch(before, values.dtype).view(step.B, self.keep, -1), values.view(step.B, step.T, -1)
+        staged = torch.cat((before, values), 1).flatten(0, 1)
         last = min(step.T, self.R)
         self.store(self._slots(step, ("last", last), lambda: step.pos[:, -last:]), values[:, -last:].flatten(0, 1))
-        return staged.flatten(0, 1)
+        return self._packed(staged) if isinstance(self.flat, PackedRows) else staged
+
+    def _packed(self, values: torch.Tensor) -> PackedRows:
+        """A pool of values [M, width]: a step reads rows of one kind, and its sums run in one order, however long it is."""
+        pages = -(-len(values) // PAGE)
+        pool = self.flat._replace(data=self.flat.data.new_empty(pages, self.flat.data.shape[1]), count=PAGE * pages)
+        self._write(pool, torch.arange(len(values), device=values.device), values)
+        return pool
 
     def index(self, step: Step, positions: torch.Tensor) -> torch.Tensor:
         """Rows of the pool that hold `positions` int64 [B, ...]."""

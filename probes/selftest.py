@@ -36,6 +36,7 @@ from probes.result import Check, Status
 
 RED = (Status.FAIL, Status.ERROR)
 PACKAGES = ("dsv4", "kernels", "loaders", "probes")
+BLUNDER = re.compile("same device|two devices|got a tensor on cpu")  # a fault that was written on a CPU, not the one that is meant
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def order(mutation: Mutation) -> list[str]:
 def _judged(mutation: Mutation, probe: str, checks: list[Check], seen: tuple[str, ...]) -> Found:
     red = [check for check in checks if check.status in RED]
     for check in red:
+        if check.status is Status.ERROR and BLUNDER.search(check.note):
+            return Found(seen=seen, note=f"the fault itself mixes devices, which any probe sees: {check.note}")
         word = named(mutation.parts, texts_of(check))
         if word:
             return Found(True, probe, check.status.value, check.name, check.where, check.part, word, seen,

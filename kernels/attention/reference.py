@@ -20,6 +20,11 @@ def gather_rows(pool: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
     return rows.masked_fill_(absent.unsqueeze(-1), 0), absent
 
 
+def _dense(pool: torch.Tensor | PackedRows, index: torch.Tensor) -> torch.Tensor | PackedRows:
+    """A packed pool as fp32 [rows, D] where that decodes fewer rows than reading it at `index`: one pool of a long step."""
+    return decode_rows(pool) if isinstance(pool, PackedRows) and index.numel() > pool.count else pool
+
+
 def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
     """Window rows ∪ selected entries, each query with its own list.
 
@@ -29,6 +34,7 @@ def sparse_attention(q, window, window_index, entries, entry_index, sink, scale:
     may be ignored). Returns [N, H, D] in q.dtype; softmax in fp32.
     """
     N, H, D = q.shape
+    window = _dense(window, window_index)
     K = window_index.shape[1] + (0 if entry_index is None else entry_index.shape[1])
     tile = max(1, SCRATCH_BYTES // (4 * K * (D + 2 * H)))
     if N <= tile:
@@ -71,7 +77,7 @@ def hca_attention(q, window, window_index, entries, visible, sink, scale: float,
     entries. Returns [B, T, H, D] in q.dtype; softmax in fp32.
     """
     B, T, H, D = q.shape
-    entries = decode_rows(entries) if isinstance(entries, PackedRows) else entries
+    window, entries = _dense(window, window_index), decode_rows(entries) if isinstance(entries, PackedRows) else entries
     W, n = window_index.shape[1], entries.shape[1]
     tile = max(1, SCRATCH_BYTES // (4 * B * (H * (W + n + 1) + W * D)))
     if T <= tile:

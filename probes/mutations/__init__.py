@@ -54,8 +54,13 @@ class Site:
         op = OPERATIONS[name]
         others = {backend: change(op.resolve(backend)[0]) for backend in ("cpu", *op.implementations) if backend != "reference"}
         self.patch_item(OPERATIONS, name, Operation(name, op.implementations | others))
-        for composition in COMPOSITIONS.values():  # what runs several operations as one would not run the changed one
-            if name in composition.parts and composition.implementations:
+        self.unfused(name)
+
+    def unfused(self, operation: str) -> None:
+        """What runs `operation` and others as one kernel runs them one by one: neither a changed operation nor changed code of
+        the model around it would run otherwise."""
+        for composition in COMPOSITIONS.values():
+            if operation in composition.parts and composition.implementations:
                 self.patch_item(COMPOSITIONS, composition.name, replace(composition, implementations={}))
 
     def composition(self, name: str, change: Callable[[Callable], Callable]) -> None:

@@ -28,7 +28,7 @@ def sampled(site: Site, change) -> None:
 def of_rejected(found: Accepted, p, q, drafts, sizes, u_last, residual) -> Accepted:
     """The token after the kept drafts is drawn from residual(p, q) where a draft was rejected."""
     B, W = drafts.shape
-    at, row = found.count.clamp(max=W - 1), torch.arange(B)
+    at, row = found.count.clamp(max=W - 1), torch.arange(B, device=drafts.device)
     q = torch.nn.functional.one_hot(drafts, p.shape[-1]).to(p.dtype) if q is None else q
     last, drawn = p[row, found.count], q[row, at]
     weights = torch.where((found.count < sizes).unsqueeze(1), residual(last, drawn), last)

@@ -74,7 +74,8 @@ def window_forgets_the_step_before(site: Site) -> None:
     last = Ring.last
 
     def own_step(self, step, window):
-        first = (torch.arange(step.T).view(-1, 1) + torch.arange(1 - window, 1) >= 0).repeat(step.B, 1)
+        t, back = torch.arange(step.T, device=step.device), torch.arange(1 - window, 1, device=step.device)
+        first = (t.view(-1, 1) + back >= 0).repeat(step.B, 1)
         return torch.where(first, last(self, step, window), -1)
     site.patch(Ring, "last", own_step)
 

@@ -14,6 +14,7 @@ from probes.mutations.configuration import effective
 
 def pooled(site: Site, change: Callable) -> None:
     """CompressorCache.pool is change(what it was), of both compressors."""
+    site.unfused("gated_pool")
     site.patch(CompressorCache, "pool", change(CompressorCache.pool))
 
 
@@ -24,6 +25,7 @@ def given(site: Site, change: Callable) -> None:
 
 def slots(site: Site, change: Callable) -> None:
     """The slots that a window pools are change(cache, step, rows, absent); rows and absent as `_window_slots` says."""
+    site.unfused("gated_pool")
     real = site.patch(CompressorCache, "_window_slots", lambda cache, step: change(cache, step, *real(cache, step)))
 
 
@@ -37,7 +39,7 @@ def rows_of_nan_in_the_pool(site: Site) -> None:
         def pool(cache, step, *rest):
             found = real(cache, step, *rest)
             known = found is None or min(step.starts) >= cache.ratio
-            return found if known else found.index_fill(0, torch.tensor([0]), torch.nan)
+            return found if known else found.index_fill(0, torch.tensor([0], device=found.device), torch.nan)
         return pool
     pooled(site, change)
 
@@ -48,7 +50,7 @@ def rows_of_zeros_in_the_pool(site: Site) -> None:
     def change(real):
         def pool(cache, step, *rest):
             found = real(cache, step, *rest)
-            return found if found is None else found.index_fill(0, torch.tensor([0]), 0)
+            return found if found is None else found.index_fill(0, torch.tensor([0], device=found.device), 0)
         return pool
     pooled(site, change)
 
@@ -103,7 +105,7 @@ def unfinished_window_lost_at_a_cut(site: Site) -> None:
     """A step starts with an empty compressor state: the tokens of the unfinished window before it are not pooled."""
     def change(cache, step, rows, absent):
         cut = step.start.view(-1, 1, 1)
-        offset = torch.arange(-(cache.overlap - 1) * cache.ratio, cache.ratio)
+        offset = torch.arange(-(cache.overlap - 1) * cache.ratio, cache.ratio, device=step.device)
         tokens = (step.new_windows(cache.ratio) * cache.ratio).unsqueeze(-1) + offset
         lost = (tokens < cut) & (tokens >= cut - cut % cache.ratio)
         return rows, absent | lost.flatten(0, 1).unsqueeze(-1)

@@ -37,7 +37,7 @@ def experts(site: Site, activation, routed: bool = True, shared: bool = True) ->
 
     def of_all(real):
         def run(x, indices, weights, w13, w2, limit, simulate):
-            up, down, out = to_float(w13), to_float(w2), torch.zeros(x.shape)
+            up, down, out = to_float(w13), to_float(w2), torch.zeros(x.shape, device=x.device)
             for e in indices.unique().tolist():
                 token, slot = torch.nonzero(indices == e, as_tuple=True)
                 gate, value = (x[token].float() @ up[e].T).chunk(2, -1)
@@ -177,7 +177,7 @@ def hash_layers_weigh_equally(site: Site) -> None:
     def equal(real):
         def route(x, weight, table, ids, factor):
             indices = table[ids]
-            return indices, torch.full(indices.shape, factor / indices.shape[1])
+            return indices, torch.full(indices.shape, factor / indices.shape[1], device=x.device)
         return route
     site.kernel("route_hashed", equal)
 

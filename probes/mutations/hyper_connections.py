@@ -132,7 +132,7 @@ def comb_is_not_normalised(site: Site) -> None:
 def streams_are_not_mixed(site: Site) -> None:
     """Every stream keeps to itself: comb is the identity."""
     site.kernel("mhc_post", lambda real: lambda out, streams, post, comb: real(
-        out, streams, post, torch.eye(comb.shape[-1]).expand_as(comb)))
+        out, streams, post, torch.eye(comb.shape[-1], device=comb.device).expand_as(comb)))
 
 
 # ---- pre and post -------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def streams_are_not_mixed(site: Site) -> None:
 def pre_and_post_swapped(site: Site) -> None:
     """The first four mixes are taken for post, the next four for pre."""
     def swapped(m, scale, base, n, eps):
-        order = torch.cat((torch.arange(n, 2 * n), torch.arange(n), torch.arange(2 * n, m.shape[1])))
+        order = torch.tensor([*range(n, 2 * n), *range(n), *range(2 * n, m.shape[1])], device=m.device)
         return plain_weights(m[:, order], scale, base[order], n, eps)
     mixing(site, weights=swapped)
 

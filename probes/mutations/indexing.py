@@ -23,7 +23,7 @@ def products(of: Callable) -> Callable:
     def change(real):
         def index_scores(q, weights, keys, visible):
             dots = torch.einsum("bthd,bnd->bthn", q.float(), keys.float())
-            hidden = torch.arange(keys.shape[1]) >= visible.unsqueeze(-1)
+            hidden = torch.arange(keys.shape[1], device=keys.device) >= visible.unsqueeze(-1)
             return of(weights.unsqueeze(-1), dots).masked_fill(hidden, -INF)
         return index_scores
     return change
@@ -42,8 +42,14 @@ def picked(site: Site, change: Callable) -> None:
 
 def in_scores(site: Site, change: Callable) -> None:
     """The indexer's scores fp32 [B, T, n] are change(indexer, step, what they were)."""
+    site.unfused("index_scores")
     real = site.patch(LightningIndexer, "scores", lambda indexer, x, qr, step, cache:
                       change(indexer, step, real(indexer, x, qr, step, cache)))
+
+
+def places(t: torch.Tensor) -> torch.Tensor:
+    """Numbers of the last dimension's places."""
+    return torch.arange(t.shape[-1], device=t.device)
 
 
 def indexers(site: Site, change: Callable) -> None:
@@ -124,14 +130,14 @@ def temperature_lost_in_the_kernel(site: Site) -> None:
 def index_keys_not_cached(site: Site) -> None:
     """Index keys are made of the running chunk only: nothing older can be selected, nothing at all by a single token."""
     in_scores(site, lambda indexer, step, scores: scores.masked_fill(
-        torch.arange(scores.shape[-1]) < (step.start // indexer.ratio).view(-1, 1, 1), -INF))
+        places(scores) < (step.start // indexer.ratio).view(-1, 1, 1), -INF))
 
 
 @mutation("1.5", bugs=(72,), parts=("indexer scores", "selection"), probes=("index_oracle",))
 def scores_bounded_by_the_chunk(site: Site) -> None:
     """The loop over entries ends at the chunk's own count: with a context before it, the newest entries are never scored."""
     in_scores(site, lambda indexer, step, scores: scores.masked_fill(
-        torch.arange(scores.shape[-1]) >= max(step.T // indexer.ratio, 1), -INF) if min(step.starts) else scores)
+        places(scores) >= max(step.T // indexer.ratio, 1), -INF) if min(step.starts) else scores)
 
 
 @mutation("1.5", bugs=(74,), parts=("indexer keys",), probes=("index_oracle",))
@@ -145,7 +151,7 @@ def scores_zero_beyond_a_length(site: Site) -> None:
     """An offset overflows: scores of the last 40 % of the entries are exactly 0."""
     def change(indexer, step, scores):
         n = scores.shape[-1]
-        late = (torch.arange(n) >= n * 6 // 10) & (scores > -INF)
+        late = (places(scores) >= n * 6 // 10) & (scores > -INF)
         return torch.where(late, 0.0, scores)
     in_scores(site, change)
 
@@ -159,7 +165,7 @@ def index_keys_off_by_one_row(site: Site) -> None:
 @mutation("1.5", bugs=(24, 74), parts=("indexer scores",), probes=("index_oracle",))
 def rows_of_scores_lost_to_nan(site: Site) -> None:
     """A NaN in every sixteenth key makes its score −inf: those entries can never be selected."""
-    in_scores(site, lambda indexer, step, scores: scores.masked_fill(torch.arange(scores.shape[-1]) % 16 == 5, -INF))
+    in_scores(site, lambda indexer, step, scores: scores.masked_fill(places(scores) % 16 == 5, -INF))
 
 
 @mutation("1.5", bugs=(78,), parts=("selection",), probes=("index_oracle",))
@@ -167,7 +173,7 @@ def random_picks_beyond_a_length(site: Site) -> None:
     """Beyond 40 entries the top-k kernel returns any of them."""
     def change(real):
         def topk_entries(scores, k):
-            noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
+            noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores.device)
             return real(torch.where(scores > -INF, noise, scores) if scores.shape[-1] > 40 else scores, k)
         return topk_entries
     site.kernel("topk_entries", change)
@@ -179,7 +185,7 @@ def most_slots_of_the_selection_zero(site: Site) -> None:
     def change(real):
         def topk_entries(scores, k):
             found = real(scores, k)
-            return torch.where((torch.arange(found.shape[-1]) % 4 != 0) & (found >= 0), 0, found)
+            return torch.where((places(found) % 4 != 0) & (found >= 0), 0, found)
         return topk_entries
     site.kernel("topk_entries", change)
 
@@ -243,7 +249,7 @@ def every_visible_entry_selected(site: Site) -> None:
 def newest_entries_selected(site: Site) -> None:
     """The newest index_topk entries are selected instead of the best."""
     def change(indexer, step, cache, found):
-        newest = step.visible(indexer.ratio).unsqueeze(-1) - 1 - torch.arange(found.shape[-1])
+        newest = step.visible(indexer.ratio).unsqueeze(-1) - 1 - places(found)
         return newest.clamp(min=-1)
     picked(site, change)
 
@@ -254,8 +260,8 @@ def missing_synchronisation_in_the_scores(site: Site) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def change(indexer, step, scores):
-        early = torch.rand(scores.shape[:2], generator=generator).unsqueeze(-1) < 0.1
-        return torch.where(early, scores * torch.rand(scores.shape, generator=generator), scores)
+        early, scale = (torch.rand(shape, generator=generator).to(scores.device) for shape in ((*scores.shape[:2], 1), scores.shape))
+        return torch.where(early < 0.1, scores * scale, scores)
     in_scores(site, change)
 
 
@@ -263,7 +269,7 @@ def missing_synchronisation_in_the_scores(site: Site) -> None:
 def swizzle_for_another_head_dim(site: Site) -> None:
     """A swizzle that is right for 128 dims leaves out half the dims of a narrower head: deterministic garbage."""
     scored(site, lambda real: lambda q, weights, keys, visible: real(
-        torch.where(torch.arange(q.shape[-1]) % 16 < 8, q, 0), weights, keys, visible))
+        torch.where(places(q) % 16 < 8, q, 0), weights, keys, visible))
 
 
 @mutation("1.5", bugs=(79,), parts=("row 1",), probes=("index_oracle",))

@@ -30,8 +30,8 @@ def window_only(site: Site, when) -> None:
 def union_of(entry: torch.Tensor) -> torch.Tensor:
     """Picks of all queries of a row, for each of them: [B, T, n], −1 where an entry is picked by nobody."""
     n = int(entry.max()) + 1 if entry.numel() else 0
-    taken = torch.zeros(len(entry), n + 1, dtype=torch.bool).scatter_(1, torch.where(entry < 0, n, entry).flatten(1), True)
-    return torch.where(taken[:, :n], torch.arange(n), -1).unsqueeze(1).expand(-1, entry.shape[1], -1)
+    taken = entry.new_zeros(len(entry), n + 1, dtype=torch.bool).scatter_(1, torch.where(entry < 0, n, entry).flatten(1), True)
+    return torch.where(taken[:, :n], torch.arange(n, device=entry.device), -1).unsqueeze(1).expand(-1, entry.shape[1], -1)
 
 
 @mutation("1.6", bugs=(83,), parts=("selection",), probes=("influence",))
@@ -107,7 +107,7 @@ def only_entries_of_the_last_chunk(site: Site) -> None:
 def the_selected_are_masked_out(site: Site) -> None:
     """The mask is inverted: a query attends to every visible entry that it did not select."""
     def inverted(entry, step):
-        everything = torch.arange(step.max_visible(4)).expand(*entry.shape[:2], -1)
+        everything = torch.arange(step.max_visible(4), device=entry.device).expand(*entry.shape[:2], -1)
         taken = (everything.unsqueeze(-1) == entry.unsqueeze(-2)).any(-1)
         return torch.where(taken | (everything >= step.visible(4).unsqueeze(-1)), -1, everything)
     gathered(site, inverted)

@@ -19,7 +19,7 @@ def halves(real: Callable) -> Callable:
     """Rotation of dims j and j + R/2 as a pair."""
     def rotate(x, cis):
         R = 2 * cis.shape[-1]
-        order = torch.arange(R).view(2, -1).T.flatten()
+        order = torch.arange(R, device=x.device).view(2, -1).T.flatten()
         y, out = x.clone(), x.clone()
         y[..., -R:] = x[..., -R:][..., order]
         out[..., -R:][..., order] = real(y, cis)[..., -R:]

@@ -119,7 +119,7 @@ def ties_fall_by_chance(site: Site) -> None:
     """Among equal scores whichever thread comes first wins."""
     def racing(real):
         def select(scores, k):
-            order = torch.randperm(scores.shape[-1])
+            order = torch.randperm(scores.shape[-1], device=scores.device)
             picks = real(scores[..., order], k)
             return torch.where(picks < 0, -1, order[picks.clamp(min=0)]) if len(order) else picks
         return select
@@ -150,7 +150,7 @@ def nan_scores_select_garbage(site: Site) -> None:
     def uninitialised(real):
         def select(scores, k):
             picks = real(scores, k)
-            lost = scores.isnan().any(-1, keepdim=True) & (torch.arange(picks.shape[-1]) == picks.shape[-1] - 1)
+            lost = scores.isnan().any(-1, keepdim=True) & (torch.arange(picks.shape[-1], device=picks.device) == picks.shape[-1] - 1)
             return torch.where(lost, 0x5F5F5F5F, picks)
         return select
     site.kernel("topk_entries", uninitialised)

@@ -21,7 +21,7 @@ def kept_rows(site: Site, ring_of) -> None:
     def extend(ring, step, values):
         if getattr(ring, "high", None) is None or not ring._in_place(step):
             return extended(ring, step, values)
-        high = torch.tensor([[ring.high.get(b, 0)] for b in range(step.first, step.first + step.B)])
+        high = torch.tensor([[ring.high.get(b, 0)] for b in range(step.first, step.first + step.B)], device=step.device)
         old = (step.pos < high).flatten().unsqueeze(1)
         for b, start in enumerate(step.starts, step.first):
             ring.high[b] = max(ring.high.get(b, 0), start + step.T)
@@ -63,7 +63,7 @@ def index_keys_of_rejected_drafts_stay(site: Site) -> None:
         if not hasattr(entries, "once") or entries.packed:
             return real(entries, step, values)
         slots = entries.slots(step)
-        fresh = torch.tensor([int(s) not in entries.once for s in slots])
+        fresh = torch.tensor([int(s) not in entries.once for s in slots], device=slots.device)
         entries.once.update(slots.tolist())
         entries.flat.index_copy_(0, slots[fresh], values.to(entries.buffer.dtype)[fresh])
     real = site.patch(Entries, "write", write)

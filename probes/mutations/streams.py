@@ -18,7 +18,7 @@ def streams_collapsed_to_one(site: Site) -> None:
 def output_goes_to_one_stream(site: Site) -> None:
     """A sublayer's output is added to the first stream only."""
     site.kernel("mhc_post", lambda real: lambda out, streams, post, comb: real(
-        out, streams, post * (torch.arange(post.shape[1]) == 0), comb))
+        out, streams, post * (torch.arange(post.shape[1], device=post.device) == 0), comb))
 
 
 @mutation("1.8", bugs=(), parts=("embedding",), probes=("mhc",))
@@ -28,7 +28,7 @@ def embedding_in_one_stream(site: Site) -> None:
 
     def start(self, streams, step, cache):
         if getattr(self, "first", False):
-            streams = streams * (torch.arange(streams.shape[1]).view(1, -1, 1) == 0)
+            streams = streams * (torch.arange(streams.shape[1], device=streams.device).view(1, -1, 1) == 0)
         return real(self, streams, step, cache)
     site.patch(Block, "forward", start)
     site.after_load(lambda subject: setattr(subject.model.layers[0], "first", True))
