@@ -134,6 +134,9 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
     found = Found()
     for name in order(mutation):
         checks, _ = execute(probe_named(name)(), subject)
+        blunder = next((c.note for c in checks if c.status is Status.ERROR and BLUNDER.search(c.note)), None)
+        if blunder:
+            return Found(seen=found.seen, note=f"the fault itself mixes devices, which any probe sees: {blunder}")
         found = _judged(mutation, name, checks, found.seen)
         if found.caught:
             break
@@ -162,8 +165,6 @@ def order(mutation: Mutation) -> list[str]:
 def _judged(mutation: Mutation, probe: str, checks: list[Check], seen: tuple[str, ...]) -> Found:
     red = [check for check in checks if check.status in RED]
     for check in red:
-        if check.status is Status.ERROR and BLUNDER.search(check.note):
-            return Found(seen=seen, note=f"the fault itself mixes devices, which any probe sees: {check.note}")
         word = named(mutation.parts, texts_of(check))
         if word:
             return Found(True, probe, check.status.value, check.name, check.where, check.part, word, seen,

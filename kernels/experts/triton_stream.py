@@ -11,7 +11,7 @@ from kernels.launch import dot_in_fp32, processors
 from kernels.linear.triton_streams import apart, early, warps
 from kernels.linear.triton_weights import Held
 
-DYNAMIC = 128  # pairs up to which every possible tile has a program, so that the hardware balances them
+DYNAMIC = 512  # pairs up to which every possible tile has a program, so that the hardware balances them
 REGISTERS = 128  # a thread, which leave room for 8 programs of two warps on a multiprocessor
 RESIDENT = 6   # programs a multiprocessor that share the tiles of more pairs, of which many may not exist
 

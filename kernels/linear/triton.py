@@ -1,7 +1,8 @@
 """Products with a weight as stored, on a GPU.
 
-Up to TOKENS tokens the weight's bytes are the time: they are streamed once (`triton_skinny`). More tokens, and weights whose
-rows are no whole 16 bytes, take tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16 accumulate in fp32,
+Up to TOKENS tokens the weight's bytes are the time: they are streamed once (`triton_skinny`); for a few more, again, where the
+weight is small, since one tile after the other is slower than that. More tokens, large weights and weights whose rows are no
+whole 16 bytes take tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16 accumulate in fp32,
 those of fp32 are IEEE fp32. E4M3's NaN code is not known to the bf16 products, which read it as 480.
 """
 
@@ -23,6 +24,9 @@ from kernels.quantize.weights import PackedWeight, WeightFormat
 from kernels.rms_norm.triton import rms_norm
 
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
+AGAIN = 2 * TOKENS     # tokens up to which a weight of at most AGAIN_BYTES is streamed again for each TOKENS of them
+AGAIN_BYTES = 24 << 20
+FEW, DEEP = 64, 5      # tokens of a tile up to which DEEP tiles are on the way: bytes that the weight's latency needs
 
 
 def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
@@ -52,10 +56,12 @@ def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, 
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
-    streamed = [i for i, h in enumerate(held) if N <= TOKENS and h.streams]
+    streamed = [i for i, h in enumerate(held) if h.streams and (N <= TOKENS or N <= AGAIN and h.weight.nbytes <= AGAIN_BYTES)]
     for at in range(0, len(streamed), SLOTS):
         some = streamed[at:at + SLOTS]
-        stream(x, norm, eps, [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some])
+        for t in range(0, N, TOKENS):
+            few = slice(t, t + TOKENS)
+            stream(x[few], norm, eps, [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i][few] for i in some])
     rest = [i for i in range(len(held)) if i not in streamed]
     if rest and norm is not None:
         x = rms_norm(x, norm, eps)
@@ -138,17 +144,18 @@ def tile_columns(name: str, h: Held, fp32: bool) -> int:
     return columns
 
 
-def stages(device: torch.device) -> int:
+def stages(device: torch.device, tokens: int = 128) -> int:
     """Tiles on the way: shared memory of capabilities 8.6, 8.9 and 12.0 is 99 KB a block."""
-    return 3 if capability(device) in ((8, 0), (9, 0), (10, 0)) else 2
+    return (DEEP if tokens <= FEW else 3) if capability(device) in ((8, 0), (9, 0), (10, 0)) else 2
 
 
 def gemm_shape(N: int, R: int, groups: int, fp32: bool, device: torch.device) -> tuple[int, int, int]:
     """(rows, tokens, warps) of a tile."""
     bt = 16 if N <= 16 else 32 if N <= 32 or fp32 else 64 if N <= 64 else 128
+    if bt <= FEW and not fp32:
+        return 64, bt, 4
     columns = triton.cdiv(N, bt) * groups
-    tall = () if fp32 else (128, 64) if bt >= 64 else (64,)
-    bo = next((rows for rows in tall if triton.cdiv(R, rows) * columns >= processors(device)), 32)
+    bo = next((rows for rows in (() if fp32 else (128, 64)) if triton.cdiv(R, rows) * columns >= processors(device)), 32)
     return bo, bt, 8 if bo * bt > 8192 else 4
 
 
@@ -160,7 +167,7 @@ def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) ->
     bo, bt, warps = gemm_shape(N, R, groups, fp32, x.device)
     _gemm[(triton.cdiv(R, bo) * triton.cdiv(N, bt), groups)](
         x, N, x.stride(0), tile_words(h), h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
-        num_warps=warps, num_stages=1 if fp32 else stages(x.device))
+        num_warps=warps, num_stages=1 if fp32 else stages(x.device, bt))
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.errors import UnsupportedInput
 from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
-from kernels.linear.triton import gemm
+from kernels.linear.triton import AGAIN, gemm
 from kernels.linear.triton_skinny import skinny, tokens
 from kernels.linear.triton_streams import TOKENS, early
 from kernels.linear.triton_weights import check, hold
@@ -34,8 +34,17 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     indices, weights = _results(x, topk)
     if not N:
         return indices, weights
-    pdl = dependent_launch(x.device)
     h = hold("route_scored", PackedWeight(WeightFormat.DENSE, weight))
+    each = TOKENS if N <= AGAIN and h.streams else N
+    for t in range(0, N, each):
+        few = slice(t, t + each)
+        _scored(x[few], h, bias, indices[few], weights[few], routed_scaling_factor)
+    return indices, weights
+
+
+def _scored(x, h, bias, indices, weights, factor: float) -> None:
+    """`route_scored` into indices and weights [N, topk]."""
+    (N, D), E, topk, pdl = x.shape, h.O, indices.shape[1], dependent_launch(x.device)
     if N <= TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
@@ -45,9 +54,8 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
-    _choose[(N,)](logits, N, pieces, bias.contiguous(), indices, weights, float(routed_scaling_factor), E, topk, next_power(E),
-                  next_power(topk), pdl, num_warps=max(1, next_power(E) // 1024), launch_pdl=pdl)
-    return indices, weights
+    _choose[(N,)](logits, N, pieces, bias.contiguous(), indices, weights, float(factor), E, topk, next_power(E), next_power(topk), pdl,
+                  num_warps=max(1, next_power(E) // 1024), launch_pdl=pdl)
 
 
 def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):

@@ -57,10 +57,10 @@ class Site:
         self.unfused(name)
 
     def unfused(self, operation: str) -> None:
-        """What runs `operation` and others as one kernel runs them one by one: neither a changed operation nor changed code of
-        the model around it would run otherwise."""
+        """What runs `operation` (an operation or a composition) and others as one kernel runs them one by one: neither a changed
+        operation nor changed code of the model around it would run otherwise."""
         for composition in COMPOSITIONS.values():
-            if operation in composition.parts and composition.implementations:
+            if operation in (composition.name, *composition.parts) and composition.implementations:
                 self.patch_item(COMPOSITIONS, composition.name, replace(composition, implementations={}))
 
     def composition(self, name: str, change: Callable[[Callable], Callable]) -> None:

@@ -82,6 +82,7 @@ def rejected_drafts_stay_in_the_compressor(site: Site) -> None:
         held[:, raw.shape[1] // 2:] -= ape[step.pos.flatten() % cache.ratio]
         return real(cache, step, torch.where((step.pos.flatten() < high).unsqueeze(1), held, raw), ape, op)
     real = site.patch(CompressorCache, "pool", pool)
+    site.unfused("gated_pool")
 
 
 @mutation("1.10", bugs=(132,), parts=("rewinding", "rewind"), probes=("rollback",))
@@ -111,6 +112,7 @@ def compressor_state_survives_the_request(site: Site) -> None:
         left[id(ape)] = raw[-1].clone()
         return real(cache, step, raw, ape, op)
     real = site.patch(CompressorCache, "pool", pool)
+    site.unfused("gated_pool")
 
 
 @mutation("1.10", bugs=(108,), parts=("hca_attention", "HCA attention", "batching"), probes=("backend_matrix",))

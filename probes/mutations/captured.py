@@ -12,6 +12,7 @@ FP4 = ("fp8", "fp4")
 
 def of_capture(site: Site, name: str, change) -> None:
     """Method `name` of captured steps is change(what it was, step, arguments)."""
+    site.unfused("place")
     real = getattr(CapturedStep, name)
     site.patch(CapturedStep, name, lambda step, *args: change(real, step, *args))
 

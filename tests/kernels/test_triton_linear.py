@@ -150,6 +150,15 @@ def test_the_composition_is_that_of_the_reference():
         assert distance(a, b) < 1e-5
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("N", [17, 32])
+def test_a_few_tokens_more_have_the_bits_of_few(form, N):
+    """A small weight is streamed again: a pass of drafts rounds as the steps that it stands for."""
+    x, w = randn(N, 1184), pack(randn(24, 1184), form)
+    simulate = w.scale is not None
+    assert torch.equal(gpu.linear(x, w, simulate), torch.cat([gpu.linear(x[:16], w, simulate), gpu.linear(x[16:], w, simulate)]))
+
+
 @pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("N", [2, 17])

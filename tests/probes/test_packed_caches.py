@@ -11,7 +11,7 @@ from dsv4 import cache as caches
 from dsv4.cache import Ring
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
-from kernels.cache_rows import RowFormat, pack_layout
+from kernels.cache_rows import PackedRows, RowFormat, pack_layout
 from probes.audit import open_subject
 from probes.buffers import buffers, poison
 from probes.formats import json_report
@@ -54,6 +54,16 @@ def test_packed_caches_lose_nothing_in_qat_numerics(subject, name):
 def test_every_format_is_known(official, name, formats):
     found = checks_of(name, OurSubject(official, "qat", "reference", "cpu", *formats))
     assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS][:2]
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 200])
+def test_a_step_of_any_length_reads_rows_of_the_rings_kind(subject, tokens, monkeypatch):
+    """Else its sums run in another order than where the same rows lie in pages or in the ring (P19 on a GPU)."""
+    ids, room, seen, real = torch.arange(tokens).remainder(subject.config.vocab_size).view(1, -1), tokens + 8, [], Ring.extend
+    monkeypatch.setattr(Ring, "extend", lambda ring, step, values: seen.append((type(ring.flat), real(ring, step, values))) or seen[-1][1])
+    subject.model.append(ids, subject.model.new_cache(1, room, 16))
+    assert len(seen) >= subject.config.num_hidden_layers and any(kind is PackedRows for kind, _ in seen)
+    assert all(isinstance(pool, kind) for kind, pool in seen)
 
 
 # ---- the layouts --------------------------------------------------------------------------

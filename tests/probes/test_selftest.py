@@ -10,11 +10,12 @@ from dsv4 import cli
 from dsv4.attention import WindowAttention
 from dsv4.errors import InputError
 from dsv4.load import load_model
+from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 from probes import detection, selftest
 from probes.detection import Matrix, document, markdown, select
 from probes.formats import schema
-from probes.mutations import Mutation, catalogue, profile
+from probes.mutations import Mutation, Site, catalogue, profile
 from probes.result import Check, Status
 from probes.selftest import Bench, Clean, Found, Outcome, audit_clean, look, named, run_all, settings
 
@@ -53,6 +54,13 @@ def nothing(site) -> None:
 
 def dies(site) -> None:
     os._exit(3)
+
+
+def mixes_devices(site) -> None:
+    """Written where every tensor is on one device: on another, whatever it touches crashes."""
+    def crash(*args):
+        raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
+    site.patch(WindowAttention, "queries", crash)
 
 
 def one_entry_late(site) -> None:
@@ -172,6 +180,21 @@ def test_a_sound_subject_is_green_and_a_fault_in_it_is_not(bench, monkeypatch):
     assert clean.green and clean.texts and not clean.red
     monkeypatch.setattr(WindowAttention, "queries", lambda self, x, step: 1 / 0)
     assert not audit_clean(Clean("default", "fp32", "cpu"), bench).green
+
+
+def test_a_fault_that_only_crashes_for_mixing_devices_is_not_caught(bench):
+    fault = planted(mixes_devices, parts=("batching", "state left behind"), probes=("isolation",))
+    assert not look(fault, bench).found.caught and "mixes devices" in look(fault, bench).found.note
+
+
+def test_what_runs_several_operations_as_one_is_taken_apart_for_a_fault_around_them(tmp_path):
+    site, before = Site(tmp_path), {name: c.implementations for name, c in COMPOSITIONS.items()}
+    site.unfused("gated_pool")
+    site.unfused("place")
+    gone = {name for name, c in COMPOSITIONS.items() if before[name] and not c.implementations}
+    assert {"pool_entries", "attention_inputs", "place"} == gone
+    site.undo()
+    assert {name: c.implementations for name, c in COMPOSITIONS.items()} == before
 
 
 def test_a_matrix_with_a_gap_a_false_alarm_or_a_leftover_is_not_clean():
