@@ -17,9 +17,14 @@ KINDS = {"code": "*.py", "prose": "*.md"}
 
 
 def default_traces() -> list[tuple[str, Trace]]:
-    """(kind, trace): recorded code, prose, and both by turns; and a synthetic mixed one. Raises InputError when none was recorded."""
+    """(kind, trace): the recorded ones and a synthetic mixed one. Raises InputError when none was recorded."""
+    return [*recorded(), ("mixed", mixed("mixed 0.95/0.35", 0.95, 0.35, 128, requests=64, tokens=1024, seed=1))]
+
+
+def recorded() -> list[tuple[str, Trace]]:
+    """(kind, trace): recorded code, prose, and both by turns. Raises InputError when none was recorded."""
     found = [("stationary", read_trace(FOLDER / f"{name}.json")) for name in KINDS]
-    return [*found, ("mixed", by_turns(*(t for _, t in found))), ("mixed", mixed("mixed 0.95/0.35", 0.95, 0.35, 128, requests=64, tokens=1024, seed=1))]
+    return [*found, ("mixed", by_turns(*(t for _, t in found)))]
 
 
 def by_turns(a: Trace, b: Trace, segment: int = SEGMENT) -> Trace:

@@ -114,7 +114,7 @@ def test_adaptive_parameters_are_validated(change):
         AdaptiveParameters(**change)
 
 
-@pytest.mark.parametrize("change", [{"rates": (0.5,) * 7}, {"rates": (1.0,) * 8}, {"prior": (0.5,) * 8}, {"drift": 0.0}, {"falloff": 0.0},
+@pytest.mark.parametrize("change", [{"rates": (0.5,) * 7}, {"rates": (1.0,) * 8}, {"prior": (0.5,) * 8}, {"drift": 0.0}, {"chained": (0.0,) * 8}, {"chained": (0.5,) * 9},
                                     {"horizon": -1.0}, {"sizes": ()}, {"sizes": (4, 1)}, {"sizes": (4, 8)}, {"sizes": (0, 9)}], ids=str)
 def test_cost_aware_parameters_are_validated(change):
     with pytest.raises(InputError):
@@ -134,29 +134,32 @@ def test_parameters_are_used():
     assert policy.choose([np.float32(1)], True) == [3] and policy.sizes == (2, 3, 6)
 
 
-@pytest.mark.parametrize("rate,batch", [(r, b) for r in (0.1, 0.3, 0.65, 0.98) for b in (1, 8, 32)])
+@pytest.mark.parametrize("g,batch", [(g, b) for g in range(8) for b in (1, 8, 32)])
 @pytest.mark.parametrize("costs", [MOE, FLAT], ids=["moe", "flat"])
-def test_a_sure_belief_takes_the_size_with_the_best_ratio(costs, rate, batch):
-    policy = CostAware(costs, batch, CostAwareParameters(horizon=0.0))
-    sure = np.array([r == rate for r in policy.parameters.rates], np.float32)
-    ratio = [sum(rate ** i for i in range(k + 1)) / costs.uniform(batch, k) for k in range(9)]
-    assert policy.choose([sure] * batch) == [int(np.argmax(ratio))] * batch
+def test_a_sure_belief_takes_the_size_with_the_best_ratio(costs, g, batch):
+    """Also where chains fail sooner than first drafts."""
+    p = CostAwareParameters(horizon=0.0)
+    rate, chained, sure = p.rates[g], p.chained[g], np.eye(8, dtype=np.float32)[g]
+    ratio = [(1 + sum(rate * chained ** i for i in range(k))) / costs.uniform(batch, k) for k in range(9)]
+    assert CostAware(costs, batch, p).choose([sure] * batch) == [int(np.argmax(ratio))] * batch
 
 
 def test_belief_is_bayes_rule():
     p = CostAwareParameters()
     got = CostAware(MOE, 1).observe(CostAware(MOE, 1).initial(), 2, 4)
-    weighed = np.array([r ** 2 * (1 - r) for r in p.rates])
+    weighed = np.array([q * r * c * (1 - c) for q, r, c in zip(p.prior, p.rates, p.chained)])
     kept = (1 - p.drift) ** 3
-    assert np.abs(got - (weighed / weighed.sum() * kept + (1 - kept) / 8)).max() < 1e-6 and abs(got.sum() - 1) < 1e-6
+    assert np.abs(got - (weighed / weighed.sum() * kept + (1 - kept) * np.array(p.prior))).max() < 1e-6 and abs(got.sum() - 1) < 1e-6
 
 
 def test_a_row_without_hope_does_not_widen_the_pass_when_live_tokens_cost():
-    policy = CostAware(moe(padding=0.0), 8, CostAwareParameters(horizon=0.0))
-    sure = lambda rate: np.array([r == rate for r in policy.parameters.rates], np.float32)
+    rates = (0.1, 0.3, 0.5, 0.65, 0.78, 0.87, 0.93, 0.98)
+    parameters = CostAwareParameters(horizon=0.0, rates=rates, chained=rates)
+    policy = CostAware(moe(padding=0.0), 8, parameters)
+    sure = lambda rate: np.array([r == rate for r in rates], np.float32)
     sizes = policy.choose([sure(0.98)] * 7 + [sure(0.1)])
     assert sizes[:7] == [8] * 7 and sizes[7] <= 1
-    padded = CostAware(moe(), 8, CostAwareParameters(horizon=0.0)).choose([sure(0.98)] * 7 + [sure(0.1)])
+    padded = CostAware(moe(), 8, parameters).choose([sure(0.98)] * 7 + [sure(0.1)])
     assert padded[:7] == [8] * 7 and padded[7] >= 4  # it costs nothing more; a gain of 0.1^8 is nothing in fp32
 
 

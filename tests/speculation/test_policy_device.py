@@ -63,7 +63,7 @@ def test_adaptive_states_that_return_to_a_threshold_agree():
 
 CASES = {"moe 1": (moe(), 1, CostAwareParameters()), "moe 8, live tokens cost": (moe(0.0), 8, CostAwareParameters()),
          "flat 32": (flat(), 32, CostAwareParameters()),
-         "flat 8, few sizes": (replace(flat(), padding=0.5), 8, CostAwareParameters(sizes=(0, 1, 2, 4, 8), falloff=0.9))}
+         "flat 8, few sizes": (replace(flat(), padding=0.5), 8, CostAwareParameters(sizes=(0, 1, 2, 4, 8), chained=(0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)))}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
