@@ -113,7 +113,8 @@ class WindowAttention(Module):
     def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
         """q [N, H, D]; window: rows, of which window_index [N, W] are to be read; selection: of the indexer → [N, H, D]."""
         self.path = self.path_at(step.end)
-        return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale, step.window_full(self.W))
+        complete = step.window_full(self.W)
+        return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale, complete, step.T)
 
 
 class CSAAttention(WindowAttention):
@@ -162,7 +163,7 @@ class CSAAttention(WindowAttention):
             chosen = entries.flat, self.op.chosen_rows(selection, entries.n)
         else:
             chosen = entries.chosen(step, selection)
-        return self.op.sparse_attention(q, window, window_index, *chosen, self.attn_sink, self.scale, complete)
+        return self.op.sparse_attention(q, window, window_index, *chosen, self.attn_sink, self.scale, complete, step.T)
 
 
 class HCAAttention(WindowAttention):

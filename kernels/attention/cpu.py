@@ -12,7 +12,8 @@ from kernels.cache_rows import PackedRows
 MAX_KEYS = 2048  # copied together; beyond this the reference reads entries in place
 
 
-def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
+def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False,
+                     together: int = 1) -> torch.Tensor:
     K = 0 if entry_index is None else entry_index.shape[1]
     W = window_index.shape[1]
     if not complete or q.shape[0] != 1 or W + K > MAX_KEYS or packed(window, entries):

@@ -25,13 +25,15 @@ def _dense(pool: torch.Tensor | PackedRows, index: torch.Tensor) -> torch.Tensor
     return decode_rows(pool) if isinstance(pool, PackedRows) and index.numel() > pool.count else pool
 
 
-def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
+def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False,
+                     together: int = 1) -> torch.Tensor:
     """Window rows ∪ selected entries, each query with its own list.
 
     q [N, H, D]; window [R, D] and entries [E, D]: pools of rows, or PackedRows; window_index int64 [N, W] and
     entry_index int64 [N, K]: rows of the pools, −1 anywhere is skipped; entries and entry_index
     None for a window layer; sink fp32 [H]; complete: the caller knows that no index is −1 (a hint that
-    may be ignored). Returns [N, H, D] in q.dtype; softmax in fp32.
+    may be ignored); together: queries of each batch row, whose number, while it is small, must not change
+    the order of a query's sums. Returns [N, H, D] in q.dtype; softmax in fp32.
     """
     N, H, D = q.shape
     window = _dense(window, window_index)

@@ -1,7 +1,8 @@
 """Attention on the GPU: one pass over the keys of each query, split among programs while queries are few.
 
 A split leaves its partial output and the logarithm of its sum, and a second kernel merges them; how many splits there are
-depends on shapes only. See `triton_tiles` for the device code, and `hopper` for what Hopper runs at widths of 512.
+depends on shapes only, and not on how many tokens of a row a pass has while these are FEW: a pass that verifies drafts gives
+each the bits of a step of its own. See `triton_tiles` for the device code, and `hopper` for what Hopper runs at widths of 512.
 """
 
 import math
@@ -19,6 +20,7 @@ from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreti
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
 MERGED = 2048    # numbers that a program, one warp, merges at a time
+FEW = 16         # queries of a batch row that are planned as one
 MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # what merging costs: a launch, and partial outputs written and read through L2
 
 
@@ -40,18 +42,19 @@ class Tile(NamedTuple):
     copied: bool = False   # by `hopper.attend`
 
 
-def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False) -> torch.Tensor:
+def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False,
+                     together: int = 1) -> torch.Tensor:
     """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
     N, H, D = q.shape
     near, far = _Pool.of(window, D), None if entry_index is None else _Pool.of(entries, D)
-    return _launch("sparse_attention", q.unsqueeze(1), near, window_index, far, entry_index, None, sink, scale).view(N, H, D)
+    return _launch("sparse_attention", q.unsqueeze(1), near, window_index, far, entry_index, None, sink, scale, together).view(N, H, D)
 
 
 def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
     """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
     D = q.shape[-1]
-    return _launch("hca_attention", q, _Pool.of(window, D), window_index, _Pool.of(entries, D), None, visible, sink,
-                   scale).view(q.shape)
+    return _launch("hca_attention", q, _Pool.of(window, D), window_index, _Pool.of(entries, D), None, visible, sink, scale,
+                   q.shape[1]).view(q.shape)
 
 
 class _Pool(NamedTuple):
@@ -85,8 +88,8 @@ class _Pool(NamedTuple):
         return self.data.shape[-2] * self.row >= 1 << 31
 
 
-def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, entry_index, visible, sink,
-            scale: float) -> torch.Tensor:
+def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, entry_index, visible, sink, scale: float,
+            together: int) -> torch.Tensor:
     """q [B, T, H, D] → [B·T, H, D]. Entries by entry_index [B·T, K], or those below `visible` [B, T], or none."""
     B, T, H, D = q.shape
     N, W, DP = B * T, window_index.shape[1], max(16, next_power(D))
@@ -104,7 +107,8 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
     plain = [p.data for p in (window, far) if not p.packed]
     fp32 = any(dot_in_fp32(t) or t.dtype is not torch.bfloat16 for t in (q, *plain))
     copied = not fp32 and D == 512 and _copies_whole(q, window, far)
-    tile, splits = plan(N, H, D, W, K, fp32, packed, copied, capability(q.device), processors(q.device))
+    alike = together if together <= FEW else 1
+    tile, splits = plan(N // alike, H, D, W, K, fp32, packed, copied, capability(q.device), processors(q.device))
     partial, lse, dependent = out, out, dependent_launch(q.device)
     if splits > 1:
         partial = torch.empty(N, splits, H, D, dtype=q.dtype if tile.wide else torch.float32, device=q.device)

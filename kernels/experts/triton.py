@@ -1,8 +1,8 @@
 """SwiGLU experts on a GPU.
 
-Few tokens an expert (MEAN at most): the weights' bytes are the time, and they are streamed once for all tokens of an expert
-(`triton_few`): sort, first product with SwiGLU, second product, sum; one token needs no sort. More tokens, and weights that do
-not stream, go step by step through tiles (`triton_many`).
+Few tokens, of all (TOKENS at most) or an expert (MEAN): the weights' bytes are the time, and they are streamed once for all
+tokens of an expert (`triton_few`): sort, first product with SwiGLU, second product, sum; one token needs no sort. More tokens,
+and weights that do not stream, go step by step through tiles (`triton_many`).
 """
 
 import torch
@@ -54,7 +54,8 @@ def _mixture(name: str, x: torch.Tensor, routed: tuple | None, shared: tuple | N
     if not N:
         return out
     alone = out if pairs is None else None  # the shared expert's rows are the result
-    streams = pairs is not None and pairs.streams and pairs.indices.numel() <= MEAN * pairs.w13.weight.shape[0]
+    few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.weight.shape[0])
+    streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= TOKENS
     y = ys = None
     if streams or fused:

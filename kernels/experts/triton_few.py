@@ -80,7 +80,9 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
 
     Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S: stacks of
     matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS:
-    rows for either. APART is for blocks of up to two pairs; SPLIT: there may be larger ones.
+    rows for either. APART is for blocks of up to two pairs. SPLIT, where there may be larger ones: 1, two pairs at a time, so that a
+    pair has the bits that it has alone, at the price of reading weights again, mostly from caches; 2, not taken apart, of fewer
+    rows, since they hold more in registers.
     """
     announce(EARLY)
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
@@ -102,7 +104,11 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
                 g = None if G is None else G + e.to(tl.int64) * PARTS
                 g_up = None if G is None else g + (PARTS - 1)
                 row = tile % ROWS * 4 * RH
-                if SPLIT and count > 2:  # blocks of more than two pairs are not taken apart, and hold fewer rows in registers
+                if SPLIT == 1:
+                    for pair in range(0, count, 2):
+                        _hide(X, x_stride, ORDER, first + pair, tl.minimum(count - pair, 2), EACH, w, w + WORDS // 2, s, s_up, g, g_up,
+                              row, I, limit, ROUTING, H, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
+                elif SPLIT == 2 and count > 2:
                     for half in range(0, RH // 2):
                         _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row + 8 * half, I, limit,
                               ROUTING, H, K, KS, 2, NH, FORMAT, FP32, BO, BK, SIMULATE, False)
@@ -151,7 +157,11 @@ def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks,
                 s = None if S is None else S + e.to(tl.int64) * SCALES
                 g = None if G is None else G + e.to(tl.int64) * PARTS
                 w, row = W + e.to(tl.int64) * WORDS, tile % ROWS * 8 * RH
-                if SPLIT and count > 2:
+                if SPLIT == 1:
+                    for pair in range(0, count, 2):
+                        _project(H, ORDER, first + pair, tl.minimum(count - pair, 2), w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT,
+                                 FP32, BO, BK, SIMULATE, APART)
+                elif SPLIT == 2 and count > 2:
                     for half in range(0, RH // 2):
                         _project(H, ORDER, first, count, w, s, g, PARTS, row + 16 * half, Y, D, I, KS, 2, NH, FORMAT, FP32, BO, BK,
                                  SIMULATE, False)

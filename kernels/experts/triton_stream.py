@@ -8,7 +8,7 @@ import triton
 from kernels.experts.triton_few import hide, project
 from kernels.experts.triton_order import blocks_of, sort_pairs
 from kernels.launch import dot_in_fp32, processors
-from kernels.linear.triton_streams import apart, early, warps
+from kernels.linear.triton_streams import TOKENS, apart, early, warps
 from kernels.linear.triton_weights import Held
 
 DYNAMIC = 512  # pairs up to which every possible tile has a program, so that the hardware balances them
@@ -81,7 +81,8 @@ ABSENT = (2, "bf16", False, 1, 128, False, False)  # constants of a part that a 
 
 def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None, limit: float, simulate: bool,
                    simulate_shared: bool, out: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Rows of the pairs [P, d] and of the shared expert [N, d], in x.dtype; the latter into `out`, if given, rounded to it.
+    """Rows of the pairs [P, d] and of the shared expert [N, d], in x.dtype; the latter into `out`, if given, rounded to it. Up to
+    TOKENS tokens each has the bits that it has alone (a shared expert in MXFP4: from three tokens on).
 
     Two launches, three if there are pairs to sort.
     """
@@ -94,7 +95,8 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
         (_, k), E, I = indices.shape, w13.weight.shape[0], w2.K
         fp32 = dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
         nh = 1 if N * k <= 2 * E else few
-        split = nh == 1 and apart(w13, fp32, 1) and apart(w2, fp32, 1)
+        split = (nh == 1 or N <= TOKENS) and apart(w13, fp32, 1) and apart(w2, fp32, 1)
+        nh = 1 if split else nh
         blocks = k if N == 1 else blocks_of(N * k, E, 8 * nh)
         if N > 1:
             order, table, rounded = sort_pairs(indices, E, 8 * nh, x if simulate else None)
@@ -107,16 +109,17 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
         hs, ys = new(N, shared_I), new(N, d) if out is None else out
     xr, xs = x if rounded is None else rounded, rounded if simulate_shared and rounded is not None else x
     w1, w3, w2s = (None,) * 3 if shared is None else shared
-    ahead, larger = early(x.device), first is not None and first.apart and N > 2
+    ahead, larger = early(x.device), 0 if first is None or not first.apart or N <= 2 else 1 if N <= TOKENS else 2
     capped = first is not None and first.apart and not (simulate or simulate_shared)
     options = {"maxnreg": REGISTERS if few == 1 else 168} if capped else {}
-    programs, ks = _grid(first, blocks, I, shared_first, shared_I, N * k, x.device)
+    alike = k if N <= TOKENS else blocks
+    programs, ks = _grid(first, blocks, alike, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](
         xr, xr.stride(0), xs, xs.stride(0), N, indices, order, table, routing, *_tensors(first), h, _words(w1), _words(w3),
         *_both(w1, w3, "scale"), *_both(w1, w3, "glob"), hs, float(limit), blocks, k, I, d, nh, ks, *_constants(first),
         *_sizes(first), shared_I, *_constants(shared_first), few, ahead, larger, num_warps=ks, num_stages=1, launch_pdl=ahead > 0,
         **options)
-    programs, ks = _grid(second, blocks, d, shared_second, d, N * k, x.device)
+    programs, ks = _grid(second, blocks, alike, d, shared_second, d, N * k, x.device)
     project[(programs,)](
         h, N, indices, order, table, *_tensors(second), y, hs, *_tensors(shared_second), ys, blocks, d, I, nh, ks,
         *_constants(second), *_sizes(second), shared_I, *_constants(shared_second), 1 if w2s is None else w2s.parts, few,
@@ -124,12 +127,13 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
     return y, ys
 
 
-def _grid(part: Part | None, blocks: int, rows: int, shared: Part | None, shared_rows: int, pairs: int,
+def _grid(part: Part | None, blocks: int, alike: int, rows: int, shared: Part | None, shared_rows: int, pairs: int,
           device: torch.device) -> tuple[int, int]:
-    """Programs and warps of a launch that makes `rows` results of each block, and `shared_rows` of the shared expert."""
-    tiles = (0 if part is None else blocks * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
-    parts = [p for p in (part, shared) if p is not None]
-    ks = warps(min(p.weight.K for p in parts), any(p.fp32 for p in parts), tiles, max(p.groups for p in parts), device)
+    """Programs and warps of a launch that makes `rows` results of each block, and `shared_rows` of the shared expert. alike: blocks
+    that the number of warps, and with it the order of sums, is chosen for: one token's while tokens are few."""
+    tiles_of = lambda n: (0 if part is None else n * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
+    tiles, parts = tiles_of(blocks), [p for p in (part, shared) if p is not None]
+    ks = warps(min(p.weight.K for p in parts), any(p.fp32 for p in parts), tiles_of(alike), max(p.groups for p in parts), device)
     resident = 8 if part is not None and part.apart else RESIDENT
     return tiles if pairs <= DYNAMIC else min(tiles, resident * processors(device)), ks
 

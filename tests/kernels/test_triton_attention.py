@@ -221,6 +221,18 @@ def test_many_splits_are_merged(monkeypatch):
          torch.tensor([[33]], device=DEVICE), randn(2), 0.35)
 
 
+@pytest.mark.parametrize("T", [2, 5, 16])
+def test_tokens_of_a_row_have_the_bits_that_each_has_alone(T):
+    """As many splits for a pass that verifies drafts as for the steps that it stands for, however many programs that makes."""
+    q, pool, sink = randn(T, 2, 64), randn(300, 64, seed=1), randn(2)
+    near, far = listed(T, 40, 300), listed(T, 200, 300)
+    alone = [sparse_attention(q[t:t + 1], pool, near[t:t + 1], pool, far[t:t + 1], sink, 0.35, False, 1, backend="triton") for t in range(T)]
+    assert torch.equal(sparse_attention(q, pool, near, pool, far, sink, 0.35, False, T, backend="triton"), torch.cat(alone))
+    seen = torch.arange(100, 100 + T, device=DEVICE).view(1, T)
+    alone = [hca_attention(q[None, t:t + 1], pool, near[t:t + 1], pool[None], seen[:, t:t + 1], sink, 0.35, backend="triton") for t in range(T)]
+    assert torch.equal(hca_attention(q[None], pool, near, pool[None], seen, sink, 0.35, backend="triton"), torch.cat(alone, 1))
+
+
 def test_what_is_not_taken_is_named():
     q, window, index, sink = randn(1, 4, 16), randn(4, 16), torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), randn(4)
     attend = lambda *args: sparse_attention(*args, None, None, sink, 0.35, backend="triton")
