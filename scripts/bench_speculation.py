@@ -1,14 +1,16 @@
 """Speculative decoding on a GPU: what rounds of each size cost, and every block-size policy on acceptance traces.
 
-    python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 256,128,64]
+    python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 768,384,256]
                                         [--trace KIND=FILE ...] [--static 0,1,2,4,8] [--out DIR]
+    python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384] [--out DIR]
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
 
 Rounds run as CUDA graphs on random weights of published widths; a trace says how many drafts are right. Costs of all sizes are
 measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes.
-`bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. `--record` writes traces of a checkpoint's own text, greedily
-continued from this project's code and prose. KIND is 'mixed' or 'stationary'. Writes bench_speculation_<device>.json, .md, .svg
-and speculation_costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
+`bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. `--checkpoint` runs them on a checkpoint's own
+text instead, greedily continued from this project's code and prose, and counts the rows that equal plain decoding. `--record` writes traces of a checkpoint's own text, greedily
+continued from this project's code and prose. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_]<device>.json, .md,
+.svg and, with dummy weights, speculation_costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.errors import Dsv4Error, InputError  # noqa: E402
+from dsv4.numerics import NUMERICS  # noqa: E402
 from scripts.bench import report, speculation, speculation_gpu, speculation_report, speculation_traces  # noqa: E402
 from scripts.bench_speculation_sim import named_trace  # noqa: E402
 
@@ -36,7 +39,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--context", type=parse_count, default=8192)
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32])
-    parser.add_argument("--tokens", type=numbers, default=[256, 128, 64])
+    parser.add_argument("--tokens", type=numbers)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--numerics", default="native", choices=tuple(NUMERICS))
     parser.add_argument("--static", type=numbers, default=[0, 1, 2, 4, 8])
     parser.add_argument("--trace", action="append", default=[], metavar="KIND=FILE")
     parser.add_argument("--record", type=Path, metavar="CHECKPOINT")
@@ -50,10 +55,14 @@ def run(args: argparse.Namespace) -> None:
         for path in speculation_traces.record_all(args.record, args.record_out, say):
             say(f"wrote {path}")
         return
+    args.tokens = args.tokens or ([768, 384, 256] if args.checkpoint is None else [384] * len(args.batch))
     if len(args.tokens) != len(args.batch):
         raise InputError(f"--tokens has {len(args.tokens)} counts for {len(args.batch)} batches; expected one for each")
     if not torch.cuda.is_available():
         raise InputError("rounds are timed on a CUDA device; this machine has none (scripts/bench_speculation_sim.py simulates)")
+    if args.checkpoint is not None:
+        on_checkpoint(args)
+        return
     traces = [named_trace(text) for text in args.trace] or speculation_traces.default_traces()
     from dsv4.dummy import load_dummy
     model = load_dummy(args.dummy_weights, args.layers, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
@@ -69,11 +78,32 @@ def run(args: argparse.Namespace) -> None:
         write(args.out, slug, ran, about, costs, traces, what)
 
 
-def write(folder: Path, slug: str, ran, about: dict, costs, traces, what: str) -> None:
+def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
+    """Its own text. Raises CheckpointError, InputError."""
+    from dsv4 import load_model
+    from dsv4.tokenizer import Tokenizer
+    from scripts.bench.speculation_text import race_texts
+    backend = "triton" if device == "cuda" else "cpu"
+    model = load_model(args.checkpoint, numerics=args.numerics, mtp=True, device=device, backend=backend)
+    encode, about = Tokenizer(args.checkpoint, model.config.vocab_size).encode, report.provenance(SCRIPT)
+    name = args.checkpoint.resolve().name
+    what = f"{name}, {args.numerics} numerics, {backend} backend"
+    costs = speculation_gpu.measure_costs(model, args.batch, 2 * speculation_traces.PROMPT, f"{what}; {report.headline(about)}", about, say)
+    ran: list[speculation_gpu.Timed] = []
+    for batch, tokens in zip(args.batch, args.tokens):
+        prompts = {kind: [ids for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(batch))]
+                   for kind, pattern in speculation_traces.KINDS.items()}
+        ran += race_texts(model, prompts, costs, tokens, args.static, say)
+        args.out.mkdir(parents=True, exist_ok=True)
+        slug = report.device_slug(torch.cuda.get_device_name()) if device == "cuda" else device
+        write(args.out, f"{name}_{slug}", ran, about, costs, [], what, "its own text, greedily continued from this project's files")
+
+
+def write(folder: Path, slug: str, ran, about: dict, costs, traces, what: str, judge: str = "the trace as the judge of its drafts") -> None:
     points = [r.point() for r in ran]
     notes = [f"{trace.name}: {dict(trace.provenance)}" for _, trace in traces]
     setup = {"title": what, "notes": notes, "costs": costs.document(),
-             "how": f"{what}. Each policy ran on the device, round after round, with the trace as the judge of its drafts.",
+             "how": f"{what}. Each policy ran on the device, round after round, with {judge}.",
              "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces],
              "ran": [dataclasses.asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in ran]}
     line = speculation.timeline(costs) if 1 in costs.batches else None  # simulated

@@ -84,7 +84,8 @@ class Scheduled(DevicePolicy):
 
 @dataclass
 class Timed:
-    """One policy on one trace, as it ran. expected: tokens/s that the simulation gives with the measured costs."""
+    """One policy on one trace, as it ran. expected: tokens/s that the simulation gives with the measured costs. same: rows whose
+    tokens are those of no speculation, where a real text was written."""
 
     policy: str
     trace: str
@@ -97,6 +98,7 @@ class Timed:
     sizes: list[list[int]] = field(repr=False, default_factory=list)
     polls: int = 0
     synchronisations: int = 0
+    same: int | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -46,22 +46,24 @@ def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
 
 def real(costs: CostTable, ran: Sequence) -> str:
     """What rounds cost, and policies as they ran (`Timed`), as markdown."""
+    texts = any(r.same is not None for r in ran)
     lines = ["", "## What a round costs, ms", "", "Drafting k tokens, verifying k + 1, and the block again over what was verified.", "",
              "| batch | " + " | ".join(map(str, range(LARGEST + 1))) + " | one draft |", "|---:|" + "---:|" * (LARGEST + 2)]
     for batch, cost in sorted(costs.batches.items()):
         cells = (f"{costs.uniform(batch, k) * 1e3:.3f}" for k in range(LARGEST + 1))
         lines.append(f"| {batch} | " + " | ".join(cells) + f" | {cost.draft * 1e3:.3f} |")
     lines += ["", "## As it really ran", "", "Each round is a graph replay that the host launches when the one before has ended; it runs until the first "
-              "row has its tokens. Expected: by simulation with the costs above. The sizes were those of the specification in every round.", "",
-              "| trace | batch | policy | tokens | rounds | tokens/s | of the best static size | expected tokens/s | host waits |",
-              "|---|---:|---|" + "---:|" * 6]
+              "row has its tokens. Expected: by simulation with the costs above. "
+              + ("The text is the checkpoint's own." if texts else "The sizes were those of the specification in every round."), "",
+              "| trace | batch | policy | tokens | rounds | tokens/s | of the best static size | expected tokens/s | host waits |"
+              + " rows with the plain text |" * texts, "|---|---:|---|" + "---:|" * (6 + texts)]
     best: dict[tuple[str, int], float] = {}
     for r in ran:
         if r.policy.startswith(("static", "no ")):
             best[r.trace, r.batch] = max(best.get((r.trace, r.batch), 0.0), r.tokens_per_second)
     for r in sorted(ran, key=lambda r: (r.batch, r.trace)):
         lines.append(f"| {r.trace} | {r.batch} | {r.policy} | {r.tokens} | {len(r.rounds)} | {r.tokens_per_second:.0f} "
-                     f"| {r.tokens_per_second / best[r.trace, r.batch]:.3f} | {r.expected:.0f} | {r.synchronisations} |")
+                     f"| {r.tokens_per_second / best[r.trace, r.batch]:.3f} | {r.expected:.0f} | {r.synchronisations} |" + f" {r.same} of {r.batch} |" * texts)
     return "\n".join(lines) + "\n"
 
 

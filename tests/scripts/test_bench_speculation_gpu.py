@@ -41,6 +41,23 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
         speculation_gpu.race(model, traces, COSTS, 2, 24, 40, (3,), lambda line: None)
 
 
+def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, monkeypatch):
+    """As on a GPU, with costs of a table: those of a CPU are no matter here."""
+    costs = dataclasses.replace(moe(), batches={2: moe().of(1)})
+    monkeypatch.setattr(speculation_gpu, "measure_costs", lambda *given: costs)
+    args = bench_speculation.arguments(["--checkpoint", str(speculation_traces.ROOT / "demo"), "--numerics", "fp32", "--batch", "2",
+                                        "--tokens", "32", "--static", "3", "--out", str(tmp_path)])
+    bench_speculation.on_checkpoint(args, "cpu")
+    ran = json.loads((tmp_path / "bench_speculation_demo_cpu.json").read_text())["setup"]["ran"]
+    assert [r["policy"] for r in ran][::2] == ["no speculation", "static 3", "ASBS", "cost-aware", "oracle"]
+    assert {r["trace"] for r in ran} == {"code", "prose"} and all(r["same"] == 2 and r["tokens"] >= 32 for r in ran)
+    for r in ran:
+        if r["policy"] == "static 3":  # of acceptance as it was recorded: what comes out is what was expected
+            wanted = r["expected"] * sum(costs.seconds(2, s) for s in r["sizes"])
+            assert len(r["rounds"]) < 24 and abs(r["tokens"] - wanted) <= 0.1 * wanted, (r["trace"], r["tokens"], wanted)
+    assert "2 of 2 |" in (tmp_path / "bench_speculation_demo_cpu.md").read_text()
+
+
 def test_rows_are_cut_one_after_another():
     trace = Trace("t", (Request("a", np.arange(6) % 9), Request("b", np.arange(3))), {"kind": "recorded"})
     rows = [r.accepted.tolist() for r in speculation_gpu.part(trace, 3, 4).requests]
