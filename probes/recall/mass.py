@@ -84,8 +84,8 @@ def window_only(model: Model) -> Iterator[None]:
 
 def _windowed(sparse: Callable) -> tuple[Callable, Callable]:
     """`sparse_attention` and `hca_attention` without their entries, by the former with none."""
-    def of_csa(q, window, window_index, entries, entry_index, sink, scale, complete=False):
-        return sparse(q, window, window_index, None, None, sink, scale, complete)
+    def of_csa(q, window, window_index, entries, entry_index, sink, scale, *hints):
+        return sparse(q, window, window_index, None, None, sink, scale, *hints)
 
     def of_hca(q, window, window_index, entries, visible, sink, scale, complete=False):
         return sparse(q.flatten(0, 1), window, window_index, None, None, sink, scale, complete).view(q.shape)
