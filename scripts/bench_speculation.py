@@ -90,12 +90,12 @@ def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
     what = f"{name}, {args.numerics} numerics, {backend} backend"
     costs = speculation_gpu.measure_costs(model, args.batch, 2 * speculation_traces.PROMPT, f"{what}; {report.headline(about)}", about, say)
     ran: list[speculation_gpu.Timed] = []
+    args.out.mkdir(parents=True, exist_ok=True)
+    slug = report.device_slug(torch.cuda.get_device_name()) if device == "cuda" else device
     for batch, tokens in zip(args.batch, args.tokens):
         prompts = {kind: [ids for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(batch))]
                    for kind, pattern in speculation_traces.KINDS.items()}
         ran += race_texts(model, prompts, costs, tokens, args.static, say)
-        args.out.mkdir(parents=True, exist_ok=True)
-        slug = report.device_slug(torch.cuda.get_device_name()) if device == "cuda" else device
         write(args.out, f"{name}_{slug}", ran, about, costs, [], what, "its own text, greedily continued from this project's files")
 
 

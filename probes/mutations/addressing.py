@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from dsv4 import cache as caching
-from dsv4.cache import Cache, CompressorCache, Entries, Lengths, Ring
+from dsv4.cache import Cache, Entries, Lengths, Ring
 from dsv4.step import Step
 from probes.mutations import Site, mutation
+from probes.mutations.compression import given
 
 
 def stored_at(site: Site, slot_of) -> None:
@@ -76,13 +77,12 @@ def rows_of_a_batch_in_one_buffer(site: Site) -> None:
 @mutation("1.10", bugs=(132, 130), parts=("rewinding", "rewind"), probes=("rollback",))
 def rejected_drafts_stay_in_the_compressor(site: Site) -> None:
     """A raw row that is there is not written again: after a rewind, entries pool the tokens of the rejected draft."""
-    def pool(cache, step, raw, ape, op):
+    def change(cache, step, raw, ape):
         high, cache.high = getattr(cache, "high", 0), max(getattr(cache, "high", 0), max(step.starts) + step.T)
         held = cache.raw.flat[(step.pos % cache.raw.R + step.row * cache.raw.R).flatten()].clone()
         held[:, raw.shape[1] // 2:] -= ape[step.pos.flatten() % cache.ratio]
-        return real(cache, step, torch.where((step.pos.flatten() < high).unsqueeze(1), held, raw), ape, op)
-    real = site.patch(CompressorCache, "pool", pool)
-    site.unfused("gated_pool")
+        return torch.where((step.pos.flatten() < high).unsqueeze(1), held, raw), ape
+    given(site, change)
 
 
 @mutation("1.10", bugs=(132,), parts=("rewinding", "rewind"), probes=("rollback",))
@@ -106,13 +106,12 @@ def compressor_state_survives_the_request(site: Site) -> None:
     """The compressor's running rows are not cleared: a request begins with what the one before it left."""
     left = {}
 
-    def pool(cache, step, raw, ape, op):
+    def change(cache, step, raw, ape):
         if min(step.starts) == 0 and id(ape) in left:
             raw[0] += left[id(ape)]
         left[id(ape)] = raw[-1].clone()
-        return real(cache, step, raw, ape, op)
-    real = site.patch(CompressorCache, "pool", pool)
-    site.unfused("gated_pool")
+        return raw, ape
+    given(site, change)
 
 
 @mutation("1.10", bugs=(108,), parts=("hca_attention", "HCA attention", "batching"), probes=("backend_matrix",))

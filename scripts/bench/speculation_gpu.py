@@ -188,27 +188,45 @@ def part(trace: Trace, batch: int, tokens: int) -> Trace:
     return Trace(trace.name, tuple(rows), trace.provenance)
 
 
+def racers(costs: CostTable, batch: int, statics: Sequence[int]) -> list[tuple[Policy | None, list[int]]]:
+    """(policy, sizes that it may take): static ones, ASBS, cost-aware, and None, the oracle."""
+    return [*((Static(k), [k]) for k in statics), *((p, list(p.sizes)) for p in (Adaptive(), CostAware(costs, batch))),
+            (None, list(range(LARGEST + 1)))]
+
+
+def name_of(policy: Policy | None) -> str:
+    return "oracle" if policy is None else policy.name
+
+
+def driver(policy: Policy | None, tokens: int, batch: int, device: torch.device) -> DevicePolicy:
+    """The policy on the device; for the oracle room for its plan."""
+    return Scheduled(torch.zeros(tokens + 1, batch, dtype=torch.int64, device=device)) if policy is None \
+        else on_device(policy, batch, device)
+
+
+def planned_for(policy: Policy | None, trace: Trace, costs: CostTable, batch: int, on: DevicePolicy) -> Run:
+    """What the simulation makes of a trace; the oracle's sizes go to `on`, for rounds that begin after this."""
+    if policy is not None:
+        return simulate(policy, trace, costs, batch)
+    planned = best_oracle(trace, costs, batch)
+    plan = torch.tensor(list(planned.block_size_history.values())).T
+    on.sizes.zero_()
+    on.sizes[:len(plan)].copy_(plan)
+    return planned
+
+
 def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, batch: int, context: int, tokens: int,
          statics: Sequence[int], said: Callable[[str], None]) -> list[Timed]:
     """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time."""
     parts = [(kind, part(trace, batch, tokens)) for kind, trace in traces]
-    policies: list[tuple[Policy | None, list[int]]] = [(Static(k), [k]) for k in statics]
-    policies += [(p, list(p.sizes)) for p in (Adaptive(), CostAware(costs, batch))] + [(None, list(range(LARGEST + 1)))]
     found = []
-    for policy, sizes in policies:
-        on = Scheduled(torch.zeros(tokens + 1, batch, dtype=torch.int64, device=model.device)) if policy is None \
-            else on_device(policy, batch, model.device)
+    for policy, sizes in racers(costs, batch, statics):
+        on = driver(policy, tokens, batch, model.device)
         rounds = traced(model, batch, context, tokens, on, sizes)
-        if rounds.captures:
-            for k in rounds.widths:
-                rounds.capture(k)
+        rounds.prepare()
         for kind, trace in parts:
-            planned = best_oracle(trace, costs, batch) if policy is None else simulate(policy, trace, costs, batch)
-            if policy is None:
-                plan = torch.tensor(list(planned.block_size_history.values())).T
-                on.sizes.zero_()
-                on.sizes[:len(plan)].copy_(plan)
-            found.append(_run(rounds, context, kind, trace, planned, "oracle" if policy is None else policy.name))
+            planned = planned_for(policy, trace, costs, batch, on)
+            found.append(_run(rounds, context, kind, trace, planned, name_of(policy)))
             said(f"batch {batch}, {trace.name}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, "
                  f"{found[-1].expected:.0f} expected")
         del rounds
@@ -218,10 +236,10 @@ def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, ba
 def _run(rounds: Traced, context: int, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
     batch = rounds.cache.batch
     again(rounds, context, np.stack([r.accepted for r in trace.requests]))
-    _wait(rounds)
+    wait(rounds)
     begun = time.perf_counter()
     rounds.run(ahead=1, until=any)
-    _wait(rounds)
+    wait(rounds)
     seconds, counts = time.perf_counter() - begun, rounds.counts
     wanted = [max(sizes) for sizes in zip(*planned.block_size_history.values())]
     if counts.rounds != wanted:
@@ -232,7 +250,7 @@ def _run(rounds: Traced, context: int, kind: str, trace: Trace, planned: Run, na
                  counts.sizes, counts.polls, counts.synchronisations)
 
 
-def _wait(rounds: Rounds) -> None:
+def wait(rounds: Rounds) -> None:
     if rounds.model.device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -3,13 +3,11 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-import torch
-
 from dsv4.model import Model
-from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Policy, Request, Static, Trace, on_device, simulate
+from dsv4.speculation import LARGEST, CostTable, Request, Trace
+from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds, primed
-from scripts.bench.speculation_gpu import Scheduled, Timed, _wait, best_oracle, record
+from scripts.bench.speculation_gpu import Timed, driver, name_of, planned_for, racers, record, wait
 
 
 def race_texts(model: Model, prompts: Mapping[str, list[list[int]]], costs: CostTable, tokens: int, statics: Sequence[int],
@@ -23,20 +21,12 @@ def race_texts(model: Model, prompts: Mapping[str, list[list[int]]], costs: Cost
     recorded = {kind: _trace(model, kind, rows, room, tokens) for kind, rows in prompts.items()}
     plain: dict[str, list[list[int]]] = {}
     found = []
-    entries: list[tuple[Policy | None, list[int]]] = [(Static(k), [k]) for k in sorted({0, *statics})]
-    entries += [(p, list(p.sizes)) for p in (Adaptive(), CostAware(costs, batch))] + [(None, list(range(LARGEST + 1)))]
-    for policy, sizes in entries:
-        rounds = None
+    for policy, sizes in racers(costs, batch, sorted({0, *statics})):
+        on, rounds = driver(policy, tokens, batch, model.device), None
         for kind, rows in prompts.items():
-            trace = recorded[kind]
-            planned = best_oracle(trace, costs, batch) if policy is None else simulate(policy, trace, costs, batch)
-            rounds = _ready(model, rounds, rows, room, tokens, policy, sizes)
-            if policy is None:
-                plan = torch.tensor(list(planned.block_size_history.values())).T
-                rounds.policy.sizes.zero_()
-                rounds.policy.sizes[:len(plan)].copy_(plan)
-                rounds.restart(rounds.token, rounds.first, rounds.chained, [tokens] * batch)  # the first size is of the plan too
-            found.append(_timed(rounds, kind, "oracle" if policy is None else policy.name, planned.tokens_per_second, plain))
+            planned = planned_for(policy, recorded[kind], costs, batch, on)
+            rounds = _ready(model, rounds, rows, room, tokens, on, sizes)
+            found.append(_timed(rounds, kind, name_of(policy), planned.tokens_per_second, plain))
             said(f"batch {batch}, {kind}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, {found[-1].expected:.0f} expected, "
                  f"{found[-1].same} of {batch} rows the plain text")
     return found
@@ -44,17 +34,15 @@ def race_texts(model: Model, prompts: Mapping[str, list[list[int]]], costs: Cost
 
 def _trace(model: Model, kind: str, rows: list[list[int]], room: int, tokens: int) -> Trace:
     seen = record(model, model.new_cache(len(rows), room, max_rewind=LARGEST), rows, tokens)
-    return Trace(kind, tuple(Request(f"{kind} {i}", row) for i, row in enumerate(np.asarray(seen))), {"kind": "recorded here"})
+    return Trace(kind, tuple(Request(f"{kind} {i}", row) for i, row in enumerate(seen)), {"kind": "recorded here"})
 
 
-def _ready(model: Model, rounds: Rounds | None, rows: list[list[int]], room: int, tokens: int, policy: Policy | None,
+def _ready(model: Model, rounds: Rounds | None, rows: list[list[int]], room: int, tokens: int, on: DevicePolicy,
            sizes: list[int]) -> Rounds:
     """Rounds over the prompts: new ones with all their graphs, or those of another text begun again."""
     left = [tokens] * len(rows)
     if rounds is None:
         cache = model.new_cache(len(rows), room, max_rewind=LARGEST)
-        on = Scheduled(torch.zeros(tokens + 1, len(rows), dtype=torch.int64, device=model.device)) if policy is None \
-            else on_device(policy, len(rows), model.device)
         rounds = Rounds(model, cache, max(sizes), *primed(model, cache, rows), left, (), on, sizes)
         rounds.prepare()
     else:
@@ -64,10 +52,10 @@ def _ready(model: Model, rounds: Rounds | None, rows: list[list[int]], room: int
 
 
 def _timed(rounds: Rounds, kind: str, name: str, expected: float, plain: dict[str, list[list[int]]]) -> Timed:
-    _wait(rounds)
+    wait(rounds)
     begun = time.perf_counter()
     out = rounds.run(ahead=1, until=any)
-    _wait(rounds)
+    wait(rounds)
     seconds, counts = time.perf_counter() - begun, rounds.counts
     wanted = plain.setdefault(kind, out)  # the first policy drafts nothing
     same = sum(row[:len(other)] == other[:len(row)] for row, other in zip(out, wanted))
