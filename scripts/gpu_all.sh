@@ -1,26 +1,30 @@
 #!/usr/bin/env bash
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
-#     scripts/gpu_all.sh [PART…]      tests kernels decode audit selftest; all when none is named
+#     scripts/gpu_all.sh [PART…]      tests kernels decode audit identity selftest speculation; all when none is named
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
-# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches. selftest: every planted
-# fault on the triton backend. Parts run one after another, because some are timed; each at most LIMIT seconds (default 600).
-# Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
+# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, side by side. identity: its text
+# with drafts beside its text without, in all numerics. selftest: every planted fault on the triton backend. speculation: what rounds
+# cost and every policy's race, on traces and on the demo's own text. Parts run one after another, because some are timed; each at
+# most LIMIT seconds (default 600). Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile
+# themselves for a minute a row).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits}
 python=${PYTHON:-python3} limit=${LIMIT:-600} without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit selftest)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit identity selftest speculation)
 
 audit() {
-  local wrong=0
+  local wrong=0 running=()
   for caches in "auto auto" "fp8 fp4"; do
     read -r cache index <<< "$caches"
     "$python" -m dsv4 audit run demo --backend triton --device cuda --numerics qat --cache "$cache" --index-cache "$index" \
-      --out "$OUT" || wrong=1
+      --out "$OUT" &
+    running+=($!)
   done
+  for one in "${running[@]}"; do wait "$one" || wrong=1; done
   return $wrong
 }
 part() {
@@ -29,7 +33,10 @@ part() {
     kernels) "$python" scripts/bench_kernels.py --out "$OUT" --without "$without" ;;
     decode) "$python" scripts/bench_decode.py --prefill 8K,128K --out "$OUT" ;;
     audit) audit ;;
+    identity) "$python" scripts/measure_speculation.py --out "$OUT" ;;
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --out "$OUT" ;;
+    speculation)
+      "$python" scripts/bench_speculation.py --out "$OUT" && "$python" scripts/bench_speculation.py --checkpoint demo --out "$OUT" ;;
     *) echo "unknown part $1"; return 2 ;;
   esac
 }

@@ -3,14 +3,14 @@
     python scripts/measure_speculation.py [CHECKPOINT] [--numerics native,qat,fp32] [--texts 12] [--tokens 64] [--draft-tokens 3]
                                           [--together] [--out DIR]
 
-Each text is continued plainly, then with either drafter. --together verifies a pass as one append in all numerics, which rounds
+Each text is continued plainly, then with either drafter; on a GPU drafts of the MTP block run as `dsv4 generate` runs them, as graphs of
+rounds. --together verifies a pass as one append in all numerics, which rounds
 otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a text differs
 where it should not (without --together).
 """
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from dsv4.generate import generate  # noqa: E402
 from dsv4.speculation import Static  # noqa: E402
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter  # noqa: E402
 from dsv4.speculation.loop import generate_speculative  # noqa: E402
+from dsv4.speculation.resident import generate_resident  # noqa: E402
 from dsv4.speculation.verify import Append, default  # noqa: E402
 from dsv4.tokenizer import Tokenizer  # noqa: E402
 from scripts.bench import report, speculation_traces  # noqa: E402
@@ -44,28 +45,25 @@ def arguments() -> argparse.Namespace:
 
 def measure(model, texts: list[list[int]], tokens: int, size: int, verify) -> list[dict]:
     """A row for each drafter: how many texts are plain decoding's, where the others leave it, tokens/s beside plain decoding's."""
-    plain, spent = [], 0.0
-    for ids in texts:
-        out, seconds = timed(lambda ids=ids: generate(model, ids, tokens))
-        plain.append(out.token_ids)
-        spent += seconds
+    plain = [generate(model, ids, tokens) for ids in texts]
     rows = []
-    for name, drafter in DRAFTERS.items():
-        same, left, seconds, passes, made = 0, [], 0.0, 0, 0
-        for ids, want in zip(texts, plain):
-            out, took = timed(lambda ids=ids: generate_speculative(model, [ids], tokens, drafter(), policy=Static(size), verify=verify)[0])
-            same += out.token_ids == want
-            left += [next(i for i, (a, b) in enumerate(zip(out.token_ids, want)) if a != b)] if out.token_ids != want else []
-            seconds, passes, made = seconds + took, passes + out.speculation.verify_passes, made + len(out.token_ids) - 1
-        rows.append({"numerics": model.numerics.name, "drafter": name, "texts": len(texts), "same": same, "left_at": left,
-                     "tokens_a_pass": made / passes, "speed": spent / seconds})
+    for name in DRAFTERS:
+        outs = [drafted(model, name, ids, tokens, size, verify) for ids in texts]
+        pairs = [(out.token_ids, want.token_ids) for out, want in zip(outs, plain)]
+        left = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in pairs if pair[0] != pair[1]]
+        seconds = [sum(out.decode_seconds for out in of) for of in (plain, outs)]
+        rows.append({"numerics": model.numerics.name, "drafter": name, "texts": len(texts), "same": len(texts) - len(left), "left_at": left,
+                     "tokens_a_pass": sum(len(out.token_ids) - 1 for out in outs) / sum(out.speculation.verify_passes for out in outs),
+                     "speed": seconds[0] / seconds[1]})
         print(line(rows[-1]), flush=True)
     return rows
 
 
-def timed(run):
-    begun = time.perf_counter()
-    return run(), time.perf_counter() - begun
+def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
+    """The Generation of one text with drafts."""
+    if name == "mtp" and model.backend == "triton":
+        return generate_resident(model, [ids], tokens, Static(size))[0]
+    return generate_speculative(model, [ids], tokens, DRAFTERS[name](), policy=Static(size), verify=verify)[0]
 
 
 def line(row: dict) -> str:
@@ -88,7 +86,7 @@ def main() -> int:
     text = ["# Speculative text beside plain text", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
             f"{args.texts} texts of this project (code and prose by turns), {speculation_traces.PROMPT} tokens each, {args.tokens} more, greedy; "
             f"{args.draft_tokens} drafts a pass, backend {model.backend}, one thread. Left at: the first token that differs. Speed: plain decoding's time "
-            "over that with drafts, prompts included.", "",
+            "over that with drafts, neither with prompts and captures.", "",
             "| numerics | drafter | same text | left at | tokens a pass | speed |", "|---|---|---:|---|---:|---:|", *map(line, rows)]
     name = f"speculation_identity_{report.device_slug(about['device'])}" + ("_together" if args.together else "")
     for path in report.write(args.out, name, {"about": about, "rows": rows}, "\n".join(text), None):
