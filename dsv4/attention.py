@@ -159,10 +159,7 @@ class CSAAttention(WindowAttention):
         self.path = self.path_at(step.end)
         complete = step.window_full(self.W) and step.min_visible(self.ratio) >= self.path["selected"]
         entries = cache.main.entries
-        if step.captured:
-            chosen = entries.flat, self.op.chosen_rows(selection, entries.n)
-        else:
-            chosen = entries.chosen(step, selection)
+        chosen = entries.chosen_captured(selection, step, self.op) if step.captured else entries.chosen(step, selection)
         return self.op.sparse_attention(q, window, window_index, *chosen, self.attn_sink, self.scale, complete, step.T)
 
 

@@ -168,6 +168,10 @@ class Entries(EntryRows):
         base = (step.row * self.n).unsqueeze(-1)
         return self.flat, torch.where(entry < 0, entry, entry + base).flatten(0, 1)
 
+    def chosen_captured(self, entry: torch.Tensor, step: CapturedStep, op) -> tuple[torch.Tensor, torch.Tensor]:
+        """`chosen` of a captured step, in one kernel where the backend has it."""
+        return self.flat, op.chosen_rows(entry, self.n)
+
 
 @dataclass(frozen=True)
 class Stream:

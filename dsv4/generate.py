@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.graph import DecodeGraph
+from dsv4.graph import DecodeGraph, capacity
 from dsv4.model import Model
 from dsv4.speculation.result import Speculation
 
@@ -79,7 +79,7 @@ def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampli
     max_context, and, while generating, when the next token would not: tokens so far have been passed to on_token.
     """
     limit = context_limit(model, [ids], max_new_tokens, max_context)
-    cache = model.new_cache(1, limit)
+    cache = model.new_cache(1, capacity(model, limit))
     out = Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit)
     generator = torch.Generator().manual_seed(sampling.seed)
     stops = frozenset(stop_ids)

@@ -2,9 +2,10 @@
 
 import torch
 
-from dsv4.cache import Cache
+from dsv4.cache import Cache, Lengths
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.model import Model
+from dsv4.speculation.policy import LARGEST
 from dsv4.step import CapturedStep
 
 WARM_UP = 2  # runs before capture: kernels compile and libraries take their workspaces
@@ -14,6 +15,12 @@ def captures(model: Model) -> bool:
     """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the device to learn
     how many tokens each expert has."""
     return model.device.type == "cuda" and model.backend == "triton"
+
+
+def capacity(model: Model, limit: int) -> int:
+    """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by it: so text with
+    drafts, which runs beyond the limit before it is cut, and text without get caches of one size."""
+    return max(limit, min(limit + LARGEST, model.config.max_position_embeddings)) if captures(model) else limit
 
 
 class DecodeGraph:
@@ -48,7 +55,7 @@ class DecodeGraph:
         The next step overwrites them. active: rows whose length advances, by default all. Raises ContextOverrun where one would exceed
         max_context; nothing has run then.
         """
-        lengths = self.cache._main
+        lengths = self.lengths
         moving = [True] * self.cache.batch if active is None else active
         for b, (length, moves) in enumerate(zip(lengths.now, moving, strict=True)):
             if length + self.tokens > self.cache.max_context:
@@ -62,28 +69,40 @@ class DecodeGraph:
             self._run()
         else:
             self.graph.replay()
-        self.model.replayed = max(lengths.now) + self.tokens
+        self._ran(max(lengths.now) + self.tokens)
         self._held = [length + self.tokens for length in lengths.now]
         for b, moves in enumerate(moving):
             if moves:
                 lengths.advance(slice(b, b + 1), self.tokens)
         return self.logits
 
+    @property
+    def lengths(self) -> Lengths:
+        """Of the cache: what a step moves on."""
+        return self.cache._main
+
+    def _ran(self, tokens: int) -> None:
+        """The longest row holds `tokens` tokens after a step."""
+        self.model.replayed = tokens
+
     @torch.inference_mode()
     def _run(self) -> None:
         """One captured step; `start` is moved on at its end, so that the next replay follows without the host."""
-        model = self.model
-        step = CapturedStep(self.ids, self.start, self.cache.max_context, model.rope_frequencies())
-        self.streams, logits = model.captured(step, self.cache)
-        self.logits = logits.view(self.cache.batch, self.tokens, -1)  # of the graph: each replay writes it again
+        step = CapturedStep(self.ids, self.start, self.cache.max_context, self.model.rope_frequencies())
+        self.streams, logits = self._forward(step)
+        self.logits = logits.view(self.cache.batch, -1, logits.shape[-1])  # of the graph: each replay writes it again
         self.start += self.tokens
+
+    def _forward(self, step: CapturedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams before the head [B·T, n, d], and logits fp32."""
+        return self.model.captured(step, self.cache)
 
     @torch.inference_mode()
     def _capture(self) -> None:
         """Runs at the rows' own positions, which nothing has read yet and the first real step writes again."""
-        if max(self.cache.lengths) + self.tokens > self.cache.max_context:
+        if max(self.lengths.now) + self.tokens > self.cache.max_context:
             return  # full: `step` will say so
-        self._place(self.cache.lengths)
+        self._place(self.lengths.now)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -105,3 +124,29 @@ class DecodeGraph:
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._held = list(lengths)
+
+
+class BlockGraph(DecodeGraph):
+    """The same of the MTP block: appends `tokens` entries to rows of its own cache. `logits` [batch, 1, vocab] are after the last of them.
+
+    fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too.
+    """
+
+    def __init__(self, model: Model, cache: Cache, tokens: int = 1):
+        c = model.config
+        self.fed = torch.zeros(cache.batch, tokens, c.hc_mult, c.hidden_size, dtype=model.numerics.activation, device=model.device)
+        super().__init__(model, cache, tokens)
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.cache._mtp
+
+    def _ran(self, tokens: int) -> None:
+        pass  # the main model has not run
+
+    def _forward(self, step: CapturedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.model
+        embedded = model.embed(step.ids).to(model.numerics.activation)
+        features, streams = model.mtp[0](self.fed.flatten(0, 1), embedded, step, self.cache.mtp_layers[0])
+        last = features.view(step.B, step.T, -1)[:, -1]
+        return streams, model.head(last.contiguous())

@@ -7,10 +7,10 @@ pools where they are; index scores and HCA attention read [B, n, width], which i
 
 import torch
 
-from dsv4.cache import CompressorCache, EntryRows, LayerStreams, Stream, TokenRows, zeros
+from dsv4.cache import CompressorCache, EntryRows, LayerStreams, Stream, TokenRows
 from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
 from dsv4.paging import NOWHERE, PageGroup
-from dsv4.step import Step
+from dsv4.step import CapturedStep, Step
 from kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
 
 BLOCK = 128  # tokens: prefixes end at multiples of it, where HCA has no open window and CSA reads its overlap only
@@ -86,6 +86,10 @@ class PagedEntries(EntryRows):
         """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
         return self.flat, torch.where(entry < 0, -1, self.table.index(step, entry)).flatten(0, 1)
 
+    def chosen_captured(self, entry: torch.Tensor, step: CapturedStep, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+        """`chosen`: rows are found through the table as it is when a replay runs."""
+        return self.chosen(step, entry)
+
 
 class PagedCompressorCache(CompressorCache):
     """Raw rows and entries of one compressor, both in pages."""
@@ -98,8 +102,8 @@ class PagedLayerCache:
     """Buffers of one layer, in the place of `LayerCache`. `tensors`: stream name → tensor whose first extent counts pages;
     `groups`: stream name → name of the group whose table addresses it."""
 
-    def __init__(self, plan: LayerStreams, tables: dict[str, PageTable], device: torch.device, write=write_rows):
-        self.tensors = {s.name: zeros(s, device) for s in plan.streams}
+    def __init__(self, plan: LayerStreams, tables: dict[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows):
+        self.tensors = tensors
         self.groups = stream_groups(plan.kind, plan.label.startswith("mtp"))
         held = {s.name: self.tensors[s.name] if s.rows is None else
                 PackedRows(s.rows[0], self.tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[0]) for s in plan.streams}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths, cache_streams
+from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths, cache_streams, zeros
 from dsv4.config import ModelConfig
 from dsv4.errors import CapacityError, InputError, OutOfPages, UnsupportedInput
 from dsv4.numerics import Numerics
@@ -64,7 +64,7 @@ class PagedCache(Cache):
 
     def _allocate(self, backbone: int, device: torch.device, write) -> None:
         try:
-            layers = [PagedLayerCache(p, self.tables, device, write) for p in self.plan]
+            layers = [PagedLayerCache(p, self.tables, {s.name: zeros(s, device) for s in p.streams}, write) for p in self.plan]
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams)
             raise CapacityError(f"the pools need {wanted} bytes, and they could not be allocated ({str(error).splitlines()[0]}); ask "
@@ -79,8 +79,7 @@ class PagedCache(Cache):
                 self._spoil(name, slice(0, pool.pages + 1))
 
     def place(self, step, op) -> None:
-        """Raises UnsupportedInput: kernels of a captured step address rings, not tables."""
-        raise UnsupportedInput("a captured decode step reads rings and linear buffers; a paged cache needs steps of Model.append")
+        """Nothing: layers find rows of pools through tables, each as it is when a replay runs."""
 
     # ---- room ----------------------------------------------------------------------------
 

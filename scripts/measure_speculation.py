@@ -3,14 +3,16 @@
     python scripts/measure_speculation.py [CHECKPOINT] [--numerics native,qat,fp32] [--texts 12] [--tokens 64] [--draft-tokens 3]
                                           [--together] [--out DIR]
 
-Each text is continued plainly, then with either drafter; on a GPU drafts of the MTP block run as `dsv4 generate` runs them, as graphs of
-rounds. --together verifies a pass as one append in all numerics, which rounds
+Each text is continued plainly, then with either drafter, as `dsv4 generate` runs it and as a request of the batch engine beside the
+others. --together verifies a pass as one append in all numerics, which rounds
 otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a text differs
 where it should not (without --together).
 """
 
 import argparse
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4 import load_model  # noqa: E402
+from dsv4.engine import BatchEngine, Request  # noqa: E402
+from dsv4.engine.batch import REWIND  # noqa: E402
 from dsv4.generate import generate  # noqa: E402
+from dsv4.paged_cache import new_paged_cache  # noqa: E402
 from dsv4.speculation import Static  # noqa: E402
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter  # noqa: E402
 from dsv4.speculation.loop import generate_speculative  # noqa: E402
@@ -45,18 +50,24 @@ def arguments() -> argparse.Namespace:
 
 def measure(model, texts: list[list[int]], tokens: int, size: int, verify) -> list[dict]:
     """A row for each drafter: how many texts are plain decoding's, where the others leave it, tokens/s beside plain decoding's."""
-    plain = [generate(model, ids, tokens) for ids in texts]
+    ways = {"": partial(alone, model, texts, tokens, size, verify), ", in the engine": partial(in_engine, model, texts, tokens, size, verify)}
     rows = []
-    for name in DRAFTERS:
-        outs = [drafted(model, name, ids, tokens, size, verify) for ids in texts]
-        pairs = [(out.token_ids, want.token_ids) for out, want in zip(outs, plain)]
-        left = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in pairs if pair[0] != pair[1]]
-        seconds = [sum(out.decode_seconds for out in of) for of in (plain, outs)]
-        rows.append({"numerics": model.numerics.name, "drafter": name, "texts": len(texts), "same": len(texts) - len(left), "left_at": left,
-                     "tokens_a_pass": sum(len(out.token_ids) - 1 for out in outs) / sum(out.speculation.verify_passes for out in outs),
-                     "speed": seconds[0] / seconds[1]})
-        print(line(rows[-1]), flush=True)
+    for where, run in ways.items():
+        plain, spent, _ = run(None)
+        for name in DRAFTERS:
+            found, seconds, counted = run(name)
+            left = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in zip(found, plain) if pair[0] != pair[1]]
+            rows.append({"numerics": model.numerics.name, "drafter": name + where, "texts": len(texts), "same": len(texts) - len(left),
+                         "left_at": left, "tokens_a_pass": sum(len(ids) - 1 for ids in found) / sum(s.verify_passes for s in counted),
+                         "speed": spent / seconds})
+            print(line(rows[-1]), flush=True)
     return rows
+
+
+def alone(model, texts: list[list[int]], tokens: int, size: int, verify, name: str | None) -> tuple[list[list[int]], float, list]:
+    """Each text's tokens with that drafter (None: without), the seconds of decoding in all, what was counted."""
+    outs = [generate(model, ids, tokens) if name is None else drafted(model, name, ids, tokens, size, verify) for ids in texts]
+    return [out.token_ids for out in outs], sum(out.decode_seconds for out in outs), [out.speculation for out in outs]
 
 
 def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
@@ -64,6 +75,22 @@ def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
     if name == "mtp" and model.backend == "triton":
         return generate_resident(model, [ids], tokens, Static(size))[0]
     return generate_speculative(model, [ids], tokens, DRAFTERS[name](), policy=Static(size), verify=verify)[0]
+
+
+def in_engine(model, texts: list[list[int]], tokens: int, size: int, verify, name: str | None) -> tuple[list[list[int]], float, list]:
+    """The same of requests of one engine, four at a time, which ran them all once before; the seconds are of prompts too."""
+    cache = new_paged_cache(model, 4, max(map(len, texts)) + tokens, max_rewind=REWIND)
+    results = {}
+    engine = BatchEngine(model, cache, on_result=lambda r: results.update({r.id: r}), drafter=DRAFTERS[name]() if name else None,
+                         policy=Static(size) if name else None, verify=partial(verify, pads=False))
+    for _ in range(2):
+        for i, ids in enumerate(texts):
+            engine.submit(Request(i, tuple(ids), tokens))
+        begun = time.perf_counter()
+        engine.run()
+        seconds = time.perf_counter() - begun
+    found = [results[i] for i in range(len(texts))]
+    return [r.token_ids for r in found], seconds, [r.speculation for r in found]
 
 
 def line(row: dict) -> str:
@@ -86,7 +113,7 @@ def main() -> int:
     text = ["# Speculative text beside plain text", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
             f"{args.texts} texts of this project (code and prose by turns), {speculation_traces.PROMPT} tokens each, {args.tokens} more, greedy; "
             f"{args.draft_tokens} drafts a pass, backend {model.backend}, one thread. Left at: the first token that differs. Speed: plain decoding's time "
-            "over that with drafts, neither with prompts and captures.", "",
+            "over that with drafts: of decoding, and in the engine (four requests at a time, each alone in its steps) of everything.", "",
             "| numerics | drafter | same text | left at | tokens a pass | speed |", "|---|---|---:|---|---:|---:|", *map(line, rows)]
     name = f"speculation_identity_{report.device_slug(about['device'])}" + ("_together" if args.together else "")
     for path in report.write(args.out, name, {"about": about, "rows": rows}, "\n".join(text), None):

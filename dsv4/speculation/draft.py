@@ -11,7 +11,9 @@ import torch
 
 from dsv4.cache import Cache
 from dsv4.errors import InputError
+from dsv4.graph import captures
 from dsv4.model import Model
+from dsv4.speculation.captured import CapturedBlock
 
 
 class Drafts(NamedTuple):
@@ -79,6 +81,7 @@ class MTPDrafter(Drafter):
 
     def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
         self._model, self._cache, self._choose = model, cache, choose
+        self._run = CapturedBlock(model, cache, captures(model))
         self._due: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]  # (streams [c, n, d], next ids [c]) of a row
 
     def join(self, b: int, prompt: list[int]) -> None:
@@ -106,7 +109,7 @@ class MTPDrafter(Drafter):
         streams, step_ids, counts = self._take([b for b in range(B) if sizes[b]])
         for i in range(width):
             rows = [b for b in range(B) if sizes[b] > i]
-            logits, streams = self._model.mtp_logits(streams, step_ids, self._cache, return_streams=True, n_new=counts, logits="last")
+            logits, streams = self._run(streams, step_ids, counts)
             ends = torch.tensor([max(0, n - 1) for n in counts], device=streams.device)
             streams = streams[torch.arange(B, device=streams.device), ends].unsqueeze(1)
             chosen, from_ = self._choose(logits[rows, 0], rows)

@@ -20,6 +20,7 @@ import torch
 from dsv4.cache import DEFAULT_MAX_REWIND, Cache
 from dsv4.errors import InputError
 from dsv4.generate import Generation, Sampling, context_full, context_limit, weights
+from dsv4.graph import capacity
 from dsv4.model import Model
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.draft import Drafter, Drafts
@@ -59,10 +60,10 @@ def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens:
     """
     check_can_speculate(model, drafter)
     limit = context_limit(model, prompts, max_new_tokens, max_context)
-    cache = model.new_cache(len(prompts), limit, max_rewind)
+    cache = model.new_cache(len(prompts), capacity(model, limit), max_rewind)
     rows = [_Row(Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)), policy.initial(),
                  torch.Generator().manual_seed(sampling.seed + b)) for b, ids in enumerate(prompts)]
-    batch = _Batch(model, cache, rows, drafter, sampling, max_new_tokens, frozenset(stop_ids), on_token, verify(model, cache), policy)
+    batch = _Batch(model, cache, rows, drafter, sampling, limit, max_new_tokens, frozenset(stop_ids), on_token, verify(model, cache), policy)
     begun = time.perf_counter()
     logits, streams = batch.prefill(on_prefill)
     batch.seconds("prefill_seconds", begun)
@@ -78,9 +79,9 @@ def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens:
 class _Batch:
     """The rows of one call of `generate_speculative`."""
 
-    def __init__(self, model: Model, cache: Cache, rows: list[_Row], drafter: Drafter, sampling: Sampling, max_new_tokens: int,
-                 stops: frozenset[int], on_token, verify: Verify, policy: Policy):
-        self.model, self.cache, self.rows, self.drafter, self.sampling = model, cache, rows, drafter, sampling
+    def __init__(self, model: Model, cache: Cache, rows: list[_Row], drafter: Drafter, sampling: Sampling, limit: int,
+                 max_new_tokens: int, stops: frozenset[int], on_token, verify: Verify, policy: Policy):
+        self.model, self.cache, self.rows, self.drafter, self.sampling, self.limit = model, cache, rows, drafter, sampling, limit
         self.max_new_tokens, self.stops, self.on_token, self.verify, self.policy = max_new_tokens, stops, on_token, verify, policy
         drafter.begin([row.out.prompt_ids for row in rows], model, cache, self._choose)
 
@@ -109,8 +110,8 @@ class _Batch:
         """Draft, verify, keep."""
         B, active = len(self.rows), [row.active for row in self.rows]
         for row, length in zip(self.rows, self.cache.lengths):
-            if row.active and length == self.cache.max_context:
-                raise context_full(self.cache.max_context, len(row.out.token_ids))
+            if row.active and length == self.limit:
+                raise context_full(self.limit, len(row.out.token_ids))
         wanted = self.policy.choose([row.state if row.active else None for row in self.rows], pressure)
         drafts = self.drafter.draft([self._cut(b, wanted[b]) for b in range(B)])
         pending = torch.tensor([[row.out.token_ids[-1]] for row in self.rows])
@@ -126,7 +127,7 @@ class _Batch:
         if not row.active:
             return 0
         left = self.max_new_tokens - len(row.out.token_ids)
-        return max(0, min(wanted, room(left, self.cache.max_context - self.cache.lengths[b]), self.cache.max_rewind - 1))
+        return max(0, min(wanted, room(left, self.limit - self.cache.lengths[b]), self.cache.max_rewind - 1))
 
     def _accept(self, logits: torch.Tensor, drafts: Drafts) -> Accepted:
         drafted, sizes = drafts.tokens.to(logits.device), torch.tensor(drafts.sizes, device=logits.device)

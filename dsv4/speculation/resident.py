@@ -7,6 +7,7 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.generate import Generation, context_full, context_limit
+from dsv4.graph import capacity
 from dsv4.model import Model
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
@@ -29,7 +30,7 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
     if limit + most > model.config.max_position_embeddings:
         raise InputError(f"a context of {limit} tokens and {most} more for drafts are over the checkpoint's {model.config.max_position_embeddings}; "
                          "lower --max-context or --max-new-tokens, or draft fewer")
-    cache = model.new_cache(len(prompts), limit + most, max_rewind=max(most, 1))
+    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most), max_rewind=max(most, 1))
     outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(MTPDrafter.name)) for ids in prompts]
     begun = time.perf_counter()
     tokens, first, chained = primed(model, cache, prompts, on_prefill)

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from dsv4.cache import Cache
+from dsv4.graph import captures
 from dsv4.model import Model
 from kernels.quantize.kept import keeping
 
@@ -55,5 +56,8 @@ HOST = ("cpu", "reference")  # backends whose products of several rows are summe
 
 def default(model: Model, cache: Cache, pads: bool = True) -> Verify:
     """How passes are run unless something else is asked for: so that greedy text is that of plain decoding."""
+    if captures(model):
+        from dsv4.speculation.captured import Captured  # which appends where it cannot capture
+        return Captured(model, cache, pads)
     exact = model.backend in HOST and model.numerics.name != "fp32"  # fp32: sums differ by 4e-5, and no choice was seen to
     return (SingleSteps if exact else Append)(model, cache, pads)

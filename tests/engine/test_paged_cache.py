@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dsv4.errors import ContextOverrun, InputError, OutOfPages, RewindError, UnsupportedInput
-from dsv4.graph import DecodeGraph
+from dsv4.errors import ContextOverrun, InputError, OutOfPages, RewindError
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.page_tables import pool_pages
 from tests.engine.conftest import paged, random_ids, same
@@ -134,10 +133,8 @@ def test_sizes_that_cannot_be_are_named(model, change, match):
         PagedCache(model.config, model.numerics, **asked)
 
 
-def test_captured_steps_and_overruns_are_refused(model):
+def test_overruns_are_refused(model):
     cache = paged(model, 1, 64)
-    with pytest.raises(UnsupportedInput, match="a captured decode step reads rings"):
-        DecodeGraph(model, cache).step(torch.zeros(1, 1, dtype=torch.int64))
     with pytest.raises(ContextOverrun):
         model.append(torch.zeros(1, 65, dtype=torch.int64), cache)
 

@@ -1,0 +1,78 @@
+"""Passes and drafts of one row as captured steps: on a GPU a pass then has the bits of the captured single steps of plain decoding.
+
+Kernels of a captured step split their sums by what the cache could hold, not by what it holds, and not by how many tokens of the row a
+pass has (up to 16). Passes of `Model.append` split them by what is visible, which moves within a pass.
+"""
+
+from functools import cached_property
+
+import torch
+
+from dsv4.cache import Cache
+from dsv4.graph import BlockGraph, DecodeGraph
+from dsv4.model import Model
+from dsv4.paged_cache import PagedCache
+from dsv4.paged_row import PagedRow
+from dsv4.speculation.verify import Append
+
+
+class _OneRow:
+    """Graphs of steps that run one row of a batch, each captured when that many tokens are first wanted. On pages one graph serves every
+    row; rows that share a step would write through the pages of rows that rest. On rings the batch must be of one row."""
+
+    mtp, graph = False, DecodeGraph
+
+    def __init__(self, model: Model, cache: Cache):
+        self.model, self.cache, self.graphs = model, cache, {}
+
+    @cached_property
+    def row(self) -> PagedRow | None:
+        return PagedRow(self.cache, self.model.op.write_rows) if isinstance(self.cache, PagedCache) else None
+
+    def takes(self, counts: list[int]) -> bool:
+        """Whether rows that run counts[b] tokens each can be run here."""
+        return sum(n > 0 for n in counts) == 1 and (self.row is not None or len(counts) == 1)
+
+    def run(self, ids: torch.Tensor, counts: list[int], streams: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids int64 [B, W]; streams [B, W, n, d] where the graph reads some. Returns logits and streams [B, …] that are right in the row
+        that ran; logits last until the next run."""
+        b, width = next((b, n) for b, n in enumerate(counts) if n)
+        if self.row is not None:
+            self.row.show(b, width, self.mtp)
+        if width not in self.graphs:
+            self.graphs[width] = self.graph(self.model, self.row or self.cache, width)
+        graph = self.graphs[width]
+        if streams is not None:
+            graph.fed.copy_(streams[b:b + 1, :width])
+        logits = graph.step(ids[b:b + 1, :width])
+        if self.row is not None:
+            (self.cache._mtp if self.mtp else self.cache._main).advance(slice(b, b + 1), width)
+        after = graph.streams.view(1, width, *graph.streams.shape[1:]).clone()  # a drafter keeps them beyond the next replay
+        return tuple(t.expand(len(ids), *t.shape[1:]) for t in (logits, after))
+
+
+class Captured(_OneRow):
+    """A way to run passes. Several rows at once are an append."""
+
+    def __init__(self, model: Model, cache: Cache, pads: bool = False):
+        super().__init__(model, cache)
+        self.append = Append(model, cache, pads)
+
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.run(ids, counts) if self.takes(counts) else self.append(ids, counts, want_streams)
+
+
+class CapturedBlock(_OneRow):
+    """A way to run the MTP block: streams [B, T, n, d], next tokens ids [B, T] → logits [B, 1, vocab] after each row's last, streams
+    [B, T, n, d]. captured: whether steps of one row are; all others are `Model.mtp_logits`."""
+
+    mtp, graph = True, BlockGraph
+
+    def __init__(self, model: Model, cache: Cache, captured: bool = True):
+        super().__init__(model, cache)
+        self.captured = captured
+
+    def __call__(self, streams: torch.Tensor, ids: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.captured and self.takes(counts) and max(counts) <= self.cache.max_rewind + 1:
+            return self.run(ids, counts, streams)
+        return self.model.mtp_logits(streams, ids, self.cache, return_streams=True, n_new=counts, logits="last")

@@ -1,0 +1,67 @@
+"""The batch engine on a GPU: passes are captured steps on pages, and greedy text is that of the engine without drafts."""
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.engine import BatchEngine, Request
+from dsv4.engine.batch import REWIND
+from dsv4.generate import Sampling, generate
+from dsv4.paged_cache import new_paged_cache
+from dsv4.speculation import Adaptive, Static
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter
+from dsv4.speculation.loop import generate_speculative
+from dsv4.tokenizer import Tokenizer
+from scripts.bench.speculation_traces import KINDS, ROOT, prompts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+NUMERICS = {"fp32": ("fp32", "auto", "auto"), "native": ("native", "auto", "auto"), "qat, packed caches": ("qat", "fp8", "fp4")}
+
+
+@pytest.fixture(scope="module", params=NUMERICS.values(), ids=NUMERICS)
+def model(request):
+    numerics, cache, index = request.param
+    return load_model(ROOT / "demo", numerics=numerics, mtp=True, device="cuda", backend="triton", cache=cache, index_cache=index)
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    encode = Tokenizer(ROOT / "demo", model.config.vocab_size).encode
+    return [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(3))]
+
+
+def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling=Sampling()):
+    cache = new_paged_cache(model, 3, 320, max_rewind=REWIND, prefixes=4, pages=pages)
+    found = {}
+    engine = BatchEngine(model, cache, on_result=lambda r: found.update({r.id: r}), drafter=drafter, policy=policy)
+    for i, ids in enumerate(texts):
+        engine.submit(Request(str(i), tuple(ids), 48, sampling=sampling))
+    engine.run()
+    assert not any(r.error for r in found.values()), [str(r.error) for r in found.values()]
+    return [found[str(i)].token_ids for i in range(len(texts))], engine
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter,policy", [(MTPDrafter, Static(3)), (MTPDrafter, Adaptive()), (LookupDrafter, Static(4))],
+                         ids=["mtp", "mtp, adaptive", "lookup"])
+def test_tokens_are_those_without_drafts(model, texts, drafter, policy, sampling):
+    plain, bare = through_engine(model, texts, sampling=sampling)
+    found, engine = through_engine(model, texts, drafter(), policy, sampling=sampling)
+    assert found == plain
+    assert all(graph.graph is not None for e in (bare, engine) for graph in e.passes.verify.graphs.values())
+    assert len(engine.passes.verify.graphs) > 1 and (drafter is LookupDrafter or engine.passes.drafter._run.graphs)
+
+
+def test_prefixes_and_rows_leave_no_trace(model, texts):
+    """Requests over one prefix of two blocks, borrowed and written behind, against each by itself."""
+    prefix = (texts[0] * 3)[:256]
+    prompts_ = [prefix + ids[:9] for ids in texts]
+    found, engine = through_engine(model, prompts_, MTPDrafter(), Static(3))
+    assert engine.prefixes.hit_tokens > 0
+    assert found == [through_engine(model, [ids])[0][0] for ids in prompts_]
+
+
+def test_lookup_drafts_of_one_text(model, texts):
+    plain = [generate(model, ids, 48).token_ids for ids in texts]
+    assert [generate_speculative(model, [ids], 48, LookupDrafter(), policy=Static(4))[0].token_ids for ids in texts] == plain
