@@ -1,0 +1,106 @@
+"""Audit one checkpoint in every numerics, cache format and backend of a device, and print one table.
+
+    python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--jobs N] [--limit SECONDS] [--out DIR]
+
+Each line is a `dsv4 audit` of its own, `--jobs` at a time. Writes <checkpoint>_matrix_<device>.md and .json to DIR (audits) after every
+audit that ends. Exit code 0 only if all of them ran to their end with something measured and nothing red.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench import report  # noqa: E402
+
+SCRIPT = "scripts/audit_matrix.py"
+SETTINGS = (  # numerics, window rows and entries, index keys
+    ("fp32", "auto", "auto"), ("native", "auto", "auto"), ("native", "bf16", "fp4"), ("native", "fp8", "fp8"), ("qat", "auto", "auto"),
+    ("qat", "fp8", "fp8"), ("qat", "fp8", "fp4"), ("qat:fp32", "auto", "auto"))
+BACKENDS = {"cpu": "cpu,reference", "cuda": "triton,reference"}
+STATES = ("PASS", "FAIL", "ERROR", "VACUOUS")
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", type=Path, default=Path("demo"))
+    parser.add_argument("--device", default="cpu", choices=tuple(BACKENDS))
+    parser.add_argument("--backends")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=1800.0)
+    parser.add_argument("--out", type=Path, default=Path("audits"))
+    return parser.parse_args(given)
+
+
+def audited(checkpoint: Path, device: str, backend: str, setting: tuple[str, str, str], limit: float) -> dict:
+    """A row of the table: what `dsv4 audit` of that setting says, or that it did not end."""
+    numerics, cache, index = setting
+    row = {"backend": backend, "numerics": numerics, "cache": cache, "index_cache": index, "exit": None, "red": []}
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "dsv4", "audit", "run", str(checkpoint), "--backend", backend, "--device", device, "--numerics", numerics,
+                   "--cache", cache, "--index-cache", index, "--out", folder]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+            row["exit"] = ended.returncode
+            found = next(Path(folder).glob("*.json"), None)
+            if found is None:
+                row["red"] = [f"no report: {ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else 'it said nothing'}"]
+            else:
+                row |= summary(json.loads(found.read_text()))
+        except subprocess.TimeoutExpired:
+            row["red"] = [f"not ended after {limit:.0f} s"]
+    return row | {"seconds": round(time.monotonic() - begun)}
+
+
+def summary(document: dict) -> dict:
+    """Counts by state, and the checks that are red."""
+    checks = [(section["probe"], check) for section in document["sections"] for check in section["checks"]]
+    red = [": ".join((name, check["name"], *filter(None, [check.get("where")]))) for name, check in checks if check["status"] in ("FAIL", "ERROR")]
+    return {state: sum(check["status"] == state for _, check in checks) for state in STATES} | {"red": red}
+
+
+def clean(row: dict) -> bool:
+    return row["exit"] == 0 and not row["red"] and row.get("PASS", 0) > 0
+
+
+def markdown(rows: list[dict], about: dict, name: str, missing: int) -> str:
+    good = sum(map(clean, rows))
+    lines = [f"# Audits of {name}: every backend, numerics and cache format", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
+             f"**{good} of {len(rows)} clean**{f', {missing} not ended yet' if missing else ''}. VACUOUS: nothing could be measured there; the reports of single audits "
+             "say why.", "",
+             "| backend | numerics | window rows, entries | index keys | passed | failed | errors | vacuous | exit | s |",
+             "|---|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines += ["| " + " | ".join(str(row.get(key, "–")) for key in ("backend", "numerics", "cache", "index_cache", *STATES, "exit", "seconds")) + " |"
+              for row in rows]
+    red = [f"- {row['backend']}, {row['numerics']}, {row['cache']}, {row['index_cache']}: {text}" for row in rows for text in row["red"]]
+    return "\n".join([*lines, *(["", "## Red", "", *red] if red else []), ""])
+
+
+def main(given: list[str] | None = None) -> int:
+    args = arguments(given)
+    about = report.provenance(SCRIPT)
+    asked = list(product((args.backends or BACKENDS[args.device]).split(","), SETTINGS))
+    slug, rows = report.device_slug(about["device"]) if args.device == "cuda" else "cpu", {}
+    args.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {pool.submit(audited, args.checkpoint, args.device, *one, args.limit): i for i, one in enumerate(asked)}
+        for future in as_completed(waiting):
+            row = rows[waiting[future]] = future.result()
+            print(f"{len(rows)} of {len(asked)}: {row['backend']} {row['numerics']} {row['cache']} {row['index_cache']}: "
+                  f"{'clean' if clean(row) else 'RED ' + '; '.join(row['red'][:3])}, {row['seconds']} s", flush=True)
+            held = [rows[i] for i in sorted(rows)]
+            name = args.checkpoint.resolve().name
+            report.write(args.out, f"{name}_matrix_{slug}", {"about": about, "rows": held}, markdown(held, about, name, len(asked) - len(held)), None)
+    return int(not all(map(clean, rows.values())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

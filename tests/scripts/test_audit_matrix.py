@@ -1,0 +1,35 @@
+"""The table of audits: a red check, an audit that cannot run and one that does not end are not clean."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import audit_matrix
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "tiny_fp32"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    def call(*more, settings=(("fp32", "auto", "auto"),)):
+        monkeypatch.setattr(audit_matrix, "SETTINGS", settings)
+        code = audit_matrix.main([str(GOLDEN), "--backends", "cpu", "--out", str(tmp_path), *more])
+        return code, json.loads((tmp_path / "tiny_fp32_matrix_cpu.json").read_text())["rows"], (tmp_path / "tiny_fp32_matrix_cpu.md").read_text()
+    return call
+
+
+def test_what_cannot_run_and_what_does_not_end_is_red(run):
+    code, [row], text = run(settings=(("fp32", "fp8", "auto"),))
+    assert code == 1 and row["exit"] == 2 and "error:" in row["red"][0] and "**0 of 1 clean**" in text and "## Red" in text
+    code, [row], text = run("--limit", "0.5")
+    assert code == 1 and row["exit"] is None and row["red"] == ["not ended after 0 s"]
+
+
+def test_a_red_check_is_red_whatever_the_exit_code():
+    check = lambda status, **more: {"name": "n", "status": status, **more}
+    document = {"sections": [{"probe": "mhc", "checks": [check("PASS"), check("FAIL", where="layer 3"), check("VACUOUS")]}]}
+    row = {"exit": 0} | audit_matrix.summary(document)
+    assert (row["PASS"], row["FAIL"], row["VACUOUS"], row["red"]) == (1, 1, 1, ["mhc: n: layer 3"]) and not audit_matrix.clean(row)
+    nothing = {"exit": 0} | audit_matrix.summary({"sections": [{"probe": "mhc", "checks": [check("VACUOUS")]}]})
+    assert not audit_matrix.clean(nothing) and audit_matrix.clean(nothing | {"PASS": 1})
