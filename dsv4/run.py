@@ -190,8 +190,8 @@ class Session:
 
 
 def speculation_notes(model: Model, together: bool = False) -> list[str]:
-    """What a reader of a text has to know that was speculated in the model's numerics. together: passes were one append."""
-    if model.numerics.name == "fp32" or model.backend in HOST and not together:
+    """What a reader of a text has to know that was speculated in the model's numerics. together: passes, or rows, were one append."""
+    if model.numerics.name == "fp32" or (model.backend in HOST or captures(model)) and not together:
         return []
     return [f"on the {model.backend} backend numerics {model.numerics.name} may round a pass of several tokens otherwise than single steps: "
             "where two tokens are close, the text may leave that of plain decoding (dsv4/speculation/README.md)"]

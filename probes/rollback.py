@@ -52,16 +52,21 @@ class Rollback(Probe):
         return same(run((at, n, -n, *decode)), run((at, *decode)), where)
 
     def _others(self, subject: Subject, ids: torch.Tensor, at: int) -> list[Check]:
-        """Rejected drafts are other tokens than those that follow; once as many as may be forgotten at most. A row each, beside
-        a row that never drafted."""
+        """Rejected drafts are other tokens than those that follow; once as many as may be forgotten at most. A row each, against the
+        same row of a batch that never drafted: a product may round its last row otherwise than its first."""
         counts = [0, *DRAFTS] if at != 22 else [0, *DRAFTS[:-1], DEFAULT_MAX_REWIND]
         ids = ids.expand(len(counts), -1)
-        other, cache = (ids + 1) % subject.config.vocab_size, subject.model.new_cache(len(counts), LENGTH)
-        subject.model.append(ids[:, :at], cache, logits="none")
-        subject.model.append(other[:, at:at + max(counts)], cache, n_new=counts, logits="none")
-        cache.rewind(counts)
-        found = one_by_one(subject.model, ids[:, at:min(LENGTH, at + TAIL)], cache)
-        return [same(found[row:row + 1], found[:1], f"{n} other tokens forgotten at {at}")
+        other = (ids + 1) % subject.config.vocab_size
+
+        def after(rejected: list[int]) -> torch.Tensor:
+            cache = subject.model.new_cache(len(counts), LENGTH)
+            subject.model.append(ids[:, :at], cache, logits="none")
+            if any(rejected):
+                subject.model.append(other[:, at:at + max(rejected)], cache, n_new=rejected, logits="none")
+                cache.rewind(rejected)
+            return one_by_one(subject.model, ids[:, at:min(LENGTH, at + TAIL)], cache)
+        found, never = after(counts), after([0] * len(counts))
+        return [same(found[row:row + 1], never[row:row + 1], f"{n} other tokens forgotten at {at}")
                 for row, n in enumerate(counts) if n]
 
     def _equal(self, subject: Subject, found: torch.Tensor, wanted: torch.Tensor, where: str, part: str, name: str) -> Check:

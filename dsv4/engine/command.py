@@ -72,7 +72,7 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
     engine.run()
-    figures = engine.figures() | {"notes": [] if options.speculate == "off" else speculation_notes(session.model)}
+    figures = engine.figures() | {"notes": [] if options.speculate == "off" else speculation_notes(session.model, options.together)}
     write({"figures": figures})
     if options.report is not None:
         write_report(options.report, file.stem, document(_about(session, file, options, figures["notes"]), figures, documents))

@@ -81,6 +81,7 @@ class Rounds:
         pinned = lambda *shape: torch.zeros(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
         self.captures = captures(model)
+        self.side = torch.cuda.Stream(device) if self.captures else None
         self.log = torch.zeros(self.room + SPARE, 3, B, dtype=torch.int64, device=device)  # of each round: drafted, accepted, tokens
         self.round = torch.zeros(1, dtype=torch.int64, device=device)
         self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
@@ -153,19 +154,33 @@ class Rounds:
         stopping = (chosen.unsqueeze(-1) == self.stops).any(-1)
         first_stop = torch.where(stopping, place, D + 1).amin(1)
         count = torch.minimum(torch.minimum(accepted + 1, self.left), first_stop + 1).masked_fill(self.done, 0)
+        with self._aside():  # dozens of tiny kernels, beside the block's few
+            column = torch.where(place < count.unsqueeze(1), self.written.unsqueeze(1) + place, self.room + place)
+            self.out.scatter_(1, column, chosen)
+            self.log.index_copy_(0, self.round.clamp(max=len(self.log) - 1), torch.stack((proposed, torch.minimum(accepted, count), count)).unsqueeze(0))
+            self.round += 1
+            self.written += count
+            self.left -= count
+            self.done |= (self.left == 0) | (first_stop < count)
+            self.policy.observe(accepted, proposed)
+            self._choose()
         self._follow(streams, chosen, count)
-        column = torch.where(place < count.unsqueeze(1), self.written.unsqueeze(1) + place, self.room + place)
-        self.out.scatter_(1, column, chosen)
-        self.log.index_copy_(0, self.round.clamp(max=len(self.log) - 1), torch.stack((proposed, torch.minimum(accepted, count), count)).unsqueeze(0))
-        self.round += 1
-        self.written += count
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
         self.start += count
-        self.left -= count
-        self.done |= (self.left == 0) | (first_stop < count)
-        self.policy.observe(accepted, proposed)
-        self._choose()
         self.host_out.copy_(self.out[:, :self.room], non_blocking=True)
         self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())), non_blocking=True)
+
+    @contextmanager
+    def _aside(self):
+        """Kernels that run beside what follows, until the round waits for `side`. What they read of the round's own tensors must live as
+        long as the round."""
+        if self.side is None:
+            yield
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            yield
 
     def _follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
         """The MTP block over what was verified, and what it says after the last token that counts; others stay as they were."""

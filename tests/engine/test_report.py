@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dsv4.engine.plots import committed, svg
 from dsv4.engine.report import markdown
@@ -142,11 +143,16 @@ def test_a_checkpoint_without_the_block_is_told_about_lookup(command_line, reque
 
 
 def test_where_rounding_may_choose_otherwise_it_is_said(command_line, requests, golden_path):
-    """Not on a host's backends, whose passes are exact; of a GPU's it is not known."""
+    """Where passes are exact it is not: on a host's backends, and where they are captured, while each request runs alone."""
     out = command_line("batch", requests, "--checkpoint", golden_path, "--speculate", "lookup")[1]
     assert documents(out)["figures"]["figures"]["notes"] == []
-    of = lambda numerics, backend: speculation_notes(SimpleNamespace(numerics=SimpleNamespace(name=numerics), backend=backend))
-    assert "two tokens are close" in of("native", "triton")[0] and not of("fp32", "triton") and not of("native", "cpu")
+
+    def of(numerics: str, backend: str, device: str = "cpu", together: bool = False) -> list[str]:
+        return speculation_notes(SimpleNamespace(numerics=SimpleNamespace(name=numerics), backend=backend, device=torch.device(device)), together)
+    assert not of("fp32", "triton") and not of("native", "cpu") and not of("native", "triton", "cuda")
+    assert all("two tokens are close" in notes[0] for notes in (of("native", "triton"), of("qat", "triton", "cuda", True), of("qat", "cpu", together=True)))
+    out = command_line("batch", requests, "--checkpoint", golden_path, "--numerics", "native", "--speculate", "lookup", "--together")[1]
+    assert len(documents(out)["figures"]["figures"]["notes"]) == 1
 
 
 def test_committed_tokens_are_those_before_each_pass():
