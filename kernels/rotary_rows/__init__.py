@@ -1,0 +1,6 @@
+"""Rotary position embedding by halves of a head, and the rows of a step into the cache of keys and values."""
+
+from kernels.dispatch import Operation
+from kernels.rotary_rows import reference
+
+rotary_rows = Operation("rotary_rows", {"reference": reference.rotary_rows})
