@@ -1,6 +1,7 @@
 """What every model here shares: an embedding, an output head, and the one way to run it (`append`)."""
 
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,30 @@ from dsv4.step import CapturedStep, Step
 from kernels.dispatch import DispatchLedger
 
 CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
+
+
+class TokenCache(Protocol):
+    """What `new_cache` gives: caches of all layers for `batch` rows of up to `max_context` tokens, addressed by position.
+
+    Beside the buffers its only state is `lengths`, the tokens of each row (`_main`, a `dsv4.cache.Lengths`); rows may be rewound by
+    `max_rewind` tokens at least, which copies nothing.
+    """
+
+    batch: int
+    max_context: int
+    max_rewind: int
+
+    @property
+    def lengths(self) -> list[int]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def make_room(self, rows: slice, tokens: int) -> None: ...
+
+    def rewind(self, n: int | list[int]) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class Embedding(Module):
@@ -59,15 +84,15 @@ class CausalLM(Module):
         """Shape of one token's residual stream(s) before the head."""
         raise NotImplementedError
 
-    def new_cache(self, batch: int = 1, max_context: int | None = None):
-        """A preallocated cache for `batch` rows of up to `max_context` tokens."""
+    def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = 0) -> TokenCache:
+        """A preallocated cache for `batch` rows of up to `max_context` tokens, rewound by up to `max_rewind`."""
         raise NotImplementedError
 
-    def run(self, step: Step, cache) -> torch.Tensor:
+    def run(self, step: Step, cache: TokenCache) -> torch.Tensor:
         """Streams [N, *stream_shape] after all layers; writes the step to the cache."""
         raise NotImplementedError
 
-    def captured(self, step: CapturedStep, cache) -> tuple[torch.Tensor, torch.Tensor]:
+    def captured(self, step: CapturedStep, cache: TokenCache) -> tuple[torch.Tensor, torch.Tensor]:
         """A captured step: streams before the head [N, *stream_shape], and logits fp32 [N, vocab]."""
         raise NotImplementedError
 
@@ -82,7 +107,7 @@ class CausalLM(Module):
     # ---- running -------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def append(self, ids: torch.Tensor, cache, n_new: list[int] | None = None, logits: str = "all",
+    def append(self, ids: torch.Tensor, cache: TokenCache, n_new: list[int] | None = None, logits: str = "all",
                return_streams: bool = False, chunk: int | None = None):
         """Append tokens to every row and return their logits: prefill, decode and verification alike.
 
@@ -128,7 +153,7 @@ class CausalLM(Module):
             self.frequencies = {k: f.to(self.device) for k, f in self.frequencies.items()}
         return self.frequencies
 
-    def _check(self, ids, cache, n_new, logits: str) -> list[int]:
+    def _check(self, ids, cache: TokenCache, n_new, logits: str) -> list[int]:
         if logits not in ("all", "last", "none"):
             raise InputError(f"logits is {logits!r}; expected 'all', 'last' or 'none'")
         if ids.dim() != 2 or ids.dtype != torch.int64:

@@ -17,12 +17,13 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 ROPE_KEYS = {  # beside rope_type and rope_theta
     "default": set(), "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+             "truncate"},
 }
 # Keys of relatives of these models, or of other engines, that change what is computed: only the value that changes nothing is accepted.
 FIXED = {
-    "hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None, "dual_chunk_attention_config": None, "use_mrope": False,
-    "use_qk_norm": False, "qk_norm": False, "clip_qkv": None, "attention_multiplier": None, "residual_multiplier": None,
+    "hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None, "dual_chunk_attention_config": None,
+    "use_mrope": False, "use_qk_norm": False, "qk_norm": False, "clip_qkv": None, "attention_multiplier": None, "residual_multiplier": None,
     "embedding_multiplier": None, "logits_scaling": None, "attn_logit_softcapping": None, "final_logit_softcapping": None,
     "num_experts": None, "num_local_experts": None, "attention_sink": None, "is_causal": True,
 }
@@ -146,8 +147,8 @@ def _windows(kind: str, reader: Reader, layers: int) -> tuple[int | None, ...]:
     of_all = FULL if window is None else SLIDING
     types = [of_all] * layers if types is None else types
     if window is None and SLIDING in types or kind != "qwen2" and set(types) != {of_all}:
-        raise ConfigError(f"config.json has layer_types with {SLIDING if window is None else FULL!r} layers, but a {kind} model with sliding_window "
-                          f"{window} has only {of_all!r}; correct one of them")
+        raise ConfigError(f"config.json has layer_types with {SLIDING if window is None else FULL!r} layers, but a {kind} model with "
+                          f"sliding_window {window} has only {of_all!r}; correct one of them")
     return tuple(window if t == SLIDING else None for t in types)
 
 
@@ -168,14 +169,16 @@ def _rope(raw: Mapping, reader: Reader, longest: int) -> Rope:
     if found.get("type", kind) != kind:
         raise ConfigError(f"{where} has rope_type {kind!r} and type {found['type']!r}; correct one of them")
     if kind not in VARIANTS:
-        why = " (it follows the length of the text, so that cached keys would have to be rotated anew)" if kind in ("dynamic", "longrope") else ""
-        raise ConfigError(f"{where} has rope_type {kind!r:.60}{why}; expected one of {', '.join(VARIANTS)}")
+        follows = " (it follows the length of the text, so that cached keys would have to be rotated anew)"
+        raise ConfigError(f"{where} has rope_type {kind!r:.60}{follows if kind in ('dynamic', 'longrope') else ''}; expected one of "
+                          f"{', '.join(VARIANTS)}")
     strange = set(found) - ROPE_KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if strange:
         raise ConfigError(f"{where} of type {kind!r} has {', '.join(sorted(map(str, strange)))}, which it does not use; expected only "
                           f"{', '.join(sorted(ROPE_KEYS[kind] | {'rope_type', 'rope_theta'}))}")
     if found.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{where} has partial_rotary_factor {found['partial_rotary_factor']!r:.60}; these models rotate whole heads (1.0)")
+        raise ConfigError(f"{where} has partial_rotary_factor {found['partial_rotary_factor']!r:.60}; these models rotate whole heads "
+                          "(1.0)")
     stated = [number("rope_theta", t, float) for t in (found.get("rope_theta"), reader.optional("rope_theta", None)) if t is not None]
     if len(set(stated)) > 1:
         raise ConfigError(f"{where} has rope_theta {stated[0]}, config.json itself {stated[1]}; remove one of them")
@@ -212,13 +215,15 @@ def _scaled(kind: str, found: Mapping, where: str, reader: Reader, longest: int)
     if kind == "llama3":
         out |= {key: value(key) for key in ("low_freq_factor", "high_freq_factor")}
         if not out["high_freq_factor"] > out["low_freq_factor"]:
-            raise ConfigError(f"{where} has high_freq_factor {out['high_freq_factor']} and low_freq_factor {out['low_freq_factor']}; expected the "
-                              "first to be larger")
+            raise ConfigError(f"{where} has high_freq_factor {out['high_freq_factor']} and low_freq_factor {out['low_freq_factor']}; "
+                              "expected the first to be larger")
         return out
     out |= {"beta_fast": value("beta_fast", 32.0), "beta_slow": value("beta_slow", 1.0)}
     truncate = found.get("truncate", True)
     if not isinstance(truncate, bool):
         raise ConfigError(f"{where} has truncate = {truncate!r:.60}; expected true or false")
     weights = [found.get("mscale"), found.get("mscale_all_dim")]
-    scaled = mscale(out["factor"], value("mscale")) / mscale(out["factor"], value("mscale_all_dim")) if all(weights) else mscale(out["factor"])
+    scaled = mscale(out["factor"])
+    if all(weights):
+        scaled = mscale(out["factor"], value("mscale")) / mscale(out["factor"], value("mscale_all_dim"))
     return out | {"truncate": truncate, "attention": value("attention_factor", scaled)}

@@ -21,13 +21,13 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str, index_cache: str) -> None:
     """Raise InputError for what applies to DeepSeek-V4 models alone."""
     if numerics.simulate:
-        raise InputError(f"numerics {numerics.name} simulate the FP8 and FP4 of DeepSeek-V4 checkpoints; the weights and caches of this GQA model "
-                         "have no such format: use native or fp32")
+        raise InputError(f"numerics {numerics.name} simulate the FP8 and FP4 of DeepSeek-V4 checkpoints; the weights and caches of this "
+                         "GQA model have no such format: use native or fp32")
     if mtp:
         raise InputError("MTP was asked for; GQA models have no MTP block: use --speculate lookup, which drafts from the text itself")
     if cache not in ("auto", "bf16"):
-        raise InputError(f"cache format {cache!r} packs the latent rows of DeepSeek-V4; a GQA model's keys and values are held as its activations: "
-                         "use auto")
+        raise InputError(f"cache format {cache!r} packs the latent rows of DeepSeek-V4; a GQA model's keys and values are held as its "
+                         "activations: use auto")
     if index_cache != "auto":
         raise InputError(f"index cache format {index_cache!r} was asked for; a GQA model has no index keys: use auto")
     if spread:

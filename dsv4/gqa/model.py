@@ -86,7 +86,8 @@ class MLP(Module):
         d, width, self.op = config.hidden_size, config.intermediate_size, op
 
         def projection(name: str, rows: int, columns: int) -> Projection:
-            return Projection(rows, columns, store(f"{name}.weight"), store(f"{name}.bias").dtype if config.mlp_bias else None, numerics, op)
+            bias = store(f"{name}.bias").dtype if config.mlp_bias else None
+            return Projection(rows, columns, store(f"{name}.weight"), bias, numerics, op)
         self.gate_proj, self.up_proj = projection("gate_proj", width, d), projection("up_proj", width, d)
         self.down_proj = projection("down_proj", d, width)
 
