@@ -11,9 +11,11 @@ from dsv4.generate import generate
 from dsv4.graph import DecodeGraph, captures
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.verify import Replayed
 from kernels import operations
 from kernels.dispatch import Operation
 from tests.gqa import oracle
+from tests.speculation.scripted import Scripted, drafted
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -132,3 +134,20 @@ def test_a_watched_module_runs_by_itself(folder):
         module.register_forward_hook(lambda *args: seen.append(args[2]))
     assert (ours(ids) - want).abs().max() < 1e-4 and len(seen) == 3
     assert seen[1].shape == (3, ours.config.num_attention_heads * ours.config.head_dim)
+
+
+@pytest.mark.parametrize("right", [0, 2, 3])
+def test_passes_as_captured_steps_change_nothing(folder, right):
+    """Rows of different lengths that end at different times, up to the last token that the context holds."""
+    model = load_model(folder, numerics="fp32", device=DEVICE, backend="triton" if GPU else "reference")
+    ids, counts = prompts(model, 20, 33)
+    texts = [row[:n].tolist() for row, n in zip(ids, counts)]
+    plain = [generate(model, text, 30).token_ids for text in texts]
+    ways = []
+
+    def verify(model, cache):
+        ways.append(Replayed(model, cache))
+        return ways[-1]
+    outs = drafted(model, texts, 30, Scripted(plain, [right, 3], model.config.vocab_size), 5, verify=verify, max_context=33 + 29)
+    assert [out.token_ids for out in outs] == plain
+    assert set(ways[0].graphs) <= {1, 2, 4, 8} and 8 in ways[0].graphs

@@ -127,3 +127,23 @@ def test_the_shipped_configuration():
     assert c.head_dim == 64 and c.num_attention_heads // c.num_key_value_heads >= 4 and c.tie_word_embeddings
     assert c.max_position_embeddings >= max(stage.length for stage in recipe.GQA.stages) >= 16384
     assert all(recipe.GQA.batch % stage.length == 0 for stage in recipe.GQA.stages)
+
+
+def test_what_it_can_do_is_measured_as_the_demo_is(exported, corpus, tmp_path, monkeypatch, capsys):
+    """Needles and loss through the command that measures the demo; parts that a GQA model lacks are refused in one line."""
+    import sys
+
+    from scripts import measure_demo
+    call = lambda *more: ["measure_demo.py", str(exported), str(corpus), "--out", str(tmp_path / "f.json"), "--numerics", "native",
+                          "--lengths", "700", "--trials", "2", *more]
+    monkeypatch.setattr(measure_demo, "LOSS_LENGTHS", [256])
+    monkeypatch.setattr(measure_demo.Limits, "of", classmethod(lambda cls, device: cls(tokens=1 << 11, chunk=256, rows=1, loss_tokens=1024)))
+    monkeypatch.setattr(sys, "argv", call("--only", "needles,loss", "--haystacks", "prose,filler"))
+    measure_demo.main()
+    figures = json.loads((tmp_path / "f.json").read_text())["figures"]
+    needles = [f for f in figures if f["part"] == "needles"]
+    assert [f["count"] for f in needles] == [2, 2] and all(f["details"]["beyond"] == 512 for f in needles)
+    assert all(0 < f["value"] < 7.5 for f in figures if f["part"] == "loss")
+    monkeypatch.setattr(sys, "argv", call("--only", "indexer"))
+    with pytest.raises(SystemExit, match="error: .*only facts,needles,loss"):
+        measure_demo.main()
