@@ -47,3 +47,11 @@ def plain_ids(tokenizer: Tokenizer, text: str, bos: int | None) -> list[int]:
     if not ids:
         raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     return ids if bos is None else [bos, *ids]
+
+
+def templated_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a plain prompt as the tokenizer's own template has it: checkpoints in the transformers layout may name a
+    begin-of-text token in config.json that their prompts do not begin with (Qwen2)."""
+    if not tokenizer.encode(text):
+        raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
+    return tokenizer.encode_templated(text)

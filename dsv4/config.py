@@ -93,7 +93,8 @@ class ModelConfig:
     @classmethod
     def from_official(cls, raw: Mapping) -> "ModelConfig":
         """Build from the official dictionary. Raises ConfigError naming the key."""
-        reader = _Reader(raw)
+        reader = Reader(raw)
+        reader.expect("model_type", "deepseek_v4")
         values = {f.name: reader.number(f.name, f.type) for f in fields(cls) if f.type in (int, float)
                   and f.name != "num_mtp_layers"}
         layers = values["num_hidden_layers"]
@@ -126,7 +127,6 @@ class ModelConfig:
             never_read=(),
         )
         reader.optional("expert_dtype", None)  # held against the tensors when a checkpoint is loaded
-        reader.expect("model_type", "deepseek_v4")
         reader.expect("scoring_func", "sqrtsoftplus")
         reader.expect("topk_method", "noaux_tc")
         reader.expect("norm_topk_prob", True)
@@ -200,7 +200,7 @@ def _yarn(raw: Mapping) -> Yarn | None:
     return Yarn(**values)
 
 
-class _Reader:
+class Reader:
     """Reads keys of a raw config and remembers which were read."""
 
     def __init__(self, raw: Mapping):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsv4.causal import CausalLM
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.graph import DecodeGraph, capacity
-from dsv4.model import Model
 from dsv4.speculation.result import Speculation
 
 
@@ -68,7 +68,7 @@ def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     return int(torch.multinomial(weights(logits.cpu(), sampling), 1, generator=generator))
 
 
-def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampling = Sampling(), max_context: int | None = None,
+def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sampling = Sampling(), max_context: int | None = None,
              stop_ids: Iterable[int] = (), on_token: Callable[[int], None] | None = None,
              on_prefill: Callable[[int, int], None] | None = None) -> Generation:
     """Generate from a prompt until a stop id or `max_new_tokens`.
@@ -107,7 +107,7 @@ def generate(model: Model, ids: list[int], max_new_tokens: int, sampling: Sampli
         logits = model.append(fed, cache, logits="last") if graph is None else graph.step(fed)
 
 
-def context_limit(model: Model, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:
+def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:
     """Tokens that the cache of this request holds. Raises InputError for an empty prompt, ContextOverrun for one that is too long."""
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty")
@@ -126,7 +126,7 @@ def context_full(limit: int, generated: int) -> ContextOverrun:
     return ContextOverrun(f"the context of {limit} tokens is full after {generated} new tokens; raise --max-context or lower --max-new-tokens")
 
 
-def _prefill(model: Model, ids: list[int], cache, on_prefill) -> torch.Tensor:
+def _prefill(model: CausalLM, ids: list[int], cache, on_prefill) -> torch.Tensor:
     prompt = torch.tensor([ids])
     logits = None
     for start in range(0, len(ids), model.chunk):

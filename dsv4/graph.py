@@ -2,29 +2,29 @@
 
 import torch
 
-from dsv4.cache import Cache, Lengths
+from dsv4.cache import Lengths
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.model import Model
 from dsv4.speculation.policy import LARGEST
 from dsv4.step import CapturedStep
 
 WARM_UP = 2  # runs before capture: kernels compile and libraries take their workspaces
 
 
-def captures(model: Model) -> bool:
+def captures(model: CausalLM) -> bool:
     """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the device to learn
     how many tokens each expert has."""
     return model.device.type == "cuda" and model.backend == "triton"
 
 
-def capacity(model: Model, limit: int) -> int:
+def capacity(model: CausalLM, limit: int) -> int:
     """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by it: so text with
     drafts, which runs beyond the limit before it is cut, and text without get caches of one size."""
     return max(limit, min(limit + LARGEST, model.config.max_position_embeddings)) if captures(model) else limit
 
 
 class DecodeGraph:
-    """Appends `tokens` tokens to rows of `cache` by replaying one graph.
+    """Appends `tokens` tokens to rows of `cache` (what the model's `new_cache` gives) by replaying one graph.
 
     A replay neither allocates nor waits for the device, and runs no Python of the model. Rows stand at their own lengths; a row that is not
     `active` is computed and forgotten: its slots lie beyond its length. Where nothing is captured (`captures`), the step
@@ -33,7 +33,7 @@ class DecodeGraph:
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
     """
 
-    def __init__(self, model: Model, cache: Cache, tokens: int = 1):
+    def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
         if model.layer_devices is not None:
             raise InputError("a decode step cannot be captured while layers are spread over devices; load without --device-map")
         if tokens > cache.max_rewind + 1:
@@ -132,7 +132,7 @@ class BlockGraph(DecodeGraph):
     fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too.
     """
 
-    def __init__(self, model: Model, cache: Cache, tokens: int = 1):
+    def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
         c = model.config
         self.fed = torch.zeros(cache.batch, tokens, c.hc_mult, c.hidden_size, dtype=model.numerics.activation, device=model.device)
         super().__init__(model, cache, tokens)

@@ -3,6 +3,7 @@
 import zlib
 from pathlib import Path
 
+from dsv4.gqa.load import check_copies
 from dsv4.load import plan_model
 from dsv4.numerics import NUMERICS
 from loaders.errors import CheckpointError
@@ -54,5 +55,10 @@ def _verify(inventory: Inventory, ledger: dict, progress: Progress | None) -> No
     for name in inventory.sources:
         try:
             inventory.read(name)
+        except CheckpointError as error:
+            ledger["problems"].append(str(error))
+    if inventory.family == "gqa":
+        try:
+            check_copies(inventory)
         except CheckpointError as error:
             ledger["problems"].append(str(error))

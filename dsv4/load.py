@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 
 from dsv4.config import ModelConfig
+from dsv4.causal import CausalLM
 from dsv4.errors import ConfigError, InputError
+from dsv4.gqa import load as gqa
+from dsv4.gqa.model import GQAModel
 from dsv4.linear import Matrix, Storage
 from dsv4.model import Model
 from dsv4.numerics import Numerics, numerics_named
@@ -18,11 +21,12 @@ from loaders.ledger import LoadLedger, Piece, poison, poisoned
 from loaders.load import Inventory, fill, matrix_names
 
 
-
 def load_model(path: str | Path, numerics: str = "native", backend: str = "auto", device: str = "cpu",
                max_context: int | None = None, mtp: bool | None = None, progress: Progress | None = None,
-               device_map: str | None = None, max_memory: dict | None = None, cache: str = "auto", index_cache: str = "auto") -> Model:
+               device_map: str | None = None, max_memory: dict | None = None, cache: str = "auto", index_cache: str = "auto") -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
+
+    config.json says what it is: a DeepSeek-V4 model (`Model`), or one with grouped-query attention (`GQAModel`).
 
     numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.numerics). backend: 'auto' (see `resolve_backend`), 'reference',
     'cpu', 'triton'. max_context: the default of `new_cache`. mtp: load the MTP block; None means if the checkpoint has one.
@@ -36,7 +40,10 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
     """
     inventory = Inventory.open(path)
     target = resolve_device(device)
-    model = plan_model(inventory, numerics_named(numerics).with_caches(cache, index_cache), resolve_backend(backend, target, device_map is not None), mtp)
+    choice = numerics_named(numerics)
+    if inventory.family == "gqa":
+        gqa.check_choices(choice, mtp, device_map is not None, cache, index_cache)
+    model = plan_model(inventory, choice.with_caches(cache, index_cache), resolve_backend(backend, target, device_map is not None), mtp)
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "
@@ -48,11 +55,13 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
     model.to_empty(device=target)
     model.device = target
     write_parameters(model, pieces_of(model), progress)
+    if inventory.family == "gqa":
+        gqa.check_copies(inventory)
     return model
 
 
 @torch.no_grad()
-def write_parameters(model: Model, pieces: list[Piece], progress: Progress | None = None) -> None:
+def write_parameters(model: CausalLM, pieces: list[Piece], progress: Progress | None = None) -> None:
     """Poison every parameter that has memory (is not on the meta device), fill it, and see that no poison is left.
 
     Raises CheckpointError when `pieces` do not cover exactly these parameters.
@@ -70,15 +79,16 @@ def write_parameters(model: Model, pieces: list[Piece], progress: Progress | Non
     _check_tables(model, mine)
 
 
-def _check_tables(model: Model, parameters) -> None:
-    E = model.config.n_routed_experts
+def _check_tables(model: CausalLM, parameters) -> None:
     for name, parameter in parameters.items():
-        if name.endswith("tid2eid") and int(parameter.max()) >= E:
+        if name.endswith("tid2eid") and int(parameter.max()) >= (E := model.config.n_routed_experts):
             raise CheckpointError(f"tensor {name} names expert {int(parameter.max())}; the config has {E} experts")
 
 
-def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None) -> Model:
+def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None) -> CausalLM:
     """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+    if inventory.family == "gqa":
+        return gqa.plan_model(inventory, numerics, backend)
     config = ModelConfig.from_official(inventory.config)
     if mtp is None:
         mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
@@ -135,8 +145,10 @@ def official_name(parameter: str) -> str:
     return re.sub(r"hc_(attn|ffn|head)\.(fn|base|scale)$", r"hc_\1_\2", parameter)
 
 
-def pieces_of(model: Model, within: str = "") -> list[Piece]:
+def pieces_of(model: CausalLM, within: str = "") -> list[Piece]:
     """Pieces of every parameter, or of those within the module of that name."""
+    if isinstance(model, GQAModel):
+        return [piece for piece in gqa.pieces_of(model) if piece.parameter.startswith(f"{within}." if within else "")]
     pieces = []
     for name, module in model.named_modules():
         if within and name != within and not name.startswith(f"{within}."):

@@ -16,9 +16,10 @@ from loaders.write import tensor_bytes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 PARTS = (  # first match names the part of the model a tensor belongs to
-    (r"mtp\..*", "MTP"), (r"embed\..*", "embedding"), (r"head\..*", "output head"), (r".*ffn\.experts\..*", "routed experts"),
+    (r"mtp\..*", "MTP"), (r"(model\.embed_tokens|embed)\..*", "embedding"), (r"(lm_)?head\..*", "output head"), (r".*ffn\.experts\..*", "routed experts"),
     (r".*ffn\.shared_experts\..*", "shared experts"), (r".*ffn\.gate\..*", "router"), (r".*attn\.indexer\..*", "indexer"),
-    (r".*attn\.compressor\..*", "compressor"), (r".*hc_.*", "mHC"), (r".*\.attn\..*", "attention"), (r".*", "norms"),
+    (r".*attn\.compressor\..*", "compressor"), (r".*hc_.*", "mHC"), (r".*\.(self_)?attn\..*", "attention"),
+    (r".*\.mlp\..*", "MLP"), (r".*", "norms"),
 )
 
 
@@ -76,8 +77,13 @@ def weight_rows(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> list[Row]:
 
 def cache_rows(config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics, mtp: bool) -> list[Row]:
     """Bytes of each cache stream by layer kind: exactly what `Cache` allocates."""
+    return stream_rows(cache_streams(config, batch, max_context, max_rewind, numerics, mtp))
+
+
+def stream_rows(layers) -> list[Row]:
+    """Bytes of each stream by layer kind, of layers as `cache_streams` of either model kind gives them."""
     grouped: dict[tuple, list] = {}
-    for layer in cache_streams(config, batch, max_context, max_rewind, numerics, mtp):
+    for layer in layers:
         kind = ("MTP " if layer.label.startswith("mtp") else "") + layer.kind.value
         for stream in layer.streams:
             grouped.setdefault((kind, stream.name, stream.formula), []).append(stream.nbytes)

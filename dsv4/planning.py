@@ -5,9 +5,12 @@ from pathlib import Path
 
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.gqa import cache as gqa_cache
+from dsv4.gqa.config import GQAConfig
+from dsv4.gqa.load import check_choices
 from dsv4.load import resolve_device
-from dsv4.memory import Plan, cache_rows, free_bytes, parse_count, weight_rows
-from dsv4.numerics import numerics_named
+from dsv4.memory import Plan, Row, cache_rows, free_bytes, parse_count, stream_rows, weight_rows
+from dsv4.numerics import Numerics, numerics_named
 from loaders.expected import official_tensors, preset
 from loaders.load import Inventory
 
@@ -19,23 +22,50 @@ def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numeric
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). Raises InputError
     when max_context exceeds the checkpoint's, never clamps it.
     """
-    target, choice, context = resolve_device(device), numerics_named(numerics).with_caches(cache, index_cache), parse_count(max_context)
-    official = preset(checkpoint) if not Path(checkpoint).is_dir() else None
-    if official is not None:
-        config = ModelConfig.from_official(official)
-        mtp, tensors = True, official_tensors(config)
+    target, context, per_token = resolve_device(device), parse_count(max_context), None
+    inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
+    if inventory is not None and inventory.family == "gqa":
+        check_choices(numerics_named(numerics), None, False, cache, index_cache)
+        rows, per_token = _gqa_rows(inventory, numerics_named(numerics), batch, context)
     else:
-        inventory = Inventory.open(checkpoint)
-        config = ModelConfig.from_official(inventory.config)
-        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
-        tensors = {name: (source.dtype, source.shape) for name, source in inventory.sources.items()}
-    if context > config.max_position_embeddings:
-        raise InputError(f"max_context {context} exceeds the checkpoint's max_position_embeddings {config.max_position_embeddings}; "
-                         "ask for at most that")
-    if choice.dense:
-        tensors = official_tensors(config, mtp, dense="F32", experts="F32")
-    rows = [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
+        rows = _rows(preset(checkpoint), inventory, numerics_named(numerics).with_caches(cache, index_cache), batch, context, max_rewind)
     sizes, free = Plan(tuple(rows)), free_bytes(target)
     return {"checkpoint": checkpoint, "max_context": context, "batch": batch, "max_rewind": max_rewind, "numerics": numerics,
             "cache": cache, "index_cache": index_cache, "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
-            "cache_bytes": sizes.total("cache"), "total_bytes": sizes.total(), "free_bytes": free, "fits": sizes.total() <= free}
+            "cache_bytes": sizes.total("cache"), "total_bytes": sizes.total(), "free_bytes": free, "fits": sizes.total() <= free,
+            "cache_bytes_per_token": per_token}
+
+
+def _rows(official: dict | None, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int) -> list[Row]:
+    """Of a DeepSeek-V4 checkpoint, or of a published configuration where there is none."""
+    if inventory is None:
+        config = ModelConfig.from_official(official)
+        mtp, tensors = True, official_tensors(config)
+    else:
+        config = ModelConfig.from_official(inventory.config)
+        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
+        tensors = _stored(inventory)
+    _check_context(context, config)
+    if choice.dense:
+        tensors = official_tensors(config, mtp, dense="F32", experts="F32")
+    return [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
+
+
+def _gqa_rows(inventory: Inventory, choice: Numerics, batch: int, context: int) -> tuple[list[Row], dict]:
+    """Of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
+    config = GQAConfig.from_dict(inventory.config)
+    _check_context(context, config)
+    tensors = {name: ("F32" if choice.dense else dtype, shape) for name, (dtype, shape) in _stored(inventory).items()}
+    nbytes, formula = gqa_cache.token_bytes(config, choice)
+    return ([*weight_rows(tensors), *stream_rows(gqa_cache.cache_streams(config, batch, context, choice))],
+            {"nbytes": nbytes, "formula": formula})
+
+
+def _stored(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (source.dtype, source.shape) for name, source in inventory.sources.items()}
+
+
+def _check_context(context: int, config) -> None:
+    if context > config.max_position_embeddings:
+        raise InputError(f"max_context {context} exceeds the checkpoint's max_position_embeddings {config.max_position_embeddings}; "
+                         "ask for at most that")

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 
-from dsv4.chat import chat_ids, plain_ids
+from dsv4.causal import CausalLM
+from dsv4.chat import chat_ids, plain_ids, templated_ids
 from dsv4.dummy import load_dummy
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.generate import Generation, Sampling, generate
+from dsv4.gqa.model import GQAModel
 from dsv4.graph import captures
 from dsv4.load import load_model
 from dsv4.memory import parse_count, peak_bytes
-from dsv4.model import Model
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
 from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
@@ -132,6 +133,8 @@ class Session:
         if request.chat:
             system = [] if request.system is None else [{"role": "system", "content": request.system}]
             return chat_ids(self.tokenizer, [*system, {"role": "user", "content": request.prompt}], request.think)
+        if isinstance(self.model, GQAModel):
+            return templated_ids(self.tokenizer, request.prompt)
         return plain_ids(self.tokenizer, request.prompt, self.model.config.bos_token_id)
 
     def generate(self, ids: list[int], request: Request, show: Callable[[str], None], on_prefill=None) -> tuple[Generation, str]:
@@ -189,7 +192,7 @@ class Session:
         }
 
 
-def speculation_notes(model: Model, together: bool = False) -> list[str]:
+def speculation_notes(model: CausalLM, together: bool = False) -> list[str]:
     """What a reader of a text has to know that was speculated in the model's numerics. together: passes, or rows, were one append."""
     if model.numerics.name == "fp32" or (model.backend in HOST or captures(model)) and not together:
         return []

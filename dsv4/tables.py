@@ -110,6 +110,8 @@ def plan(document: dict, console: Console) -> None:
                 table.add_row(str(row["nbytes"]), format_bytes(row["nbytes"]), row["name"], row["formula"])
         table.add_row(str(document[f"{group}_bytes"]), format_bytes(document[f"{group}_bytes"]), "sum", "")
         console.print(table)
+    if token := document["cache_bytes_per_token"]:
+        console.print(f"\nkeys and values of one token of one row: {token['nbytes']} B = {token['formula']}")
     verdict = "fits" if document["fits"] else "does NOT fit"
     console.print(f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}; {document['device']} has "
                   f"{format_bytes(document['free_bytes'])} free: {verdict}")

@@ -26,6 +26,11 @@ class Tokenizer:
         self.backend.encode_special_tokens = True
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def encode_templated(self, text: str) -> list[int]:
+        """Token ids of plain text, with the control tokens that the tokenizer's own template puts around it (begin of text, say)."""
+        self.backend.encode_special_tokens = True
+        return self.backend.encode(text, add_special_tokens=True).ids
+
     def control(self, token: str) -> int:
         """Id of a control token. Raises InputError naming it when the tokenizer has none."""
         if token not in self.special:

@@ -1,4 +1,4 @@
-"""Every operation that a model binds, by name."""
+"""Every operation that a model binds, by name: `OPERATIONS` of the DeepSeek-V4 model, `GQA_OPERATIONS` of GQA models."""
 
 import torch
 
@@ -6,6 +6,7 @@ from kernels.attention import hca_attention, sparse_attention
 from kernels.cache_rows import write_rows
 from kernels.compress import gated_pool
 from kernels.experts import experts, shared_expert
+from kernels.grouped_attention import grouped_attention
 from kernels.hadamard import hadamard
 from kernels.hyper_connections import mhc_head, mhc_post, mhc_pre
 from kernels.indexer import index_scores, topk_entries
@@ -14,13 +15,16 @@ from kernels.linear import grouped_linear, linear
 from kernels.quantize import simulate_fp4_blocks, simulate_fp8_blocks
 from kernels.rms_norm import rms_norm
 from kernels.rope import rotate
+from kernels.rotary_rows import rotary_rows
 from kernels.router import route_hashed, route_scored
+from kernels.silu_mul import silu_mul
 
 OPERATIONS = {op.name: op for op in (
     experts, gated_pool, grouped_linear, hadamard, hca_attention, index_scores, linear, mhc_head, mhc_post, mhc_pre,
     rms_norm, rotate, route_hashed, route_scored, shared_expert, simulate_fp4_blocks, simulate_fp8_blocks,
     sparse_attention, topk_entries, write_rows,
 )}
+GQA_OPERATIONS = {op.name: op for op in (grouped_attention, linear, rms_norm, rotary_rows, silu_mul)}
 
 if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes
     settle()

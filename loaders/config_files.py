@@ -1,5 +1,7 @@
 """config.json in its published forms, to and from the official dictionary.
 
+GQA models (`DECODERS`) have one form only, that of transformers, which is taken as it is.
+
 Official: the field names of the DeepSeek-V4 releases. Inference: `inference/config.json` of the same releases,
 which uses other names. Transformers: what `DeepseekV4Config` saves (layer_types, compress_rates, rope_parameters).
 """
@@ -28,10 +30,32 @@ V4_DEFAULTS = {
 V4_ROPE = {"rope_factor": 16, "beta_fast": 32, "beta_slow": 1, "original_seq_len": 65536}
 
 
+DECODERS = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # model_type → architecture
+
+
+def family_of(raw: Mapping) -> str:
+    """'gqa' for a config of `DECODERS`, else 'deepseek_v4'; by model_type, or by architectures where there is none.
+
+    Raises CheckpointError for another model, and where the two contradict each other.
+    """
+    kind, stated = raw.get("model_type"), raw.get("architectures") or []
+    known = "deepseek_v4", *DECODERS
+    if kind is not None and kind not in known:
+        raise CheckpointError(f"config.json is of model_type {kind!r:.60}; this loads {', '.join(known)}")
+    if not isinstance(stated, list) or any(not isinstance(a, str) for a in stated):
+        raise CheckpointError(f"config.json has architectures = {stated!r:.60}; expected a list of names")
+    by_name = {name: kind for kind, name in DECODERS.items()} | {"DeepseekV4ForCausalLM": "deepseek_v4"}
+    strange = [a for a in stated if by_name.get(a, kind) != (kind or by_name.get(a)) or a not in by_name]
+    if strange:
+        raise CheckpointError(f"config.json is of model_type {kind!r}, and its architectures name {strange[0]!r:.60}; expected "
+                              f"{' or '.join(name for name, k in by_name.items() if kind in (None, k))}")
+    return "gqa" if kind in DECODERS or kind is None and stated and by_name[stated[0]] in DECODERS else "deepseek_v4"
+
+
 def config_form(raw: Mapping) -> str:
     """'official', 'inference' or 'transformers', by the keys. Raises CheckpointError for another model."""
     if raw.get("model_type", "deepseek_v4") != "deepseek_v4":
-        raise CheckpointError(f"config.json is of model_type {raw['model_type']!r}; this loads 'deepseek_v4' only")
+        raise CheckpointError(f"config.json is of model_type {raw['model_type']!r}; this takes 'deepseek_v4' only")
     if "layer_types" in raw or "rope_parameters" in raw:
         return "transformers"
     if "dim" in raw and "n_layers" in raw:

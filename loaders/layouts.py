@@ -135,10 +135,17 @@ HYBRID = Layout("transformers save_pretrained", _compile([
 LAYOUTS = (_OFFICIAL, _official("model."), TRANSFORMERS, HYBRID)
 
 
-def detect_layout(tensors: Mapping[str, FileTensor]) -> Layout:
+_PROJECTION = r"(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(?:weight|bias)"
+DECODER = Layout("transformers", _compile([  # of GQA models: the names of the file are the names of the model
+    (r"((?:model\.embed_tokens|model\.norm|lm_head)\.weight)", r"\1"),
+    (rf"(model\.layers\.\d+\.(?:{_PROJECTION}|(?:input|post_attention)_layernorm\.weight|self_attn\.rotary_emb\.inv_freq))", r"\1"),
+]))
+
+
+def detect_layout(tensors: Mapping[str, FileTensor], layouts: tuple[Layout, ...] = LAYOUTS) -> Layout:
     """The layout whose rules know every tensor name. Raises CheckpointError naming the unknown ones."""
     best, unknown = None, None
-    for layout in LAYOUTS:
+    for layout in layouts:
         strange = [k for k in tensors if layout.official(k) is None and not _is_stacked(layout, k)]
         if not strange:
             return layout

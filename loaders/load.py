@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from kernels.quantize import PackedWeight, WeightFormat, to_float
-from loaders.config_files import read_config
+from loaders.config_files import DECODERS, family_of, read_config
 from loaders.errors import CheckpointError
-from loaders.files import DTYPES, Files, Progress, open_checkpoint
-from loaders.layouts import Layout, Source, canonical_sources, detect_layout, matrix_formats
+from loaders.files import DTYPES, Files, Progress, open_checkpoint, read_json
+from loaders.layouts import DECODER, Layout, Source, canonical_sources, detect_layout, matrix_formats
 from loaders.ledger import SAME_BYTES, Piece, keeps_value, poisoned
 
 
@@ -19,7 +19,8 @@ class Inventory:
     """What a checkpoint directory holds, from its headers: nothing of the data is read.
 
     sources: official tensor name → where it is. formats: matrix name without suffix → WeightFormat. config: official
-    dictionary; config_notes: where values came from that the file does not state as such.
+    dictionary (of a GQA model: as it is); config_notes: where values came from that the file does not state as such. family:
+    'deepseek_v4' or 'gqa'.
     """
 
     path: Path
@@ -29,15 +30,28 @@ class Inventory:
     formats: Mapping[str, WeightFormat]
     config: dict
     config_notes: dict
+    family: str = "deepseek_v4"
 
     @classmethod
     def open(cls, path: str | Path) -> "Inventory":
         """Raises CheckpointError for anything broken, unknown or contradictory."""
         files = open_checkpoint(path)
+        raw = read_json(files.root / "config.json")
+        if family_of(raw) == "gqa":
+            return cls._of_decoder(files, raw)
         config, notes = read_config(files.root)
         layout = detect_layout(files.tensors)
         sources = canonical_sources(files.tensors, layout)
         return cls(files.root, files, layout, sources, matrix_formats(sources), config, notes)
+
+    @classmethod
+    def _of_decoder(cls, files: Files, raw: dict) -> "Inventory":
+        notes = {}
+        if "model_type" not in raw:
+            raw = raw | {"model_type": next(kind for kind, name in DECODERS.items() if name == raw["architectures"][0])}
+            notes["model_type"] = "from architectures"
+        sources = canonical_sources(files.tensors, detect_layout(files.tensors, (DECODER,)))
+        return cls(files.root, files, DECODER, sources, matrix_formats(sources), raw, notes, "gqa")
 
     @property
     def mtp_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Measure what the trained demo checkpoint can do; every figure goes to a JSON file and a table.
+"""Measure what a trained demo checkpoint can do, the GQA one's facts, needles and loss too; every figure goes to a JSON file and a table.
 
     python scripts/measure_demo.py CHECKPOINT DATA --out FILE.json [--device cuda] [--numerics native,qat]
         [--lengths 4096,16384,32768] [--trials 100] [--only facts,needles,indexer,loss,mtp] [--plot FILE.svg]
@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model  # noqa: E402
+from dsv4.errors import InputError  # noqa: E402
+from dsv4.gqa.model import GQAModel  # noqa: E402
 from dsv4.load import resolve_device  # noqa: E402
 from kernels.errors import Dsv4Error  # noqa: E402
 from scripts.training import evaluation  # noqa: E402
@@ -100,6 +102,7 @@ def measure(args, report: Report) -> None:
         # what is measured is the checkpoint: by the definition, whose operations the evaluation also looks into
         backend = "auto" if args.device == "cpu" else "reference"
         model = load_model(args.checkpoint, numerics=numerics, device=args.device, backend=backend)
+        check_parts(model, args)
         say = lambda text: report.say(f"{numerics}: {text}")
         parts = {
             "facts": lambda: evaluation.facts(model, tokenizer, limits, say),
@@ -112,6 +115,15 @@ def measure(args, report: Report) -> None:
     if args.compare_state is not None:
         say = lambda text: report.say(f"state in bf16: {text}")
         report.add(evaluation.state_losses(args.compare_state, rows, LOSS_LENGTHS, limits, args.device, say), "bf16 state")
+
+
+def check_parts(model, args) -> None:
+    """Raise InputError for parts that a GQA model does not have."""
+    windows = {"needles of windows alone"} if "window" in args.haystacks and "needles" in args.only else set()
+    absent = {"indexer", "mtp"} & set(args.only) | windows
+    if isinstance(model, GQAModel) and (absent or args.compare_state is not None):
+        raise InputError(f"{args.checkpoint} is a GQA model, which has no {', '.join(sorted(absent)) or 'state in the demo format'}; pass "
+                         "--only facts,needles,loss --haystacks prose,filler")
 
 
 def indexer_lengths(model) -> list[int]:

@@ -56,6 +56,8 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
 
     Raises InputError for a file that cannot be read, a drafter that the model cannot run, and a report that cannot be written.
     """
+    if not isinstance(session.model, Model):
+        raise InputError(f"dsv4 batch runs requests over pages of DeepSeek-V4 caches; {session.checkpoint} is a GQA model: use dsv4 generate")
     lines = _read(file)
     if options.report is not None:
         check_can_report(options.report)

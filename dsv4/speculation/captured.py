@@ -8,9 +8,8 @@ from functools import cached_property
 
 import torch
 
-from dsv4.cache import Cache
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.graph import BlockGraph, DecodeGraph
-from dsv4.model import Model
 from dsv4.paged_cache import PagedCache
 from dsv4.paged_row import PagedRow
 from dsv4.speculation.verify import Append
@@ -22,7 +21,7 @@ class _OneRow:
 
     mtp, graph = False, DecodeGraph
 
-    def __init__(self, model: Model, cache: Cache):
+    def __init__(self, model: CausalLM, cache: TokenCache):
         self.model, self.cache, self.graphs = model, cache, {}
 
     @cached_property
@@ -54,7 +53,7 @@ class _OneRow:
 class Captured(_OneRow):
     """A way to run passes. Several rows at once are an append."""
 
-    def __init__(self, model: Model, cache: Cache, pads: bool = False):
+    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
         super().__init__(model, cache)
         self.append = Append(model, cache, pads)
 
@@ -68,7 +67,7 @@ class CapturedBlock(_OneRow):
 
     mtp, graph = True, BlockGraph
 
-    def __init__(self, model: Model, cache: Cache, captured: bool = True):
+    def __init__(self, model: CausalLM, cache: TokenCache, captured: bool = True):
         super().__init__(model, cache)
         self.captured = captured
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cache import Cache
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.graph import captures
-from dsv4.model import Model
 from dsv4.speculation.captured import CapturedBlock
 
 
@@ -39,7 +38,7 @@ class Drafter(ABC):
     needs_streams = needs_mtp = False
 
     @abstractmethod
-    def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
+    def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
         """A new batch. `choose` draws a token from a draft's logits as the request samples."""
 
     @abstractmethod
@@ -79,7 +78,7 @@ class MTPDrafter(Drafter):
 
     name, needs_streams, needs_mtp = "mtp", True, True
 
-    def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
+    def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
         self._model, self._cache, self._choose = model, cache, choose
         self._run = CapturedBlock(model, cache, captures(model))
         self._due: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]  # (streams [c, n, d], next ids [c]) of a row
@@ -147,7 +146,7 @@ class LookupDrafter(Drafter):
             raise InputError(f"prompt lookup of {shortest} to {longest} tokens was asked for; expected 1 <= shortest <= longest")
         self.longest, self.shortest = longest, shortest
 
-    def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose: Choose) -> None:
+    def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
         self._rows = [_NGrams(self.longest, self.shortest) for _ in prompts]
         for b, prompt in enumerate(prompts):
             self.join(b, prompt)

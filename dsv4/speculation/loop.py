@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from dsv4.cache import DEFAULT_MAX_REWIND, Cache
+from dsv4.cache import DEFAULT_MAX_REWIND
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.generate import Generation, Sampling, context_full, context_limit, weights
 from dsv4.graph import capacity
-from dsv4.model import Model
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import Policy, Static, room
@@ -46,11 +46,11 @@ class _Row:
         return not self.out.stop_reason
 
 
-def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter, sampling: Sampling = Sampling(),
+def generate_speculative(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter, sampling: Sampling = Sampling(),
                          policy: Policy = Static(DRAFT_TOKENS), max_context: int | None = None, stop_ids: Iterable[int] = (),
                          on_token: Callable[[int, int], None] | None = None, on_prefill: Callable[[int, int], None] | None = None,
                          pressure: Callable[[], bool] = lambda: False, max_rewind: int = DEFAULT_MAX_REWIND,
-                         verify: Callable[[Model, Cache], Verify] = ways.default) -> list[Generation]:
+                         verify: Callable[[CausalLM, TokenCache], Verify] = ways.default) -> list[Generation]:
     """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does of one.
 
     policy: chooses how many tokens each row drafts. on_token(row, id) as tokens become final. Row b draws from a generator of seed sampling.seed + b
@@ -79,7 +79,7 @@ def generate_speculative(model: Model, prompts: list[list[int]], max_new_tokens:
 class _Batch:
     """The rows of one call of `generate_speculative`."""
 
-    def __init__(self, model: Model, cache: Cache, rows: list[_Row], drafter: Drafter, sampling: Sampling, limit: int,
+    def __init__(self, model: CausalLM, cache: TokenCache, rows: list[_Row], drafter: Drafter, sampling: Sampling, limit: int,
                  max_new_tokens: int, stops: frozenset[int], on_token, verify: Verify, policy: Policy):
         self.model, self.cache, self.rows, self.drafter, self.sampling, self.limit = model, cache, rows, drafter, sampling, limit
         self.max_new_tokens, self.stops, self.on_token, self.verify, self.policy = max_new_tokens, stops, on_token, verify, policy
@@ -182,7 +182,7 @@ class _Batch:
         return p if self.sampling.top_p == 1 else p / p.sum(-1, keepdim=True)
 
 
-def check_can_speculate(model: Model, drafter: Drafter) -> None:
+def check_can_speculate(model: CausalLM, drafter: Drafter) -> None:
     """Raises InputError, naming what to do instead, where `drafter` cannot run on this model."""
     if model.backend == "training":
         raise InputError("the training backend runs whole sequences and keeps no cache to rewind; speculate with reference, cpu or triton")

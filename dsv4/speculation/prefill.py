@@ -4,13 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.cache import Cache
-from dsv4.model import Model
+from dsv4.causal import CausalLM, TokenCache
 
 OnStreams = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
 
-def prefill(model: Model, cache: Cache, prompts: list[list[int]], on_streams: OnStreams | None = None,
+def prefill(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_streams: OnStreams | None = None,
             on_prefill: Callable[[int, int], None] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Append the prompts to an empty cache in the pieces that plain generation takes.
 

@@ -4,9 +4,8 @@ from typing import Protocol
 
 import torch
 
-from dsv4.cache import Cache
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.graph import captures
-from dsv4.model import Model
 from kernels.quantize.kept import keeping
 
 
@@ -23,7 +22,7 @@ class Append:
     """One append. pads: rows of fewer drafts run pads beside the others where they have room for them: one uniform pass of the model
     instead of a piece for each length; the caller's rewind forgets pads as it forgets wrong drafts."""
 
-    def __init__(self, model: Model, cache: Cache, pads: bool = True):
+    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = True):
         self.model, self.cache, self.pads = model, cache, pads
 
     def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -38,7 +37,7 @@ class SingleSteps:
     """The same tokens one at a time, as plain decoding runs them: bit for bit its logits in any numerics. Steps of a pass share what
     they dequantise; else this is no faster than plain decoding."""
 
-    def __init__(self, model: Model, cache: Cache, pads: bool = False):
+    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
         self.model, self.cache = model, cache
 
     def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -54,7 +53,7 @@ class SingleSteps:
 HOST = ("cpu", "reference")  # backends whose products of several rows are summed otherwise than those of one
 
 
-def default(model: Model, cache: Cache, pads: bool = True) -> Verify:
+def default(model: CausalLM, cache: TokenCache, pads: bool = True) -> Verify:
     """How passes are run unless something else is asked for: so that greedy text is that of plain decoding."""
     if captures(model):
         from dsv4.speculation.captured import Captured  # which appends where it cannot capture

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from dsv4.model import Model
+from dsv4.causal import CausalLM
 from probes.recall.haystack import filler, needle_trial
 from probes.recall.mass import window_only
 
 Say = Callable[[str], None]
+NEAR = 512  # tokens between needle and question at least, where a model has no sliding windows: the reach of the demo's
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Asked:
         return len(self.prompt) + len(self.answer)
 
 
-def answered(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[bool]:
+def answered(model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[bool]:
     """Whether greedy decoding would give each answer in full, by teacher forcing."""
     return [reply == a.answer for a, reply in zip(asked, replies(model, asked, limits, say))]
 
 
-def replies(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[list[int]]:
+def replies(model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[list[int]]:
     """What greedy decoding generates for each prompt up to the answer's length, or to its first token that is wrong."""
     found: dict[int, list[int]] = {}
     order = sorted(range(len(asked)), key=lambda i: (len(asked[i].prompt), len(asked[i].answer)))
@@ -63,7 +64,7 @@ def replies(model: Model, asked: list[Asked], limits: Limits, say: Say = lambda 
     return [found[i] for i in range(len(asked))]
 
 
-def _replies(model: Model, asked: list[Asked], chunk: int) -> list[list[int]]:
+def _replies(model: CausalLM, asked: list[Asked], chunk: int) -> list[list[int]]:
     """One batch. Rows in order of length, so that those that run together are neighbours; no logits of the context."""
     cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=0)
     if any(len(a.prompt) > 1 for a in asked):
@@ -100,12 +101,15 @@ def _at_least(hits: int, trials: int, p: float) -> float:
     return math.fsum(math.exp(log(k)) for k in range(hits, trials + 1))
 
 
-def reach(model: Model) -> int:
-    """Tokens that no information gets across through sliding windows alone, layer by layer."""
+def reach(model: CausalLM) -> int:
+    """Tokens that no information gets across through sliding windows alone, layer by layer; NEAR where a model has none."""
+    windows = getattr(model.config, "windows", None)  # of a GQA model, a layer each
+    if windows is not None:
+        return sum(w for w in windows if w is not None) or NEAR
     return model.config.num_hidden_layers * model.config.sliding_window
 
 
-def hidden(model: Model, tokenizer: Tokenizer, text: np.ndarray, length: int, trials: int, seed: int) -> list[Asked]:
+def hidden(model: CausalLM, tokenizer: Tokenizer, text: np.ndarray, length: int, trials: int, seed: int) -> list[Asked]:
     """Needles at depths spread evenly over all places that are further from the question than windows alone reach."""
     beyond, asked = reach(model), []
     for i in range(trials):
@@ -127,7 +131,7 @@ class Haystack:
 HAYSTACKS = (Haystack("prose", True), Haystack("looped filler", False), Haystack("prose, window only", True, True))
 
 
-def found(model: Model, tokenizer: Tokenizer, prose: np.ndarray, lengths: list[int], trials: int, limits: Limits, say: Say,
+def found(model: CausalLM, tokenizer: Tokenizer, prose: np.ndarray, lengths: list[int], trials: int, limits: Limits, say: Say,
           seed: int = 0) -> list[dict]:
     """Needles found by haystack and length, as JSON values; the same trials whatever the numerics. Lengths beyond `reach`."""
     rows = []

@@ -1,62 +1,75 @@
-"""The recipe: stages by row length, and the learning rate over all of them."""
+"""The recipes: stages by row length, and the learning rate over all of them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from scripts.training.trainee import Wanted
-
-BATCH = 65536      # tokens a step
-PEAK, FLOOR = 4e-3, 2e-5
-WARM_UP = 200      # steps, from the start
-RESTART = 20       # steps after the optimiser's momenta were lost
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`tokens` in millions at rows of `length` tokens. needles: share of rows that hide and ask for some. sparse: attend to
-    the indexer's selection; gather: see `Wanted`; simulate: train in the official quantisation simulation."""
+    """`tokens` in millions at rows of `length` tokens. needles: share of rows that hide and ask for some. wanted: what the trainee is
+    told (see `trainee.Wanted`; None: nothing); simulate: train in the official quantisation simulation."""
 
     name: str
     length: int
     tokens: int
     needles: float
-    sparse: bool
+    wanted: Any = None
     simulate: bool = False
-    gather: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """batch: tokens a step. Rates: warm up over `warm_up` steps, hold `peak`, fall linearly to `floor` over the share `decay` of all steps;
+    `restart` steps are gentle after the optimiser's momenta were lost."""
+
+    stages: tuple[Stage, ...]
+    batch: int = 65536
+    peak: float = 4e-3
+    floor: float = 2e-5
+    warm_up: int = 200
+    restart: int = 20
+    decay: float = 0.35
+
+    def steps(self, stage: Stage) -> int:
+        return stage.tokens * 1_000_000 // self.batch
 
     @property
-    def steps(self) -> int:
-        return self.tokens * 1_000_000 // BATCH
+    def total(self) -> int:
+        return sum(map(self.steps, self.stages))
 
-    @property
-    def wanted(self) -> Wanted:
-        return Wanted(sparse=self.sparse, gather=self.gather)
+    def end_of(self, stage: Stage) -> int:
+        """Step after the stage's last."""
+        return sum(map(self.steps, self.stages[:self.stages.index(stage) + 1]))
 
+    def stage_at(self, step: int) -> Stage:
+        return next((stage for stage in self.stages if step < self.end_of(stage)), self.stages[-1])
 
-STAGES = (  # many needles in short rows and every entry to look at: that is what makes retrieval emerge
-    Stage("512 dense", 512, 50, 0.70, sparse=False),
-    Stage("1K dense", 1024, 80, 0.50, sparse=False),
-    Stage("2K dense", 2048, 30, 0.40, sparse=False),
-    Stage("2K gathered", 2048, 40, 0.40, sparse=True, gather=0.2),
-    Stage("4K gathered", 4096, 110, 0.40, sparse=True, gather=0.2),
-    Stage("16K gathered", 16384, 75, 0.40, sparse=True, gather=0.2),
-    Stage("32K gathered", 32768, 25, 0.40, sparse=True, gather=0.2),
-    Stage("4K simulated", 4096, 40, 0.35, sparse=True, gather=0.2, simulate=True),
-    Stage("16K simulated", 16384, 15, 0.35, sparse=True, gather=0.2, simulate=True),
-)
-TOTAL = sum(stage.steps for stage in STAGES)
-DECAY = 0.35       # share of all steps over which the rate falls linearly to FLOOR
+    def rate(self, step: int, since_restart: int) -> float:
+        """Learning rate of a step."""
+        fall = min(1.0, (self.total - step) / (self.decay * self.total))
+        warm = min(1.0, (step + 1) / self.warm_up, (since_restart + 1) / self.restart)
+        return warm * (self.floor + (self.peak - self.floor) * fall)
 
 
-def stage_at(step: int) -> Stage:
-    for stage in STAGES:
-        if step < stage.steps:
-            return stage
-        step -= stage.steps
-    return STAGES[-1]
-
-
-def rate(step: int, since_restart: int) -> float:
-    """Learning rate of a step: warm up, hold, fall linearly; gentle for a moment after a restart."""
-    fall = min(1.0, (TOTAL - step) / (DECAY * TOTAL))
-    warm = min(1.0, (step + 1) / WARM_UP, (since_restart + 1) / RESTART)
-    return warm * (FLOOR + (PEAK - FLOOR) * fall)
+DENSE, GATHERED = Wanted(sparse=False), Wanted(sparse=True, gather=0.2)
+DEMO = Recipe((  # many needles in short rows and every entry to look at: that is what makes retrieval emerge
+    Stage("512 dense", 512, 50, 0.70, DENSE),
+    Stage("1K dense", 1024, 80, 0.50, DENSE),
+    Stage("2K dense", 2048, 30, 0.40, DENSE),
+    Stage("2K gathered", 2048, 40, 0.40, GATHERED),
+    Stage("4K gathered", 4096, 110, 0.40, GATHERED),
+    Stage("16K gathered", 16384, 75, 0.40, GATHERED),
+    Stage("32K gathered", 32768, 25, 0.40, GATHERED),
+    Stage("4K simulated", 4096, 40, 0.35, GATHERED, simulate=True),
+    Stage("16K simulated", 16384, 15, 0.35, GATHERED, simulate=True),
+))
+GQA = Recipe((  # the same data; attention is dense throughout, and one KV head serves four query heads
+    Stage("512", 512, 50, 0.70),
+    Stage("1K", 1024, 80, 0.50),
+    Stage("2K", 2048, 60, 0.40),
+    Stage("4K", 4096, 70, 0.40),
+    Stage("16K", 16384, 45, 0.40),
+    Stage("32K", 32768, 15, 0.40),
+))

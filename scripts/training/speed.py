@@ -1,6 +1,6 @@
 """Training speed on random tokens, a stage at a time, and where the time goes.
 
-    python -m scripts.training.speed [--lengths 1024 4096] [--batch 65536] [--profile] [--out speed.json]
+    python -m scripts.training.speed [--gqa] [--lengths 1024 4096] [--batch 65536] [--profile] [--out speed.json]
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.training import recipe
+from scripts.training import gqa, recipe
 from scripts.training.architecture import BF16, CONFIG, QAT, build, initialise
 from scripts.training.optimiser import Optimiser
 from scripts.training.replay import Gradients
@@ -24,25 +24,27 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lengths", type=int, nargs="*")
-    parser.add_argument("--batch", type=int, default=recipe.BATCH, help="tokens a step")
+    parser.add_argument("--batch", type=int, default=recipe.DEMO.batch, help="tokens a step")
+    parser.add_argument("--gqa", action="store_true", help="the GQA model instead of the demo")
     parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
     args = parser.parse_args()
     rows = []
     torch.backends.cuda.matmul.allow_tf32 = True
-    for simulate in (False, True):
-        trainee = Trainee(build(CONFIG, QAT if simulate else BF16, "cuda"))
-        initialise(trainee.model, 0)
+    stages = (recipe.GQA if args.gqa else recipe.DEMO).stages
+    for simulate in sorted({stage.simulate for stage in stages}):
+        trainee = gqa.Trainee(gqa.build(gqa.CONFIG, "cuda")) if args.gqa else Trainee(build(CONFIG, QAT if simulate else BF16, "cuda"))
+        (gqa.initialise if args.gqa else initialise)(trainee.model, 0)
         parameters = dict(trainee.named_parameters())
         gradients = Gradients(trainee, parameters, simulate)
         optimiser = Optimiser(parameters)
-        for stage in {(s.length, s.sparse): s for s in recipe.STAGES if s.simulate == simulate}.values():
+        for stage in {(s.length, s.wanted): s for s in stages if s.simulate == simulate}.values():
             if args.lengths and stage.length not in args.lengths:
                 continue
             ids = torch.randint(0, 4096, (args.batch // stage.length, stage.length + 2), device="cuda")
             weight = torch.ones(ids.shape, device="cuda")
 
             def step():
-                out = gradients(ids, weight, stage.wanted, stage.length - stage.wanted.chunk)
+                out = gradients(ids, weight, stage.wanted, stage.length - stage.wanted.chunk if stage.wanted else 0)
                 torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.grad is not None], 1.0, foreach=True)
                 optimiser.step(1e-4)
                 return out

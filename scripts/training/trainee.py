@@ -13,6 +13,7 @@ from dsv4.sequence import SequenceCompressor, drafts, whole
 from dsv4.step import Step
 from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
 from scripts.training.architecture import shipped_forms
+from scripts.training.state import is_matrix
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Trainee(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
-        self.topk = model.config.index_topk
+        self.topk, self.forms = model.config.index_topk, {f"model.{name}": form for name, form in shipped_forms(model).items()}
         self.inputs: dict[CSAAttention, torch.Tensor] = {}
         self.chosen: list[tuple[str, torch.Tensor]] = []
         for name, module in model.named_modules():
@@ -56,7 +57,7 @@ class Trainee(nn.Module):
         for attn in layers:
             attn.indexer.topk = self.topk if wanted.sparse else 1 << 30
         streams, step, sequences = whole(model, ids[:, :T])
-        head = lambda features, target, w: _cross_entropy(model.head(features), target.flatten(), w.flatten())
+        head = lambda features, target, w: cross_entropy(model.head(features), target.flatten(), w.flatten())
         out = {"next": head(model.features(streams), ids[:, 1:T + 1], weight[:, 1:T + 1])}
         features = drafts(model, streams.detach() if wanted.mtp == 0 else streams, ids[:, 1:T + 1], step, sequences)
         out["draft"] = head(features, ids[:, 2:], weight[:, 2:])
@@ -92,6 +93,10 @@ class Trainee(nn.Module):
         mean = lambda value: (value * seen).sum() / seen.sum().clamp(min=1)
         return mean(kl), mean(kept.detach()), mean(-torch.log(kept + 1e-6))
 
+    def cast(self, parameters: dict[str, torch.Tensor], simulate: bool) -> dict[str, torch.Tensor]:
+        """What the forward takes for the fp32 parameters (see `cast` of this file)."""
+        return cast(parameters, self.forms, simulate)
+
     def _mass(self, attn, x, q, entries, step: Step, sub: Step) -> torch.Tensor:
         """Attention mass over entries visible to the chunk, normalised: fp32 [B, C, n], 0 where invisible."""
         first = max(0, sub.starts[0] - attn.W + 1)
@@ -120,7 +125,8 @@ class _Holding:
     index: SequenceCompressor
 
 
-def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Weighted mean in nats: logits fp32 [N, vocab], target int64 [N], weight fp32 [N]."""
     loss = F.cross_entropy(logits, target, reduction="none")
     return (loss * weight).sum() / weight.sum().clamp(min=1)
 
@@ -132,20 +138,20 @@ def cast(parameters: dict[str, torch.Tensor], forms: dict[str, WeightFormat], si
     """
     out = {}
     for name, p in parameters.items():
-        matrix = p.dim() > 1 and p.is_floating_point() and not name.endswith((".fn", ".ape"))
         if simulate and forms[name] is not WeightFormat.DENSE:
             with torch.no_grad():
                 change = stored(p, forms[name]) - p
             p = p + change
-        out[name] = p.to(torch.bfloat16) if matrix else p
+        out[name] = in_bf16(name, p)
     return out
+
+
+def in_bf16(name: str, p: torch.Tensor) -> torch.Tensor:
+    """A parameter as the forward takes it: matrices in bf16, everything else as it is."""
+    return p.to(torch.bfloat16) if is_matrix(name, p) else p
 
 
 def stored(p: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     """The fp32 values that a matrix (or stack) has after being stored in `form`."""
     quantise = quantize_fp8 if form is WeightFormat.FP8 else quantize_mxfp4
     return to_float(PackedWeight(form, *quantise(p.flatten(0, -2)))).view(p.shape)
-
-
-def forms_of(trainee: Trainee) -> dict[str, WeightFormat]:
-    return {f"model.{name}": form for name, form in shipped_forms(trainee.model).items()}

@@ -1,6 +1,7 @@
 """A stretch of training on a CPU: it learns, resumes, and its ablation is compared at the same step."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def states(corpus, tmp_path_factory):
     """(state of the model, of its ablation), four steps of 1,024 tokens each, in two stretches."""
     root = tmp_path_factory.mktemp("states")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "BATCH", 1024)
+        patch.setattr(recipe, "DEMO", replace(recipe.DEMO, batch=1024))
         patch.setattr(train_demo, "WINDOW_ONLY", ONLY)
         for name, raw in (("full", SMALL), ("window", ONLY)):
             (root / name).mkdir()
