@@ -1,0 +1,36 @@
+"""Grouped-query attention over a position-addressed cache, all keys up to the query's own position."""
+
+import torch
+
+from kernels.grouped_attention.termination import Termination, newest_first, traverse
+
+SCRATCH_BYTES = 256 << 20  # of logits: queries are taken a few at a time
+
+
+def grouped_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, window: int | None,
+                      scale: float, termination: Termination | None = None):
+    """o = softmax(scale · q·K)·V over keys 0 … p of a query at position p, of these only the last `window` if that is given.
+
+    q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]: query t of row b stands at p = start[b] + t, and its own key is in
+    the cache. Query head h reads KV head h // (H // KV). Returns [B, T, H, D] in q.dtype; fp32 softmax.
+    With `termination` returns (out, tiles read int32 [B, T, KV]) instead: the first tile of the sequence, then the newest first.
+    """
+    (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
+    position = start.unsqueeze(1) + torch.arange(T, device=q.device)
+    first = torch.zeros_like(position) if window is None else (position - window + 1).clamp(min=0)
+    if termination is not None:
+        tiles = newest_first(position, first, -(-S // termination.tile), termination.tile).expand(B, T, KV, -1, -1)
+        out, read = traverse(q, keys, values, tiles, position, window, scale, termination)
+        return out.to(q.dtype), read
+    out, place = torch.empty_like(q), torch.arange(S, device=q.device)
+    written = (place <= position[:, -1:]).view(B, 1, S, 1)
+    k, v = (torch.where(written, x.float(), 0) for x in (keys, values))  # 0 · NaN is NaN
+    step = max(1, SCRATCH_BYTES // (4 * B * H * S))
+    for t in range(0, T, step):
+        s = slice(t, t + step)
+        heads = q[:, s].float().view(B, -1, KV, H // KV, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, KV, G·t, D]
+        seen = (place <= position[:, s].unsqueeze(-1)) & (place >= first[:, s].unsqueeze(-1))     # [B, t, S]
+        logits = (heads @ k.transpose(-1, -2) * scale).unflatten(2, (H // KV, -1)).masked_fill(~seen[:, None, None], float("-inf"))
+        o = torch.softmax(logits, -1).flatten(2, 3) @ v
+        out[:, s] = o.unflatten(2, (H // KV, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+    return out
