@@ -8,7 +8,7 @@ import torch
 from kernels.errors import UnsupportedInput
 from kernels.grouped_attention.termination import OFFSET, PROBED, STEP, Termination
 from kernels.grouped_attention.triton_tiles import LOG2E, attend, merge
-from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
+from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, processors, require_device
 
 FEW = 16          # tokens of a row that are planned as one, so that each has the bits of a step of its own
 UNIT = 128        # tokens that are dealt to a split at a time
@@ -28,6 +28,8 @@ class Tile(NamedTuple):
 @lru_cache(maxsize=256)
 def tile_shape(width: int, fp32: bool, capability: tuple[int, int]) -> Tile:
     """A tile that fits: shared memory of 163 KB (8.0), 227 KB (9.0, 10.0) or 99 KB a multiprocessor."""
+    if interpreting():
+        return Tile(64, 4, 1, 1)
     if fp32:
         return Tile(32 if width <= 128 else 16, 4, 1, 1)
     keys = 64 if width <= 128 else 32
