@@ -8,7 +8,7 @@ from kernels.grouped_attention.termination import Termination
 from kernels.grouped_attention.triton_decode import FEW, attend_queries, check
 from kernels.grouped_attention.triton_prefill import prefill
 from kernels.grouped_attention.triton_tiles import LOG2E
-from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power
+from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power
 
 
 def grouped_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, window: int | None,
@@ -42,10 +42,8 @@ grouped_attention.__doc__ = f"{reference.grouped_attention.__doc__}\n\n    On a 
 
 def prefill_shape(width: int, fp32: bool, capability: tuple[int, int]) -> tuple[int, int, int, int]:
     """(queries, keys, warps, stages) of a tile."""
-    if interpreting():
-        return 32, 32, 4, 1
     if fp32:
-        return 32, 32, 4, 1
+        return 32, 32, 8, 1
     if capability[0] in (9, 10):
         return (128, 128, 8, 2) if width <= 128 else (128, 64, 8, 2)
     return (64, 64 if width <= 128 else 32, 4, 2)

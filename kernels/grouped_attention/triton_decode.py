@@ -31,11 +31,11 @@ def tile_shape(width: int, fp32: bool, capability: tuple[int, int]) -> Tile:
     if interpreting():
         return Tile(64, 4, 1, 1)
     if fp32:
-        return Tile(32 if width <= 128 else 16, 4, 1, 1)
+        return Tile(32 if width <= 128 else 16, 8, 1, 1)
     keys = 64 if width <= 128 else 32
     if capability[0] in (9, 10):
-        return Tile(keys, 4, 3, 2)
-    return Tile(keys, 4, 2, 2 if capability in ((8, 0), (8, 7)) else 1)
+        return Tile(keys, 4, 4, 2)
+    return Tile(keys, 4, 3, 2 if capability in ((8, 0), (8, 7)) else 1)
 
 
 def plan(rows: int, units: int, width: int, fp32: bool, capability: tuple[int, int], processors: int) -> tuple[Tile, int]:

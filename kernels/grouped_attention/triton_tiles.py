@@ -135,31 +135,30 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
         probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
         before, norm = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32)
         streak, stopped = tl.zeros((BH,), tl.int32), h >= G
-        read, j, running = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), mine > 0
+        read, running, met = tl.full((), 0, tl.int32), mine > 0, tl.full((), 0, tl.int32)
         place = positions(base, LISTED, BLOCK, BN)
         seen = (place > lowest) & (place <= p) & running
         k = load_tile(KEYS, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
         v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
-        for round in tl.range(0, mine, num_stages=1):  # Triton (3.7) fails on this as a while; what is skipped costs a branch
-            if running:
-                any_seen = tl.full((), 0, tl.int32)
-                for part in tl.static_range(SUB):  # the next tile is on its way while one is added
-                    j += 1
-                    base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
-                    place = positions(base, LISTED, BLOCK, BN)
-                    next_seen = (place > lowest) & (place <= p) & (j < mine * SUB)
-                    next_k = load_tile(KEYS, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
-                    next_v = load_tile(VALUES, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
-                    m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
-                    any_seen = tl.maximum(any_seen, tl.max(seen.to(tl.int32), 0))
-                    k, v, seen = next_k, next_v, next_seen
-                stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
-                counts = any_seen > 0  # a tile in which nothing is seen is none
-                streak = tl.where(counts, tl.where(stable & (read > 0), streak + 1, 0), streak)
-                before, norm = tl.where(counts, x, before), tl.where(counts, square, norm)
-                stopped = stopped | (streak >= patience)
-                read += any_seen
-                running = (j < mine * SUB) & (tl.min(stopped.to(tl.int32), 0) == 0)
+        for j in tl.range(1, mine * SUB + 1, num_stages=1):  # Triton (3.7) fails on this as a while; what is skipped costs a branch
+            if running:  # the next tile is on its way while one is added
+                base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
+                place = positions(base, LISTED, BLOCK, BN)
+                next_seen = (place > lowest) & (place <= p) & (j < mine * SUB)
+                next_k = load_tile(KEYS, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+                next_v = load_tile(VALUES, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+                m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
+                met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
+                if (j % SUB == 0) & (met > 0):  # the end of a unit of which something is seen
+                    stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
+                    streak = tl.where(stable & (read > 0), streak + 1, 0)
+                    before, norm = x, square
+                    stopped = stopped | (streak >= patience)
+                    running = tl.min(stopped.to(tl.int32), 0) == 0
+                    read += 1
+                if j % SUB == 0:
+                    met = tl.full((), 0, tl.int32)
+                k, v, seen = next_k, next_v, next_seen
         tl.store(READ + row * splits + split, read)
     else:
         for j in tl.range(0, mine * SUB, num_stages=STAGES):

@@ -16,7 +16,9 @@ from kernels.indexer import triton_choose
 from scripts.aot.linear import BF16, F32, MULTIPROCESSORS, empty, launches
 
 MODULES = choice, block_summaries, grouped, triton_decode, triton_choose
-HEADS = {"llama": (32, 8, 128), "qwen": (28, 4, 128), "small": (8, 2, 64), "odd": (6, 2, 80), "alone": (4, 4, 64)}
+MODELS = {  # query heads, KV heads, width, dtype, tokens of the cache, whether every way to call is compiled
+    "llama": (32, 8, 128, BF16, 1 << 17, True), "qwen": (28, 4, 128, BF16, 1 << 20, False), "small": (8, 2, 64, BF16, 4096, False),
+    "odd": (6, 2, 80, BF16, 1024, False), "fp32": (28, 4, 128, F32, 4096, False)}
 ART = Termination()
 
 
@@ -29,36 +31,40 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
                                         ("capability", lambda _: capability), ("dependent_launch", lambda _: capability >= (9, 0))):
                 if hasattr(module, attribute):
                     stack.enter_context(patch.object(module, attribute, stand_in))
-        for name, dtype, S in (("llama", BF16, 1 << 17), ("qwen", BF16, 1 << 20), ("small", BF16, 4096), ("odd", BF16, 1024),
-                               ("alone", BF16, 1024), ("qwen", F32, 4096), ("small", F32, 4096)):
-            for label, call in _calls(*HEADS[name], dtype, S):
-                for case in launches(f"{name} {str(dtype)[6:]} {S >> 10}K {label}", call):
-                    found.setdefault(repr((case[1].__name__, *case[2:])), case)
+        for name, sizes in MODELS.items():
+            for label, call in _calls(*sizes):
+                for case in launches(f"grouped {name} {label}", call):
+                    if not case[1].__module__.startswith("kernels.indexer"):  # cases of its own
+                        found.setdefault(repr((case[1].__name__, *case[2:])), case)
     return list(found.values())
 
 
-def _calls(H: int, KV: int, D: int, dtype: torch.dtype, S: int):
+def _calls(H: int, KV: int, D: int, dtype: torch.dtype, S: int, every: bool):
     """(label, launch) of one model's operations over a cache of S tokens."""
     keys, start = empty(1, KV, S, D, dtype=dtype), empty(1, dtype=torch.int64)
-    q = lambda T, B=1: empty(B, T, H, D, dtype=dtype)
+    q = lambda T: empty(1, T, H, D, dtype=dtype)
     listed = lambda n: empty(1, 1, KV, n, dtype=torch.int32)
     dense = lambda T, *rest: grouped.grouped_attention(q(T), keys, keys, start, *rest)
-    gathered = lambda block, n, *rest: gather.gather_attention(q(1), keys, keys, listed(n), start, None, 0.1, block, *rest)
+    gathered = lambda policy, *rest: gather.gather_attention(q(1), keys, keys, listed(policy.kept), start, None, 0.1, policy.block, *rest)
     pooled = lambda block: (empty(1, KV, S // block, D, dtype=dtype),) * 3
-    chosen = lambda policy, ranked: choice.choose_blocks(q(1), KV, *pooled(policy.block), start, policy, ranked)
+    chosen = lambda policy, ranked=False: choice.choose_blocks(q(1), KV, *pooled(policy.block), start, policy, ranked)
     yield "decode", lambda: dense(1, None, 0.1)
-    yield "decode in a window", lambda: dense(1, 1000, 0.1)
     yield "decode, ART", lambda: dense(1, None, 0.1, ART)
     yield "prefill", lambda: dense(512, None, 0.1)
-    yield "prefill in a window", lambda: dense(512, 1000, 0.1)
     yield "summaries of 128", lambda: block_summaries.summarise_blocks(keys, start, 1, *pooled(128), 128)
-    yield "summaries of 16", lambda: block_summaries.summarise_blocks(keys, start, 1, *pooled(16), 16)
-    for policy in (block_bounds(), block_means(), page_bounds()):
-        n = policy.kept
-        yield f"{policy.name} gather", lambda: gathered(policy.block, n)
-        yield f"{policy.name} gather, ART", lambda: gathered(policy.block, n, ART)
-        yield f"{policy.name} choice", lambda: chosen(policy, False)
-    yield "choice by importance", lambda: chosen(block_bounds(), True)
-    yield "choice of pages by importance", lambda: chosen(page_bounds(), True)
-    yield "sink and window", lambda: chosen(sink_window(), False)
-    yield "scores", lambda: choice.block_scores(q(1), *pooled(128), start, block_bounds())
+    yield "gather", lambda: gathered(block_bounds())
+    yield "gather, ART", lambda: gathered(block_bounds(), ART)
+    yield "choice", lambda: chosen(block_bounds())
+    if every:
+        yield "decode in a window", lambda: dense(1, 1000, 0.1)
+        yield "prefill in a window", lambda: dense(512, 1000, 0.1)
+        yield "summaries of 16", lambda: block_summaries.summarise_blocks(keys, start, 1, *pooled(16), 16)
+        yield "gather of pages", lambda: gathered(page_bounds())
+        yield "gather of pages, ART", lambda: gathered(page_bounds(), ART)
+        yield "choice of pages", lambda: chosen(page_bounds())
+        yield "choice by importance", lambda: chosen(block_bounds(), True)
+        yield "choice by means", lambda: chosen(block_means())
+        yield "sink and window", lambda: chosen(sink_window())
+        yield "scores", lambda: choice.block_scores(q(1), *pooled(128), start, block_bounds())
+    if S >= 1 << 20:
+        yield "choice of many pages", lambda: chosen(page_bounds(), True)
