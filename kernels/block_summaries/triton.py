@@ -23,7 +23,7 @@ def summarise_blocks(keys: torch.Tensor, start: torch.Tensor, tokens: int, low: 
         return
     columns, early = min(CHANNELS, max(16, next_power(D))), dependent_launch(keys.device)
     some, pooled = low if low is not None else keys, mean if mean is not None else keys
-    grid = B * KV, reference.touched_blocks(tokens, block), triton.cdiv(D, columns)
+    grid = reference.touched_blocks(tokens, block), B * KV, triton.cdiv(D, columns)
     _summarise[grid](keys, start, some, high if high is not None else keys, pooled, tokens, KV, S, written[0].shape[2], D, columns,
                      block, low is not None, mean is not None, early, num_warps=4, launch_pdl=early)
 
@@ -54,13 +54,13 @@ def check(keys, start, low, high, mean, block: int) -> None:
 @triton.jit(do_not_specialize=["tokens"])
 def _summarise(KEYS, START, LOW, HIGH, MEAN, tokens, KV, S, N, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
                EXTREMES: tl.constexpr, POOLED: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Summaries of the j-th touched block (axis 1) of a row and head (axis 0), BD channels (axis 2)."""
+    """Summaries of the j-th touched block (axis 0) of a row and head (axis 1), BD channels (axis 2)."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    head, d = tl.program_id(0).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
-    start = tl.load(START + tl.program_id(0) // KV).to(tl.int32)
-    end, number, i = start + tokens, start // BLOCK + tl.program_id(1), tl.arange(0, BLOCK)
+    head, d = tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
+    start = tl.load(START + tl.program_id(1) // KV).to(tl.int32)
+    end, number, i = start + tokens, start // BLOCK + tl.program_id(0), tl.arange(0, BLOCK)
     if (number * BLOCK < end) & (number < N):
         seen = (number * BLOCK + i < end)[:, None] & (d < D)[None, :]  # what lies behind the end is not read
         k = widen(tl.load(KEYS + (head * S + number * BLOCK) * D + i[:, None] * D + d[None, :], mask=seen, other=0.0))
