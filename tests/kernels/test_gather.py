@@ -251,6 +251,14 @@ def test_termination_by_a_list_skips_what_is_absent():
     close(out, wanted)
 
 
+def test_stable_tiles_must_be_in_a_row():
+    """Those that the second head does not see (below 4) between those that it does: stable, unstable, stable, …"""
+    q, keys, values, start = concentrated()
+    blocks = torch.tensor([0, 5, 3, 7, 2, 6, 1, 4], dtype=torch.int32, device=DEVICE).view(1, 1, 1, -1)
+    run = lambda patience: gather_attention(q, keys, values, blocks, start, None, 1.0, 128, Termination(patience=patience))[1].item()
+    assert run(1) == 3 and run(2) == 8
+
+
 def test_never_stopping_is_attention():
     args = (*cache(2, 2, 6, 2, 512, 16, [400, 77]), None, 0.3)
     for splits in (None, 1, 3):

@@ -52,6 +52,14 @@ def test_decode_at_the_borders_of_units(splits, start):
     close(grouped_attention(q, keys, values, start, None, 0.3, backend="triton"), written_out(q, keys, values, start, None, 0.3))
 
 
+@pytest.mark.parametrize("splits", [70], indirect=True)
+def test_more_splits_than_the_merge_takes_at_a_time(splits):
+    q, keys, values, start = cache(1, 1, 2, 1, 72 * 128, 16, [72 * 128 - 3])
+    q, keys = q * torch.tensor([1.0, 40.0], device=DEVICE).view(1, 1, 2, 1), keys * torch.linspace(4, 0.1, 72 * 128, device=DEVICE).view(1, 1, -1, 1)
+    args = q, keys, values, start, None, 0.3
+    close(grouped_attention(*args, backend="triton"), written_out(*args), 1e-4)
+
+
 def test_tokens_of_a_row_have_the_bits_that_each_has_alone(monkeypatch):
     """As many splits for a pass over several tokens as for the steps that it stands for."""
     monkeypatch.setattr(triton_decode, "processors", lambda device: 6)
