@@ -61,6 +61,7 @@ def attend_queries(name: str, q, keys, values, blocks, start, window: int | None
         dense = S if window is None else min(S, window + 2 * unit)
         tile, splits = plan(B * KV * (1 if T <= FEW else T), -(-(dense if blocks is None else n * block) // unit), width, fp32,
                             capability(q.device), processors(q.device))
+        paged = blocks is not None and block < tile.keys  # positions are one more load ahead of keys and values
         splits = splits if rule is None or rule.splits is None else rule.splits
         partial, lse, read, dependent = out, out, tiles, dependent_launch(q.device)
         if splits > 1:
@@ -71,7 +72,8 @@ def attend_queries(name: str, q, keys, values, blocks, start, window: int | None
             q, keys, values, start if blocks is None else blocks, start, partial, lse, start if read is None else read, scale * LOG2E,
             window or 0, *_rule(rule, D), T, S, KV, n, splits, *q.stride()[:3], H // KV, D, width, max(16, next_power(H // KV)),
             tile.keys, unit, blocks is not None, block, window is not None, splits > 1, rule is not None,
-            rule is None or rule.scale, rule is None or rule.direction, *_probed(D), fp32, tile.stages, dependent,
+            rule is None or rule.scale, rule is None or rule.direction, *_probed(D), fp32,
+            2 * tile.stages - 1 if paged else tile.stages, dependent,
             num_warps=tile.warps, launch_pdl=dependent)
         if splits > 1:
             _merge(partial, lse, read, out, tiles, KV, dependent)

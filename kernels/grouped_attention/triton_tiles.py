@@ -130,11 +130,11 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
     m = tl.full((BH,), float("-inf"), tl.float32)
     l, acc = tl.zeros((BH, BN), tl.float32), tl.zeros((BH, DP), tl.float32)
     SUB: tl.constexpr = UNIT // BN
-    base = base_of(0, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
     if ART:
         probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
         before, norm = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32)
         streak, stopped = tl.zeros((BH,), tl.int32), h >= G
+        base = base_of(0, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
         read, running, met = tl.full((), 0, tl.int32), mine > 0, tl.full((), 0, tl.int32)
         place = positions(base, LISTED, BLOCK, BN)
         seen = (place > lowest) & (place <= p) & running
@@ -161,14 +161,13 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
                 k, v, seen = next_k, next_v, next_seen
         tl.store(READ + row * splits + split, read)
     else:
-        for j in tl.range(0, mine * SUB, num_stages=STAGES):
-            ahead = base_of(j + 1, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
+        for j in tl.range(0, mine * SUB, num_stages=STAGES):  # a number of a block carried from tile to tile would undo the pipeline
+            base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
             place = positions(base, LISTED, BLOCK, BN)
             seen = (place > lowest) & (place <= p)
             k = load_tile(KEYS, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
             v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
             m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
-            base = ahead
     total = tl.sum(l, 1)
     out = acc / tl.where(total == 0, 1.0, total)[:, None]  # no key: 0
     heads = KV * G

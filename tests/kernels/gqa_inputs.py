@@ -12,7 +12,8 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 def cache(B, T, H, KV, S, D, start, dtype=torch.float32, seed=0):
     """q [B, T, H, D], keys and values [B, KV, S, D] with NaN behind each row's last token, start int64 [B]."""
-    q, keys, values = randn(B, T, H, D, seed=seed, dtype=dtype), randn(B, KV, S, D, seed=seed + 1, dtype=dtype), randn(B, KV, S, D, seed=seed + 2, dtype=dtype)
+    q = randn(B, T, H, D, seed=seed, dtype=dtype)
+    keys, values = (randn(B, KV, S, D, seed=seed + i, dtype=dtype) for i in (1, 2))
     for b, first in enumerate(start):
         keys[b, :, first + T:], values[b, :, first + T:] = NAN, NAN
     return q, keys, values, torch.tensor(start, device=DEVICE)

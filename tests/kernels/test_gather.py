@@ -269,6 +269,7 @@ def test_never_stopping_is_attention():
 
 def test_wrong_rules_are_named():
     for wrong, message in ((dict(tau=-1), "tau is -1"), (dict(phi=3), "phi is 3"), (dict(patience=0), "patience is 0"),
-                           (dict(tile=100), "tile is 100"), (dict(splits=0), "splits is 0"), (dict(scale=False, direction=False), "neither")):
+                           (dict(tile=100), "tile is 100"), (dict(splits=0), "splits is 0"),
+                           (dict(scale=False, direction=False), "neither")):
         with pytest.raises(UnsupportedInput, match=message):
             Termination(**wrong)

@@ -55,7 +55,8 @@ def test_decode_at_the_borders_of_units(splits, start):
 @pytest.mark.parametrize("splits", [70], indirect=True)
 def test_more_splits_than_the_merge_takes_at_a_time(splits):
     q, keys, values, start = cache(1, 1, 2, 1, 72 * 128, 16, [72 * 128 - 3])
-    q, keys = q * torch.tensor([1.0, 40.0], device=DEVICE).view(1, 1, 2, 1), keys * torch.linspace(4, 0.1, 72 * 128, device=DEVICE).view(1, 1, -1, 1)
+    q = q * torch.tensor([1.0, 40.0], device=DEVICE).view(1, 1, 2, 1)
+    keys = keys * torch.linspace(4, 0.1, 72 * 128, device=DEVICE).view(1, 1, -1, 1)
     args = q, keys, values, start, None, 0.3
     close(grouped_attention(*args, backend="triton"), written_out(*args), 1e-4)
 

@@ -49,7 +49,8 @@ def summarised(keys, end, block):
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("B,start,window", [(1, [0], None), (2, [126, 4000], None), (3, [127, 128, 5000], None), (1, [6000], 1000)], ids=str)
+@pytest.mark.parametrize("B,start,window", [(1, [0], None), (2, [126, 4000], None), (3, [127, 128, 5000], None), (1, [6000], 1000)],
+                         ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "fp32"])
 def test_decode(heads, B, start, window, dtype):
     H, KV, D = heads
@@ -74,7 +75,8 @@ def test_decode_of_long_contexts(length, heads):
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("T,start,window", [(17, [0], None), (512, [0, 1000], None), (2048, [3000], None), (700, [2000], 500), (128, [127], 1)], ids=str)
+@pytest.mark.parametrize("T,start,window", [(17, [0], None), (512, [0, 1000], None), (2048, [3000], None), (700, [2000], 500),
+                                            (128, [127], 1)], ids=str)
 def test_prefill(heads, T, start, window):
     H, KV, D = heads
     for dtype, tolerance in ((BF16, 4e-3), (F32, 1e-5)):
@@ -145,7 +147,8 @@ def test_ties_are_won_by_the_lowest_block():
         start = torch.tensor([N * block - 1, 3000 * block + 5], device=DEVICE)
         for k in (1, 29, 250):
             for by_importance in (False, True):
-                args = q, 2, torch.minimum(low, high), torch.maximum(low, high), None, start, Policy("p", "bound", block, 1, 2, k), by_importance
+                policy = Policy("p", "bound", block, 1, 2, k)
+                args = q, 2, torch.minimum(low, high), torch.maximum(low, high), None, start, policy, by_importance
                 assert torch.equal(choose_blocks(*args, backend="triton"), choose_blocks(*args)), (N, k, by_importance)
 
 
