@@ -1,36 +1,36 @@
-"""Grouped-query attention (Ainslie et al. 2023): H query heads share KV heads of keys and values, H // KV each."""
+"""Grouped-query attention over a position-addressed cache, all keys up to the query's own position."""
 
 import torch
 
-SCRATCH_BYTES = 64 << 20  # of one tile's logits
+from kernels.grouped_attention.termination import Termination, newest_first, traverse
+
+SCRATCH_BYTES = 256 << 20  # of logits: queries are taken a few at a time
 
 
 def grouped_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, window: int | None,
-                      scale: float) -> torch.Tensor:
-    """softmax(scale · q·kᵀ)·v over the tokens that each query sees; fp32 inside.
+                      scale: float, termination: Termination | None = None):
+    """o = softmax(scale · q·K)·V over keys 0 … p of a query at position p, of these only the last `window` if that is given.
 
-    q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]. Query t of row b stands at position start[b] + t, and its own key
-    is in the cache already; it sees positions 0 … start[b] + t, of these only the last `window` (itself included) if that is not
-    None. Query head h reads KV head h // (H // KV). What stands beyond a query's position has no part, whatever it is.
-    Returns [B, T, H, D] in q.dtype.
+    q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]: query t of row b stands at p = start[b] + t, and its own key is in
+    the cache. Query head h reads KV head h // (H // KV). Returns [B, T, H, D] in q.dtype; fp32 softmax.
+    With `termination` returns (out, tiles read int32 [B, T, KV]) instead: the first tile of the sequence, then the newest first.
     """
-    B, T, H, D = q.shape
-    KV, end = keys.shape[1], int(start.max()) + T  # of any row: waits for the device, which no other backend may
-    first = 0 if window is None else max(0, int(start.min()) + 1 - window)
+    (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T, device=q.device)
-    slot = torch.arange(first, end, device=q.device)
-    queries = (q.float() * scale).view(B, T, KV, H // KV, D).transpose(1, 2)  # [B, KV, T, G, D]
-    out = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
-    step = max(1, SCRATCH_BYTES // (4 * H * (end - first)))
-    for b in range(B):
-        seen = position[b, -1] >= slot
-        k, v = (torch.where(seen.unsqueeze(-1), rows[b, :, first:end].float(), 0) for rows in (keys, values))  # 0 · NaN is NaN
-        for t in range(0, T, step):
-            tile = slice(t, min(t + step, T))
-            part = queries[b, :, tile]
-            logits = torch.matmul(part.flatten(1, 2), k.transpose(1, 2)).view(*part.shape[:3], -1)
-            behind = position[b, tile].unsqueeze(-1) - slot                       # [t, S]: tokens between key and query
-            hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-            p = torch.softmax(logits.masked_fill_(hidden.unsqueeze(1), float("-inf")), -1)
-            out[b, tile] = torch.matmul(p.flatten(1, 2), v).view(part.shape).transpose(0, 1).flatten(1, 2).to(q.dtype)
+    first = torch.zeros_like(position) if window is None else (position - window + 1).clamp(min=0)
+    if termination is not None:
+        tiles = newest_first(position, first, -(-S // termination.tile), termination.tile).expand(B, T, KV, -1, -1)
+        out, read = traverse(q, keys, values, tiles, position, window, scale, termination)
+        return out.to(q.dtype), read
+    out, place = torch.empty_like(q), torch.arange(S, device=q.device)
+    written = (place <= position[:, -1:]).view(B, 1, S, 1)
+    k, v = (torch.where(written, x.float(), 0) for x in (keys, values))  # 0 · NaN is NaN
+    step = max(1, SCRATCH_BYTES // (4 * B * H * S))
+    for t in range(0, T, step):
+        s = slice(t, t + step)
+        heads = q[:, s].float().view(B, -1, KV, H // KV, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, KV, G·t, D]
+        seen = (place <= position[:, s].unsqueeze(-1)) & (place >= first[:, s].unsqueeze(-1))     # [B, t, S]
+        logits = (heads @ k.transpose(-1, -2) * scale).unflatten(2, (H // KV, -1)).masked_fill(~seen[:, None, None], float("-inf"))
+        o = torch.softmax(logits, -1).flatten(2, 3) @ v
+        out[:, s] = o.unflatten(2, (H // KV, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
     return out

@@ -51,7 +51,8 @@ class Journal:
 
 def restore(values: dict) -> Result:
     timing = lambda t: None if t is None else Timing(**t)
-    found = {name: PeerResult(**{**p, "timing": timing(p["timing"])}) for name, p in values["peers"].items()}
+    found = {name: PeerResult(**{**p, "timing": timing(p["timing"]), "beside": timing(p.get("beside"))})
+             for name, p in values["peers"].items()}
     return Result(**{**values, "timing": timing(values["timing"]), "peers": found,
                      "limits": [Kernel(**k) for k in values.get("limits", ())]})
 

@@ -22,12 +22,13 @@ class DeviceLost(Exception):
 
 @dataclass
 class PeerResult:
-    """A peer's time, or why there is none. tolerance is NaN where the peer has no check of its own."""
+    """A peer's time, or why there is none. tolerance is NaN where the peer has no check of its own; beside: ours, if timed in turns."""
 
     timing: Timing | None = None
     error: float = math.nan
     tolerance: float = math.nan
     why: str = ""
+    beside: Timing | None = None
 
 
 @dataclass
@@ -102,12 +103,14 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
         if not passes(result.error, result.tolerance):
             result.why = f"error {result.error:.2e} over {result.tolerance:.2e}"
             return result
-        result.timing = clock.runs([run for run, _ in sets], replays)
+        runs = [run for run, _ in sets]
+        result.timing = clock.runs(runs, replays)
+        ours = clock.captured(runs) if row.interleaved and with_peers else None
     except Exception as failure:  # a row that does not run is a red row of the table, not the end of the others
         result.why = _one_line(failure)
         return result
     finally:
-        sets = None
+        sets = runs = None
         release()
     if with_peers:
         for name, make in (row.peers | peers.for_row(row)).items():
@@ -118,7 +121,11 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
             if name in crashed:
                 result.peers[name] = PeerResult(why="crashed the process")
             else:
-                result.peers[name] = measure_peer(row, make, clock, replays)
+                result.peers[name] = measure_peer(row, make, clock, replays, ours)
+        if ours and result.best_peer:
+            result.timing = result.peers[result.best_peer[0]].beside
+        ours = None
+        release()
     return result
 
 
@@ -134,7 +141,8 @@ def examine(row: Row, result: Result) -> None:
         release()
 
 
-def measure_peer(row: Row, make: Callable, clock: Clock, replays: int) -> PeerResult:
+def measure_peer(row: Row, make: Callable, clock: Clock, replays: int, ours: list | None = None) -> PeerResult:
+    """ours: graphs of our own runs, to be timed in turns with the peer's."""
     result = PeerResult()
     try:
         sets = [_pair(make(i)) for i in range(SETS if row.bytes <= FLUSH_BYTES else 1)]
@@ -143,7 +151,10 @@ def measure_peer(row: Row, make: Callable, clock: Clock, replays: int) -> PeerRe
             if not passes(result.error, result.tolerance):
                 result.why = f"error {result.error:.2e} over {result.tolerance:.2e}: not timed"
                 return result
-        result.timing = clock.runs([run for run, _ in sets], replays)
+        if ours is None:
+            result.timing = clock.runs([run for run, _ in sets], replays)
+        else:
+            result.beside, result.timing = clock.in_turns(ours, clock.captured([run for run, _ in sets]), replays=replays)
     except peers.NotInstalled as missing:
         result.why = f"not installed: {missing}"
     except Exception as failure:  # other people's code: whatever it raises, the table says so and goes on

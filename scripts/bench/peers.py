@@ -18,7 +18,7 @@ import torch
 from scripts.bench.row import Row
 
 ADAPTERS: dict[str, dict[str, Callable]] = {}   # operation → name → make(row, i)
-MODULES = ("peers_torch", "peers_attention", "peers_indexer", "peers_mhc", "peers_experts")
+MODULES = ("peers_torch", "peers_attention", "peers_indexer", "peers_mhc", "peers_experts", "peers_sdpa")
 
 
 class NotInstalled(Exception):

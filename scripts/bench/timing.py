@@ -128,6 +128,26 @@ class Clock:
         hot = [self.once(graphs[0].replay, cold=False) for _ in range(replays)]
         return summary(cold, hot, kernels)
 
+    def in_turns(self, *parties: Sequence[torch.cuda.CUDAGraph], replays: int) -> list[Timing]:
+        """As `graphs` of several parties, one replay of each after the other, so that what changes on the machine falls on all."""
+        for graph in (graph for graphs in parties for graph in graphs):
+            graph.replay()
+        longest = max(self.once(graphs[0].replay, cold=True) for graphs in parties)
+        if longest > LONG_US:
+            replays = max(3, min(replays, int(replays * LONG_US / longest)))
+        cold, hot = ([[] for _ in parties] for _ in range(2))
+        for i in range(replays):
+            for times, graphs in zip(cold, parties):
+                times.append(self.once(graphs[i % len(graphs)].replay, cold=True))
+        for i in range(replays):
+            for times, graphs in zip(hot, parties):
+                self.once(graphs[0].replay, cold=False)  # the other party's keys leave L2
+                times.append(self.once(graphs[0].replay, cold=False))
+        return [summary(*times, count_kernels(graphs[0])) for times, graphs in zip(zip(cold, hot), parties)]
+
+    def captured(self, runs: Sequence[Callable[[], object]]) -> list[torch.cuda.CUDAGraph]:
+        return [capture(run) for run in runs]
+
     def runs(self, runs: Sequence[Callable[[], object]], replays: int = 30) -> Timing:
         """Capture and time runs of the same work on different inputs. Counts the kernels of one run."""
         graphs = [capture(run) for run in runs]

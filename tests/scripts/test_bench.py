@@ -5,6 +5,7 @@ import math
 import struct
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from scripts import bench_kernels
 from scripts.bench import assembled, decode, decode_report, fatbin, limits, measure, peers, report
-from scripts.bench.journal import Journal, supervise
+from scripts.bench.journal import Journal, restore, supervise
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.row import Row
 from scripts.bench.timing import Machine, Timing, percentile, summary
@@ -146,6 +147,22 @@ def test_peers_can_be_left_out(monkeypatch):
     got = measure.measure(row(), FakeClock(), MACHINE, 20, left_out="^slow")
     assert got.peers["plain"].timing and got.peers["slow one"].why == "left out on the command line"
     assert "left out on the command line: slow one" in report.markdown([got], MACHINE, ABOUT)
+
+
+def test_peers_may_be_timed_in_turns_with_ours(monkeypatch):
+    """What is reported of ours is its time beside the fastest peer; the journal keeps both."""
+    class Turns(FakeClock):
+        def captured(self, runs):
+            return [run() for run in runs]
+
+        def in_turns(self, ours, theirs, replays):
+            return Timing(theirs[0] + 1.0, 1.0, 0.0, replays, 1), Timing(theirs[0], 1.0, 0.0, replays, 1)
+
+    monkeypatch.setattr(peers, "for_row", lambda r: {"slow": lambda i: lambda: 30.0, "fast": lambda i: lambda: 20.0})
+    got = measure.measure(row(interleaved=True), Turns(), MACHINE, 20)
+    assert got.best_peer == ("fast", 20.0) and got.timing.cold_us == 21.0 and got.peers["slow"].beside.cold_us == 31.0
+    assert restore(json.loads(json.dumps(asdict(got)))).peers["fast"].beside == got.timing
+    assert measure.measure(row(), Turns(), MACHINE, 20).peers["fast"].beside is None
 
 
 def test_json_and_svg(tmp_path):

@@ -1,0 +1,128 @@
+"""Run-time termination of attention (ART): when to stop reading keys.
+
+A query's keys come in tiles, the most important first. After tile t a probe looks at x⁽ᵗ⁾, some scattered channels of the output
+that the tiles so far give, normalised by their own sum. A tile is stable when ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ < τ and 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ.
+A query head stops after p stable tiles in a row, for good.
+
+The heads of a group share their tiles, so a tile is read until every head of the group has stopped, and a head that has stopped
+keeps adding what is read anyway: the bytes are paid for, and more keys only bring it nearer to attention over all of them. Each
+head's own decision is the one that it would take alone.
+
+Tiles in which a query sees nothing (padding of a keep-set, keys outside the window) are no tiles: they are neither read, counted
+nor probed, or else an unchanged output would pass for a stable one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.errors import UnsupportedInput
+
+PROBED, STEP, OFFSET = 32, 37, 5  # channels of a probe, and where they are
+
+
+@dataclass(frozen=True)
+class Termination:
+    """τ, φ and p, and what an ablation leaves out.
+
+    scale, direction, persistence: False leaves out the test of ‖Δx‖, of the cosine, or the wait for p stable tiles (then p = 1).
+    tile: tokens of a tile, a multiple of 64. splits: a query's tiles are dealt out to so many traversals like cards, each of which
+    terminates by itself on the output over its own tiles, and their outputs are merged by their sums; 1 is the definition. None
+    leaves the number to the implementation (1 in the reference).
+    """
+
+    tau: float = 1e-5
+    phi: float = 1e-3
+    patience: int = 5
+    scale: bool = True
+    direction: bool = True
+    persistence: bool = True
+    tile: int = 128
+    splits: int | None = None
+
+    def __post_init__(self):
+        for name, value, fits, wanted in (
+                ("tau", self.tau, self.tau >= 0, "0 (never stop) or more"), ("phi", self.phi, 0 <= self.phi <= 2, "between 0 and 2"),
+                ("patience", self.patience, self.patience >= 1, "1 or more"),
+                ("tile", self.tile, self.tile > 0 and self.tile % 64 == 0, "a multiple of 64"),
+                ("splits", self.splits, self.splits is None or self.splits >= 1, "1 or more, or None")):
+            if not fits:
+                raise UnsupportedInput(f"termination: {name} is {value}; expected {wanted}")
+        if not self.scale and not self.direction:
+            raise UnsupportedInput("termination: neither scale nor direction is tested; every tile would be stable")
+
+    @property
+    def wait(self) -> int:
+        """Stable tiles in a row after which a head stops."""
+        return self.patience if self.persistence else 1
+
+    def stable(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Whether the probe x [..., channels] fp32 is stable after `before`: bool [...]. Zeros have no direction, so are not."""
+        near = (x - before).square().sum(-1) < self.tau ** 2
+        along = (x * before).sum(-1) > (1 - self.phi) * (x.square().sum(-1) * before.square().sum(-1)).sqrt()
+        return (near | (not self.scale)) & (along | (not self.direction))
+
+
+def probed_channels(D: int) -> torch.Tensor:
+    """The channels of a probe: int64 [min(32, D)], (5 + 37·i) mod D, ascending; all of them where D has at most 32 or is a
+    multiple of 37, in which case the first 32."""
+    if D <= PROBED or D % STEP == 0:
+        return torch.arange(min(PROBED, D))
+    return ((OFFSET + STEP * torch.arange(PROBED)) % D).sort().values
+
+
+def traverse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, position: torch.Tensor,
+             window: int | None, scale: float, rule: Termination) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over tiles of tokens, in their order, with termination. fp32.
+
+    q [B, T, H, D]; keys, values [B, KV, S, D]; tiles int64 [B, T, KV, n, tile]: positions, −1 = nothing there; position int64
+    [B, T]: of each query. Returns out fp32 [B, T, H, D] and the tiles read, int32 [B, T, KV].
+    """
+    splits, n = rule.splits or 1, tiles.shape[3]
+    parts = [_traversal(q, keys, values, tiles[:, :, :, s::splits], position, window, scale, rule) for s in range(min(splits, n))]
+    lse = torch.stack([part[1] for part in parts])
+    weight = torch.softmax(lse, 0).nan_to_num()  # all −inf: nothing is seen
+    out = sum(w.unsqueeze(-1) * part[0] for w, part in zip(weight, parts))
+    return out.flatten(2, 3), sum(part[2] for part in parts)
+
+
+def _traversal(q, keys, values, tiles, position, window, scale, rule):
+    """One traversal: out [B, T, KV, G, D], the logarithm of its sum [B, T, KV, G], tiles read int32 [B, T, KV]."""
+    (B, T, H, D), KV = q.shape, keys.shape[1]
+    heads = q.float().view(B, T, KV, H // KV, D)
+    top = heads.new_full(heads.shape[:-1], float("-inf"))
+    total, acc, before = torch.zeros_like(top), torch.zeros_like(heads), None
+    streak, stopped = torch.zeros_like(top, dtype=torch.int32), torch.zeros_like(top, dtype=torch.bool)
+    read, channels = torch.zeros(B, T, KV, dtype=torch.int32, device=q.device), probed_channels(D).to(q.device)
+    b, kv = torch.arange(B, device=q.device).view(B, 1, 1, 1), torch.arange(KV, device=q.device).view(KV, 1)
+    for place in tiles.unbind(3):
+        seen = (place >= 0) & (place <= position.view(B, T, 1, 1))
+        if window is not None:
+            seen &= place > position.view(B, T, 1, 1) - window
+        live = seen.any(-1) & ~stopped.all(-1)
+        seen &= live.unsqueeze(-1)
+        at = place.clamp(min=0)
+        k, v = (torch.where(seen.unsqueeze(-1), x[b, kv, at].float(), 0) for x in (keys, values))
+        logits = (heads @ k.transpose(-1, -2) * scale).masked_fill(~seen.unsqueeze(3), float("-inf"))
+        above = torch.maximum(top, logits.amax(-1))
+        safe = above.masked_fill(above == float("-inf"), 0)
+        keep, p = (top - safe).exp(), (logits - safe.unsqueeze(-1)).exp()
+        top, total, acc = above, total * keep + p.sum(-1), acc * keep.unsqueeze(-1) + p @ v
+        x = (acc / total.clamp(min=1e-38).unsqueeze(-1))[..., channels]
+        stable = rule.stable(x, before) & (read > 0).unsqueeze(-1) if before is not None else torch.zeros_like(stopped)
+        streak = torch.where(live.unsqueeze(-1), torch.where(stable, streak + 1, 0), streak)
+        stopped, before, read = stopped | (streak >= rule.wait), x, read + live.int()
+    return acc / total.clamp(min=1e-38).unsqueeze(-1), top + total.log(), read
+
+
+def newest_first(position: torch.Tensor, first: torch.Tensor, n: int, tile: int) -> torch.Tensor:
+    """Tiles of a dense traversal: the first tile of the sequence, where it is seen at all, then the newest to the oldest.
+
+    position int64 [B, T]; first int64 [B, T]: the first position seen. Returns positions int64 [B, T, 1, n, tile], −1 beyond.
+    """
+    last, lowest = (position // tile).unsqueeze(-1), (first // tile).unsqueeze(-1)
+    i = torch.arange(n, device=position.device)
+    number = torch.where(lowest == 0, torch.where(i == 0, 0, last + 1 - i), last - i)
+    number = torch.where(i <= last - lowest, number, -1)
+    place = number.unsqueeze(-1) * tile + torch.arange(tile, device=position.device)
+    return torch.where(number.unsqueeze(-1) >= 0, place, -1).unsqueeze(2)

@@ -1,0 +1,208 @@
+"""Device code of grouped-query attention of single queries: one pass over dealt-out tiles of keys, and the merge of such passes.
+
+A program takes one token of a row, one KV head with all query heads of its group, and every `splits`-th of the token's units. A
+unit is UNIT tokens: of the sequence, the first unit first and then the newest to the oldest, or of a list of blocks in its order.
+Dealing units out like cards gives each split keys of all ages, and equal work at every length. Logits are kept in powers of two
+(scale comes multiplied by log2 e).
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.attention.triton_tiles import weigh
+from kernels.quantize.triton_codes import narrow, widen
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def unit_base(i, first, last, UNIT: tl.constexpr):
+    """First position of unit i of a dense traversal: the first unit of the sequence if it is seen at all, then newest first."""
+    back = tl.where(first == 0, i - 1, i)
+    return tl.where((first == 0) & (i == 0), 0, last - back) * UNIT
+
+
+@triton.jit
+def listed_base(BLOCKS, at, n, BLOCK: tl.constexpr):
+    """Position that token `at` of a list of n blocks has; negative, by at least one block, where nothing is."""
+    slot = at // BLOCK
+    number = tl.load(BLOCKS + slot, mask=slot < n, other=-1)
+    return tl.where(number < 0, -BLOCK, number * BLOCK + at % BLOCK)
+
+
+@triton.jit
+def base_of(j, split, splits, first, last, BLOCKS, n, LISTED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
+            UNIT: tl.constexpr):
+    """Position at which tile j of a split's tiles begins: a number, or [BN] positions where tiles hold several blocks."""
+    SUB: tl.constexpr = UNIT // BN
+    i, part = split + j // SUB * splits, j % SUB * BN
+    if LISTED:
+        if BLOCK >= BN:
+            base = listed_base(BLOCKS, i * UNIT + part, n, BLOCK)
+        else:
+            base = listed_base(BLOCKS, i * UNIT + part + tl.arange(0, BN), n, BLOCK)
+    else:
+        base = unit_base(i, first, last, UNIT) + part
+    return base
+
+
+@triton.jit
+def positions(base, LISTED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
+    """int32 [BN] positions of a tile that begins at `base`."""
+    if LISTED and BLOCK < BN:
+        place = base
+    else:
+        place = base + tl.arange(0, BN)
+    return place
+
+
+@triton.jit
+def load_tile(POOL, base, seen, d, D: tl.constexpr, DP: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
+              FP32: tl.constexpr):
+    """Keys or values [BN, DP] at a tile's positions; zeros where they are not seen, which is not read."""
+    if LISTED and BLOCK < BN:
+        at = base[:, None].to(tl.int64) * D + d[None, :]
+    else:
+        POOL += base.to(tl.int64) * D
+        at = tl.arange(0, BN)[:, None] * D + d[None, :]
+    if D == DP:
+        x = tl.load(POOL + at, mask=seen[:, None], other=0.0)
+    else:
+        x = tl.load(POOL + at, mask=seen[:, None] & (d < D)[None, :], other=0.0)
+    return widen(x) if FP32 else x
+
+
+@triton.jit
+def add_tile(q, k, v, seen, m, l, acc, scale):
+    """One step of the running softmax. m [BH] maximum, l [BH, BN] sums by place in the tile, acc [BH, DP] weighted values."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    m, keep, p = weigh(s, seen, m, scale)
+    return m, l * keep[:, None] + p, tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+
+
+@triton.jit
+def probe(l, acc, probed, before, norm, tau, cosine, SCALE: tl.constexpr, DIRECTION: tl.constexpr):
+    """(stable int1 [BH], x [BH, DP], x·x [BH]) of the output so far; `before` and `norm` are those of the tile before."""
+    total = tl.sum(l, 1)
+    x = tl.where(probed[None, :], acc / tl.where(total == 0, 1.0, total)[:, None], 0.0)
+    square = tl.sum(x * x, 1)
+    stable = square == square
+    if SCALE:  # ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ < τ
+        stable = stable & (tl.sum((x - before) * (x - before), 1) < tau * tau)
+    if DIRECTION:  # 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ
+        stable = stable & (tl.sum(x * before, 1) > cosine * tl.sqrt(square * norm))
+    return stable, x, square
+
+
+@triton.jit(do_not_specialize=["T", "n", "splits", "window", "patience"])
+def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, cosine, patience, T, S, KV, n, splits, q_b, q_t, q_h,
+           G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+           LISTED: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, ART: tl.constexpr,
+           SCALE: tl.constexpr, DIRECTION: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, PROBED: tl.constexpr,
+           FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Attention of token t of row b to its keys under one KV head: axis 0 is (b·T + t)·KV + kv, axis 1 the split.
+
+    Q [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; BLOCKS int32 [B, T, KV, n] if LISTED; START int64 [B]. OUT [B·T, splits, H, D] in
+    fp32 with LSE fp32 [B·T, H, splits] (base 2, −inf of an empty split) if SPLIT, else OUT [B·T, H, D]. ART: terminates, and READ
+    int32 [B·T·KV, splits] gets the units read; channel d is probed if ((d − OFFSET)·STEP) mod D < PROBED.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, split = tl.program_id(0), tl.program_id(1)
+    kv, token = row % KV, row // KV
+    b, t = token // T, token % T
+    p = tl.minimum(tl.load(START + b) + t, S - 1).to(tl.int32)
+    lowest = tl.full((), -1, tl.int32)  # the last position that is not seen
+    if WINDOWED:
+        lowest = tl.maximum(p - window, -1)
+    first, last = (lowest + 1) // UNIT, p // UNIT
+    units = tl.cdiv(n * BLOCK, UNIT) if LISTED else last - first + 1
+    mine = tl.maximum(tl.cdiv(units - split, splits), 0)
+    h, d, head = tl.arange(0, BH), tl.arange(0, DP), b.to(tl.int64) * KV + kv
+    KEYS += head * S * D
+    VALUES += head * S * D
+    BLOCKS += row.to(tl.int64) * n
+    inside = (h < G)[:, None] & (d < D)[None, :]
+    q = tl.load(Q + b.to(tl.int64) * q_b + t * q_t + (kv * G + h)[:, None] * q_h + d[None, :], mask=inside, other=0.0)
+    if FP32:
+        q = widen(q)
+    m = tl.full((BH,), float("-inf"), tl.float32)
+    l, acc = tl.zeros((BH, BN), tl.float32), tl.zeros((BH, DP), tl.float32)
+    SUB: tl.constexpr = UNIT // BN
+    if ART:
+        probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
+        before, norm = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32)
+        streak, stopped = tl.zeros((BH,), tl.int32), h >= G
+        base = base_of(0, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
+        read, running, met = tl.full((), 0, tl.int32), mine > 0, tl.full((), 0, tl.int32)
+        place = positions(base, LISTED, BLOCK, BN)
+        seen = (place > lowest) & (place <= p) & running
+        k = load_tile(KEYS, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+        v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+        for j in tl.range(1, mine * SUB + 1, num_stages=1):  # Triton (3.7) fails on this as a while; what is skipped costs a branch
+            if running:  # the next tile is on its way while one is added
+                base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
+                place = positions(base, LISTED, BLOCK, BN)
+                next_seen = (place > lowest) & (place <= p) & (j < mine * SUB)
+                next_k = load_tile(KEYS, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+                next_v = load_tile(VALUES, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+                m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
+                met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
+                if (j % SUB == 0) & (met > 0):  # the end of a unit of which something is seen
+                    stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
+                    streak = tl.where(stable & (read > 0), streak + 1, 0)
+                    before, norm = x, square
+                    stopped = stopped | (streak >= patience)
+                    running = tl.min(stopped.to(tl.int32), 0) == 0
+                    read += 1
+                if j % SUB == 0:
+                    met = tl.full((), 0, tl.int32)
+                k, v, seen = next_k, next_v, next_seen
+        tl.store(READ + row * splits + split, read)
+    else:
+        for j in tl.range(0, mine * SUB, num_stages=STAGES):  # a number of a block carried from tile to tile would undo the pipeline
+            base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
+            place = positions(base, LISTED, BLOCK, BN)
+            seen = (place > lowest) & (place <= p)
+            k = load_tile(KEYS, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+            v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+            m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
+    total = tl.sum(l, 1)
+    out = acc / tl.where(total == 0, 1.0, total)[:, None]  # no key: 0
+    heads = KV * G
+    at = ((token.to(tl.int64) * splits + split) * heads + kv * G + h)[:, None] * D + d[None, :]
+    tl.store(OUT + at, narrow(out, OUT.dtype.element_ty), mask=inside)
+    if SPLIT:
+        tl.store(LSE + (token.to(tl.int64) * heads + kv * G + h) * splits + split, m + tl.log2(total), mask=h < G)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge(PARTIAL, LSE, READ, OUT, TILES, H, splits, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+          ART: tl.constexpr, DEPENDENT: tl.constexpr):
+    """PARTIAL fp32 [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] → OUT [N, H, D]; the units that all splits
+    read → TILES int32 [N, KV]. BS splits at a time, in order; an empty split counts nothing."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    nh, d, s = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
+    n, h = nh // H, nh % H
+    lses, parts = LSE + nh.to(tl.int64) * splits, PARTIAL + n.to(tl.int64) * splits * H * D + h * D
+    top = tl.full((), float("-inf"), tl.float32)
+    total, acc = tl.full((), 0.0, tl.float32), tl.zeros((BD,), tl.float32)
+    for s0 in range(0, splits, BS):
+        lse = tl.load(lses + s0 + s, mask=s0 + s < splits, other=float("-inf"))
+        live = (lse != float("-inf"))[:, None] & (d < D)[None, :]  # NaN is live
+        part = tl.load(parts + ((s0 + s) * (H * D))[:, None] + d[None, :], mask=live, other=0.0)
+        above = tl.maximum(top, tl.max(lse, 0))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        keep, weight = tl.exp2(top - safe), tl.exp2(lse - safe)
+        total, acc = total * keep + tl.sum(weight, 0), acc * keep + tl.sum(weight[:, None] * part, 0)
+        top = above
+    tl.store(OUT + nh.to(tl.int64) * D + d, narrow(acc / tl.where(total == 0, 1.0, total), OUT.dtype.element_ty), mask=d < D)
+    if ART:
+        if (h % G == 0) & (tl.program_id(1) == 0):
+            count = tl.zeros((BS,), tl.int32)
+            for s0 in range(0, splits, BS):
+                count += tl.load(READ + (nh // G).to(tl.int64) * splits + s0 + s, mask=s0 + s < splits, other=0)
+            tl.store(TILES + nh // G, tl.sum(count, 0))

@@ -1,0 +1,141 @@
+"""Grouped-query attention over long caches: dense decode beside each of torch's SDPA backends, and gather-decode (choice and
+attention) beside the fastest of them.
+
+Ours and each peer are replayed in turns (`Row.interleaved`), so that a drift of the machine falls on both.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from kernels.block_choice import Policy, block_bounds, block_scores, choose_blocks
+from kernels.block_summaries import summarise_blocks
+from kernels.gather_attention import gather_attention
+from kernels.grouped_attention import Termination, grouped_attention
+from scripts.bench.inputs import difference, generator
+from scripts.bench.row import Row
+
+QWEN, LLAMA = (28, 4, 128), (32, 8, 128)  # query heads, KV heads, width
+CONTEXTS = {"8K": 1 << 13, "32K": 1 << 15, "128K": 1 << 17, "1M": 1 << 20}
+KEPT = 4096          # tokens
+TOLERANCE = 8e-3     # relative Frobenius error against the reference in fp32; averages of 1M random values are small beside their rounding
+DENSE_US = {("8K", 1): 15.0, ("32K", 1): 35.2, ("128K", 1): 99.7, ("1M", 1): 699.0, ("8K", 8): 55.9, ("32K", 8): 184.0,
+            ("128K", 8): 706.0, ("1M", 8): 5524.0}  # torch's best SDPA, measured on an H100 (28 query and 4 KV heads of 128)
+REFERENCE = {("128K", 1): 2.3, ("1M", 1): 10.2, ("1M", 8): 41.9}  # times faster than that: the published figures to beat
+GOALS = {("128K", 1): 12.0, ("128K", 8): 75.0}  # µs with Llama's heads, choice included
+
+
+def rows(device: str) -> Iterator[Row]:
+    for context, S in CONTEXTS.items():
+        for B in (1, 8):
+            yield _dense(context, S, B, device)
+            goal = DENSE_US[context, B] / REFERENCE[context, B] if (context, B) in REFERENCE else None
+            yield _gather("gqa_gather", context, S, B, QWEN, goal, device)
+    for B in (1, 8):
+        yield _gather("gqa_gather", "128K", CONTEXTS["128K"], B, LLAMA, GOALS["128K", B], device)
+    for context in ("8K", "128K"):
+        yield _terminating(context, CONTEXTS[context], 8, LLAMA, device)
+    for S, B in ((1 << 17, 1), (1 << 20, 1), (1 << 20, 8)):
+        yield _choice(S, B, QWEN, device)
+
+
+def inputs(i: int, S: int, B: int, heads: tuple[int, int, int], device: str):
+    """bf16 q [B, 1, H, D], keys and values [B, KV, S, D]; the last token is the query's."""
+    (H, KV, D), g = heads, generator(device, i)
+    draw = lambda *shape: torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
+    return draw(B, 1, H, D), draw(B, KV, S, D), draw(B, KV, S, D), torch.full((B,), S - 1, dtype=torch.int64, device=device)
+
+
+def _facts(S: int, B: int, heads: tuple[int, int, int]) -> dict:
+    return dict(batch=B, tokens=S, heads=heads[0], kv_heads=heads[1], width=heads[2])
+
+
+def _name(heads: tuple[int, int, int]) -> str:
+    return f"{heads[0]}q/{heads[1]}kv/{heads[2]}"
+
+
+def _dense(context: str, S: int, B: int, device: str) -> Row:
+    H, KV, D = QWEN
+
+    def make(i):
+        q, keys, values, start = inputs(i, S, B, QWEN, device)
+
+        def run():
+            return grouped_attention(q, keys, values, start, None, D ** -0.5, backend="triton")
+
+        def check():  # the reference holds fp32 copies: one row at a time
+            wanted = [grouped_attention(q[b:b + 1].float(), keys[b:b + 1], values[b:b + 1], start[b:b + 1], None, D ** -0.5)
+                      for b in {0, B - 1}]
+            return difference(run()[sorted({0, B - 1})], torch.cat(wanted)), TOLERANCE
+        return run, check
+    return Row("gqa_decode", f"{context} B{B} {_name(QWEN)}", make, 4 * B * (KV * S + H) * D, 4 * B * H * D * S, DENSE_US[context, B],
+               facts=_facts(S, B, QWEN), interleaved=True)
+
+
+def _held(keys: torch.Tensor, policy: Policy) -> list[torch.Tensor]:
+    """low and high of every block."""
+    B, KV, S, D = keys.shape
+    held = [torch.empty(B, KV, S // policy.block, D, dtype=keys.dtype, device=keys.device) for _ in range(2)]
+    summarise_blocks(keys, torch.zeros(B, dtype=torch.int64, device=keys.device), S, *held, None, policy.block, backend="triton")
+    return held
+
+
+def lost(scores: torch.Tensor, blocks: torch.Tensor, policy: Policy) -> float:
+    """How far the worst chosen score is below the k-th best, relative to the largest; NaN where a choice is missing or double.
+
+    scores fp32 [B, T, KV, N] of the reference; blocks int32 [B, T, KV, kept] of a position with that many blocks."""
+    distant = blocks[..., policy.sink:policy.kept - policy.local].long()
+    if (blocks.diff(dim=-1) <= 0).any() or (blocks < 0).any():
+        return float("nan")
+    kth = scores.topk(policy.topk, -1).values[..., -1]
+    return ((kth - scores.gather(-1, distant).amin(-1)) / scores.nan_to_num(neginf=0.0).abs().amax(-1)).amax().clamp(min=0).item()
+
+
+def _gather(op: str, context: str, S: int, B: int, heads: tuple[int, int, int], goal: float | None, device: str) -> Row:
+    (H, KV, D), policy = heads, block_bounds(KEPT)
+
+    def make(i):
+        q, keys, values, start = inputs(i, S, B, heads, device)
+        held = _held(keys, policy)
+
+        def run():
+            blocks = choose_blocks(q, KV, *held, None, start, policy, backend="triton")
+            return gather_attention(q, keys, values, blocks, start, None, D ** -0.5, policy.block, backend="triton")
+
+        def check():
+            blocks = choose_blocks(q, KV, *held, None, start, policy, backend="triton")
+            if lost(block_scores(q, *held, None, start, policy), blocks, policy) > 1e-5:
+                return float("nan"), TOLERANCE
+            return difference(run(), gather_attention(q.float(), keys, values, blocks, start, None, D ** -0.5, policy.block)), TOLERANCE
+        return run, check
+    moved = 4 * B * (KV * min(KEPT, S) + H) * D + 4 * B * KV * (S // policy.block) * D
+    return Row(op, f"{context} B{B} {_name(heads)}, {KEPT} kept", make, moved, 4 * B * H * D * (min(KEPT, S) + S // policy.block), goal,
+               facts=_facts(S, B, heads), interleaved=True)
+
+
+def _terminating(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
+    """What termination costs where it never stops; its peer is the same attention without it. Goal: 2 % over the dense bytes' time is
+    judged by the peer, since it has no µs of its own."""
+    (H, KV, D), never = heads, Termination(tau=0)
+
+    def pair(i, rule):
+        q, keys, values, start = inputs(i, S, B, heads, device)
+        plain = lambda: grouped_attention(q, keys, values, start, None, D ** -0.5, backend="triton")
+        run = plain if rule is None else lambda: grouped_attention(q, keys, values, start, None, D ** -0.5, rule, backend="triton")[0]
+        return run, lambda: (float((run() != plain()).sum()), 0.0)
+    return Row("gqa_decode_never_stopping", f"{context} B{B} {_name(heads)}", lambda i: pair(i, never), 4 * B * (KV * S + H) * D,
+               4 * B * H * D * S, peers={"without termination": lambda i: pair(i, None)}, facts=_facts(S, B, heads), interleaved=True)
+
+
+def _choice(S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
+    """The price of finding alone: c₁ of the bill."""
+    (H, KV, D), policy = heads, block_bounds(KEPT)
+
+    def make(i):
+        q, g = inputs(i, 128, B, heads, device)[0], generator(device, 100 + i)
+        a, b = (torch.randn(B, KV, S // policy.block, D, generator=g, device=device, dtype=torch.bfloat16) for _ in range(2))
+        held, start = (torch.minimum(a, b), torch.maximum(a, b)), torch.full((B,), S - 1, dtype=torch.int64, device=device)
+        run = lambda: choose_blocks(q, KV, *held, None, start, policy, backend="triton")
+        return run, lambda: (lost(block_scores(q, *held, None, start, policy), run(), policy), 1e-5)
+    N = S // policy.block
+    return Row("block_choice", f"{N} blocks B{B} {_name(heads)}", make, 4 * B * KV * N * D, 4 * B * H * N * D)
