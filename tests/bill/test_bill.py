@@ -84,6 +84,12 @@ def test_r_squared_is_that_of_the_textbooks():
     assert r_squared([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]) == 0 and r_squared([1.0, 1.0], [1.0, 1.0]) != r_squared([1.0, 1.0], [1.0, 1.0])
 
 
+def test_quality_counts_errors_of_either_sign():
+    some = [replace(r, seconds=s) for r, s in zip(rows(), (1.0, 2.0, 4.0))]
+    quality = Quality.of(some, [0.5, 2.2, 4.0])
+    assert (quality.rows, quality.worst_error, quality.worst) == (3, 0.5, "dense B1 8192") and quality.median_error == pytest.approx(0.1)
+
+
 def test_the_crossover_is_where_the_two_lines_meet():
     g, policy = Geometry(), POLICIES["block-128 bound"]
     dense, (_, way) = source().ways()
@@ -167,9 +173,9 @@ def test_what_is_held_out_lies_inside():
 
 def test_the_map_of_given_hardware():
     dense, ways = source().ways()
-    cells = {(c["batch"], c["context"]): c for c in regime_map(TRUTH, dense, ways, (8192, 1 << 20), (1, 64), HARDWARE, source().cache_bytes)}
+    cells = {(c["batch"], c["context"]): c for c in regime_map(TRUTH, dense, ways, (8192, 1 << 20), (1, 2, 64), HARDWARE, source().cache_bytes)}
     cell = cells[1, 1 << 20]
-    assert cell["best"] == "block-128 bound" and cell["fits"] and not cells[64, 1 << 20]["fits"]  # 28 × 2 GiB and weights; 64 of them
+    assert cell["best"] == "block-128 bound" and cell["fits"] and not cells[2, 1 << 20]["fits"]  # 28 × 2 GiB and 14; twice that
     assert cell["attention_speedup"] == pytest.approx(cell["seconds"]["dense"] / cell["seconds"]["block-128 bound"])
     rest = (14 << 30) / 3e12
     assert cell["step_speedup"] == pytest.approx((rest + 28 * cell["seconds"]["dense"]) / (rest + 28 * cell["seconds"]["block-128 bound"]))
