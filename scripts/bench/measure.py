@@ -4,14 +4,15 @@ import gc
 import math
 import re
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
+from dsv4.timing import FLUSH_BYTES, Clock, Timing, capture, count_kernels
 from scripts.bench import peers
 from scripts.bench.limits import Kernel, look
 from scripts.bench.row import Row
-from scripts.bench.timing import FLUSH_BYTES, Clock, Machine, Timing
+from scripts.bench.timing import Machine
 
 SETS = 3  # input sets that are rotated, where one does not fill L2 by itself
 
@@ -102,6 +103,9 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
         if not passes(result.error, result.tolerance):
             result.why = f"error {result.error:.2e} over {result.tolerance:.2e}"
             return result
+        if row.interleaved:
+            measure_in_turn(row, [run for run, _ in sets], result, clock, replays, with_peers, begin, crashed, left_out)
+            return result
         result.timing = clock.runs([run for run, _ in sets], replays)
     except Exception as failure:  # a row that does not run is a red row of the table, not the end of the others
         result.why = _one_line(failure)
@@ -122,6 +126,45 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
     return result
 
 
+def measure_in_turn(row: Row, ours, result: Result, clock: Clock, replays: int, with_peers: bool, begin: Callable[[str], None],
+                    crashed: Collection[str], left_out: str | None) -> None:
+    """Times of ours and of every peer that is installed and right, one replay of each in turn."""
+    graphs, names = [[capture(run) for run in ours]], []
+    for name, make in (row.peers | peers.for_row(row)).items() if with_peers else ():
+        begin(name)
+        peer = result.peers[name] = PeerResult(why="left out on the command line" if left_out and re.search(left_out, name) else
+                                               "crashed the process" if name in crashed else "")
+        if not peer.why:
+            sets = _gated(row, make, peer)
+            try:
+                graphs += [[capture(run) for run in sets]] if sets else []
+                names += [name] if sets else []
+            except Exception as failure:  # other people's code
+                peer.why = _one_line(failure)
+    begin("")
+    mine, *theirs = clock.in_turn(graphs, replays)
+    result.timing = replace(mine, kernels=count_kernels(graphs[0][0]))
+    for name, timing in zip(names, theirs):
+        result.peers[name].timing = timing
+
+
+def _gated(row: Row, make: Callable, result: PeerResult) -> list | None:
+    """A peer's runs, if it is installed and agrees with its check; else why not, in its result."""
+    try:
+        sets = [_pair(make(i)) for i in range(SETS if row.bytes <= FLUSH_BYTES else 1)]
+        if sets[0][1] is not None:
+            result.error, result.tolerance = map(float, sets[0][1]())
+            if not passes(result.error, result.tolerance):
+                result.why = f"error {result.error:.2e} over {result.tolerance:.2e}: not timed"
+                return None
+        return [run for run, _ in sets]
+    except peers.NotInstalled as missing:
+        result.why = f"not installed: {missing}"
+    except Exception as failure:  # other people's code: whatever it raises, the table says so and goes on
+        result.why = _one_line(failure)
+    return None
+
+
 def examine(row: Row, result: Result) -> None:
     """Add what the row's kernels are made of. Call it when all rows are timed."""
     try:
@@ -136,20 +179,14 @@ def examine(row: Row, result: Result) -> None:
 
 def measure_peer(row: Row, make: Callable, clock: Clock, replays: int) -> PeerResult:
     result = PeerResult()
+    runs = _gated(row, make, result)
     try:
-        sets = [_pair(make(i)) for i in range(SETS if row.bytes <= FLUSH_BYTES else 1)]
-        if sets[0][1] is not None:
-            result.error, result.tolerance = map(float, sets[0][1]())
-            if not passes(result.error, result.tolerance):
-                result.why = f"error {result.error:.2e} over {result.tolerance:.2e}: not timed"
-                return result
-        result.timing = clock.runs([run for run, _ in sets], replays)
-    except peers.NotInstalled as missing:
-        result.why = f"not installed: {missing}"
-    except Exception as failure:  # other people's code: whatever it raises, the table says so and goes on
+        if runs is not None:
+            result.timing = clock.runs(runs, replays)
+    except Exception as failure:  # other people's code
         result.why = _one_line(failure)
     finally:
-        sets = None
+        runs = None
         release()
     return result
 

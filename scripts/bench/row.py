@@ -16,6 +16,7 @@ Published kernels are matched to rows by `op`, and built at the row's shape from
 | `experts` (routed, FP4) | batch |
 | `linear_fp4`, `linear_fp8`, `linear_bf16` | tokens, out, width (of the input) |
 | `mhc_post_pre_norm`, `mhc_pre_norm`, `mhc_post` | tokens |
+| `chunked_prefill` (sparse, causal GQA) | tokens, heads, kv_heads, head, chunk, local, heavy |
 """
 
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Row:
     goal_us: µs with a cold L2, or None where the row has no goal.
     peers: name → make(i), as above, except that it may return only run.
     facts: what adapters of peers need to build the same inputs, for example {"batch": 8, "entries": 262144}.
+    interleaved: ours and its peers are timed in turn, one replay of each, so that long runs share clocks and heat; only cold.
     """
 
     op: str
@@ -51,6 +53,7 @@ class Row:
     goal_us: float | None = None
     peers: dict[str, Callable[[int], Run | tuple[Run, Check]]] = field(default_factory=dict)
     facts: dict[str, int | str] = field(default_factory=dict)
+    interleaved: bool = False
 
     @property
     def name(self) -> str:

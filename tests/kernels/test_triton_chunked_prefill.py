@@ -215,9 +215,10 @@ def test_a_row_that_goes_on_inside_a_chunk_is_refused():
         chunked_prefill(q[:, :40], k, v, 0, lengths, SMALL, 0.25)
 
 
-@pytest.mark.parametrize("size", [1.0, 100.0], ids=["small logits", "logits of ±100"])
-def test_fusion_is_one_softmax_over_the_union_in_either_order(size):
+@pytest.mark.parametrize("size,apart", [(1.0, 0.0), (100.0, 0.0), (5.0, 190.0)], ids=["small logits", "logits of ±100", "−100 beside 100"])
+def test_fusion_is_one_softmax_over_the_union_in_either_order(size, apart):
     s, v = (torch.rand(3, 7, 50, generator=torch.Generator().manual_seed(1)) * 2 - 1) * size, torch.randn(3, 50, 16)
+    s += apart * (torch.arange(50) < 20) - apart / 2
     q, k = s, torch.eye(50).expand(3, 50, 50)
     parts = [attend(q[..., keys], k[:, keys, keys], v[:, keys], 1.0)[1] for keys in (slice(0, 20), slice(20, 50))]
     wanted = s.double().softmax(-1) @ v.double()

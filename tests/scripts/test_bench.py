@@ -5,6 +5,7 @@ import math
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,30 @@ def test_peers_are_gated_too_and_an_absent_one_is_named(monkeypatch):
     assert got.peers["absent"].why == "not installed: flash_mla"
     assert got.peers["plain"].why == "crashed the process"
     assert got.best_peer is None
+
+
+def test_long_rows_and_their_peers_are_timed_in_turn(monkeypatch):
+    class Turns(FakeClock):
+        def in_turn(self, sets, replays):
+            self.sets = sets
+            return [Timing(10.0 * (n + 1), math.nan, 0.0, replays) for n in range(len(sets))]
+
+    def broken(i):
+        raise RuntimeError("too large")
+
+    monkeypatch.setattr(measure, "capture", lambda run: ("graph of", run()))
+    monkeypatch.setattr(measure, "count_kernels", lambda graph: 7)
+    clock, begun = Turns(forbidden=True), []
+    r = row(interleaved=True, peers={"a": lambda i: lambda: "a", "wrong": lambda i: (lambda: None, lambda: (1.0, 0.1)), "broken": broken,
+                                     "slow": lambda i: lambda: "slow", "b": lambda i: lambda: "b", "crashed": lambda i: lambda: None})
+    monkeypatch.setattr(peers, "for_row", lambda r: {})
+    got = measure.measure(r, clock, MACHINE, 20, begin=begun.append, crashed={"crashed"}, left_out="slow")
+    assert got.timing.cold_us == 10 and got.timing.kernels == 7 and len(clock.sets) == 3 and begun[-1] == ""
+    assert {name: p.timing and p.timing.cold_us for name, p in got.peers.items()} == {"a": 20, "wrong": None, "broken": None, "slow": None, "b": 30,
+                                                                                     "crashed": None}
+    assert "not timed" in got.peers["wrong"].why and "too large" in got.peers["broken"].why and got.peers["crashed"].why == "crashed the process"
+    assert "left out" in got.peers["slow"].why and "| 10.0 | – | 7 | a 20.0, b 30.0 |" in report.markdown([got], MACHINE, ABOUT)
+    assert measure.measure(replace(r, make=lambda i: (lambda: None, lambda: (1.0, 0.1))), clock, MACHINE, 20).red
 
 
 def test_table_says_missed_and_shows_no_time_of_a_red_row():
