@@ -49,7 +49,7 @@ def within_chunks(Q, K, V, OUT, LSE, LENGTHS, scale, start, T, H, G, q_b, q_t, q
         return
     q = load_queries(Q, b, h, first, t, live, d, q_b, q_t, q_h, FP32)
     c0, n = first // S * S, tl.arange(0, BN)
-    run = b * kv_b + h // G * kv_h + start.to(tl.int64) * D
+    run = b * kv_b + (h // G).to(tl.int64) * kv_h + start.to(tl.int64) * D
     tile = n[:, None] * D + d[None, :]
     m, l, acc = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM, D), tl.float32)
     for n0 in tl.range(c0, first, BN, num_stages=STAGES):  # keys that all queries of the tile see

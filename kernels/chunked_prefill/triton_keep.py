@@ -28,7 +28,7 @@ def chunk_mass(Q, K, LSE, LENGTHS, MASS, scale, start, T, H, G, KV, q_b, q_t, q_
                BK: tl.constexpr, BQ: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr):
     """MASS fp32 [B, KV, T]: what phase 1 gave BK keys; LSE is phase 1's. Left alone where no chunk follows. BK divides S, BQ divides BK."""
     c0, n0, bkv = tl.program_id(0) * BK // S * S, tl.program_id(0) * BK % S, tl.program_id(1)
-    b, kv = (bkv // KV).to(tl.int64), bkv % KV
+    b, kv = (bkv // KV).to(tl.int64), (bkv % KV).to(tl.int64)
     if tl.load(LENGTHS + b) - start <= c0 + S:
         return
     key, d = n0 + tl.arange(0, BK), tl.arange(0, D)
@@ -51,7 +51,7 @@ def memory_mass(Q, K, LSE, LENGTHS, PART, scale, start, T, c0, splits, H, G, KV,
                 M: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr):
     """PART fp32 [B, KV, splits, M]: what phase 2 of the chunk at c0 gave BK keys, by parts of the queries; LSE is the fused one."""
     n0, split, bkv = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
-    b, kv = (bkv // KV).to(tl.int64), bkv % KV
+    b, kv = (bkv // KV).to(tl.int64), (bkv % KV).to(tl.int64)
     if tl.load(LENGTHS + b) - start <= c0 + S:
         return
     key, d = n0 + tl.arange(0, BK), tl.arange(0, D)
@@ -111,7 +111,7 @@ def gather(K, V, POSITIONS, LENGTHS, NEAR_K, NEAR_V, start, c0, KV, kv_b, kv_h, 
            R: tl.constexpr):
     """Rows of the memory that the chunk at c0 attends, from the cache to NEAR_K and NEAR_V [B, KV, ROWS, D]; zeros beyond M."""
     bkv, r, d = tl.program_id(1), tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
-    b, kv = (bkv // KV).to(tl.int64), bkv % KV
+    b, kv = (bkv // KV).to(tl.int64), (bkv % KV).to(tl.int64)
     if tl.load(LENGTHS + b) - start <= c0:
         return
     row = tl.load(POSITIONS + bkv * M + r, mask=r < M, other=0).to(tl.int64)
