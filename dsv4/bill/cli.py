@@ -21,14 +21,16 @@ class Model(str, Enum):
 
 
 Out = Annotated[Path, typer.Option(help="Directory for regime_DEVICE.md, .json, .svg and .predictions.json.")]
-Capacity = Annotated[str | None, typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.", show_default=False)]
+Capacity = Annotated[str | None, typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.",
+                                              show_default=False)]
 Layers = Annotated[int, typer.Option(min=1, help="Layers whose caches share the capacity.")]
 Weights = Annotated[str, typer.Option(help="Bytes of weights that a step reads (14G …).")]
 
 
 @regime_app.command()
-def measure(out: Out = Path("audits"), model: Annotated[Model, typer.Option(help="gqa: dense attention and what keeps blocks of it. csa: "
-                                                                                "V4-Flash's indexer and selection beside dense latents.")] = Model.gqa,
+def measure(out: Out = Path("audits"),
+            model: Annotated[Model, typer.Option(help="gqa: dense attention and what keeps blocks of it. csa: V4-Flash's indexer and "
+                                                      "selection beside dense latents.")] = Model.gqa,
             contexts: Annotated[str, typer.Option(help="Measured contexts.")] = "8K,16K,32K,64K,128K,256K,512K,1M",
             batches: Annotated[str, typer.Option(help="Measured batches.")] = "1,2,4,8",
             policies: Annotated[str, typer.Option(help="Of sink+window, page-16 bound, block-128 bound, block-128 mean.")] =
@@ -52,7 +54,8 @@ def measure(out: Out = Path("audits"), model: Annotated[Model, typer.Option(help
     about = _about(model, heads if model is Model.gqa else "V4-Flash", target)
     hardware = Hardware(about["device"], _capacity(capacity, target), layers, _count(weights))
     say = lambda line: typer.echo(line, err=True)
-    report = session.run(source, Timer(target, rounds), session.Plan.of(rows, sizes), hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say)
+    plan = session.Plan.of(rows, sizes)
+    report = session.run(source, Timer(target, rounds), plan, hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say)
     _write(report, out, stem)
     from dsv4.bill.report import verdict
     failed = [g["goal"] for g in report["quality"]["goals"] if g["verdict"] == "FAILED"]
@@ -64,9 +67,10 @@ def measure(out: Out = Path("audits"), model: Annotated[Model, typer.Option(help
 
 
 @regime_app.command(name="map")
-def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)], out: Out = Path("audits"),
-             name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
-             bandwidth: Annotated[str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.", show_default=False)] = None,
+def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)],
+             out: Out = Path("audits"), name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
+             bandwidth: Annotated[str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.",
+                                                           show_default=False)] = None,
              capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
              layers: Layers = 28, weights: Weights = "14G"):
     """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says so."""

@@ -97,7 +97,8 @@ class CSA:
     def _csa(self, inputs: Inputs) -> Mapping[str, Run]:
         def run(i):
             latent = inputs.latents[i % inputs.distinct]
-            scores = index_scores(inputs.index_queries[i], inputs.weights, inputs.keys[i % inputs.distinct], inputs.visible, backend=self.backend)
+            scores = index_scores(inputs.index_queries[i], inputs.weights, inputs.keys[i % inputs.distinct], inputs.visible,
+                                  backend=self.backend)
             best = topk_entries(scores, TOPK, backend=self.backend)
             if inputs.batch > 1:  # entries of a row are numbered in the pool of all
                 best = torch.where(best < 0, best, best + inputs.offset)

@@ -41,8 +41,8 @@ def fit(measured: Iterable[Measured]) -> Bill:
     determinant = uu * vv - uv * uv
     x, c0 = (sum(u) * vv - sum(v) * uv) / determinant, (sum(v) * uu - sum(u) * uv) / determinant
     if x <= 0:
-        raise InputError(f"time falls by {-x * 1e9:.3g} ns a GB over {len(dense)} dense rows; expected it to grow with bytes: the rows are noise, "
-                         "measure longer contexts")
+        raise InputError(f"time falls by {-x * 1e9:.3g} ns a GB over {len(dense)} dense rows; expected it to grow with bytes: the rows are "
+                         "noise, measure longer contexts")
     bill, prices = Bill(1 / x, c0), {}
     for name in dict.fromkeys(r.finding for r in rows if r.finding is not None):
         found = [r for r in rows if r.finding == name]

@@ -113,7 +113,8 @@ class GQA:
 
     def ways(self) -> tuple[Way, list[Way]]:
         """Dense attention and the policies, as the bill sees them."""
-        return Way("dense", self.dense_bytes), [Way(p.name, partial(p.bytes, self.geometry), p.finding, p.tokens) for p in self.policies.values()]
+        ways = [Way(p.name, partial(p.bytes, self.geometry), p.finding, p.tokens) for p in self.policies.values()]
+        return Way("dense", self.dense_bytes), ways
 
     def inputs(self, batch: int, context: int, layers: int, distinct: int) -> Inputs:
         return Inputs(self.geometry, batch, context, layers, distinct, self.device, self.dtype)
@@ -188,7 +189,8 @@ def _triton_sparse(inputs: Inputs, policy: Policy) -> dict[str, Run]:
         from kernels.block_choice import choose_blocks
         from kernels.gather_attention import gather_attention
     except ImportError:
-        raise BackendUnavailable("kernels.block_choice and kernels.gather_attention are not in this build; measure without --triton") from None
+        raise BackendUnavailable("kernels.block_choice and kernels.gather_attention are not in this build; "
+                                 "measure without --triton") from None
     blocks, found = policy.tokens // policy.block, policy.selector is not None
     choice = Choice(policy.name, policy.selector, policy.block, 1, LOCAL if found else blocks - 1, blocks - 1 - LOCAL if found else 0)
     scale = inputs.geometry.head_dim ** -0.5

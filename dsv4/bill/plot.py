@@ -49,8 +49,9 @@ def _draw_rows(axis, report: dict) -> None:
     for n, policy in enumerate(dict.fromkeys(r["policy"] for r in report["rows"])):
         for held_out in (False, True):
             rows = [r for r in report["rows"] if (r["policy"], r["held_out"]) == (policy, held_out)]
-            axis.plot([r["predicted"] * 1e6 for r in rows], [r["seconds"] * 1e6 for r in rows], "o" if held_out else ".", ms=5, mfc="none" if held_out else
-                      f"C{n}", color=f"C{n}", lw=0, label=policy + (", held out" if held_out else ""))
+            told, seen = ([r[key] * 1e6 for r in rows] for key in ("predicted", "seconds"))
+            axis.plot(told, seen, "o" if held_out else ".", ms=5, mfc="none" if held_out else f"C{n}", color=f"C{n}", lw=0,
+                      label=policy + (", held out" if held_out else ""))
     ends = [f(r[key] * 1e6 for r in report["rows"] for key in ("predicted", "seconds")) for f in (min, max)]
     axis.plot(ends, ends, color="0.6", lw=0.8)
     axis.set(xscale="log", yscale="log")
@@ -60,6 +61,6 @@ def _draw_rows(axis, report: dict) -> None:
         side.set_major_formatter("{x:g}")
     quality = report["quality"]
     held = quality["held out"]
-    axis.set_title(f"R² {quality['all']['r_squared']:.4f}" + (f"; worst of {held['rows']} held-out rows {held['worst_error']:.1%}" if held else ""),
-                   fontsize=8)
+    worst = f"; worst of {held['rows']} held-out rows {held['worst_error']:.1%}" if held else ""
+    axis.set_title(f"R² {quality['all']['r_squared']:.4f}{worst}", fontsize=8)
     axis.legend(fontsize=6, ncols=2)

@@ -27,8 +27,8 @@ def micro(seconds: float) -> str:
 def markdown(report: dict, picture: str) -> str:
     about, bill, hardware = report["about"], report["bill"], report["hardware"]
     lines = [f"# Regime: when {about['model']} decode should read sparsely", "", ", ".join(f"{k} {v}" for k, v in about.items()) + ".", "",
-             "One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first. β and c₀ are fitted on dense rows only, "
-             "each c₁ on its own rows, relative errors least squares; rows held out were predicted on disk before they ran.", "",
+             "One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first. β and c₀ are fitted on dense "
+             "rows only, each c₁ on its own rows, relative errors least squares; rows held out were predicted on disk before they ran.", "",
              f"β = {bill['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(bill['c0'])} µs"
              + "".join(f", c₁ ({name}) = {micro(price)} µs" for name, price in bill["finding"].items()) + ".", ""]
     if report["rows"]:
@@ -39,8 +39,8 @@ def markdown(report: dict, picture: str) -> str:
     if report["rows"]:
         lines += _rows(report["rows"])
     lines += ["", "## Map", "", f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
-              f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention (whole step); – where the caches "
-              "do not fit.", "", *_map(report["map"]), "", f"![map]({picture})"]
+              f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention (whole step); – "
+              "where the caches do not fit.", "", *_map(report["map"]), "", f"![map]({picture})"]
     return "\n".join([*lines, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"])]) + "\n"
 
 
@@ -57,8 +57,9 @@ def _quality(quality: dict) -> list[str]:
 def _rows(rows: Sequence[dict]) -> list[str]:
     lines = ["", "## Rows", "", "µs of one layer, cold L2, median; the fastest implementation of each.", "",
               "| policy | batch | context | read | measured | predicted | error | | by |", "|---|---:|---:|---:|---:|---:|---:|---|---|"]
-    lines += [f"| {r['policy']} | {r['batch']} | {tokens(r['context'])} | {format_bytes(r['bytes'])} | {micro(r['seconds'])} | {micro(r['predicted'])} | "
-              f"{r['error']:+.1%} | {'held out' if r['held_out'] else 'fitted' if r['dense'] or r['finding'] else 'predicted only'} | {r['by']} |"
+    kind = lambda r: "held out" if r["held_out"] else "fitted" if r["dense"] or r["finding"] else "predicted only"
+    lines += [f"| {r['policy']} | {r['batch']} | {tokens(r['context'])} | {format_bytes(r['bytes'])} | {micro(r['seconds'])} | "
+              f"{micro(r['predicted'])} | {r['error']:+.1%} | {kind(r)} | {r['by']} |"
               for r in sorted(rows, key=lambda r: (r["batch"], r["context"], not r["dense"], r["policy"]))]
     return lines
 
@@ -81,12 +82,16 @@ def verdict(c: dict) -> str:
     return "met" if (below or 0) / 2 <= c["predicted"] <= (2 * above if above is not None else float("inf")) else "FAILED"
 
 
+def _cell(c: dict) -> str:
+    if not c["fits"]:
+        return "–"
+    return f"{c['best']} {times(c['attention_speedup'])} ({times(c['step_speedup'])})" if c["attention_speedup"] > 1 else "dense"
+
+
 def _map(cells: Sequence[dict]) -> list[str]:
     contexts, batches = (list(dict.fromkeys(c[key] for c in cells)) for key in ("context", "batch"))
     at = {(c["batch"], c["context"]): c for c in cells}
     lines = ["| batch | " + " | ".join(map(tokens, contexts)) + " |", "|---:" * (len(contexts) + 1) + "|"]
     for b in batches:
-        row = (at[b, c] for c in contexts)
-        lines.append(f"| {b} | " + " | ".join("–" if not c["fits"] else f"{c['best']} {times(c['attention_speedup'])} ({times(c['step_speedup'])})"
-                                               if c["attention_speedup"] > 1 else "dense" for c in row) + " |")
+        lines.append(f"| {b} | " + " | ".join(_cell(at[b, c]) for c in contexts) + " |")
     return lines

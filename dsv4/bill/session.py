@@ -39,18 +39,20 @@ class Plan:
 
 def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, contexts: Iterable[int], batches: Sequence[int], folder: Path,
         stem: str, about: dict, say: Callable[[str], None]) -> dict:
-    """The report, as JSON values. Writes STEM.predictions.json before a row that is held out runs, and reads the predictions back from it."""
+    """The report, as JSON values. Writes STEM.predictions.json before a row that is held out runs, and reads predictions back from it."""
     notes: list[str] = []
     measured = _measure(source, timer, plan.fitted, False, notes, say)
     bill = fit(measured)
     if bill.c0 < 0:
-        notes.append(f"c₀ is {bill.c0 * 1e6:.1f} µs, less than nothing: time grows faster than bytes over these rows, and the bill does not describe them.")
-    say(f"β {bill.bandwidth / 1e12:.3f} TB/s, c₀ {bill.c0 * 1e6:.2f} µs" + "".join(f", c₁ ({n}) {t * 1e6:.2f} µs" for n, t in bill.finding.items()))
+        notes.append(f"c₀ is {bill.c0 * 1e6:.1f} µs, less than nothing: time grows faster than bytes over these rows, and the bill "
+                     "does not describe them.")
+    prices = "".join(f", c₁ ({name}) {price * 1e6:.2f} µs" for name, price in bill.finding.items())
+    say(f"β {bill.bandwidth / 1e12:.3f} TB/s, c₀ {bill.c0 * 1e6:.2f} µs{prices}")
     dense, ways = source.ways()
     unpriced = [way.policy for way in ways if way.finding is not None and way.finding not in bill.finding]
     if unpriced:
-        raise InputError(f"no row to fit searches as {', '.join(unpriced)} does, so its price is unknown; measure contexts longer than what it keeps, "
-                         "or leave the policy out")
+        raise InputError(f"no row to fit searches as {', '.join(unpriced)} does, so its price is unknown; measure contexts longer than "
+                         "what it keeps, or leave the policy out")
     crossings = [{"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)} for way in ways
                  for b in sorted({b for b, _ in (*plan.fitted, *plan.held_out)})]
     path = folder / f"{stem}.predictions.json"
@@ -65,9 +67,9 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
     judged = [judge(r, bill, told) for r in measured]
     for c in said["crossovers"]:
         c["measured_between"] = measured_crossover(measured, c["policy"], c["batch"])
-    return {"format": FORMAT, "version": VERSION, "about": about, "source": source.document(), "bill": asdict(bill), "quality": qualities(measured, judged),
-            "rows": judged, "crossovers": said["crossovers"], "hardware": asdict(hardware), "notes": notes,
-            "map": regime_map(bill, dense, ways, contexts, batches, hardware, source.cache_bytes)}
+    return {"format": FORMAT, "version": VERSION, "about": about, "source": source.document(), "bill": asdict(bill),
+            "quality": qualities(measured, judged), "rows": judged, "crossovers": said["crossovers"], "hardware": asdict(hardware),
+            "notes": notes, "map": regime_map(bill, dense, ways, contexts, batches, hardware, source.cache_bytes)}
 
 
 def _measure(source: Source, timer: ShapeTimer, shapes, held_out: bool, notes: list[str], say) -> list[Measured]:
@@ -85,7 +87,8 @@ def _measure(source: Source, timer: ShapeTimer, shapes, held_out: bool, notes: l
 def judge(row: Measured, bill: Bill, told: dict) -> dict:
     """A row with its prediction: of a held-out row the one that was written down before, of the others what the fit gives."""
     if row.held_out and (row.policy, row.batch, row.context) not in told:
-        raise InputError(f"{row.policy} B{row.batch} {row.context} was measured as held out and not predicted before; its error means nothing")
+        raise InputError(f"{row.policy} B{row.batch} {row.context} was measured as held out and not predicted before; its "
+                         "error means nothing")
     predicted = told[row.policy, row.batch, row.context] if row.held_out else bill.predict(row)
     return asdict(row) | {"predicted": predicted, "error": predicted / row.seconds - 1}
 
@@ -105,7 +108,7 @@ def qualities(measured: Sequence[Measured], judged: Sequence[dict]) -> dict:
 
 
 def remap(report: dict, hardware: Hardware) -> dict:
-    """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as measured; nothing is measured."""
+    """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as they were measured."""
     bill, source = Bill(**report["bill"]), _source_of(report["source"])
     if hardware.bandwidth is not None:
         bill = replace(bill, bandwidth=hardware.bandwidth)
@@ -115,7 +118,8 @@ def remap(report: dict, hardware: Hardware) -> dict:
     note = f"Not measured on {hardware.name}: the bill of {report['about']['device']}" + \
         (f" with β = {hardware.bandwidth / 1e12:.3f} TB/s" if hardware.bandwidth is not None else "") + "; c₀ and c₁ as they were there."
     return report | {"bill": asdict(bill), "hardware": asdict(hardware), "notes": [note], "rows": [], "quality": None,
-                     "crossovers": [{"policy": w.policy, "batch": b, "predicted": crossover(bill, dense, w, b)} for w in ways for b in batches],
+                     "crossovers": [{"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)}
+                                    for way in ways for b in batches],
                      "map": regime_map(bill, dense, ways, contexts, wide, hardware, source.cache_bytes)}
 
 

@@ -28,7 +28,8 @@ def svg(title: str, positions: torch.Tensor, chunking: Chunking) -> str:
         live = [(i + 2, row[~row.isnan()]) for i, row in enumerate(jaccard)]
         live = [(i, row) for i, row in live if len(row)]
         for name, value in (("mean", torch.mean), ("least", torch.min), ("most", torch.max)):
-            below.plot([i for i, _ in live], [float(value(row)) for _, row in live], ".-", ms=3, lw=1 if name == "mean" else 0.5, label=name)
+            below.plot([i for i, _ in live], [float(value(row)) for _, row in live], ".-", ms=3, lw=1 if name == "mean" else 0.5,
+                       label=name)
         below.set_ylim(-0.02, 1.02)
         below.set_xlabel("update", fontsize=7)
         below.set_ylabel("Jaccard of heavy hitters\nwith the update before", fontsize=7)

@@ -53,8 +53,8 @@ def check(q, keys, values, start: int, lengths, chunking: Chunking, scale: float
     """Raise UnsupportedInput where the arguments of `chunked_prefill` contradict each other."""
     name, (B, T, H, D), S = "chunked_prefill", q.shape, chunking.chunk
     if keys.shape != values.shape or keys.dim() != 4 or keys.shape[0] != B or keys.shape[3] != D or H % keys.shape[1]:
-        raise UnsupportedInput(f"{name}: q {list(q.shape)}, keys {list(keys.shape)}, values {list(values.shape)}; expected q [B, T, H, D] and "
-                               "keys and values [B, KV, S, D] with KV dividing H")
+        raise UnsupportedInput(f"{name}: q {list(q.shape)}, keys {list(keys.shape)}, values {list(values.shape)}; expected q [B, T, H, D] "
+                               "and keys and values [B, KV, S, D] with KV dividing H")
     if {keys.dtype, values.dtype} != {q.dtype}:
         raise UnsupportedInput(f"{name}: q in {q.dtype}, keys in {keys.dtype}, values in {values.dtype}; expected one type")
     if lengths.shape != (B,) or lengths.dtype is not torch.int64:
@@ -65,8 +65,8 @@ def check(q, keys, values, start: int, lengths, chunking: Chunking, scale: float
     if not scale > 0:
         raise UnsupportedInput(f"{name}: scale {scale}; expected a positive number")
     if bool(start) != (memory is not None):
-        raise UnsupportedInput(f"{name}: start {start} {'with' if memory else 'without'} a memory; the first call begins at 0 without one, and "
-                               "each that follows takes what the one before returned")
+        raise UnsupportedInput(f"{name}: start {start} {'with' if memory else 'without'} a memory; the first call begins at 0 without one, "
+                               "and each that follows takes what the one before returned")
     kept = (B, keys.shape[1], chunking.memory)
     if memory is not None and tuple(memory.positions.shape[1:]) != kept:
         raise UnsupportedInput(f"{name}: a memory of {list(memory.positions.shape[1:])}; expected {list(kept)} [B, KV, local + heavy]")
@@ -79,6 +79,7 @@ def empty_memory(q, KV: int, chunking: Chunking, before: Memory | None) -> Memor
     memory = Memory(torch.full(shape, -1, dtype=torch.int32, device=device), torch.zeros(shape, device=device),
                     torch.zeros(B, KV, T, device=device), torch.zeros(B, KV, dtype=torch.int64, device=device))
     if before is not None:
-        for mine, theirs in zip((memory.positions[0], memory.scores[0], memory.updates), (before.positions[-1], before.scores[-1], before.updates)):
-            mine.copy_(theirs)
+        memory.positions[0].copy_(before.positions[-1])
+        memory.scores[0].copy_(before.scores[-1])
+        memory.updates.copy_(before.updates)
     return memory

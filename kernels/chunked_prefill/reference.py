@@ -66,8 +66,8 @@ def chunked_prefill(q, keys, values, start: int, lengths, chunking: Chunking, sc
     q [B, T, H, D]: token t of row b stands at start + t, where start is a multiple of S; keys, values [B, KV, ≥ start + T, D]
     hold every token up to there, rotated by their positions. lengths int64 [B]: tokens of each whole prompt (T must be a
     multiple of S where one is longer than start + T). Returns (out [B, T, H, D] in q's dtype, 0 beyond a row's length; Memory).
-    Query head h reads KV head h // (H // KV). fp32 softmax. Raises UnsupportedInput. A prompt may come in several calls, each with the Memory of
-    the one before.
+    Query head h reads KV head h // (H // KV). fp32 softmax. Raises UnsupportedInput. A prompt may come in several calls, each with the
+    Memory of the one before.
 
     Phase 1, all chunks at once: causal attention inside the chunk. Column sums of its probabilities, normalised by the chunk's
     own softmax (each query hands out 1), are the first scores of its keys. Phase 2, chunk by chunk from the second: attention of
@@ -83,7 +83,8 @@ def chunked_prefill(q, keys, values, start: int, lengths, chunking: Chunking, sc
         for i, first in enumerate(range(start, min(length, start + T), S)):
             last = min(first + S, length, start + T)
             if length > last < first + S:
-                raise UnsupportedInput(f"chunked_prefill: row {b} goes on to {length}, and these tokens end at {last}, inside a chunk of {S}")
+                raise UnsupportedInput(f"chunked_prefill: row {b} goes on to {length}, and these tokens end at {last}, inside a chunk "
+                                       f"of {S}")
             here = slice(first - start, last - start)
             past = Memory(*(t[i, b, :, :chunking.memory if first else 0] for t in kept[:2]), None, None)
             out[b, here], mass, scores = attend_chunk(q[b, here], keys[b], values[b], first, past, scale)

@@ -122,8 +122,8 @@ def _refuse(q, keys, values, chunking: Chunking) -> None:
     if chunking.chunk % 16:
         raise UnsupportedInput(f"chunked_prefill: chunks of {chunking.chunk}; the triton backend takes multiples of 16")
     if chunking.memory + chunking.chunk - chunking.local > MAX_CANDIDATES:
-        raise UnsupportedInput(f"chunked_prefill: {chunking.memory + chunking.chunk - chunking.local} candidates a KV head; the triton backend "
-                               f"selects among up to {MAX_CANDIDATES}")
+        raise UnsupportedInput(f"chunked_prefill: {chunking.memory + chunking.chunk - chunking.local} candidates a KV head; the triton "
+                               f"backend selects among up to {MAX_CANDIDATES}")
     if keys.stride()[2:] != (D, 1) or keys.stride() != values.stride():
         raise UnsupportedInput(f"chunked_prefill: keys of strides {keys.stride()}, values of {values.stride()}; expected heads that are "
                                "contiguous [S, D] and the same in both")

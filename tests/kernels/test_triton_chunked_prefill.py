@@ -92,7 +92,8 @@ def test_one_chunk_is_plain_attention(run):
     q, k, v, lengths = inputs((32, [32, 20], 4, 2, 16, SMALL))
     out, kept = run(q, k, v, lengths, SMALL)
     for b, n in enumerate((32, 20)):
-        plain = F.scaled_dot_product_attention(q[b:b + 1, :n].transpose(1, 2), k[b:b + 1, :, :n], v[b:b + 1, :, :n], is_causal=True, enable_gqa=True)
+        row = slice(b, b + 1)
+        plain = F.scaled_dot_product_attention(q[row, :n].transpose(1, 2), k[row, :, :n], v[row, :, :n], is_causal=True, enable_gqa=True)
         assert distance(out[b, :n], plain[0].transpose(0, 1)) < 2e-6
     assert not kept.updates.any() and (kept.positions == -1).all()
 
@@ -200,7 +201,8 @@ def test_what_is_refused(change, message):
     k, v = (change["k"].to(DEVICE),) * 2 if "k" in change else (k, v)
     memory = Memory(*(torch.zeros(2, 1, 2, 20, device=DEVICE),) * 4) if "memory" in change else None
     with pytest.raises(UnsupportedInput, match=message):
-        chunked_prefill(q, k, v, change.get("start", 0), change.get("lengths", lengths), SMALL, change.get("scale", 0.25), memory, backend="triton")
+        chunked_prefill(q, k, v, change.get("start", 0), change.get("lengths", lengths), SMALL, change.get("scale", 0.25), memory,
+                        backend="triton")
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (32, 40, 2), (32, -1, 4), (32, 0, 0)], ids=str)
@@ -256,7 +258,8 @@ def test_nothing_that_was_left_out_had_more(run, name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("H,KV,D,T,c", [(32, 8, 128, 8192, Chunking(2048, 256, 768)), (28, 4, 128, 6500, Chunking(1024, 128, 383)),
-                                        (14, 2, 64, 8292, Chunking(4096, 512, 1536)), (32, 8, 128, 4096, Chunking(1536, 100, 412))], ids=str)
+                                        (14, 2, 64, 8292, Chunking(4096, 512, 1536)),
+                                        (32, 8, 128, 4096, Chunking(1536, 100, 412))], ids=str)
 def test_production_shapes(H, KV, D, T, c):
     lengths = torch.tensor([T, T - 700], device="cuda")
     q, k, v = (torch.randn(2, *s, device="cuda", dtype=torch.bfloat16) for s in ((T, H, D), (KV, T + 60, D), (KV, T + 60, D)))
