@@ -13,6 +13,10 @@ SHAPES = [  # label, query heads, KV heads, columns, dtype, chunking
     ("28/4 × 128, chunk 1024", 28, 4, 128, torch.bfloat16, Chunking(1024, 128, 384)),
     ("14/2 × 64, chunk 2048", 14, 2, 64, torch.bfloat16, Chunking(2048, 256, 767)),
     ("32/8 × 128 fp32, chunk 512", 32, 8, 128, torch.float32, Chunking(512, 64, 192)),
+    ("4/2 × 16, chunk 32", 4, 2, 16, torch.bfloat16, Chunking(32, 8, 12)),  # as tests have them
+    ("4/4 × 16, chunk 48", 4, 4, 16, torch.bfloat16, Chunking(48, 16, 20)),
+    ("4/2 × 16 fp32, chunk 32", 4, 2, 16, torch.float32, Chunking(32, 8, 12)),
+    ("4/4 × 16 fp32, chunk 48", 4, 4, 16, torch.float32, Chunking(48, 16, 20)),
 ]
 
 

