@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dsv4 import tables
+from dsv4.bill.cli import regime_app
 from dsv4.errors import Dsv4Error, InputError
 from probes.cli import audit_app  # the command line alone knows the engine and the probes above it
 from probes.recall.cli import recall
@@ -21,6 +22,7 @@ from probes.recall.cli import recall
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Run, measure and audit DeepSeek-V4-style checkpoints.")
 app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implementation of it.")
+app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 app.command()(recall)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 

@@ -4,14 +4,14 @@ import gc
 import math
 import re
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from scripts.bench import peers
 from scripts.bench.limits import Kernel, look
 from scripts.bench.row import Row
-from scripts.bench.timing import FLUSH_BYTES, Clock, Machine, Timing
+from scripts.bench.timing import FLUSH_BYTES, Clock, Machine, Timing, capture
 
 SETS = 3  # input sets that are rotated, where one does not fill L2 by itself
 
@@ -105,7 +105,7 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
             return result
         runs = [run for run, _ in sets]
         result.timing = clock.runs(runs, replays)
-        ours = clock.captured(runs) if row.interleaved and with_peers else None
+        ours = [capture(run) for run in runs] if row.interleaved and with_peers else None
     except Exception as failure:  # a row that does not run is a red row of the table, not the end of the others
         result.why = _one_line(failure)
         return result
@@ -123,7 +123,7 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
             else:
                 result.peers[name] = measure_peer(row, make, clock, replays, ours)
         if ours and result.best_peer:
-            result.timing = result.peers[result.best_peer[0]].beside
+            result.timing = replace(result.peers[result.best_peer[0]].beside, hot_us=result.timing.hot_us)
         ours = None
         release()
     return result
@@ -154,7 +154,7 @@ def measure_peer(row: Row, make: Callable, clock: Clock, replays: int, ours: lis
         if ours is None:
             result.timing = clock.runs([run for run, _ in sets], replays)
         else:
-            result.beside, result.timing = clock.in_turns(ours, clock.captured([run for run, _ in sets]), replays=replays)
+            result.beside, result.timing = clock.in_turn([ours, [capture(run) for run, _ in sets]], replays)
     except peers.NotInstalled as missing:
         result.why = f"not installed: {missing}"
     except Exception as failure:  # other people's code: whatever it raises, the table says so and goes on

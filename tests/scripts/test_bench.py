@@ -152,16 +152,16 @@ def test_peers_can_be_left_out(monkeypatch):
 def test_peers_may_be_timed_in_turns_with_ours(monkeypatch):
     """What is reported of ours is its time beside the fastest peer; the journal keeps both."""
     class Turns(FakeClock):
-        def captured(self, runs):
-            return [run() for run in runs]
+        def in_turn(self, sets, replays):
+            (ours, theirs) = sets
+            return [Timing(theirs[0] + 1.0, math.nan, 0.0, replays, 1), Timing(theirs[0], math.nan, 0.0, replays, 1)]
 
-        def in_turns(self, ours, theirs, replays):
-            return Timing(theirs[0] + 1.0, 1.0, 0.0, replays, 1), Timing(theirs[0], 1.0, 0.0, replays, 1)
-
+    monkeypatch.setattr(measure, "capture", lambda run: run())
     monkeypatch.setattr(peers, "for_row", lambda r: {"slow": lambda i: lambda: 30.0, "fast": lambda i: lambda: 20.0})
     got = measure.measure(row(interleaved=True), Turns(), MACHINE, 20)
     assert got.best_peer == ("fast", 20.0) and got.timing.cold_us == 21.0 and got.peers["slow"].beside.cold_us == 31.0
-    assert restore(json.loads(json.dumps(asdict(got)))).peers["fast"].beside == got.timing
+    assert got.timing.hot_us == 4.0 and math.isnan(got.peers["fast"].beside.hot_us)
+    assert restore(json.loads(json.dumps(asdict(got)))).peers["fast"].beside.cold_us == got.timing.cold_us
     assert measure.measure(row(), Turns(), MACHINE, 20).peers["fast"].beside is None
 
 

@@ -1,0 +1,173 @@
+"""`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading pays."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from enum import Enum
+from math import isfinite
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4.errors import InputError
+
+regime_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+class Model(str, Enum):
+    gqa = "gqa"
+    csa = "csa"
+
+
+Out = Annotated[Path, typer.Option(help="Directory for regime_DEVICE.md, .json, .svg and .predictions.json.")]
+Capacity = Annotated[str | None, typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.",
+                                              show_default=False)]
+Layers = Annotated[int, typer.Option(min=1, help="Layers whose caches share the capacity.")]
+Weights = Annotated[str, typer.Option(help="Bytes of weights that a step reads (14G …).")]
+
+
+@regime_app.command()
+def measure(out: Out = Path("audits"),
+            model: Annotated[Model, typer.Option(help="gqa: dense attention and what keeps blocks of it. csa: V4-Flash's indexer and "
+                                                      "selection beside dense latents.")] = Model.gqa,
+            contexts: Annotated[str, typer.Option(help="Measured contexts.")] = "8K,16K,32K,64K,128K,256K,512K,1M",
+            batches: Annotated[str, typer.Option(help="Measured batches.")] = "1,2,4,8",
+            policies: Annotated[str, typer.Option(help="Of sink+window, page-16 bound, block-128 bound, block-128 mean.")] =
+            "sink+window,block-128 bound,page-16 bound",
+            budget: Annotated[str, typer.Option(help="Tokens that a policy keeps.")] = "4K",
+            heads: Annotated[str, typer.Option(help="Query heads, KV heads, columns of a head.")] = "28,4,128",
+            device: Annotated[str, typer.Option(help="cuda, cuda:N; cpu measures plain torch there, and says so.")] = "cuda",
+            triton: Annotated[bool, typer.Option("--triton/--no-triton", help="Triton's kernels beside torch's.")] = False,
+            rounds: Annotated[int, typer.Option(min=3, help="Times that each row runs; the median counts.")] = 30,
+            capacity: Capacity = None, layers: Layers = 28, weights: Weights = "14G"):
+    """Measure, fit, write predictions down, measure what was held out, and report. Exit code 1 when a goal or a crossover FAILED."""
+    from dsv4.bill import session
+    from dsv4.bill.measure import Timer
+    from dsv4.bill.regime import Hardware
+    from dsv4.load import resolve_device
+    target, stem = resolve_device(device), _stem(model, device)
+    if triton and target.type != "cuda":
+        raise InputError(f"--triton needs a GPU, and the device is {device}; measure without it there")
+    _can_draw(out)
+    source, sizes, rows = _source(model, heads, policies, budget, target, triton), _counts(contexts), _counts(batches)
+    about = _about(model, heads if model is Model.gqa else "V4-Flash", target)
+    hardware = Hardware(about["device"], _capacity(capacity, target), layers, _count(weights))
+    say = lambda line: typer.echo(line, err=True)
+    plan = session.Plan.of(rows, sizes)
+    report = session.run(source, Timer(target, rounds), plan, hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say)
+    _write(report, out, stem)
+    from dsv4.bill.report import verdict
+    failed = [g["goal"] for g in report["quality"]["goals"] if g["verdict"] == "FAILED"]
+    failed += [f"crossover of {c['policy']} at batch {c['batch']}" for c in report["crossovers"] if verdict(c) == "FAILED"]
+    for name in failed:
+        typer.echo(f"FAILED: {name}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@regime_app.command(name="map")
+def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)],
+             out: Out = Path("audits"), name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
+             bandwidth: Annotated[str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.",
+                                                           show_default=False)] = None,
+             capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
+             layers: Layers = 28, weights: Weights = "14G"):
+    """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says so."""
+    from dsv4.bill import regime, session
+    from dsv4.speculation.documents import expect_header, read_document
+    _can_draw(out)
+    found = read_document(report, lambda d: expect_header(d, "a report of dsv4 regime measure", session.FORMAT, session.VERSION))
+    try:
+        hardware = regime.Hardware(name, _count(capacity), layers, _count(weights), None if bandwidth is None else _bandwidth(bandwidth))
+        remapped = session.remap(found, hardware)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{report} lacks {error}; expected a report that dsv4 regime measure wrote") from None
+    _write(remapped, out, "regime_" + "".join(c if c.isalnum() else "_" for c in name.lower()))
+
+
+def _source(model: Model, heads: str, policies: str, budget: str, device, triton: bool):
+    if model is Model.csa:
+        from dsv4.bill.csa import CSA
+        return CSA(device, "triton" if device.type == "cuda" else "reference")
+    from dsv4.bill.gqa import GQA, POLICIES, Geometry
+    try:
+        H, KV, D = (int(n) for n in heads.split(","))
+    except ValueError:
+        raise InputError(f"--heads {heads!r}; expected three numbers: query heads, KV heads, columns (28,4,128)") from None
+    if min(H, KV, D) < 1 or H % KV:
+        raise InputError(f"--heads {heads!r}; expected KV heads that divide the query heads")
+    chosen = [p.strip() for p in policies.split(",") if p.strip()]
+    unknown = [p for p in chosen if p not in POLICIES]
+    if unknown or not chosen:
+        raise InputError(f"--policies {policies!r}: {', '.join(unknown) or 'nothing'} is none of {', '.join(POLICIES)}")
+    kept = _count(budget)
+    if kept % 128 or kept < 512:
+        raise InputError(f"--budget {budget}; expected a multiple of 128 tokens, at least 512")
+    return GQA(Geometry(H, KV, D, 4 if device.type == "cpu" else 2), {p: replace(POLICIES[p], tokens=kept) for p in chosen}, device, triton)
+
+
+def _about(model: Model, heads: str, device) -> dict:
+    import torch
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "host processor"
+    return {"model": f"{model.value} {heads}", "device": where, "torch": torch.__version__}
+
+
+def _stem(model: Model, device: str) -> str:
+    import re
+
+    import torch
+    name = "cpu" if not device.startswith("cuda") else torch.cuda.get_device_name(torch.device(device))
+    short = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+|T4)\b", name)
+    return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", (short[0] if short else name).lower())
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",") if part.strip()]
+
+
+def _count(text: str) -> int:
+    from dsv4.memory import parse_count
+    return parse_count(text)
+
+
+def _bandwidth(text: str) -> float:
+    units = {"G": 1e9, "T": 1e12}
+    try:
+        value = float(text[:-1]) * units[text[-1].upper()] if text[-1:].upper() in units else float(text)
+    except ValueError:
+        value = 0.0
+    if not (isfinite(value) and value > 0):
+        raise InputError(f"--bandwidth {text!r}; expected bytes a second: 4.8T, 3350G, 3.35e12")
+    return value
+
+
+def _capacity(text: str | None, device) -> int:
+    from dsv4.memory import free_bytes
+    return _count(text) if text is not None else free_bytes(device)
+
+
+def _wide(measured: list[int], longest: int = 1 << 22) -> list[int]:
+    """What the map shows: powers of two from the smallest that was measured on."""
+    first = 1 << (min(measured).bit_length() - 1)
+    return [first << i for i in range(32) if first << i <= max(longest, max(measured))]
+
+
+def _can_draw(folder: Path) -> None:
+    """Before anything runs: matplotlib is there, and the directory can be made."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("the map is an SVG, and matplotlib is not installed; pip install 'dsv4[plots]'")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the report cannot be written to {folder}: {error.strerror}; choose a directory that can be made") from None
+
+
+def _write(report: dict, folder: Path, stem: str) -> None:
+    from dsv4.bill.plot import svg
+    from dsv4.bill.report import markdown
+    from dsv4.speculation.documents import write_whole
+    texts = {".json": json.dumps(report, indent=1) + "\n", ".md": markdown(report, f"{stem}.svg"), ".svg": svg(report)}
+    for suffix, text in texts.items():
+        write_whole(folder / f"{stem}{suffix}", text)
+    typer.echo(texts[".md"])

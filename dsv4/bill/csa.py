@@ -1,0 +1,107 @@
+"""Decode attention of a CSA layer beside dense attention to the uncompressed latent: the indexer is the price of finding.
+
+Bytes a layer, S tokens of context and N = ⌈S / 4⌉ entries: dense B·(S·1024 + 131072); CSA B·(K·1024 + 131072) with K = min(512, N) + 128
+rows, and for the index B·(N·b + 16384), b = 68 (FP4), 132 (FP8) or 256 (bf16) bytes a key, and 8·N for scores written and read.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from dsv4.bill.regime import Way
+from dsv4.bill.rows import Row, Run
+from kernels.attention import hca_attention, sparse_attention
+from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
+from kernels.indexer import index_scores, topk_entries
+
+HEADS, LATENT, INDEX_HEADS, INDEX_DIM, WINDOW, TOPK, RATIO = 64, 512, 64, 128, 128, 512, 4
+INDEX_KEYS = {"bf16": (None, 256), "fp8": (RowFormat.INDEX_FP8, 132), "fp4": (RowFormat.INDEX_FP4, 68)}
+FINDING = "index scores and top-512"
+
+
+def dense_bytes(batch: int, context: int) -> int:
+    return batch * (context * 1024 + 131072)
+
+
+def csa_bytes(batch: int, context: int, key: int = 68) -> int:
+    entries = -(-context // RATIO)
+    return batch * ((min(TOPK, entries) + WINDOW) * 1024 + 131072 + entries * key + 16384 + 8 * entries)
+
+
+class Inputs:
+    """Queries of every layer; latents, entries and index keys of the distinct ones."""
+
+    def __init__(self, batch: int, context: int, layers: int, distinct: int, index: str, device: torch.device):
+        make, entries = torch.Generator(device=device).manual_seed(batch * 1000 + context), -(-context // RATIO)
+        normal = lambda *shape: torch.randn(*shape, generator=make, device=device, dtype=torch.bfloat16)
+        self.batch, self.distinct, self.entries = batch, distinct, entries
+        self.queries = [normal(batch, 1, HEADS, LATENT) for _ in range(layers)]
+        self.index_queries = [normal(batch, 1, INDEX_HEADS, INDEX_DIM) for _ in range(layers)]
+        self.weights = torch.rand(batch, 1, INDEX_HEADS, generator=make, device=device) / INDEX_HEADS
+        self.latents = [normal(batch, context, LATENT) for _ in range(distinct)]
+        self.pools = [normal(batch * entries, LATENT) for _ in range(distinct)]
+        self.keys = [_index_keys(batch, entries, index, device, normal) for _ in range(distinct)]
+        self.sink = torch.linspace(-2, 2, HEADS, device=device)
+        self.near = torch.arange(WINDOW, device=device) + torch.arange(batch, device=device).unsqueeze(1) * context
+        self.seen, self.visible = (torch.full((batch, 1), n, device=device) for n in (context - WINDOW, entries))
+        self.offset = torch.arange(batch, device=device).view(-1, 1, 1) * entries
+
+
+def _index_keys(batch: int, entries: int, index: str, device, normal):
+    """Index keys [B, N, 128] in the format; packed ones repeat some pages, since only their bytes matter."""
+    form, _ = INDEX_KEYS[index]
+    if form is None:
+        return normal(batch, entries, INDEX_DIM)
+    layout, pages, different = pack_layout(form, INDEX_DIM, 0), -(-entries // PAGE), 32
+    some = PackedRows(form, torch.zeros(different, layout.page, dtype=torch.uint8, device=device), INDEX_DIM, 0, different * PAGE)
+    payload, scales = encode_rows(normal(different * PAGE, INDEX_DIM).float(), form, 0)
+    some.payload[:], some.scales[:] = payload.view(different, PAGE, -1), scales.view(different, PAGE, -1)
+    data = some.data.repeat(-(-batch * pages // different), 1)[:batch * pages]
+    return PackedRows(form, data.view(batch, pages, layout.page), INDEX_DIM, 0, entries)
+
+
+class CSA:
+    """Rows of V4-Flash's attention: dense over the uncompressed latent (as HCA's kernel reads it), and CSA with its indexer."""
+
+    name = "CSA"
+
+    def __init__(self, device: torch.device, backend: str, index: str = "fp4"):
+        self.device, self.backend, self.index = device, backend, index
+
+    def document(self) -> dict:
+        return {"kind": "csa", "index": self.index}
+
+    def cache_bytes(self, batch: int, context: int) -> int:
+        return batch * (context * 1024 + -(-context // RATIO) * (1024 + INDEX_KEYS[self.index][1]))
+
+    def ways(self) -> tuple[Way, list[Way]]:
+        return Way("dense", dense_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO)]
+
+    def _csa_bytes(self, batch: int, context: int) -> int:
+        return csa_bytes(batch, context, INDEX_KEYS[self.index][1])
+
+    def inputs(self, batch: int, context: int, layers: int, distinct: int) -> Inputs:
+        return Inputs(batch, context, layers, distinct, self.index, self.device)
+
+    def rows(self, batch: int, context: int) -> list[Row]:
+        return [Row("dense", batch, context, dense_bytes(batch, context), True, None, self._dense),
+                Row("csa", batch, context, self._csa_bytes(batch, context), False, FINDING, self._csa)]
+
+    def _dense(self, inputs: Inputs) -> Mapping[str, Run]:
+        def run(i):
+            latent = inputs.latents[i % inputs.distinct]
+            return hca_attention(inputs.queries[i], latent.flatten(0, 1), inputs.near, latent[:, WINDOW:], inputs.seen, inputs.sink,
+                                 LATENT ** -0.5, backend=self.backend)
+        return {self.backend: run}
+
+    def _csa(self, inputs: Inputs) -> Mapping[str, Run]:
+        def run(i):
+            latent = inputs.latents[i % inputs.distinct]
+            scores = index_scores(inputs.index_queries[i], inputs.weights, inputs.keys[i % inputs.distinct], inputs.visible,
+                                  backend=self.backend)
+            best = topk_entries(scores, TOPK, backend=self.backend)
+            if inputs.batch > 1:  # entries of a row are numbered in the pool of all
+                best = torch.where(best < 0, best, best + inputs.offset)
+            return sparse_attention(inputs.queries[i].flatten(0, 1), latent.flatten(0, 1), inputs.near, inputs.pools[i % inputs.distinct],
+                                    best.flatten(0, 1), inputs.sink, LATENT ** -0.5, backend=self.backend)
+        return {self.backend: run}

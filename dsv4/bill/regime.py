@@ -1,0 +1,85 @@
+"""Where sparse reading pays: the crossover context at each batch, and the map of context × batch for given hardware."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from dsv4.bill.fit import Bill
+from dsv4.bill.rows import Measured
+
+LONGEST = 1 << 24  # tokens up to which a crossover is looked for
+
+Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's attention
+
+
+@dataclass(frozen=True)
+class Way:
+    """A policy as the bill sees it. least: up to that context it keeps everything, and is dense attention."""
+
+    policy: str
+    bytes: Bytes
+    finding: str | None = None
+    least: int = 0
+
+    def seconds(self, bill: Bill, batch: int, context: int) -> float:
+        return bill.seconds(self.bytes(batch, context), self.finding)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """bandwidth: bytes/s, None for the fitted one. capacity: bytes for weights and caches of `layers` layers. weights: bytes that each
+    step reads beside the caches."""
+
+    name: str
+    capacity: int
+    layers: int = 1
+    weights: int = 0
+    bandwidth: float | None = None
+
+
+def crossover(bill: Bill, dense: Way, sparse: Way, batch: int, longest: int = LONGEST) -> int | None:
+    """The shortest context from which on the sparse way is not slower, from `least` up to `longest`; None: it never pays there.
+
+    Found by bisection: the difference of the two times must change its sign once, as it does where dense bytes grow faster.
+    """
+    pays = lambda context: sparse.seconds(bill, batch, context) <= dense.seconds(bill, batch, context)
+    if not pays(longest):
+        return None
+    low, high = sparse.least, longest
+    if pays(low):
+        return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def measured_crossover(rows: Iterable[Measured], policy: str, batch: int) -> tuple[int | None, int | None]:
+    """(longest measured context where dense was faster, shortest from which on the policy was); None where there was none."""
+    times = {(r.policy if not r.dense else "dense", r.context): r.seconds for r in rows if r.batch == batch}
+    contexts = sorted(c for p, c in times if p == policy and ("dense", c) in times)
+    ahead = [times[policy, c] <= times["dense", c] for c in contexts]
+    last = max((i for i, won in enumerate(ahead) if not won), default=-1)
+    return contexts[last] if last >= 0 else None, contexts[last + 1] if last + 1 < len(contexts) else None
+
+
+def regime_map(bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[int], batches: Iterable[int], hardware: Hardware,
+               cache_bytes: Bytes) -> list[dict]:
+    """A cell for each context and batch: seconds of one layer by policy, the fastest, how many times faster than dense its attention and
+    the whole step are, and whether weights and caches fit.
+
+    The fastest is looked for among dense attention and the ways that search, if there are any: what forgets without looking is always
+    cheapest, and no answer to the same question.
+    """
+    if hardware.bandwidth is not None:
+        bill = Bill(hardware.bandwidth, bill.c0, bill.finding)
+    cells, able = [], [way for way in ways if way.finding is not None] or list(ways)
+    for batch in batches:
+        for context in contexts:
+            seconds = {way.policy: way.seconds(bill, batch, context) for way in (dense, *ways)}
+            best = min((dense, *able), key=lambda way: (seconds[way.policy], way is not dense)).policy
+            rest = hardware.weights / bill.bandwidth
+            step = {policy: rest + hardware.layers * t for policy, t in seconds.items()}
+            cells.append({"batch": batch, "context": context, "seconds": seconds, "best": best,
+                          "attention_speedup": seconds[dense.policy] / seconds[best], "step_speedup": step[dense.policy] / step[best],
+                          "fits": hardware.weights + hardware.layers * cache_bytes(batch, context) <= hardware.capacity})
+    return cells

@@ -1,0 +1,97 @@
+"""The report of `dsv4 regime` as markdown, from the JSON document alone."""
+
+from collections.abc import Sequence
+
+from dsv4.memory import format_bytes
+
+
+def tokens(count: int | None) -> str:
+    """131072 → '128K'."""
+    if count is None:
+        return "–"
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if count >= size and count % (size // 8) == 0:
+            return f"{count / size:g}{unit}"
+    return str(count)
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.0f}×" if ratio >= 9.95 else f"{ratio:.1f}×"
+
+
+def micro(seconds: float) -> str:
+    us = seconds * 1e6
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def markdown(report: dict, picture: str) -> str:
+    about, bill, hardware = report["about"], report["bill"], report["hardware"]
+    lines = [f"# Regime: when {about['model']} decode should read sparsely", "", ", ".join(f"{k} {v}" for k, v in about.items()) + ".", "",
+             "One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first. β and c₀ are fitted on dense "
+             "rows only, each c₁ on its own rows, relative errors least squares; rows held out were predicted on disk before they ran.", "",
+             f"β = {bill['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(bill['c0'])} µs"
+             + "".join(f", c₁ ({name}) = {micro(price)} µs" for name, price in bill["finding"].items()) + ".", ""]
+    if report["rows"]:
+        lines += _quality(report["quality"])
+    lines += ["", "## Crossovers", "", "The shortest context from which on the policy is not slower than dense attention.", "",
+              "| policy | batch | predicted | measured between | |", "|---|---:|---:|---|---|"]
+    lines += [_crossover(c) for c in report["crossovers"]]
+    if report["rows"]:
+        lines += _rows(report["rows"])
+    lines += ["", "## Map", "", f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
+              f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention (whole step); – "
+              "where the caches do not fit.", "", *_map(report["map"]), "", f"![map]({picture})"]
+    return "\n".join([*lines, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"])]) + "\n"
+
+
+def _quality(quality: dict) -> list[str]:
+    lines = ["| goal | wanted | found | |", "|---|---|---:|---|"]
+    lines += [f"| {g['goal']} | {g['wanted']} | {'–' if g['found'] is None else format(g['found'], '.4f')} | {g['verdict']} |"
+              for g in quality["goals"]]
+    lines += ["", "| rows | count | R² | median error | worst error | which |", "|---|---:|---:|---:|---:|---|"]
+    lines += [f"| {name} | {q['rows']} | {q['r_squared']:.4f} | {q['median_error']:.1%} | {q['worst_error']:.1%} | {q['worst']} |"
+              for name in ("fitted", "held out", "all") if (q := quality[name])]
+    return lines
+
+
+def _rows(rows: Sequence[dict]) -> list[str]:
+    lines = ["", "## Rows", "", "µs of one layer, cold L2, median; the fastest implementation of each.", "",
+              "| policy | batch | context | read | measured | predicted | error | | by |", "|---|---:|---:|---:|---:|---:|---:|---|---|"]
+    kind = lambda r: "held out" if r["held_out"] else "fitted" if r["dense"] or r["finding"] else "predicted only"
+    lines += [f"| {r['policy']} | {r['batch']} | {tokens(r['context'])} | {format_bytes(r['bytes'])} | {micro(r['seconds'])} | "
+              f"{micro(r['predicted'])} | {r['error']:+.1%} | {kind(r)} | {r['by']} |"
+              for r in sorted(rows, key=lambda r: (r["batch"], r["context"], not r["dense"], r["policy"]))]
+    return lines
+
+
+def _crossover(c: dict) -> str:
+    below, above = c.get("measured_between", (None, None))
+    seen = "not measured" if below is above is None else f"over {tokens(below)}, never ahead" if above is None else \
+        f"up to {tokens(above)}, always ahead" if below is None else f"{tokens(below)} … {tokens(above)}"
+    said = "never pays" if c["predicted"] is None else tokens(c["predicted"])
+    return f"| {c['policy']} | {c['batch']} | {said} | {seen} | {verdict(c)} |"
+
+
+def verdict(c: dict) -> str:
+    """Whether the predicted crossover lies within one power of two of where it was measured."""
+    below, above = c.get("measured_between", (None, None))
+    if below is above is None:
+        return "not measured"
+    if c["predicted"] is None:
+        return "met" if above is None else "FAILED"
+    return "met" if (below or 0) / 2 <= c["predicted"] <= (2 * above if above is not None else float("inf")) else "FAILED"
+
+
+def _cell(c: dict) -> str:
+    if not c["fits"]:
+        return "–"
+    return f"{c['best']} {times(c['attention_speedup'])} ({times(c['step_speedup'])})" if c["attention_speedup"] > 1 else "dense"
+
+
+def _map(cells: Sequence[dict]) -> list[str]:
+    contexts, batches = (list(dict.fromkeys(c[key] for c in cells)) for key in ("context", "batch"))
+    at = {(c["batch"], c["context"]): c for c in cells}
+    lines = ["| batch | " + " | ".join(map(tokens, contexts)) + " |", "|---:" * (len(contexts) + 1) + "|"]
+    for b in batches:
+        lines.append(f"| {b} | " + " | ".join(_cell(at[b, c]) for c in contexts) + " |")
+    return lines

@@ -1,0 +1,78 @@
+"""One shape of one policy: what it must read, how it is run, and what was measured."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+Run = Callable[[int], object]  # one layer's attention, of the layer of that number
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer's decode attention of `batch` rows of `context` tokens.
+
+    policy: name in tables. bytes: what one layer must read and write. finding: name of the price of finding what to read, None where
+    nothing is searched. dense: whether β and c₀ may be fitted on it. make(inputs): implementations by name, of which the fastest counts;
+    they take the number of a layer, and layers do not share what they read.
+    """
+
+    policy: str
+    batch: int
+    context: int
+    bytes: int
+    dense: bool
+    finding: str | None = None
+    make: Callable[[object], Mapping[str, Run]] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.batch, self.context
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy} B{self.batch} {self.context}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row's time: seconds of one layer, by the implementation that was fastest. held_out: it may be predicted and never fitted."""
+
+    policy: str
+    batch: int
+    context: int
+    bytes: int
+    dense: bool
+    finding: str | None
+    held_out: bool
+    seconds: float
+    by: str = ""
+    others: Mapping[str, float | str] | None = None  # seconds of the slower ones, or why one did not run
+
+    @property
+    def fitted(self) -> bool:
+        """Whether β, c₀ or a price may be fitted on it. Sparse rows that search nothing are only ever predicted."""
+        return not self.held_out and (self.dense or self.finding is not None)
+
+    @classmethod
+    def of(cls, row: Row, held_out: bool, seconds: float, by: str = "", others=None) -> "Measured":
+        return cls(row.policy, row.batch, row.context, row.bytes, row.dense, row.finding, held_out, seconds, by, others)
+
+
+class Source(Protocol):
+    """A kind of model: its rows at a shape, the inputs that they share, and formulas of bytes by policy."""
+
+    name: str
+
+    def rows(self, batch: int, context: int) -> list[Row]: ...
+
+    def inputs(self, batch: int, context: int, layers: int, distinct: int) -> object:
+        """Inputs for `layers` layers, whose caches are `distinct` different ones."""
+
+    def document(self) -> dict:
+        """What its formulas of bytes need, as JSON values."""
+
+    def ways(self) -> tuple:
+        """(dense, sparse policies) as `regime.Way`s."""
+
+    def cache_bytes(self, batch: int, context: int) -> int:
+        """What one layer's inputs take on the device."""

@@ -1,0 +1,144 @@
+"""Chunked sparse prefill on a GPU: two launches for all chunks, then four for each chunk that has others before it.
+
+Phase 1 runs the chunks side by side; phase 2 must go through them in order, since each chunk's queries decide what the next one sees.
+Rows that have ended leave their programs at once: what is launched depends on shapes only, and nothing waits for the host.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from kernels.chunked_prefill.chunking import Chunking, Memory, check, empty_memory
+from kernels.chunked_prefill.reference import chunked_prefill as definition
+from kernels.chunked_prefill.triton_attend import to_memory, within_chunks
+from kernels.chunked_prefill.triton_keep import choose, chunk_mass, gather, memory_mass
+from kernels.errors import UnsupportedInput
+from kernels.launch import capability, dot_in_fp32, interpreting, next_power, processors, require_device
+
+LOG2E = 1 / math.log(2)
+MAX_CANDIDATES = 1 << 15  # of one KV head, that one program selects among
+GATHERED = 32             # rows that a program gathers
+
+
+class Tile(NamedTuple):
+    """Rows × columns that a program multiplies at a time: queries × keys in attention, keys × queries in column sums."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    within: Tile
+    memory: Tile
+    sums: Tile
+
+
+def chunked_prefill(q, keys, values, start: int, lengths, chunking: Chunking, scale: float, memory: Memory | None = None):
+    require_device("chunked_prefill", q, keys, values, lengths)
+    check(q, keys, values, start, lengths, chunking, scale, memory)
+    _refuse(q, keys, values, chunking)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_memory(q, keys.shape[1], chunking, memory)
+    if not q.numel():
+        return out, kept
+    call = _Call(q, keys, values, out, start, lengths, chunking, scale * LOG2E)
+    call.phase_one(kept)
+    S, first = chunking.chunk, 0 if start else 1
+    for i in range(chunking.chunks(q.shape[1])):
+        if i >= first:
+            call.phase_two(i, kept)
+        if (i + 1) * S <= q.shape[1]:
+            call.update(i, i >= first, kept)
+    return out, kept
+
+
+chunked_prefill.__doc__ = definition.__doc__
+
+
+class _Call:
+    """The buffers of one call, and its launches."""
+
+    def __init__(self, q, keys, values, out, start: int, lengths, chunking: Chunking, scale: float):
+        (B, T, H, D), KV, M = q.shape, keys.shape[1], chunking.memory
+        self.q, self.keys, self.values, self.out, self.lengths, self.chunking = q, keys, values, out, lengths, chunking
+        self.start, self.scale, self.T, self.KV, self.heads = start, scale, T, KV, (H, H // KV)
+        self.fp32, self.steps = dot_in_fp32(q), q.stride()[:3]
+        self.tiles = tiles(q.dtype is torch.float32, D, chunking.chunk, capability(q.device))
+        step = max(self.tiles.memory.columns, self.tiles.sums.rows)
+        self.rows = -(-M // step) * step
+        self.lse = torch.empty(B, H, T, device=q.device)
+        self.near = torch.empty(2, B, KV, self.rows, D, dtype=q.dtype, device=q.device)
+        parts, queries = B * KV * (self.rows // self.tiles.sums.rows), H // KV * (chunking.chunk // self.tiles.sums.columns)
+        self.splits = max(1, min(queries, 4 * processors(q.device) // parts))
+        self.part = torch.empty(B, KV, self.splits, M, device=q.device)
+
+    def phase_one(self, kept: Memory) -> None:
+        q, tile, T, (H, G), S = self.q, self.tiles.within, self.T, self.heads, self.chunking.chunk
+        B, D, cache = q.shape[0], q.shape[3], self.keys.stride()[:2]
+        within_chunks[(-(-T // tile.rows), B * H)](
+            q, self.keys, self.values, self.out, self.lse, self.lengths, self.scale, self.start, T, H, G, *self.steps, *cache, S, D,
+            tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
+        tile = self.tiles.sums
+        if T // S:
+            chunk_mass[(T // S * S // tile.rows, B * self.KV)](
+                q, self.keys, self.lse, self.lengths, kept.mass, self.scale, self.start, T, H, G, self.KV, *self.steps, *cache, S, D,
+                tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
+
+    def phase_two(self, i: int, kept: Memory) -> None:
+        """Chunk i of the call attends to its memory, which is gathered first."""
+        q, tile, T, (H, G), S, M = self.q, self.tiles.memory, self.T, self.heads, self.chunking.chunk, self.chunking.memory
+        (B, _, _, D), c0, KV = q.shape, i * S, self.KV
+        gather[(-(-self.rows // GATHERED), B * KV)](
+            self.keys, self.values, kept.positions[i], self.lengths, *self.near, self.start, c0, KV, *self.keys.stride()[:2], D, M,
+            self.rows, GATHERED, num_warps=4)
+        to_memory[(min(S, -(-(T - c0) // tile.rows) * tile.rows) // tile.rows, B * H)](
+            q, *self.near, self.out, self.lse, self.lengths, self.scale, self.start, T, c0, H, G, KV, *self.steps, S, D, M, self.rows,
+            tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
+
+    def update(self, i: int, had_memory: bool, kept: Memory) -> None:
+        """Memory after chunk i, which is whole, in the rows that go on."""
+        q, tile, T, (H, G), c, KV = self.q, self.tiles.sums, self.T, self.heads, self.chunking, self.KV
+        B, c0, D = q.shape[0], i * c.chunk, q.shape[3]
+        if had_memory:
+            memory_mass[(self.rows // tile.rows, self.splits, B * KV)](
+                q, self.near[0], self.lse, self.lengths, self.part, self.scale, self.start, T, c0, self.splits, H, G, KV, *self.steps,
+                c.chunk, D, c.memory, self.rows, tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
+        past = c.memory if had_memory else 0
+        candidates = next_power(max(past + c.chunk - c.local, c.local))
+        choose[(B * KV,)](kept.positions[i], kept.scores[i], kept.mass, self.part, self.lengths, kept.updates, self.start, T, c0,
+                          self.splits, kept.positions.stride(0), KV, c.chunk, c.local, c.heavy, past, candidates,
+                          num_warps=min(16, max(1, candidates // 256)))
+
+
+def _refuse(q, keys, values, chunking: Chunking) -> None:
+    D = q.shape[-1]
+    if q.dtype not in (torch.bfloat16, torch.float32):
+        raise UnsupportedInput(f"chunked_prefill: {q.dtype}; the triton backend takes bfloat16 and float32")
+    if not 16 <= D <= 256 or D & (D - 1):
+        raise UnsupportedInput(f"chunked_prefill: heads of {D}; the triton backend takes powers of two from 16 to 256")
+    if chunking.chunk % 16:
+        raise UnsupportedInput(f"chunked_prefill: chunks of {chunking.chunk}; the triton backend takes multiples of 16")
+    if chunking.memory + chunking.chunk - chunking.local > MAX_CANDIDATES:
+        raise UnsupportedInput(f"chunked_prefill: {chunking.memory + chunking.chunk - chunking.local} candidates a KV head; the triton "
+                               f"backend selects among up to {MAX_CANDIDATES}")
+    if keys.stride()[2:] != (D, 1) or keys.stride() != values.stride():
+        raise UnsupportedInput(f"chunked_prefill: keys of strides {keys.stride()}, values of {values.stride()}; expected heads that are "
+                               "contiguous [S, D] and the same in both")
+
+
+def tiles(fp32: bool, D: int, chunk: int, capability: tuple[int, int]) -> Tiles:
+    """Tiles that fit 99 KB of shared memory, or 163 KB and more on 8.0, 9.0 and 10.0; their sides divide the chunk."""
+    if fp32:
+        found = Tiles(Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1))
+    elif interpreting():
+        found = Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1))
+    elif capability in ((8, 0), (8, 7)) or capability[0] in (9, 10):
+        found = Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))
+    else:
+        found = Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2))
+    side = chunk & -chunk  # the largest power of two that divides it
+    fit = lambda t: t._replace(rows=min(t.rows, side), columns=min(t.columns, side, t.rows))
+    return Tiles(*map(fit, found))

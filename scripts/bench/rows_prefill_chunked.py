@@ -1,0 +1,94 @@
+"""Chunked sparse prefill of one GQA layer beside dense causal attention, whole and in chunks, timed in turn."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from kernels.chunked_prefill import Chunking, chunked_prefill
+from scripts.bench.inputs import difference, normal
+from scripts.bench.row import Row
+
+H, KV, D = 32, 8, 128
+TOLERANCE = 5e-3     # relative Frobenius error of sampled queries against fp32 under the mask; bf16 rounding twice is 3e-3
+SAMPLED = 48
+WANTED = 0.55 * 800e12   # FLOP/s on kept pairs
+DENSE_CHUNK = 2048       # tokens a call of dense chunked prefill
+LENGTHS = {4096: ((512, 64, 192), (1024, 128, 384)), 16384: ((1024, 128, 384), (2048, 256, 768)),
+           65536: ((2048, 256, 768), (4096, 512, 1536)), 131072: ((2048, 256, 768), (4096, 512, 1536))}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def rows(device: str) -> Iterator[Row]:
+    for T, cuts in LENGTHS.items():
+        for cut in cuts:
+            c = Chunking(*cut)
+            flops = 4 * H * D * kept_pairs(T, c)
+            peers = {f"SDPA {name}, whole": partial(_whole, T, backend, device) for name, backend in BACKENDS.items()}
+            peers[f"SDPA flash, chunks of {DENSE_CHUNK}"] = partial(_in_chunks, T, device)
+            yield Row("chunked_prefill", f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy", partial(_ours, T, c, device),
+                      T * 4 * (H + KV) * D, flops, flops / WANTED * 1e6, peers, interleaved=True,
+                      facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy))
+
+
+def kept_pairs(tokens: int, c: Chunking) -> int:
+    """Pairs of a query and a key that one head keeps: the causal half of its chunk, and the memory from the second chunk on."""
+    sizes = [min(c.chunk, tokens - first) for first in range(0, tokens, c.chunk)]
+    return sum(n * (n + 1) // 2 for n in sizes) + c.memory * sum(sizes[1:])
+
+
+def _inputs(T: int, i: int, device: str):
+    return (normal(3 * i, 1, T, H, D, device=device), *(normal(3 * i + n, 1, KV, T, D, device=device) for n in (1, 2)))
+
+
+def _ours(T: int, c: Chunking, device: str, i: int):
+    q, k, v = _inputs(T, i, device)
+    lengths = torch.tensor([T], device=device)
+
+    def run():
+        return chunked_prefill(q, k, v, 0, lengths, c, D ** -0.5, backend="triton")
+
+    def check():
+        """Sampled queries against one softmax over their own chunk and the memory that they were given."""
+        out, memory = run()
+        got, wanted = [], []
+        for t in torch.linspace(0, T - 1, SAMPLED).long().tolist():
+            chunk = t // c.chunk
+            own = torch.arange(chunk * c.chunk, t + 1, device=device)
+            for head in range(KV):
+                seen = torch.cat((memory.positions[chunk, 0, head].long(), own)) if chunk else own
+                group = slice(head * (H // KV), (head + 1) * (H // KV))
+                weights = (q[0, t, group].float() @ k[0, head, seen].float().T * D ** -0.5).softmax(-1)
+                wanted.append(weights @ v[0, head, seen].float())
+                got.append(out[0, t, group].float())
+        updates = memory.updates == math.ceil(T / c.chunk) - 1
+        return difference(torch.cat(got), torch.cat(wanted)) if updates.all() else float("nan"), TOLERANCE
+    return run, check
+
+
+def _whole(T: int, backend: SDPBackend, device: str, i: int):
+    q, k, v = _inputs(T, i, device)
+
+    def run():
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
+    return run
+
+
+def _in_chunks(T: int, device: str, i: int):
+    """Dense chunked prefill: each chunk attends to all keys so far."""
+    q, k, v = _inputs(T, i, device)
+
+    def run():
+        out = []
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            for first in range(0, T, DENSE_CHUNK):
+                last = min(first + DENSE_CHUNK, T)
+                out.append(F.scaled_dot_product_attention(q[:, first:last].transpose(1, 2), k[:, :, :last], v[:, :, :last],
+                                                          causal_lower_right(last - first, last), enable_gqa=True))
+        return out
+    return run

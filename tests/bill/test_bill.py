@@ -1,0 +1,272 @@
+"""The bill on made-up machines: what a fit may look at, what it must recover, and what is said when it does not hold."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.bill import csa, session
+from dsv4.bill.fit import Bill, Quality, fit, r_squared
+from dsv4.bill.gqa import GQA, POLICIES, Geometry, Inputs, attend, read_kept, scores_of_blocks
+from dsv4.bill.measure import LAYERS, Timer, layers_that_fit
+from dsv4.bill.regime import Hardware, Way, crossover, measured_crossover, regime_map
+from dsv4.bill.report import markdown, tokens, verdict
+from dsv4.bill.rows import Measured
+from dsv4.errors import BackendUnavailable, InputError
+
+TRUTH = Bill(3.0e12, 5e-6, {"bound of 128": 14e-6, "bound of 16": 30e-6})
+SMALL = Geometry(4, 2, 16, 4)
+HARDWARE = Hardware("made up", 80 << 30, 28, 14 << 30)
+CPU = torch.device("cpu")
+
+
+def source(names=("sink+window", "block-128 bound"), geometry=Geometry(), tokens=4096):
+    return GQA(geometry, {n: replace(POLICIES[n], tokens=tokens) for n in names}, CPU, False)
+
+
+class MadeUp:
+    """A timer of a machine that keeps to a bill, with noise; `seen` is what stood on disk when a shape was measured."""
+
+    def __init__(self, truth=TRUTH, noise=0.01, path=None):
+        self.truth, self.noise, self.path, self.seen, self.random = truth, noise, path, [], random.Random(1)
+
+    def shape(self, of, batch, context, held_out):
+        self.seen.append(((batch, context), held_out, self.path is not None and self.path.exists() and self.path.read_text()))
+        return [Measured.of(r, held_out, self.truth.predict(r) * self.random.uniform(1 - self.noise, 1 + self.noise), "made up")
+                for r in of.rows(batch, context)], ""
+
+
+def rows(truth=TRUTH, noise=0.0, held_out=False, contexts=(8192, 32768, 131072, 1 << 20), batches=(1, 8)):
+    timer = MadeUp(truth, noise)
+    of = source(("sink+window", "block-128 bound", "page-16 bound"))
+    return [r for b in batches for c in contexts for r in timer.shape(of, b, c, held_out)[0]]
+
+
+def test_the_fit_recovers_a_machine_that_keeps_to_the_bill():
+    exact, noisy = fit(rows()), fit(rows(noise=0.02))
+    assert exact.bandwidth == pytest.approx(3e12) and exact.c0 == pytest.approx(5e-6) and exact.finding == pytest.approx(TRUTH.finding)
+    assert noisy.bandwidth == pytest.approx(3e12, rel=0.02) and noisy.c0 == pytest.approx(5e-6, abs=1e-6)
+    assert noisy.finding == pytest.approx(TRUTH.finding, abs=2e-6)
+    quality = Quality.of(rows(noise=0.02), [noisy.predict(r) for r in rows(noise=0.02)])
+    assert quality.r_squared > 0.998 and quality.worst_error < 0.06
+
+
+def test_rows_that_are_held_out_are_never_fitted():
+    wrong = Bill(1e11, 1e-3, {"bound of 128": 1.0, "bound of 16": 1.0})
+    assert fit(rows(noise=0.02) + rows(wrong, held_out=True)) == fit(rows(noise=0.02))
+    with pytest.raises(InputError, match="at least two"):
+        fit(rows(held_out=True))
+
+
+def test_beta_and_c0_come_from_dense_rows_only_and_prices_from_rows_that_search():
+    found = rows(noise=0.02)
+    slow = [r if r.dense else replace(r, seconds=9 * r.seconds) for r in found]
+    assert (fit(slow).bandwidth, fit(slow).c0) == (fit(found).bandwidth, fit(found).c0) and fit(slow).finding != fit(found).finding
+    idle = [replace(r, seconds=9 * r.seconds) if not r.dense and r.finding is None else r for r in found]
+    assert fit(idle) == fit(found)  # sink + window searches nothing: it is predicted, and nothing is fitted on it
+    assert {r.fitted for r in found if r.policy == "sink+window"} == {False}
+    other = [replace(r, seconds=9 * r.seconds) if r.finding == "bound of 16" else r for r in found]
+    assert fit(other).finding["bound of 128"] == fit(found).finding["bound of 128"]
+
+
+@pytest.mark.parametrize("change,message", [(lambda r: 1 / r.bytes, "time falls"), (lambda r: r.seconds, "at least two")],
+                         ids=["falls", "one context"])
+def test_what_no_bill_describes_is_an_error(change, message):
+    contexts = (8192,) if message == "at least two" else (8192, 65536)
+    with pytest.raises(InputError, match=message):
+        fit([replace(r, seconds=change(r)) for r in rows(contexts=contexts, batches=(1,))])
+    with pytest.raises(InputError, match="never measured|not fitted"):
+        fit(rows()).seconds(1e6, "mean of 128")
+
+
+def test_r_squared_is_that_of_the_textbooks():
+    assert r_squared([1.0, 2.0, 3.0], [1.1, 1.9, 3.0]) == pytest.approx(1 - 0.02 / 2)
+    assert r_squared([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]) == 0 and r_squared([1.0, 1.0], [1.0, 1.0]) != r_squared([1.0, 1.0], [1.0, 1.0])
+
+
+def test_quality_counts_errors_of_either_sign():
+    some = [replace(r, seconds=s) for r, s in zip(rows(), (1.0, 2.0, 4.0))]
+    quality = Quality.of(some, [0.5, 2.2, 4.0])
+    assert (quality.rows, quality.worst_error, quality.worst) == (3, 0.5, "dense B1 8192") and quality.median_error == pytest.approx(0.1)
+
+
+def test_the_crossover_is_where_the_two_lines_meet():
+    g, policy = Geometry(), POLICIES["block-128 bound"]
+    dense, (_, way) = source().ways()
+    for batch in (1, 4):
+        at = crossover(TRUTH, dense, way, batch)
+        # dense bytes of the tokens beyond those kept, less the summaries (two vectors a block: 1/128 of keys and values), pay for c₁
+        wanted = (policy.tokens + TRUTH.finding["bound of 128"] * 3e12 / (batch * 2 * g.kv_heads * g.head_dim * 2)) / (1 - 1 / 128)
+        assert abs(at - wanted) <= 128
+        lead = [dense.seconds(TRUTH, batch, context) - way.seconds(TRUTH, batch, context) for context in (at - 1, at)]
+        assert lead[0] < 0 <= lead[1]
+
+
+def test_a_crossover_that_does_not_exist_is_said_so():
+    dense, (free, way) = source().ways()
+    never = Bill(3e12, 5e-6, {"bound of 128": 10.0})
+    assert crossover(never, dense, way, 1) is None and crossover(TRUTH, dense, free, 1) == 4096  # from its budget on
+    assert "never pays" in markdown(report(never), "x.svg")
+    assert crossover(TRUTH, dense, Way("twice", lambda b, c: 2 * dense.bytes(b, c)), 1) is None
+
+
+def test_measured_crossovers_and_their_verdicts():
+    made = lambda times: [replace(rows()[0], batch=1, context=c, seconds=s, dense=d, policy="dense" if d else "p") for c, a, b in times
+                          for s, d in ((a, True), (b, False))]
+    assert measured_crossover(made([(1, 1.0, 2.0), (2, 2.0, 2.5), (4, 4.0, 2.6)]), "p", 1) == (2, 4)
+    assert measured_crossover(made([(1, 1.0, 2.0)]), "p", 1) == (1, None) and measured_crossover(made([(1, 2.0, 1.0)]), "p", 1) == (None, 1)
+    assert measured_crossover([], "p", 1) == (None, None)
+    told = lambda at, between: verdict({"predicted": at, "measured_between": between})
+    assert told(3, (2, 4)) == told(8, (2, 4)) == told(1, (2, 4)) == told(None, (4, None)) == told(1, (None, 2)) == "met"
+    assert told(9, (2, 4)) == told(None, (2, 4)) == told(0.9, (2, 4)) == told(5, (None, 2)) == told(1, (4, None)) == "FAILED"
+    assert told(None, (None, None)) == "not measured"
+
+
+def report(truth=TRUTH, noise=0.01, folder=None, timer=None, names=("sink+window", "block-128 bound"), stem="regime_x"):
+    import tempfile
+    from pathlib import Path
+    folder = folder or Path(tempfile.mkdtemp())
+    plan = session.Plan.of((1, 8), (8192, 16384, 32768, 65536, 131072, 1 << 20))
+    return session.run(source(names), timer or MadeUp(truth, noise), plan, HARDWARE, (8192, 65536, 1 << 20), (1, 8, 64), folder, stem,
+                       {"model": "gqa", "device": "made up"}, lambda line: None)
+
+
+def test_predictions_are_on_disk_before_a_held_out_row_runs_and_are_what_is_judged(tmp_path):
+    path = tmp_path / "regime_x.predictions.json"
+    timer = MadeUp(noise=0.02, path=path)
+    found = report(folder=tmp_path, timer=timer)
+    before, after = [s for s in timer.seen if not s[1]], [s for s in timer.seen if s[1]]
+    assert before and after and timer.seen == before + after and not any(text for *_, text in before)
+    assert {text for *_, text in after} == {path.read_text()}
+    said = {(r["policy"], r["batch"], r["context"]): r["seconds"] for r in json.loads(path.read_text())["rows"]}
+    held = [r for r in found["rows"] if r["held_out"]]
+    assert {(r["batch"], r["context"]) for r in held} == {shape for shape, *_ in after} and len(said) == len(held)
+    assert all(r["predicted"] == said[r["policy"], r["batch"], r["context"]] for r in held)
+    assert found["quality"]["held out"]["rows"] == len(held) and all(g["verdict"] != "not measured" for g in found["quality"]["goals"])
+
+
+def test_a_row_that_nobody_predicted_is_not_judged():
+    with pytest.raises(InputError, match="not predicted before"):
+        session.judge(replace(rows()[0], held_out=True), TRUTH, {})
+
+
+def test_a_price_that_no_fitted_row_has_is_an_error_before_anything_is_held_out():
+    timer = MadeUp()
+    plan = session.Plan(((1, 1024), (1, 2048)), ((1, 8192),))
+    with pytest.raises(InputError, match="price is unknown"):
+        session.run(source(), timer, plan, HARDWARE, (8192,), (1,), None, "x", {}, lambda line: None)
+    assert not any(held for _, held, _ in timer.seen)
+
+
+def test_failures_are_printed_as_failures(tmp_path):
+    good, bad = report(noise=0.005), report(noise=0.6)
+    assert [g["verdict"] for g in good["quality"]["goals"]] == ["met"] * 4
+    assert "FAILED" in [g["verdict"] for g in bad["quality"]["goals"]]
+    assert "FAILED" in markdown(bad, "x.svg") and "FAILED" not in markdown(good, "x.svg")
+    below = report(Bill(3e12, -5e-6, TRUTH.finding), 0.0)
+    assert "less than nothing" in markdown(below, "x.svg")
+
+
+def test_what_is_held_out_lies_inside():
+    plan = session.Plan.of((1, 2, 4), (1024, 2048, 4096, 8192))
+    assert set(plan.fitted) | set(plan.held_out) == {(b, c) for b in (1, 2, 4) for c in (1024, 2048, 4096, 8192)}
+    assert not set(plan.fitted) & set(plan.held_out) and len(plan.held_out) == 4 and {(1, 1024), (4, 8192)} <= set(plan.fitted)
+
+
+def test_the_map_of_given_hardware():
+    dense, ways = source().ways()
+    drawn = regime_map(TRUTH, dense, ways, (8192, 1 << 20), (1, 2, 64), HARDWARE, source().cache_bytes)
+    cells = {(c["batch"], c["context"]): c for c in drawn}
+    cell = cells[1, 1 << 20]
+    assert cell["best"] == "block-128 bound" and cell["fits"] and not cells[2, 1 << 20]["fits"]  # 28 × 2 GiB and 14; twice that
+    assert cell["attention_speedup"] == pytest.approx(cell["seconds"]["dense"] / cell["seconds"]["block-128 bound"])
+    rest = (14 << 30) / 3e12
+    assert cell["step_speedup"] == pytest.approx((rest + 28 * cell["seconds"]["dense"]) / (rest + 28 * cell["seconds"]["block-128 bound"]))
+    assert cells[1, 8192]["best"] == "dense" and cells[1, 8192]["attention_speedup"] == 1
+    fast = regime_map(TRUTH, dense, ways, (8192,), (64,), replace(HARDWARE, bandwidth=3e13), source().cache_bytes)[0]
+    assert fast["seconds"]["dense"] == pytest.approx(dense.bytes(64, 8192) / 3e13 + 5e-6)
+
+
+def test_bytes_are_those_of_the_formulas():
+    g = source(geometry=Geometry(32, 8, 128, 2))
+    dense, (window, way) = g.ways()
+    assert dense.bytes(1, 131072) - g.geometry.ends(1) == 131072 * 4096 and g.geometry.ends(2) == 2 * 32 * 128 * 2 * 2
+    assert way.bytes(1, 131072) - g.geometry.ends(1) == 4096 * 4096 + 131072 // 64 * 2048
+    assert window.bytes(1, 1 << 20) - g.geometry.ends(1) == 4096 * 4096
+    assert csa.dense_bytes(8, 8192) == 8 * (8192 * 1024 + 131072)
+    assert csa.csa_bytes(1, 1 << 20) == 640 * 1024 + 131072 + 262144 * 68 + 16384 + 8 * 262144
+    assert csa.csa_bytes(1, 1024) == 384 * 1024 + 131072 + 256 * 68 + 16384 + 8 * 256
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_a_policy_that_keeps_everything_is_dense_attention(name):
+    policy = replace(POLICIES[name], tokens=512)
+    inputs = Inputs(SMALL, 2, 512, 2, 2, CPU, torch.float32)
+    whole = attend(*inputs.layer(1))
+    assert torch.allclose(read_kept(inputs, policy, 1), whole, atol=1e-5)
+    part = read_kept(inputs, replace(policy, tokens=384), 1)
+    assert part.shape == whole.shape and not torch.allclose(part, whole, atol=1e-3)
+
+
+def test_bounds_bound_every_key_and_find_the_block_that_matters():
+    inputs = Inputs(SMALL, 2, 2048, 1, 1, CPU, torch.float32)
+    q, k, _ = inputs.layer(0)
+    k[:, :, 700] = 9 * q.unflatten(1, (2, 2))[:, :, 0, 0]
+    scores = scores_of_blocks(q, inputs.extremes(128)[0])
+    dots = (q.unflatten(1, (2, 2)).squeeze(3) @ k.mT).amax(2).unflatten(-1, (-1, 128)).amax(-1)
+    assert (scores >= dots - 1e-4).all() and (scores.argmax(-1) == 700 // 128).all()
+    near = read_kept(inputs, replace(POLICIES["block-128 bound"], tokens=512), 0)
+    assert torch.allclose(near[:, ::2], attend(*inputs.layer(0))[:, ::2], atol=0.1)  # heads that look for it find it
+    means = scores_of_blocks(q, inputs.summaries(128, "mean")[0][0])
+    assert means.shape == scores.shape and torch.allclose(means, q.unflatten(1, (2, 2)).squeeze(3).mean(2, keepdim=True).matmul(
+        k.unflatten(2, (-1, 128)).mean(3).mT).squeeze(2), atol=1e-5)
+
+
+def test_layers_differ_until_their_caches_are_cold_by_themselves():
+    assert layers_that_fit(1 << 20, 1 << 34) == LAYERS and layers_that_fit(1 << 30, 1 << 34) == 1
+    assert layers_that_fit(200 << 20, 1 << 34) == 3 and layers_that_fit(200 << 20, 300 << 20) == 1
+    assert layers_that_fit(1 << 30, 1 << 30) == 0
+    inputs = Inputs(SMALL, 1, 128, LAYERS, 3, CPU, torch.float32)
+    assert len({t.data_ptr() for i in range(LAYERS) for t in inputs.layer(i)[1:]}) == 6
+
+
+def test_the_timer_measures_what_runs_and_says_what_does_not():
+    class Half(GQA):
+        def rows(self, batch, context):
+            def broken(i):
+                raise RuntimeError("no such kernel")
+            one, *others = super().rows(batch, context)
+            lost = replace(one, policy="lost", make=lambda _: {"broken": broken})
+            return [replace(one, make=lambda inputs: {"broken": broken, **self._dense(inputs)}), *others, lost]
+
+    half = Half(SMALL, {}, CPU, False)
+    (dense, lost), why = Timer(CPU, 3).shape(half, 1, 256, False)
+    assert not why and dense.by == "SDPA" and dense.seconds > 0 and "no such kernel" in dense.others["broken"]
+    assert lost.by == "nothing ran" and lost.seconds != lost.seconds
+    huge = GQA(Geometry(4, 2, 1 << 40, 4), {}, CPU, False)
+    nothing, why = Timer(CPU, 3).shape(huge, 1, 128, False)
+    assert nothing == [] and "may be used" in why
+
+
+def test_kernels_that_are_not_in_this_build_are_named(monkeypatch):
+    import sys
+    for name in ("kernels.gather_attention", "kernels.grouped_attention"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BackendUnavailable, match="without --triton"):
+        GQA(SMALL, {}, CPU, True)._dense(Inputs(SMALL, 1, 128, 1, 1, CPU, torch.float32))
+    with pytest.raises(BackendUnavailable, match="without --triton"):
+        GQA(SMALL, {}, CPU, True)._sparse(POLICIES["sink+window"], Inputs(SMALL, 1, 128, 1, 1, CPU, torch.float32))
+
+
+def test_csa_rows_run_and_read_what_they_select():
+    of = csa.CSA(CPU, "reference", "bf16")
+    inputs = of.inputs(2, 2304, 1, 1)
+    dense, sparse = of.rows(2, 2304)
+    assert dense.make(inputs)["reference"](0).shape == (2, 1, 64, 512)
+    out = sparse.make(inputs)["reference"](0)
+    inputs.pools[0][576:] = 0  # the second row's entries
+    assert out.shape == (2, 64, 512) and torch.equal(sparse.make(inputs)["reference"](0)[0], out[0]) and not torch.equal(
+        sparse.make(inputs)["reference"](0)[1], out[1])
+    assert tokens(131072) == "128K" and tokens(None) == "–" and tokens(1 << 20) == "1M"

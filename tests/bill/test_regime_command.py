@@ -1,0 +1,75 @@
+"""`dsv4 regime`: what it writes, and errors of one line."""
+
+import json
+
+import pytest
+
+SMALL = ("regime", "measure", "--device", "cpu", "--contexts", "1K,2K,4K", "--batches", "1,2", "--heads", "4,2,16", "--budget", "512",
+         "--rounds", "3", "--layers", "4", "--weights", "1M", "--capacity", "1G")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A run on this processor: (exit code, folder)."""
+    import sys
+
+    from dsv4 import cli
+    folder = tmp_path_factory.mktemp("regime")
+    held, sys.argv = sys.argv, ["dsv4", *SMALL, "--out", str(folder)]
+    try:
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    finally:
+        sys.argv = held
+    return stop.value.code, folder
+
+
+def test_it_measures_fits_predicts_and_draws(measured):
+    code, folder = measured
+    report = json.loads((folder / "regime_cpu.json").read_text())
+    text, svg = ((folder / f"regime_cpu.{kind}").read_text() for kind in ("md", "svg"))
+    failed = [g for g in report["quality"]["goals"] if g["verdict"] == "FAILED"]
+    assert code == int(bool(failed) or "FAILED" in text)
+    assert report["bill"]["bandwidth"] > 0 and set(report["bill"]["finding"]) == {"bound of 128", "bound of 16"}
+    policies = ("sink+window", "block-128 bound", "page-16 bound")
+    assert {(r["policy"], r["by"]) for r in report["rows"]} == {("dense", "SDPA"), *((p, "torch") for p in policies)}
+    assert "host processor" in text and "FAILED" in text if failed else True
+    assert svg.startswith("<?xml") and "hatched" in svg and json.loads((folder / "regime_cpu.predictions.json").read_text())["rows"]
+    from dsv4.bill.plot import svg as draw
+    assert draw(report) == svg == draw(report)
+
+
+def test_the_map_of_other_hardware_says_that_nothing_was_measured_there(measured, command_line, tmp_path):
+    _, folder = measured
+    code, out, _ = command_line("regime", "map", folder / "regime_cpu.json", "--name", "Big One", "--bandwidth", "4.8T", "--capacity", "2M",
+                                "--layers", 9, "--weights", "1K", "--out", tmp_path)
+    report = json.loads((tmp_path / "regime_big_one.json").read_text())
+    assert code == 0 and report["bill"]["bandwidth"] == 4.8e12 and "Not measured on Big One" in out and report["hardware"]["layers"] == 9
+    assert not any(c["fits"] for c in report["map"] if c["context"] > 2048)
+    assert "not measured" in out and (tmp_path / "regime_big_one.svg").exists()
+
+
+@pytest.mark.parametrize("args,message", [
+    (["--heads", "7,2,16"], "divide the query heads"), (["--heads", "7"], "three numbers"),
+    (["--policies", "quest"], "none of sink+window"),
+    (["--budget", "100"], "multiple of 128"), (["--contexts", "big"], "not a size"), (["--contexts", "1000"], "multiple of 128"),
+    (["--contexts", "1K", "--batches", "1"], "at least two"), (["--contexts", "128,256"], "price is unknown"),
+    (["--device", "cuda:7"], "CUDA"),
+    (["--out", "/proc/nowhere"], "cannot be written"), (["--triton", "--contexts", "1K,2K"], "needs a GPU"),
+], ids=lambda v: " ".join(v).replace("/", "|") if isinstance(v, list) else "")
+def test_bad_requests_are_one_line_and_exit_2(command_line, tmp_path, args, message):
+    code, out, err = command_line(*SMALL, "--out", tmp_path, *args)
+    lines = err.strip().splitlines()
+    assert code == 2 and out == "" and lines[-1].startswith("error: ") and not any("Traceback" in line for line in lines)
+    assert message in lines[-1]
+
+
+@pytest.mark.parametrize("content,message", [("{}", "expected a report"), ("no", "is not JSON"),
+                                             ('{"format": "dsv4-regime", "version": 1}', "lacks 'bill'")],
+                         ids=["empty", "no JSON", "nothing in it"])
+def test_a_report_that_is_none_is_an_error(command_line, tmp_path, content, message):
+    (tmp_path / "r.json").write_text(content)
+    code, out, err = command_line("regime", "map", tmp_path / "r.json", "--out", tmp_path)
+    assert code == 2 and err.count("\n") == 1 and message in err
+    code, _, err = command_line("regime", "map", tmp_path / "r.json", "--out", tmp_path, "--bandwidth", "fast")
+    assert code == 2 and err.count("\n") == 1
