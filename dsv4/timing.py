@@ -40,7 +40,8 @@ def summary(cold: Sequence[float], hot: Sequence[float], kernels: int | None = N
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The graph of one run, after `WARM_UP` eager ones on a side stream. What run returns stays alive with the graph."""
+    """The graph of one run, after `WARM_UP` eager ones on a side stream. What run reads and returns stays alive with the graph: replays
+    use memory that whoever asked for them may have forgotten."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -50,7 +51,7 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
     with torch.cuda.graph(graph):
-        graph.kept = run()
+        graph.kept = run, run()
     graph.instantiate()
     return graph
 

@@ -27,7 +27,7 @@ class Timer:
     def __init__(self, device: torch.device, rounds: int = 30):
         self.device, self.rounds = device, rounds
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)
         self.clock = Clock() if device.type == "cuda" else None
 
     def shape(self, source: Source, batch: int, context: int, held_out: bool) -> tuple[list[Measured], str]:

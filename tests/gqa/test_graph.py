@@ -50,21 +50,26 @@ def prompts(model, *lengths):
 
 @pytest.mark.parametrize("numerics", ["fp32", "native"])
 def test_captured_steps_equal_append(folder, numerics):
-    """A ragged batch, across a block of 128 tokens, past windows and original contexts, against append token by token."""
-    reference, ours = models(folder, numerics)
+    """A ragged batch, across a block of 128 tokens, past windows and original contexts, against append token by token; in bf16 both round,
+    and neither may be much further from fp32."""
+    (reference, ours), exact = models(folder, numerics), load_model(folder, numerics="fp32", backend="reference", device=DEVICE)
     ids, counts = prompts(reference, 5, 126, 62)
     a, b = reference.new_cache(3, 180), reference.new_cache(3, 180)
-    c = ours.new_cache(3, 180)
+    c, d = ours.new_cache(3, 180), exact.new_cache(3, 180)
     for cache in (a, b, c):  # the layout is the same on every backend
         reference.append(ids, cache, n_new=counts, logits="last")
+    exact.append(ids, d, n_new=counts, logits="last")
     plain, fused = DecodeGraph(reference, b), DecodeGraph(ours, c)
-    g = torch.Generator().manual_seed(4)
+    g, worst = torch.Generator().manual_seed(4), 0.0
     for step in range(5 if GPU else 3):
         new = torch.randint(0, ours.config.vocab_size, (3, 1), generator=g)
         want, same, found = reference.append(new, a), plain.step(new), fused.step(new)
         assert torch.equal(want, same) and a.lengths == b.lengths == c.lengths, step
-        error = (found - want).norm() / want.norm()
-        assert error < (1e-5 if numerics == "fp32" else 0.03), (step, error)
+        true = exact.append(new, d)
+        error, rounding = ((logits - true).norm() / true.norm() for logits in (found, want))
+        assert error < max(1e-5, 1.5 * rounding), (step, error, rounding)
+        worst = max(worst, error)
+    assert worst < (1e-5 if numerics == "fp32" else 0.1)
     assert "reference" not in {row["implementation"] for row in ours.dispatch.rows() if row["operation"] != "grouped_attention"}
     if GPU:
         assert captures(ours) and fused.graph is not None

@@ -201,7 +201,7 @@ def test_what_is_refused(change, message):
     k, v = (change["k"].to(DEVICE),) * 2 if "k" in change else (k, v)
     memory = Memory(*(torch.zeros(2, 1, 2, 20, device=DEVICE),) * 4) if "memory" in change else None
     with pytest.raises(UnsupportedInput, match=message):
-        chunked_prefill(q, k, v, change.get("start", 0), change.get("lengths", lengths), SMALL, change.get("scale", 0.25), memory,
+        chunked_prefill(q, k, v, change.get("start", 0), change.get("lengths", lengths).to(DEVICE), SMALL, change.get("scale", 0.25), memory,
                         backend="triton")
 
 
