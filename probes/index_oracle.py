@@ -154,11 +154,28 @@ def finite(scores: torch.Tensor) -> torch.Tensor:
 
 
 def score_error(case: Case, wanted: torch.Tensor) -> float:
-    """Of the median query with a choice; infinite where the subject hides or shows other entries than it should."""
+    """Of the median query with a choice; infinite where the subject hides or shows other entries than it should.
+
+    One key beside a rounding boundary moves a score of every later query: where `keys_check` allows such keys they are left out.
+    """
     found = case.points["index_scores"].double()
     if not torch.equal((found == -math.inf)[:, case.judged], (wanted == -math.inf)[:, case.judged]):
         return math.inf
-    return at_share(far(finite(found)[:, case.crowded], finite(wanted)[:, case.crowded]), 0.5)
+    rounded = rounded_otherwise(case)
+    keep = lambda scores: torch.where(rounded, 0, finite(scores)[:, case.crowded, :])
+    return at_share(far(keep(found), keep(wanted)), 0.5)
+
+
+def rounded_otherwise(case: Case) -> torch.Tensor:
+    """bool [entries]: keys that differ from the oracle's as rounding differs; none where more do than `keys_check` allows."""
+    found, wanted = case.points.get("index_keys"), case.wanted["keys"]
+    none = torch.zeros(case.wanted["index_scores"].shape[-1], dtype=torch.bool)
+    if found is None or found.shape != wanted.shape:
+        return none
+    limit, share, _ = limit_of(case.subject)
+    errors = far(found, wanted)[0, :len(none)]
+    off = (errors > limit) & (errors < ENTRY)
+    return off if 0 < off.float().mean() <= 1 - share else none
 
 
 def entry_errors(case: Case) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """The probes of attention are green on this project's model, and red, at the right part, on one with a planted fault."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -170,3 +172,19 @@ class Other:
 
     def __getattr__(self, name):
         return getattr(self._op, name)
+
+
+def test_keys_beside_a_rounding_boundary_are_left_out_of_scores_and_others_are_not():
+    """A code of FP4 that falls otherwise moves a score of every later query; a wrong key, or too many, are judged as they are."""
+    from probes.index_oracle import rounded_otherwise
+    keys = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0))
+
+    def left_out(changed: dict[int, float], numerics: str = "qat:fp32") -> list[int]:
+        found = keys.clone()
+        for entry, factor in changed.items():
+            found[0, entry] *= factor
+        case = SimpleNamespace(subject=SimpleNamespace(numerics=numerics), points={"index_keys": found},
+                               wanted={"keys": keys, "index_scores": torch.zeros(1, 3, 10)})
+        return rounded_otherwise(case).nonzero().flatten().tolist()
+    assert left_out({3: 1.1}) == [3] and left_out({}) == [] and left_out({3: 1.1}, "fp32") == []
+    assert left_out({3: 2.0}) == [] and left_out({i: 1.1 for i in range(6)}) == []
