@@ -120,10 +120,10 @@ def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable) -> It
     attns = [(i, layer.self_attn) for i, layer in enumerate(model.layers) if layer.self_attn.window is None]
 
     def also(i: int, attn, attend: Callable) -> Callable:
-        def run(q, keys, values, step, *rest, **more):
+        def run(q, keys, values, *rest):  # the step comes last
             for variant in variants:
-                see(i, variant.name, *blocks(q, keys, step.start, attn.scale, variant.policy))
-            return attend(q, keys, values, step, *rest, **more)
+                see(i, variant.name, *blocks(q, keys, rest[-1].start, attn.scale, variant.policy))
+            return attend(q, keys, values, *rest)
         return run
     for i, attn in attns:
         attn.attend = also(i, attn, attn.attend)

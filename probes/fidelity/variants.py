@@ -94,13 +94,14 @@ def of_csa(k: int, exact: bool = False, own: bool = False, window: int = 0) -> V
 def policy_variants(names: list[str] | None, budgets: list[int], block: int | None) -> list[Variant]:
     """Dense first, then each policy at each budget of tokens. names: of kernels.block_choice.POLICIES (default: all); block: tokens of
     a block instead of the policy's own. Raises InputError for unknown names, UnsupportedInput for budgets below a keep-set."""
-    names = [name for name in names or POLICIES if name != "dense"]
-    unknown = [name for name in names if name not in POLICIES]
+    known = {name.replace("+", "-"): make for name, make in POLICIES.items()}
+    names = [name.replace("+", "-") for name in names or known]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise InputError(f"--policy {unknown[0]!r} is unknown; expected some of {', '.join(POLICIES)}")
+        raise InputError(f"--policy {unknown[0]!r} is unknown; expected some of {', '.join(known)}")
     sizes = {} if block is None else {"block": block}
-    found = [POLICIES[name](tokens, **sizes) for name in names for tokens in budgets]
-    return [of_policy(dense()), *(of_policy(policy) for policy in found)]
+    found = [known[name](tokens, **sizes) for name in names if name != "dense" for tokens in budgets]
+    return [of_policy(dense()), *(of_policy(policy) for policy in dict.fromkeys(found))]  # budgets that are the same in whole blocks
 
 
 def of_policy(policy: Policy) -> Variant:
