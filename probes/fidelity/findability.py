@@ -118,6 +118,7 @@ def _watch_entries(model: CausalLM, variants: list[Variant], see: Callable):
 def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable) -> Iterator[None]:
     """Before each layer without a sliding window attends. What its KV heads choose counts as a query each."""
     attns = [(i, layer.self_attn) for i, layer in enumerate(model.layers) if layer.self_attn.window is None]
+    before = [vars(attn).get("attend") for _, attn in attns]  # what somebody else has put there
 
     def also(i: int, attn, attend: Callable) -> Callable:
         def run(q, keys, values, *rest):  # the step comes last
@@ -130,8 +131,11 @@ def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable) -> It
     try:
         yield
     finally:
-        for _, attn in attns:
-            del attn.attend
+        for (_, attn), held in zip(attns, before):
+            if held is None:
+                del attn.attend
+            else:
+                attn.attend = held
 
 
 def blocks(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, scale: float,

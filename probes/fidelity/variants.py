@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from dsv4.causal import CausalLM
-from dsv4.errors import InputError
+from dsv4.errors import InputError, UnsupportedInput
 from dsv4.gqa.model import GQAModel
 from kernels.block_choice import POLICIES, Policy, dense
 from probes.recall.mass import window_only
@@ -93,14 +93,17 @@ def of_csa(k: int, exact: bool = False, own: bool = False, window: int = 0) -> V
 
 def policy_variants(names: list[str] | None, budgets: list[int], block: int | None) -> list[Variant]:
     """Dense first, then each policy at each budget of tokens. names: of kernels.block_choice.POLICIES (default: all); block: tokens of
-    a block instead of the policy's own. Raises InputError for unknown names, UnsupportedInput for budgets below a keep-set."""
+    a block instead of the policy's own. Raises InputError for unknown names and for budgets below a keep-set."""
     known = {name.replace("+", "-"): make for name, make in POLICIES.items()}
     names = [name.replace("+", "-") for name in names or known]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise InputError(f"--policy {unknown[0]!r} is unknown; expected some of {', '.join(known)}")
     sizes = {} if block is None else {"block": block}
-    found = [known[name](tokens, **sizes) for name in names if name != "dense" for tokens in budgets]
+    try:
+        found = [known[name](tokens, **sizes) for name in names if name != "dense" for tokens in budgets]
+    except UnsupportedInput as error:
+        raise InputError(f"--budget {','.join(map(str, budgets))} is too little: {error}; ask for a larger one, or a smaller --block") from None
     return [of_policy(dense()), *(of_policy(policy) for policy in dict.fromkeys(found))]  # budgets that are the same in whole blocks
 
 
