@@ -113,7 +113,7 @@ def of_policy(policy: Policy) -> Variant:
 
     @contextmanager
     def switch(model: CausalLM) -> Iterator[None]:
-        if not hasattr(model, "attention"):
+        if getattr(model, "attention", None) is None:
             if policy.dense:  # what a model without the choice does
                 yield
                 return

@@ -26,7 +26,7 @@ class Choice:
 
 def obeying(model):
     """The model itself, with an `attention` whose policy its decoding obeys; one of its own is left as it is."""
-    if hasattr(model, "attention"):
+    if getattr(model, "attention", None) is not None:
         return model
     model.attention = Choice()
     for layer in model.layers:
