@@ -100,6 +100,8 @@ def test_findability_in_the_first_csa_layer_is_what_recall_measures(csa_path, cs
         assert mine["mass_best"] == pytest.approx(other["attention_mass_best"], abs=1e-5)
         assert mine["chance"] == pytest.approx(other["chance"]) and 0 < mine["findability"] < 1 and mine["queries"] == 80
     assert topk(csa) == [6, 6]
+    with of_csa(1).on(csa):  # whatever the model does otherwise: all layers are looked at along the exact run
+        assert findability.measure(csa, variants, rows_of(text, 232, 2, bos=0), [192, 232], 40, 32) == ours
 
 
 # ---- policies of a GQA model ----------------------------------------------------------------
