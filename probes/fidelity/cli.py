@@ -17,10 +17,11 @@ Word = str | None
 
 def fidelity(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory: DeepSeek-V4 or a GQA model.", show_default=False)],
-    topk: Annotated[Word, option("DeepSeek-V4: entries that CSA selects, e.g. 16,32,64; default: around index_topk. The checkpoint's own "
-                                 "and all entries are measured too.")] = None,
+    topk: Annotated[Word, option("DeepSeek-V4: entries that CSA selects, e.g. 16,32,64; default: around index_topk. The checkpoint's "
+                                 "own and all entries are measured too.")] = None,
     policy: Annotated[Word, option("GQA: sink-window, page-bound, block-bound, block-mean, separated by commas; default: all.")] = None,
-    budget: Annotated[Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: an 8th and a 4th of the longest context.")] = None,
+    budget: Annotated[Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: an 8th and a 4th of the "
+                                   "longest context.")] = None,
     block: Annotated[Number, option("GQA: tokens of a block, instead of each policy's own.")] = None,
     effort: Annotated[str, typer.Option(help="quick, standard or thorough: how much text, how many needles.")] = "standard",
     context: Annotated[Word, option("Contexts in tokens, e.g. 2K,16K.")] = None,

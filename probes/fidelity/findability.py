@@ -54,7 +54,8 @@ def figures(sums: dict[str, float]) -> dict:
     ratio = lambda a, b: sums[a] / sums[b] if sums[b] and math.isfinite(sums[a] / sums[b]) else None
     chance = ratio("chance", "queries")
     return {"queries": int(sums["queries"]), "status": "VACUOUS" if chance in (None, 1.0) else "MEASURED", "chance": chance,
-            "attention_on_choices": ratio("mass", "queries"), "mass_kept": ratio("mass_kept", "mass"), "mass_best": ratio("mass_best", "mass"),
+            "attention_on_choices": ratio("mass", "queries"), "mass_kept": ratio("mass_kept", "mass"),
+            "mass_best": ratio("mass_best", "mass"),
             "findability": ratio("found", "wanted"), "top": TOP}
 
 

@@ -45,9 +45,12 @@ def _reading(document: dict) -> str:
         lines.append(f"- {r['context']:,} tokens, {escape(r['variant'])}: agreement **{percent(r['agreement'])}**, confident "
                      f"**{percent(r['agreement_confident'])}** (chance {percent(r['agreement_chance'])}); KL {r['kl']:.4g} nats; "
                      f"perplexity {r['perplexity']:.4g} against {r['perplexity_exact']:.4g}{said}.{vacuous}")
+    found: dict[tuple, list[str]] = {}
     for r in (document["needles"] or {"rows": []})["rows"]:
-        lines.append(f"- {r['context']:,} tokens, {escape(r['variant'])}, needles in {escape(r['haystack'])}: {r['hits']} of {r['trials']} "
-                     f"found, between {percent(r['at_least'])} and {percent(r['at_most'])}.")
+        found.setdefault((r["context"], r["haystack"], r["trials"]), []).append(
+            f"{escape(r['variant'])}: {r['hits']} ({percent(r['at_least'])} … {percent(r['at_most'])})")
+    for (context, haystack, trials), each in found.items():
+        lines.append(f"- {context:,} tokens, needles in {escape(haystack)}, of {trials} found (bounds): {'; '.join(each)}.")
     return "\n".join(lines)
 
 
@@ -75,7 +78,8 @@ def comparison(document: dict) -> tuple[list[str], list[list[str]]]:
 
 
 def continuations(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [">context", "variant", ">prompts", ">new tokens", ">mean exact prefix", ">median", ">without any difference", "all, ascending"]
+    columns = [">context", "variant", ">prompts", ">new tokens", ">mean exact prefix", ">median", ">without any difference",
+               "all, ascending"]
     cells = []
     for r in document["rows"]:
         if c := r["continuations"]:

@@ -42,7 +42,9 @@ def _by_budget(document: dict) -> str:
     kl.set_title("KL(exact ‖ variant), nats a token", fontsize=9)
     kl.tick_params(labelsize=7)
     kl.grid(alpha=0.25)
-    return _finished(figure, (agreement, kl), "tokens read at most by a choosing layer", "log")
+    for axis in (agreement, kl):
+        _logarithmic(axis, {r["budget"] for r in document["rows"]})
+    return _finished(figure, (agreement, kl), "tokens read at most by a choosing layer")
 
 
 def _findability(document: dict) -> str:
@@ -62,10 +64,10 @@ def _findability(document: dict) -> str:
         contexts.plot([r["context"] for r in group], [_or_nan(r["findability"]) for r in group], "x--", color=f"C{n}")
     share_axis(budgets, "mass kept (●), findability (×), chance (dotted)")
     share_axis(contexts, "mass kept (●), findability (×)")
-    contexts.set_xscale("log")
-    contexts.set_xlabel("context (tokens)", fontsize=8)
-    contexts.legend(fontsize=7)
-    return _finished(figure, (budgets,), "tokens read at most by a choosing layer", "log")
+    _logarithmic(contexts, {r["context"] for r in together})
+    _labelled(contexts, "context (tokens)")
+    _logarithmic(budgets, {r["budget"] for r in together})
+    return _finished(figure, (budgets,), "tokens read at most by a choosing layer")
 
 
 def _by_layer(document: dict) -> str:
@@ -77,7 +79,7 @@ def _by_layer(document: dict) -> str:
             group = [r for r in rows if r["variant"] == name]
             axis.plot([str(r["layer"]) for r in group], [_or_nan(r[key]) for r in group], "o-", label=name)
         share_axis(axis, f"{title}, {longest:,} tokens")
-    return _finished(figure, axes, "layer", "linear")
+    return _finished(figure, axes, "layer")
 
 
 def _needles(rows: list[dict]) -> str:
@@ -88,7 +90,7 @@ def _needles(rows: list[dict]) -> str:
             trials = [d for r in rows if (r["haystack"], r["variant"]) == (haystack, variant) for d in r["depths"]]
             axis.plot(*by_depth(trials), "o-", color=f"C{n}", label=variant, alpha=0.8)
         share_axis(axis, f"needles found in {haystack}, all contexts")
-    return _finished(figure, axes, "depth (0: start of the context)", "linear")
+    return _finished(figure, axes, "depth (0: start of the context)")
 
 
 def by_depth(trials: list[dict]) -> tuple[list[float], list[float]]:
@@ -99,13 +101,21 @@ def by_depth(trials: list[dict]) -> tuple[list[float], list[float]]:
     return [(b + 0.5) / DEPTHS for b in sorted(bins)], [sum(bins[b]) / len(bins[b]) for b in sorted(bins)]
 
 
-def _finished(figure, axes, label: str, scale: str) -> str:
+def _logarithmic(axis, at: set[int]) -> None:
+    axis.set_xscale("log")
+    axis.set_xticks(sorted(at), [f"{n:,}" for n in sorted(at)])
+    axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+
+
+def _labelled(axis, label: str) -> None:
+    axis.set_xlabel(label, fontsize=8)
+    if axis.has_data():
+        axis.legend(fontsize=7)
+
+
+def _finished(figure, axes, label: str) -> str:
     for axis in axes:
-        if scale != "linear":
-            axis.set_xscale(scale)
-        axis.set_xlabel(label, fontsize=8)
-        if axis.has_data():
-            axis.legend(fontsize=7)
+        _labelled(axis, label)
     return svg(figure)
 
 

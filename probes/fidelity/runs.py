@@ -20,7 +20,8 @@ def compare(model: CausalLM, variants: list[Variant], ids: torch.Tensor, tail: i
     """Each variant but the first against the first, the exact run: name → (positions, exact prefixes).
 
     ids int64 [B, T]: the first T − tail tokens of each row are its prompt, prefilled; `new` tokens follow it greedily, and then,
-    after a rewind, the row's own last `tail` tokens are predicted: B · tail positions, by batch, pass and row. The prompt's last token is run as decoding.
+    after a rewind, the row's own last `tail` tokens are predicted: B · tail positions, by batch, pass and row. The prompt's last token
+    is run as decoding.
     """
     exact, others = variants[0], variants[1:]
     (B, T), vocab = ids.shape, model.config.vocab_size

@@ -55,8 +55,8 @@ def settle(model, effort: str, contexts: list[int] | None, seed: int, **given: i
         raise InputError(f"--rows {chosen.rows}, --tail {chosen.tail}, --new-tokens {chosen.new}, --needles {chosen.needles}, --queries "
                          f"{chosen.queries}: expected at least 1, 1, 0, 0, 1")
     if contexts[0] < 2 or contexts[-1] + room > most:
-        raise InputError(f"--context {contexts[0] if contexts[0] < 2 else contexts[-1]}: expected 2 … {most - room} tokens (the checkpoint's "
-                         f"max_position_embeddings {most}, less {room} for questions and continuations)")
+        raise InputError(f"--context {contexts[0] if contexts[0] < 2 else contexts[-1]}: expected 2 … {most - room} tokens (the "
+                         f"checkpoint's max_position_embeddings {most}, less {room} for questions and continuations)")
     if chosen.tail >= contexts[0]:
         raise InputError(f"--tail {chosen.tail} leaves no prompt in a context of {contexts[0]} tokens; expected less")
     return chosen
@@ -87,5 +87,5 @@ def needle_contexts(model, settings: Settings, tokens: int) -> tuple[list[int], 
     """(contexts in which needles can be hidden, notes on the others): longer than windows alone reach, and no longer than the text."""
     beyond = reach(model)
     fits = [n for n in settings.contexts if beyond + QUESTION < n <= tokens]
-    return fits, [f"no needles at {n:,} tokens: they are asked in contexts from {beyond + QUESTION + 1:,} (windows alone reach {beyond:,}) to "
-                  f"{tokens:,} tokens, as many as the text has" for n in settings.contexts if n not in fits]
+    return fits, [f"no needles at {n:,} tokens: they are asked in contexts from {beyond + QUESTION + 1:,} (windows alone reach "
+                  f"{beyond:,}) to {tokens:,} tokens, as many as the text has" for n in settings.contexts if n not in fits]

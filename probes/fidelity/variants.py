@@ -103,7 +103,8 @@ def policy_variants(names: list[str] | None, budgets: list[int], block: int | No
     try:
         found = [known[name](tokens, **sizes) for name in names if name != "dense" for tokens in budgets]
     except UnsupportedInput as error:
-        raise InputError(f"--budget {','.join(map(str, budgets))} is too little: {error}; ask for a larger one, or a smaller --block") from None
+        raise InputError(f"--budget {','.join(map(str, budgets))} is too little: {error}; ask for a larger one, or a smaller "
+                         "--block") from None
     return [of_policy(dense()), *(of_policy(policy) for policy in dict.fromkeys(found))]  # budgets that are the same in whole blocks
 
 

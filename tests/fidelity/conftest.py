@@ -83,7 +83,8 @@ def gqa_path(tmp_path_factory):
     from scripts.training.tokenizer import train_tokenizer
     config = oracle.CONFIGS["qwen2, bias and tied head"] | LONG
     folder = oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("fidelity") / "gqa")
-    train_tokenizer([(Path(__file__).resolve().parents[2] / "README.md").read_text()], config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    train_tokenizer([readme.read_text()], config["vocab_size"]).save(str(folder / "tokenizer.json"))
     return folder
 
 

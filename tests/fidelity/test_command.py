@@ -44,7 +44,8 @@ def test_a_report_of_csa(run, demo, prose, tmp_path):  # noqa: F811
     assert {r["status"] for r in found["findability"] if (r["variant"], r["context"]) == ("k = 50", 160)} == {"VACUOUS"}
     assert len(found["needles"]["rows"]) == 5 * 2 * 2 and found["needles"]["beyond"] == 40 and str(tmp_path) not in json.dumps(found)
     shown = (tmp_path / "fidelity_c_csa.md").read_text()
-    for part in ("## Greedy continuations", "## Needles", "## What the selector keeps", "**VACUOUS**", "## Provenance", "has no dense mode"):
+    for part in ("## Greedy continuations", "## Needles", "## What the selector keeps", "**VACUOUS**", "## Provenance",
+                 "has no dense mode"):
         assert part in shown, part
     for name in ("by-budget", "findability", "by-layer", "needles"):
         file = f"fidelity_c_csa-{name}.svg"
@@ -58,7 +59,8 @@ def test_a_report_of_policies(run, gqa_path, prose, tmp_path, gqa_command):
     assert code == 0, err
     found = json.loads(out)
     assert found == json.loads((tmp_path / "fidelity_gqa_gqa.json").read_text()) and found["family"] == "gqa"
-    assert [v["name"] for v in found["variants"]] == ["dense", *(f"{p}, {n} tokens" for p in ("sink+window", "block-16 bound") for n in (64, 128))]
+    assert [v["name"] for v in found["variants"]] == [
+        "dense", *(f"{p}, {n} tokens" for p in ("sink+window", "block-16 bound") for n in (64, 128))]
     assert "Policies act in decoding alone" in found["prefill"] and len(found["rows"]) == 4 and len(found["needles"]["rows"]) == 5 * 2
     kept = {r["variant"]: r for r in found["findability"] if r["layer"] is None}
     assert kept["sink+window, 128 tokens"]["findability"] == 0 < kept["block-16 bound, 64 tokens"]["findability"]
@@ -77,8 +79,10 @@ def test_other_words(run, demo, prose, tmp_path, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("options, message", [
-    (("--context", "5000"), "expected 2 … 3968 tokens"), (("--context", "1"), "--context 1: expected 2"), (("--effort", "great"), "expected one of quick"),
-    (("--context", "200", "--tail", "200"), "leaves no prompt"), (("--policy", "block-bound"), "--policy would change nothing of a DeepSeek-V4"),
+    (("--context", "5000"), "expected 2 … 3968 tokens"), (("--context", "1"), "--context 1: expected 2"),
+    (("--effort", "great"), "expected one of quick"),
+    (("--context", "200", "--tail", "200"), "leaves no prompt"),
+    (("--policy", "block-bound"), "--policy would change nothing of a DeepSeek-V4"),
     (("--budget", "64", "--block", "16"), "--budget, --block would change nothing"), (("--topk", "0"), "--topk 0; expected at least 1"),
     (("--topk", "2,,3"), "separated by commas"), (("--rows", "0"), "--rows 0"), (("--text", "nowhere.txt"), "nowhere.txt"),
     (("--numerics", "int8"), "int8")])
@@ -89,7 +93,8 @@ def test_what_cannot_be_measured_is_one_line(run, demo, options, message):  # no
 
 @pytest.mark.parametrize("options, message", [
     (("--topk", "4"), "--topk would change nothing of a GQA"), (("--policy", "quest"), "expected some of dense, sink-window"),
-    (("--policy", "dense"), "the dense policy alone"), (("--policy", "a,,b"), "separated by commas"), (("--budget", "128"), "--budget 128 is too little")])
+    (("--policy", "dense"), "the dense policy alone"), (("--policy", "a,,b"), "separated by commas"),
+    (("--budget", "128"), "--budget 128 is too little")])
 def test_what_a_gqa_model_refuses(run, gqa_path, gqa_command, options, message):
     code, out, err = run("fidelity", gqa_path, *options)
     assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out
@@ -105,7 +110,8 @@ def test_the_schema_refuses_what_it_does_not_know():
     found = json.loads((ROOT / "audits" / "fidelity_demo_csa.json").read_text())
     assert document.valid(found) is found and "## Needles" in markdown.render(found, {})
     for spoil, said in ((lambda d: d["rows"][0].update(extra=1), "extra is unknown"), (lambda d: d["rows"][0].pop("kl"), "no kl"),
-                        (lambda d: d["needles"]["rows"][0].pop("chance"), "no chance"), (lambda d: d.update(family="other"), "expected one of")):
+                        (lambda d: d["needles"]["rows"][0].pop("chance"), "no chance"),
+                        (lambda d: d.update(family="other"), "expected one of")):
         other = copy.deepcopy(found)
         spoil(other)
         with pytest.raises(Exception, match=said):

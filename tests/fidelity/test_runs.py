@@ -201,7 +201,8 @@ def test_what_drops_everything_distant_loses_its_needles():
     assert hits[exact.name, "looped filler"] == 3 and hits[exact.name, "prose"] >= 2
     assert hits["window only", "prose"] == hits["window only", "looped filler"] == 0
     lost, found = (next(r for r in rows if (r["variant"], r["haystack"]) == (v, "looped filler")) for v in ("window only", exact.name))
-    assert lost["at_least"] == 0 and lost["at_most"] == pytest.approx(0.7076, abs=1e-4) and found["at_least"] == pytest.approx(0.2924, abs=1e-4)
+    assert lost["at_least"] == 0 and lost["at_most"] == pytest.approx(0.7076, abs=1e-4)
+    assert found["at_least"] == pytest.approx(0.2924, abs=1e-4)
     assert all(d["depth"] * context + reach(model) < context for r in rows for d in r["depths"])
     asked = needles.hidden(model, text.tokenizer.backend, text.ids, context, 2, 0)
     assert replies(model, asked, Limits(3000, 256), decoded=needles.DECODED) == replies(model, asked, Limits(3000, 256))
