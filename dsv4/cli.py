@@ -17,6 +17,7 @@ from dsv4 import tables
 from dsv4.bill.cli import regime_app
 from dsv4.errors import Dsv4Error, InputError
 from probes.cli import audit_app  # the command line alone knows the engine and the probes above it
+from probes.fidelity.cli import fidelity
 from probes.recall.cli import recall
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -24,6 +25,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implementation of it.")
 app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 app.command()(recall)
+app.command()(fidelity)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -1,8 +1,6 @@
 """`dsv4 recall`: the command line of the measurement."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,15 +8,10 @@ import typer
 from rich.console import Console
 
 from dsv4.errors import InputError
+from probes.console import counts, errors, option, progress, refuse_idle
 
-errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 STEM = "recall"
-
-
-def option(about: str, **more):
-    return typer.Option(help=about, show_default=False, **more)
-
-
+INSTEAD = "leave it out, or use --subject ours"
 Number = int | None
 Word = str | None
 
@@ -50,18 +43,18 @@ def recall(
     from probes.recall.settings import settle
     from probes.recall.text import read_text
     from probes.subjects.files import FilesSubject
-    _refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device,
-                                                      "--cache": cache, "--index-cache": index_cache})
-    _refuse_idle(dump is None, {"--text": text})
+    refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device,
+                                                      "--cache": cache, "--index-cache": index_cache}, INSTEAD)
+    refuse_idle(dump is None, {"--text": text}, INSTEAD)
     config = FilesSubject(checkpoint).config
     recorded = None if dump is None else _recorded(dump, checkpoint)
     rows, longest = (rows, None) if recorded is None else recorded.ids.shape
-    contexts = _counts("--context", context) or (longest and [longest])
+    contexts = counts("--context", context) or (longest and [longest])
     trials = needles if needles is not None else 20 if (device or "cpu").startswith("cpu") else 100
-    settings = settle(config, contexts, _counts("--k", k), queries, rows, trials, seed, vacuous, longest)
+    settings = settle(config, contexts, counts("--k", k), queries, rows, trials, seed, vacuous, longest)
     tokens = rows * settings.contexts[-1]
     material = None if recorded else read_text(text, checkpoint, config.vocab_size, tokens, seed)
-    with _progress(tokens) as (say, advance):
+    with progress(tokens) as (say, advance):
         say("loading")
         opened = recorded or _opened(checkpoint, subject, numerics or "native", backend or "auto", device or "cpu",
                                      cache or "auto", index_cache or "auto")
@@ -73,23 +66,6 @@ def recall(
         for file in _write(found, out):
             errors.print(f"wrote {file}")
     raise typer.Exit({"FAIL": 1, "VACUOUS": 2}.get(found["gate"]["status"], 0) if gate else 0)
-
-
-def _refuse_idle(used: bool, given: dict) -> None:
-    """Raises InputError for options that this subject does not look at: nothing is ignored silently."""
-    idle = [name for name, value in given.items() if value is not None]
-    if idle and not used:
-        raise InputError(f"{', '.join(idle)} would change nothing of this subject; leave it out, or use --subject ours")
-
-
-def _counts(name: str, text: str | None) -> list[int] | None:
-    """'4096,16K' → [4096, 16384]. Raises InputError."""
-    from dsv4.memory import parse_count
-    if text is None:
-        return None
-    if not all(part.strip() for part in text.split(",")):
-        raise InputError(f"{name} is {text!r}; expected numbers separated by commas, such as 4096,16K")
-    return [parse_count(part.strip()) for part in text.split(",")]
 
 
 def _opened(checkpoint: Path, kind: str, *choices: str):
@@ -126,15 +102,3 @@ def _write(found: dict, out: Path) -> list[Path]:
     files = {title: f"{STEM}-{title.lower().replace(' ', '-')}.svg" for title in drawn}
     texts = {files[title]: svg for title, svg in drawn.items()}
     return write_files(out, texts | {f"{STEM}.md": markdown.render(found, files), f"{STEM}.json": document.render(found)})
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[tuple]:
-    """(say, advance): a bar on a terminal, lines elsewhere; on stderr."""
-    if not errors.is_terminal:
-        yield errors.print, lambda tokens: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: bar.update(task, description=text), lambda tokens: bar.advance(task, tokens)

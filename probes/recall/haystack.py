@@ -3,6 +3,7 @@
 The training rows of the demo checkpoint (scripts/training/rows.py) plant needles of the same kinds.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEAR = 64  # tokens before the wanted place in which a sentence's end is looked for
+NUMBERS, LEAST, DIGITS = 0.75, 1000, (4, 6)  # of values: share of numbers, the least number, digits of the largest ones
 FORMAT = ("one sentence such as ' The secret code of quiet otter is 48213.', somewhere in the context; the context ends with "
           "its first words, ' The secret code of quiet otter is', and every token of the value must be the argmax")
 CHANCE = "10^-4 to 10^-6 for values of 4 to 6 digits (3/4 of the needles), below 10^-4 for two words (the rest)"
@@ -109,7 +111,18 @@ def any_name(rng: Random) -> str:
 
 def any_value(rng: Random) -> str:
     """4 to 6 digits (three quarters), or two words."""
-    return str(rng.randrange(1000, 10 ** rng.randint(4, 6))) if rng.random() < 0.75 else thing(rng)
+    return str(rng.randrange(LEAST, 10 ** rng.randint(*DIGITS))) if rng.random() < NUMBERS else thing(rng)
+
+
+def chance_of_a_guess() -> float:
+    """Probability that the best constant guess is the value: a number of 4 digits, which all three ranges hold, or two words.
+
+    The mean over lengths L of 1 / (10^L − 1000), times the share of numbers; words by the most frequent ones.
+    """
+    lengths = range(DIGITS[0], DIGITS[1] + 1)
+    number = NUMBERS * sum(1 / (10**n - LEAST) for n in lengths) / len(lengths)
+    words = [max(Counter(group).values()) / len(group) for group in (ADJECTIVES, NOUNS)]
+    return max(number, (1 - NUMBERS) * words[0] * words[1])
 
 
 def needle_trial(rng: Random, tokenizer: Tokenizer, haystack_tokens: np.ndarray, length: int, depth: float,

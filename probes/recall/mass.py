@@ -8,6 +8,7 @@ import torch
 from dsv4.attention import CSAAttention
 from dsv4.model import Model
 from kernels.attention.reference import gather_rows
+from probes.buffers import numbers
 
 QUERY_BLOCK = 16  # queries whose attention over all entries exists at once
 
@@ -43,6 +44,13 @@ def by_blocks(q, near, absent, entries, visible, sink, scale: float) -> torch.Te
     blocks = torch.arange(len(q), device=q.device).split(QUERY_BLOCK)
     return torch.cat([entry_mass(q[b], near[b], absent[b], entries.unsqueeze(0), visible[b].unsqueeze(0), sink, scale)[0]
                       for b in blocks])
+
+
+def row_mass(attn: CSAAttention, q, window, window_index, step, cache) -> torch.Tensor:
+    """`by_blocks` of this project's model and a batch of one row, from what its attention is given: fp32 [T, n]."""
+    near, absent = gather_rows(window, window_index)
+    entries = numbers(cache.main.entries.visible(step))[0]
+    return by_blocks(q, near, absent, entries, step.visible(attn.ratio)[0], attn.attn_sink, attn.scale)
 
 
 @contextmanager

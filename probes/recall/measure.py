@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from probes.bounds import lower_bound
 from probes.index_oracle import TIES
 from probes.recall import needles
 from probes.recall.figures import Tally, row, tally
@@ -112,7 +113,7 @@ def needles_of(subject: Subject, settings: Settings, text: Text | None, say: Say
     asked = f"from {beyond + QUESTION + 1:,} (windows alone reach {beyond:,}) to {min(most, len(text.ids)):,} tokens"
     notes = [f"no needles at {n:,} tokens: they are asked in contexts {asked}" for n in settings.contexts if n not in fits]
     if settings.needles < 100:
-        best = needles.lower_bound(settings.needles, settings.needles)
+        best = lower_bound(settings.needles, settings.needles)
         notes.append(f"{settings.needles} needles a length bound the rate below by {best:.1%} at best; --needles 100 by 96.4 %")
     backend = text.tokenizer.backend
     rows = needles.found(model, backend, text.ids, fits, settings.needles, Limits.of(str(model.device)), say, settings.seed)

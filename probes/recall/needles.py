@@ -4,7 +4,6 @@ An answer counts when each of its tokens is the argmax after the prompt and the 
 greedy decoding would have generated.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ import torch
 from tokenizers import Tokenizer
 
 from dsv4.causal import CausalLM
+from probes.bounds import lower_bound
 from probes.recall.haystack import filler, needle_trial
 from probes.recall.mass import window_only
 
 Say = Callable[[str], None]
+PASS = 16  # tokens of a pass that still counts as decoding
 NEAR = 512  # tokens between needle and question at least, where a model has no sliding windows: the reach of the demo's
 
 
@@ -47,30 +48,40 @@ class Asked:
         return len(self.prompt) + len(self.answer)
 
 
-def answered(model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[bool]:
-    """Whether greedy decoding would give each answer in full, by teacher forcing."""
-    return [reply == a.answer for a, reply in zip(asked, replies(model, asked, limits, say))]
+def answered(model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None, decoded: int = 0) -> list[bool]:
+    """Whether greedy decoding would give each answer in full, by teacher forcing. decoded: see `replies`."""
+    return [reply == a.answer for a, reply in zip(asked, replies(model, asked, limits, say, decoded))]
 
 
-def replies(model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None) -> list[list[int]]:
-    """What greedy decoding generates for each prompt up to the answer's length, or to its first token that is wrong."""
+def replies(model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None, decoded: int = 0) -> list[list[int]]:
+    """What greedy decoding generates for each prompt up to the answer's length, or to its first token that is wrong.
+
+    decoded: so many of a prompt's last tokens, and the answer, run in passes of at most PASS tokens, which models that decode by
+    another attention than they prefill by take for decoding. 0: the context as one append, the rest as another.
+    """
     found: dict[int, list[int]] = {}
     order = sorted(range(len(asked)), key=lambda i: (len(asked[i].prompt), len(asked[i].answer)))
     size = max(1, limits.tokens // max(map(len, asked)))
     for start in range(0, len(order), size):
         batch = order[start:start + size]
-        found |= zip(batch, _replies(model, [asked[i] for i in batch], limits.chunk))
+        found |= zip(batch, _replies(model, [asked[i] for i in batch], limits.chunk, decoded))
         say(f"{len(found)} of {len(asked)} asked, {sum(found[i] == asked[i].answer for i in found)} right")
     return [found[i] for i in range(len(asked))]
 
 
-def _replies(model: CausalLM, asked: list[Asked], chunk: int) -> list[list[int]]:
+def _replies(model: CausalLM, asked: list[Asked], chunk: int, decoded: int) -> list[list[int]]:
     """One batch. Rows in order of length, so that those that run together are neighbours; no logits of the context."""
     cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=0)
-    if any(len(a.prompt) > 1 for a in asked):
-        model.append(*_ragged([a.prompt[:-1] for a in asked], cache), logits="none", chunk=chunk)
-    logits = model.append(*_ragged([a.prompt[-1:] + a.answer[:-1] for a in asked], cache), logits="all", chunk=chunk)
-    best = [row[:len(a.answer)].tolist() for row, a in zip(logits.argmax(-1).cpu(), asked)]
+    tail = min([max(1, decoded), *(len(a.prompt) for a in asked)])  # of each prompt; its last token is the first that gives logits
+    if any(len(a.prompt) > tail for a in asked):
+        model.append(*_ragged([a.prompt[:-tail] for a in asked], cache), logits="none", chunk=chunk)
+    for s in range(-tail, -1, PASS):
+        model.append(*_ragged([a.prompt[s:min(s + PASS, -1)] for a in asked], cache), logits="none", chunk=chunk)
+    last = [a.prompt[-1:] + a.answer[:-1] for a in asked]
+    each = PASS if decoded else max(map(len, last))
+    chosen = torch.cat([model.append(*_ragged([row[s:s + each] for row in last], cache), logits="all", chunk=chunk).argmax(-1).cpu()
+                        for s in range(0, max(map(len, last)), each)], 1)
+    best = [row[:len(a.answer)].tolist() for row, a in zip(chosen, asked)]
     right = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, a.answer))) for row, a in zip(best, asked)]
     return [row[:n + 1] for row, n in zip(best, right)]
 
@@ -80,25 +91,8 @@ def _ragged(rows: list[list[int]], cache) -> tuple:
     counts = [len(row) for row in rows]
     ids = torch.zeros((len(rows), max(counts)), dtype=torch.int64)
     for b, row in enumerate(rows):
-        ids[b, :len(row)] = torch.tensor(row)
+        ids[b, :len(row)] = torch.tensor(row, dtype=torch.int64)
     return ids, cache, counts
-
-
-def lower_bound(hits: int, trials: int, alpha: float = 0.025) -> float:
-    """One-sided Clopper-Pearson bound: the rate at which `hits` or more of `trials` have probability `alpha`."""
-    if hits == 0:
-        return 0.0
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        low, high = (p, high) if _at_least(hits, trials, p) < alpha else (low, p)
-    return low
-
-
-def _at_least(hits: int, trials: int, p: float) -> float:
-    """Probability of `hits` or more successes, 0 < p < 1."""
-    log = lambda k: math.log(math.comb(trials, k)) + k * math.log(p) + (trials - k) * math.log1p(-p)
-    return math.fsum(math.exp(log(k)) for k in range(hits, trials + 1))
 
 
 def reach(model: CausalLM) -> int:

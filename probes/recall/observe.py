@@ -13,11 +13,9 @@ import torch
 from dsv4.errors import CapacityError, InputError
 from dsv4.memory import format_bytes
 from dsv4.model import Model
-from kernels.attention.reference import gather_rows
-from probes.buffers import numbers
 from probes.measure import oracle_of
 from probes.oracle.attention import Layer
-from probes.recall.mass import by_blocks, watched
+from probes.recall.mass import by_blocks, row_mass, watched
 from probes.recall.oracle import GrowingOracle
 from probes.subject import Subject
 
@@ -111,9 +109,7 @@ def _seer(growing: dict[int, GrowingOracle], chosen: dict[int, torch.Tensor], co
     def look(layer: int, attn, x, qr, q, window, window_index, step, cache) -> None:
         positions = step.pos[0].cpu()
         scores = attn.indexer.scores(x, qr, step, cache)[0]
-        near, absent = gather_rows(window, window_index)
-        entries = numbers(cache.main.entries.visible(step))[0]
-        mass = by_blocks(q, near, absent, entries, step.visible(attn.ratio)[0], attn.attn_sink, attn.scale)
+        mass = row_mass(attn, q, window, window_index, step, cache)
         exact, matched = growing[layer].scores(x, positions)
         see(Seen(layer, context, positions, scores.float().cpu(), chosen[layer][0].cpu(), mass.cpu(), exact, matched))
     return look

@@ -21,13 +21,15 @@ def draw(document: dict) -> dict[str, str]:
     return found
 
 
-def _canvas(panels: int):
+def canvas(panels: int):
+    """(figure, its axes beside each other)."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(5 * panels, 3.8), layout="constrained")
     return figure, figure.subplots(1, panels)
 
 
-def _svg(figure) -> str:
+def svg(figure) -> str:
+    """The same bytes for the same figure."""
     from matplotlib import rc_context
     out = StringIO()
     with rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
@@ -44,7 +46,8 @@ def _groups(rows: list[dict]) -> dict[str, list[dict]]:
     return groups
 
 
-def _share(axis, title: str) -> None:
+def share_axis(axis, title: str) -> None:
+    """An axis of shares, 0 to 1."""
     axis.set_title(title, fontsize=9)
     axis.set_ylim(-0.03, 1.03)
     axis.tick_params(labelsize=7)
@@ -52,7 +55,7 @@ def _share(axis, title: str) -> None:
 
 
 def _layers(rows: list[dict]) -> str:
-    figure, (recall, mass) = _canvas(2)
+    figure, (recall, mass) = canvas(2)
     for n, (label, group) in enumerate(_groups([r for r in rows if r["layer"] is not None]).items()):
         layers, color = [str(r["layer"]) for r in group], f"C{n}"
         of = lambda key: [float("nan") if r[key] is None else r[key] for r in group]
@@ -62,16 +65,16 @@ def _layers(rows: list[dict]) -> str:
         mass.plot(layers, of("attention_mass_kept"), "o-", color=color, label=label)
         mass.plot(layers, of("attention_mass_best"), "_", color=color, markersize=12)
         mass.plot(layers, of("attention_mass_chance"), ":", color=color)
-    _share(recall, "recall: fp32 oracle (●), matched (×), chance (dotted)")
-    _share(mass, "attention mass kept (●), best possible (–), chance (dotted)")
+    share_axis(recall, "recall: fp32 oracle (●), matched (×), chance (dotted)")
+    share_axis(mass, "attention mass kept (●), best possible (–), chance (dotted)")
     for axis in (recall, mass):
         axis.set_xlabel("CSA layer", fontsize=8)
         axis.legend(fontsize=7)
-    return _svg(figure)
+    return svg(figure)
 
 
 def _distances(rows: list[dict]) -> str:
-    figure, (recall, mass) = _canvas(2)
+    figure, (recall, mass) = canvas(2)
     for n, (label, group) in enumerate(_groups([r for r in rows if r["layer"] is None]).items()):
         bins, color = group[0]["by_distance"], f"C{n}"
         middles = [((d["from"] or d["to"] / 2) * d["to"]) ** 0.5 for d in bins]
@@ -80,17 +83,17 @@ def _distances(rows: list[dict]) -> str:
         recall.axhline(group[0]["chance"], ls=":", color=color)
         mass.plot(middles, of("attention_mass_kept"), "o-", color=color, label=label)
         mass.bar(middles, of("attention_mass_share"), width=[0.3 * m for m in middles], color=color, alpha=0.25)
-    _share(recall, "recall (fp32 oracle) by distance, all CSA layers; chance dotted")
-    _share(mass, "attention mass kept by distance (●), and its share (bars)")
+    share_axis(recall, "recall (fp32 oracle) by distance, all CSA layers; chance dotted")
+    share_axis(mass, "attention mass kept by distance (●), and its share (bars)")
     for axis in (recall, mass):
         axis.set_xscale("log")
         axis.set_xlabel("tokens from the entry to the query", fontsize=8)
         axis.legend(fontsize=7)
-    return _svg(figure)
+    return svg(figure)
 
 
 def _needles(rows: list[dict]) -> str:
-    figure, axis = _canvas(1)
+    figure, axis = canvas(1)
     by_haystack = {}
     for r in rows:
         by_haystack.setdefault(r["haystack"], []).append(r)
@@ -99,11 +102,11 @@ def _needles(rows: list[dict]) -> str:
         below = [r["share"] - r["at_least"] for r in group]
         style = "--o" if group[0]["window_only"] else "-o"
         axis.errorbar(lengths, shares, [below, [0.0] * len(below)], fmt=style, color=f"C{n}", capsize=3, label=name)
-    _share(axis, "needles found; bars to the one-sided 97.5 % bound")
+    share_axis(axis, "needles found; bars to the one-sided 97.5 % bound")
     ticks = sorted({r["context"] for r in rows})
     axis.set_xscale("log")
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axis.minorticks_off()
     axis.set_xlabel("context (tokens)", fontsize=8)
     axis.legend(fontsize=7)
-    return _svg(figure)
+    return svg(figure)

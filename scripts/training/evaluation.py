@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 from dsv4.attention import CSAAttention
 from dsv4.model import Model
 from dsv4.sequence import whole
+from probes.bounds import lower_bound
 from probes.recall import needles as needles_of
 from probes.recall.haystack import CHANCE, filler
 from probes.recall.mass import dense_mass, watched, window_only
-from probes.recall.needles import Asked, Haystack, answered, hidden, lower_bound, reach, replies
+from probes.recall.needles import Asked, Haystack, answered, hidden, reach, replies
 from scripts.training.facts import RELATIONS
 from scripts.training.rows import Encoder, Rows
 from scripts.training.tokenizer import BOS_ID

@@ -1,0 +1,41 @@
+"""Needles under each variant: in looped filler and in real prose, with bounds on both sides and the chance of a guess."""
+
+from collections.abc import Callable
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from dsv4.causal import CausalLM
+from probes.bounds import lower_bound, upper_bound
+from probes.fidelity.variants import Variant
+from probes.recall.haystack import chance_of_a_guess, filler
+from probes.recall.needles import Haystack, Limits, answered, hidden
+
+HAYSTACKS = (Haystack("prose", True), Haystack("looped filler", False))
+DECODED = 32  # last tokens of a prompt that run as decoding: more than a question has, so that none of it is read exactly
+Say = Callable[[str], None]
+
+
+def found(model: CausalLM, variants: list[Variant], tokenizer: Tokenizer, prose: np.ndarray, contexts: list[int], trials: int,
+          limits: Limits, say: Say = lambda text: None, seed: int = 0) -> list[dict]:
+    """Needles found by variant, haystack and context, as JSON values; the same trials for every variant."""
+    rows = []
+    for haystack in HAYSTACKS:
+        for context in contexts:
+            text = prose if haystack.prose else filler(tokenizer, context)
+            asked = hidden(model, tokenizer, text, context, trials, seed)
+            for variant in variants:
+                note = lambda text: say(f"needles, {variant.name}, {haystack.name}, {context} tokens: {text}")
+                with variant.on(model):
+                    hits = answered(model, asked, limits, note, DECODED if variant.decode_only else 0)
+                rows.append(row(variant, haystack.name, context, [a.depth for a in asked], hits))
+    return rows
+
+
+def row(variant: Variant, haystack: str, context: int, depths: list[float], hits: list[bool]) -> dict:
+    """One row of the document. at_least, at_most: one-sided 97.5 % bounds each (Clopper-Pearson); chance: of the best guess."""
+    count = sum(hits)
+    return {"variant": variant.name, "haystack": haystack, "context": context, "trials": len(hits), "hits": count,
+            "share": count / len(hits), "at_least": lower_bound(count, len(hits)), "at_most": upper_bound(count, len(hits)),
+            "chance": chance_of_a_guess(), "status": "VACUOUS" if variant.keeps_all(context) and not variant.exact else "MEASURED",
+            "depths": [{"depth": round(d, 4), "hit": hit} for d, hit in zip(depths, hits)]}

@@ -1,0 +1,67 @@
+"""The texts that fidelity is measured on: a prompt, a greedy continuation of it, and the text's own continuation by teacher forcing."""
+
+from collections.abc import Callable
+
+import torch
+
+from dsv4.causal import CausalLM
+from probes.fidelity.measures import Positions, exact_prefixes, joined, positions
+from probes.fidelity.variants import Variant
+from probes.recall.needles import PASS, Limits
+
+Say = Callable[[str], None]
+Advance = Callable[[int], None]
+HELD = 1 << 30  # bytes of the exact run's logits that exist at once
+See = Callable[[int, torch.Tensor], None]
+
+
+def compare(model: CausalLM, variants: list[Variant], ids: torch.Tensor, tail: int, new: int, limits: Limits, say: Say = lambda text: None,
+            advance: Advance = lambda tokens: None) -> dict[str, tuple[Positions, list[int]]]:
+    """Each variant but the first against the first, the exact run: name → (positions, exact prefixes).
+
+    ids int64 [B, T]: the first T − tail tokens of each row are its prompt, prefilled; `new` tokens follow it greedily, and then,
+    after a rewind, the row's own last `tail` tokens are predicted: B · tail positions, by batch, pass and row. The prompt's last token
+    is run as decoding.
+    """
+    exact, others = variants[0], variants[1:]
+    (B, T), vocab = ids.shape, model.config.vocab_size
+    size = max(1, min(limits.tokens // T, HELD // (4 * tail * vocab)))
+    parts: dict[str, list[Positions]] = {v.name: [] for v in others}
+    prefixes: dict[str, list[int]] = {v.name: [] for v in others}
+    for batch in ids.split(size):
+        kept: list[torch.Tensor] = []
+        say(f"{exact.name}: {len(batch)} rows of {T} tokens")
+        dense = run(model, exact, batch, tail, new, limits.chunk, lambda at, logits: kept.append(logits.cpu()))
+        logits = torch.cat(kept, 1)
+        advance(batch.numel())
+        for variant in others:
+            def see(at: int, own: torch.Tensor) -> None:
+                places = slice(at, at + own.shape[1])
+                following = batch[:, T - tail:][:, places]
+                parts[variant.name].append(positions(logits[:, places].to(own.device).flatten(0, 1), own.flatten(0, 1),
+                                                     following.flatten()))
+            say(f"{variant.name}: {len(batch)} rows of {T} tokens")
+            prefixes[variant.name] += exact_prefixes(dense, run(model, variant, batch, tail, new, limits.chunk, see))
+            advance(batch.numel())
+    return {v.name: (joined(parts[v.name]), prefixes[v.name]) for v in others}
+
+
+def run(model: CausalLM, variant: Variant, ids: torch.Tensor, tail: int, new: int, chunk: int, see: See) -> torch.Tensor:
+    """The greedy continuation int64 [B, new] of the first T − tail tokens of ids [B, T]; see(at, logits [B, n, vocab]) is given what
+    predicts the row's own tokens T − tail + at …, in order. Variants that act in decoding alone run both in passes of PASS tokens."""
+    B, T = ids.shape
+    prompt = T - tail
+    with variant.on(model):
+        cache = model.new_cache(B, max(T, prompt + new), max_rewind=max(new, 1))
+        if prompt > 1:
+            model.append(ids[:, :prompt - 1], cache, logits="none", chunk=chunk)
+        continuation, token = [], ids[:, prompt - 1:prompt]
+        for _ in range(new):
+            token = model.append(token, cache, logits="last").argmax(-1).cpu()
+            continuation.append(token)
+        cache.rewind(new)
+        each = PASS if variant.decode_only else chunk
+        for at in range(0, tail, each):
+            stop = min(at + each, tail)
+            see(at, model.append(ids[:, prompt - 1 + at:prompt - 1 + stop], cache, chunk=chunk))
+    return torch.cat(continuation, 1) if new else ids[:, :0]
