@@ -173,25 +173,25 @@ def _row(NEAR, FAR, near, far, at, before, own, back, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _write_back(KEYS, VALUES, HOST_KEYS, HOST_VALUES, START, CURRENT, LOW, HIGH, MEAN, KV, S, slots, D: tl.constexpr,
+def _write_back(KEYS, VALUES, HOST_KEYS, HOST_VALUES, START, CURRENT, LOW, HIGH, MEAN, heads, room, slots, D: tl.constexpr,
                 BD: tl.constexpr, BLOCK: tl.constexpr, EXTREMES: tl.constexpr, POOLED: tl.constexpr, PDL: tl.constexpr):
     """One program a group: row and KV head."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     g, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    start = tl.load(START + g // KV)
+    start = tl.load(START + g // heads)
     number, row = start // BLOCK, start % BLOCK
     back = (tl.load(CURRENT + g) != number).to(tl.int32)
     tl.debug_barrier()  # all have read what the last lines write
-    near, far, count = (g * (slots + 1) + slots) * BLOCK * D, (g * S + number * BLOCK) * D, (row + 1).to(tl.float32)
+    near, far, count = (g * (slots + 1) + slots) * BLOCK * D, (g * room + number * BLOCK) * D, (row + 1).to(tl.float32)
     for first in tl.static_range(0, D, BD):
         d = first + tl.arange(0, BD)
         inside, at = (d < D)[None, :], i[:, None] * D + d[None, :]
         before, own = (i < row)[:, None] & inside, (i == row)[:, None] & inside
         _row(VALUES, HOST_VALUES, near, far, at, before, own, back, False)
         key = _row(KEYS, HOST_KEYS, near, far, at, before, own, back, EXTREMES or POOLED)
-        k, to = widen(key), (g * (S // BLOCK) + number) * D + d
+        k, to = widen(key), (g * (room // BLOCK) + number) * D + d
         if EXTREMES:
             seen = before | own
             tl.store(LOW + to, narrow(tl.min(tl.where(seen, k, float("inf")), 0), LOW.dtype.element_ty), mask=d < D)
