@@ -40,8 +40,7 @@ class HostBuffer:
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), PORTABLE_MAPPED))
         if code:
-            with suppress(RuntimeError):  # the runtime would hand the same error to the next launch
-                torch.zeros(1, device="cuda")
+            _clear_error()
             raise PinnedMemoryError(f"{_wanted(self.nbytes)} could not be pinned (CUDA error {code}); {_available()}; ask for less context "
                                     "or fewer layers, or raise the limit (ulimit -l)")
         self._registered = flat.data_ptr()
@@ -100,6 +99,12 @@ def _mapped(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
             end.fill_(0)
         torch.cuda.synchronize()
     return there
+
+
+def _clear_error() -> None:
+    """The runtime would hand an error that was dealt with to the next launch, which is this one."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _wanted(nbytes: int) -> str:

@@ -33,6 +33,7 @@ def test_a_refusal_by_the_runtime(monkeypatch):
     class Runtime:
         cudaHostRegister = staticmethod(lambda pointer, nbytes, flags: 2)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(memory, "_clear_error", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
     with pytest.raises(PinnedMemoryError, match="4096 bytes.*could not be pinned .CUDA error 2.*locked"):
         HostBuffer((4096,), torch.uint8, torch.device("cuda"))
