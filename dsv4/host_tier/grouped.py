@@ -44,8 +44,8 @@ class HostRows:
         self.policy, self.block = policy, policy.block
         self.slots = 2 * policy.kept if slots is None else slots
         if self.slots < policy.kept:
-            raise CapacityError(f"a step of {policy.name} reads {policy.kept} blocks a KV head at once, and staging has {self.slots} slots; "
-                                f"make at least {policy.kept}")
+            raise CapacityError(f"a step of {policy.name} reads {policy.kept} blocks a KV head at once, and staging has {self.slots} "
+                                f"slots; make at least {policy.kept}")
         unit = max(BLOCK, self.block)
         B, KV, S, D = self.shape = batch, kv_heads, -(-max_context // unit) * unit, head_dim
         self.buffers = [HostBuffer(self.shape, dtype, device) for _ in range(2)]

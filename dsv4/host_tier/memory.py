@@ -31,14 +31,14 @@ class HostBuffer:
         flat, cuda = _pages(self.nbytes), device.type == "cuda"
         if cuda:
             flat.zero_()  # the pages come to be here, by many threads, and not one by one where they are pinned
-            self._register(flat)
+            self._register(flat, device)
         self.host = flat.view(dtype).view(shape)
         self.device = _mapped(flat, device).view(dtype).view(shape) if cuda else self.host
 
-    def _register(self, flat: torch.Tensor) -> None:
+    def _register(self, flat: torch.Tensor, device: torch.device) -> None:
         torch.cuda.init()
-        runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), PORTABLE_MAPPED))
+        with torch.cuda.device(device):
+            code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), PORTABLE_MAPPED))
         if code:
             _clear_error()
             raise PinnedMemoryError(f"{_wanted(self.nbytes)} could not be pinned (CUDA error {code}); {_available()}; ask for less context "

@@ -154,7 +154,8 @@ def check_rows(keys, values, host_keys, host_values, start, staged: int, block: 
         raise UnsupportedInput("write_back takes keys and values of one dtype, and low and high together; found "
                                f"{keys.dtype}, {values.dtype}, {host_keys.dtype}, {host_values.dtype}")
     if block > LARGEST or block & (block - 1) or S % block:
-        raise UnsupportedInput(f"write_back takes blocks of up to {LARGEST} tokens, a power of two that divides the {S} slots; found {block}")
+        raise UnsupportedInput(f"write_back takes blocks of up to {LARGEST} tokens, a power of two that divides the {S} slots; "
+                               f"found {block}")
     if start.dtype is not torch.int64 or start.shape != (B,):
         raise UnsupportedInput(f"write_back takes start as int64 [{B}]; found {start.dtype} {tuple(start.shape)}")
 

@@ -229,8 +229,8 @@ def _entries(args, packed: bool) -> list[dict]:
     floor = median(timed(resident, check, args.steps))
     graph, found = capture(lambda: [attend(*layer.chosen(step, chosen[i])) for i, layer in enumerate(layers)]), []
     traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in layers))))
-    common = {"rows": "584-byte rows" if packed else "bf16", "layers": args.csa_layers, "entries": n, "resident_seconds": floor, "link": rate,
-              "host_bytes": sum(layer.host.nbytes for layer in layers), "slots": layers[0].rows,
+    common = {"rows": "584-byte rows" if packed else "bf16", "layers": args.csa_layers, "entries": n, "resident_seconds": floor,
+              "link": rate, "host_bytes": sum(layer.host.nbytes for layer in layers), "slots": layers[0].rows,
               "device_bytes": sum(t.nbytes for layer in layers for t in layer.tensors.values())}
     for locality in (*args.locality, 0.0):
         trace = Trace(args.csa_layers * B, TOPK, n - 1, locality)

@@ -23,8 +23,8 @@ def test_a_report_says_what_fell_short():
     grouped = {"layers": 2, "batch": 1, "context": 1024, "kept": 32, "slots": 64, "host_bytes": 4096, "formula": "2 × 2", "device_bytes": 7,
                "resident_seconds": 0.001, "dense_resident_seconds": 0.002, "stream_seconds": 0.06, "stream_rate": 48e9, "link": 50e9,
                "rows": [step, step | {"locality": 0.0, "bytes_a_second": None, "of_link": None}]}
-    entries = [step | {"rows": "bf16", "layers": 21, "entries": 262144, "resident_seconds": 0.001, "link": 50e9, "host_bytes": 9, "slots": 1024,
-                       "device_bytes": 3}]
+    entries = [step | {"rows": "bf16", "layers": 21, "entries": 262144, "resident_seconds": 0.001, "link": 50e9, "host_bytes": 9,
+                       "slots": 1024, "device_bytes": 3}]
     about = {"device": "NVIDIA H100", "torch": "2", "triton": "3", "commit": "c", "command": "python x"}
     report = {"about": about, "link": {"to_device": 50e9, "to_host": 49e9, "together": 90e9, "kernel": 45e9}, "grouped": grouped,
               "entries": entries}
