@@ -166,3 +166,19 @@ def test_what_cannot_be_is_an_error():
         make(BOUND, 3)
     with pytest.raises(UnsupportedInput, match="dense"):
         make(dense(), None)
+
+
+@BACKENDS
+@pytest.mark.parametrize("end", [84, 80], ids=["in the block of the tail", "at a border"])
+def test_an_append_over_staged_blocks_drops_them(end, backend):
+    """Decode at 85 (block 4 is staged, 5 the tail), rewind to 66, append other tokens, decode again: both hold other rows now."""
+    op, resident, rows = pair(sink_window(64, 16), backend)
+    filled(resident, rows, 85, 1)
+    for start, seed in ((85, 10), (end, 20)):
+        start = torch.full((B,), start, device=DEVICE)
+        if seed == 20:
+            appended(op, resident, rows, torch.full((B,), 66, device=DEVICE), end - 66, 5000)
+        for step in range(2):
+            given = tokens(1, seed + 4 * step, torch.float32)
+            want = resident.decode(*given, start + step)
+            assert torch.equal(rows.decode(op, *given, start + step, SCALE), want)
