@@ -264,9 +264,9 @@ def zeros(stream: Stream, device: torch.device) -> torch.Tensor:
 class CompressorCache:
     """Raw rows of one compressor (kv ‖ gate + ape, fp32) and the entries it has pooled."""
 
-    def __init__(self, raw: torch.Tensor, entries: torch.Tensor | PackedRows, ratio: int, overlap: int, write=write_rows):
+    def __init__(self, raw: torch.Tensor, entries: torch.Tensor | PackedRows | Entries, ratio: int, overlap: int, write=write_rows):
         self.raw = Ring(raw, overlap * ratio - 1)
-        self.entries = Entries(entries, ratio, write)
+        self.entries = entries if isinstance(entries, Entries) else Entries(entries, ratio, write)
         self.ratio, self.overlap = ratio, overlap
 
     def pool(self, step: Step, raw: torch.Tensor, ape: torch.Tensor, op) -> torch.Tensor | None:
@@ -339,13 +339,17 @@ class CompressorCache:
 
 
 class LayerCache:
-    """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers."""
+    """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers. entries(stream, ratio): makes the
+    `Entries` of a CSA layer's main compressor, which are elsewhere (dsv4.host_tier)."""
 
-    def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device, write=write_rows):
-        tensors = {s.name: zeros(s, device) for s in plan.streams}
-        self.tensors = tensors
-        held = {s.name: tensors[s.name] if s.rows is None else
-                PackedRows(s.rows[0], tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[-2]) for s in plan.streams}
+    def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device, write=write_rows, entries=None):
+        away = {} if entries is None or plan.kind is not LayerKind.CSA else {
+            s.name: entries(s, plan.ratio) for s in plan.streams if s.name == "entries"}
+        tensors = {s.name: zeros(s, device) for s in plan.streams if s.name not in away}
+        self.tensors = tensors | {name: t for kept in away.values() for name, t in kept.tensors.items()}
+        held = away | {s.name: tensors[s.name] if s.rows is None else
+                       PackedRows(s.rows[0], tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[-2])
+                       for s in plan.streams if s.name in tensors}
         self.window = Ring(held["window"], sliding_window - 1, plan.window_rows, write)
         self.main = self.index = None
         if plan.kind is not LayerKind.WINDOW:
@@ -394,7 +398,7 @@ class Cache:
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, batch: int, max_context: int, max_rewind: int,
-                 devices: list[torch.device], mtp: bool, write=write_rows):
+                 devices: list[torch.device], mtp: bool, write=write_rows, entries=None):
         if batch < 1 or max_context < 1 or max_rewind < 0:
             raise InputError(f"a cache needs batch >= 1, max_context >= 1 and max_rewind >= 0; "
                              f"got {batch}, {max_context}, {max_rewind}")
@@ -404,7 +408,7 @@ class Cache:
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_rewind
         self.plan = cache_streams(config, batch, max_context, max_rewind, numerics, mtp)
         try:
-            layers = [LayerCache(p, config.sliding_window, d, write) for p, d in zip(self.plan, devices, strict=True)]
+            layers = [LayerCache(p, config.sliding_window, d, write, entries) for p, d in zip(self.plan, devices, strict=True)]
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams)
             raise CapacityError(f"the cache needs {wanted} bytes for batch {batch} and max_context {max_context}, and they "

@@ -1,0 +1,132 @@
+"""Pinned pages of host memory that the device addresses.
+
+Assumed of a CUDA machine: unified addressing, and that registered pages have the same address on the device as on the host
+(`canUseHostPointerForRegisteredMem`: Linux on 64 bits). Both are tried when a buffer is made, on its first and last bytes.
+"""
+
+import gc
+import mmap
+import resource
+from contextlib import suppress
+
+import torch
+
+from dsv4.errors import CapacityError
+
+PORTABLE_MAPPED = 1 | 2   # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class PinnedMemoryError(CapacityError):
+    """Pinned host memory that is not to be had; the message carries the bytes asked for and those there are."""
+
+
+class HostBuffer:
+    """A zeroed tensor in host memory: `host` on the CPU, and `device`, the same bytes as a tensor of the device (the same tensor
+    where the device is the CPU). Views of either are of worth as long as this object lives. Raises PinnedMemoryError."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.nbytes, self._registered = dtype.itemsize, None
+        for extent in shape:
+            self.nbytes *= extent
+        flat, cuda = _pages(self.nbytes), device.type == "cuda"
+        if cuda:
+            flat.zero_()  # the pages come to be here, by many threads, and not one by one where they are pinned
+            self._register(flat, device)
+        self.host = flat.view(dtype).view(shape)
+        self.device = _mapped(flat, device).view(dtype).view(shape) if cuda else self.host
+
+    def _register(self, flat: torch.Tensor, device: torch.device) -> None:
+        torch.cuda.init()
+        with torch.cuda.device(device):
+            code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), PORTABLE_MAPPED))
+        if code:
+            _clear_error()
+            raise PinnedMemoryError(f"{_wanted(self.nbytes)} could not be pinned (CUDA error {code}); {_available()}; ask for less context "
+                                    "or fewer layers, or raise the limit (ulimit -l)")
+        self._registered = flat.data_ptr()
+
+    def close(self) -> None:
+        """Unpin. No view of `device` may be used afterwards."""
+        if self._registered is not None:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = None
+        self.host = self.device = None
+        gc.collect()
+
+    def __del__(self):
+        with suppress(Exception):  # at the interpreter's end nothing is left to unpin with
+            self.close()
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] in pages of their own, large ones where the system has them: pinning is then quick."""
+    try:
+        pages = mmap.mmap(-1, max(1, nbytes))
+    except (OSError, ValueError, OverflowError) as error:
+        raise PinnedMemoryError(f"{_wanted(nbytes)} could not be mapped ({error}); {_available()}; ask for less context or fewer "
+                                "layers") from error
+    with suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    limit = _limit()
+    if limit is not None and nbytes > limit:
+        raise PinnedMemoryError(f"{_wanted(nbytes)} are more than the {limit} that this control group may have; ask for less context or "
+                                "fewer layers")
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+
+
+class _Bytes:
+    """What `torch.as_tensor` takes for bytes of the device."""
+
+    def __init__(self, pointer: int, nbytes: int):
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+
+
+def _mapped(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The bytes as a tensor of the device, and the proof of it."""
+    with torch.cuda.device(device):
+        there = torch.as_tensor(_Bytes(flat.data_ptr(), flat.numel()), device=torch.device("cuda", torch.cuda.current_device()))
+        if there.data_ptr() != flat.data_ptr():
+            raise PinnedMemoryError(f"{_wanted(flat.numel())} are at another address on the device; expected unified addressing of "
+                                    "registered pages (canUseHostPointerForRegisteredMem)")
+        ends = there[:1], there[-1:]
+        for end in ends:
+            end.fill_(90)
+        torch.cuda.synchronize()
+        if (flat[0], flat[-1]) != (90, 90):
+            raise PinnedMemoryError(f"{_wanted(flat.numel())} do not show the host what the device wrote; expected mapped pages")
+        for end in ends:
+            end.fill_(0)
+        torch.cuda.synchronize()
+    return there
+
+
+def _clear_error() -> None:
+    """The runtime would hand an error that was dealt with to the next launch, which is this one."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _wanted(nbytes: int) -> str:
+    return f"{nbytes} bytes of host memory ({nbytes / 1e9:.2f} GB)"
+
+
+def _limit() -> int | None:
+    """Bytes that the control group allows; None where it does not say. What is free now is not asked: a virtual machine whose memory
+    grows as it is used shows less than it can have."""
+    with suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return int(limit.read())
+    return None
+
+
+def _available() -> str:
+    """What limits host memory here, in words."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        with open("/proc/meminfo") as lines:
+            kb = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        found.append(f"{kb << 10} bytes available now")
+    lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    found.append("no limit on locked memory" if lock == resource.RLIM_INFINITY else f"at most {lock} bytes may be locked")
+    return ", ".join(found)

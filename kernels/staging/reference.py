@@ -1,0 +1,93 @@
+"""Staging of tiles from host memory, in plain torch."""
+
+import torch
+
+from kernels.block_summaries.reference import summarise_blocks
+from kernels.errors import UnsupportedInput
+from kernels.staging.table import Pool, SlotTable
+
+
+def check_lists(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, since: torch.Tensor, tail: bool) -> None:
+    """Raise UnsupportedInput where a list could need more slots than there are, or shapes do not fit."""
+    (G, slots), n = table.held.shape, wanted.shape[-1]
+    if wanted.dtype is not torch.int32 or wanted.dim() != 2 or wanted.shape[0] != G:
+        raise UnsupportedInput(f"fetch takes lists int32 [{G}, n]; found {wanted.dtype} {tuple(wanted.shape)}")
+    if n > slots:
+        raise UnsupportedInput(f"fetch: lists of {n} items, and a staging buffer of {slots} slots a group; a step needs all that it "
+                               f"chose at once, so make at least {n}")
+    if since.dtype is not torch.int64 or since.dim() != 1 or G % max(1, since.shape[0]):
+        raise UnsupportedInput(f"fetch takes since int64 [rows], of which {G} groups are a multiple; found {since.dtype} "
+                               f"{tuple(since.shape)}")
+    for pool in pools:
+        if pool.host.shape[0] != G or pool.slots < slots + tail or pool.host.shape[1] * pool.host.shape[2] < table.where.shape[1]:
+            raise UnsupportedInput(f"fetch: a table of {G} groups, {table.where.shape[1]} items and {slots + tail} slots got a pool of "
+                                   f"{tuple(pool.host.shape)} staged in {tuple(pool.staged.shape)}")
+
+
+def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, since: torch.Tensor, tail: bool) -> torch.Tensor:
+    """Stage the wanted items: int32 [G, n], the slot where each now stands, −1 where nothing was wanted.
+
+    wanted int32 [G, n]: items, each at most once, −1 = nothing, n ≤ slots. since int64 [rows], G a multiple of rows: items from
+    this number on have changed in host memory and are forgotten first. tail: item since[row] itself is being written and stands
+    in the tail slot, number `slots`, which is neither a hit nor a miss. Wanted items that a slot holds are hits; each miss, in
+    the order of the list, is copied from host memory to the slot that was wanted longest ago, of equals the lowest, and never
+    one that is wanted now. No host decision: what is copied is known on the device alone. Raises UnsupportedInput.
+    """
+    check_lists(table, pools, wanted, since, tail)
+    G, L = table.held.shape
+    since = since.repeat_interleave(G // len(since)).unsqueeze(1)
+    stale = table.held >= since
+    table.held.masked_fill_(stale, -1)
+    table.used.masked_fill_(stale, 0)
+    table.clock.add_(1)
+    rest = (wanted >= 0) & ~((wanted == since) & tail)
+    found = rest.unsqueeze(2) & (table.held.unsqueeze(1) == wanted.unsqueeze(2))                # [G, n, L]
+    hit, now = found.any(2), table.clock.unsqueeze(1)
+    table.used.copy_(torch.where(found.any(1), now, table.used))
+    miss, order = rest & ~hit, table.used.argsort(dim=1, stable=True)
+    victim = order.gather(1, (miss.cumsum(1) - 1).clamp(min=0))
+    taken = miss.unsqueeze(2) & (victim.unsqueeze(2) == torch.arange(L, device=wanted.device))
+    given = wanted.gather(1, taken.int().argmax(1))                                               # [G, L]: of the slots taken
+    table.held.copy_(torch.where(taken.any(1), given, table.held))
+    table.used.copy_(torch.where(taken.any(1), now, table.used))
+    table.count.add_(torch.stack((hit.sum(1), miss.sum(1)), 1))
+    for pool in pools:
+        _copy(pool, taken.any(1), given.long())
+    slot = torch.where(hit, found.int().argmax(2), torch.where(miss, victim, -1))
+    return torch.where((wanted == since) & (wanted >= 0) & tail, L, slot).int()
+
+
+def _copy(pool: Pool, taken: torch.Tensor, item: torch.Tensor) -> None:
+    """Items [G, slots] to the slots that are taken."""
+    host, staged = pool
+    group, per = torch.arange(host.shape[0], device=staged.device).unsqueeze(1), host.shape[2]
+    slot = torch.arange(taken.shape[1], device=staged.device).expand_as(item)
+    at = (group, slot // per, slot % per)
+    staged[at] = torch.where(taken.unsqueeze(2), host[group, item // per, item % per], staged[at])
+
+
+def write_back(keys: torch.Tensor, values: torch.Tensor, host_keys: torch.Tensor, host_values: torch.Tensor, start: torch.Tensor,
+               table: SlotTable, low: torch.Tensor | None, high: torch.Tensor | None, mean: torch.Tensor | None, block: int) -> None:
+    """Take in the token at start[b] of every row, whose key and value stand at row start[b] % block of the tail slot.
+
+    keys, values [B, KV, (slots + 1) · block, D], the tail slot last; host_keys, host_values [B, KV, S, D]; start int64 [B];
+    low, high, mean [B, KV, S / block, D] or None, as in `summarise_blocks`. The token is written through to host memory; if the
+    tail slot held another block than start[b] // block (a rewind, a prompt), the rows before the token are read back from host
+    memory first; the block is summarised.
+    """
+    (B, KV, S, D), device = host_keys.shape, keys.device
+    group, i = torch.arange(B * KV, device=device), torch.arange(block, device=device)
+    number, row = (n.repeat_interleave(KV) for n in (start // block, start % block))                   # [G]
+    tails = []
+    for near, far in ((keys, host_keys), (values, host_values)):
+        near, far = near.view(B * KV, -1, block, D), far.view(B * KV, -1, block, D)
+        back = (table.current != number).unsqueeze(1) & (i < row.unsqueeze(1))
+        near[:, -1] = torch.where(back.unsqueeze(2), far[group, number], near[:, -1])
+        far[group, number, row] = near[group, -1, row]
+        tails.append(near[:, -1])
+    table.current.copy_(number)
+    kept = [None if t is None else t.new_empty(B, KV, 1, D) for t in (low, high, mean)]
+    summarise_blocks(tails[0].reshape(B, KV, block, D), start % block, 1, *kept, block)
+    for whole, part in zip((low, high, mean), kept):
+        if whole is not None:
+            whole.view(B * KV, -1, D)[group, number] = part.view(B * KV, D)

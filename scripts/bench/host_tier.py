@@ -1,0 +1,238 @@
+"""Measurements of caches in host memory."""
+
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from dsv4.cache import Stream
+from dsv4.errors import CapacityError, InputError
+from dsv4.host_tier import HOST_OPERATIONS
+from dsv4.host_tier.entries import HostEntries
+from dsv4.host_tier.grouped import HostRows
+from dsv4.host_tier.memory import HostBuffer
+from dsv4.host_tier.stream import DenseStream
+from dsv4.timing import capture
+from kernels.attention import sparse_attention
+from kernels.block_choice import Policy
+from kernels.cache_rows import PAGE, RowFormat, pack_layout
+from kernels.dispatch import DispatchLedger, bind
+
+H, KV, D = 28, 4, 128                # Qwen2.5-7B
+WIDTH, ROPE, HEADS, TOPK, WINDOW, RATIO = 512, 64, 64, 512, 128, 4  # DeepSeek-V4-Flash
+COPIED = 1 << 30                     # bytes of one copy by which the link is measured
+DEVICE = torch.device("cuda")
+
+
+def no_device() -> InputError:
+    return InputError("the host-memory tier is measured on a CUDA device, and none is here")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes a second of large copies between pinned host memory and the device."""
+
+    to_device: float
+    to_host: float
+    together: float     # both ways at once, summed
+    kernel: float       # read by a kernel's loads: what `fetch` could reach
+
+
+def seconds(run, repeats: int = 5) -> float:
+    """Median time of a run on the device."""
+    times = []
+    for i in range(repeats + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return median(times[1:])
+
+
+def link() -> Link:
+    there, back = (HostBuffer((COPIED,), torch.uint8, DEVICE) for _ in range(2))
+    here, from_here = (torch.zeros(COPIED, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    side = torch.cuda.Stream()
+
+    def both():
+        side.wait_stream(torch.cuda.current_stream())
+        here.copy_(there.host, non_blocking=True)
+        with torch.cuda.stream(side):
+            back.host.copy_(from_here, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+    one = lambda to, source: COPIED / seconds(lambda: to.copy_(source, non_blocking=True))
+    kernel = COPIED / seconds(lambda: torch.bitwise_not(there.device.view(torch.int64), out=here.view(torch.int64)))
+    found = Link(one(here, there.host), one(back.host, from_here), 2 * COPIED / seconds(both), kernel)
+    there.close(), back.close()
+    return found
+
+
+class Trace:
+    """Choices of `groups` groups, `count` of `items` numbers each; each is kept with probability `locality`."""
+
+    def __init__(self, groups: int, count: int, items: int, locality: float, seed: int = 0):
+        self.g = torch.Generator().manual_seed(seed)
+        self.items, self.locality = items, locality
+        self.now = torch.stack([torch.randperm(items, generator=self.g)[:count] for _ in range(groups)])
+
+    def step(self) -> torch.Tensor:
+        """int64 [groups, count], distinct in a group."""
+        for row in self.now:
+            free = torch.ones(self.items, dtype=torch.bool)
+            free[row] = False
+            away = (torch.rand(len(row), generator=self.g) >= self.locality).nonzero().flatten()
+            fresh = free.nonzero().flatten()
+            row[away] = fresh[torch.randperm(len(fresh), generator=self.g)[:len(away)]]
+        return self.now
+
+
+def timed(graph, feed, steps: int) -> list[float]:
+    """Seconds of each replay; `feed(i)` writes the step's inputs first."""
+    times = []
+    for i in range(steps):
+        feed(i)
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return times
+
+
+def measured(graph, feed, steps: int, traffic, link_rate: float, floor: float) -> dict:
+    """A row of the report. floor: seconds of the same step with everything resident; what is longer is the fetching."""
+    for i in range(3):
+        feed(i)
+        graph.replay()
+    torch.cuda.synchronize()
+    before = traffic()
+    middle = median(timed(graph, feed, steps))
+    after = traffic()
+    hits, misses, nbytes = (b - a for a, b in zip(before, after))
+    rate = nbytes / steps / (middle - floor) if middle > floor and nbytes else None  # nothing was fetched: no rate
+    return {"seconds": middle, "hits": hits, "misses": misses, "hit_rate": hits / max(1, hits + misses), "bytes_a_step": nbytes / steps,
+            "bytes_a_second": rate, "of_link": rate and rate / link_rate}
+
+
+def grouped(args) -> dict:
+    """A step's attention in every layer: resident, from the tier at each locality and cold, and dense by streaming."""
+    op, B, S = bind(HOST_OPERATIONS, "triton", DispatchLedger()), args.batch, args.context
+    policy = Policy("block-128 bound", "bound", 128, 1, 2, args.topk)
+    layers = [HostRows(B, KV, S, D, torch.bfloat16, DEVICE, policy, args.slots) for _ in range(args.layers)]
+    for layer in layers:
+        for t in (layer.host_keys, layer.host_values):
+            t.normal_()
+    start = torch.full((B,), S - 1, dtype=torch.int64, device=DEVICE)
+    q = torch.randn(B, 1, H, D, dtype=torch.bfloat16, device=DEVICE)
+    blocks = torch.zeros(args.layers, B, 1, KV, policy.kept, dtype=torch.int32, device=DEVICE)
+    last = S // 128 - 1
+    scale, rate = D ** -0.5, link().to_device
+
+    def tails():
+        for layer in layers:
+            for near, far in ((layer.keys, layer.host_keys), (layer.values, layer.host_values)):
+                near[:, :, -128:] = far[:, :, last * 128:(last + 1) * 128]
+    tails()
+
+    def feed(trace):
+        def write(i):
+            chosen = trace.step().view(args.layers, B, 1, KV, -1) + 1
+            ends = torch.tensor([0, last - 1, last]).expand(*chosen.shape[:-1], 3)
+            blocks.copy_(torch.cat((ends, chosen), -1).sort(-1).values)
+        return write
+    run = lambda: [layer.attend(op, q, start, scale, blocks[i]) for i, layer in enumerate(layers)]
+    check = feed(Trace(args.layers * B * KV, args.topk, last - 2, 0.5))
+    keys, values = (torch.empty(layers[0].shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    for i in range(3):  # identity, before any figure
+        check(i)
+        keys.copy_(layers[0].host_keys), values.copy_(layers[0].host_values)
+        want = op.gather_attention(q, keys, values, blocks[0], start, None, scale, 128)
+        if not torch.equal(layers[0].attend(op, q, start, scale, blocks[0]), want):
+            raise InputError("the tier's output differs from the resident cache's; nothing was timed")
+    resident = capture(lambda: [op.gather_attention(q, keys, values, blocks[i], start, None, scale, 128) for i in range(args.layers)])
+    floor = median(timed(resident, check, args.steps))
+    dense_resident = capture(lambda: [op.grouped_attention(q, keys, values, start, None, scale) for _ in layers])
+    dense = median(timed(dense_resident, check, args.steps))
+    del keys, values
+    graph, rows = capture(run), []
+    traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in layers))))
+    for locality in args.locality:
+        rows.append({"locality": locality} | measured(graph, feed(Trace(args.layers * B * KV, args.topk, last - 2, locality)), args.steps,
+                                                      traffic, rate, floor))
+    cold = feed(Trace(args.layers * B * KV, args.topk, last - 2, 0.0))
+    rows.append({"locality": 0.0} | measured(graph, cold, args.steps, traffic, rate, floor))
+    streamed = stream_dense(op, layers, q, start, scale)
+    nbytes = sum(layer.host_bytes for layer in layers)
+    return {"layers": args.layers, "batch": B, "context": S, "kept": policy.kept, "slots": args.slots, "host_bytes": nbytes,
+            "formula": f"2 × {args.layers} layers × {B} rows × {KV} heads × {S} × {D} × 2 B",
+            "device_bytes": sum(layer.device_bytes for layer in layers), "resident_seconds": floor, "dense_resident_seconds": dense,
+            "stream_seconds": streamed, "stream_rate": nbytes / streamed, "link": rate, "rows": rows}
+
+
+def stream_dense(op, layers, q, start, scale) -> float:
+    """Seconds of a step that brings every layer whole and attends densely."""
+    stream = DenseStream(layers)
+
+    def run():
+        stream.begin()
+        return [op.grouped_attention(q, *stream.layer(i), start, None, scale) for i in range(len(layers))]
+    graph = capture(run)
+    return seconds(graph.replay, 3)
+
+
+class OneToken:
+    """What `HostEntries` asks of a step of one token a row."""
+
+    T, first = 1, 0
+
+    def __init__(self, start: torch.Tensor):
+        self.B, self.start, self.rows = len(start), start, slice(0, len(start))
+
+
+def entries(args) -> list[dict]:
+    return [row for packed in (False, True) for row in _entries(args, packed)]
+
+
+def _entries(args, packed: bool) -> list[dict]:
+    B, n, rate = args.batch, args.context // RATIO, link().to_device
+    if packed:
+        layout = pack_layout(RowFormat.KV_FP8, WIDTH, ROPE)
+        stream = Stream("entries", (B, -(-n // PAGE), layout.page), torch.uint8, "", (RowFormat.KV_FP8, WIDTH, ROPE))
+    else:
+        stream = Stream("entries", (B, n, WIDTH), torch.bfloat16, "")
+    fetch, _ = HOST_OPERATIONS["fetch"].resolve("triton")
+    layers = [HostEntries(stream, RATIO, TOPK, args.entry_slots, DEVICE, fetch) for _ in range(args.csa_layers)]
+    for layer in layers:
+        layer.host.device.random_(0, 120) if packed else layer.host.device.normal_()
+    step = OneToken(torch.full((B,), args.context - 1, dtype=torch.int64, device=DEVICE))
+    q, sink = torch.randn(B, HEADS, WIDTH, dtype=torch.bfloat16, device=DEVICE), torch.zeros(HEADS, device=DEVICE)
+    window, index = torch.randn(B * WINDOW, WIDTH, dtype=torch.bfloat16, device=DEVICE), torch.arange(B * WINDOW, device=DEVICE).view(B, -1)
+    window = window if not packed else layers[0].staged._replace(
+        data=torch.full((-(-B * WINDOW // PAGE), stream.shape[-1]), 64, dtype=torch.uint8, device=DEVICE), count=B * WINDOW)
+    chosen = torch.zeros(args.csa_layers, B, 1, TOPK, dtype=torch.int64, device=DEVICE)
+    attend = lambda pool, rows: sparse_attention(q, window, index, pool, rows, sink, WIDTH ** -0.5, True, 1, backend="triton")
+
+    def feed(trace):
+        return lambda i: chosen.copy_(trace.step().view(chosen.shape))
+    check = feed(Trace(args.csa_layers * B, TOPK, n - 1, 0.5))
+    base = torch.arange(B, device=DEVICE).view(B, 1) * layers[0].n
+    for i in range(3):
+        check(i)
+        resident_pool = layers[0].flat._replace(data=layers[0].flat.data.clone()) if packed else layers[0].flat.clone()
+        if not torch.equal(attend(*layers[0].chosen(step, chosen[0])), attend(resident_pool, chosen[0, :, 0] + base)):
+            raise CapacityError("the tier's output differs from the resident entries'; nothing was timed")
+    resident = capture(lambda: [attend(resident_pool, chosen[i, :, 0] + base) for i in range(args.csa_layers)])
+    floor = median(timed(resident, check, args.steps))
+    graph, found = capture(lambda: [attend(*layer.chosen(step, chosen[i])) for i, layer in enumerate(layers)]), []
+    traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in layers))))
+    common = {"rows": "584-byte rows" if packed else "bf16", "layers": args.csa_layers, "entries": n, "resident_seconds": floor,
+              "link": rate, "host_bytes": sum(layer.host.nbytes for layer in layers), "slots": layers[0].rows,
+              "device_bytes": sum(t.nbytes for layer in layers for t in layer.tensors.values())}
+    for locality in (*args.locality, 0.0):
+        trace = Trace(args.csa_layers * B, TOPK, n - 1, locality)
+        found.append(common | {"locality": locality} | measured(graph, feed(trace), args.steps, traffic, rate, floor))
+    return found

@@ -1,0 +1,35 @@
+"""The benchmark's trace and report; its times need a GPU."""
+
+import torch
+
+from scripts.bench import host_tier_report
+from scripts.bench.host_tier import Trace
+
+
+def test_a_trace_has_the_asked_locality():
+    trace, kept = Trace(20, 50, 5000, 0.9), []
+    before = trace.now.clone()
+    for _ in range(10):
+        now = trace.step()
+        assert all(len(set(row)) == 50 and 0 <= min(row) and max(row) < 5000 for row in now.tolist())
+        kept += [len(set(a) & set(b)) / 50 for a, b in zip(before.tolist(), now.tolist())]
+        before = now.clone()
+    assert abs(sum(kept) / len(kept) - 0.9) < 0.01
+
+
+def test_a_report_says_what_fell_short():
+    step = {"seconds": 0.004, "hits": 90, "misses": 10, "hit_rate": 0.9, "bytes_a_step": 65536.0, "bytes_a_second": 40e9, "of_link": 0.8,
+            "locality": 0.9}
+    grouped = {"layers": 2, "batch": 1, "context": 1024, "kept": 32, "slots": 64, "host_bytes": 4096, "formula": "2 × 2", "device_bytes": 7,
+               "resident_seconds": 0.001, "dense_resident_seconds": 0.002, "stream_seconds": 0.06, "stream_rate": 48e9, "link": 50e9,
+               "rows": [step, step | {"locality": 0.0, "bytes_a_second": None, "of_link": None}]}
+    entries = [step | {"rows": "bf16", "layers": 21, "entries": 262144, "resident_seconds": 0.001, "link": 50e9, "host_bytes": 9,
+                       "slots": 1024, "device_bytes": 3}]
+    about = {"device": "NVIDIA H100", "torch": "2", "triton": "3", "commit": "c", "command": "python x"}
+    report = {"about": about, "link": {"to_device": 50e9, "to_host": 49e9, "together": 90e9, "kernel": 45e9}, "grouped": grouped,
+              "entries": entries}
+    text = host_tier_report.markdown(report)
+    assert "NOT reached: 80% at best" in text and "15.0×" in text and "90.0% | 65.5 kB | 4.00 | 40.0 GB/s | 80%" in text
+    assert "every choice new" in text and host_tier_report.svg(report) == host_tier_report.svg(report)
+    step["of_link"] = 0.9
+    assert "link: reached" in host_tier_report.markdown(report)
