@@ -111,16 +111,19 @@ class LayerRows:
     def _summaries(self, rows: slice) -> Summaries:
         return Summaries(*(None if name not in self.tensors else self.tensors[name][rows] for name in Summaries._fields[:3]), self.block)
 
-    def adopt(self, plan: LayerStreams, block: int, tokens: int, summarise: Callable) -> None:
-        """Keep the summaries of `plan` from now on, made here from the first `tokens` keys of every row."""
+    def adopt(self, plan: LayerStreams, block: int) -> None:
+        """Make the summaries of `plan` instead of what there was; they hold nothing yet."""
         for name in set(self.tensors) - {"keys", "values"}:
             del self.tensors[name]
         self.tensors |= {stream.name: zeros(stream, self.keys.device) for stream in plan.streams[2:]}
         self.block = block
+
+    def summarise(self, tokens: int, write: Callable) -> None:
+        """Summaries of the first `tokens` keys of every row."""
         if tokens and len(self.tensors) > 2:
             found = self._summaries(slice(None))
             start = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device)
-            summarise(self.keys, start, tokens, found.low, found.high, found.mean, block)
+            write(self.keys, start, tokens, found.low, found.high, found.mean, self.block)
 
     def memory_of(self, step: Step) -> Memory:
         """What chunked prefill remembers of the step's rows."""
@@ -174,7 +177,13 @@ class GroupedCache:
         self.plan = cache_streams(self.config, self.batch, self.max_context, self.numerics, policy)
         with self._room():
             for layer, plan in zip(self.layers, self.plan):
-                layer.adopt(plan, policy.block, max(self.lengths), self.summarise)
+                layer.adopt(plan, policy.block)
+        self.summarise_again()
+
+    def summarise_again(self) -> None:
+        """Make all summaries from the keys: after these were written by something else than steps."""
+        for layer in self.layers:
+            layer.summarise(max(self.lengths), self.summarise)
 
     def make_room(self, rows: slice, tokens: int) -> None:
         """Called before `tokens` tokens are written to each of `rows`. All room was made at once here."""

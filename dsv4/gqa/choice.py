@@ -10,6 +10,8 @@ from kernels.chunked_prefill import Chunking
 from kernels.grouped_attention import Termination
 
 NAMES = {name.replace("+", "-"): make for name, make in POLICIES.items()}  # of the command line
+NOT_GQA = ("another attention was asked for; a DeepSeek-V4 model has learnt what it reads (CSA, HCA): leave out --attention, --attention-tokens, "
+           "--terminate and --prefill-chunks")
 TOKENS = 4096  # that a policy keeps, unless another number is asked for
 
 

@@ -60,16 +60,17 @@ def _run(model, ids: torch.Tensor, rows: slice, cache: GroupedCache, begin: int,
     step = Step(torch.where(real.to(ids.device), ids, 0).to(model.device), rows.start, [start] * len(left), model.rope_frequencies())
     # A row that ends with this piece and a chunk may be gone on with: told that it is longer, the kernel keeps its memory.
     ends = [begin + n + (n == done + T and T % chunking.chunk == 0) for n in counts[rows]]
-    step.prompt, step.piece = True, Piece(start, torch.tensor(ends, device=model.device))
+    same = min(ends) == max(ends)  # filled on the device: a copy from the host would wait for all work before it
+    lengths = torch.full((len(ends),), ends[0], device=model.device) if same else torch.tensor(ends, device=model.device)
+    step.prompt, step.piece = True, Piece(start, lengths)
     cache.make_room(rows, T)
     streams = model.run(step, cache)
     streams = streams.view(len(left), T, *streams.shape[1:])
     for n, found in groupby(range(len(left)), lambda i: left[i]):
-        same = list(found)
-        here = slice(rows.start + same[0], rows.start + same[-1] + 1)
+        alike = list(found)
+        here = slice(rows.start + alike[0], rows.start + alike[-1] + 1)
         if n:
-            out.add(here, done, n, streams[same[0]:same[-1] + 1, :n].flatten(0, 1))
+            out.add(here, done, n, streams[alike[0]:alike[-1] + 1, :n].flatten(0, 1))
             cache._main.advance(here, n)
-        for b in range(here.start, here.stop):
-            if n:
-                cache.remembered[b] = (start + T, chunking) if n == T and T % chunking.chunk == 0 else None
+            goes_on = n == T and T % chunking.chunk == 0
+            cache.remembered[here] = [(start + T, chunking) if goes_on else None] * len(alike)
