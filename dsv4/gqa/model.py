@@ -118,7 +118,7 @@ class GQAModel(CausalLM):
             raise InputError("another attention than dense was asked for on the training backend, which is differentiable: blocks are chosen, "
                              "not weighed; train densely and decode with a policy")
         for layer in self.layers:
-            layer.self_attn.reading = Attention() if layer.self_attn.window else attention
+            layer.self_attn.reading = attention  # where it has a window, it reads just that
 
     @property
     def chunk(self) -> int:
