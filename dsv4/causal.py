@@ -14,6 +14,7 @@ from dsv4.step import CapturedStep, Step
 from kernels.dispatch import DispatchLedger
 
 CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
+DECODED = 16  # tokens that an append takes for decode at most, unless it is told otherwise
 
 
 class TokenCache(Protocol):
@@ -75,6 +76,8 @@ class CausalLM(Module):
         self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
         self.placement: dict[str, str] = {}  # module → device, when they are spread
         self.inventory = self.ledger = None  # of the checkpoint that it was loaded from
+        self.attention = None  # what is read of the cache, where that is a choice: `dsv4.gqa.choice.Attention`
+        self.tiles: list[torch.Tensor | None] | None = None  # of each layer, read in the last step before its attention terminated
         self.replayed: int | None = None  # tokens that the longest row held after the last step, if that was a replay
 
     # ---- what a model gives --------------------------------------------------------------
@@ -108,29 +111,35 @@ class CausalLM(Module):
 
     @torch.inference_mode()
     def append(self, ids: torch.Tensor, cache: TokenCache, n_new: list[int] | None = None, logits: str = "all",
-               return_streams: bool = False, chunk: int | None = None):
+               return_streams: bool = False, chunk: int | None = None, prompt: bool | None = None):
         """Append tokens to every row and return their logits: prefill, decode and verification alike.
 
         ids int64 [B, T], right-padded when `n_new` gives each row's count of new tokens (pads are
         neither read nor run). Returns fp32 [B, T, vocab]; with logits="last" only those of each
         row's last new token, [B, 1, vocab]; with "none", None. Positions that were not run hold
-        NaN. With return_streams, also the streams before the head [B, T, *stream_shape].
+        NaN. With return_streams, also the streams before the head [B, T, *stream_shape]. prompt: whether the tokens are (part of) a
+        prompt, which GQA models read the whole cache for where decoding has a policy of its own; None: if a row has more than 16.
 
         Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
         max_context; the cache is then unchanged.
         """
         counts, chunk = self._check(ids, cache, n_new, logits), chunk or self.chunk
         out = Collector(self, ids, counts, logits, return_streams)
-        self.replayed, starts = None, cache._main.now
+        self.replayed = None
+        self._run_pieces(ids, cache, counts, chunk, out, max(counts) > DECODED if prompt is None else prompt)
+        return out.result()
+
+    def _run_pieces(self, ids: torch.Tensor, cache: TokenCache, counts: list[int], chunk: int, out: "Collector", prompt: bool) -> None:
+        starts = cache._main.now
         begin = list(starts)
         for rows, tokens in uniform_pieces(counts, chunk):
             cache.make_room(rows, tokens)
             done = [starts[b] - begin[b] for b in range(rows.start, rows.stop)]
             piece = ids[rows, done[0]:done[0] + tokens]  # all rows of a piece have run equally many tokens
             step = Step(piece.to(self.device), rows.start, starts[rows], self.rope_frequencies())
+            step.prompt = prompt
             out.add(rows, done[0], tokens, self.run(step, cache))
             cache._main.advance(rows, tokens)
-        return out.result()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [B, T, vocab] of ids int64 [B, T] from an empty context."""

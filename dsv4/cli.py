@@ -42,6 +42,14 @@ class Speculate(str, Enum):
     lookup = "lookup"
 
 
+class AttentionChoice(str, Enum):
+    dense = "dense"
+    sink_window = "sink-window"
+    page_bound = "page-bound"
+    block_bound = "block-bound"
+    block_mean = "block-mean"
+
+
 class Target(str, Enum):
     official = "official"
     nvfp4 = "nvfp4"
@@ -55,6 +63,11 @@ Numerics = Annotated[NumericsChoice, typer.Option(help="fp32: no quantisation. n
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Cache = Annotated[str, typer.Option(help="Format of window rows and entries: auto (as activations), bf16 or fp8 (584 B a row at 512 dims).")]
 IndexCache = Annotated[str, typer.Option(help="Format of index keys: auto, bf16, fp8 (132 B a key at 128 dims) or fp4 (68 B).")]
+Reads = Annotated[AttentionChoice | None, typer.Option("--attention", show_default=False,
+                                                       help="Of a GQA model: what decoding reads of the cache. dense: all. sink-window: the first and the "
+                                                       "last tokens. page-bound, block-bound: and what may matter most, by bounds of pages of 16 or "
+                                                       "blocks of 128. block-mean: by means, which lose short passages.")]
+ReadTokens = Annotated[int | None, typer.Option("--attention-tokens", min=1, show_default=False, help="With --attention: tokens that are kept (4096).")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
@@ -84,7 +97,13 @@ def generate(
     device: Device = "cpu",
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
-    dummy_weights: Annotated[str | None, typer.Option(help="flash or pro: that geometry with random weights, without a checkpoint.")] = None,
+    attention: Reads = None,
+    attention_tokens: ReadTokens = None,
+    terminate: Annotated[bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")] = False,
+    prefill_chunks: Annotated[str | None, typer.Option(help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last "
+                                                            "LOCAL and the heaviest HEAVY tokens before it; decoding reads all.", show_default=False)] = None,
+    dummy_weights: Annotated[str | None, typer.Option(help="flash, pro, llama-8b or qwen2.5-7b: that geometry with random weights, without a "
+                                                           "checkpoint.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
     device_map: Annotated[str | None, typer.Option(help="auto: spread layers over GPUs, host memory and disk.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="With --device-map: e.g. 'cpu=4GiB,0=70GiB'.")] = None,
@@ -93,6 +112,7 @@ def generate(
     """Generate text from a checkpoint: single-shot inference."""
     from dsv4 import run
     from dsv4.generate import Sampling
+    from dsv4.gqa.choice import attention_named
     request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
                           chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
                           sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or str(run.DRAFT_TOKENS),
@@ -103,9 +123,10 @@ def generate(
         raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
+    reads = attention_named(attention and attention.value, attention_tokens, terminate, prefill_chunks)
     with progress_bar("loading") as loading:
         choices = run.Choices(numerics.value, backend, device, cache, index_cache)
-        session = run.Session(checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers)
+        session = run.Session(checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads)
     ids = session.encode(request)
     shown = (lambda text: None) if as_json else _show
     with progress_bar("prefill", unit="tokens") as prefilling:
@@ -189,10 +210,12 @@ def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, o
          batch: Annotated[int, typer.Option(min=1)] = 1,
          max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
          numerics: Numerics = NumericsChoice.native, device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",
-         as_json: AsJson = False):
+         attention: Reads = None, attention_tokens: ReadTokens = None, as_json: AsJson = False):
     """Bytes of the weights and of each cache stream, with formulas, and whether they fit the device."""
     from dsv4 import planning
-    document = planning.plan(checkpoint, max_context, batch, max_rewind, numerics.value, device, cache, index_cache)
+    from dsv4.gqa.choice import attention_named
+    reads = attention_named(attention and attention.value, attention_tokens)
+    document = planning.plan(checkpoint, max_context, batch, max_rewind, numerics.value, device, cache, index_cache, reads)
     if as_json:
         _print_json(document)
     else:

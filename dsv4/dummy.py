@@ -3,8 +3,13 @@
 import torch
 
 from dsv4.cache import Cache
+from dsv4.causal import CausalLM
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.gqa.cache import GroupedCache
+from dsv4.gqa.choice import NOT_GQA, Attention
+from dsv4.gqa.dummy import GEOMETRIES, fill_grouped, load_gqa_dummy
+from dsv4.gqa.load import check_choices
 from dsv4.linear import Matrix, Storage
 from dsv4.load import resolve_backend, resolve_device
 from dsv4.model import Model
@@ -20,15 +25,21 @@ BYTES_AT_ONCE = 1 << 28
 
 def load_dummy(name: str, layers: int | None = None, numerics: str = "native", backend: str = "auto", device: str = "cpu",
                max_context: int | None = None, cache: str = "auto", index_cache: str = "auto", seed: int = 0,
-               mtp: bool = False) -> Model:
+               mtp: bool = False, attention: Attention | None = None) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and its MTP block.
 
-    Formats are the official ones (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments as `load_model`. Raises
+    Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments as `load_model`. Raises
     InputError for a name or number of layers that does not exist.
     """
+    if name in GEOMETRIES:
+        check_choices(numerics_named(numerics), mtp, False, cache, index_cache)
+        return load_gqa_dummy(name, layers, numerics_named(numerics).with_caches(cache, index_cache), resolve_backend(backend, resolve_device(device)),
+                              resolve_device(device), max_context, seed, attention)
     raw = preset(name)
     if raw is None:
-        raise InputError(f"dummy weights of {name!r} were asked for; expected flash or pro")
+        raise InputError(f"dummy weights of {name!r} were asked for; expected flash or pro, {' or '.join(GEOMETRIES)}")
+    if attention is not None:
+        raise InputError(NOT_GQA)
     total = raw["num_hidden_layers"]
     layers = total if layers is None else layers
     if not 0 < layers <= total:
@@ -94,11 +105,13 @@ def _fill_matrix(module: Matrix, g: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def fill_cache(cache: Cache, length: int | list[int], seed: int = 0) -> None:
+def fill_cache(cache: Cache | GroupedCache, length: int | list[int], seed: int = 0) -> None:
     """Plausible numbers in every buffer, as if each row held `length` tokens (row b length[b])."""
     lengths = [length] * cache.batch if isinstance(length, int) else list(length)
     if len(lengths) != cache.batch:
         raise InputError(f"lengths of {len(lengths)} rows were given for a cache of {cache.batch}")
+    if isinstance(cache, GroupedCache):
+        return fill_grouped(cache, lengths, seed)
     for layer in cache.layers + cache.mtp_layers:
         for stream in (layer.window, *(part for c in (layer.main, layer.index) if c is not None for part in (c.raw, c.entries))):
             _fill_rows(stream.flat, seed)

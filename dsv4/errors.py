@@ -4,7 +4,7 @@ from kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
 
 __all__ = [
     "BackendUnavailable", "CapacityError", "ConfigError", "ContextOverrun", "Dsv4Error",
-    "InputError", "MissingSelection", "NotFinite", "OutOfPages", "PageError", "RewindError", "UnsupportedInput",
+    "InputError", "MissingSelection", "MissingSummaries", "NotFinite", "OutOfPages", "PageError", "RewindError", "UnsupportedInput",
 ]
 
 
@@ -42,3 +42,7 @@ class NotFinite(Dsv4Error):
 
 class MissingSelection(Dsv4Error):
     """A CSA layer was run without a selection: it would attend to its window only."""
+
+
+class MissingSummaries(InputError):
+    """A policy searches blocks of a cache that keeps no summaries of them."""

@@ -131,7 +131,7 @@ def _prefill(model: CausalLM, ids: list[int], cache, on_prefill) -> torch.Tensor
     logits = None
     for start in range(0, len(ids), model.chunk):
         last = start + model.chunk >= len(ids)
-        logits = model.append(prompt[:, start:start + model.chunk], cache, logits="last" if last else "none")
+        logits = model.append(prompt[:, start:start + model.chunk], cache, logits="last" if last else "none", prompt=True)
         if on_prefill is not None:
             on_prefill(min(start + model.chunk, len(ids)), len(ids))
     if logits.is_cuda:

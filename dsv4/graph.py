@@ -45,7 +45,8 @@ class DecodeGraph:
         self._staged = torch.zeros(cache.batch, dtype=torch.int64, pin_memory=self._gpu)
         self._copied: torch.cuda.Event | None = None
         self._held: list[int] | None = None  # what `start` holds, as far as the host knows
-        self.graph, self.logits, self.streams = None, None, None
+        self.graph, self.logits, self.streams, self.tiles = None, None, None, None
+        self._attention = model.attention
         if captures(model):
             self._capture()
 
@@ -56,6 +57,8 @@ class DecodeGraph:
         max_context; nothing has run then.
         """
         lengths = self.lengths
+        if self.model.attention is not self._attention:
+            raise InputError("model.attention was changed after this step was made; make a new DecodeGraph")
         moving = [True] * self.cache.batch if active is None else active
         for b, (length, moves) in enumerate(zip(lengths.now, moving, strict=True)):
             if length + self.tokens > self.cache.max_context:
@@ -69,6 +72,7 @@ class DecodeGraph:
             self._run()
         else:
             self.graph.replay()
+            self.model.tiles = self.tiles
         self._ran(max(lengths.now) + self.tokens)
         self._held = [length + self.tokens for length in lengths.now]
         for b, moves in enumerate(moving):
@@ -112,6 +116,7 @@ class DecodeGraph:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=stream):
                 self._run()
+        self.tiles = self.model.tiles  # the graph's own: each replay writes them again
         torch.cuda.current_stream().wait_stream(stream)
 
     def _place(self, lengths: list[int]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.gqa import cache as gqa_cache
+from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.load import check_choices
 from dsv4.load import resolve_device
@@ -16,24 +17,26 @@ from loaders.load import Inventory
 
 
 def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numerics: str, device: str, cache: str = "auto",
-         index_cache: str = "auto") -> dict:
+         index_cache: str = "auto", attention: Attention | None = None) -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit, as JSON values.
 
-    checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). Raises InputError
-    when max_context exceeds the checkpoint's, never clamps it.
+    checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). attention: of a GQA model, whose
+    policy's summaries are counted. Raises InputError when max_context exceeds the checkpoint's, never clamps it.
     """
     target, context, per_token = resolve_device(device), parse_count(max_context), None
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
     if inventory is not None and inventory.family == "gqa":
         check_choices(numerics_named(numerics), None, False, cache, index_cache)
-        rows, per_token = _gqa_rows(inventory, numerics_named(numerics), batch, context)
+        rows, per_token = _gqa_rows(inventory, numerics_named(numerics), batch, context, attention)
+    elif attention is not None:
+        raise InputError(NOT_GQA)
     else:
         rows = _rows(preset(checkpoint), inventory, numerics_named(numerics).with_caches(cache, index_cache), batch, context, max_rewind)
     sizes, free = Plan(tuple(rows)), free_bytes(target)
     return {"checkpoint": checkpoint, "max_context": context, "batch": batch, "max_rewind": max_rewind, "numerics": numerics,
             "cache": cache, "index_cache": index_cache, "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
             "cache_bytes": sizes.total("cache"), "total_bytes": sizes.total(), "free_bytes": free, "fits": sizes.total() <= free,
-            "cache_bytes_per_token": per_token}
+            "cache_bytes_per_token": per_token, "attention": attention.document() if attention else None}
 
 
 def _rows(official: dict | None, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int) -> list[Row]:
@@ -51,13 +54,13 @@ def _rows(official: dict | None, inventory: Inventory | None, choice: Numerics, 
     return [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
 
 
-def _gqa_rows(inventory: Inventory, choice: Numerics, batch: int, context: int) -> tuple[list[Row], dict]:
+def _gqa_rows(inventory: Inventory, choice: Numerics, batch: int, context: int, attention: Attention | None) -> tuple[list[Row], dict]:
     """Of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
     config = GQAConfig.from_dict(inventory.config)
     _check_context(context, config)
     tensors = {name: ("F32" if choice.dense else dtype, shape) for name, (dtype, shape) in _stored(inventory).items()}
     nbytes, formula = gqa_cache.token_bytes(config, choice)
-    return ([*weight_rows(tensors), *stream_rows(gqa_cache.cache_streams(config, batch, context, choice))],
+    return ([*weight_rows(tensors), *stream_rows(gqa_cache.cache_streams(config, batch, context, choice, attention and attention.policy))],
             {"nbytes": nbytes, "formula": formula})
 
 

@@ -37,6 +37,8 @@ class Step:
         self._inverse: dict[str, torch.Tensor] = {}
 
     captured = False  # see CapturedStep
+    prompt = False  # of tokens that are no decode step: GQA models read all of the cache then, whatever their policy
+    piece = None  # dsv4.gqa.prefill.Piece of a prompt that GQA models attend to in chunks
 
     @property
     def end(self) -> int:

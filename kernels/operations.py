@@ -3,9 +3,13 @@
 import torch
 
 from kernels.attention import hca_attention, sparse_attention
+from kernels.block_choice import choose_blocks
+from kernels.block_summaries import summarise_blocks
 from kernels.cache_rows import write_rows
+from kernels.chunked_prefill import chunked_prefill
 from kernels.compress import gated_pool
 from kernels.experts import experts, shared_expert
+from kernels.gather_attention import gather_attention
 from kernels.grouped_attention import grouped_attention
 from kernels.hadamard import hadamard
 from kernels.hyper_connections import mhc_head, mhc_post, mhc_pre
@@ -24,7 +28,9 @@ OPERATIONS = {op.name: op for op in (
     rms_norm, rotate, route_hashed, route_scored, shared_expert, simulate_fp4_blocks, simulate_fp8_blocks,
     sparse_attention, topk_entries, write_rows,
 )}
-GQA_OPERATIONS = {op.name: op for op in (grouped_attention, linear, rms_norm, rotary_rows, silu_mul)}
+GQA_OPERATIONS = {op.name: op for op in (
+    choose_blocks, chunked_prefill, gather_attention, grouped_attention, linear, rms_norm, rotary_rows, silu_mul, summarise_blocks,
+)}
 
 if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes
     settle()

@@ -8,6 +8,11 @@ often the host waited, Triton compiled or memory was allocated after warm-up. `-
 transformers' eager model beside it (0: not). `--prefill` times whole prompts of those lengths too, in the model's own chunks,
 batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes bench_decode_<device>.json, .md
 and .svg to DIR (audits). Exit code 1 when a step was not clean.
+
+    python scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound [--attention-tokens 4096] [--layers 28]
+                                   [--context 128K,1M] [--batch 1]
+
+times a GQA model instead: dense steps and those of the policy in turns over one cache, and writes bench_decode_gqa_<device>.json and .md.
 """
 
 import argparse
@@ -20,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import decode_report, report  # noqa: E402
+from scripts.bench import decode_gqa, decode_report, report  # noqa: E402
 from scripts.bench.decode import STEPS, measure_point, profile_point, transformers_eager  # noqa: E402
 from scripts.bench.decode_prefill import measure_prefill  # noqa: E402
 from scripts.bench.timing import Clock, measure_machine  # noqa: E402
@@ -30,11 +35,15 @@ EXPERTS = 16  # of transformers' model, whose bf16 stacks of 256 would not leave
 
 
 def arguments() -> argparse.Namespace:
+    from dsv4.gqa.choice import NAMES
+    from dsv4.gqa.dummy import GEOMETRIES
     from dsv4.memory import parse_count
     counts = lambda text: [parse_count(part) for part in text.split(",")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dummy-weights", default="flash", choices=("flash", "pro"))
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--dummy-weights", default="flash", choices=("flash", "pro", *GEOMETRIES))
+    parser.add_argument("--layers", type=int, default=None, help="16 of flash and pro, else all")
+    parser.add_argument("--attention", default="block-bound", choices=[name for name in NAMES if name != "dense"], help="of a GQA model")
+    parser.add_argument("--attention-tokens", type=int, default=4096)
     parser.add_argument("--context", type=counts, default=counts("8K,128K,1M"))
     parser.add_argument("--batch", type=counts, default=[1, 8])
     parser.add_argument("--numerics", default="native")
@@ -45,7 +54,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--transformers", type=int, default=5, metavar="N")
     parser.add_argument("--prefill", type=counts, default=[], metavar="TOKENS")
     parser.add_argument("--out", type=Path, default=Path("audits"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.gqa = args.dummy_weights in GEOMETRIES
+    args.layers = args.layers or (None if args.gqa else 16)
+    return args
 
 
 def main() -> int:
@@ -55,6 +67,8 @@ def main() -> int:
         return 2
     machine, about = measure_machine(Clock()), report.provenance(SCRIPT)
     release()
+    if args.gqa:
+        return policies(args, machine, about)
     transformers, failed = None, []
     if args.transformers:
         try:
@@ -89,6 +103,25 @@ def main() -> int:
     write(args.out, stem, results)
     print(decode_report.markdown(*results))
     return int(bool(failed) or not points or decode_report.red(points))
+
+
+def policies(args: argparse.Namespace, machine, about: dict) -> int:
+    """Dense steps of a GQA model beside those of a policy."""
+    from dsv4.dummy import load_dummy
+    from dsv4.gqa.choice import attention_named
+    model, failed, pairs = load_dummy(args.dummy_weights, args.layers, args.numerics, args.backend, "cuda"), [], []
+    ways = [attention_named("dense"), attention_named(args.attention, args.attention_tokens)]
+    setup = {"geometry": args.dummy_weights, "layers": len(model.layers), "numerics": args.numerics, "backend": args.backend,
+             "weight_bytes": model.nbytes, "attention": ways[1].document()}
+    for batch in args.batch:
+        for context in args.context:
+            attempt(f"batch {batch} at {decode_report.context_name(context)}", failed, pairs,
+                    lambda: decode_gqa.measure_pair(model, batch, context, machine, ways, args.steps))
+            found = about, setup, machine, pairs, failed
+            report.write(args.out, f"bench_decode_gqa_{report.device_slug(machine.device)}", report.finite(decode_gqa.document(*found)),
+                         decode_gqa.markdown(*found), None)
+    print(decode_gqa.markdown(*found))
+    return int(bool(failed) or decode_report.red([p for pair in pairs for p in pair.points]))
 
 
 def attempt(name: str, failed: list[str], found: list, measure: Callable) -> None:

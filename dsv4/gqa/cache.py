@@ -1,11 +1,16 @@
 """Keys and values of a GQA model: position-addressed, allocated once.
 
 The row of a slot is a function of the tokens up to that position, and the only state beside the buffers is each row's length. Slots are
-as many as tokens, so any rewind is setting the length back.
+as many as tokens, so any rewind is setting the length back. Summaries of blocks are made from the keys of the cache, again for each
+block that a step writes to; what they hold beyond a row's length is never looked at before that. What chunked prefill remembers is
+a function of the tokens so far too, but of those of a whole chunk: a row that is rewound forgets it.
 """
 
 import enum
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +19,8 @@ from dsv4.errors import CapacityError, InputError, RewindError
 from dsv4.gqa.config import GQAConfig
 from dsv4.numerics import Numerics
 from dsv4.step import Step
+from kernels.block_choice import Policy
+from kernels.chunked_prefill import Chunking, Memory
 
 BLOCK = 128  # tokens of one contiguous tile of a head; slots are a multiple of it
 
@@ -25,13 +32,29 @@ class AttentionKind(enum.Enum):
     SLIDING = "sliding"  # the last `window` of them
 
 
+class Summaries(NamedTuple):
+    """Of blocks of `block` tokens, [B, KV, S/block, D]: what a policy searches; None where it is not kept."""
+
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    block: int = BLOCK
+
+    def serve(self, policy: Policy) -> bool:
+        """Whether these are what the policy's selector reads."""
+        return self.block == policy.block and all(getattr(self, name) is not None for name in SEARCHED[policy.selector])
+
+
+SEARCHED = {None: (), "bound": ("low", "high"), "mean": ("mean",)}  # what selectors read, by names of `Summaries`
+
+
 @dataclass(frozen=True)
 class LayerStreams:
-    """Both streams of one layer."""
+    """Streams of one layer: keys and values, then the summaries of its blocks, if any."""
 
     label: str
     kind: AttentionKind
-    streams: tuple[Stream, Stream]
+    streams: tuple[Stream, ...]
 
 
 def slots(max_context: int) -> int:
@@ -39,14 +62,23 @@ def slots(max_context: int) -> int:
     return -(-max_context // BLOCK) * BLOCK
 
 
-def cache_streams(config: GQAConfig, batch: int, max_context: int, numerics: Numerics) -> list[LayerStreams]:
-    """Streams of every layer: what `GroupedCache` allocates."""
+def cache_streams(config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None) -> list[LayerStreams]:
+    """Streams of every layer: what `GroupedCache` allocates. Summaries in layers without a window, where `policy` searches."""
     shape, dtype = (batch, config.num_key_value_heads, slots(max_context), config.head_dim), numerics.cache
     formula = (f"{batch} rows × {config.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} × {config.head_dim} × "
                f"{dtype.itemsize} B")
     streams = tuple(Stream(name, shape, dtype, formula) for name in ("keys", "values"))
-    return [LayerStreams(f"layer {i}", AttentionKind.FULL if window is None else AttentionKind.SLIDING, streams)
-            for i, window in enumerate(config.windows)]
+    more = () if policy is None else summary_streams(config, batch, max_context, numerics, policy)
+    return [LayerStreams(f"layer {i}", AttentionKind.FULL, streams + more) if window is None else
+            LayerStreams(f"layer {i}", AttentionKind.SLIDING, streams) for i, window in enumerate(config.windows)]
+
+
+def summary_streams(config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy) -> tuple[Stream, ...]:
+    """What the policy searches in one layer: a vector a block and KV head for means, two for bounds."""
+    c, blocks, dtype = config, slots(max_context) // policy.block, numerics.cache
+    formula = (f"{batch} rows × {c.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} / {policy.block} blocks × {c.head_dim} × "
+               f"{dtype.itemsize} B")
+    return tuple(Stream(name, (batch, c.num_key_value_heads, blocks, c.head_dim), dtype, formula) for name in SEARCHED[policy.selector])
 
 
 def token_bytes(config: GQAConfig, numerics: Numerics) -> tuple[int, str]:
@@ -57,35 +89,101 @@ def token_bytes(config: GQAConfig, numerics: Numerics) -> tuple[int, str]:
 
 
 class LayerRows:
-    """keys, values [batch, KV, S, D], contiguous: a block of BLOCK tokens of one head is one tile in memory."""
+    """keys, values [batch, KV, S, D], contiguous: a block of BLOCK tokens of one head is one tile in memory. Summaries beside them, if
+    any, are of blocks of `block` tokens."""
 
-    def __init__(self, plan: LayerStreams, device: torch.device):
-        self.keys, self.values = (zeros(stream, device) for stream in plan.streams)
-        self.tensors = {"keys": self.keys, "values": self.values}
+    def __init__(self, plan: LayerStreams, device: torch.device, block: int = BLOCK):
+        self.tensors = {stream.name: zeros(stream, device) for stream in plan.streams}
+        self.keys, self.values, self.block = self.tensors["keys"], self.tensors["values"], block
+        self.memory: Memory | None = None  # of chunked prefill, of every row: positions and scores [1, batch, KV, M]
+        self.last_memory: Memory | None = None  # all that its last call gave
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the step's rows, [B, KV, S, D]: contiguous views."""
         return self.keys[step.rows], self.values[step.rows]
 
+    def summaries(self, step: Step) -> Summaries | None:
+        """Summaries of the step's rows: contiguous views; None where none are kept."""
+        if len(self.tensors) == 2:
+            return None
+        return self._summaries(step.rows)
+
+    def _summaries(self, rows: slice) -> Summaries:
+        return Summaries(*(None if name not in self.tensors else self.tensors[name][rows] for name in Summaries._fields[:3]), self.block)
+
+    def adopt(self, plan: LayerStreams, block: int) -> None:
+        """Make the summaries of `plan` instead of what there was; they hold nothing yet."""
+        for name in set(self.tensors) - {"keys", "values"}:
+            del self.tensors[name]
+        self.tensors |= {stream.name: zeros(stream, self.keys.device) for stream in plan.streams[2:]}
+        self.block = block
+
+    def summarise(self, tokens: int, write: Callable) -> None:
+        """Summaries of the first `tokens` keys of every row."""
+        if tokens and len(self.tensors) > 2:
+            found = self._summaries(slice(None))
+            start = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device)
+            write(self.keys, start, tokens, found.low, found.high, found.mean, self.block)
+
+    def memory_of(self, step: Step) -> Memory:
+        """What chunked prefill remembers of the step's rows."""
+        m, rows = self.memory, step.rows
+        return Memory(m.positions[:, rows], m.scores[:, rows], m.mass[rows], m.updates[rows])
+
+    def remember(self, step: Step, memory: Memory) -> None:
+        """Keep the end of what a call gave the step's rows."""
+        self.last_memory, batch = memory, len(self.keys)
+        ends = memory.positions[-1:], memory.scores[-1:], memory.updates
+        if self.memory is None or self.memory.positions.shape[-1] != memory.positions.shape[-1]:
+            positions, scores = (t.new_zeros(1, batch, *t.shape[2:]) for t in ends[:2])
+            self.memory = Memory(positions, scores, scores.new_zeros(batch, scores.shape[2], 0), ends[2].new_zeros(batch, scores.shape[2]))
+        for held, fresh in zip((self.memory.positions[:, step.rows], self.memory.scores[:, step.rows], self.memory.updates[step.rows]), ends):
+            held.copy_(fresh)
+
 
 class GroupedCache:
-    """Caches of all layers for `batch` rows of up to `max_context` tokens. `lengths` are the tokens each row holds."""
+    """Caches of all layers for `batch` rows of up to `max_context` tokens. `lengths` are the tokens each row holds.
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, batch: int, max_context: int, devices: list[torch.device]):
+    policy: whose summaries are kept beside the keys (None: of none), written by the operation `summarise`.
+    """
+
+    def __init__(self, config: GQAConfig, numerics: Numerics, batch: int, max_context: int, devices: list[torch.device],
+                 policy: Policy | None = None, summarise: Callable | None = None):
         if batch < 1 or max_context < 1:
             raise InputError(f"a cache needs batch >= 1 and max_context >= 1; got {batch}, {max_context}")
         if max_context > config.max_position_embeddings:
             raise InputError(f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
                              f"{config.max_position_embeddings}; ask for at most that")
+        self.config, self.numerics, self.summarise = config, numerics, summarise
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_context
-        self.plan = cache_streams(config, batch, max_context, numerics)
+        self.plan, block = cache_streams(config, batch, max_context, numerics, policy), policy.block if policy else BLOCK
+        with self._room():
+            self.layers = [LayerRows(p, d, block) for p, d in zip(self.plan, devices, strict=True)]
+        self._main = Lengths(batch, max_context)
+        self.remembered: list[tuple[int, Chunking] | None] = [None] * batch  # where a row's memory of chunked prefill stands, and its cut
+
+    @contextmanager
+    def _room(self):
         try:
-            self.layers = [LayerRows(p, d) for p, d in zip(self.plan, devices, strict=True)]
+            yield
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams)
-            raise CapacityError(f"the cache needs {wanted} bytes for batch {batch} and max_context {max_context}, and they "
+            raise CapacityError(f"the cache needs {wanted} bytes for batch {self.batch} and max_context {self.max_context}, and they "
                                 f"could not be allocated ({str(error).splitlines()[0]}); lower one of them") from error
-        self._main = Lengths(batch, max_context)
+
+    def adopt(self, policy: Policy) -> None:
+        """Keep what `policy` searches from now on, whatever was kept before: summaries are made from the keys that are here. Steps that
+        were captured before must be captured again. Copies no keys."""
+        self.plan = cache_streams(self.config, self.batch, self.max_context, self.numerics, policy)
+        with self._room():
+            for layer, plan in zip(self.layers, self.plan):
+                layer.adopt(plan, policy.block)
+        self.summarise_again()
+
+    def summarise_again(self) -> None:
+        """Make all summaries from the keys: after these were written by something else than steps."""
+        for layer in self.layers:
+            layer.summarise(max(self.lengths), self.summarise)
 
     def make_room(self, rows: slice, tokens: int) -> None:
         """Called before `tokens` tokens are written to each of `rows`. All room was made at once here."""
@@ -105,7 +203,8 @@ class GroupedCache:
         if len(counts) != self.batch:
             raise RewindError(f"rewind got {len(counts)} counts for a batch of {self.batch}")
         self._main.set_back(counts)
+        self.remembered = [held if count == 0 else None for held, count in zip(self.remembered, counts)]
 
     def reset(self) -> None:
         """Forget everything."""
-        self._main.set_back(self.lengths)
+        self.rewind(self.lengths)

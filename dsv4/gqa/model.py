@@ -5,10 +5,14 @@ from torch import nn
 
 from dsv4.cache import DEFAULT_MAX_REWIND
 from dsv4.causal import CausalLM, Embedding, Head
-from dsv4.gqa.cache import AttentionKind, GroupedCache, LayerRows
+from dsv4.errors import InputError
+from dsv4.gqa.attention import SelfAttention
+from dsv4.gqa.cache import GroupedCache, LayerRows
+from dsv4.gqa.choice import Attention
 from dsv4.gqa.config import GQAConfig
+from dsv4.gqa.prefill import append_chunks
+from dsv4.gqa.projection import Projection, maps
 from dsv4.gqa.rope import frequencies
-from dsv4.linear import Linear, Storage, parameter
 from dsv4.module import Module, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
@@ -19,63 +23,6 @@ from kernels.operations import GQA_OPERATIONS
 from kernels.quantize import PackedWeight, WeightFormat
 
 GQA_COMPOSITIONS = {"linears": COMPOSITIONS["linears"]}
-
-
-class Projection(Linear):
-    """y = W x, or W x + b."""
-
-    def __init__(self, out_features: int, in_features: int, storage: Storage, bias: torch.dtype | None, numerics: Numerics, op):
-        super().__init__(out_features, in_features, storage, numerics, op)
-        self.bias = None if bias is None else parameter(out_features, dtype=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, in] → [N, out] in x.dtype."""
-        y, bias = super().forward(x), self._parameters.get("bias")
-        return y if bias is None else (y + bias).to(y.dtype)
-
-
-def maps(op, x: torch.Tensor, norm: RMSNorm, *modules: Projection) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
-    """Projections of norm(x), x [N, d], and the biases that are still to be added to them (None: none)."""
-    if not fuses(op, "linears", norm, *modules):
-        y = norm(x)
-        return tuple(m(y) for m in modules), None
-    packed = tuple(m.packed() for m in modules)
-    found = op.linears(x, norm.weight, norm.eps, packed, (False,) * len(modules), (None,) * len(modules))
-    return found, None if modules[0].bias is None else tuple(m.bias for m in modules)
-
-
-class Attention(Module):
-    """softmax(q·kᵀ/√D)·v with H query heads over KV heads of keys and values, rotated by position, causal, perhaps in a window."""
-
-    def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
-        super().__init__()
-        c, self.op = config, op
-        self.H, self.KV, self.D, self.window, self.scale = c.num_attention_heads, c.num_key_value_heads, c.head_dim, window, c.softmax_scale
-        self.kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING
-
-        def projection(name: str, rows: int, columns: int, biased: bool) -> Projection:
-            return Projection(rows, columns, store(f"{name}.weight"), store(f"{name}.bias").dtype if biased else None, numerics, op)
-        self.q_proj = projection("q_proj", self.H * self.D, c.hidden_size, c.qkv_bias)
-        self.k_proj = projection("k_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
-        self.v_proj = projection("v_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
-        self.o_proj = projection("o_proj", c.hidden_size, self.H * self.D, c.output_bias)
-        self.path: dict = {}
-
-    def forward(self, x: torch.Tensor, norm: RMSNorm, step: Step, cache: LayerRows) -> torch.Tensor:
-        """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows to the cache."""
-        (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
-        keys, values = cache.of(step)
-        q = self.op.rotary_rows(q, k, v, biases, step.cis("main"), keys, values, step.start)
-        self.path = self.path_at(step.end)
-        return self.o_proj(self.attend(q, keys, values, step).view(step.N, -1))
-
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
-        """q [B, T, H, D], rotated; keys, values [B, KV, S, D], which hold the step's own → [B, T, H, D]."""
-        return self.op.grouped_attention(q, keys, values, step.start, self.window, self.scale)
-
-    def path_at(self, end: int) -> dict:
-        """What the attention of a row that then holds `end` tokens reads."""
-        return {"tokens": end if self.window is None else min(self.window, end)}
 
 
 class MLP(Module):
@@ -104,7 +51,7 @@ class Layer(Module):
         super().__init__()
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, store(f"{name}.weight").dtype, op))
-        self.self_attn = Attention(config, window, numerics, lambda leaf: store(f"self_attn.{leaf}"), op)
+        self.self_attn = SelfAttention(config, window, numerics, lambda leaf: store(f"self_attn.{leaf}"), op)
         self.mlp = MLP(config, numerics, lambda leaf: store(f"mlp.{leaf}"), op)
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerRows) -> torch.Tensor:
@@ -150,11 +97,34 @@ class GQAModel(CausalLM):
         tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
         self.lm_head = TiedHead(self.model.embed_tokens, op) if tied else Head(*shape, store("lm_head.weight"), numerics, op)
         self.frequencies = {"main": frequencies(config.rope, config.head_dim)}
+        self.attention = Attention()
 
     embed = property(lambda self: self.model.embed_tokens)
     layers = property(lambda self: self.model.layers)
     head = property(lambda self: self.lm_head)
     mtp = ()
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "attention" and value is not None:
+            self._choose(value)
+        super().__setattr__(name, value)
+
+    def _choose(self, attention: Attention) -> None:
+        """`model.attention = …`: what steps read from now on, and `new_cache` keeps. A step captured before must be captured again.
+        Raises InputError where it cannot be."""
+        if not isinstance(attention, Attention):
+            raise InputError(f"model.attention is a {type(attention).__name__}; expected a dsv4.gqa.choice.Attention")
+        if self.backend == "training" and not attention.plain:
+            raise InputError("another attention than dense was asked for on the training backend, which is differentiable: blocks are chosen, "
+                             "not weighed; train densely and decode with a policy")
+        for layer in self.layers:
+            layer.self_attn.reading = attention  # where it has a window, it reads just that
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a row in one step, unless `append` is told otherwise: whole chunks where prefill has such."""
+        size, cut = super().chunk, self.attention.prefill
+        return size if cut is None else -(-size // cut.chunk) * cut.chunk
 
     @property
     def stream_shape(self) -> tuple[int, ...]:
@@ -170,22 +140,36 @@ class GQAModel(CausalLM):
         """
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
-        return GroupedCache(self.config, self.numerics, batch, max_context, [self.device] * len(self.layers))
+        policy = self.attention.policy
+        return GroupedCache(self.config, self.numerics, batch, max_context, [self.device] * len(self.layers),
+                            None if policy.selector is None else policy, self.op.summarise_blocks)
 
     def layer_paths(self) -> list[dict]:
-        """What each layer really read in the last step."""
+        """What each layer really read in the last step, of a row that was longest. Waits for the device where tiles were counted."""
         found = []
-        for i, layer in enumerate(self.layers):
+        for i, (layer, tiles) in enumerate(zip(self.layers, self.tiles or [None] * len(self.layers))):
             attn = layer.self_attn
             path = attn.path_at(self.replayed) if attn.path and self.replayed is not None else attn.path
-            text = f"{'the last' if attn.window else 'all'} {path['tokens']} tokens" if path else "not run yet"
+            text = attn.described(path) if path else "not run yet"
+            if tiles is not None:
+                size = attn.reading.termination.tile
+                read, of = float(tiles.float().mean()), -(-path["tokens"] // size)
+                path = path | {"tiles_read": read, "of_tiles": of, "tile": size}
+                text += f"; stopped after {read:.1f} of {of} tiles of {size}, mean"
             found.append({"layer": f"layer {i}", "kind": attn.kind.value, "experts": "–", **path, "path": text})
         return found
+
+    def _run_pieces(self, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, prompt: bool) -> None:
+        if prompt and self.attention.prefill is not None:
+            append_chunks(self, ids, cache, counts, chunk, out, self.attention.prefill)
+        else:
+            super()._run_pieces(ids, cache, counts, chunk, out, prompt)
 
     def run(self, step: Step, cache: GroupedCache) -> torch.Tensor:
         x = self.embed(step.ids).to(self.numerics.activation)
         for layer, rows in zip(self.layers, cache.layers):
             x = layer(x, step, rows)
+        self.tiles = [layer.self_attn.tiles for layer in self.layers]
         return x
 
     def captured(self, step: CapturedStep, cache: GroupedCache) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ def prefill(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_str
         counts = [min(chunk, max(0, n - start)) for n in lengths]
         ending = [b for b, n in enumerate(lengths) if start < n <= start + chunk]
         out = model.append(ids[:, start:start + chunk], cache, n_new=counts, logits="last" if ending else "none",
-                           return_streams=on_streams is not None)
+                           return_streams=on_streams is not None, prompt=True)
         fresh, streams = out if on_streams is not None else (out, None)
         if ending:
             logits[ending] = fresh[ending]

@@ -45,10 +45,11 @@ class Point:
     finite: bool = True
     by_kernel: list = field(default_factory=list)   # (name, count, µs that they add), the slowest first
     why: str = ""
+    attention: str = ""  # of a GQA model
 
     @property
     def name(self) -> str:
-        return f"batch {self.batch} at {context_name(self.context)}"
+        return f"batch {self.batch} at {context_name(self.context)}" + (f", {self.attention}" if self.attention else "")
 
     @property
     def layer_ms(self) -> float:

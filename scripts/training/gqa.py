@@ -58,6 +58,9 @@ class _Rows:
     def of(self, step: Step) -> tuple[Whole, Whole]:
         return Whole(), Whole()
 
+    def summaries(self, step: Step) -> None:
+        """Of no blocks: training is dense."""
+
 
 class _Caches:
     """In the place of `GroupedCache`, for one forward over whole sequences."""

@@ -1,0 +1,80 @@
+"""What a GQA model reads of its cache: a policy of blocks, when to stop, and how prompts are attended to."""
+
+from dataclasses import asdict, dataclass
+
+from dsv4.errors import InputError
+from dsv4.gqa.cache import BLOCK
+from dsv4.memory import parse_count
+from kernels.block_choice import POLICIES, Policy, dense
+from kernels.chunked_prefill import Chunking
+from kernels.grouped_attention import Termination
+
+NAMES = {name.replace("+", "-"): make for name, make in POLICIES.items()}  # of the command line
+NOT_GQA = ("another attention was asked for; a DeepSeek-V4 model has learnt what it reads (CSA, HCA): leave out --attention, --attention-tokens, "
+           "--terminate and --prefill-chunks")
+TOKENS = 4096  # that a policy keeps, unless another number is asked for
+
+
+@dataclass(frozen=True)
+class Attention:
+    """policy: the blocks that a decoding token reads. termination: when it stops reading them, most important first, or, without a
+    choice of blocks, newest first (None: never). prefill: prompts are attended to in chunks and a memory (None: densely and exactly).
+
+    Layers with a sliding window are as without all this: dense within their window, which is all that they ever read.
+    Raises InputError for blocks that are not whole parts of a cache's tile.
+    """
+
+    policy: Policy = dense()
+    termination: Termination | None = None
+    prefill: Chunking | None = None
+
+    def __post_init__(self):
+        if not self.policy.dense and BLOCK % self.policy.block:
+            raise InputError(f"policy {self.policy.name} has blocks of {self.policy.block} tokens; a GQA cache is made of tiles of {BLOCK}: "
+                             f"choose a divisor of {BLOCK}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether everything is dense and exact."""
+        return self.policy.dense and self.termination is None and self.prefill is None
+
+    def document(self) -> dict:
+        """As JSON values."""
+        policy = {"name": "dense"} if self.policy.dense else asdict(self.policy) | {"kept_blocks": self.policy.kept, "kept_tokens": self.policy.tokens}
+        return {"policy": policy, "termination": None if self.termination is None else asdict(self.termination),
+                "prefill": None if self.prefill is None else asdict(self.prefill)}
+
+
+def attention_named(name: str | None, tokens: int | None = None, terminate: bool = False, prefill_chunks: str | None = None) -> Attention | None:
+    """What the options of the command line ask for; None where none was given.
+
+    name: one of NAMES (None: dense); tokens: that a policy keeps; prefill_chunks: 'CHUNK,LOCAL,HEAVY'. Raises InputError for what
+    contradicts itself, UnsupportedInput for chunks that are no such cut.
+    """
+    if name is None and tokens is None and not terminate and prefill_chunks is None:
+        return None
+    if name is not None and name not in NAMES:
+        raise InputError(f"--attention {name!r} is unknown; expected {', '.join(NAMES)}")
+    if name in (None, "dense") and tokens is not None:
+        raise InputError(f"--attention-tokens {tokens} was given, and dense attention reads every token; add --attention block-bound")
+    policy = dense() if name in (None, "dense") else _kept(name, TOKENS if tokens is None else tokens)
+    from_options = Termination() if terminate else None
+    return Attention(policy, from_options, None if prefill_chunks is None else _chunking(prefill_chunks))
+
+
+def _kept(name: str, tokens: int) -> Policy:
+    """The policy `name` that keeps `tokens` tokens, sink and local blocks among them."""
+    usual = NAMES[name]()
+    least = usual.sink + (usual.local + 1 if usual.topk else 1)
+    if tokens % usual.block or tokens < least * usual.block:
+        raise InputError(f"--attention-tokens is {tokens}; {name} keeps whole blocks of {usual.block} tokens, sink and local ones among them: "
+                         f"expected a multiple of {usual.block} from {least * usual.block}")
+    return NAMES[name](tokens)
+
+
+def _chunking(text: str) -> Chunking:
+    """'1024,128,384' → Chunking(1024, 128, 384)."""
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise InputError(f"--prefill-chunks is {text!r}; expected CHUNK,LOCAL,HEAVY, such as 1024,128,384")
+    return Chunking(*map(parse_count, parts))

@@ -1,0 +1,136 @@
+"""Policies, termination and chunked prefill on the triton backend: captured steps against the reference, and on a GPU what a step may not do."""
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.dummy import fill_cache, load_dummy
+from dsv4.generate import generate
+from dsv4.gqa.choice import Attention, attention_named
+from dsv4.graph import DecodeGraph, captures
+from dsv4.speculation.captured import Captured
+from dsv4.speculation.draft import LookupDrafter
+from dsv4.speculation.loop import generate_speculative
+from kernels.block_choice import Policy, block_bounds, dense
+from kernels.chunked_prefill import Chunking
+from kernels.grouped_attention import Termination
+from tests.gqa import oracle
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+NEVER = Termination(tau=0, tile=64)
+WAYS = {"bound": Attention(Policy("bound", "bound", 16, 1, 2, 2)), "mean": Attention(Policy("mean", "mean", 16, 1, 2, 2)),
+        "window": Attention(Policy("window", None, 16, 1, 3)), "terminating": Attention(Policy("bound", "bound", 16, 1, 2, 2), NEVER),
+        "dense, terminating": Attention(dense(), NEVER), "block": Attention(Policy("block", "bound", 128, 0, 1, 1))}
+SOME = list(WAYS) if GPU else ["bound", "terminating", "dense, terminating"]  # the interpreter is slow
+
+
+@pytest.fixture(scope="module", params=["llama, llama3 rope and biases", "qwen2, yarn and some sliding layers"])
+def folder(request, tmp_path_factory):
+    config = oracle.CONFIGS[request.param]
+    return oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("graph") / "m", torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("numerics", ["fp32", "native"] if GPU else ["fp32"])
+def test_captured_steps_equal_the_reference(folder, name, numerics):
+    """A ragged batch across blocks, single tokens and a verify pass, at positions that one captured step passes through."""
+    reference, ours = (load_model(folder, numerics=numerics, backend=b, device=DEVICE, attention=WAYS[name]) for b in ("reference", "triton"))
+    ids = torch.randint(0, 384, (2, 300), generator=torch.Generator().manual_seed(5))
+    counts, a, b = [270, 125], reference.new_cache(2, 300), ours.new_cache(2, 300)
+    for cache in (a, b):  # the layout is the same on every backend
+        reference.append(ids[:, :270], cache, n_new=counts, logits="none")
+    single, wide = DecodeGraph(ours, b), DecodeGraph(ours, b, tokens=3)
+    for step, graph in enumerate([single, wide] * (4 if GPU else 1)):
+        new = torch.randint(0, 384, (2, graph.tokens), generator=torch.Generator().manual_seed(step))
+        want, found = reference.append(new, a), graph.step(new)
+        error = (found - want).norm() / want.norm()
+        assert error < (1e-5 if numerics == "fp32" else 0.03), (step, error)
+        for mine, theirs in zip(ours.layer_paths(), reference.layer_paths()):
+            assert mine == theirs and a.lengths == b.lengths
+    ran = {row["operation"]: row["implementation"] for row in ours.dispatch.rows() if row["calls"]}
+    assert "reference" not in ran.values() and ("choose_blocks" in ran) == ("gather_attention" in ran) == ("dense" not in name)
+
+
+def test_chunked_prefill_equals_the_reference(folder):
+    how = Attention(prefill=Chunking(32, 8, 8))
+    reference, ours = (load_model(folder, numerics="fp32", backend=b, device=DEVICE, attention=how) for b in ("reference", "triton"))
+    ids = torch.randint(0, 384, (2, 58), generator=torch.Generator().manual_seed(6))
+    a, b = (m.append(ids, m.new_cache(2, 58), n_new=[58, 20], chunk=32) for m in (reference, ours))
+    assert (a[0] - b[0]).abs().max() < 2e-4 and (a[1, :20] - b[1, :20]).abs().max() < 2e-4 and b[1, 20:].isnan().all()
+    full = sum(window is None for window in ours.config.windows)
+    calls = {row["operation"]: row["calls"] for row in ours.dispatch.rows() if row["implementation"] == "triton"}
+    assert calls["chunked_prefill"] == 2 * full
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WAYS)
+def test_passes_of_drafts_change_nothing_in_any_numerics(folder, name):
+    """Verify passes of up to 9 tokens as captured steps have the bits of single captured steps."""
+    for numerics in ("native", "fp32"):
+        model = load_model(folder, numerics=numerics, backend="triton", device="cuda", attention=WAYS[name])
+        ids = torch.randint(0, 384, (60,), generator=torch.Generator().manual_seed(7)).tolist() * 4
+        plain = generate(model, ids, 60).token_ids
+        assert generate_speculative(model, [ids], 60, LookupDrafter())[0].token_ids == plain
+        a, b = model.new_cache(1, 300), model.new_cache(1, 300)
+        for cache in (a, b):
+            model.append(torch.tensor([ids]), cache, logits="none")
+        one, verify = DecodeGraph(model, a), Captured(model, b)
+        fed = torch.tensor([ids[:9]])
+        want = torch.cat([one.step(fed[:, t:t + 1]).clone() for t in range(9)], 1)
+        assert torch.equal(verify(fed, [9], False)[0], want)
+
+
+CHOICES = [Attention(block_bounds(4096)), attention_named("page-bound"), attention_named("block-mean"), attention_named("sink-window"),
+           Attention(block_bounds(4096), Termination()), Attention(dense(), Termination())]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", CHOICES, ids=lambda how: f"{how.policy.name} {how.termination is not None}")
+def test_a_sparse_step_neither_allocates_nor_waits_nor_compiles(how):
+    """Qwen2.5-7B widths, ragged rows, 50 replays, then positions far apart; a replay is the eager step to the bit, and repeats."""
+    from triton import knobs
+    model = load_dummy("qwen2.5-7b", layers=3, backend="triton", device="cuda", max_context=1 << 17, attention=how)
+    cache = model.new_cache(2, 1 << 17)
+    fill_cache(cache, [100_000, 9_001])
+    graph, ids = DecodeGraph(model, cache), torch.tensor([[17], [4000]], device="cuda")
+    assert captures(model) and graph.graph is not None
+    compiled = []
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kw: compiled.append(kw.get("key"))
+    try:
+        graph.step(ids)
+        torch.cuda.synchronize()
+        counted = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(50):
+            graph.step(ids)
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == counted
+        for length in (5, 127, 128, 4095, 60_000, (1 << 17) - 2):
+            cache._main.now = [length, length // 2]
+            assert torch.isfinite(graph.step(ids)).all()
+        assert compiled == []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        knobs.runtime.jit_post_compile_hook = before
+    fill_cache(cache, [100_000, 9_001])
+    first = graph.step(ids).clone()
+    for _ in range(20):
+        cache.rewind(1)
+        assert torch.equal(graph.step(ids), first)
+    cache.rewind(1)
+    graph.graph = None
+    assert torch.equal(graph.step(ids), first)
+
+
+@pytest.mark.gpu
+def test_tiles_are_those_of_the_last_replay():
+    """Of two captured steps of one model, that which ran last."""
+    model = load_dummy("qwen2.5-7b", layers=2, backend="triton", device="cuda", max_context=1 << 14, attention=Attention(dense(), Termination(tau=0)))
+    cache = model.new_cache(1, 1 << 14)
+    fill_cache(cache, 9000)
+    one, two = DecodeGraph(model, cache), DecodeGraph(model, cache, tokens=2)
+    one.step(torch.tensor([[3]]))
+    assert model.tiles[0].shape == (1, 1, 4) and model.layer_paths()[0]["tiles_read"] == model.layer_paths()[0]["of_tiles"] == 71
+    two.step(torch.tensor([[3, 4]]))
+    assert model.tiles[0].shape == (1, 2, 4)
