@@ -28,12 +28,13 @@ def load_dummy(name: str, layers: int | None = None, numerics: str = "native", b
                mtp: bool = False, attention: Attention | None = None) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and its MTP block.
 
-    Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments as `load_model`. Raises
+    Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones (FP8
+    matrices, MXFP4 experts); maps have gains near 1. Other arguments as `load_model`. Raises
     InputError for a name or number of layers that does not exist.
     """
     if name in GEOMETRIES:
         check_choices(numerics_named(numerics), mtp, False, cache, index_cache)
-        return load_gqa_dummy(name, layers, numerics_named(numerics).with_caches(cache, index_cache), resolve_backend(backend, resolve_device(device)),
+        return load_gqa_dummy(name, layers, numerics_named(numerics), resolve_backend(backend, resolve_device(device)),
                               resolve_device(device), max_context, seed, attention)
     raw = preset(name)
     if raw is None:
