@@ -54,7 +54,7 @@ def run(model: CausalLM, variant: Variant, ids: torch.Tensor, tail: int, new: in
     with variant.on(model):
         cache = model.new_cache(B, max(T, prompt + new), max_rewind=max(new, 1))
         if prompt > 1:
-            model.append(ids[:, :prompt - 1], cache, logits="none", chunk=chunk)
+            model.append(ids[:, :prompt - 1], cache, logits="none", chunk=chunk, prompt=True)
         continuation, token = [], ids[:, prompt - 1:prompt]
         for _ in range(new):
             token = model.append(token, cache, logits="last").argmax(-1).cpu()
@@ -63,5 +63,5 @@ def run(model: CausalLM, variant: Variant, ids: torch.Tensor, tail: int, new: in
         each = PASS if variant.decode_only else chunk
         for at in range(0, tail, each):
             stop = min(at + each, tail)
-            see(at, model.append(ids[:, prompt - 1 + at:prompt - 1 + stop], cache, chunk=chunk))
+            see(at, model.append(ids[:, prompt - 1 + at:prompt - 1 + stop], cache, chunk=chunk, prompt=not variant.decode_only))
     return torch.cat(continuation, 1) if new else ids[:, :0]

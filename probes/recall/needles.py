@@ -74,7 +74,7 @@ def _replies(model: CausalLM, asked: list[Asked], chunk: int, decoded: int) -> l
     cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=0)
     tail = min([max(1, decoded), *(len(a.prompt) for a in asked)])  # of each prompt; its last token is the first that gives logits
     if any(len(a.prompt) > tail for a in asked):
-        model.append(*_ragged([a.prompt[:-tail] for a in asked], cache), logits="none", chunk=chunk)
+        model.append(*_ragged([a.prompt[:-tail] for a in asked], cache), logits="none", chunk=chunk, prompt=True)
     for s in range(-tail, -1, PASS):
         model.append(*_ragged([a.prompt[s:min(s + PASS, -1)] for a in asked], cache), logits="none", chunk=chunk)
     last = [a.prompt[-1:] + a.answer[:-1] for a in asked]

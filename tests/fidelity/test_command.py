@@ -10,7 +10,6 @@ from probes.fidelity import document, markdown, plots
 from probes.fidelity.settings import EFFORTS, settle
 from probes.recall import plots as recall_plots
 from tests.dsv4.test_cli import ROOT, demo  # noqa: F401  (fixture: a checkpoint with a tokenizer)
-from tests.fidelity.conftest import obeying
 
 SMALL = ("--effort", "quick", "--rows", 2, "--tail", 24, "--new-tokens", 6, "--queries", 16)
 
@@ -20,13 +19,6 @@ def prose(tmp_path_factory):
     file = tmp_path_factory.mktemp("prose") / "prose.txt"
     file.write_text((ROOT / "README.md").read_text() * 4)
     return file
-
-
-@pytest.fixture
-def gqa_command(monkeypatch):
-    """Loaded GQA models obey policies, where they do not yet by themselves."""
-    load = document.load_model
-    monkeypatch.setattr(document, "load_model", lambda *args, **more: obeying(load(*args, **more)))
 
 
 def test_a_report_of_csa(run, demo, prose, tmp_path):  # noqa: F811
@@ -53,7 +45,7 @@ def test_a_report_of_csa(run, demo, prose, tmp_path):  # noqa: F811
     assert plots.draw(found) == plots.draw(found) and sorted(f.suffix for f in tmp_path.iterdir()) == [".json", ".md"] + [".svg"] * 4
 
 
-def test_a_report_of_policies(run, gqa_path, prose, tmp_path, gqa_command):
+def test_a_report_of_policies(run, gqa_path, prose, tmp_path):
     code, out, err = run("fidelity", gqa_path, *SMALL, "--text", prose, "--context", 700, "--policy", "dense,sink-window,block-bound",
                          "--budget", "64,128", "--block", 16, "--needles", 1, "--numerics", "fp32", "--json", "--out", tmp_path)
     assert code == 0, err
@@ -95,7 +87,7 @@ def test_what_cannot_be_measured_is_one_line(run, demo, options, message):  # no
     (("--topk", "4"), "--topk would change nothing of a GQA"), (("--policy", "quest"), "expected some of dense, sink-window"),
     (("--policy", "dense"), "the dense policy alone"), (("--policy", "a,,b"), "separated by commas"),
     (("--budget", "128"), "--budget 128 is too little")])
-def test_what_a_gqa_model_refuses(run, gqa_path, gqa_command, options, message):
+def test_what_a_gqa_model_refuses(run, gqa_path, options, message):
     code, out, err = run("fidelity", gqa_path, *options)
     assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out
 
