@@ -8,7 +8,7 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.speculation import LARGEST, Request, Trace, read_trace, write_trace
-from dsv4.speculation.trace import mixed
+from dsv4.speculation.trace import mixed, stationary
 
 FOLDER = Path(__file__).parent / "speculation_traces"
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,8 +17,10 @@ KINDS = {"code": "*.py", "prose": "*.md"}
 
 
 def default_traces() -> list[tuple[str, Trace]]:
-    """(kind, trace): the recorded ones and a synthetic mixed one. Raises InputError when none was recorded."""
-    return [*recorded(), ("mixed", mixed("mixed 0.95/0.35", 0.95, 0.35, 128, requests=64, tokens=1024, seed=1))]
+    """(kind, trace): the recorded ones, and synthetic ones of high, low and changing acceptance. Raises InputError when none was recorded."""
+    size = {"requests": 64, "tokens": 1024, "seed": 1}
+    return [*recorded(), *(("stationary", stationary(f"{name} {rate}", rate, **size)) for name, rate in (("high", 0.95), ("low", 0.35))),
+            ("mixed", mixed("mixed 0.95/0.35", 0.95, 0.35, 128, **size))]
 
 
 def recorded() -> list[tuple[str, Trace]]:

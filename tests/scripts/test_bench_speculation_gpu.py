@@ -103,7 +103,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
 
 def test_shipped_traces_are_read():
     found = speculation_traces.default_traces()
-    assert [kind for kind, _ in found] == ["stationary", "stationary", "mixed", "mixed"]
+    assert [kind for kind, _ in found] == ["stationary", "stationary", "mixed"] * 2
     for kind, trace in found:
         assert all(0 <= r.accepted.min() and r.accepted.max() <= 8 for r in trace.requests)
         assert trace.provenance["kind"] in ("recorded", "synthetic") and json.dumps(dict(trace.provenance))
