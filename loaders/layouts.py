@@ -142,10 +142,10 @@ DECODER = Layout("transformers", _compile([  # of GQA models: the names of the f
 ]))
 
 
-def detect_layout(tensors: Mapping[str, FileTensor], layouts: tuple[Layout, ...] = LAYOUTS) -> Layout:
+def detect_layout(tensors: Mapping[str, FileTensor], layouts: tuple[Layout, ...] | None = None) -> Layout:
     """The layout whose rules know every tensor name. Raises CheckpointError naming the unknown ones."""
     best, unknown = None, None
-    for layout in layouts:
+    for layout in LAYOUTS if layouts is None else layouts:
         strange = [k for k in tensors if layout.official(k) is None and not _is_stacked(layout, k)]
         if not strange:
             return layout

@@ -40,21 +40,21 @@ def compress_rope_theta_never_read(site: Site) -> None:
 @mutation("1.1", bugs=(16,), parts=("compress_ratios", "compressor"), probes=("config_ledger",))
 def compress_ratios_off_by_one(site: Site) -> None:
     """compress_ratios is read from its second entry on: each layer has the kind of the next."""
-    real = configuration._Reader.get
-    site.patch(configuration._Reader, "get", lambda reader, key: [*real(reader, key)[1:], 0] if key == "compress_ratios"
+    real = configuration.Reader.get
+    site.patch(configuration.Reader, "get", lambda reader, key: [*real(reader, key)[1:], 0] if key == "compress_ratios"
                else real(reader, key))
 
 
 @mutation("1.1", bugs=(4, 16), parts=("MTP",), probes=("config_ledger",))
 def mtp_ratio_of_the_last_layer(site: Site) -> None:
     """The MTP block takes the layer type of the last backbone layer, since the extra entry of compress_ratios is cut off."""
-    real = configuration._Reader.get
+    real = configuration.Reader.get
 
     def get(reader, key):
         value = real(reader, key)
         layers = reader.raw["num_hidden_layers"]
         return [*value[:layers], value[layers - 1]] if key == "compress_ratios" else value
-    site.patch(configuration._Reader, "get", get)
+    site.patch(configuration.Reader, "get", get)
 
 
 @mutation("1.1", bugs=(13,), parts=("routed_scaling_factor",), probes=("config_ledger",))
@@ -101,7 +101,7 @@ def norm_eps_of_another_model(site: Site) -> None:
 def a_stated_option_that_nothing_obeys(site: Site) -> None:
     """config.json says norm_topk_prob false; the key is read, not obeyed, and not refused."""
     stated(site, norm_topk_prob=False)
-    site.patch(configuration._Reader, "expect", lambda reader, key, wanted: reader.optional(key, wanted))
+    site.patch(configuration.Reader, "expect", lambda reader, key, wanted: reader.optional(key, wanted))
 
 
 @mutation("1.1", bugs=(147,), parts=("index_topk",), probes=("config_ledger",))
