@@ -42,11 +42,17 @@ def red(name, subject):
 # ---- green --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["index_oracle", "influence", "rope", "schedules", "rollback", "isolation", "poison",
-                                  "backend_matrix"])
+@pytest.mark.parametrize("name", ["index_oracle", "influence", "rope", "rollback", "isolation", "poison", "backend_matrix"])
 def test_packed_caches_lose_nothing_in_qat_numerics(subject, name):
     found = checks_of(name, subject)
     assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS][:2]
+
+
+def test_packed_caches_change_no_schedule(official, subject):
+    """In qat numerics to the last bit: how far steps of 8 tokens are from one step is a matter of products, which processors round otherwise."""
+    measured = lambda of: [(c.where, c.measured) for c in checks_of("schedules", of)]
+    found = measured(subject)
+    assert found == measured(OurSubject(official, "qat")) and len(found) > 10 and any(value == 0 for _, value in found[2:])
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="+".join)
