@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from probes.result import Status  # noqa: E402
 from scripts.bench import report  # noqa: E402
 
 SCRIPT = "scripts/audit_matrix.py"
@@ -25,7 +26,7 @@ SETTINGS = (  # numerics, window rows and entries, index keys; packed caches are
     ("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "bf16", "fp4"), ("qat", "fp8", "bf16"),
     ("qat", "fp8", "fp8"), ("qat", "fp8", "fp4"), ("qat:fp32", "auto", "auto"))
 BACKENDS = {"cpu": "cpu,reference", "cuda": "triton,reference"}
-STATES = ("PASS", "FAIL", "ERROR", "VACUOUS")
+STATES = tuple(status.value for status in Status)
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -64,7 +65,7 @@ def summary(document: dict) -> dict:
     """Counts by state, and the checks that are red."""
     checks = [(section["probe"], check) for section in document["sections"] for check in section["checks"]]
     red = [": ".join((name, check["name"], *filter(None, [check.get("where")]))) for name, check in checks if check["status"] in ("FAIL", "ERROR")]
-    return {state: sum(check["status"] == state for _, check in checks) for state in STATES} | {"red": red}
+    return document["totals"] | {"red": red}
 
 
 def clean(row: dict) -> bool:
@@ -76,8 +77,8 @@ def markdown(rows: list[dict], about: dict, name: str, missing: int) -> str:
     lines = [f"# Audits of {name}: every backend, numerics and cache format", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
              f"**{good} of {len(rows)} clean**{f', {missing} not ended yet' if missing else ''}. VACUOUS: nothing could be measured there; the reports of single audits "
              "say why.", "",
-             "| backend | numerics | window rows, entries | index keys | passed | failed | errors | vacuous | exit | s |",
-             "|---|---|---|---|---:|---:|---:|---:|---:|---:|"]
+             f"| backend | numerics | window rows, entries | index keys | {' | '.join(STATES)} | exit | s |",
+             f"|---|---|---|---|{'---:|' * (len(STATES) + 2)}"]
     lines += ["| " + " | ".join(str(row.get(key, "–")) for key in ("backend", "numerics", "cache", "index_cache", *STATES, "exit", "seconds")) + " |"
               for row in rows]
     red = [f"- {row['backend']}, {row['numerics']}, {row['cache']}, {row['index_cache']}: {text}" for row in rows for text in row["red"]]

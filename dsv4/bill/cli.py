@@ -1,6 +1,5 @@
 """`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading pays."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from enum import Enum
@@ -155,12 +154,8 @@ def _wide(measured: list[int], longest: int = 1 << 22) -> list[int]:
 
 def _can_draw(folder: Path) -> None:
     """Before anything runs: matplotlib is there, and the directory can be made."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("the map is an SVG, and matplotlib is not installed; pip install 'dsv4[plots]'")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"the report cannot be written to {folder}: {error.strerror}; choose a directory that can be made") from None
+    from dsv4.speculation.documents import check_can_draw
+    check_can_draw(folder, "the map is an SVG, and matplotlib is not installed; pip install 'dsv4[plots]'")
 
 
 def _write(report: dict, folder: Path, stem: str) -> None:

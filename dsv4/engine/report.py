@@ -1,6 +1,5 @@
 """A run of the engine as JSON, markdown and an SVG."""
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,18 +7,13 @@ from pathlib import Path
 from dsv4.engine import plots
 from dsv4.engine.requests import percentiles
 from dsv4.errors import InputError
-from dsv4.speculation.documents import write_whole
+from dsv4.speculation.documents import check_can_draw, write_whole
 from dsv4.speculation.policy import PRESSURE_PERCENT
 
 
 def check_can_report(directory: Path) -> None:
     """Make the directory. Raises InputError where a report could not be written: before a run, not after it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("a report holds an SVG, and matplotlib is not installed; pip install 'dsv4[plots]', or run without --report")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"the report cannot be written to {directory}: {error.strerror}; choose a directory that can be made") from None
+    check_can_draw(directory, "a report holds an SVG, and matplotlib is not installed; pip install 'dsv4[plots]', or run without --report")
 
 
 def document(about: Mapping, figures: Mapping, requests: Sequence[Mapping]) -> dict:

@@ -10,7 +10,7 @@ from dsv4.host_tier.grouped import Traffic
 from dsv4.host_tier.memory import HostBuffer
 from dsv4.step import CapturedStep, Step
 from kernels.cache_rows import PAGE, PackedRows, write_rows
-from kernels.staging import SlotTable, items_of, new_table, paired
+from kernels.staging import SlotTable, fetch, items_of, new_table, paired
 
 
 class HostEntries(Entries):
@@ -85,7 +85,6 @@ def host_cache(model, batch: int = 1, max_context: int | None = None, max_rewind
 
     slots: staging rows of each batch row and layer (default: twice index_topk). Raises as `new_cache` and `HostEntries`.
     """
-    from kernels.staging import fetch
     config = model.config
     if max_context is None:
         max_context = model.max_context or config.max_position_embeddings

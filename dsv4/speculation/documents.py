@@ -1,5 +1,6 @@
 """What the JSON files of this package share: reading and writing one, and the header that says what it is."""
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -22,6 +23,17 @@ def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
         raise InputError(f"{path} is not JSON: {error}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def check_can_draw(directory: Path, wanted: str) -> None:
+    """Make the directory of a report with plots. Raises InputError where it could not be written: before a run, not after it. wanted:
+    why there must be plots, and what else can be done."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(wanted)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the report cannot be written to {directory}: {error.strerror}; choose a directory that can be made") from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from dsv4.causal import CausalLM
-from dsv4.errors import Dsv4Error
 from dsv4.load import load_model
 from probes.bounds import lower_bound
 from probes.fidelity import findability, measures, needles, runs
@@ -94,10 +93,7 @@ def hidden_needles(model: CausalLM, variants: list[Variant], settings: Settings,
 
 def valid(document: dict) -> dict:
     """`document` itself. Raises Dsv4Error with the first thing that contradicts the schema."""
-    found = schema.problems(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
-    if found:
-        raise Dsv4Error(f"the measurement is no valid fidelity-{VERSION} document: {found[0]}")
-    return document
+    return schema.valid(document, SCHEMA, f"the measurement is no valid fidelity-{VERSION} document")
 
 
 def render(document: dict) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from dsv4.causal import CausalLM
 from dsv4.errors import InputError, UnsupportedInput
+from dsv4.gqa.choice import NAMES
 from dsv4.gqa.model import GQAModel
-from kernels.block_choice import POLICIES, Policy, dense
+from kernels.block_choice import Policy, dense
 from probes.recall.mass import window_only
 from probes.recall.observe import CSA_RATIO, csa_layers
 
@@ -94,7 +95,7 @@ def of_csa(k: int, exact: bool = False, own: bool = False, window: int = 0) -> V
 def policy_variants(names: list[str] | None, budgets: list[int], block: int | None) -> list[Variant]:
     """Dense first, then each policy at each budget of tokens. names: of kernels.block_choice.POLICIES (default: all); block: tokens of
     a block instead of the policy's own. Raises InputError for unknown names and for budgets below a keep-set."""
-    known = {name.replace("+", "-"): make for name, make in POLICIES.items()}
+    known = NAMES
     names = [name.replace("+", "-") for name in names or known]
     unknown = [name for name in names if name not in known]
     if unknown:

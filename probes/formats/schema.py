@@ -1,11 +1,23 @@
 """A small validator: the part of JSON Schema that probes/schema/ uses, without a dependency."""
 
+import json
 import re
+from pathlib import Path
+
+from dsv4.errors import Dsv4Error
 
 TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
          "number": (int, float)}
 KNOWN = {"$schema", "$id", "$defs", "title", "description", "type", "const", "enum", "required", "properties", "$ref",
          "additionalProperties", "items", "minimum", "pattern", "minLength", "minItems"}
+
+
+def valid(document: dict, file: Path, wrong: str) -> dict:
+    """`document` itself. Raises Dsv4Error: `wrong`, and the first thing that contradicts the schema in `file`."""
+    found = problems(document, json.loads(file.read_text(encoding="utf-8")))
+    if found:
+        raise Dsv4Error(f"{wrong}: {found[0]}")
+    return document
 
 
 def problems(value, schema: dict, where: str = "$", root: dict | None = None) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import time
 from pathlib import Path
 
-from dsv4.errors import Dsv4Error
 from probes.formats import schema
 from probes.formats.json_report import strict
 from probes.provenance import provenance
@@ -44,10 +43,7 @@ def recorded(subject: Subject) -> dict:
 
 def valid(document: dict) -> dict:
     """`document` itself. Raises Dsv4Error with the first thing that contradicts the schema."""
-    found = schema.problems(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
-    if found:
-        raise Dsv4Error(f"the measurement is no valid recall-{VERSION} document: {found[0]}")
-    return document
+    return schema.valid(document, SCHEMA, f"the measurement is no valid recall-{VERSION} document")
 
 
 def render(document: dict) -> str:
