@@ -2,12 +2,14 @@
 
     python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--jobs N] [--limit SECONDS] [--out DIR]
 
-Each line is a `dsv4 audit` of its own, `--jobs` at a time. Writes <checkpoint>_matrix_<device>.md and .json to DIR (audits) after every
-audit that ends. Exit code 0 only if all of them ran to their end with something measured and nothing red.
+Each line is a `dsv4 audit` of its own, `--jobs` at a time: each on its own share of the processors and, of several GPUs, on the one with
+the fewest audits. Kernels of Triton are compiled once, by all processors, before the first. Writes <checkpoint>_matrix_<device>.md and
+.json to DIR (audits) after every audit that ends. Exit code 0 only if all of them ran to their end with something measured and nothing red.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,9 +17,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dsv4.config import ModelConfig  # noqa: E402
+from loaders.load import Inventory  # noqa: E402
+from probes.backend_matrix import TOKENS  # noqa: E402
+from probes.compile_ahead import compile_ahead  # noqa: E402
 from probes.result import Status  # noqa: E402
 from scripts.bench import report  # noqa: E402
 
@@ -40,7 +49,30 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def audited(checkpoint: Path, device: str, backend: str, setting: tuple[str, str, str], limit: float) -> dict:
+class Places:
+    """Where audits run: `jobs` at a time, each with processors of its own (as many processes as it then starts do not slow the others
+    down) and one of the GPUs."""
+
+    def __init__(self, jobs: int, gpus: int):
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:gpus] if "CUDA_VISIBLE_DEVICES" in os.environ else [*map(str, range(gpus))]
+        self.free: SimpleQueue[tuple[set[int], str | None]] = SimpleQueue()
+        for i in range(jobs):
+            own = cores[i::jobs] or cores[i % max(len(cores), 1):][:1]
+            self.free.put((set(own), names[i % len(names)] if names else None))
+
+    def run(self, command: list[str], limit: float) -> subprocess.CompletedProcess:
+        """Raises subprocess.TimeoutExpired."""
+        cores, gpu = place = self.free.get()
+        pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=limit, preexec_fn=pin,
+                                  env={**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})})
+        finally:
+            self.free.put(place)
+
+
+def audited(checkpoint: Path, device: str, backend: str, setting: tuple[str, str, str], limit: float, places: Places) -> dict:
     """A row of the table: what `dsv4 audit` of that setting says, or that it did not end."""
     numerics, cache, index = setting
     row = {"backend": backend, "numerics": numerics, "cache": cache, "index_cache": index, "exit": None, "red": []}
@@ -49,7 +81,7 @@ def audited(checkpoint: Path, device: str, backend: str, setting: tuple[str, str
         command = [sys.executable, "-m", "dsv4", "audit", "run", str(checkpoint), "--backend", backend, "--device", device, "--numerics", numerics,
                    "--cache", cache, "--index-cache", index, "--out", folder]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+            ended = places.run(command, limit)
             row["exit"] = ended.returncode
             found = next(Path(folder).glob("*.json"), None)
             if found is None:
@@ -91,8 +123,13 @@ def main(given: list[str] | None = None) -> int:
     asked = list(product((args.backends or BACKENDS[args.device]).split(","), SETTINGS))
     slug, rows = report.device_slug(about["device"]) if args.device == "cuda" else "cpu", {}
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.device == "cuda" and any(backend == "triton" for backend, _ in asked):
+        begun = time.monotonic()
+        compile_ahead([ModelConfig.from_official(Inventory.open(args.checkpoint).config)], (torch.float32, torch.bfloat16), TOKENS, "triton", args.device, seed=0)
+        print(f"kernels compiled: {time.monotonic() - begun:.0f} s", flush=True)
+    places = Places(args.jobs, torch.cuda.device_count() if args.device == "cuda" else 0)
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(audited, args.checkpoint, args.device, *one, args.limit): i for i, one in enumerate(asked)}
+        waiting = {pool.submit(audited, args.checkpoint, args.device, *one, args.limit, places): i for i, one in enumerate(asked)}
         for future in as_completed(waiting):
             row = rows[waiting[future]] = future.result()
             print(f"{len(rows)} of {len(asked)}: {row['backend']} {row['numerics']} {row['cache']} {row['index_cache']}: "

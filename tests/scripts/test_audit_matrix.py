@@ -1,6 +1,9 @@
 """The table of audits: a red check, an audit that cannot run and one that does not end are not clean."""
 
 import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,3 +37,14 @@ def test_a_red_check_is_red_whatever_the_exit_code():
     assert (row["PASS"], row["FAIL"], row["VACUOUS"], row["red"]) == (1, 1, 1, ["mhc: n: layer 3"]) and not audit_matrix.clean(row)
     nothing = {"exit": 0} | audit_matrix.summary({"totals": {"VACUOUS": 1}, "sections": [{"probe": "mhc", "checks": [check("VACUOUS")]}]})
     assert not audit_matrix.clean(nothing) and audit_matrix.clean(nothing | {"PASS": 1})
+
+
+def test_audits_at_a_time_share_no_processor_and_take_turns_on_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    cores = sorted(os.sched_getaffinity(0))
+    places = audit_matrix.Places(jobs := min(2, len(cores)), gpus=2)
+    told = "import os, time; time.sleep(0.5); print(sorted(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES'], sep=';')"
+    with ThreadPoolExecutor(jobs) as pool:
+        said = [f.result().stdout.strip().split(";") for f in [pool.submit(places.run, [sys.executable, "-c", told], 60.0) for _ in range(jobs)]]
+    assert sorted(c for own, _ in said for c in json.loads(own)) == cores and {gpu for _, gpu in said} == set("35"[:jobs])
+    assert sorted(os.sched_getaffinity(0)) == cores and os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
