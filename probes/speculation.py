@@ -6,6 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from dsv4.graph import capacity, captures
+from dsv4.speculation.captured import CapturedBlock
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import Static
@@ -61,7 +63,9 @@ class Undrafted:
     tokens reach it. Holds the prompt, and of the text all but the last token that `feed` was given."""
 
     def __init__(self, subject: Subject, prompt: list[int], limit: int):
-        self.subject, self.model, self.limit, self.cache = subject, subject.model, limit, subject.model.new_cache(1, limit)
+        self.subject, self.model = subject, subject.model
+        self.limit = capacity(subject.model, limit)  # as `generate_speculative` has it: captured steps split their sums by it
+        self.cache = subject.model.new_cache(1, self.limit)
         ids = torch.tensor([prompt])
         _, streams = self.model.append(ids, self.cache, logits="last", return_streams=True, chunk=len(prompt))
         self.pending: list[int] = []
@@ -87,13 +91,18 @@ class Undrafted:
         if not len(self.model.mtp):
             return rows, []
         block = self.model.new_cache(1, self.limit)
-        for streams, ids in self.pieces:
-            logits, streams = self.model.mtp_logits(streams, ids, block, return_streams=True, logits="last", chunk=ids.shape[1])
+        step = CapturedBlock(self.model, block, captures(self.model))  # as the drafter runs it: other kernels may sum in another order
+        for number, (streams, ids) in enumerate(self.pieces):
+            counts = [ids.shape[1]]
+            if number == 0 and len(self.pieces) > 1:  # the prompt
+                logits, streams = self.model.mtp_logits(streams, ids, block, return_streams=True, logits="last", chunk=counts[0])
+            else:
+                logits, streams = step(streams, ids, counts)
         rows |= {at: held for at, held in visible(self.subject, block, 0, 0, block.mtp_lengths[0]).items() if at[0] == "mtp 0"}
-        found, streams = [logits[:, 0]], streams[:, -1:]
+        found, streams = [logits[:, 0].clone()], streams[:, -1:]
         for _ in range(drafts - 1):
-            logits, streams = self.model.mtp_logits(streams, found[-1].argmax(-1).view(1, 1), block, return_streams=True)
-            found.append(logits[:, 0])
+            logits, streams = step(streams, found[-1].argmax(-1).view(1, 1), [1])
+            found.append(logits[:, 0].clone())
         return rows, [logits.cpu() for logits in found]
 
 

@@ -28,6 +28,7 @@ def test_replays_equal_the_specification(policy):
         return sizes
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the zeros above are written there
     with torch.cuda.stream(stream):
         for _ in range(2):
             step()
