@@ -13,14 +13,15 @@ NO_EFFECT = {  # keys that change nothing of what is computed, and why
     "architectures": "names the class, which model_type does too", "torch_dtype": "the tensors say it themselves",
     "dtype": "the tensors say it themselves", "transformers_version": "who wrote the file", "use_cache": "caches are always used",
     "attention_dropout": "training", "initializer_range": "training", "pretraining_tp": "training", "pad_token_id": "padding is never run",
-    "_name_or_path": "where the file came from", "max_window_layers": "stated, and sliding windows are switched off",
-    "sliding_window": "stated, and sliding windows are switched off", "use_sliding_window": "there is no window that it could switch on or off", "output_attentions": "of transformers' interface",
+    "_name_or_path": "where the file came from", "output_attentions": "of transformers' interface",
     "output_hidden_states": "of transformers' interface", "return_dict": "of transformers' interface",
 }
+OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # which change nothing where no layer has one
 NESTED = ("rope_scaling", "rope_parameters")
 ROPE = {"rope_type": "kind", "type": "kind", "rope_theta": "theta", "factor": "factor", "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "truncate": "truncate",
         "original_max_position_embeddings": "original", "attention_factor": "attention"}  # key → field of dsv4.gqa.rope.Rope
+SPECIFIED = "transformers' config of this model_type says what it does: a model that never reads it is another model"
 MODULES = "config.json, read anew by probes.oracle.gqa"
 
 
@@ -38,8 +39,12 @@ def _key(raw: dict, key: str, inner: str | None, config: GQAConfig) -> Iterator[
     about, requested = dict(where=name, part="config", samples=1), raw[key] if inner is None else raw[key][inner]
     if not _read(raw, key, inner):
         why = NO_EFFECT.get(key)
-        yield Check("key is read", Status.PASS if why else Status.WARN, measured="never read", relation="==", threshold="never read" if why else
-                    "read", source="on the list of keys without effect" if why else UNREAD,
+        if key in OF_WINDOWS and set(shape_of(raw).windows) == {None}:
+            why = "no layer has a sliding window"
+        known = key in OF_WINDOWS or key in NESTED or hasattr(config, key)
+        yield Check("key is read", Status.PASS if why else Status.FAIL if known else Status.WARN, measured="never read", relation="==",
+                    threshold="never read" if why else "read",
+                    source="on the list of keys without effect" if why else SPECIFIED if known else UNREAD,
                     note=f"requested {requested!r:.60}; never read: {why or 'nothing says why'}", **about)
         return
     found = effective(config, key, inner, requested)

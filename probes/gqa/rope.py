@@ -56,12 +56,12 @@ def thing(subject: Subject, oracle: GQAOracle, point: str, part: str, plain: tor
     kept = oracle.kept if point == "keys" else lambda t: t
     forms = {name: kept(gqa.turn(plain, at, f, halves)) for name, (f, at, halves) in variants(oracle, starts).items()}
     wanted = forms[AS_WRITTEN]
-    error, sizes = far(found, wanted), at_share(far(sized(found), sized(wanted)), share)
+    error, sizes = far(found, wanted), at_share(far(found.norm(dim=-1), wanted.norm(dim=-1)), share)
     angles = angle_errors(found, wanted, error <= at_share(error, share))
     worst, sane = int(angles.argmax()), sizes <= limit
     part_of = f"rotation of {part}" if sane else part
     first = next(iter((error > 3 * limit).nonzero().tolist()), None)
-    note = f"worst pair {worst} of {len(angles)}; sizes of pairs differ by {sizes:.2g}" + (
+    note = f"worst pair {worst} of {len(angles)}; sizes of heads, which no rotation changes, differ by {sizes:.2g}" + (
         f"; first beyond three limits: row {first[0]}, position {first[1]}" if first else "")
     yield compare(f"{point}: pairs turn by the right angles", angles[worst].item(), "<=", 2 * limit, f"{source}; twice that, as an angle",
                   found[..., 0].numel(), where=where, part=part_of, unit="rad", note=note)
@@ -73,12 +73,6 @@ def thing(subject: Subject, oracle: GQAOracle, point: str, part: str, plain: tor
     told = "; ".join(f"{name} {e:.2g}" for name, e in sorted(seen.items(), key=lambda pair: pair[1])[:4])
     yield compare(f"{point}: the rotation that explains it", min(seen, key=seen.get), "==", AS_WRITTEN,
                   "the nearest of the oracle's variants, median error", found[..., 0].numel(), where=where, part=part_of, note=told)
-
-
-def sized(x: torch.Tensor) -> torch.Tensor:
-    """Size of each pair, which no rotation changes: [..., D/2]."""
-    a, b = x.chunk(2, -1)
-    return (a.square() + b.square()).sqrt()
 
 
 def angle_errors(found: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
