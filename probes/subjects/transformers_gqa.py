@@ -36,7 +36,8 @@ class TransformersGQASubject(Subject):
         self.files, self.config = stored.files, stored.config
         name = DECODERS[self.config.model_type]
         self._module = importlib.import_module(getattr(transformers, name).__module__)
-        self.model = getattr(transformers, name).from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True).eval()
+        opened = getattr(transformers, name).from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
+        self.model = opened.eval()
         self.can = frozenset({"files", "run", *(["rewind"] if set(self.config.windows) == {None} else [])})
         self.numerics = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
         self.name = f"transformers {transformers.__version__}, {self.numerics}"
