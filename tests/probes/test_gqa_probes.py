@@ -12,6 +12,7 @@ from probes.audit import audit, open_subject
 from probes.backend_matrix import TOKENS, compared, dtypes_of
 from probes.buffers import buffers, poison
 from probes.case_inputs import Inputs
+from probes.compile_ahead import Piece, pieces, run_piece, tables_of
 from probes.formats import json_report, markdown
 from probes.gqa.operation_cases import gqa_cases
 from probes.mutations import Site, profile
@@ -241,6 +242,13 @@ def test_every_operation_has_cases_that_run_and_that_a_changed_kernel_fails(prof
                 if name != "choose_blocks":  # larger queries choose the same
                     assert compared(name, changed, reference, case, dtype, torch.device("cpu")).status is Status.FAIL, case.label
     assert run >= 6
+
+
+def test_kernels_are_compiled_ahead_at_its_widths(profiles):
+    config = open_subject(profiles / "mistral", "files").config
+    named = {piece.name for piece in pieces((torch.float32,), (1,), tables_of(config))}
+    assert named == {*GQA_OPERATIONS, "linears"}
+    assert run_piece(config, Piece("rotary_rows", torch.float32, 1), "training", "cpu", 0) == 2  # forms of `training` run on a CPU
 
 
 def test_a_choice_of_other_blocks_is_seen(profiles):
