@@ -67,12 +67,9 @@ class _Call:
         self.start, self.scale, self.T, self.KV, self.heads = start, scale, T, KV, (H, H // KV)
         self.fp32, self.steps = dot_in_fp32(q), q.stride()[:3]
         self.tiles = tiles(q.dtype is torch.float32, D, chunking.chunk, capability(q.device))
-        step = max(self.tiles.memory.columns, self.tiles.sums.rows)
-        self.rows = -(-M // step) * step
+        self.rows, self.splits = scratch(self.tiles, chunking, B * KV, H // KV, processors(q.device))
         self.lse = torch.empty(B, H, T, device=q.device)
         self.near = torch.empty(2, B, KV, self.rows, D, dtype=q.dtype, device=q.device)
-        parts, queries = B * KV * (self.rows // self.tiles.sums.rows), H // KV * (chunking.chunk // self.tiles.sums.columns)
-        self.splits = max(1, min(queries, 4 * processors(q.device) // parts))
         self.part = torch.empty(B, KV, self.splits, M, device=q.device)
 
     def phase_one(self, kept: Memory) -> None:
@@ -142,3 +139,11 @@ def tiles(fp32: bool, D: int, chunk: int, capability: tuple[int, int]) -> Tiles:
     side = chunk & -chunk  # the largest power of two that divides it
     fit = lambda t: t._replace(rows=min(t.rows, side), columns=min(t.columns, side, t.rows))
     return Tiles(*map(fit, found))
+
+
+def scratch(tiles: Tiles, chunking: Chunking, each: int, group: int, processors: int) -> tuple[int, int]:
+    """(rows that gathered keys are rounded up to, parts of the column sums). each: rows times KV heads; group: query heads of a KV head."""
+    step = max(tiles.memory.columns, tiles.sums.rows)
+    rows = -(-chunking.memory // step) * step
+    parts, queries = each * (rows // tiles.sums.rows), group * (chunking.chunk // tiles.sums.columns)
+    return rows, max(1, min(queries, 4 * processors // parts))
