@@ -10,7 +10,8 @@ TOLERANCE = 1e-3  # of logits, in fp32: sums over rows of other shapes round dif
 
 
 def compared(model, cut: Chunking, text: Text, seed: int) -> dict:
-    """Three rows of different lengths, as JSON values: the largest difference of a logit, and the share of memory tokens that are the same."""
+    """Three rows of different lengths, as JSON values: the largest difference of a logit, and the share of memory tokens that
+    are the same."""
     lengths = [4 * cut.chunk - 1, 3 * cut.chunk, 2 * cut.chunk + cut.chunk // 3]
     lengths = [min(n, model.config.max_position_embeddings, len(text.ids)) for n in lengths]
     rows = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)

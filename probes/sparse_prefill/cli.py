@@ -15,7 +15,8 @@ Word = str | None
 def sparse_prefill(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory of a GQA model.", show_default=False)],
     context: Annotated[Word, option("Contexts in tokens, e.g. 4K,16K; default: 4K,8K,16K as far as the checkpoint goes.")] = None,
-    cuts: Annotated[Word, option("CHUNK,LOCAL,HEAVY, separated by spaces, e.g. '512,64,192 1024,128,384'; default: a grid of twelve.")] = None,
+    cuts: Annotated[Word, option("CHUNK,LOCAL,HEAVY, separated by spaces, e.g. '512,64,192 1024,128,384'; "
+                                 "default: a grid of twelve.")] = None,
     text: Annotated[Path | None, option("UTF-8 text; default: Python's help topics, and this project's own sources.")] = None,
     rows: Annotated[int, typer.Option(help="Rows of each text.")] = 1,
     tail: Annotated[int, typer.Option(help="Last tokens of each context that are decoded, reading the whole cache.")] = 256,

@@ -58,8 +58,8 @@ def measured(subject: ModelSubject, settings: Settings, texts: list[Text], comma
     document = {
         "schema_version": VERSION, "title": f"Chunked sparse prefill of {about['checkpoint']['name']}, {about['subject']}",
         "provenance": about, "texts": [t.about() for t in texts], "settings": settings.about(), "rows": quality_rows(found),
-        "by_chunk": found.by_chunk, "mass": found.mass, "mass_by_chunk": found.mass_by_chunk, "stability": found.stability, "needles": asked, "memory": memory, "batch": alone,
-        "notes": notes, "seconds": round(time.time() - started, 1),
+        "by_chunk": found.by_chunk, "mass": found.mass, "mass_by_chunk": found.mass_by_chunk, "stability": found.stability,
+        "needles": asked, "memory": memory, "batch": alone, "notes": notes, "seconds": round(time.time() - started, 1),
     }
     return schema.valid(strict(document), SCHEMA, f"the measurement is no valid sparse_prefill-{VERSION} document"), found.maps
 
@@ -107,9 +107,9 @@ def stability(positions: torch.Tensor, cut: Chunking) -> dict:
     """Of one layer and row, as JSON values: by update, means over KV heads; survivors are tokens of chunk 0."""
     jaccard, left = measures.stability(positions[:-1], cut)[:, 0], measures.survivors(positions, cut)[:, 0].double()
     live = jaccard[~jaccard.isnan()]
-    return {"updates": len(left), "jaccard": [none(x) for x in jaccard.mean(-1).tolist()], "jaccard_mean": live.mean().item() if len(live) else None,
-            "survivors": left.mean(-1).tolist(), "survivors_most": int(left[-1].max()),
-            "survivors_chance": measures.survivors_by_chance(len(left), cut)}
+    return {"updates": len(left), "jaccard": [none(x) for x in jaccard.mean(-1).tolist()],
+            "jaccard_mean": live.mean().item() if len(live) else None, "survivors": left.mean(-1).tolist(),
+            "survivors_most": int(left[-1].max()), "survivors_chance": measures.survivors_by_chance(len(left), cut)}
 
 
 def none(x: float) -> float | None:
@@ -119,8 +119,8 @@ def none(x: float) -> float | None:
 def quality_rows(found: Found) -> list[dict]:
     """A row a cut, context and text, then one of all texts (text null)."""
     rows = []
-    for (cut, context), of in sorted(found.positions.items(), key=lambda item: (item[0][0].chunk, item[0][0].local, item[0][0].heavy, item[0][1])):
-        ends = found.tails[cut, context]
+    for cut, context in sorted(found.positions, key=lambda key: (key[0].chunk, key[0].local, key[0].heavy, key[1])):
+        of, ends = found.positions[cut, context], found.tails[cut, context]
         for text in [*of, None]:
             parts, tail = (each[text] if text else [p for some in each.values() for p in some] for each in (of, ends))
             rows.append(way(cut) | {"context": context, "text": text} | quality.figures(parts) | {"tail": quality.figures(tail)})
@@ -132,12 +132,15 @@ Hidden = list[tuple[str, int, needles.Planted]]
 
 def hide(model, settings: Settings, text: Text) -> tuple[Hidden, list[str]]:
     """(haystack, context, its needles; notes), before anything is run: what cannot be asked is known at once. Raises InputError."""
-    if not settings.needles or text.tokenizer is None:
-        return [], ["no needles: " + ("turned off (--needles 0)" if not settings.needles else "they are sentences, and there is no tokenizer")]
+    why = ("turned off (--needles 0)" if not settings.needles else
+           "they are sentences, and there is no tokenizer" if text.tokenizer is None else None)
+    if why:
+        return [], [f"no needles: {why}"]
     tokenizer, bos, found = text.tokenizer.backend, model.config.bos_token_id, []
     for context in settings.asked_contexts:
         for haystack, words in (("prose", text.ids), ("looped filler", filler(tokenizer, context))):
-            found.append((haystack, context, needles.planted(tokenizer, words, context, settings.needles, reach(model), bos, settings.seed)))
+            planted = needles.planted(tokenizer, words, context, settings.needles, reach(model), bos, settings.seed)
+            found.append((haystack, context, planted))
     return found, []
 
 
@@ -156,7 +159,8 @@ def ask(model, settings: Settings, text: Text, hidden: Hidden, say: Say) -> dict
             note("facts", questions, needles.answers(model, reading, questions, limits.chunk))
             if settings.in_prompt and context == settings.asked_contexts[0]:
                 some = planted.questions[::max(1, settings.needles // settings.in_prompt)][:settings.in_prompt]
-                note("needles in prose, the question in the prompt", some, needles.answers_in_prompt(model, planted.context, some, cut, limits))
+                hits = needles.answers_in_prompt(model, planted.context, some, cut, limits)
+                note("needles in prose, the question in the prompt", some, hits)
     return {"format": FORMAT, "beyond": reach(model), "fact": needles.FACT.strip(), "rows": sorted(rows, key=lambda r: r["kind"])}
 
 

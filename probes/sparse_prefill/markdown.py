@@ -8,9 +8,9 @@ from probes.formats.markdown import escape, fence, table
 from probes.recall.markdown import percent
 from probes.sparse_prefill.mass import KINDS
 
-REMARKS = """Everything is held against dense prefill of the same weights in the same numerics, teacher-forced. Positions: from the second chunk
-on, since the first is attended to densely in any case. Loss: perplexity over dense perplexity, less 1; its interval takes means over 256
-neighbouring positions for independent. "Decoded": the last tokens of each context, by attention to the whole cache that sparse prefill
+REMARKS = """Everything is held against dense prefill of the same weights in the same numerics, teacher-forced. Positions: from the second
+chunk on, since the first is attended to densely in any case. Loss: perplexity over dense perplexity, less 1; its interval takes means over
+256 neighbouring positions for independent. "Decoded": the last tokens of each context, by attention to the whole cache that sparse prefill
 wrote. Definitions: probes/sparse_prefill/README.md."""
 MASS = """Share of the dense attention's mass (queries and keys of the dense run) on keys that chunked prefill could see, from the second
 chunk on, mean over query heads. Own: the causal part of the own chunk, which each of the others has too. Kept: the memory that it chose.
@@ -25,8 +25,8 @@ def render(document: dict, plots: dict[str, str]) -> str:
              "## Perplexity, KL and agreement", table(*perplexity(document)),
              "## Decoded after a sparse prompt, reading the whole cache", table(*perplexity(document, "tail")),
              "## Attention mass", " ".join(MASS.split()), table(*mass(document)),
-             "## Heavy hitters", "Jaccard index of the heavy tokens before and after an update; tokens of chunk 0 that the last memory holds, "
-             "beside as many heavy tokens picked at random.", table(*stability(document))]
+             "## Heavy hitters", "Jaccard index of the heavy tokens before and after an update; tokens of chunk 0 that the last memory "
+             "holds, beside as many heavy tokens picked at random.", table(*stability(document))]
     if document["needles"]:
         parts += ["## Needles and facts", about_needles(document["needles"]), table(*needles(document))]
     parts += ["## Memory", memory_remark(document), table(*memory(document)), "## Rows at once", batch(document["batch"])]
@@ -49,18 +49,21 @@ def reading(document: dict) -> str:
         of = [r for r in rows if r["chunk"] == chunk]
         met = [r for r in of if r["verdict"] == "met"]
         best, worst = (pick(of, key=lambda r: r["loss"]) for pick in (min, max))
-        lines.append(f"- Perplexity loss below 5 %, chunks of {chunk}: **met in {len(met)}, MISSED in {len(of) - len(met)}** of {len(of)} settings; "
-                     f"from {percent(best['loss'])} ({cut_of(best)}, {best['context']:,} tokens) to {percent(worst['loss'])} ({cut_of(worst)}, "
-                     f"{worst['context']:,} tokens).")
+        at = lambda r: f"{percent(r['loss'])} ({cut_of(r)}, {r['context']:,} tokens)"
+        lines.append(f"- Perplexity loss below 5 %, chunks of {chunk}: **met in {len(met)}, MISSED in {len(of) - len(met)}** of {len(of)} "
+                     f"settings; from {at(best)} to {at(worst)}.")
     missed = [r for r in document["memory"] if r["verdict"] == "MISSED"]
     most = max(document["memory"], key=lambda r: r["call_share"])
-    lines.append(f"- Less than 5 % more memory than dense (formula): **{'MISSED' if missed else 'met'}**, at most {percent(most['call_share'])} "
-                 f"({cut_of(most)}, {most['context']:,} tokens).")
-    lines.append(f"- The memory was chosen chunks − 1 times by every KV head of every layer, in every run (asserted). {batch(document['batch'])}")
+    of = len(document["memory"])
+    lines.append(f"- Less than 5 % more memory than dense (formula): **met in {of - len(missed)}, MISSED in {len(missed)}** of {of} settings; at "
+                 f"most {percent(most['call_share'])} ({cut_of(most)}, {most['context']:,} tokens).")
+    lines += ["- The memory was chosen chunks − 1 times by every KV head of every layer, in every run (asserted).",
+              f"- {batch(document['batch'])}"]
     groups: dict[tuple, list[str]] = {}
     for r in (document["needles"] or {"rows": []})["rows"]:
         groups.setdefault((r["kind"], r["context"], r["trials"]), []).append(f"{cut_of(r)}: {r['hits']}")
-    lines += [f"- {escape(kind)}, {context:,} tokens, right of {trials}: {'; '.join(each)}." for (kind, context, trials), each in groups.items()]
+    lines += [f"- {escape(kind)}, {context:,} tokens, right of {trials}: {'; '.join(each)}."
+              for (kind, context, trials), each in groups.items()]
     return "\n".join(lines)
 
 
@@ -74,8 +77,8 @@ def perplexity(document: dict, part: str | None = None) -> tuple[list[str], list
         interval = "–" if r["loss_low"] is None else f"{percent(r['loss_low'])} … {percent(r['loss_high'])}"
         verdict = r["verdict"] if r["verdict"] == "met" else "**MISSED**"
         cells.append([str(row["chunk"]), str(row["local"]), str(row["heavy"]), f"{row['context']:,}", escape(row["text"] or "all"),
-                      f"{r['positions']:,}", f"{r['perplexity_exact']:.4g}", f"{r['perplexity']:.4g}", percent(r["loss"]), interval, verdict,
-                      f"{r['kl']:.4g}", f"{r['kl_p99']:.4g}", percent(r["agreement"]), percent(r["agreement_chance"]),
+                      f"{r['positions']:,}", f"{r['perplexity_exact']:.4g}", f"{r['perplexity']:.4g}", percent(r["loss"]), interval,
+                      verdict, f"{r['kl']:.4g}", f"{r['kl_p99']:.4g}", percent(r["agreement"]), percent(r["agreement_chance"]),
                       percent(r["agreement_confident"])])
     return columns, cells
 
@@ -103,31 +106,33 @@ def needles(document: dict) -> tuple[list[str], list[list[str]]]:
 
 
 def about_needles(found: dict) -> str:
-    return escape(f"Needles: {found['format']}. All of a row stand in one context, which is read once; each is asked by itself, and the question is "
-                  f"decoded, so that it reads the whole cache. At least {found['beyond']:,} tokens follow the last. Where the question is in the "
-                  f"prompt it is read sparsely too, as generate does. Facts, which are not in the context: \"{found['fact']}\". By depth: the first "
-                  "needle to the last. Bounds are one-sided 97.5 % each (Clopper-Pearson). Chance: the best constant guess.")
+    return escape(f"Needles: {found['format']}. All of a row stand in one context, which is read once; each is asked by itself, and the "
+                  f"question is decoded, so that it reads the whole cache. At least {found['beyond']:,} tokens follow the last. Where the "
+                  f"question is in the prompt it is read sparsely too, as generate does. Facts, which are not in the context: "
+                  f"\"{found['fact']}\". By depth: the first needle to the last. Bounds are one-sided 97.5 % each "
+                  "(Clopper-Pearson). Chance: the best constant guess.")
 
 
 def memory_remark(document: dict) -> str:
     measured = any(r["measured"] for r in document["memory"])
-    return ("Of one layer's call by formula (`extra_bytes`, `dense_bytes` in probes/sparse_prefill/measures.py), bf16, tiles of an H100. Held: what all "
-            "layers keep of their last call until the next, counted in the run and equal to its formula. " +
-            ("Measured: peak of torch's allocator." if measured else "The peak was not measured: the plain torch of a host processor has other "
-             "buffers than the kernels."))
+    return ("Of one layer's call by formula (`extra_bytes`, `dense_bytes` in probes/sparse_prefill/measures.py), bf16, tiles of an H100. "
+            "Held: what all layers keep of their last call until the next, counted in the run and equal to its formula. " +
+            ("Measured: peak of torch's allocator." if measured else "The peak was not measured: the plain torch of a host processor "
+             "has other buffers than the kernels."))
 
 
 def memory(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = ["cut", ">context", ">dense call, bytes", ">more, bytes", ">share", "below 5 %", ">held by all layers", ">caches", ">measured"]
+    columns = ["cut", ">context", ">dense call, bytes", ">more, bytes", ">share", "below 5 %", ">held by all layers", ">caches",
+               ">measured"]
     peak = lambda m: "–" if m is None else f"{m['sparse']:,} / {m['dense']:,}"
-    return columns, [[cut_of(r), f"{r['context']:,}", f"{r['call_dense']:,}", f"{r['call_extra']:,}", percent(r["call_share"]), r["verdict"],
-                      f"{r['held_layers']:,}", f"{r['cache']:,}", peak(r["measured"])] for r in document["memory"]]
+    return columns, [[cut_of(r), f"{r['context']:,}", f"{r['call_dense']:,}", f"{r['call_extra']:,}", percent(r["call_share"]),
+                      r["verdict"], f"{r['held_layers']:,}", f"{r['cache']:,}", peak(r["measured"])] for r in document["memory"]]
 
 
 def batch(found: dict) -> str:
-    return (f"Rows of {', '.join(f'{n:,}' for n in found['lengths'])} tokens read at once ({cut_of(found)}) give each row's own result: logits "
-            f"within {found['largest_difference']:.2g} (**{found['verdict']}**: below {found['tolerance']:g}), {percent(found['same_memory'])} of the "
-            "memory's tokens the same.")
+    return (f"Rows of {', '.join(f'{n:,}' for n in found['lengths'])} tokens read at once ({cut_of(found)}) give each row's own result: "
+            f"logits within {found['largest_difference']:.2g} (**{found['verdict']}**: below {found['tolerance']:g}), "
+            f"{percent(found['same_memory'])} of the memory's tokens the same.")
 
 
 def terminal(document: dict) -> str:
@@ -136,5 +141,6 @@ def terminal(document: dict) -> str:
     plain = lambda text: re.sub(r"\\(.)|\*\*", r"\1", text)
     lines = [[c.lstrip(">") for c in columns], *[[plain(cell) for cell in row] for row in cells]]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    shown = "\n".join("  ".join(cell.ljust(w) if c[0] != ">" else cell.rjust(w) for cell, w, c in zip(line, widths, columns)).rstrip() for line in lines)
+    placed = lambda line: "  ".join(cell.rjust(w) if c[0] == ">" else cell.ljust(w) for cell, w, c in zip(line, widths, columns)).rstrip()
+    shown = "\n".join(map(placed, lines))
     return f"{document['title']}\n{plain(reading(document))}\n\n{shown}\n{document['seconds']:.0f} s\n"

@@ -45,8 +45,9 @@ def planted(tokenizer: Tokenizer, text: np.ndarray, length: int, count: int, bey
     needles = [encode(tokenizer, template.statement(name, value)) for template, name, value in stated]
     room = length - sum(map(len, needles)) - (bos is not None)
     if room <= beyond or len(text) < room:
-        raise InputError(f"{count} needles in {length} tokens leave {room} to fill from a text of {len(text)}; expected more than the {beyond} behind "
-                         "the last needle, and no more than the text has: fewer --needles, other --asked-context, or a longer --text")
+        raise InputError(f"{count} needles in {length} tokens leave {room} to fill from a text of {len(text)}; expected more than the "
+                         f"{beyond} behind the last needle, and no more than the text has: fewer --needles, other --asked-context, or a "
+                         "longer --text")
     begin = rng.randint(0, len(text) - room)
     words = text[begin:begin + room].tolist()
     context, done, depths = [] if bos is None else [bos], 0, []

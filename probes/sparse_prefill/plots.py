@@ -18,8 +18,9 @@ def draw(document: dict, maps: dict[str, dict[int, torch.Tensor]]) -> dict[str, 
     """Title → SVG document; the same bytes for the same figures. maps: cut → layer → what `kept_by_place` gives."""
     cuts = tuple(Chunking(*key) for key in dict.fromkeys(map(key_of, document["rows"])))
     shown = [(c.chunk, c.local, c.heavy) for c in extremes(cuts)]
-    found = {"Perplexity": perplexity(document["rows"]), "By chunk": by_chunk(document, shown), "Mass by layer": by_layer(document["mass"], shown),
-             "Mass by head": by_head(document["mass"], shown), "Stability": stability(document["stability"], shown)}
+    found = {"Perplexity": perplexity(document["rows"]), "By chunk": by_chunk(document, shown),
+             "Mass by layer": by_layer(document["mass"], shown), "Mass by head": by_head(document["mass"], shown),
+             "Stability": stability(document["stability"], shown)}
     found |= {f"Kept, {cut}": kept(cut, layers) for cut, layers in maps.items()}
     if document["needles"]:
         found["Needles"] = needles(document["needles"]["rows"])
@@ -40,9 +41,9 @@ def perplexity(rows: list[dict]) -> str:
         for n, context in enumerate(dict.fromkeys(r["context"] for r in of)):
             for style, local in zip(("o-", "x--", "+:", "^-."), dict.fromkeys(r["local"] for r in of)):
                 line = [r for r in of if (r["context"], r["local"]) == (context, local)]
-                down, up = ([100 * abs((r[k] if r[k] is not None else r["loss"]) - r["loss"]) for r in line] for k in ("loss_low", "loss_high"))
-                axis.errorbar([r["heavy"] for r in line], [100 * r["loss"] for r in line], [down, up], fmt=style, color=f"C{n}", capsize=2, lw=1,
-                              label=f"{context:,} tokens, {local} local")
+                down, up = ([100 * abs((r["loss"] if r[k] is None else r[k]) - r["loss"]) for r in line] for k in ("loss_low", "loss_high"))
+                axis.errorbar([r["heavy"] for r in line], [100 * r["loss"] for r in line], [down, up], fmt=style, color=f"C{n}", ms=4,
+                              capsize=2, lw=1, label=f"{context:,} tokens, {local} local")
         axis.axhline(100 * GOAL, color="0.4", lw=0.8, ls="--")
         axis.set_title(f"perplexity lost, %, chunks of {chunk} (goal: below the dashed line)", fontsize=8)
         finish(axis, "heavy tokens H")
@@ -53,13 +54,15 @@ def by_chunk(document: dict, shown: list[tuple]) -> str:
     """Nats lost, and mass kept, by how far into the text."""
     figure, (lost, share) = canvas(2)
     first = document["texts"][0]["name"]
+    styles = {"kept": "-", "random": ":", "oracle_next": "--"}
+    middles = lambda r, values: [(i + 1.5) * r["chunk"] for i in range(len(values))]
     for n, key in enumerate(shown):
-        for r in (r for r in document["by_chunk"] if key_of(r) == key and r["text"] == first):
-            lost.plot([(i + 1.5) * r["chunk"] for i in range(len(r["lost"]))], r["lost"], ".-", color=f"C{n}", lw=0.7, ms=3, label=cut_of(r))
-        for r in (r for r in document["mass_by_chunk"] if key_of(r) == key and r["text"] == first and r["kind"] in ("kept", "random", "oracle_next")):
-            style = {"kept": "-", "random": ":", "oracle_next": "--"}[r["kind"]]
-            share.plot([(i + 1.5) * r["chunk"] for i in range(len(r["share"]))], [float("nan") if x is None else x for x in r["share"]], style,
-                       color=f"C{n}", lw=0.9, label=cut_of(r) if r["kind"] == "kept" else None)
+        of = lambda rows: [r for r in rows if key_of(r) == key and r["text"] == first]
+        for r in of(document["by_chunk"]):
+            lost.plot(middles(r, r["lost"]), r["lost"], ".-", color=f"C{n}", lw=0.7, ms=3, label=cut_of(r))
+        for r in (r for r in of(document["mass_by_chunk"]) if r["kind"] in styles):
+            share.plot(middles(r, r["share"]), numbers(r["share"]), styles[r["kind"]], color=f"C{n}", lw=0.9,
+                       label=cut_of(r) if r["kind"] == "kept" else None)
     lost.axhline(0, color="0.4", lw=0.5)
     lost.set_title(f"nats lost a token, {first[:45]}", fontsize=8)
     share_axis(share, "mass: kept (–), random (dotted), oracle (dashed)")
@@ -73,7 +76,8 @@ def by_layer(rows: list[dict], shown: list[tuple]) -> str:
     for axis, key in zip([axes] if len(shown) == 1 else axes, shown):
         of = first_text(rows, key)
         for n, kind in enumerate(KINDS):
-            axis.plot([r["layer"] for r in of], [sum(r[kind]) / len(r[kind]) for r in of], "o-", ms=3, lw=1, color=f"C{n}", label=LABELS[kind])
+            means = [sum(r[kind]) / len(r[kind]) for r in of]
+            axis.plot([r["layer"] for r in of], means, "o-", ms=3, lw=1, color=f"C{n}", label=LABELS[kind])
         share_axis(axis, f"dense mass that is seen, {cut_of(of[0])}")
         finish(axis, "layer")
     return svg(figure)
@@ -106,9 +110,9 @@ def stability(rows: list[dict], shown: list[tuple]) -> str:
     for (above, below), key in zip(zip(*axes), shown):
         of = first_text(rows, key)
         for n, r in enumerate(of):
-            above.plot(range(2, 2 + len(r["jaccard"])), [float("nan") if x is None else x for x in r["jaccard"]], ".-", ms=3, lw=0.7, color=f"C{n}",
-                       label=f"layer {r['layer']}")
-            below.plot(range(1, 1 + len(r["survivors"])), r["survivors"], ".-", ms=3, lw=0.7, color=f"C{n}", label=f"layer {r['layer']}")
+            style = dict(ms=3, lw=0.7, color=f"C{n}", label=f"layer {r['layer']}")
+            above.plot(range(2, 2 + len(r["jaccard"])), numbers(r["jaccard"]), ".-", **style)
+            below.plot(range(1, 1 + len(r["survivors"])), r["survivors"], ".-", **style)
         below.plot(range(1, 1 + len(of[0]["survivors_chance"])), of[0]["survivors_chance"], "k:", lw=1, label="by chance")
         share_axis(above, f"Jaccard of heavy tokens, {cut_of(of[0])}")
         below.set_title("tokens of chunk 0 in the memory, mean over KV heads", fontsize=8)
@@ -159,6 +163,10 @@ def first_text(rows: list[dict], key: tuple) -> list[dict]:
         if key_of(r) == key and r["layer"] is not None:
             found.setdefault(r["layer"], r)
     return list(found.values())
+
+
+def numbers(values: list) -> list[float]:
+    return [float("nan") if x is None else x for x in values]
 
 
 def finish(axis, label: str) -> None:

@@ -21,11 +21,13 @@ def compared(model: CausalLM, exact: Reading, other: Reading, ids: torch.Tensor,
     T, parts = len(ids) - 1, []
     for at in range(first, T, SLICE):
         places = slice(at, min(at + SLICE, T))
-        parts.append(measures.positions(exact.logits(model, 0, places), other.logits(model, 0, places), ids[places.start + 1:places.stop + 1]))
+        following = ids[places.start + 1:places.stop + 1]
+        parts.append(measures.positions(exact.logits(model, 0, places), other.logits(model, 0, places), following))
     return joined(parts)
 
 
-def decoded(model: CausalLM, exact: Reading, other: Reading, ids: torch.Tensor, tails: list[tuple[int, int]], chunk: int) -> list[Positions]:
+def decoded(model: CausalLM, exact: Reading, other: Reading, ids: torch.Tensor, tails: list[tuple[int, int]],
+            chunk: int) -> list[Positions]:
     """Positions first … last − 1 of each (first, last), longest texts first, decoded by attention to the whole cache that was read
     sparsely up to there. Leaves the cache of `other` rewound."""
     found = []

@@ -62,5 +62,5 @@ def check_updates(layer: int, updates: torch.Tensor, counts: list[int], cut: Chu
     for b, n in enumerate(counts):
         wanted = cut.chunks(n + (n == tokens and n % cut.chunk == 0)) - 1
         if (updates[b] != wanted).any():
-            raise WrongCount(f"layer {layer}, row {b}: the memory was chosen {updates[b].tolist()} times in {wanted + 1} chunks of {cut.chunk}; "
-                             f"expected {wanted} each: audit chunked_prefill of this backend before anything else")
+            raise WrongCount(f"layer {layer}, row {b}: the memory was chosen {updates[b].tolist()} times in {wanted + 1} chunks of "
+                             f"{cut.chunk}; expected {wanted} each: audit chunked_prefill of this backend before anything else")

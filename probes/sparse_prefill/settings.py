@@ -52,11 +52,11 @@ def settle(model, contexts: list[int] | None, cuts: str | None, rows: int, tail:
     asked = tuple(sorted(set(asked_contexts or (contexts[0], contexts[-1])))) if needles else ()
     longest = max(c.chunk for c in chosen)
     if contexts[0] < longest + tail + 2 or contexts[-1] > most:
-        raise InputError(f"--context {contexts[0]} … {contexts[-1]}: expected more than a chunk and the tail ({longest} + {tail} + 1) and no "
-                         f"more than the checkpoint's max_position_embeddings, {most}")
+        raise InputError(f"--context {contexts[0]} … {contexts[-1]}: expected more than a chunk and the tail ({longest} + {tail} + 1) and "
+                         f"no more than the checkpoint's max_position_embeddings, {most}")
     if min(rows, tail, every) < 1 or min(needles, in_prompt) < 0:
-        raise InputError(f"--rows {rows}, --tail {tail}, --every {every}, --needles {needles}, --in-prompt {in_prompt}: expected at least 1, "
-                         "1, 1, 0, 0")
+        raise InputError(f"--rows {rows}, --tail {tail}, --every {every}, --needles {needles}, --in-prompt {in_prompt}: expected at least "
+                         "1, 1, 1, 0, 0")
     if in_prompt > needles:
         raise InputError(f"--in-prompt {in_prompt} asks for more needles than there are, {needles}")
     return Settings(contexts, chosen, extremes(chosen), rows, tail, needles, asked, in_prompt, every, seed)

@@ -79,7 +79,7 @@ def test_loss_and_its_interval():
         n = len(lost)
         return Positions(torch.zeros(n).long(), torch.zeros(n).long(), torch.ones(n), torch.zeros(n), torch.ones(n), 1 + lost)
     even = quality.figures([made(torch.full((600,), 0.04, dtype=torch.float64))])
-    assert even["loss"] == pytest.approx(math.exp(0.04) - 1) and even["loss_low"] == pytest.approx(even["loss"]) and even["verdict"] == "met"
+    assert even["loss"] == pytest.approx(math.exp(0.04) - 1) == even["loss_low"] and even["verdict"] == "met"
     each = torch.tensor([0.0, 0.12]).double().repeat_interleave(256)
     uneven = quality.figures([made(torch.cat((each, each[:40])))])
     mean, error = 0.12 * 256 / 552, 1.96 * 0.12 / math.sqrt(2) / math.sqrt(2)
@@ -144,7 +144,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 def test_questions_are_decoded_after_the_sparse_prompt_and_forgotten(gqa, prose):
     """What greedy decoding says itself is right, anything else wrong, in whatever order it is asked."""
     context = prose.ids[:200].tolist()
-    reading = read(gqa, torch.tensor([context]), CUT, 64, room=needles_room())
+    reading = read(gqa, torch.tensor([context]), CUT, 64, room=document.ROOM)
     asked = []
     for n, question in enumerate(([5, 6, 7], [9, 8], [11, 12, 13, 14])):
         fresh, said = read(gqa, torch.tensor([context]), CUT, 64, room=20), []
@@ -155,10 +155,6 @@ def test_questions_are_decoded_after_the_sparse_prompt_and_forgotten(gqa, prose)
         asked += [needles.Asked(question, said), needles.Asked(question, [*said[:n], (said[n] + 1) % 384, *said[n + 1:]])]
     assert needles.answers(gqa, reading, asked, 64) == [True, False] * 3 and reading.cache.lengths == [200]
     assert needles.answers(gqa, reading, asked[::-1], 64) == [False, True] * 3
-
-
-def needles_room() -> int:
-    return document.ROOM
 
 
 def test_questions_in_the_prompt_are_what_generate_says(gqa, prose):
@@ -184,7 +180,8 @@ def test_facts_are_asked_of_every_country():
 
 def test_rows_at_once_are_beside_each_row_alone(gqa, prose, monkeypatch):
     found = batch.compared(gqa, CUT, prose, 0)
-    assert found["lengths"] == [255, 192, 149] and found["largest_difference"] < 1e-4 and found["same_memory"] == 1 and found["verdict"] == "met"
+    assert found["lengths"] == [255, 192, 149] and found["largest_difference"] < 1e-4 and found["same_memory"] == 1
+    assert found["verdict"] == "met"
     real = batch.read
 
     def mixed(model, ids, cut, chunk, counts=None):
@@ -202,14 +199,15 @@ def test_bytes_held_are_those_of_the_formula(gqa, pair):
 
 
 def test_settings(gqa):
-    given = dict(contexts=[400, 300, 300], cuts="64,8,24 64,8,8 128,8,8 64,16,8 64,8,24", rows=1, tail=40, needles=2, asked_contexts=None, in_prompt=1,
-                 every=4, seed=0)
+    given = dict(contexts=[400, 300, 300], cuts="64,8,24 64,8,8 128,8,8 64,16,8 64,8,24", rows=1, tail=40, needles=2,
+                 asked_contexts=None, in_prompt=1, every=4, seed=0)
     found = settle(gqa, **given)
     assert found.contexts == (300, 400) == found.asked_contexts and len(found.cuts) == 4
     assert found.asked == (Chunking(64, 8, 8), Chunking(64, 8, 24), Chunking(128, 8, 8)) == extremes(found.cuts)
     assert parse_cuts("1K,128,384") == (Chunking(1024, 128, 384),)
-    for change, message in ((dict(cuts="64,8"), "CHUNK,LOCAL,HEAVY"), (dict(cuts="64,40,40"), "less than the chunk"), (dict(cuts=" "), "is empty"),
-                            (dict(contexts=[160]), "more than a chunk and the tail"), (dict(contexts=[4096]), "max_position_embeddings, 2048"),
-                            (dict(rows=0), "--rows 0"), (dict(in_prompt=3), "more needles than there are")):
+    for change, message in ((dict(cuts="64,8"), "CHUNK,LOCAL,HEAVY"), (dict(cuts="64,40,40"), "less than the chunk"),
+                            (dict(cuts=" "), "is empty"), (dict(contexts=[160]), "more than a chunk and the tail"),
+                            (dict(contexts=[4096]), "max_position_embeddings, 2048"), (dict(rows=0), "--rows 0"),
+                            (dict(in_prompt=3), "more needles than there are")):
         with pytest.raises(InputError, match=message):
             settle(gqa, **given | change)
