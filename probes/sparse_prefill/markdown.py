@@ -44,13 +44,13 @@ def cut_of(row: dict) -> str:
 
 def reading(document: dict) -> str:
     """Each goal, met or MISSED, and the needles."""
-    lines, rows = [], [r for r in document["rows"] if r["text"] is None]
-    for chunk in dict.fromkeys(r["chunk"] for r in rows):
-        of = [r for r in rows if r["chunk"] == chunk]
+    lines = []
+    for chunk, text in dict.fromkeys((r["chunk"], r["text"]) for r in document["rows"]):
+        of = [r for r in document["rows"] if (r["chunk"], r["text"]) == (chunk, text)]
         met = [r for r in of if r["verdict"] == "met"]
         best, worst = (pick(of, key=lambda r: r["loss"]) for pick in (min, max))
         at = lambda r: f"{percent(r['loss'])} ({cut_of(r)}, {r['context']:,} tokens)"
-        lines.append(f"- Perplexity loss below 5 %, chunks of {chunk}: **met in {len(met)}, MISSED in {len(of) - len(met)}** of {len(of)} "
+        lines.append(f"- Perplexity loss below 5 %, chunks of {chunk}, {escape(text or 'all texts')}: **met in {len(met)}, MISSED in {len(of) - len(met)}** of {len(of)} "
                      f"settings; from {at(best)} to {at(worst)}.")
     missed = [r for r in document["memory"] if r["verdict"] == "MISSED"]
     most = max(document["memory"], key=lambda r: r["call_share"])

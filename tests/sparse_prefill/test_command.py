@@ -56,8 +56,8 @@ def test_verdicts_are_printed_by_setting(report):
     for r in found["rows"]:
         r["loss"], r["verdict"] = (0.5, "MISSED") if r["chunk"] == 64 and r["context"] == 300 else (0.01, "met")
     said = markdown.render(found, {})
-    assert "chunks of 64: **met in 1, MISSED in 1** of 2 settings; from 1.00 % (64: 8 + 24, 180 tokens) to 50.00 %" in said
-    assert "chunks of 32: **met in 4, MISSED in 0** of 4" in said
+    assert "chunks of 64, all texts: **met in 1, MISSED in 1** of 2 settings; from 1.00 % (64: 8 + 24, 180 tokens) to 50.00 %" in said
+    assert "chunks of 32, prose.txt: **met in 4, MISSED in 0** of 4" in said
     columns, cells = markdown.perplexity(found)
     shown = {(row[0], row[3]): (row[columns.index(">loss")], row[columns.index("below 5 %")]) for row in cells}
     assert shown.pop(("64", "300")) == ("50.00 %", "**MISSED**") and set(shown.values()) == {("1.00 %", "met")}
