@@ -50,13 +50,13 @@ def reading(document: dict) -> str:
         met = [r for r in of if r["verdict"] == "met"]
         best, worst = (pick(of, key=lambda r: r["loss"]) for pick in (min, max))
         at = lambda r: f"{percent(r['loss'])} ({cut_of(r)}, {r['context']:,} tokens)"
-        lines.append(f"- Perplexity loss below 5 %, chunks of {chunk}, {escape(text or 'all texts')}: **met in {len(met)}, MISSED in {len(of) - len(met)}** of {len(of)} "
-                     f"settings; from {at(best)} to {at(worst)}.")
+        lines.append(f"- Perplexity loss below 5 %, chunks of {chunk}, {escape(text or 'all texts')}: **met in {len(met)}, "
+                     f"MISSED in {len(of) - len(met)}** of {len(of)} settings; from {at(best)} to {at(worst)}.")
     missed = [r for r in document["memory"] if r["verdict"] == "MISSED"]
     most = max(document["memory"], key=lambda r: r["call_share"])
     of = len(document["memory"])
-    lines.append(f"- Less than 5 % more memory than dense (formula): **met in {of - len(missed)}, MISSED in {len(missed)}** of {of} settings; at "
-                 f"most {percent(most['call_share'])} ({cut_of(most)}, {most['context']:,} tokens).")
+    lines.append(f"- Less than 5 % more memory than dense (formula): **met in {of - len(missed)}, MISSED in {len(missed)}** of {of} "
+                 f"settings; at most {percent(most['call_share'])} ({cut_of(most)}, {most['context']:,} tokens).")
     lines += ["- The memory was chosen chunks − 1 times by every KV head of every layer, in every run (asserted).",
               f"- {batch(document['batch'])}"]
     groups: dict[tuple, list[str]] = {}
