@@ -59,14 +59,10 @@ def memory_bytes(batch: int, tokens: int, kv_heads: int, chunking: Chunking) -> 
     return 8 * (chunking.chunks(tokens) + 1) * each * chunking.memory + 4 * each * tokens + 8 * each
 
 
-def extra_bytes(batch: int, tokens: int, kv_heads: int, head_dim: int, chunking: Chunking, itemsize: int, rows: int, splits: int) -> int:
-    """Bytes that one call takes beyond what dense attention does (its output, and fp32 lse of each query and head).
-
-    `memory_bytes`, gathered keys and values 2·B·KV·rows·D·itemsize and partial sums
-    4·B·KV·splits·M. rows: M rounded up to whole tiles. splits: parts of the column sums.
-    """
-    each = batch * kv_heads
-    return memory_bytes(batch, tokens, kv_heads, chunking) + 2 * each * rows * head_dim * itemsize + 4 * each * splits * chunking.memory
+def extra_bytes(batch: int, tokens: int, kv_heads: int, chunking: Chunking, splits: int) -> int:
+    """Bytes that one call takes beyond what dense attention does (its output, and fp32 lse of each query and head): `memory_bytes`, and
+    partial sums 4·B·KV·splits·M. splits: parts of the column sums."""
+    return memory_bytes(batch, tokens, kv_heads, chunking) + 4 * batch * kv_heads * splits * chunking.memory
 
 
 def dense_bytes(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

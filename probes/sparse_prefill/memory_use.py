@@ -4,12 +4,12 @@ import torch
 
 from dsv4.causal import CausalLM
 from kernels.chunked_prefill import Chunking
-from kernels.chunked_prefill.triton import scratch, tiles
+from kernels.chunked_prefill.triton import splits, tiles
 from probes.sparse_prefill.measures import dense_bytes, extra_bytes, memory_bytes
 from probes.sparse_prefill.reading import cut_by
 
-GOAL = 0.05                          # of the dense call, at most
-ASSUMED, PROCESSORS = (9, 0), 132    # capability and processors that the formula's tiles are of: an H100
+GOAL = 0.05         # of the dense call, at most
+ASSUMED = (9, 0)    # capability that the formula's tiles are of: an H100's
 
 
 def rows(model: CausalLM, cuts: list[Chunking], contexts: list[int], held: dict[Chunking, tuple[int, int]]) -> list[dict]:
@@ -19,11 +19,11 @@ def rows(model: CausalLM, cuts: list[Chunking], contexts: list[int], held: dict[
     heads, kv, D, itemsize = c.num_attention_heads, c.num_key_value_heads, c.head_dim, 2  # bf16
     layers = sum(window is None for window in c.windows)
     for cut in cuts:
-        gathered, splits = scratch(tiles(False, D, cut.chunk, ASSUMED), cut, kv, heads // kv, PROCESSORS)
+        parts = splits(tiles(False, D, cut.chunk, ASSUMED), cut, heads // kv)
         if cut in held and layers * memory_bytes(1, held[cut][0], kv, cut) != held[cut][1]:
             raise ValueError(f"the formula says {layers * memory_bytes(1, held[cut][0], kv, cut)} bytes, and {held[cut][1]} are held")
         for tokens in contexts:
-            more, dense = extra_bytes(1, tokens, kv, D, cut, itemsize, gathered, splits), dense_bytes(1, tokens, heads, kv, D, itemsize)
+            more, dense = extra_bytes(1, tokens, kv, cut, parts), dense_bytes(1, tokens, heads, kv, D, itemsize)
             kept = layers * memory_bytes(1, tokens, kv, cut)
             peak = measured(model, cut, tokens)
             found.append({"chunk": cut.chunk, "local": cut.local, "heavy": cut.heavy, "context": tokens, "call_extra": more,
