@@ -68,7 +68,7 @@ class _Call:
         self.tiles = tiles(q.dtype is torch.float32, D, chunking.chunk, capability(q.device))
         self.dependent = dependent_launch(q.device)
         self.lse = torch.empty(B, H, T, device=q.device)
-        self.splits = H // KV * (chunking.chunk // self.tiles.memory.rows)
+        self.splits = splits(self.tiles, chunking, H // KV)
         self.part = torch.empty(B, KV, self.splits, M, device=q.device)
 
     def options(self, warps: int) -> dict:
@@ -134,3 +134,8 @@ def tiles(fp32: bool, D: int, chunk: int, capability: tuple[int, int]) -> Tiles:
     side = chunk & -chunk  # the largest power of two that divides it
     fit = lambda t: t._replace(rows=min(t.rows, side), columns=min(t.columns, side, t.rows))
     return Tiles(*map(fit, found))
+
+
+def splits(tiles: Tiles, chunking: Chunking, group: int) -> int:
+    """Parts that the column sums of a memory come in: a part each tile of queries. group: query heads of a KV head."""
+    return group * (chunking.chunk // tiles.memory.rows)

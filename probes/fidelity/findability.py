@@ -8,8 +8,7 @@ What is read in any case (window, sink, local blocks) is not among the choices: 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -18,6 +17,7 @@ from kernels.block_choice import Policy, block_scores
 from kernels.block_choice.reference import distant_blocks
 from kernels.block_summaries import summarise_blocks
 from kernels.indexer.reference import topk_entries
+from probes.fidelity.attending import attending
 from probes.fidelity.variants import Variant, is_gqa
 from probes.recall.figures import mask
 from probes.recall.mass import QUERY_BLOCK, row_mass, watched
@@ -115,28 +115,12 @@ def _watch_entries(model: CausalLM, variants: list[Variant], see: Callable):
 # ---- policies of a GQA model ----------------------------------------------------------------
 
 
-@contextmanager
-def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable) -> Iterator[None]:
-    """Before each layer without a sliding window attends. What its KV heads choose counts as a query each."""
-    attns = [(i, layer.self_attn) for i, layer in enumerate(model.layers) if layer.self_attn.window is None]
-    before = [vars(attn).get("attend") for _, attn in attns]  # what somebody else has put there
-
-    def also(i: int, attn, attend: Callable) -> Callable:
-        def run(q, keys, values, *rest):  # the step comes last
-            for variant in variants:
-                see(i, variant.name, *blocks(q, keys, rest[-1].start, attn.scale, variant.policy))
-            return attend(q, keys, values, *rest)
-        return run
-    for i, attn in attns:
-        attn.attend = also(i, attn, attn.attend)
-    try:
-        yield
-    finally:
-        for (_, attn), held in zip(attns, before):
-            if held is None:
-                del attn.attend
-            else:
-                attn.attend = held
+def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable):
+    """What its KV heads choose counts as a query each."""
+    def look(layer: int, attn, q, keys, step) -> None:
+        for variant in variants:
+            see(layer, variant.name, *blocks(q, keys, step.start, attn.scale, variant.policy))
+    return attending(model, look)
 
 
 def blocks(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, scale: float,
