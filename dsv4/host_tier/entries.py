@@ -10,7 +10,7 @@ from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import Traffic
 from dsv4.host_tier.layer import pinned_bytes
 from dsv4.host_tier.memory import HostBuffer, PinnedMemoryError, check_limit
-from dsv4.host_tier.planning import brought_entries, entries_plan, staged_entries
+from dsv4.host_tier.planning import brought_entries, check_entries, entries_plan, staged_entries
 from dsv4.step import CapturedStep, Step
 from kernels.cache_rows import PAGE, PackedRows, write_rows
 from kernels.dispatch import bind
@@ -118,12 +118,10 @@ class HostEntryCache(Cache):
         super().__init__(config, numerics, batch, max_context, max_rewind, devices, mtp, write)
 
     def _planned(self, streams: list[LayerStreams]) -> list[LayerStreams]:
-        plan, shared = entries_plan(streams, self.topk, self.asked), brought_entries(streams)
-        if shared is None:
-            raise InputError("entries in host memory were asked for, and this model has no CSA layer, whose entries those would be: nothing "
-                             "would move; leave out --kv-memory host")
+        check_entries(streams)
+        plan = entries_plan(streams, self.topk, self.asked)
         check_limit(pinned_bytes(plan))
-        self.far, self.brought = [], zeros(shared, torch.device(self.device))
+        self.far, self.brought = [], zeros(brought_entries(streams), self.device)
         return plan
 
     def _entries(self, stream: Stream, ratio: int) -> HostEntries:
@@ -144,8 +142,10 @@ class HostEntryCache(Cache):
         """Bytes of pinned host memory."""
         return sum(entries.host.nbytes for entries in self.far)
 
-    def traffic(self) -> Traffic:
-        """What fetches did so far, over all layers. Waits for the device."""
+    def traffic(self, guessed: bool = False) -> Traffic:
+        """What fetches did so far, over all layers; nothing is guessed. Waits for the device."""
+        if guessed:
+            return Traffic(0, 0, 0)
         return Traffic(*map(sum, zip(*(entries.traffic() for entries in self.far))))
 
 

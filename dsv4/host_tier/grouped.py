@@ -20,6 +20,15 @@ from kernels.staging import Pool, SlotTable, items_of, new_table, paired
 BLOCK = 128
 
 
+def host_use(cache) -> dict | None:
+    """What a cache keeps in host memory and has fetched from there, as JSON values; None for one on the device. Waits for the device."""
+    if not hasattr(cache, "host_bytes"):
+        return None
+    chosen, guessed = (cache.traffic(g) for g in (False, True))
+    return {"pinned_bytes": cache.host_bytes, "hits": chosen.hits, "misses": chosen.misses, "hit_rate": chosen.hit_rate,
+            "fetched_bytes": chosen.nbytes, "guessed_bytes": guessed.nbytes}
+
+
 class Traffic(NamedTuple):
     """What fetches did so far: blocks (or entries) found staged and copied, and the bytes copied."""
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.errors import InputError, MissingSummaries
+from dsv4.errors import MissingSummaries
 from dsv4.gqa.cache import AttentionKind, GroupedCache, LayerRows, LayerStreams
 from dsv4.host_tier.ahead import Ahead
 from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import HostRows, Traffic, staged_blocks
 from dsv4.host_tier.memory import PinnedMemoryError, check_limit
-from dsv4.host_tier.planning import grouped_plan
+from dsv4.host_tier.planning import check_grouped, grouped_plan
 from dsv4.host_tier.stream import DenseStream
 from dsv4.step import Step
 from kernels.block_choice import Policy, dense
@@ -79,15 +79,13 @@ class HostLayer(LayerRows):
 class HostCache(GroupedCache):
     """`GroupedCache` with keys and values in host memory. policy: what is staged, and whose summaries are kept on the device.
 
-    Raises InputError for a model whose layers all have a sliding window, CapacityError where less is asked to be staged than a step
+    Raises InputError for what `check_grouped` refuses, CapacityError where less is asked to be staged than a step
     chooses or the device is short, PinnedMemoryError where host memory is.
     """
 
     def __init__(self, config, numerics, batch: int, max_context: int, devices: list[torch.device], policy: Policy, summarise: Callable,
                  choice: HostMemory, several: bool):
-        if all(window is not None for window in config.windows):
-            raise InputError("a cache in host memory was asked for, and every layer of this model has a sliding window, which stays on the "
-                             "device: nothing would move; leave out --kv-memory host")
+        check_grouped(config, policy, choice)
         self.choice, self.several = choice, several
         super().__init__(config, numerics, batch, max_context, devices, policy, summarise)
 

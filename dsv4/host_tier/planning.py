@@ -6,13 +6,32 @@ import torch
 
 from dsv4.cache import LayerStreams as EntryStreams
 from dsv4.cache import Stream
-from dsv4.errors import CapacityError
+from dsv4.errors import CapacityError, InputError
 from dsv4.gqa import cache as gqa
 from dsv4.gqa.config import GQAConfig
+from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import staged_blocks
 from dsv4.numerics import Numerics
 from kernels.block_choice import Policy, dense
 from kernels.cache_rows import PAGE
+
+
+def check_grouped(config: GQAConfig, policy: Policy | None, choice: HostMemory) -> None:
+    """Raise InputError where keys and values in host memory make no sense: for a model whose layers all have a sliding window, and for
+    staged blocks of a policy that chooses none."""
+    if all(window is not None for window in config.windows):
+        raise InputError("a cache in host memory was asked for, and every layer of this model has a sliding window, which stays on the "
+                         "device: nothing would move; leave out --kv-memory host")
+    if (policy or dense()).dense and choice.staged is not None:
+        raise InputError(f"--staged-blocks {choice.staged} was given, and dense attention chooses no blocks: every layer is brought whole; "
+                         "add --attention block-bound, or leave it out")
+
+
+def check_entries(layers: list[EntryStreams]) -> None:
+    """Raise InputError for a DeepSeek-V4 model without a CSA layer."""
+    if not any(_is_csa(layer) for layer in layers):
+        raise InputError("entries in host memory were asked for, and this model has no CSA layer, whose entries those would be: nothing "
+                         "would move; leave out --kv-memory host")
 
 
 def grouped_plan(config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None,
@@ -75,11 +94,9 @@ def entries_plan(layers: list[EntryStreams], topk: int, staged: int | None = Non
     return [away(layer) for layer in layers]
 
 
-def brought_entries(layers: list[EntryStreams]) -> Stream | None:
-    """The buffer that entries of one layer come to whole, for prompts; None without a CSA layer."""
+def brought_entries(layers: list[EntryStreams]) -> Stream:
+    """The buffer that entries of one layer come to whole, for prompts."""
     found = [s for layer in layers if _is_csa(layer) for s in layer.streams if s.name == "entries"]
-    if not found:
-        return None
     return replace(found[0], name="a layer's entries on their way", formula=f"1 layer × {found[0].formula}", place="staging")
 
 
