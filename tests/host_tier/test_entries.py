@@ -34,6 +34,9 @@ def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows
     assert far(tier) and len(far(tier)) == sum(layer.index is not None for layer in tier.layers)
     for entries in far(tier):  # nothing is staged yet, and nothing that was not staged may be read
         entries.here.data.fill_(255) if entries.packed else entries.here.fill_(float("nan"))
+        entries.brought = entries.brought if captured else None  # prompts by either way
+    if captured:
+        tier.brought.fill_(255 if far(tier)[0].packed else float("nan"))
     g = torch.Generator().manual_seed(0)
     new = lambda n: torch.randint(0, model.config.vocab_size, (2, n), generator=g)
     ids = new(70)

@@ -106,9 +106,12 @@ def test_rows_of_entries(kind, backend):
         item = lambda k, i, which: (there, here)[which][k, i]
     table, g = new_table(2, 192, 100, DEVICE), torch.Generator().manual_seed(0)
     for _ in range(6):
-        wanted = torch.stack([random_list(40, 192, g) for _ in range(2)]).int()
-        got = fetch(table, pools, wanted.to(DEVICE), torch.tensor([192], device=DEVICE), 1, False, backend=backend).tolist()
+        wanted = torch.stack([random_list(40, 192, g) for _ in range(2)])  # int64, and rows of one pool, as attention takes them
+        got = fetch(table, pools, wanted.to(DEVICE), torch.tensor([192], device=DEVICE), 1, False, 128, backend=backend)
+        assert got.dtype is torch.int64
+        got = torch.where(got < 0, got, got - 128 * torch.arange(2, device=DEVICE).unsqueeze(1)).tolist()
         for k in range(2):
+            assert min(got[k]) >= -1
             for i, s in zip(wanted[k].tolist(), got[k]):
                 assert s < 100 and (s >= 0) == (i >= 0) and (i < 0 or torch.equal(item(k, i, 0), item(k, s, 1)))
 
