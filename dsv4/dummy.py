@@ -29,8 +29,8 @@ def load_dummy(name: str, layers: int | None = None, numerics: str = "native", b
                mtp: bool = False, attention: Attention | None = None, kv_memory: HostMemory | None = None) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and its MTP block.
 
-    kv_memory as `load_model`. Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones (FP8
-    matrices, MXFP4 experts); maps have gains near 1. Other arguments as `load_model`. Raises
+    Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones (FP8
+    matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory too, as `load_model`. Raises
     InputError for a name or number of layers that does not exist.
     """
     if name in GEOMETRIES:

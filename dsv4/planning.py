@@ -26,7 +26,8 @@ def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numeric
     """Bytes of weights and caches, their formulas, and whether they fit, as JSON values.
 
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). attention: of a GQA model, whose
-    policy's summaries are counted. kv_memory: caches in host memory, whose pinned bytes are no part of the total on the device. Raises InputError when max_context exceeds the checkpoint's, never clamps it.
+    policy's summaries are counted. kv_memory: caches in host memory, whose pinned bytes are no part of the total on the device.
+    Raises InputError when max_context exceeds the checkpoint's, never clamps it; CapacityError for fewer staged blocks than a step reads.
     """
     target, context, per_token = resolve_device(device), parse_count(max_context), None
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None

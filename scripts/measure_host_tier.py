@@ -62,7 +62,8 @@ def compared(args, checkpoint: str, policy: str | None, options: dict) -> dict:
     for choice in (None, HostMemory()):
         model.kv_memory = choice
         texts.append(generate(model, ids[:args.prompt], args.steps).token_ids)
-    ran = {row["operation"]: row["implementation"] for row in model.dispatch.rows() if row["calls"] and row["operation"] in ("fetch", "write_back")}
+    ran = {row["operation"]: row["implementation"] for row in model.dispatch.rows() if row["calls"]}
+    ran = {name: ran[name] for name in ("fetch", "write_back") if name in ran}
     return {"checkpoint": checkpoint, "policy": policy or ("dense" if checkpoint == "demo_gqa" else "CSA"), "options": options,
             "backend": model.backend, "positions": positions, "greatest_difference": greatest, "same_text": texts[0] == texts[1],
             "text_tokens": len(texts[0]), "implementations": ran, **host_use(caches[1])}
@@ -77,8 +78,8 @@ def prompt(model, checkpoint: str, tokens: int) -> list[int]:
 
 def markdown(report: dict) -> str:
     lines = ["# Caches in host memory: the same logits", "", f"{headline(report['about'])}.", "", f"    {report['about']['command']}", "",
-             f"A prompt of {report['prompt']} tokens of the README, {report['steps']} steps, a rewind, another piece of prompt; numerics native. Differences "
-             "are of logits against the resident cache: 0 is every bit.", "",
+             f"A prompt of {report['prompt']} tokens of the README, {report['steps']} steps, a rewind, another piece of prompt; numerics native. "
+             "Differences are of logits against the resident cache: 0 is every bit.", "",
              "| checkpoint | reads | options | positions | greatest difference | greedy text | pinned | fetched | staged already |",
              "|---|---|---|---:|---:|---|---:|---:|---:|"]
     for r in report["rows"]:

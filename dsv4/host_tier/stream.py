@@ -12,12 +12,12 @@ WHOLE = slice(None)
 
 class DenseStream:
     """Layers come over the link in turn, by the copy engine: layer i + 1 while layer i is attended to. Two buffers of one layer's
-    keys and values, made when the first layer is asked for. Copies of whole layers are of fixed size, so that a step can be captured."""
+    keys and values, made at once. Copies of whole layers are of fixed size, so that a step can be captured. Raises CapacityError."""
 
     def __init__(self, layers: Sequence[HostRows]):
         self.layers, self.first = layers, layers[0]
         self.cuda = self.first.home.type == "cuda"
-        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.held = self._made(min(2, len(layers)))
         self.side = torch.cuda.Stream(self.first.home) if self.cuda else None
         self.ready: list = [None] * len(layers)
 
@@ -28,15 +28,13 @@ class DenseStream:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the buffers, once there are such."""
+        """Bytes of the buffers."""
         return sum(t.nbytes for pair in self.held for t in pair)
 
     def layer(self, i: int, rows: slice = WHOLE, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, KV, S, D] of layer i, which is there for the current stream: of `rows` the first `tokens` (None: all), the
         rest of the buffer holds anything. Layers are asked for in turn, all alike in one step; the work on layer i − 1 has been issued,
         whose buffer is given away here."""
-        if not self.held:
-            self._make()
         if i == 0:
             self._bring(0, rows, tokens)
         if i + 1 < len(self.layers):
@@ -45,10 +43,10 @@ class DenseStream:
             torch.cuda.current_stream().wait_event(self.ready[i])
         return tuple(t[rows] for t in self.held[i % 2])
 
-    def _make(self) -> None:
-        first, count = self.first, min(2, len(self.layers))
+    def _made(self, count: int) -> list[tuple[torch.Tensor, ...]]:
+        first = self.first
         try:
-            self.held = [tuple(torch.empty(first.shape, dtype=first.dtype, device=first.home) for _ in range(2)) for _ in range(count)]
+            return [tuple(torch.empty(first.shape, dtype=first.dtype, device=first.home) for _ in range(2)) for _ in range(count)]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(f"to read a cache in host memory whole, {count * first.host_bytes} bytes on {first.home} were needed for "
                                 f"{count} layers of it, and they could not be had ({str(error).splitlines()[0]}); lower the context or "

@@ -45,8 +45,8 @@ def grouped(g: dict) -> list[str]:
 def decode(d: dict) -> list[str]:
     streamed = d["rows"][-1]["seconds"]
     return ["## Tokens through the model", "",
-            f"{d['geometry']} widths with random weights ({size(d['weight_bytes'])}), {d['layers']} layers and the head, {d['context']} tokens, batch "
-            f"{d['batch']}: {size(d['host_bytes'])} of keys and values in host memory, {size(d['device_cache_bytes'])} of caches on the device. "
+            f"{d['geometry']} widths with random weights ({size(d['weight_bytes'])}), {d['layers']} layers and the head, "
+            f"{d['context']} tokens, batch {d['batch']}: {size(d['host_bytes'])} of keys and values in host memory, {size(d['device_cache_bytes'])} of caches on the device. "
             f"{d['policy']}, {d['kept']} blocks; {d['slots']} staged. What random weights choose says nothing of what trained ones would.", "",
             "| way | hit rate | fetched a step | guessed a step | ms a step | tokens/s | of streaming |", "|---|---:|---:|---:|---:|---:|---:|",
             *(f"| {r['way']} | {r['hit_rate']:.1%} | {size(round(r['fetched_a_step']))} | {size(round(r['guessed_a_step']))} | {ms(r['seconds'])} | "
@@ -54,7 +54,8 @@ def decode(d: dict) -> list[str]:
 
 
 def entries(found: list[dict]) -> list[str]:
-    fixed = ", ".join(f"{(r['seconds'] - r['resident_seconds']) / r['layers'] * 1e6:.1f} µs with {r['rows']}" for r in found if r["locality"] == 1)
+    paid = [(r["seconds"] - r["resident_seconds"]) / r["layers"] * 1e6 for r in found if r["locality"] == 1]
+    fixed = ", ".join(f"{each:.1f} µs with {r['rows']}" for each, r in zip(paid, (r for r in found if r["locality"] == 1)))
     return ["## Entries of CSA layers", "",
             "| rows | host bytes | device bytes | resident ms | step | hit rate | fetched | ms | rate | of the link |",
             "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",

@@ -26,8 +26,8 @@ def test_a_report_says_what_fell_short():
     entries = [step | {"rows": "bf16", "layers": 21, "entries": 262144, "resident_seconds": 0.001, "link": 50e9, "host_bytes": 9,
                        "slots": 1024, "device_bytes": 3, "locality": x} for x in (0.9, 1.0)]
     way = {"seconds": 0.01, "tokens_a_second": 100.0, "hit_rate": 0.5, "fetched_a_step": 2e6, "guessed_a_step": 1e6}
-    model = {"geometry": "g", "layers": 2, "csa_layers": 1, "context": 1024, "batch": 1, "weight_bytes": 10**9, "device_cache_bytes": 5, "host_bytes": 9,
-             "policy": "p", "kept": 32, "slots": 64}
+    model = {"geometry": "g", "layers": 2, "csa_layers": 1, "context": 1024, "batch": 1, "weight_bytes": 10**9, "device_cache_bytes": 5,
+             "host_bytes": 9, "policy": "p", "kept": 32, "slots": 64}
     about = {"device": "NVIDIA H100", "torch": "2", "triton": "3", "commit": "c", "command": "python x"}
     report = {"about": about, "link": {"to_device": 50e9, "to_host": 49e9, "together": 90e9, "kernel": 45e9}, "seconds": {"grouped": 3.2},
               "grouped": grouped, "entries": entries, "decode": model | {"rows": [way | {"way": "staged"}, way | {"way": "dense", "seconds": 0.2}]},
