@@ -73,7 +73,9 @@ def test_every_step_has_the_logits_of_the_resident_cache(folders, name, choice):
             if step == 8 and name != "chunks":
                 run(new(37), n_new=[37, 20], chunk=16, prompt=True)
             if step in (5, 9):
-                run(new(5), n_new=[5, 3 if step == 5 else 0], prompt=False)
+                run(new(5), n_new=[5, 3] if step == 5 else [0, 5], prompt=False)
+            if step in (6, 10):
+                run(new(1), n_new=[0, 1] if step == 6 else [1, 0], prompt=False)
         use = host_use(pair[1])
         assert host_use(pair[0]) is None and use["pinned_bytes"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in pair[1].far)
         assert (use["hits"] > 0 and use["misses"] > 0) != WAYS[name].policy.dense
