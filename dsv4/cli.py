@@ -19,6 +19,7 @@ from dsv4.errors import Dsv4Error, InputError
 from probes.cli import audit_app  # the command line alone knows the engine and the probes above it
 from probes.fidelity.cli import fidelity
 from probes.recall.cli import recall
+from probes.termination.cli import termination
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Run, measure and audit DeepSeek-V4-style checkpoints.")
@@ -26,6 +27,7 @@ app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implement
 app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 app.command()(recall)
 app.command()(fidelity)
+app.command()(termination)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -115,16 +115,24 @@ def _watch_entries(model: CausalLM, variants: list[Variant], see: Callable):
 # ---- policies of a GQA model ----------------------------------------------------------------
 
 
+def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable):
+    """What its KV heads choose counts as a query each."""
+    def look(layer: int, attn, q, keys, values, step) -> None:
+        for variant in variants:
+            see(layer, variant.name, *blocks(q, keys, step.start, attn.scale, variant.policy))
+    return watched_heads(model, look)
+
+
 @contextmanager
-def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable) -> Iterator[None]:
-    """Before each layer without a sliding window attends. What its KV heads choose counts as a query each."""
+def watched_heads(model: CausalLM, see: Callable) -> Iterator[None]:
+    """Calls see(layer, attn, q, keys, values, step) before each layer of a GQA model that has no sliding window attends: q [B, T, H, D],
+    keys and values [B, KV, S, D], those of the queries among them."""
     attns = [(i, layer.self_attn) for i, layer in enumerate(model.layers) if layer.self_attn.window is None]
     before = [vars(attn).get("attend") for _, attn in attns]  # what somebody else has put there
 
     def also(i: int, attn, attend: Callable) -> Callable:
         def run(q, keys, values, *rest):  # the step comes last
-            for variant in variants:
-                see(i, variant.name, *blocks(q, keys, rest[-1].start, attn.scale, variant.policy))
+            see(i, attn, q, keys, values, rest[-1])
             return attend(q, keys, values, *rest)
         return run
     for i, attn in attns:
