@@ -8,18 +8,19 @@ import torch
 from dsv4.causal import CausalLM
 from dsv4.step import Step
 
-Look = Callable[[int, object, torch.Tensor, torch.Tensor, Step], None]
+Look = Callable[[int, object, torch.Tensor, torch.Tensor, torch.Tensor, Step], None]
 
 
 @contextmanager
 def attending(model: CausalLM, look: Look) -> Iterator[None]:
-    """look(layer, its SelfAttention, q [B, T, H, D], keys [B, KV, S, D], step) before each layer without a sliding window attends."""
+    """look(layer, its SelfAttention, q [B, T, H, D], keys and values [B, KV, S, D], step) before each layer without a sliding window
+    attends; keys and values of the queries are among them."""
     attns = [(i, layer.self_attn) for i, layer in enumerate(model.layers) if layer.self_attn.window is None]
     before = [vars(attn).get("attend") for _, attn in attns]  # what somebody else has put there
 
     def also(i: int, attn, attend: Callable) -> Callable:
         def run(q, keys, values, *rest):  # the step comes last
-            look(i, attn, q, keys, rest[-1])
+            look(i, attn, q, keys, values, rest[-1])
             return attend(q, keys, values, *rest)
         return run
     for i, attn in attns:

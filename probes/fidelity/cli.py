@@ -47,7 +47,7 @@ def fidelity(
     errors.print(f"loading {checkpoint.name}")
     subject = document.ModelSubject(checkpoint, numerics, backend, device)
     settings = settle(subject.model, effort, contexts, seed, rows=rows, tail=tail, new=new_tokens, needles=needles, queries=queries)
-    variants = variants_of(subject.model, settings, ks, _names(policy), budgets, block)
+    variants = variants_of(subject.model, settings, ks, names(policy), budgets, block)
     tokens = settings.rows * settings.contexts[-1]
     material = read_text(text, checkpoint, subject.config.vocab_size, tokens, seed)
     with progress(document.work(variants, settings)) as (say, advance):
@@ -56,11 +56,11 @@ def fidelity(
         found["notes"].append(plots.MISSING)
     _show(found, as_json)
     if out is not None:
-        for file in _write(found, out, f"fidelity_{_word(checkpoint.resolve().name)}_{found['family']}"):
+        for file in _write(found, out, f"fidelity_{word(checkpoint.resolve().name)}_{found['family']}"):
             errors.print(f"wrote {file}")
 
 
-def _names(text: str | None) -> list[str] | None:
+def names(text: str | None) -> list[str] | None:
     """'dense, block-bound' → names. Raises InputError for an empty one."""
     if text is None:
         return None
@@ -70,7 +70,7 @@ def _names(text: str | None) -> list[str] | None:
     return list(dict.fromkeys(names))
 
 
-def _word(text: str) -> str:
+def word(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "checkpoint"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from probes.recall.text import Text, rows_of
 from probes.subject import Subject
 
 VERSION = "1"
+PIECE = 1024  # tokens of a GQA model's prompts that run at once: no layer of it holds logits of them all
 SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"fidelity-{VERSION}.json"
 PREFILL = {
     True: "Policies act in decoding alone: every prompt is prefilled densely and exactly; the tokens after it, and the last "
@@ -47,6 +49,8 @@ def measured(subject: ModelSubject, variants: list[Variant], settings: Settings,
     """Everything that `dsv4 fidelity` reports, as JSON values that fit the schema."""
     started, model = time.time(), subject.model
     limits = Limits.of(str(model.device))
+    if is_gqa(model):
+        limits = replace(limits, chunk=max(limits.chunk, PIECE))
     rows = compared(model, variants, settings, text, limits, say, advance)
     ids = rows_of(text, settings.contexts[-1], settings.rows, model.config.bos_token_id)
     kept = findability.measure(model, variants, ids, list(settings.contexts), settings.queries, limits.chunk, say, advance)

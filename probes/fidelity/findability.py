@@ -117,7 +117,7 @@ def _watch_entries(model: CausalLM, variants: list[Variant], see: Callable):
 
 def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable):
     """What its KV heads choose counts as a query each."""
-    def look(layer: int, attn, q, keys, step) -> None:
+    def look(layer: int, attn, q, keys, values, step) -> None:
         for variant in variants:
             see(layer, variant.name, *blocks(q, keys, step.start, attn.scale, variant.policy))
     return attending(model, look)

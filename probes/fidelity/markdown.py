@@ -57,7 +57,8 @@ def _reading(document: dict) -> str:
 def _variants(variants: list[dict]) -> str:
     kind = lambda v: "exact" if v["exact"] else "control" if v["control"] else "the checkpoint's own" if v["own"] else ""
     what = lambda v: (f"k = {v['k']:,}" if v["k"] is not None else "–" if v["policy"] is None or v["policy"]["dense"] else
-                      "{selector} of blocks of {block}: {sink} sink, {local} local, {topk} distant".format(**v["policy"]))
+                      "{}blocks of {block}: {sink} sink, {local} local, {topk} distant".format(
+                f"{v['policy']['selector']} of " if v["policy"]["selector"] else "", **v["policy"]))
     return table(["variant", "", ">tokens read at most", "what"],
                  [[escape(v["name"]), kind(v), budget(v["budget"]), escape(what(v))] for v in variants])
 

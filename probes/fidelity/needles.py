@@ -9,7 +9,7 @@ from dsv4.causal import CausalLM
 from probes.bounds import lower_bound, upper_bound
 from probes.fidelity.variants import Variant
 from probes.recall.haystack import chance_of_a_guess, filler
-from probes.recall.needles import Haystack, Limits, answered, hidden
+from probes.recall.needles import Asked, Haystack, Limits, answered, hidden, replies_by
 
 HAYSTACKS = (Haystack("prose", True), Haystack("looped filler", False))
 DECODED = 32  # last tokens of a prompt that run as decoding: more than a question has, so that none of it is read exactly
@@ -24,12 +24,23 @@ def found(model: CausalLM, variants: list[Variant], tokenizer: Tokenizer, prose:
         for context in contexts:
             text = prose if haystack.prose else filler(tokenizer, context)
             asked = hidden(model, tokenizer, text, context, trials, seed)
-            for variant in variants:
-                note = lambda text: say(f"needles, {variant.name}, {haystack.name}, {context} tokens: {text}")
-                with variant.on(model):
-                    hits = answered(model, asked, limits, note, DECODED if variant.decode_only else 0)
-                rows.append(row(variant, haystack.name, context, [a.depth for a in asked], hits))
+            note = lambda text: say(f"needles, {haystack.name}, {context} tokens: {text}")
+            hits = answers(model, variants, asked, limits, note)
+            rows += [row(v, haystack.name, context, [a.depth for a in asked], hits[v.name]) for v in variants]
     return rows
+
+
+def answers(model: CausalLM, variants: list[Variant], asked: list[Asked], limits: Limits, say: Say) -> dict[str, list[bool]]:
+    """Whether each answer was given, by variant. Where all act in decoding alone, prompts are prefilled once."""
+    if not all(v.decode_only for v in variants):
+        found = {}
+        for variant in variants:
+            with variant.on(model):
+                found[variant.name] = answered(model, asked, limits, lambda text: say(f"{variant.name}: {text}"))
+        return found
+    ways = {v.name: lambda cache, v=v: v.resumed(model, cache) for v in variants}
+    said = replies_by(model, asked, limits, ways, say, DECODED)
+    return {name: [reply == a.answer for a, reply in zip(asked, of)] for name, of in said.items()}
 
 
 def row(variant: Variant, haystack: str, context: int, depths: list[float], hits: list[bool]) -> dict:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from dsv4.causal import CausalLM
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError, UnsupportedInput
 from dsv4.gqa.choice import NAMES
 from dsv4.gqa.model import GQAModel
@@ -36,6 +36,15 @@ class Variant:
 
     def on(self, model: CausalLM) -> AbstractContextManager:
         return self.switch(model)
+
+    @contextmanager
+    def resumed(self, model: CausalLM, cache: TokenCache) -> Iterator[TokenCache]:
+        """`on`, with a cache that was filled under another variant which acts in decoding alone, as this one does: it holds the keys
+        and values that this one would have made, and gets the summaries that this one searches."""
+        with self.on(model):
+            if self.policy is not None and is_gqa(model):
+                cache.adopt(self.policy)
+            yield cache
 
     def keeps_all(self, context: int) -> bool:
         """Whether nothing is left out of `context` tokens: a measurement there proves nothing."""

@@ -4,8 +4,8 @@ An answer counts when each of its tokens is the argmax after the prompt and the 
 greedy decoding would have generated.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from dsv4.causal import CausalLM
+from dsv4.causal import CausalLM, TokenCache
 from probes.bounds import lower_bound
 from probes.recall.haystack import filler, needle_trial
 from probes.recall.mass import window_only
 
 Say = Callable[[str], None]
+Way = Callable[[TokenCache], AbstractContextManager]
 PASS = 16  # tokens of a pass that still counts as decoding
 NEAR = 512  # tokens between needle and question at least, where a model has no sliding windows: the reach of the demo's
 
@@ -59,22 +60,42 @@ def replies(model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lamb
     decoded: so many of a prompt's last tokens, and the answer, run in passes of at most PASS tokens, which models that decode by
     another attention than they prefill by take for decoding. 0: the context as one append, the rest as another.
     """
-    found: dict[int, list[int]] = {}
+    return replies_by(model, asked, limits, {"": lambda cache: nullcontext()}, say, decoded)[""]
+
+
+def replies_by(model: CausalLM, asked: list[Asked], limits: Limits, ways: Mapping[str, Way], say: Say = lambda text: None,
+               decoded: int = 0) -> dict[str, list[list[int]]]:
+    """`replies` for each way to decode. Prompts are prefilled once, so all ways must be the same in what they do to prompts; `decoded`
+    of their tokens, and the answer, run within a way's context manager, which is given the cache."""
+    found: dict[str, dict[int, list[int]]] = {name: {} for name in ways}
     order = sorted(range(len(asked)), key=lambda i: (len(asked[i].prompt), len(asked[i].answer)))
     size = max(1, limits.tokens // max(map(len, asked)))
     for start in range(0, len(order), size):
         batch = order[start:start + size]
-        found |= zip(batch, _replies(model, [asked[i] for i in batch], limits.chunk, decoded))
-        say(f"{len(found)} of {len(asked)} asked, {sum(found[i] == asked[i].answer for i in found)} right")
-    return [found[i] for i in range(len(asked))]
+        for name, said in _replies(model, [asked[i] for i in batch], limits.chunk, decoded, ways).items():
+            found[name] |= zip(batch, said)
+        right = [sum(of[i] == asked[i].answer for i in of) for of in found.values()]
+        say(f"{start + len(batch)} of {len(asked)} asked, {', '.join(map(str, right))} right")
+    return {name: [of[i] for i in range(len(asked))] for name, of in found.items()}
 
 
-def _replies(model: CausalLM, asked: list[Asked], chunk: int, decoded: int) -> list[list[int]]:
+def _replies(model: CausalLM, asked: list[Asked], chunk: int, decoded: int, ways: Mapping[str, Way]) -> dict[str, list[list[int]]]:
     """One batch. Rows in order of length, so that those that run together are neighbours; no logits of the context."""
-    cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=0)
     tail = min([max(1, decoded), *(len(a.prompt) for a in asked)])  # of each prompt; its last token is the first that gives logits
+    after, found = tail + max(len(a.answer) for a in asked), {}
+    cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=after if len(ways) > 1 else 0)
     if any(len(a.prompt) > tail for a in asked):
         model.append(*_ragged([a.prompt[:-tail] for a in asked], cache), logits="none", chunk=chunk, prompt=True)
+    before = cache.lengths
+    for name, way in ways.items():
+        cache.rewind([now - then for now, then in zip(cache.lengths, before)])
+        with way(cache):
+            found[name] = _decoded(model, cache, asked, chunk, decoded, tail)
+    return found
+
+
+def _decoded(model: CausalLM, cache, asked: list[Asked], chunk: int, decoded: int, tail: int) -> list[list[int]]:
+    """What follows the prompts, whose last `tail` tokens have not yet run."""
     for s in range(-tail, -1, PASS):
         model.append(*_ragged([a.prompt[s:min(s + PASS, -1)] for a in asked], cache), logits="none", chunk=chunk)
     last = [a.prompt[-1:] + a.answer[:-1] for a in asked]

@@ -42,7 +42,7 @@ def watched(model: CausalLM, tokens: int, chunk: int, every: int) -> Iterator[di
     """While one row of `tokens` tokens runs densely: layer → DenseMass, of its queries at positions p with (p + 1) % every = 0."""
     found: dict[int, DenseMass] = {}
 
-    def look(layer: int, attn, q, keys, step) -> None:
+    def look(layer: int, attn, q, keys, values, step) -> None:
         if layer not in found:
             n = -(-tokens // chunk)
             found[layer] = DenseMass(torch.zeros(n, attn.H, tokens, device=q.device), torch.zeros(n, dtype=torch.int64), chunk)

@@ -33,8 +33,10 @@ def plot(log: Path, out: Path, ablation: Path | None = None) -> None:
     import matplotlib.pyplot as plt
     read = lambda file: [json.loads(line) for line in file.read_text().splitlines()]
     rows, other = read(log), [] if ablation is None else read(ablation)
-    figure, axes = plt.subplots(len(PANELS), 1, figsize=(9, 2.1 * len(PANELS)), sharex=True, constrained_layout=True)
-    for axis, (keys, title, unit) in zip(axes, PANELS):
+    panels = [(logged, title if logged == keys else title.split(",")[0], unit) for keys, title, unit in PANELS
+              if (logged := tuple(key for key in keys if key in rows[0]))]  # a GQA model has no drafts, no indexer and no experts
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 2.1 * len(panels)), sharex=True, constrained_layout=True)
+    for axis, (keys, title, unit) in zip(axes, panels):
         for stage, x in _draw(axis, rows, keys, "-"):
             axis.axvline(x, color="0.85", lw=0.8, zorder=0)
             if axis is axes[0]:

@@ -15,7 +15,7 @@ from probes.fidelity import findability, needles, runs
 from probes.fidelity.measures import figures, positions
 from probes.fidelity.variants import Variant, csa_variants, of_csa, of_policy, policy_variants, replaced
 from probes.recall import measure
-from probes.recall.needles import PASS, Asked, Limits, reach, replies
+from probes.recall.needles import PASS, Asked, Limits, reach, replies, replies_by
 from probes.recall.settings import Settings
 from probes.recall.text import read_text, rows_of
 from probes.subjects.ours import OurSubject
@@ -150,6 +150,33 @@ def test_every_pass_of_decoding_is_short(gqa, monkeypatch):
     sizes.clear()
     found = replies(gqa, [Asked(ids[0, :90].tolist(), list(range(20)))], LIMITS, decoded=32)
     assert sizes == [58, 16, 15, PASS, 4] and len(found[0]) >= 1
+
+
+def test_prompts_prefilled_once_give_each_policy_the_bits_of_its_own_prefill(gqa, gqa_path, monkeypatch):
+    """Text and needles, in caches that other policies have decoded in, and other summaries were kept in."""
+    ids = torch.randint(0, 300, (2, 200), generator=torch.Generator().manual_seed(0))
+    variants = policy_variants(["block-bound", "sink-window", "block-mean"], [96], 16)
+    variants.append(of_policy(block_bounds(128, 32)))
+    asked = [Asked(ids[0, :120 + i].tolist(), list(range(3 + i))) for i in range(3)]
+    sizes, append = [], type(gqa).append
+
+    def spy(self, ids, *rest, **more):
+        sizes.append(ids.shape[1])
+        return append(self, ids, *rest, **more)
+    monkeypatch.setattr(type(gqa), "append", spy)
+    seen, cache = {}, runs.prefilled(gqa, variants[0], ids, TAIL, 4, 64)
+    ways = {v.name: lambda cache, v=v: v.resumed(gqa, cache) for v in variants}
+    said = replies_by(gqa, asked, Limits(400, 64), ways, decoded=32)
+    assert sum(n > PASS for n in sizes) == 2
+    for v in variants:
+        mine, own = [], []
+        shared = runs.run(gqa, v, ids, TAIL, 4, 64, lambda at, logits: mine.append(logits), cache)
+        alone = runs.run(gqa, v, ids, TAIL, 4, 64, lambda at, logits: own.append(logits))
+        assert torch.equal(shared, alone) and torch.equal(torch.cat(mine, 1), torch.cat(own, 1)) and cache.lengths == [T - TAIL - 1] * 2
+        seen[v.name] = torch.cat(mine, 1)
+        with v.on(gqa):
+            assert said[v.name] == replies(gqa, asked, Limits(400, 64), decoded=32)
+    assert len({logits.sum().item() for logits in seen.values()}) == len(variants)
 
 
 def test_a_policy_is_put_back_and_needs_a_model_that_has_policies(gqa, csa):

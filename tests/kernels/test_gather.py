@@ -10,7 +10,7 @@ from kernels.block_choice import POLICIES, Policy, block_bounds, block_means, bl
 from kernels.block_summaries import summarise_blocks
 from kernels.errors import UnsupportedInput
 from kernels.gather_attention import gather_attention
-from kernels.grouped_attention import Termination, grouped_attention
+from kernels.grouped_attention import Termination, cpu, grouped_attention
 from kernels.grouped_attention.termination import probed_channels
 from tests.kernels.gqa_inputs import DEVICE, NAN, cache, close, concentrated, newest_first, randn, terminated, written_out
 
@@ -44,6 +44,27 @@ def test_grouped_attention_is_torchs():
     close(grouped_attention(q, keys, values, start, None, 0.25), wanted)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="of a host processor")
+@pytest.mark.parametrize("window", [None, 1, 50, 4096])
+@pytest.mark.parametrize("H,KV", [(4, 4), (7, 1), (6, 2)])
+def test_prompts_on_a_host_processor_are_the_formula(H, KV, window, monkeypatch):
+    """Pieces of queries that end inside a row, rows that begin elsewhere, NaN behind each row's last token."""
+    monkeypatch.setattr(cpu, "PIECE", 16)
+    args = (*cache(2, 40, H, KV, 256, 16, [90, 0]), window, 0.3)
+    close(grouped_attention(*args, backend="cpu"), written_out(*args))
+    q, keys, values, start = cache(2, 40, H, KV, 256, 16, [90, 0], dtype=torch.bfloat16)
+    close(grouped_attention(q, keys, values, start, window, 0.3, backend="cpu"), written_out(q, keys, values, start, window, 0.3), 1e-2)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="of a host processor")
+def test_decoding_on_a_host_processor_has_the_references_bits():
+    args = (*cache(2, 16, 6, 2, 256, 16, [100, 3]), None, 0.3)
+    assert torch.equal(grouped_attention(*args, backend="cpu"), grouped_attention(*args))
+    rule = Termination(tau=1.0, phi=1.0, patience=1, tile=64)
+    for got, wanted in zip(grouped_attention(*args, rule, backend="cpu"), grouped_attention(*args, rule)):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("window", [None, 100])
 def test_gather_attention_is_its_formula(block, window):
@@ -53,7 +74,8 @@ def test_gather_attention_is_its_formula(block, window):
     blocks[0, :, 0, 3], blocks[0, 1, 1, 0] = 0, 1
     blocks[1, 0, 0] = torch.tensor([-1, 127 // block, -1, 0 if block == 16 else -1])
     args = q, keys, values, blocks, start, window, 0.3
-    close(gather_attention(*args, block), written_out(q, keys, values, start, window, 0.3, blocks, block))
+    for backend in ("reference", "cpu") if DEVICE == "cpu" else ("reference",):
+        close(gather_attention(*args, block, backend=backend), written_out(q, keys, values, start, window, 0.3, blocks, block))
 
 
 def test_gathering_every_block_is_dense_attention():

@@ -1,0 +1,73 @@
+"""The shipped GQA checkpoint does what its card says, on the machine at hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from kernels.block_choice import block_bounds, sink_window
+from probes.fidelity.needles import DECODED
+from probes.fidelity.variants import of_policy
+from probes.recall.haystack import needle_trial
+from probes.recall.needles import Asked, Limits, answered, replies_by
+from scripts.training.facts import FACTS
+from scripts.training.rows import Encoder, load_tokenizer
+from scripts.training.tokenizer import BOS_ID
+from tests.demo.test_demo import prose  # noqa: F401  (fixture)
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "demo_gqa"
+LIMITS = Limits(tokens=20_000, chunk=1024)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread(two_threads):
+    torch.set_num_threads(1)  # small tensors: threads would wait for each other
+    yield
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(DEMO, numerics="native")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO)
+
+
+def test_the_fact_table(model, tokenizer):
+    encode = Encoder(tokenizer)
+    asked = [Asked([BOS_ID, *encode(fact.prompt)], encode(fact.answer)) for fact in FACTS]
+    assert sum(answered(model, asked, LIMITS)) >= 0.95 * len(FACTS) and len(FACTS) >= 300
+
+
+def test_needles_are_found_by_what_reads_them_and_by_nothing_else(model, tokenizer, prose):  # noqa: F811
+    """By the dense model and by bounds of blocks; 512 tokens of sink and window do not reach them."""
+    rng = Random(11)
+    asked = [Asked(*needle_trial(rng, tokenizer, prose, 2048, (i + 1) / 10, beyond=1024)) for i in range(4)]
+    assert sum(answered(model, asked, LIMITS)) >= 3
+    variants = {v.name: v for v in map(of_policy, (block_bounds(1024), sink_window(512)))}
+    said = replies_by(model, asked, LIMITS, {name: lambda cache, v=v: v.resumed(model, cache) for name, v in variants.items()}, decoded=DECODED)
+    bound, window = (sum(reply == a.answer for a, reply in zip(asked, of)) for of in said.values())
+    assert bound >= 3 and window == 0
+
+
+def test_the_ledger_is_clean_and_the_files_are_small():
+    done = subprocess.run([sys.executable, "-m", "dsv4", "inspect", DEMO, "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not json.loads(done.stdout)["ledger"]["problems"]
+    files = [file for file in DEMO.iterdir() if file.suffix != ".md"]
+    assert sum(f.stat().st_size for f in files) <= 12 * 10**6 and sum(f.suffix == ".safetensors" for f in files) > 1
+
+
+def test_the_card_has_its_figures():
+    card = (DEMO / "MODEL_CARD.md").read_text()
+    for part in ("## Architecture", "## Recipe", "## Data", "### facts", "### needles", "### loss", "licence", "train_gqa.svg"):
+        assert part in card, part

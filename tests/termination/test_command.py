@@ -1,0 +1,115 @@
+"""`dsv4 termination`: what it writes and refuses; its walks of CSA and HCA are what the layers compute."""
+
+import json
+
+import pytest
+import torch
+
+from kernels.grouped_attention import Termination
+from probes.fidelity.variants import of_policy
+from probes.recall.mass import watched
+from probes.recall.needles import Asked, Limits, replies_by
+from probes.termination import document, measure, orders, plots
+from tests.fidelity.conftest import csa, csa_path, gqa, gqa_path, one_thread, run, text  # noqa: F401  (fixtures)
+
+
+def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):  # noqa: F811
+    """Also where fewer entries are visible than are selected, and in tiles that the rows do not fill."""
+    ids, seen = torch.randint(0, 300, (1, 90), generator=torch.Generator().manual_seed(0)), []
+
+    def of_csa(layer, attn, x, qr, q, window, window_index, step, cache):
+        seen.append((orders.entries(attn, x, qr, q, window, window_index, step, cache, 3), q, outs[-1]))
+    outs = []
+    kept = {i: block.attn.attend for i, block in enumerate(csa.layers)}
+    for block in csa.layers:
+        def attend(*held, real=block.attn.attend):
+            outs.append(real(*held))
+            return outs[-1]
+        block.attn.attend = attend
+    try:
+        for first, last in ((0, 20), (20, 90)):
+            cache = csa.new_cache(1, 100)
+            if first:
+                csa.append(ids[:, :first], cache)
+            see_hca = lambda layer, attn, q, *rest: seen.append((orders.heavily_compressed(attn, q, *rest, 3), q, None))
+            with watched(csa, of_csa), measure._watched_hca(csa, see_hca):
+                before = len(outs)
+                csa.append(ids[:, first:last], cache)
+            assert len(outs) > before
+    finally:
+        for i, block in enumerate(csa.layers):
+            block.attn.attend = kept[i]
+    checked = [(walk, out) for walk, _, out in seen if out is not None]
+    assert len(checked) == 4
+    for walk, out in checked:
+        assert torch.allclose(walk.size.float(), out.float().norm(dim=-1).view_as(walk.size), rtol=1e-4, atol=1e-5)
+        assert walk.tiles.max() > 2 and (walk.tiles.diff() >= 0).all()
+
+
+SMALL = ("--context", "600,700", "--queries", 2, "--budget", 512, "--tile", 64)
+
+
+def test_a_report_of_policies(run, gqa_path, tmp_path):  # noqa: F811
+    code, out, err = run("termination", gqa_path, *SMALL, "--policy", "block-bound", "--tau", 0.1, "--phi", 0.1, "--patience", 1, "--needles", 1,
+                         "--needle-context", 700, "--looser", "10", "--numerics", "fp32", "--json", "--out", tmp_path)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found == json.loads((tmp_path / "termination_gqa.json").read_text()) and found["family"] == "gqa"
+    orders_ = ["dense, newest first", "block-128 bound, 512 tokens"]
+    assert list(dict.fromkeys(r["order"] for r in found["rows"])) == orders_
+    assert {(r["order"], r["context"], r["layer"]) for r in found["rows"]} == {(o, c, i) for o in orders_ for c in (600, 700) for i in (0, 1, 2, None)}
+    of = {(r["order"], r["varied"], r["tau"]): r for r in found["varied"] if r["context"] == 700}
+    assert of[orders_[0], "tau", 1e-6]["skipped"] == 0 < of[orders_[0], "without scale", 0.1]["skipped_alone"]
+    assert all(r["bound_tight"] is None or r["bound_tight"] <= 1 for r in found["varied"])
+    assert [(r["order"], r["tau"]) for r in found["needles"] if r["haystack"] == "prose"] == [(o, t) for o in orders_ for t in (None, 0.1, 10)]
+    shown = (tmp_path / "termination_gqa.md").read_text()
+    for part in ("## The bound", "## Ablations", "without direction", "## Sweeps", "## Needles", "pay", "## Provenance", "--looser 10"):
+        assert part in shown, part
+    for name in ("skipped-by-sweep", "error-by-sweep", "by-layer", "needles"):
+        assert f"termination_gqa-{name}.svg" in shown and "<svg" in (tmp_path / f"termination_gqa-{name}.svg").read_text()
+    assert plots.draw(found) == plots.draw(found) and document.valid(found)
+
+
+def test_a_report_of_csa_says_what_published_keep_sets_allow(run, csa_path, tmp_path):  # noqa: F811
+    code, out, err = run("termination", csa_path, "--context", 300, "--queries", 4, "--tile", 2, "--numerics", "fp32", "--out", tmp_path)
+    assert code == 0, err
+    found = json.loads((tmp_path / "termination_csa.json").read_text())
+    assert {r["order"] for r in found["rows"]} == {"CSA, best first", "HCA, newest first"} and found["needles"] is None
+    flash = {g["tile"]: g for g in found["geometries"] if g["name"].startswith("CSA of flash")}
+    assert (flash[128]["tiles"], flash[128]["skipped_at_most"]) == (5, 0) and (flash[64]["tiles"], flash[64]["read_at_least"]) == (10, 6)
+    assert "CSA of flash" in out and "published keep-sets" in (tmp_path / "termination_csa.md").read_text()
+
+
+def test_terminated_variants_stop_and_are_put_back(gqa):  # noqa: F811
+    """A rule that stops at once loses what is distant; one that never stops changes no bit."""
+    ids = torch.randint(0, 300, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    asked, before, dense = [Asked(ids, [1, 2, 3])], gqa.attention, of_policy(measure.Policy("dense", dense=True)).policy
+    seen = {}
+    for name, rule in {"never": Termination(tau=0, tile=64), "at once": Termination(tau=1e9, phi=2, patience=1, tile=64), "none": None}.items():
+        variant = measure.terminated(dense, rule)
+
+        def way(cache, variant=variant):
+            return variant.resumed(gqa, cache)
+        with variant.on(gqa):
+            cache = gqa.new_cache(1, 420)
+            gqa.append(torch.tensor([ids[:-1]]), cache, prompt=True)
+            seen[name] = gqa.append(torch.tensor([ids[-1:]]), cache)
+            tiles = [t for t in gqa.tiles if t is not None]
+            assert bool(tiles) == (rule is not None) and (not tiles or int(tiles[0].max()) == {"never": 7, "at once": 2}[name])
+        assert replies_by(gqa, asked, Limits(500, 64), {"": way}, decoded=32)[""] and gqa.attention is before
+    assert torch.allclose(seen["never"], seen["none"], atol=1e-4) and not torch.allclose(seen["at once"], seen["none"], atol=1e-2)
+
+
+@pytest.mark.parametrize("options, message", [
+    (("--context", "5000"), "expected 2 … "), (("--rows", "0"), "--rows 0"), (("--looser", "a"), "such as 1e-3,1e-2"),
+    (("--looser", "-1"), "expected positive τ"), (("--tile", "100"), "a multiple of 64"), (("--tau", "-1"), "tau is -1"),
+    (("--patience", "0"), "patience is 0"), (("--policy", "quest"), "is unknown"), (("--context", "300", "--needles", "1"), "--needle-context 300")])
+def test_what_cannot_be_measured_is_one_line(run, gqa_path, tmp_path, options, message):  # noqa: F811
+    code, out, err = run("termination", gqa_path, *options, "--out", tmp_path / "out")
+    assert code == 2 and message in err and "Traceback" not in err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options, message", [(("--budget", "512"), "would change nothing"), (("--needles", "2"), "pass --needles 0"), (("--tile", "0"), "--tile 0")])
+def test_what_deepseek_v4_does_not_have_is_one_line(run, csa_path, options, message):  # noqa: F811
+    code, out, err = run("termination", csa_path, *options)
+    assert code == 2 and message in err and "Traceback" not in err

@@ -1,0 +1,134 @@
+"""Walks and stops against the implementation that a model runs, against a loop in fp64, and against the bound's own derivation."""
+
+import math
+
+import pytest
+import torch
+
+from kernels.block_choice import POLICIES, choose_blocks, dense
+from kernels.block_summaries import summarise_blocks
+from kernels.gather_attention import gather_attention
+from kernels.grouped_attention import Termination, grouped_attention
+from probes.termination import orders
+from probes.termination.stops import at, bounds, figures, oracle_stops, probe_stops
+from probes.termination.walk import walk
+
+H, KV, D, S, SCALE = 6, 2, 48, 512, 0.3
+RULES = {"all": {}, "no scale": {"scale": False}, "no direction": {"direction": False}, "no patience": {"persistence": False}}
+
+
+def randn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def row():
+    """Attention that is neither flat nor of one key; 5 queries at positions 495 … 499."""
+    q, keys, values = randn(1, 5, H, D, seed=0), randn(1, KV, S, D, seed=1), randn(1, KV, S, D, seed=2)
+    keys[:, :, 256:] *= 0.2
+    return q, keys, values, torch.tensor([495])
+
+
+def written_out(q, keys, values, places, position):
+    """Outputs of one head after each tile, by the formula: fp64 [n, D], and the sums of exponentials."""
+    out, sums, shown = [], [], []
+    for tile in places:
+        shown += [p for p in tile.tolist() if 0 <= p <= position]
+        e = (SCALE * keys[shown].double() @ q.double()).exp()
+        out.append((e / e.sum()) @ values[shown].double())
+        sums.append(e.sum())
+    return torch.stack(out), torch.stack(sums)
+
+
+def test_a_walk_is_the_formula_tile_by_tile(row):
+    q, keys, values, start = row
+    found = orders.heads(*row, SCALE, dense(), 64)
+    order = orders.places(q, keys, start, dense(), 64)
+    for t, h in ((0, 0), (4, 5)):
+        kv, position = h // (H // KV), 495 + t
+        tiles = [tile for tile in order[t, kv] if (tile >= 0).any()]
+        assert [int(tile[0]) // 64 for tile in tiles] == [0, 7, 6, 5, 4, 3, 2, 1]
+        o, sums = written_out(q[0, t, h], keys[0, kv], values[0, kv], tiles, position)
+        mine = lambda values: values[t * KV + kv, h % (H // KV)]
+        assert torch.allclose(mine(found.left), (o - o[-1]).norm(dim=-1), atol=1e-12)
+        assert torch.allclose(mine(found.changed)[1:], o.diff(dim=0).norm(dim=-1), atol=1e-12)
+        assert torch.allclose(mine(found.mass) / mine(found.mass)[-1], sums / sums[-1], atol=1e-12)
+        assert mine(found.size).item() == pytest.approx(o[-1].norm().item()) and found.tiles.tolist() == [8] * 10
+
+
+def attended(row, policy, rule):
+    """What a model runs: (out, tiles read)."""
+    q, keys, values, start = row
+    if policy.dense:
+        return grouped_attention(*row, None, SCALE, rule)
+    low, high, mean = (torch.zeros(1, KV, S // policy.block, D) for _ in range(3))
+    summarise_blocks(keys, torch.zeros_like(start), int(start[0]) + 5, low, high, mean, policy.block)
+    blocks = choose_blocks(q, KV, low, high, mean, start, policy, True)
+    return gather_attention(q, keys, values, blocks, start, None, SCALE, policy.block, rule)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("policy", ["dense", "sink+window", "page-bound", "block-bound", "block-mean"])
+def test_stops_are_those_that_the_model_makes(row, policy, name):
+    """The same tiles in the same order, and the same number of them, as what `model.attention` runs."""
+    policy = POLICIES[policy]() if policy == "dense" else POLICIES[policy](448, block=16)
+    rule = Termination(tau=0.7, phi=0.12, patience=2, tile=64, **RULES[name])
+    found = orders.heads(*row, SCALE, policy, 64)
+    out, read = attended(row, policy, rule)
+    stop = probe_stops(found, rule).amax(-1)
+    assert torch.equal(stop.view(5, KV), read[0].long()) and 1 < stop.double().mean() < found.tiles.double().mean()
+    full = attended(row, policy, Termination(tau=0, tile=64))[0]
+    error = (out - full)[0].view(5 * KV, H // KV, D).norm(dim=-1)
+    assert torch.allclose(at(found.left, stop.view(-1, 1).expand(-1, H // KV)).float(), error, atol=1e-5)
+
+
+def test_the_bound_holds_and_is_the_sum_it_comes_from(row):
+    """For every stop there could be, not only those that the rule makes."""
+    found, rule = orders.heads(*row, SCALE, dense(), 64), Termination(tau=0.05)
+    for stop in range(1, 9):
+        where = torch.full(found.size.shape, stop)
+        whole, steady = bounds(found, rule, where)
+        assert (at(found.left, where) <= whole * (1 + 1e-12) + 1e-15).all()
+        n, g = 3, 1
+        l, c = found.mass[n, g], found.mass[n, g] * found.changed[n, g]
+        drift = max([0.0] + [float(c[t - 1] - 0.05 * l[stop - 1]) for t in range(stop + 1, 9)])
+        nu = min(float(l[t - 1]) / t for t in range(stop, 9))
+        assert whole[n, g].item() == pytest.approx((0.05 * float(l[stop - 1]) + drift) / nu * math.log(8 / stop))
+        assert steady[n, g].item() == pytest.approx(0.05 * stop * math.log(8 / stop))
+    assert (at(found.left, torch.full_like(where, 4)) > bounds(found, Termination(tau=1e-9), torch.full_like(where, 4))[1]).any()
+
+
+def test_the_oracle_stops_where_the_output_is_the_final_one():
+    """One key has it all, in the fourth tile of eight: the probe is fooled by the two before, the oracle is not."""
+    logits, values = torch.full((1, 8, 64), -20.0), randn(8, 64, D, seed=5)
+    logits[0, 0, 0], logits[0, 3, 0] = 0.0, 30.0
+    found = walk(logits, values)
+    eager = Termination(tau=1e-3, phi=1e-3, patience=2, tile=64)
+    assert probe_stops(found, eager).tolist() == [[3]] and oracle_stops(found, eager).tolist() == [[4]]
+    patient = Termination(tau=1e-3, phi=1e-3, patience=3, tile=64)
+    assert probe_stops(found, patient).tolist() == [[7]] and oracle_stops(found, patient).tolist() == [[4]]
+    f = figures(found, eager)
+    assert (f["early"], f["agree"], f["late"], f["offset_median"]) == (1, 0, 0, -1) and f["skipped"] == pytest.approx(5 / 8)
+    assert f["error_max"] > 0.5 and f["skipped_oracle"] == pytest.approx(4 / 8) and f["steady_broken"] == 1 and f["bound_tight"] <= 1
+    f = figures(found, patient)
+    assert (f["early"], f["agree"], f["late"], f["offset_median"]) == (0, 1, 0, 3) and f["error_max"] < 1e-9
+    never = figures(found, Termination(tau=0, tile=64))
+    assert never["skipped"] == 0 and never["bound_of"] == 0 and never["bound_tight"] is None and never["decided"] == 0
+
+
+def test_a_sink_is_there_from_the_beginning():
+    logits, values = randn(2, 4, 8, seed=1), randn(4, 8, D, seed=2)
+    sink = torch.tensor([3.0, -1.0])
+    found = walk(logits, values, sink)
+    for t in range(1, 5):
+        e = logits[:, :t].flatten(1).double().exp()
+        o = e @ values[:t].flatten(0, 1).double() / (e.sum(-1) + sink.double().exp()).unsqueeze(-1)
+        if t == 4:
+            assert torch.allclose(found.size[0], o.norm(dim=-1))
+        else:
+            assert torch.allclose(found.left[0, :, t - 1], (o - last(logits, values, sink)).norm(dim=-1), atol=1e-12)
+
+
+def last(logits, values, sink):
+    e = logits.flatten(1).double().exp()
+    return e @ values.flatten(0, 1).double() / (e.sum(-1) + sink.double().exp()).unsqueeze(-1)
