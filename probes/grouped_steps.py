@@ -27,15 +27,17 @@ class Call:
 
 
 class Watched:
-    """Calls of the named operations while the `with` block lasts, and what each layer then gives to its output projection.
+    """Calls of the named operations by layers without a window while the `with` block lasts, and what each layer then gives to its output
+    projection.
 
     Tensors are those that were given, not copies (but for memories of chunked prefill, which later calls overwrite): look at them
     before the next step.
     """
 
     def __init__(self, model: GQAModel, *names: str):
-        self.model, self.names, self._undo = model, names, ExitStack()
+        self.model, self._undo = model, ExitStack()
         self._layer, self._calls = -1, {name: [] for name in names}
+        self.real = {name: getattr(model.op, name) for name in names}  # for calls that are not to be seen
         self.attended: dict[int, torch.Tensor] = {}  # [N, H·D] of each layer in the last step
 
     def __enter__(self) -> "Watched":
@@ -43,8 +45,7 @@ class Watched:
             attn = layer.self_attn
             self._undo.callback(attn.register_forward_pre_hook(lambda _, args, i=i: setattr(self, "_layer", i)).remove)
             self._undo.callback(attn.o_proj.register_forward_pre_hook(lambda _, args, i=i: self.attended.__setitem__(i, args[0])).remove)
-        for name in self.names:
-            real = getattr(self.model.op, name)
+        for name, real in self.real.items():
             self._undo.callback(setattr, self.model.op, name, real)
             setattr(self.model.op, name, partial(self._call, name, real))
         return self
@@ -55,7 +56,8 @@ class Watched:
     def _call(self, name: str, real: Callable, *given):
         kept = tuple(Memory(*(t.clone() for t in one)) if isinstance(one, Memory) else one for one in given)
         out = real(*given)
-        self._calls[name].append(Call(self._layer, kept, out))
+        if self.model.layers[self._layer].self_attn.window is None:
+            self._calls[name].append(Call(self._layer, kept, out))
         return out
 
     def taken(self, name: str) -> list[Call]:

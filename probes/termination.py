@@ -26,6 +26,7 @@ POLICIES = (dense(), Policy("block-64 bound", "bound", 64, 1, 2, 8))
 NEVER = (Termination(tau=0), Termination(patience=1 << 20))
 ROUNDING = {"fp32": 3e-6, "products in bf16": 4e-3}  # of a probe, of its size
 WIDTHS = (1, 2)
+WHOLE = "the rule"
 SAME = "the same operations on the same numbers"
 
 
@@ -58,36 +59,41 @@ class TerminationProbe(Probe):
         model.attention = Attention(policy)
         cache = poisoned(model, len(LENGTHS), max(LENGTHS) + 8)
         model.append(ids[:, :max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True)
-        with Watched(model, "grouped_attention", "gather_attention") as watched:
+        operation = operation_of(policy)
+        with Watched(model, operation) as watched:
             def step(rule: Termination, T: int) -> list[Call]:
                 model.attention = Attention(policy, rule)
                 model.append(ids[:, -T:], cache)
                 cache.rewind(T)
-                return watched.taken("grouped_attention" if policy.dense else "gather_attention")
-            yield from never(subject, policy, [step(rule, 2) for rule in NEVER], model.layer_paths())
+                return watched.taken(operation)
+            yield from never(subject, policy, [step(rule, 2) for rule in NEVER], watched)
             first = Look(subject, policy, replace(NEVER[0], tile=TILE, splits=1), step(replace(NEVER[0], tile=TILE, splits=1), 2))
             for name, rule in rules(*first.thresholds()):
                 looks = [Look(subject, policy, rule, step(rule, T)) for T in WIDTHS]
                 yield from judged(subject, f"{policy.name}, {name}", rule, looks, model.layer_paths())
 
 
+def operation_of(policy: Policy) -> str:
+    return "grouped_attention" if policy.dense else "gather_attention"
+
+
 def rules(tau: float, phi: float) -> Iterator[tuple[str, Termination]]:
     """Names and rules: each part, and what ablations leave out."""
     plain = Termination(tau, phi, 2, tile=TILE, splits=1)
-    yield "the rule", plain
+    yield WHOLE, plain
     yield "patience 1", replace(plain, persistence=False)
     yield "without scale", replace(plain, scale=False)
     yield "without direction", replace(plain, direction=False)
-    yield "in 2 splits", replace(plain, splits=2)
+    yield "in 2 splits", replace(plain, splits=2, patience=1)
 
 
-def never(subject: Subject, policy: Policy, steps: list[list[Call]], paths: list[dict]) -> Iterator[Check]:
+def never(subject: Subject, policy: Policy, steps: list[list[Call]], watched: Watched) -> Iterator[Check]:
     """Rules that never stop: of two such rules the same bits; those of attention without a rule where a kernel walks the same tiles in the
     same order, else within the numerics; every tile read."""
     part, plain, same, tiles, bits = "termination, never stopping", Tally(), Tally(), Tally(), subject.model.backend == "triton"
+    operation = operation_of(policy)
     for a, b in zip(*steps):
-        operation = subject.model.op.grouped_attention if policy.dense else subject.model.op.gather_attention
-        at, wanted = f"layer {a.layer}", operation(*a.given[:-1])
+        at, wanted = f"layer {a.layer}", watched.real[operation](*a.given[:-1])
         if a.layer == steps[0][0].layer:  # later layers of the second rule are given what the first gave
             same.see(int((a.out[0] != b.out[0]).sum()), a.out[0].numel(), at)
         plain.see(int((a.out[0] != wanted).sum()) if bits else 0, wanted.numel(), at)
@@ -104,17 +110,17 @@ def never(subject: Subject, policy: Policy, steps: list[list[Call]], paths: list
 
 def by_query(call: Call, rule: Termination) -> Iterator[list[Walk]]:
     """The walks of each query's KV heads, in the order of the batch."""
-    listed = len(call.given) == 9
+    chosen = len(call.given) == 9
     q, keys, values = call.given[:3]
-    blocks, start, scale = (call.given[3], call.given[4], call.given[6]) if listed else (None, call.given[3], call.given[5])
+    blocks, start, scale = (call.given[3], call.given[4], call.given[6]) if chosen else (None, call.given[3], call.given[5])
     (B, T, H, D), KV = q.shape, keys.shape[1]
-    heads, starts = q.double().cpu().view(B, T, KV, H // KV, D), start.tolist()
+    heads, begins = q.double().cpu().view(B, T, KV, H // KV, D), start.tolist()
     for b in range(B):
-        k, v = (t[b, :, :starts[b] + T].double().cpu() for t in (keys, values))
+        k, v = (t[b, :, :begins[b] + T].double().cpu() for t in (keys, values))
         for t in range(T):
-            p = starts[b] + t
+            p = begins[b] + t
             yield [Walk(b, p, heads[b, t, kv], k[kv, :p + 1], v[kv, :p + 1], oracle.listed(blocks[b, t, kv].tolist(), call.given[7], rule.tile, p)
-                        if listed else oracle.newest_first(p, rule.tile), scale, listed, rule.splits or 1) for kv in range(KV)]
+                        if chosen else oracle.newest_first(p, rule.tile), scale, chosen, rule.splits or 1) for kv in range(KV)]
 
 
 class Look:
@@ -173,7 +179,7 @@ def judged(subject: Subject, where: str, rule: Termination, looks: list[Look], p
     yield tally["calls"].counted("layers that had no rule to stop", "termination", "every layer without a window follows it", where)
     yield compare(name, tally["stop"].wrong, "==", 0, rule_said, tally["stop"].samples, where=f"{where}{', ' * bool(tally['stop'].first)}{tally['stop'].first}",
                   part=part, chance=tally["never stopping"].chance)
-    for aspect, alternative in ASPECTS.items():
+    for aspect, alternative in ASPECTS.items() if where.endswith(WHOLE) else ():
         if alternative in tally:
             yield from _decides(aspect, tally[alternative], where, part)
     if rule.splits == 1:
