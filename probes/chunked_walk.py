@@ -61,7 +61,7 @@ class Walk:
                     memory = kept.positions[i + 1, b, kv].tolist()
                     said = dict(zip(memory, kept.scores[i + 1, b, kv].tolist()))
                     self._memory(tally, memory, set(before), first + S, scores, at)
-                    self._said(tally, said, held, scores, chunk, before, at)
+                    self._said(tally, said, held, chunk, given if first else None, at)
                     held, scores = said, {p: scores[p] for p in memory if p in scores}
                     found.append(memory)
         return found
@@ -94,7 +94,7 @@ class Walk:
         """|M| = L + H, ascending, the last L tokens and the heaviest of the others, none twice."""
         c = self.chunking
         local, heavy, live = set(range(last - c.local, last)), set(memory) - set(range(last - c.local, last)), set(memory)
-        rest = (older | set(range(last - c.chunk, last))) - local
+        rest = (older | set(range(last - c.chunk, last))) & set(scores) - local
         tally["size"].see(int(len(live) != c.memory or min(live) < 0), 1, at)
         tally["sorted"].see(int(memory != sorted(memory)), 1, at)
         tally["local"].see(int(not local <= live), 1, at)
@@ -107,16 +107,17 @@ class Walk:
         wrong = bool(left) and bool(heavy) and max(left) - min(scores[p] for p in heavy) > 2 * self.limit * most
         tally["heavy"].see(int(wrong), 1, at, chance=float(bool(left)))
 
-    def _said(self, tally: dict[str, Tally], said: dict, held: dict, scores: dict, c: Chunk, before: dict, at: str) -> None:
-        """Scores that the layer keeps: those of the definition, and never less than before."""
+    def _said(self, tally: dict[str, Tally], said: dict[int, float], held: dict[int, float], c: Chunk, memory: list[int] | None, at: str) -> None:
+        """Scores that the layer keeps: what it kept before and what the definition adds, and never less than before."""
         fallen = sum(said[p] < held[p] for p in said if p in held)
         tally["fall"].see(fallen, sum(p in held for p in said), at)
-        known = [p for p in said if p in scores]
-        given, wanted = (torch.tensor([[of[p]] for p in known], dtype=torch.float64) for of in (said, scores))
-        if (tally["scores"].far(given, wanted, at, 2 * self.limit) > 2 * self.limit).any():
-            for name, other in misscored(c, before, [p for p in held] or None):
-                mine = torch.tensor([[other.get(p, 0.0)] for p in known], dtype=torch.float64)
-                tally["scores"].causes.update([name] * len(known) if near(given, mine, 1e-2) else [])
+        fresh = dict(zip(range(c.first, c.first + len(c.values)), oracle.own_mass(c.own).tolist()))
+        more = dict(zip(memory or (), oracle.far_mass(c.own, c.far).tolist() if c.far is not None else ()))
+        wanted = fresh | {p: held.get(p, 0.0) + m for p, m in more.items()}
+        for phase, places in ((1, [p for p in said if p in fresh]), (2, [p for p in said if p in more])):
+            if places and (tally["scores"].far(column(said, places), column(wanted, places), at, 2 * self.limit) > 2 * self.limit).any():
+                mine = column(said, places) - (column(held, places) if phase == 2 else 0)
+                tally["scores"].causes.update(name for name, other in misscored(c, phase, memory) if near(mine, column(other, places), 1e-3) for _ in places)
 
     def _apart(self, tally: dict[str, Tally], heads: list[list[list[int]]], at: str) -> None:
         """Memories of KV heads are chosen head by head: all alike would be a choice over all heads at once."""
@@ -134,24 +135,26 @@ def misfused(c: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
     tops = [s.amax(-1, keepdim=True) for s in (c.own, c.far)]
     weights = [torch.exp(s - top) for s, top in zip((c.own, c.far), tops)]
     sums, parts = [w.sum(-1, keepdim=True) for w in weights], [w @ v for w, v in zip(weights, (c.values, c.far_values))]
-    yield "without e^(m − m′)", (parts[0] + parts[1]) / (sums[0] + sums[1])
+    yield "phases added without scaling", (parts[0] + parts[1]) / (sums[0] + sums[1])
     yield "memory left out", parts[0] / sums[0]
     yield "own chunk left out", parts[1] / sums[1]
     yield "mean of both phases", (parts[0] / sums[0] + parts[1] / sums[1]) / 2
 
 
-def misscored(c: Chunk, before: dict[int, float], memory: list[int] | None) -> Iterator[tuple[str, dict[int, float]]]:
-    """(what would be wrong, the scores that it would give)."""
+def column(of: dict[int, float], places: list[int]) -> torch.Tensor:
+    """[n, 1] in float64."""
+    return torch.tensor([[of.get(p, float("nan"))] for p in places], dtype=torch.float64)
+
+
+def misscored(c: Chunk, phase: int, memory: list[int] | None) -> Iterator[tuple[str, dict[int, float]]]:
+    """(what would be wrong, what it would add to the tokens of the chunk (phase 1) or of the memory (phase 2))."""
     place = range(c.first, c.first + len(c.values))
-    raw = dict(zip(place, torch.exp(c.own - c.own.amax(-1, keepdim=True)).sum((0, 1)).tolist()))
-    fresh = dict(zip(place, oracle.own_mass(c.own).tolist()))
-    more = lambda mass: {p: before.get(p, 0.0) + m for p, m in zip(memory or (), mass.tolist())}
-    none = torch.zeros(len(memory or ()))
-    far = none if c.far is None else oracle.far_mass(c.own, c.far)
-    yield "column sums before normalisation", more(far) | raw
-    if c.far is not None:
-        yield "column sums of phase 2 by its own softmax", more(torch.softmax(c.far, -1).sum((0, 1))) | fresh
-        both = torch.softmax(torch.cat((c.own, c.far), -1), -1).sum((0, 1))
-        yield "column sums of phase 1 by the fused softmax", more(far) | dict(zip(place, both.tolist()))
-        yield "column sums of phase 2 not added", more(none) | fresh
-        yield "scores of the last chunk alone", dict(zip(memory, far.tolist())) | fresh
+    both = None if c.far is None else torch.cat((c.own, c.far), -1)
+    if phase == 1:
+        yield "before normalisation", dict(zip(place, torch.exp(c.own - c.own.amax(-1, keepdim=True)).sum((0, 1)).tolist()))
+        if both is not None:
+            yield "phase 1 by the fused softmax", dict(zip(place, torch.softmax(both, -1).sum((0, 1)).tolist()))
+        return
+    yield "before normalisation", dict(zip(memory, torch.exp(both - both.amax(-1, keepdim=True)).sum((0, 1))[len(place):].tolist()))
+    yield "phase 2 by its own softmax", dict(zip(memory, torch.softmax(c.far, -1).sum((0, 1)).tolist()))
+    yield "phase 2 not added", dict.fromkeys(memory, 0.0)

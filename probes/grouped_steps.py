@@ -11,8 +11,9 @@ import torch
 
 from dsv4.gqa.cache import GroupedCache
 from dsv4.gqa.model import GQAModel
+from dsv4.graph import DecodeGraph
 from kernels.chunked_prefill import Memory
-from probes.measure import at_share, limit_of
+from probes.measure import agreeing, at_share, limit_of, token_errors
 from probes.result import Check, compare
 from probes.subject import Subject
 
@@ -84,6 +85,18 @@ def tokens_in(position: int, model: GQAModel) -> str:
     """Why a text of so many tokens cannot be run; '' if it can."""
     most = model.config.max_position_embeddings
     return "" if position <= most else f"{position} tokens are needed, the checkpoint allows {most}"
+
+
+def captured(subject: Subject, cache: GroupedCache, ids: torch.Tensor, where: str, part: str) -> Check:
+    """A captured step, replayed for ids [B, n] one token after the other, against `append`; the tokens are forgotten again."""
+    model, n = subject.model, ids.shape[1]
+    wanted = torch.cat([model.append(ids[:, t:t + 1], cache, prompt=False) for t in range(n)], 1).cpu()
+    cache.rewind(n)
+    graph = DecodeGraph(model, cache)
+    found = torch.cat([graph.step(ids[:, t:t + 1]).cpu().clone() for t in range(n)], 1)
+    cache.rewind(n)
+    value, source, limit = agreeing(token_errors(found, wanted), subject.numerics)
+    return compare("captured steps give what append gives", value, "<=", limit, source, wanted[..., 0].numel(), where=where, part=part)
 
 
 @dataclass

@@ -29,6 +29,7 @@ LENGTHS = [14 * 16 + 5, 9 * 16 - 2]
 PROMPT = "prompt"
 MOVES = ((1, (0, 0)), (1, (0, 0)), (12, (0, 0)), (1, (19, 3)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)), (5, (37, 0)), (PROMPT, (0, 0)), (1, (0, 0)),
          (12, (0, 30)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)))  # tokens of a step, and what is forgotten after it
+CSA_MOVES = (*[(1, (0, 0))] * 2, (3, (0, 0)), (1, (14, 3)), *[(1, (0, 0))] * 12, (1, (0, 9)), *[(1, (0, 0))] * 10, (4, (0, 0)), (1, (0, 0)))
 APPENDED = 20
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
 PART = "host tier, "
@@ -106,8 +107,8 @@ class HostTier(Probe):
         if 4 not in c.compress_ratios:
             return [vacuous(self.title, "no layer chooses among entries", part="host tier")]
         first = 4 * (c.index_topk + 9) + 1
-        if first + 60 > c.max_position_embeddings:
-            return [vacuous(self.title, f"{first + 60} tokens are needed, the checkpoint allows {c.max_position_embeddings}", part="host tier")]
+        if first + 70 > c.max_position_embeddings:
+            return [vacuous(self.title, f"{first + 70} tokens are needed, the checkpoint allows {c.max_position_embeddings}", part="host tier")]
         checks = []
         for slots in (c.index_topk, 2 * c.index_topk):
             where = f"main entries of CSA, {slots} slots"
@@ -115,7 +116,7 @@ class HostTier(Probe):
         return checks
 
     def _csa(self, subject: Subject, first: int, slots: int, where: str) -> Iterator[Check]:
-        model, lengths, room = subject.model, [first, first - 9], first + 60
+        model, lengths, room = subject.model, [first, first - 9], first + 70
         plain, tier = model.new_cache(2, room), host_cache(model, 2, room, slots=slots)
         far = {i: layer.main.entries for i, layer in enumerate(tier.layers) if layer.main is not None and isinstance(layer.main.entries, HostEntries)}
         fetches, output, rows = {}, Tally(), Tally()
@@ -128,8 +129,7 @@ class HostTier(Probe):
         ids = new(first)
         for cache in (plain, tier):
             model.append(ids, cache, n_new=lengths, logits="none")
-        for number, (T, forget) in enumerate(((1, (0, 0)), (1, (0, 0)), (3, (0, 0)), (1, (14, 3)), (1, (0, 0)), (5, (0, 0)), (1, (0, 9)), (4, (0, 0)), (1, (0, 0)),
-                                              (1, (0, 0)))):
+        for number, (T, forget) in enumerate(CSA_MOVES):
             x = new(T)
             for i in far:
                 fetches[i].where = f"layer {i}, step {number}"

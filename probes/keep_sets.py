@@ -62,14 +62,14 @@ def alternatives(groups: list[Group], kv: int, policy: Policy) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with one keep-set, by part; cause: what would explain its distant blocks; random: how likely distant blocks that
+    """What is wrong with one keep-set, by part; causes: all that would explain its distant blocks; random: how likely distant blocks that
     were drawn at random would be wrong."""
 
     sink: bool
     local: bool
     distant: bool
     order: bool
-    cause: str = ""
+    causes: tuple[str, ...] = ()
     random: float = 0.0
 
 
@@ -86,15 +86,15 @@ def judged(listed: list[int], position: int, groups: list[Group], kv: int, polic
         scores = groups[kv].scores(policy.selector)
         left = [float(scores[j]) for j in among if j not in picks]
         wrong = bool(left) and max(left) - min(float(scores[j]) for j in picks) > groups[kv].slack
-    cause = _cause(picks, among, groups, kv, policy) if wrong and wanted else ""
+    causes = tuple(_causes(picks, among, groups, kv, policy)) if wrong and wanted else ()
     random = 1 - 1 / math.comb(len(among), wanted)
-    return Verdict(not sinks <= set(live), not near <= set(live), wrong, not ordered, cause, random)
+    return Verdict(not sinks <= set(live), not near <= set(live), wrong, not ordered, causes, random)
 
 
-def _cause(picks: set[int], among: range, groups: list[Group], kv: int, policy: Policy) -> str:
+def _causes(picks: set[int], among: range, groups: list[Group], kv: int, policy: Policy) -> Iterator[str]:
     right = reading.best(groups[kv].scores(policy.selector), among, policy.topk)
     for off in (-1, 1):
         shifted = {j + off for j in right} & set(among)
         if shifted and shifted <= picks:
-            return "one block off"
-    return next((name for name, scores in alternatives(groups, kv, policy) if reading.best(scores, among, policy.topk) == picks), "")
+            yield "one block off"
+    yield from dict.fromkeys(name for name, scores in alternatives(groups, kv, policy) if reading.best(scores, among, policy.topk) == picks)

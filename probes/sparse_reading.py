@@ -11,7 +11,7 @@ from dsv4.gqa.cache import GroupedCache, SEARCHED
 from dsv4.gqa.choice import Attention
 from kernels.block_choice import Policy
 from probes.control import attempted_all
-from probes.grouped_steps import Tally, Watched, full_layers, poisoned, tokens_in
+from probes.grouped_steps import Tally, Watched, captured, full_layers, poisoned, tokens_in
 from probes.keep_sets import Group, judged
 from probes.measure import agreeing, limit_of, token_errors, tokens
 from probes.oracle import reading
@@ -19,7 +19,7 @@ from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
 
-POLICIES = (Policy("block-16 bound", "bound", 16, 1, 2, 3), Policy("block-16 mean", "mean", 16, 1, 2, 3), Policy("two sinks and window", None, 16, 2, 3),
+POLICIES = (Policy("page-16 bound", "bound", 16, 1, 2, 3), Policy("block-16 mean", "mean", 16, 1, 2, 3), Policy("two sinks and window", None, 16, 2, 3),
             Policy("block-128 bound", "bound", 128, 1, 2, 2))
 RULE = "the policy's definition, in float64 from the keys of the cache"
 SAME = "the same operations on the same numbers"
@@ -28,8 +28,9 @@ MOVES = ((1, (0, 0, 0)), (1, (0, 0, 0)), (5, (1, 3, 0)), (1, (2, 19, 7)), (1, (0
 
 
 def lengths_of(policy: Policy) -> list[int]:
-    """Three rows: one with many distant blocks, one that is about to begin a block, one whose budget covers everything."""
-    return [14 * policy.block + 5, 9 * policy.block - 2, policy.block + 4] if policy.block < 128 else [8 * 128 + 5, 6 * 128 - 2, 132]
+    """Three rows: one with many distant blocks, one that is about to begin a block within a step, one whose budget covers everything."""
+    far, near = (14, 9) if policy.block < 128 else (8, 6)
+    return [far * policy.block + 5, near * policy.block - 4, policy.block + 4]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class SparseReading(Probe):
                 look.step(cache, watched, starts, T, f"step {number}")
                 cache.rewind(list(forget))
         yield from look.checks()
+        new = tokens(subject, 3, self.seed + 3, rows=len(lengths))
+        yield captured(subject, cache, new, policy.name, "sparse reading, captured step")
 
     def _prefill(self, subject: Subject, policy: Policy, ids, lengths, cache: GroupedCache, chosen: int) -> Iterator[Check]:
         """Keys and values that a prompt leaves under the policy, against those under dense attention."""
@@ -152,7 +155,7 @@ class Look:
         v = judged(listed, p, groups, kv, self.policy)
         self.tally["sink"].see(int(v.sink), int(self.policy.sink > 0), at)
         self.tally["local"].see(int(v.local), 1, at)
-        self.tally["distant"].see(int(v.distant), int(self.policy.topk > 0), at, (v.cause,) if v.cause else (), v.random)
+        self.tally["distant"].see(int(v.distant), int(self.policy.topk > 0), at, v.causes, v.random)
         self.tally["order"].see(int(v.order), 1, at)
         size, mine = self.policy.block, groups[kv]
         seen = [s for j in dict.fromkeys(listed) if j >= 0 for s in range(j * size, min(j * size + size, p + 1))]
@@ -244,16 +247,20 @@ def group(q, before, keys, values, low, high, mean, p: int) -> Group:
 
 
 def _cause(name: str, found: torch.Tensor, keys: torch.Tensor, first: int, last: int, size: int) -> tuple[str, ...]:
-    """What a wrong summary of tokens first … last − 1 would be right for; keys [S, D] with what stands behind a row's end."""
-    of = lambda a, b: dict(zip(NAMES, reading.summaries(keys[a:b], size)))[name][0]
-    near = lambda wanted: bool(((found - wanted).abs() <= 1e-2 * wanted.abs() + 1e-6).all())
-    if last - first > 1 and near(of(first, last - 1)):
+    """What a wrong summary [D] of tokens first … last − 1 would be right for; keys [S, D]. Of other rows too a minimum is only lower."""
+    def of(end: int) -> dict[str, torch.Tensor]:
+        return {kind: value[0] for kind, value in zip(NAMES, reading.summaries(keys[first:end], size))}
+
+    def near(wanted: torch.Tensor) -> bool:
+        return bool(((found - wanted).abs() <= 1e-2 * wanted.abs() + 1e-6).all())
+    if last - first > 1 and near(of(last - 1)[name]):
         return ("without the last row",)
-    if any(near(of(first, end)) for end in range(last + 1, first + size + 1)):
-        return ("rows beyond the end",)
-    if name != "mean" and near(reading.summaries(keys[first:last], size)[int(name == "low")][0]):
+    if name == "mean":
+        return ()
+    if near(of(last)["high" if name == "low" else "low"]):
         return ("minimum and maximum exchanged",)
-    return ()
+    beyond = (found - of(last)[name]) * (1 if name == "high" else -1)
+    return ("with rows that are not its own",) if (beyond >= 0).all() else ("without some of its rows",) if (beyond <= 0).all() else ()
 
 
 def ties(subject: Subject) -> Iterator[Check]:

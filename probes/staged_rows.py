@@ -11,11 +11,17 @@ from probes.grouped_steps import Tally
 
 
 class Item(NamedTuple):
-    """Where a wanted item is: its group, its number, the slot that it was given."""
+    """A wanted item: its group, its number, the slot that it was given, the item that this slot held before, and holds by the table now;
+    valid: whether it was staged and may be read as it was; known: whether it was staged at all; end: the first item that is not complete."""
 
     group: int
     number: int
     slot: int
+    before: int
+    after: int
+    valid: bool
+    known: bool
+    end: int
 
 
 @dataclass
@@ -30,43 +36,49 @@ class Fetches:
     hits: int = 0
     misses: int = 0
     evicted: int = 0
+    bad: dict[tuple[int, int], str] = field(default_factory=dict)  # (group, slot) → what went wrong when it was filled
 
     def run(self, table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, since: torch.Tensor, tail: bool) -> torch.Tensor:
         held, before = table.held.tolist(), table.count.tolist()
         out = self.real(table, pools, wanted, since, tail)
-        begins = since.repeat_interleave(len(held) // len(since)).tolist()
-        items: list[tuple[Item, bool]] = []
-        after, slots = table.count.tolist(), out.tolist()
+        now, after, slots = table.held.tolist(), table.count.tolist(), out.tolist()
+        begins, items = since.repeat_interleave(len(held) // len(since)).tolist(), []
         for g, row in enumerate(wanted.tolist()):
-            fresh = [n for n in row if n >= 0 and not (tail and n == begins[g])]
-            known = {n for n in held[g] if 0 <= n < begins[g]}
-            found = {n: slot for n, slot in zip(row, slots[g])}
-            hits = sum(n in known for n in fresh)
+            asked = [(n, slot) for n, slot in zip(row, slots[g]) if n >= 0 and not (tail and n == begins[g])]
+            valid = {n for n in held[g] if 0 <= n < begins[g]}
+            hits = sum(n in valid for n, _ in asked)
             said = tuple(after[g][k] - before[g][k] for k in (0, 1))
-            self.counted.see(int(said != (hits, len(fresh) - hits)), 1, f"{self.where}, group {g}")
-            self.hits, self.misses = self.hits + hits, self.misses + len(fresh) - hits
-            self.evicted += len(known - set(table.held[g].tolist()))
-            items += [(Item(g, n, found[n]), n in known) for n in fresh]
-        self._judge(pools, items, len(held[0]), len(held) // self.rows)
+            self.counted.see(int(said != (hits, len(asked) - hits)), 1, f"{self.where}, group {g}")
+            self.hits, self.misses, self.evicted = self.hits + hits, self.misses + len(asked) - hits, self.evicted + len(valid - set(now[g]))
+            items += [Item(g, n, slot, held[g][slot], now[g][slot], n in valid, n in held[g], begins[g]) if 0 <= slot < len(held[g]) else
+                      Item(g, n, -1, -1, -1, False, False, begins[g]) for n, slot in asked]
+        self._judge(pools, items, len(held) // self.rows)
         return out
 
-    def _judge(self, pools: tuple[Pool, ...], items: list[tuple[Item, bool]], slots: int, groups: int) -> None:
-        """items, and whether each was staged before."""
-        lost = [item for item, _ in items if not 0 <= item.slot < slots]
-        items = [(item, hit) for item, hit in items if 0 <= item.slot < slots]
-        self.staged.see(len(lost), len(lost), f"{self.where}, item {lost[0].number}" if lost else "", ("no slot",) * len(lost))
+    def _judge(self, pools: tuple[Pool, ...], items: list[Item], groups: int) -> None:
+        self.staged.see(0, len(items), self.where)
+        for item in items:
+            if item.slot < 0:
+                self.staged.see(1, 0, self._at(item, groups), ("no slot",))
+        items = [item for item in items if item.slot >= 0]
         if not items:
             return
-        g, n, slot = (torch.tensor(column) for column in zip(*(item for item, _ in items)))
-        bad: dict[int, Pool] = {}
+        g, n, slot = (torch.tensor([item[k] for item in items]) for k in range(3))
+        differing: dict[int, Pool] = {}
         for pool in pools:
-            differs = (words(pool.staged, g, slot) != words(pool.host, g, n)).any(-1)
-            bad |= {i: pool for i in differs.nonzero().flatten().tolist() if i not in bad}
-        for i, pool in bad.items():
-            item, hit = items[i]
-            at = f"{self.where}, row {item.group // groups}, group {item.group % groups}, item {item.number}"
-            self.staged.see(1, 0, at, (cause(pool, item, hit, groups),))
-        self.staged.see(0, len(items), self.where)
+            unlike = (words(pool.staged, g, slot) != words(pool.host, g, n)).any(-1)
+            differing |= {i: pool for i in unlike.nonzero().flatten().tolist() if i not in differing}
+        for i, item in enumerate(items):
+            place = item.group, item.slot
+            if i not in differing:
+                self.bad.pop(place, None)
+                continue
+            if not (item.valid and place in self.bad):
+                self.bad[place] = cause(differing[i], item, groups)
+            self.staged.see(1, 0, self._at(item, groups), (self.bad[place],))
+
+    def _at(self, item: Item, groups: int) -> str:
+        return f"{self.where}, row {item.group // groups}, group {item.group % groups}, item {item.number}"
 
 
 def words(held: torch.Tensor, group: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -75,17 +87,22 @@ def words(held: torch.Tensor, group: torch.Tensor, number: torch.Tensor) -> torc
     return held[group, number // held.shape[2], number % held.shape[2]].cpu()
 
 
-def cause(pool: Pool, item: Item, hit: bool, groups: int) -> str:
-    """What stands in the slot instead."""
-    count, all_groups = pool.host.shape[1] * pool.host.shape[2], torch.arange(pool.host.shape[0])
+def cause(pool: Pool, item: Item, groups: int) -> str:
+    """Why the item's slot does not hold what host memory has of it."""
     found = words(pool.staged, torch.tensor([item.group]), torch.tensor([item.slot]))
-    same = lambda g, n: (words(pool.host, g, n) == found).all(-1)
-    if same(all_groups[all_groups != item.group], torch.full((len(all_groups) - 1,), item.number)).any():
+
+    def like(group: torch.Tensor, number: torch.Tensor) -> bool:
+        return bool((words(pool.host, *torch.broadcast_tensors(group, number)) == found).all(-1).any())
+    own, others = torch.tensor([item.group]), torch.tensor([g for g in range(pool.host.shape[0]) if g != item.group])
+    if item.after != item.number:
+        return "slot of another item"
+    if len(others) and like(others, torch.tensor([item.number])):
         return "another KV head" if groups > 1 else "another row of the batch"
-    numbers = torch.arange(count)[torch.arange(count) != item.number]
-    if same(torch.full((count - 1,), item.group), numbers).any():
-        return "slot table" if hit else "another block"
-    return "rows of an older step" if hit else "not copied"
+    if not item.known and item.before >= 0 and like(own, torch.tensor([item.before])):
+        return "not copied"
+    if like(own, torch.tensor([n for n in range(item.end) if n != item.number])):
+        return "slot table" if item.valid else "another block"
+    return "rows of an older step" if item.known else "not copied"
 
 
 def poison(table: SlotTable, pools: tuple[Pool, ...], ends: list[int]) -> None:

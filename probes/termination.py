@@ -11,7 +11,7 @@ from dsv4.gqa.choice import Attention
 from kernels.block_choice import Policy, dense
 from kernels.grouped_attention import Termination
 from probes.control import attempted_all
-from probes.grouped_steps import Call, Tally, Watched, full_layers, poisoned, tokens_in
+from probes.grouped_steps import Call, Tally, Watched, captured, full_layers, poisoned, tokens_in
 from probes.measure import limit_of, tokens
 from probes.oracle import reading
 from probes.oracle import termination as oracle
@@ -23,7 +23,7 @@ from probes.subject import Subject
 TILE = 64
 LENGTHS = [14 * TILE + 20, 9 * TILE - 1, TILE + 6]
 POLICIES = (dense(), Policy("block-64 bound", "bound", 64, 1, 2, 8))
-NEVER = (Termination(tau=0), Termination(patience=1 << 20))
+NEVER = (Termination(tau=0, patience=1), Termination(patience=1 << 20))
 ROUNDING = {"fp32": 3e-6, "products in bf16": 4e-3}  # of a probe, of its size
 WIDTHS = (1, 2)
 WHOLE = "the rule"
@@ -71,6 +71,9 @@ class TerminationProbe(Probe):
             for name, rule in rules(*first.thresholds()):
                 looks = [Look(subject, policy, rule, step(rule, T)) for T in WIDTHS]
                 yield from judged(subject, f"{policy.name}, {name}", rule, looks, model.layer_paths())
+                if rule.splits == 1 and name == WHOLE:
+                    yield captured(subject, cache, ids[:, -3:], f"{policy.name}, {name}", "termination, captured step")
+                    watched.taken(operation)
 
 
 def operation_of(policy: Policy) -> str:

@@ -6,11 +6,12 @@ import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Entries, Stream
 from dsv4.errors import CapacityError
+from dsv4.host_tier import HOST_OPERATIONS
 from dsv4.host_tier.grouped import Traffic
 from dsv4.host_tier.memory import HostBuffer
 from dsv4.step import CapturedStep, Step
 from kernels.cache_rows import PAGE, PackedRows, write_rows
-from kernels.staging import SlotTable, fetch, items_of, new_table, paired
+from kernels.staging import SlotTable, items_of, new_table, paired
 
 
 class HostEntries(Entries):
@@ -89,7 +90,7 @@ def host_cache(model, batch: int = 1, max_context: int | None = None, max_rewind
     if max_context is None:
         max_context = model.max_context or config.max_position_embeddings
     devices = model.layer_devices or [model.device] * (config.num_hidden_layers + len(model.mtp))
-    operation, _ = fetch.resolve(model.backend)
+    operation, _ = HOST_OPERATIONS["fetch"].resolve(model.backend)
     write, topk = model.op.write_rows, config.index_topk
 
     def entries(stream: Stream, ratio: int) -> HostEntries:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.gqa.model import GQA_COMPOSITIONS
+from dsv4.host_tier import HOST_OPERATIONS
 from kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
 from kernels.errors import Dsv4Error
 from kernels.fusions import COMPOSITIONS
@@ -52,8 +53,8 @@ class Site:
 
     def kernel(self, name: str, change: Callable[[Callable], Callable]) -> None:
         """Replace operation `name` by change(what ran before) on every backend but `reference`, which stays the definition: in the
-        table of every family of models that has it."""
-        for table in (OPERATIONS, GQA_OPERATIONS):
+        table of every family of models that has it, and of caches in host memory."""
+        for table in (OPERATIONS, GQA_OPERATIONS, HOST_OPERATIONS):
             if name in table:
                 op = table[name]
                 others = {backend: change(op.resolve(backend)[0]) for backend in ("cpu", *op.implementations) if backend != "reference"}
