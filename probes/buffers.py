@@ -75,17 +75,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class HeadBuffer(Buffer):
-    """One stream of a GQA layer, [batch, KV, S, D]: keys or values, a slot a position; or summaries, a slot `each` positions.
-
-    keep: positions before a step's first token that it may read; 0: all of them.
+    """One stream of a GQA layer, [batch, KV, S, D]: keys or values, a slot a position; or summaries, a slot `each` positions. Slots that
+    a window has left behind are still a row's own, and may be read with no weight.
     """
 
     each: int = 1
 
     def held(self, length: int, back: int = 0) -> torch.Tensor:
         """See `Buffer.held`."""
-        first = max(0, length - self.keep - back) if self.keep else 0
-        return torch.arange(first, -(-length // self.each), device=self.tensor.device)
+        return torch.arange(-(-length // self.each), device=self.tensor.device)
 
     def offsets(self, row: int, slots: torch.Tensor) -> torch.Tensor:
         """See `Buffer.offsets`: of all KV heads."""
@@ -100,11 +98,10 @@ class HeadBuffer(Buffer):
 
 def head_buffers(cache: GroupedCache) -> Iterator[HeadBuffer]:
     """All buffers of a cache of a GQA model."""
-    for plan, layer, window in zip(cache.plan, cache.layers, cache.config.windows, strict=True):
+    for plan, layer in zip(cache.plan, cache.layers, strict=True):
         for stream, tensor in layer.tensors.items():
-            slots = tensor.shape[2]
             each = 1 if stream in ("keys", "values") else layer.block
-            yield HeadBuffer(plan.label, stream, tensor, cache.batch, slots, keep=0 if window is None else window - 1, each=each)
+            yield HeadBuffer(plan.label, stream, tensor, cache.batch, tensor.shape[2], each=each)
 
 
 def buffers(subject, cache: Cache, mtp: bool = True) -> Iterator[Buffer]:

@@ -103,7 +103,7 @@ def attention(oracle: GQAOracle, i: int, p: dict[str, torch.Tensor]) -> Forms:
         forms |= {"query head h reads KV head h mod KV": form("query groups", lambda h: h % shape.kv_heads),
                   "query head h reads the next KV head": form("query groups", lambda h: (h // group + 1) % shape.kv_heads),
                   "all heads read KV head 0": form("query groups", lambda h: 0), "output heads in another order": form("output projection", turned=True)}
-    scales = {"1": 1.0, "1/D": 1 / shape.head_dim, "1/√d": oracle.raw["hidden_size"]**-0.5, "without the rotation's factor": shape.head_dim**-0.5,
+    scales = {"1": 1.0, "1/D": 1 / shape.head_dim, "1/√d": oracle.raw["hidden_size"]**-0.5, "1/√(d / H)": (oracle.raw["hidden_size"] / shape.heads) ** -0.5, "without the rotation's factor": shape.head_dim**-0.5,
               "with the factor once": shape.head_dim**-0.5 * shape.factor}
     forms |= {f"scale {name}": form("scale of scores", scale=s) for name, s in scales.items() if abs(s / scale - 1) > 1e-9}
     if oracle.w(f"model.layers.{i}.self_attn.o_proj.bias") is not None:

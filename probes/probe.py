@@ -28,12 +28,14 @@ BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a mod
 class Probe:
     """Base of all probes. seed: of whatever the probe draws at random; effort: 1.0 is what `dsv4 audit` spends by default.
 
-    not_for: families of models (`probes.subject.FAMILIES`) that have nothing it could measure, and why.
+    needs_of_gqa: what it needs of GQA models, where that is not what it `needs` of others. not_for: families of models
+    (`probes.subject.FAMILIES`) that have nothing it could measure, and why.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    needs_of_gqa: ClassVar[frozenset[str] | None] = None
     not_for: ClassVar[Mapping[str, str]] = {}
     seed: int = 0
     effort: float = 1.0
@@ -72,7 +74,8 @@ def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
     why = left_out(probe, subject)
     if why is not None:
         return [vacuous(probe.title, why)], 0.0
-    missing = sorted(probe.needs - subject.can)
+    needs = probe.needs_of_gqa if subject.family == "gqa" and probe.needs_of_gqa is not None else probe.needs
+    missing = sorted(needs - subject.can)
     if missing:
         return [vacuous(probe.title, f"the subject cannot: {', '.join(missing)}")], 0.0
     begun = time.monotonic()

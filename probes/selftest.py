@@ -235,7 +235,8 @@ def settings(mutations: Iterable[Mutation], backend: str, everything: bool) -> l
     if everything:
         choices = [*((numerics, plain) for numerics in NUMERICS), ("qat", ("fp8", "fp4")), ("qat", ("fp8", "fp8"))]
         found |= {("default", numerics, b, caches): None for b in ("reference", backend) for numerics, caches in choices}
-        found |= {(name, numerics, b, plain): None for name in GQA_PROFILES for b in ("reference", backend) for numerics in ("fp32", "native")}
+        found |= {(name, numerics, b, plain): None for name in GQA_PROFILES
+                  for b, numerics in (("reference", "fp32"), (backend, "fp32"), (backend, "native"))}
     return [Clean(*key, caches=caches) for *key, caches in sorted(found)]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from loaders.files import DTYPES
 from loaders.write import write_checkpoint
+from probes.oracle.gqa import tensor_shapes
 
 TINY = dict(vocab_size=320, num_hidden_layers=3, rms_norm_eps=3e-3, hidden_act="silu", max_position_embeddings=4096, bos_token_id=0,
             eos_token_id=1, torch_dtype="bfloat16")
@@ -29,24 +30,6 @@ GQA_PROFILES = {  # name → config.json
 }
 
 
-def tensors(raw: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a config.json asks for, written out here and not taken from the loader."""
-    d, I, D = raw["hidden_size"], raw["intermediate_size"], raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    H, KV = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
-    of_qkv = raw["model_type"] == "qwen2" or raw.get("attention_bias", False)
-    of_output, of_mlp = raw["model_type"] == "llama" and raw.get("attention_bias", False), raw.get("mlp_bias", False)
-    maps = {"self_attn.q_proj": (H * D, d, of_qkv), "self_attn.k_proj": (KV * D, d, of_qkv), "self_attn.v_proj": (KV * D, d, of_qkv),
-            "self_attn.o_proj": (d, H * D, of_output), "mlp.gate_proj": (I, d, of_mlp), "mlp.up_proj": (I, d, of_mlp),
-            "mlp.down_proj": (d, I, of_mlp)}
-    found = {"model.embed_tokens.weight": (raw["vocab_size"], d), "model.norm.weight": (d,)}
-    for i in range(raw["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        found |= {f"{at}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
-        for name, (rows, columns, biased) in maps.items():
-            found |= {f"{at}{name}.weight": (rows, columns)} | ({f"{at}{name}.bias": (rows,)} if biased else {})
-    return found | ({} if raw.get("tie_word_embeddings", False) else {"lm_head.weight": (raw["vocab_size"], d)})
-
-
 def telling(name: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     """Norms around 1 with channels of their own, biases of the size of what they are added to, maps of gains near 1."""
     x = torch.randn(shape, generator=g)
@@ -60,7 +43,7 @@ def telling(name: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tens
 def write_gqa(root: Path, profile: str, seed: int = 0) -> Path:
     """The checkpoint of a profile, in bf16. Raises WriteError."""
     raw, g = GQA_PROFILES[profile], torch.Generator().manual_seed(seed)
-    shapes = tensors(raw)
+    shapes = tensor_shapes(raw)
     values = {name: telling(name, shape, g) for name, shape in shapes.items()}
     write_checkpoint(root, {name: ("BF16", shape) for name, shape in shapes.items()}, lambda name: values[name].to(DTYPES["BF16"]),
                      {"config.json": raw}, max_shard_bytes=100_000)

@@ -35,6 +35,12 @@ class Shape:
         return self.head_dim**-0.5 * self.factor**2
 
 
+def config_at(root: Path) -> dict:
+    """config.json as it lies there; model_type from the architectures where it states none."""
+    raw = json.loads((root / "config.json").read_text())
+    return {"model_type": (raw.get("architectures") or [""])[0].removesuffix("ForCausalLM").lower()} | raw
+
+
 def shape_of(raw: dict) -> Shape:
     """From config.json as transformers reads it."""
     heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
@@ -105,6 +111,24 @@ def _yarn(base: Tensor, r: dict, dims: int) -> Tensor:
     return out
 
 
+def tensor_shapes(raw: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a config.json asks for, written out here and not taken from the loader."""
+    d, I, D = raw["hidden_size"], raw["intermediate_size"], raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    H, KV = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
+    of_qkv = raw["model_type"] == "qwen2" or raw.get("attention_bias", False)
+    of_output, of_mlp = raw["model_type"] == "llama" and raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    maps = {"self_attn.q_proj": (H * D, d, of_qkv), "self_attn.k_proj": (KV * D, d, of_qkv), "self_attn.v_proj": (KV * D, d, of_qkv),
+            "self_attn.o_proj": (d, H * D, of_output), "mlp.gate_proj": (I, d, of_mlp), "mlp.up_proj": (I, d, of_mlp),
+            "mlp.down_proj": (d, I, of_mlp)}
+    found = {"model.embed_tokens.weight": (raw["vocab_size"], d), "model.norm.weight": (d,)}
+    for i in range(raw["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        found |= {f"{at}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for name, (rows, columns, biased) in maps.items():
+            found |= {f"{at}{name}.weight": (rows, columns)} | ({f"{at}{name}.bias": (rows,)} if biased else {})
+    return found | ({} if raw.get("tie_word_embeddings", False) else {"lm_head.weight": (raw["vocab_size"], d)})
+
+
 # ---- steps --------------------------------------------------------------------------------
 
 
@@ -154,8 +178,7 @@ class GQAOracle:
     @classmethod
     def open(cls, root: str | Path, cache: torch.dtype | None = None) -> "GQAOracle":
         root, tensors = Path(root), {}
-        raw = json.loads((root / "config.json").read_text())
-        raw.setdefault("model_type", (raw.get("architectures") or [""])[0].removesuffix("ForCausalLM").lower())
+        raw = config_at(root)
         for file in sorted(root.glob("*.safetensors")):
             tensors |= read_header(file)
         return cls(root, shape_of(raw), raw, tensors, cache)
