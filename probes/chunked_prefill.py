@@ -10,9 +10,9 @@ import torch
 from dsv4.gqa.choice import Attention
 from kernels.chunked_prefill import Chunking
 from kernels.errors import UnsupportedInput
-from probes.chunked_walk import Walk
+from probes.gqa.chunked_walk import Walk
 from probes.control import attempted_all, chance_of
-from probes.grouped_steps import Call, Tally, Watched, full_layers, poisoned, tokens_in
+from probes.gqa.steps import Call, Tally, Watched, full_layers, poisoned, tokens_in
 from probes.measure import agreeing, limit_of, token_errors, tokens
 from probes.oracle import reading
 from probes.probe import Probe
@@ -102,7 +102,8 @@ class ChunkedPrefill(Probe):
                         k, v = (x[b, kv, :p + 1].double().cpu() for x in (rows.keys, rows.values))
                         tally.far(out, reading.attend(mine, k, v, scale), f"layer {i}, row {b}", limit)
         yield tally.near("a step after the prompt is one softmax over the whole cache", "chunked prefill, decode afterwards", subject, "")
-        yield missed.counted("layers that did not attend to the cache in a step after the prompt", "chunked prefill, decode afterwards", RULE, "")
+        yield missed.counted("layers that did not attend to the cache in a step after the prompt", "chunked prefill, decode afterwards",
+                             RULE, "")
 
     def _future(self, subject: Subject) -> Iterator[Check]:
         """Another text from the middle of a chunk on changes nothing before it."""
@@ -114,7 +115,8 @@ class ChunkedPrefill(Probe):
         run = lambda text: model.append(text, model.new_cache(1, T), prompt=True, chunk=PIECE).cpu()
         a, b = run(ids), run(other)
         wrong, changed = int((a[:, :cut] != b[:, :cut]).sum()), int((a[:, cut:] != b[:, cut:]).sum())
-        yield compare("logits before a token that depend on it", wrong, "==", 0, "the same operations on the same numbers", a[:, :cut].numel(),
+        yield compare("logits before a token that depend on it", wrong, "==", 0, "the same operations on the same numbers",
+                      a[:, :cut].numel(),
                       where=f"text changed from token {cut} on", part="chunked prefill, future", chance=float(changed))
 
     def _one(self, subject: Subject) -> Iterator[Check]:
@@ -139,7 +141,8 @@ class ChunkedPrefill(Probe):
             k[..., 0] = torch.where(first, high[0] * EXTREME, high[1] * EXTREME)
             q[..., 0], limit = 1 / scale, limit_of(subject)[0]
             tally = played(subject, q, k, v, scale, where, limit)
-            yield tally["fusion"].near("fusion is one softmax over the union", "chunked prefill, fusion", subject, f"logits of ±{EXTREME:.0f}, {where}")
+            yield tally["fusion"].near("fusion is one softmax over the union", "chunked prefill, fusion", subject,
+                                       f"logits of ±{EXTREME:.0f}, {where}")
 
     def _survival(self, subject: Subject) -> Iterator[Check]:
         """A token of chunk 0 that every query looks at is in the last memory."""
@@ -149,7 +152,8 @@ class ChunkedPrefill(Probe):
         memory = operation(subject, q, k, v, scale)[1]
         held = (memory.positions[-2] == 5).any(-1)
         yield compare("KV heads that have lost the token of chunk 0 that all look at", int((~held).sum()), "==", 0,
-                      "the heaviest tokens stay, however old", held.numel(), where="memory of the last of 6 chunks", part="chunked prefill, survival")
+                      "the heaviest tokens stay, however old", held.numel(), where="memory of the last of 6 chunks",
+                      part="chunked prefill, survival")
 
 
 def guarded(checks: Iterator[Check]) -> Iterator[Check]:
@@ -164,7 +168,8 @@ def made(subject: Subject, T: int, seed: int) -> tuple[torch.Tensor, torch.Tenso
     """q [1, T, H, D], keys and values [1, KV, T, D] of the model's heads and dtype, and a scale; small beside what is planted."""
     c, g = subject.config, torch.Generator().manual_seed(seed)
     dtype, D = subject.model.numerics.cache, c.head_dim
-    q, k, v = (torch.randn(1, *shape, D, generator=g).to(dtype) for shape in ((T, c.num_attention_heads), (c.num_key_value_heads, T), (c.num_key_value_heads, T)))
+    shapes = (T, c.num_attention_heads), (c.num_key_value_heads, T), (c.num_key_value_heads, T)
+    q, k, v = (torch.randn(1, *shape, D, generator=g).to(dtype) for shape in shapes)
     return q / 4, k, v, 0.25
 
 
@@ -190,27 +195,32 @@ def walked(subject: Subject, tally: dict[str, Tally]) -> Iterator[Check]:
     yield tally["calls"].counted("layers that were not read in as many pieces", f"{part}pieces", "every layer without a window", "")
     yield tally["first chunk"].near("the first chunk is causal attention to itself", f"{part}first chunk", subject, "")
     yield tally["fusion"].near("a chunk and its memory are one softmax", f"{part}fusion", subject, "")
-    yield tally["handed on"].counted("chunks that were given another memory than was kept", f"{part}memory handed on", "what the chunk before kept", "")
+    yield tally["handed on"].counted("chunks that were given another memory than was kept", f"{part}memory handed on",
+                                     "what the chunk before kept", "")
     yield tally["size"].counted("memories with a token twice, or not L + H", f"{part}memory, overlap", "|M| = L + H", "")
     yield tally["sorted"].counted("memories that are not ascending", f"{part}memory, order", RULE, "")
     yield tally["local"].counted("memories without one of the last L tokens", f"{part}memory, local tokens", RULE, "")
     yield tally["positions"].counted("memories with tokens that were not to be chosen from", f"{part}memory, positions", RULE, "")
-    yield tally["heavy"].counted("memories of other tokens than the heaviest", f"{part}heavy tokens", RULE, "", chance=tally["heavy"].chance)
+    yield tally["heavy"].counted("memories of other tokens than the heaviest", f"{part}heavy tokens", RULE, "",
+                                 chance=tally["heavy"].chance)
     yield _heads(tally["heads"])
     scores = tally["scores"]
     cause = scores.cause
     value = torch.cat(scores.errors).max().item() if scores.errors else None
-    yield compare("scores are what the tokens were given", value, "<=", 2 * limit_of(subject)[0], f"twice the limit of {subject.numerics}: sums of two phases",
+    yield compare("scores are what the tokens were given", value, "<=", 2 * limit_of(subject)[0],
+                  f"twice the limit of {subject.numerics}: sums of two phases",
                   scores.samples, where=scores.first, part=f"{part}column sums" + (f", {cause}" if cause else ""))
     yield tally["fall"].counted("scores that fell", f"{part}scores fall", "what a query gave is not taken back", "")
-    yield tally["updates"].counted("rows whose memory was chosen another number of times than chunks − 1", f"{part}updates", "chunks − 1", "")
+    yield tally["updates"].counted("rows whose memory was chosen another number of times than chunks − 1", f"{part}updates", "chunks − 1",
+                                   "")
 
 
 def _heads(tally: Tally) -> Check:
     """All heads alike once may be so; always is a choice over all of them."""
     if not tally.samples:
         return vacuous("KV heads keep tokens of their own", "there is one KV head", part="chunked prefill, heavy tokens of each head")
-    return compare("share of memories that are the same for every KV head", tally.wrong / tally.samples, "<=", 0.5, "heads choose by their own scores",
+    return compare("share of memories that are the same for every KV head", tally.wrong / tally.samples, "<=", 0.5,
+                   "heads choose by their own scores",
                    tally.samples, where=tally.first, part="chunked prefill, heavy tokens of each head", chance=1.0)
 
 

@@ -14,9 +14,10 @@ from dsv4.host_tier.grouped import HostRows
 from dsv4.host_tier.memory import PinnedMemoryError
 from dsv4.host_tier.stream import DenseStream
 from kernels.block_choice import Policy
+from kernels.cache_rows import PAGE
 from kernels.dispatch import DispatchLedger, bind
 from probes.control import attempted_all
-from probes.grouped_steps import Call, Tally, Watched, full_layers, poisoned, tokens_in
+from probes.gqa.steps import Call, Tally, Watched, full_layers, poisoned, tokens_in
 from probes.measure import tokens
 from probes.probe import Probe
 from probes.result import Check, vacuous
@@ -24,11 +25,14 @@ from probes.staged_rows import Fetches, poison
 from probes.subject import Subject
 
 POLICIES = (  # and staging slots beyond those that a step needs
-    (Policy("block-16 bound", "bound", 16, 1, 2, 3), 0), (Policy("block-16 mean", "mean", 16, 1, 1, 3), 2), (Policy("sink and window", None, 16, 1, 4), 1))
+    (Policy("block-16 bound", "bound", 16, 1, 2, 3), 0),
+    (Policy("block-16 mean", "mean", 16, 1, 1, 3), 2),
+    (Policy("sink and window", None, 16, 1, 4), 1),
+)
 LENGTHS = [14 * 16 + 5, 9 * 16 - 2]
 PROMPT = "prompt"
-MOVES = ((1, (0, 0)), (1, (0, 0)), (12, (0, 0)), (1, (19, 3)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)), (5, (37, 0)), (PROMPT, (0, 0)), (1, (0, 0)),
-         (12, (0, 30)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)))  # tokens of a step, and what is forgotten after it
+MOVES = ((1, (0, 0)), (1, (0, 0)), (12, (0, 0)), (1, (19, 3)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)), (5, (37, 0)),
+         (PROMPT, (0, 0)), (1, (0, 0)), (12, (0, 30)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)))  # tokens of a step, and what is forgotten after it
 CSA_MOVES = (*[(1, (0, 0))] * 2, (3, (0, 0)), (1, (14, 3)), *[(1, (0, 0))] * 12, (1, (0, 9)), *[(1, (0, 0))] * 10, (4, (0, 0)), (1, (0, 0)))
 APPENDED = 20
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
@@ -38,7 +42,8 @@ PART = "host tier, "
 @dataclass(frozen=True)
 class HostTier(Probe):
     """The first and the last layer of a GQA model decode from host memory beside the model itself, given the same queries, keys and values;
-    CSA's entries in host memory through the whole model. Staging begins as NaN, and what may not be read any more is made NaN again after each step."""
+    CSA's entries in host memory through the whole model. Staging begins as NaN, and what may not be read any more is made NaN again after
+    each step."""
 
     name: ClassVar[str] = "host_tier"
     title: ClassVar[str] = "a cache in host memory gives the bits of one on the device"
@@ -65,7 +70,8 @@ class HostTier(Probe):
             for policy, spare in POLICIES:
                 slots = policy.kept + spare
                 where = f"{policy.name}, {slots} slots"
-                checks += attempted_all("a layer decodes from host memory", where, "host tier", lambda: self._policy(subject, policy, slots, where))
+                checks += attempted_all("a layer decodes from host memory", where, "host tier",
+                                        lambda: self._policy(subject, policy, slots, where))
         finally:
             model.attention = held
         return checks
@@ -106,19 +112,23 @@ class HostTier(Probe):
         model, c = subject.model, subject.config
         if 4 not in c.compress_ratios:
             return [vacuous(self.title, "no layer chooses among entries", part="host tier")]
-        first = 4 * (c.index_topk + 9) + 1
+        packed = "fp8" in subject.caches  # packed rows are staged in whole pages
+        least, more = (-(-n // PAGE) * PAGE if packed else n for n in (c.index_topk, 2 * c.index_topk))
+        first = 4 * (least + (36 if packed else 9)) + 1
         if first + 70 > c.max_position_embeddings:
-            return [vacuous(self.title, f"{first + 70} tokens are needed, the checkpoint allows {c.max_position_embeddings}", part="host tier")]
+            return [vacuous(self.title, f"{first + 70} tokens are needed, the checkpoint allows {c.max_position_embeddings}",
+                            part="host tier")]
         checks = []
-        for slots in (c.index_topk, 2 * c.index_topk):
+        for slots in dict.fromkeys((least, more)):
             where = f"main entries of CSA, {slots} slots"
-            checks += attempted_all("a model decodes from host memory", where, "host tier", lambda: self._csa(subject, first, slots, where))
+            checks += attempted_all("a model decodes from host memory", where, "host tier", lambda: self._csa(subject, first, slots, where, slots == least))
         return checks
 
-    def _csa(self, subject: Subject, first: int, slots: int, where: str) -> Iterator[Check]:
+    def _csa(self, subject: Subject, first: int, slots: int, where: str, tight: bool) -> Iterator[Check]:
         model, lengths, room = subject.model, [first, first - 9], first + 70
         plain, tier = model.new_cache(2, room), host_cache(model, 2, room, slots=slots)
-        far = {i: layer.main.entries for i, layer in enumerate(tier.layers) if layer.main is not None and isinstance(layer.main.entries, HostEntries)}
+        far = {i: layer.main.entries for i, layer in enumerate(tier.layers)
+               if layer.main is not None and isinstance(layer.main.entries, HostEntries)}
         fetches, output, rows = {}, Tally(), Tally()
         for i, entries in far.items():
             fetches[i] = Fetches(entries.fetched, 2)
@@ -146,17 +156,19 @@ class HostTier(Probe):
                 poison(entries.table, entries.pools, [n // 4 for n in tier.lengths])
         yield rows.counted("entries in host memory that are not those of the device", f"{PART}rows in host memory", SAME, where)
         yield output.counted("logits in which a model with entries in host memory differs", f"{PART}output", SAME, where)
-        yield from staging(list(fetches.values()), where, slots == subject.config.index_topk)
+        yield from staging(list(fetches.values()), where, tight)
 
 
 def staging(fetches: list[Fetches], where: str, tight: bool) -> Iterator[Check]:
     """What was staged and counted, over all layers. tight: there are no more slots than a step needs, so that items are evicted."""
     staged, counted = joined([f.staged for f in fetches]), joined([f.counted for f in fetches])
-    yield staged.counted("staged items that are not those of host memory", f"{PART}staged rows", "each wanted item in its slot, as host memory has it now", where)
+    yield staged.counted("staged items that are not those of host memory", f"{PART}staged rows",
+                         "each wanted item in its slot, as host memory has it now", where)
     yield counted.counted("fetches that count other hits and misses", f"{PART}traffic", "what was staged before, and what was not", where)
     hits, misses, evicted = (sum(getattr(f, name) for f in fetches) for name in ("hits", "misses", "evicted"))
     if min(hits, misses, evicted if tight else 1) == 0:
-        yield vacuous("hits, misses and evictions happen", f"{hits} hits, {misses} misses, {evicted} evictions", where=where, part=f"{PART}staged rows")
+        yield vacuous("hits, misses and evictions happen", f"{hits} hits, {misses} misses, {evicted} evictions", where=where,
+                      part=f"{PART}staged rows")
 
 
 def joined(tallies: list[Tally]) -> Tally:

@@ -11,15 +11,16 @@ from dsv4.gqa.cache import GroupedCache, SEARCHED
 from dsv4.gqa.choice import Attention
 from kernels.block_choice import Policy
 from probes.control import attempted_all
-from probes.grouped_steps import Tally, Watched, captured, full_layers, poisoned, tokens_in
-from probes.keep_sets import Group, judged
+from probes.gqa.steps import Tally, Watched, captured, full_layers, poisoned, tokens_in
+from probes.gqa.keep_sets import Group, judged
 from probes.measure import agreeing, limit_of, token_errors, tokens
 from probes.oracle import reading
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
 
-POLICIES = (Policy("page-16 bound", "bound", 16, 1, 2, 3), Policy("block-16 mean", "mean", 16, 1, 2, 3), Policy("two sinks and window", None, 16, 2, 3),
+POLICIES = (Policy("page-16 bound", "bound", 16, 1, 2, 3), Policy("block-16 mean", "mean", 16, 1, 2, 3),
+            Policy("two sinks and window", None, 16, 2, 3),
             Policy("block-128 bound", "bound", 128, 1, 2, 2))
 RULE = "the policy's definition, in float64 from the keys of the cache"
 SAME = "the same operations on the same numbers"
@@ -96,7 +97,8 @@ class SparseReading(Probe):
                 for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                     bad = int((a[row, :, :n] != b[row, :, :n]).sum())
                     wrong, count, first = wrong + bad, count + b[row, :, :n].numel(), first or (f", layer {i}" if bad else "")
-        yield compare("numbers in which a prompt's cache differs from dense prefill's", wrong, "==", 0, f"prefill is dense and exact: {SAME}", count,
+        yield compare("numbers in which a prompt's cache differs from dense prefill's", wrong, "==", 0,
+                      f"prefill is dense and exact: {SAME}", count,
                       where=f"{policy.name}{first}", part="dense prefill")
         yield compare("choices of blocks made in a prompt", chosen, "==", 0, "prefill is dense and exact", len(full_layers(model)),
                       where=policy.name, part="dense prefill")
@@ -112,7 +114,8 @@ class SparseReading(Probe):
             logits[name] = torch.cat([model.append(ids[:, t:t + 1], cache) for t in range(170, 180)], 1).cpu()
         errors, lost = (token_errors(logits[name], logits["dense"]) for name in ("all", "few"))
         value, source, limit = agreeing(errors, subject.numerics)
-        yield compare("logits of a budget for all tokens are dense attention's", value, "<=", limit, source, errors.numel(), where="67 of 12 blocks",
+        yield compare("logits of a budget for all tokens are dense attention's", value, "<=", limit, source, errors.numel(),
+                      where="67 of 12 blocks",
                       part="gathered attention", chance=agreeing(lost, subject.numerics)[0])
 
 
@@ -191,7 +194,8 @@ class Look:
                         found = rows.tensors[name][b, kv, :-(-n // size)].double().cpu()
                         slack = self._ulp(rows, wanted[name]) if name == "mean" else 0.0
                         bad = ~((found - wanted[name]).abs() <= slack).all(-1)
-                        causes = tuple(c for j in bad.nonzero().flatten().tolist() for c in _cause(name, found[j], keys, j * size, min(n, j * size + size), size))
+                        causes = tuple(c for j in bad.nonzero().flatten().tolist()
+                                       for c in _cause(name, found[j], keys, j * size, min(n, j * size + size), size))
                         self.tally[f"summaries {name}"].see(int(bad.sum()), len(bad), f"layer {i}, {where}, row {b}", causes)
 
     def _bounds(self, call, rows, starts: list[int], T: int, at: str) -> None:
@@ -223,7 +227,8 @@ class Look:
 
     def checks(self) -> Iterator[Check]:
         name, tally = self.policy.name, self.tally
-        yield tally["calls"].counted("layers that did not read by blocks", "sparse reading", "a policy is followed by every layer without a window", name)
+        yield tally["calls"].counted("layers that did not read by blocks", "sparse reading",
+                                     "a policy is followed by every layer without a window", name)
         if self.policy.sink:
             yield tally["sink"].counted("keep-sets without a sink block", "keep-set, sink block", RULE, name)
         yield tally["local"].counted("keep-sets without a local block", "keep-set, local blocks", RULE, name)
@@ -231,14 +236,18 @@ class Look:
             yield tally["distant"].counted("keep-sets of other distant blocks than the best", "keep-set, distant blocks", RULE, name,
                                            chance=tally["distant"].chance)
         yield tally["order"].counted("keep-sets out of order, with a block twice or too many", "keep-set, order", RULE, name)
-        yield tally["attention"].near("attention over the keep-set is one softmax over just its tokens", "gathered attention", self.subject, name)
-        yield tally["output"].counted("numbers that change between attention and output projection", "gathered attention, output", SAME, name)
+        yield tally["attention"].near("attention over the keep-set is one softmax over just its tokens", "gathered attention",
+                                      self.subject, name)
+        yield tally["output"].counted("numbers that change between attention and output projection", "gathered attention, output", SAME,
+                                      name)
         for stream in SEARCHED[self.policy.selector]:
-            yield tally[f"summaries {stream}"].counted(f"blocks whose {NAMES[stream]} is not that of their tokens", f"block summaries, {NAMES[stream]}",
+            yield tally[f"summaries {stream}"].counted(f"blocks whose {NAMES[stream]} is not that of their tokens",
+                                                       f"block summaries, {NAMES[stream]}",
                                                        "its definition over the rows that the cache holds", name)
         if self.policy.selector == "bound":
             yield tally["bound"].counted("products with a key that exceed the bound of its block", "block bound", "Quest, eq. 2", name)
-        yield tally["counters"].counted("layers that say they read something else", "counters of what was read", "the list that attention was given", name)
+        yield tally["counters"].counted("layers that say they read something else", "counters of what was read",
+                                        "the list that attention was given", name)
 
 
 def group(q, before, keys, values, low, high, mean, p: int) -> Group:

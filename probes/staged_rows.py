@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 
 from kernels.staging import Pool, SlotTable
-from probes.grouped_steps import Tally
+from probes.gqa.steps import Tally
 
 
 class Item(NamedTuple):
     """A wanted item: its group, its number, the slot that it was given, the item that this slot held before, and holds by the table now;
-    valid: whether it was staged and may be read as it was; known: whether it was staged at all; end: the first item that is not complete."""
+    valid: whether it was staged and may be read as it was; known: whether it was staged at all; end: the first item that is not
+    complete."""
 
     group: int
     number: int
@@ -49,7 +50,8 @@ class Fetches:
             hits = sum(n in valid for n, _ in asked)
             said = tuple(after[g][k] - before[g][k] for k in (0, 1))
             self.counted.see(int(said != (hits, len(asked) - hits)), 1, f"{self.where}, group {g}")
-            self.hits, self.misses, self.evicted = self.hits + hits, self.misses + len(asked) - hits, self.evicted + len(valid - set(now[g]))
+            self.hits, self.misses = self.hits + hits, self.misses + len(asked) - hits
+            self.evicted += len(valid - set(now[g]))
             items += [Item(g, n, slot, held[g][slot], now[g][slot], n in valid, n in held[g], begins[g]) if 0 <= slot < len(held[g]) else
                       Item(g, n, -1, -1, -1, False, False, begins[g]) for n, slot in asked]
         self._judge(pools, items, len(held) // self.rows)

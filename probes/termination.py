@@ -11,13 +11,13 @@ from dsv4.gqa.choice import Attention
 from kernels.block_choice import Policy, dense
 from kernels.grouped_attention import Termination
 from probes.control import attempted_all
-from probes.grouped_steps import Call, Tally, Watched, captured, full_layers, poisoned, tokens_in
+from probes.gqa.steps import Call, Tally, Watched, captured, full_layers, poisoned, tokens_in
 from probes.measure import limit_of, tokens
 from probes.oracle import reading
 from probes.oracle import termination as oracle
 from probes.probe import Probe
-from probes.result import Check, Status, compare, vacuous
-from probes.stop_points import ASPECTS, Walk, allowed, alternatives, count
+from probes.result import Check, compare, vacuous
+from probes.gqa.stop_points import ASPECTS, Walk, allowed, alternatives, count
 from probes.subject import Subject
 
 TILE = 64
@@ -122,8 +122,10 @@ def by_query(call: Call, rule: Termination) -> Iterator[list[Walk]]:
         k, v = (t[b, :, :begins[b] + T].double().cpu() for t in (keys, values))
         for t in range(T):
             p = begins[b] + t
-            yield [Walk(b, p, heads[b, t, kv], k[kv, :p + 1], v[kv, :p + 1], oracle.listed(blocks[b, t, kv].tolist(), call.given[7], rule.tile, p)
-                        if chosen else oracle.newest_first(p, rule.tile), scale, chosen, rule.splits or 1) for kv in range(KV)]
+            order = lambda kv: (oracle.listed(blocks[b, t, kv].tolist(), call.given[7], rule.tile, p) if chosen else
+                                oracle.newest_first(p, rule.tile))
+            yield [Walk(b, p, heads[b, t, kv], k[kv, :p + 1], v[kv, :p + 1], order(kv), scale, chosen, rule.splits or 1)
+                   for kv in range(KV)]
 
 
 class Look:
@@ -154,7 +156,7 @@ class Look:
                 wrong = not few <= found <= most
                 tally["stop"].see(int(wrong), 1, at, tuple(name for name, tiles in others.items() if tiles == found) if wrong else ())
                 for name, tiles in others.items():
-                    tally[name].see(int(wrong), 1, at, chance=float(not few <= tiles <= most))
+                    tally[name].see(0, 1, at, chance=float(not few <= tiles <= most))
                 if self.rule.splits == 1 and 1 <= found <= len(one[0]):
                     tally["output"].far(given[n], one[0][found - 1], at, limit)
                 if walk.listed:
@@ -176,30 +178,31 @@ def judged(subject: Subject, where: str, rule: Termination, looks: list[Look], p
     for look in looks:
         look.judge(tally, limit_of(subject)[0])
         tally["calls"].see(len(look.missing), len(look.missing) + len(look.calls), where)
-    rule_said, cause = "the rule in float64, over the same tiles in the same order", tally["stop"].cause
-    part = "termination, stop point" + (f", {cause}" if cause else "")
+    rule_said, part = "the rule in float64, over the same tiles in the same order", "termination, stop point"
     name = "KV heads of queries that read other tiles than the rule says"
     yield tally["calls"].counted("layers that had no rule to stop", "termination", "every layer without a window follows it", where)
-    yield compare(name, tally["stop"].wrong, "==", 0, rule_said, tally["stop"].samples, where=f"{where}{', ' * bool(tally['stop'].first)}{tally['stop'].first}",
-                  part=part, chance=tally["never stopping"].chance)
+    yield tally["stop"].counted(name, "termination, stop point", rule_said, where, chance=tally["never stopping"].chance)
     for aspect, alternative in ASPECTS.items() if where.endswith(WHOLE) else ():
         if alternative in tally:
-            yield from _decides(aspect, tally[alternative], where, part)
+            yield _decides(aspect, tally[alternative], where, part)
     if rule.splits == 1:
         yield tally["output"].near("attention is one softmax over just the tiles that were read", "termination, output", subject, where)
     if "order" in tally:
-        yield tally["order"].counted("lists that are not in the order of importance", "termination, order of blocks", "sinks, newest local first, best first", where)
+        yield tally["order"].counted("lists that are not in the order of importance", "termination, order of blocks",
+                                     "sinks, newest local first, best first", where)
     wrong = [p["layer"] for p, call in zip((paths[c.layer] for c in looks[-1].calls), looks[-1].calls)
              if p.get("tiles_read") != float(call.out[1].float().mean()) or p.get("of_tiles") != -(-p["tokens"] // rule.tile)]
-    yield compare("layers that say they read another number of tiles", len(wrong), "==", 0, "the mean of what attention counted", len(looks[-1].calls),
+    yield compare("layers that say they read another number of tiles", len(wrong), "==", 0, "the mean of what attention counted",
+                  len(looks[-1].calls),
                   where=", ".join([where, *wrong[:1]]), part="termination, tiles counted")
 
 
-def _decides(aspect: str, tally: Tally, where: str, part: str) -> Iterator[Check]:
-    """One part of the rule: with what would be read without it as the level of chance."""
-    check = compare(f"stop points show that the rule needs {aspect}", tally.wrong, "==", 0, "the rule with and without it, in float64", tally.samples,
-                    where=where, part=part, chance=tally.chance)
-    yield check if check.status is not Status.VACUOUS else replace(check, note="no stop point would be another without it")
+def _decides(aspect: str, tally: Tally, where: str, part: str) -> Check:
+    """Whether one part of the rule was decisive anywhere: without it the check of stop points would have been red."""
+    name = f"stop points that would be others without {aspect}"
+    if not tally.chance:
+        return vacuous(name, "none: this model and these thresholds do not tell", where=where, part=part)
+    return compare(name, int(tally.chance), ">=", 1, "the rule with and without it, in float64", tally.samples, where=where, part=part)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def phases(site: Site, change: Callable) -> None:
             (n, H, D), KV = q.shape, len(keys)
             mine, here = q.float().view(n, KV, -1, D).permute(1, 2, 0, 3), slice(first, first + n)
             rows = past.positions.long().unsqueeze(-1).expand(-1, -1, D)
-            own = reference.attend(mine, keys[:, None, here].float(), values[:, None, here].float(), scale, torch.ones(n, n, dtype=torch.bool).tril())
+            own = reference.attend(mine, keys[:, None, here].float(), values[:, None, here].float(), scale,
+                                   torch.ones(n, n, dtype=torch.bool).tril())
             far = reference.attend(mine, *(t.gather(1, rows).unsqueeze(1).float() for t in (keys, values)), scale)
             mass, more = change(*own, *far)
             return out, mass, past.scores + more
@@ -137,7 +138,12 @@ def memory_scores_never_grow(site: Site) -> None:
 @mutation("1.17", bugs=(), parts=("scores fall",), **CHUNKS)
 def scores_decay(site: Site) -> None:
     """Scores are halved with each chunk, in favour of what is new."""
-    rewritten(site, "select", lambda real: lambda positions, scores, heavy: (lambda found: (found[0], found[1] / 2))(real(positions, scores, heavy)))
+    def halved(real):
+        def select(positions, scores, heavy):
+            positions, scores = real(positions, scores, heavy)
+            return positions, scores / 2
+        return select
+    rewritten(site, "select", halved)
 
 
 # ---- memory -------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Section 1.15: which blocks of a long cache a step reads: summaries, choice, gathered attention, what is said of it."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -68,7 +69,8 @@ def bound_over_the_wrong_channels(site: Site) -> None:
 @mutation("1.15", bugs=(), parts=("bound over half the channels",), **READING)
 def bound_over_half_the_channels(site: Site) -> None:
     """The bound sums the first half of the channels."""
-    chooser(site, lambda real, q, *rest: real(torch.cat((q[..., :q.shape[-1] // 2], torch.zeros_like(q[..., q.shape[-1] // 2:])), -1), *rest))
+    chooser(site, lambda real, q, *rest: real(torch.cat((q[..., :q.shape[-1] // 2], torch.zeros_like(q[..., q.shape[-1] // 2:])), -1),
+                                              *rest))
 
 
 @mutation("1.15", bugs=(), parts=("exchanged minimum and maximum",), **READING)
@@ -258,3 +260,16 @@ def sinks_not_counted_as_read(site: Site) -> None:
         path = real(self, end, prompt)
         return path | {"tokens": path["tokens"] - self.reading.policy.block} if "blocks" in path else path
     real = site.patch(SelfAttention, "path_at", path_at)
+
+
+@mutation("1.15", bugs=(), parts=("sparse reading, captured step", "captured step"), **READING)
+def captured_steps_choose_where_the_first_one_stood(site: Site) -> None:
+    """The positions of the first captured step are baked in where blocks are chosen and read."""
+    first = {}
+
+    def attend(self, q, keys, values, summaries, step):
+        if step.captured and not self.reading.policy.dense:
+            step = copy.copy(step)
+            step.start = first.setdefault(keys.data_ptr(), step.start.clone())
+        return real(self, q, keys, values, summaries, step)
+    real = site.patch(SelfAttention, "attend", attend)

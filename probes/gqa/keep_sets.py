@@ -44,7 +44,8 @@ def alternatives(groups: list[Group], kv: int, policy: Policy) -> Iterator[tuple
         yield "first query head instead of the maximum over the group", mine.scores("bound", mine.q[:1])
         yield "last query head instead of the maximum over the group", mine.scores("bound", mine.q[-1:])
         yield "mean instead of the maximum over the group", reading.bounds(mine.q, mine.low, mine.high).mean(0)
-        yield "bound by exchanged minimum and maximum", torch.minimum(mine.q.unsqueeze(1) * mine.low, mine.q.unsqueeze(1) * mine.high).sum(-1).max(0).values
+        exchanged = torch.minimum(mine.q.unsqueeze(1) * mine.low, mine.q.unsqueeze(1) * mine.high)
+        yield "bound by exchanged minimum and maximum", exchanged.sum(-1).max(0).values
         yield "bound over other channels", mine.scores("bound", mine.q.roll(1, -1))
         yield "bound over half the channels", reading.bounds(*(t[:, :t.shape[1] // 2] for t in (mine.q, mine.low, mine.high))).max(0).values
         yield "mean instead of the bound", mine.scores("mean")

@@ -132,18 +132,16 @@ class Tally:
 
     def counted(self, name: str, part: str, source: str, where: str, unit: str = "", chance: float | None = None) -> Check:
         """None may be wrong."""
-        cause = self.cause
-        return compare(name, self.wrong, "==", 0, source, self.samples, where=_at(where, self.first), part=f"{part}, {cause}" if cause else part,
-                       unit=unit, chance=chance, note=f"as if: {cause}" if cause else "")
+        return compare(name, self.wrong, "==", 0, source, self.samples, unit=unit, chance=chance, **self._about(part, where))
 
     def near(self, name: str, part: str, subject: Subject, where: str) -> Check:
         """Errors within what the numerics explain."""
         limit, share, source = limit_of(subject)
         errors = torch.cat(self.errors) if self.errors else torch.empty(0)
+        return compare(name, at_share(errors, share) if len(errors) else None, "<=", limit, source, len(errors), **self._about(part, where))
+
+    def _about(self, part: str, where: str) -> dict[str, str]:
+        """Where the first of them failed, and what would explain it."""
         cause = self.cause
-        return compare(name, at_share(errors, share) if len(errors) else None, "<=", limit, source, len(errors), where=_at(where, self.first),
-                       part=f"{part}, {cause}" if cause else part, note=f"as if: {cause}" if cause else "")
-
-
-def _at(where: str, first: str) -> str:
-    return ", ".join(filter(None, (where, first)))
+        return {"where": ", ".join(filter(None, (where, self.first))), "part": f"{part}, {cause}" if cause else part,
+                "note": f"as if: {cause}" if cause else ""}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.chunked_prefill import Chunking
-from probes.grouped_steps import Call, Tally
+from probes.gqa.steps import Call, Tally
 from probes.oracle import chunks as oracle
 
 
@@ -80,7 +80,8 @@ class Walk:
         wanted = oracle.fused(c.own, c.far, c.values, c.far_values)
         part = "fusion" if c.first else "first chunk"
         if (tally[part].far(c.out, wanted, at, self.limit) > self.limit).any() and c.far is not None:
-            tally[part].causes.update(name for name, other in misfused(c) if near(c.out, other, self.limit) for _ in range(wanted[..., 0].numel()))
+            tally[part].causes.update(name for name, other in misfused(c) if near(c.out, other, self.limit)
+                                      for _ in range(wanted[..., 0].numel()))
 
     def _scores(self, c: Chunk, scores: dict[int, float], memory: list[int] | None) -> dict[int, float]:
         """Of the memory and of the chunk, after both phases."""
@@ -107,7 +108,8 @@ class Walk:
         wrong = bool(left) and bool(heavy) and max(left) - min(scores[p] for p in heavy) > 2 * self.limit * most
         tally["heavy"].see(int(wrong), 1, at, chance=float(bool(left)))
 
-    def _said(self, tally: dict[str, Tally], said: dict[int, float], held: dict[int, float], c: Chunk, memory: list[int] | None, at: str) -> None:
+    def _said(self, tally: dict[str, Tally], said: dict[int, float], held: dict[int, float], c: Chunk, memory: list[int] | None,
+              at: str) -> None:
         """Scores that the layer keeps: what it kept before and what the definition adds, and never less than before."""
         fallen = sum(said[p] < held[p] for p in said if p in held)
         tally["fall"].see(fallen, sum(p in held for p in said), at)
@@ -117,7 +119,8 @@ class Walk:
         for phase, places in ((1, [p for p in said if p in fresh]), (2, [p for p in said if p in more])):
             if places and (tally["scores"].far(column(said, places), column(wanted, places), at, 2 * self.limit) > 2 * self.limit).any():
                 mine = column(said, places) - (column(held, places) if phase == 2 else 0)
-                tally["scores"].causes.update(name for name, other in misscored(c, phase, memory) if near(mine, column(other, places), 1e-3) for _ in places)
+                tally["scores"].causes.update(name for name, other in misscored(c, phase, memory)
+                                              if near(mine, column(other, places), 1e-3) for _ in places)
 
     def _apart(self, tally: dict[str, Tally], heads: list[list[list[int]]], at: str) -> None:
         """Memories of KV heads are chosen head by head: all alike would be a choice over all heads at once."""
