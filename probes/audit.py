@@ -126,7 +126,7 @@ def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, n
     subject = open_subject(checkpoint, kind, numerics, backend, device, cache, index_cache)
     report = audit(subject, names, budget=budget, say=say)
     totals = ", ".join(f"{count} {status.value}" for status, count in report.totals.items() if count)
-    say(f"{totals}; exit code {report.exit_code}")
+    say(f"{totals or 'nothing was measured'}; exit code {report.exit_code}")
     if out is not None:
         draw(report, say)
         said = f"ours:{numerics}" if kind == "ours" else kind

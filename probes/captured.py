@@ -20,8 +20,9 @@ from probes.subject import Subject
 LOGITS, ROWS = "logits of captured steps equal those of append", "what captured steps write equals what append writes"
 PARTS = {"window": "window rows", "main raw rows": "compressor rows", "index raw rows": "the indexer's compressor rows",
          "entries": "entries", "index keys": "index keys", "keys": "keys", "values": "values"}
-DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}  # made of a layer's input alone
-OF_GQA = ("keys", "values")  # likewise
+# Made of a layer's input alone:
+DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}
+OF_GQA = ("keys", "values")
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
 BACK = 3  # most tokens that a scenario forgets
 STEPS = 9

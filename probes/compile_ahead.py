@@ -75,8 +75,8 @@ def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, devic
     return done
 
 
-def compile_ahead(configs: Iterable[ModelConfig | GQAConfig], dtypes: Iterable[torch.dtype], tokens: Iterable[int], backend: str, device: str,
-                  seed: int, jobs: int | None = None) -> int:
+def compile_ahead(configs: Iterable[ModelConfig | GQAConfig], dtypes: Iterable[torch.dtype], tokens: Iterable[int], backend: str,
+                  device: str, seed: int, jobs: int | None = None) -> int:
     """Calls that were made, by `jobs` processes (None: one a usable processor). Nothing in a process that is itself one of many."""
     if parent_process() is not None:
         return 0

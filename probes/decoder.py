@@ -102,8 +102,11 @@ def attention(oracle: GQAOracle, i: int, p: dict[str, torch.Tensor]) -> Forms:
     if 1 < shape.kv_heads < shape.heads:
         forms |= {"query head h reads KV head h mod KV": form("query groups", lambda h: h % shape.kv_heads),
                   "query head h reads the next KV head": form("query groups", lambda h: (h // group + 1) % shape.kv_heads),
-                  "all heads read KV head 0": form("query groups", lambda h: 0), "output heads in another order": form("output projection", turned=True)}
-    scales = {"1": 1.0, "1/D": 1 / shape.head_dim, "1/√d": oracle.raw["hidden_size"]**-0.5, "1/√(d / H)": (oracle.raw["hidden_size"] / shape.heads) ** -0.5, "without the rotation's factor": shape.head_dim**-0.5,
+                  "all heads read KV head 0": form("query groups", lambda h: 0),
+                  "output heads in another order": form("output projection", turned=True)}
+    d = oracle.raw["hidden_size"]
+    scales = {"1": 1.0, "1/D": 1 / shape.head_dim, "1/√d": d**-0.5, "1/√(d / H)": (d / shape.heads) ** -0.5,
+              "without the rotation's factor": shape.head_dim**-0.5,
               "with the factor once": shape.head_dim**-0.5 * shape.factor}
     forms |= {f"scale {name}": form("scale of scores", scale=s) for name, s in scales.items() if abs(s / scale - 1) > 1e-9}
     if oracle.w(f"model.layers.{i}.self_attn.o_proj.bias") is not None:
@@ -118,8 +121,8 @@ def mlp(oracle: GQAOracle, i: int, x: torch.Tensor) -> Forms:
     y, at = oracle.normed(i, "post_attention", x), f"model.layers.{i}.mlp."
     gate, up = (oracle.map(f"{at}{name}_proj", y) for name in ("gate", "up"))
     down = lambda h: (oracle.map(f"{at}down_proj", h), "MLP gate")
-    forms = {DEFINED: form(), "gate and up exchanged": down(gate * torch.sigmoid(up) * up), "sigmoid for silu": down(torch.sigmoid(gate) * up),
-             "gelu for silu": down(torch.nn.functional.gelu(gate) * up)} | norms(form, "post_attention", "input")
+    forms = {DEFINED: form(), "gate and up exchanged": down(gate * torch.sigmoid(up) * up),
+             "sigmoid for silu": down(torch.sigmoid(gate) * up), "gelu for silu": down(torch.nn.functional.gelu(gate) * up)} | norms(form, "post_attention", "input")
     if oracle.w(f"{at}gate_proj.bias") is not None:
         forms["without its biases"] = form("MLP bias", bias=False)
     return forms
@@ -145,8 +148,8 @@ def nearest(subject: Subject, name: str, found: torch.Tensor, forms: Forms, wher
     note = "" if value <= limit else f"first beyond three limits: row {first[0]}, position {first[1]}" if first else ""
     if value > limit and best != DEFINED and errors[best] < 0.5 * value:
         part, note = forms[best][1], f"nearest: {best}, {errors[best]:.2g}"
-    return compare(f"{name}: {DEFINED}", value, "<=", limit, f"{ALONE}; {source}", wanted[..., 0].numel(), where=where, part=part, note=note,
-                   unit="relative", chance=chance_of(wanted.flatten(2), token_errors))
+    return compare(f"{name}: {DEFINED}", value, "<=", limit, f"{ALONE}; {source}", wanted[..., 0].numel(), where=where, part=part,
+                   note=note, unit="relative", chance=chance_of(wanted.flatten(2), token_errors))
 
 
 if __name__ == "__main__":

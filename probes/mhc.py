@@ -30,7 +30,9 @@ class HyperConnections(Probe):
     name: ClassVar[str] = "mhc"
     title: ClassVar[str] = "hyper-connections mix as the definition does"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "they have one residual stream and no hyper-connections; decoder holds their sublayers against the definition"}
+    not_for: ClassVar[Mapping[str, str]] = {
+        "gqa": "they have one residual stream and no hyper-connections; decoder holds their sublayers against the "
+               "definition"}
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, capture, ids, first = run_all(subject, self.seed)

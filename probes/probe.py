@@ -8,7 +8,7 @@ behind it, and where its thresholds come from.
 import importlib
 import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,9 +64,9 @@ def left_out(probe: Probe | type[Probe], subject: Subject) -> str | None:
     return None if why is None else f"does not apply to {FAMILIES[subject.family]}: {why}"
 
 
-def applying(subject: Subject) -> list[str]:
-    """Those of `available` that apply to the subject's family of models."""
-    return [name for name in available() if left_out(probe_named(name), subject) is None]
+def applying(subject: Subject, names: Iterable[str]) -> list[str]:
+    """Those of `names` that apply to the subject's family of models."""
+    return [name for name in names if left_out(probe_named(name), subject) is None]
 
 
 def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:

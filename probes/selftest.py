@@ -133,7 +133,7 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
     except Exception as error:
         return Found(note=f"it could not be planted: {said(error)}")
     found = Found()
-    for name in order(mutation, applying(subject)):
+    for name in order(mutation, applying(subject, available())):
         checks, _ = execute(probe_named(name)(), subject)
         blunder = next((c.note for c in checks if c.status is Status.ERROR and BLUNDER.search(c.note)), None)
         if blunder:
@@ -245,7 +245,7 @@ def audit_clean(setting: Clean, bench: Bench) -> Clean:
     begun = time.monotonic()
     subject = open_subject(bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device,
                            *setting.caches)
-    checks = [(name, check) for name in applying(subject) for check in execute(probe_named(name)(), subject)[0]]
+    checks = [(name, check) for name in applying(subject, available()) for check in execute(probe_named(name)(), subject)[0]]
     tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.where}" if c.where else "") + (f" ({c.part})" if c.part else "")
     of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)
     return replace(setting, totals=count(c for _, c in checks), red=of(*RED), vacuous=of(Status.VACUOUS),

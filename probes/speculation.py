@@ -38,7 +38,9 @@ class Speculation(Probe):
     name: ClassVar[str] = "speculation"
     title: ClassVar[str] = "what is kept of drafts is what plain decoding leaves"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "rewind", "batch", "drafts"})
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "its rounds draft with an MTP block, which they lack; what a rejected draft leaves behind is held by rollback"}
+    not_for: ClassVar[Mapping[str, str]] = {
+        "gqa": "its rounds draft with an MTP block, which they lack; what a rejected draft leaves behind is held by "
+               "rollback"}
 
     def run(self, subject: Subject) -> list[Check]:
         checks = attempted_all(RUNS, "acceptance", "acceptance", lambda: acceptance(self.seed, subject.model.device))

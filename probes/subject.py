@@ -58,8 +58,8 @@ class Capture:
 class Subject:
     """The interface. A subject implements what it `can` and leaves the rest.
 
-    name: for the report; family: one of FAMILIES; config: dsv4.config.ModelConfig, of GQA models GQAConfig; numerics: how its numbers are held, by the names of dsv4.numerics, or
-    'bf16' / 'fp32' for others; provenance: what identifies it (paths, versions, hashes).
+    name: for the report; family: one of FAMILIES; config: dsv4.config.ModelConfig, of GQA models GQAConfig; numerics: how its numbers
+    are held, by the names of dsv4.numerics, or 'bf16' / 'fp32' for others; provenance: what identifies it (paths, versions, hashes).
     """
 
     name: str = ""

@@ -4,8 +4,9 @@
 #     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity selftest speculation speculation_text; all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
-# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, side by side. matrix:
-# its audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in all numerics.
+# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
+# side. matrix: the demo's audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in
+# all numerics.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
 # speculation_text: on the demo's own text. Parts run one after another, because some are timed; each at most LIMIT seconds (default
 # 600). Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
@@ -25,6 +26,8 @@ audit() {
       --out "$OUT" &
     running+=($!)
   done
+  "$python" -m dsv4 audit run demo_gqa --backend triton --device cuda --numerics native --out "$OUT" &
+  running+=($!)
   for one in "${running[@]}"; do wait "$one" || wrong=1; done
   return $wrong
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dsv4.errors import ConfigError
 from dsv4.gqa.config import FIXED, GQAConfig
-from probes.config_ledger import OBEYED, STATED, UNREAD, _other, shown
+from probes.config_ledger import STATED, UNREAD, _other, shown
 from probes.oracle.gqa import Shape, config_at, rotary, shape_of, tensor_shapes
 from probes.result import Check, Status, compare
 from probes.subject import Subject
@@ -100,15 +100,16 @@ def _layers(subject: Subject, shape: Shape) -> Iterator[Check]:
         if "kernels" in subject.can:
             have["model"] = subject.model.layers[i].self_attn.window
         for who, found in have.items():
-            yield compare(f"window of the layer, by the {who}", str(found), "==", str(wanted), MODULES, 1, where=f"layer {i}", part="window")
+            yield compare(f"window of the layer, by the {who}", str(found), "==", str(wanted), MODULES, 1, where=f"layer {i}",
+                          part="window")
 
 
 def _files(subject: Subject, raw: dict) -> Iterator[Check]:
     """Biases and the output head are where the config says, and nowhere else."""
     wanted, found = tensor_shapes(raw), subject.files.sources
     biases = lambda names: sorted(n for n in names if n.endswith(".bias"))
-    yield compare("biases in the file: another set than the config's", len(set(biases(wanted)) ^ set(biases(found))), "==", 0, OBEYED, len(wanted),
-                  where="biases", part="QKV bias", unit="tensors")
+    yield compare("biases in the file: another set than the config's", len(set(biases(wanted)) ^ set(biases(found))), "==", 0, SPECIFIED,
+                  len(wanted), where="biases", part="QKV bias", unit="tensors")
     tied = raw.get("tie_word_embeddings", False)
     yield compare("the head is tied as config.json says", str(subject.config.tie_word_embeddings), "==", str(tied), STATED, 1,
                   where="tie_word_embeddings", part="tied head")
@@ -137,5 +138,6 @@ def _modules(subject: Subject, shape: Shape) -> Iterator[Check]:
                       where="modules", note="; ".join(said[:3]), unit="values")
     found, wanted = subject.model.frequencies["main"].double().cpu(), shape.frequencies
     error = ((found - wanted).abs() / wanted).max().item() if found.shape == wanted.shape else float("inf")
-    yield compare("rotary frequencies", error, "<=", 1e-6, f"fp32 of the variant {rotary(config_at(subject.files.path))['rope_type']!r}, against fp64",
+    kind = rotary(config_at(subject.files.path))["rope_type"]
+    yield compare("rotary frequencies", error, "<=", 1e-6, f"fp32 of the variant {kind!r}, against fp64",
                   wanted.numel(), where="base main", part="RoPE")

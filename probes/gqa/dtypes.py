@@ -24,10 +24,11 @@ def dtype_checks(subject: Subject) -> Iterator[Check]:
         return
     held = {n: p.dtype for n, p in subject.model.named_parameters() if n in stored}
     fp32 = subject.numerics == "fp32"
-    wrong = [n for n, d in held.items() if (d is not torch.float32 if fp32 else d is not DTYPES[stored[n]]) or not keeps_value(DTYPES[stored[n]], d)]
+    of_file = {n: DTYPES[stored[n]] for n in held}
+    wrong = [n for n, d in held.items() if d is not (torch.float32 if fp32 else of_file[n]) or not keeps_value(of_file[n], d)]
     yield from named("weight is held as the numerics say", wrong, len(held), MEMORY)
-    yield compare("numerics in effect", str(subject.model.numerics), "==", str(NUMERICS.get(subject.numerics)), "the numerics asked for at load",
-                  1, where="model", part="numerics")
+    yield compare("numerics in effect", str(subject.model.numerics), "==", str(NUMERICS.get(subject.numerics)),
+                  "the numerics asked for at load", 1, where="model", part="numerics")
     for base, f in subject.model.frequencies.items():
         yield compare("rotary frequencies are fp32", str(f.dtype), "==", "torch.float32",
                       "positions in the thousands turn by wrong angles in bf16", f.numel(), where=f"base {base}", part="RoPE")

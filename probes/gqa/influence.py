@@ -83,8 +83,8 @@ def perturbed(subject: Subject, seen: Seen, where: str) -> Iterator[Check]:
     quietly = ((seen.out[1] - seen.out[0]).norm(dim=-1) / size[0]).max().item()
     source = f"{subject.numerics}: an output that does not see the token does not change"
     yield compare("two rows with the same tokens differ", quietly, "<=", quiet, source, T, where=where, part="attention core")
-    for name, region, part in (("a token changes outputs before it", future, "causal mask"), ("a token changes outputs beyond the window", beyond,
-                                                                                           "window")):
+    for name, region, part in (("a token changes outputs before it", future, "causal mask"),
+                               ("a token changes outputs beyond the window", beyond, "window")):
         if not bool(region.any()):
             continue
         value = found[region].max().item()
@@ -98,8 +98,8 @@ def perturbed(subject: Subject, seen: Seen, where: str) -> Iterator[Check]:
     first = silent.nonzero().tolist()
     note = f"first: token {seen.places[first[0][0]]} in output {first[0][1]}" if first else ""
     part = "window" if first and first[0][1] != seen.places[first[0][0]] else "causal mask"
-    yield compare("outputs that see a token and do not change with it", int(silent.sum()), "==", 0, f"the oracle's change by more than {LOUD} times "
-                  f"{quiet:g}", int(must.sum()), where=where, part=part, note=note, unit="outputs", chance=int(must.sum()))
+    yield compare("outputs that see a token and do not change with it", int(silent.sum()), "==", 0,
+                  f"the oracle's change by more than {LOUD} times {quiet:g}", int(must.sum()), where=where, part=part, note=note, unit="outputs", chance=int(must.sum()))
 
 
 def path(subject: Subject, seen: Seen, where: str) -> Check:
@@ -107,8 +107,10 @@ def path(subject: Subject, seen: Seen, where: str) -> Check:
     (limit, share, source), oracle, window = limit_of(subject), seen.oracle, seen.oracle.shape.windows[seen.i]
     q, k, v = (seen.points[seen.i, name][:1].double() for name in ("q_after_rope", "keys", "values"))
     T = q.shape[1]
-    masks = {SPECIFIED: (gqa.mask(T, window), "attention core"), "each query sees one token of the future": (gqa.mask(T, window, 1), "causal mask"),
-             "no query sees itself": (gqa.mask(T, window, -1), "causal mask"), "no mask": (torch.ones(T, T, dtype=torch.bool), "causal mask"),
+    masks = {SPECIFIED: (gqa.mask(T, window), "attention core"),
+             "each query sees one token of the future": (gqa.mask(T, window, 1), "causal mask"),
+             "no query sees itself": (gqa.mask(T, window, -1), "causal mask"),
+             "no mask": (torch.ones(T, T, dtype=torch.bool), "causal mask"),
              "itself only": (torch.eye(T, dtype=torch.bool), "attention core")}
     if window is not None:
         masks |= {f"window of {w}": (gqa.mask(T, w), "window") for w in (window - 1, window + 1, 2 * window) if w > 0}
@@ -117,9 +119,10 @@ def path(subject: Subject, seen: Seen, where: str) -> Check:
         masks |= {f"window of {w}": (gqa.mask(T, w), "window") for w in (subject.config.max_position_embeddings // 2, 128, 32) if w < T}
     errors = {}
     for name, (mask, _) in masks.items():
-        errors[name] = at_share(far(seen.out[:1], oracle.output(seen.i, gqa.attend(q, oracle.kept(k), oracle.kept(v), mask, oracle.shape.scale))), share)
+        o = gqa.attend(q, oracle.kept(k), oracle.kept(v), mask, oracle.shape.scale)
+        errors[name] = at_share(far(seen.out[:1], oracle.output(seen.i, o)), share)
     best = min(errors, key=errors.get)
     part = masks[best][1] if errors[best] < 0.5 * errors[SPECIFIED] else masks[SPECIFIED][1]
     note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(errors.items(), key=lambda pair: pair[1])[:4])
-    return compare("output is attention over what the layer sees", errors[SPECIFIED], "<=", limit, source, T, where=where, part=part, note=note,
-                   unit="relative", chance=errors["itself only"])
+    return compare("output is attention over what the layer sees", errors[SPECIFIED], "<=", limit, source, T, where=where, part=part,
+                   note=note, unit="relative", chance=errors["itself only"])

@@ -41,8 +41,8 @@ def _rms_norm(i: Inputs):
 
 
 def _linear(i: Inputs):
-    c = i.config
-    return [("attention output", [i.act(i.N, c.num_attention_heads * c.head_dim), dense(i, c.hidden_size, c.num_attention_heads * c.head_dim), False]),
+    c, width = i.config, i.config.num_attention_heads * i.config.head_dim
+    return [("attention output", [i.act(i.N, width), dense(i, c.hidden_size, width), False]),
             ("MLP output", [i.act(i.N, c.intermediate_size), dense(i, c.hidden_size, c.intermediate_size), False])]
 
 
@@ -107,7 +107,7 @@ def _choose_blocks(i: Inputs):
     blocks = keys.unflatten(2, (-1, 16))
     low, high, mean = blocks.amin(3).contiguous(), blocks.amax(3).contiguous(), blocks.float().mean(3).to(i.dtype)
     for how, policy in policies().items():
-        held = [low if policy.selector == "bound" else None, high if policy.selector == "bound" else None, mean if policy.selector == "mean" else None]
+        held = {"bound": (low, high, None), "mean": (None, None, mean), None: (None, None, None)}[policy.selector]
         found += [(f"{how}{', by importance' if by else ''}", [queries(i), c.num_key_value_heads, *held, starts(i), policy, by])
                   for by in (False, True)]
     return found
@@ -126,7 +126,7 @@ def _gather_attention(i: Inputs):
 
 
 def _chunked_prefill(i: Inputs):
-    """Three chunks, the last not whole, of two rows of their own lengths, one of which ends before; only for heads that the kernels take."""
+    """Three chunks, the last not whole, of two rows of their own lengths, one of which ends before; for heads that the kernels take."""
     c, cut = i.config, Chunking(32, 8, 8)
     T = 64 + i.N
     (keys, values), lengths = rows(i), torch.tensor([T, 40])

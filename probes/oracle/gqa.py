@@ -1,7 +1,8 @@
-"""GQA models in float64, written from their definitions alone: config.json and tensors as they lie in the files, none of the code that is judged.
+"""GQA models in float64, written from their definitions alone: config.json and tensors as they lie in the files, none of the code that is
+judged.
 
-Vaswani et al. 2017 (attention), Ainslie et al. 2023 (grouped queries), Su et al. 2021 (rotation; halves of a head are pairs, as transformers
-has it), Peng et al. 2023 (YaRN), Llama 3.1's scaled frequencies, Zhang and Sennrich 2019 (RMS norm), Shazeer 2020 (SwiGLU).
+Vaswani et al. 2017 (attention), Ainslie et al. 2023 (grouped queries), Su et al. 2021 (rotation; halves of a head are pairs, as
+transformers has it), Peng et al. 2023 (YaRN), Llama 3.1's scaled frequencies, Zhang and Sennrich 2019 (RMS norm), Shazeer 2020 (SwiGLU).
 """
 
 import json
@@ -66,8 +67,8 @@ def rotary(raw: dict) -> dict:
     found = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     kind = found.get("rope_type", found.get("type", "default"))
     theta = found.get("rope_theta", raw.get("rope_theta", 10000.0))
-    original = found.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-    return found | {"rope_type": kind, "rope_theta": float(theta), "original_max_position_embeddings": original}
+    key = "original_max_position_embeddings"
+    return found | {"rope_type": kind, "rope_theta": float(theta), key: found.get(key) or raw.get(key) or raw["max_position_embeddings"]}
 
 
 def frequencies(raw: dict, dims: int) -> tuple[Tensor, float]:

@@ -18,6 +18,7 @@ from loaders.config_files import DECODERS
 from probes.subject import GQA_POINTS, Capture, Subject
 from probes.subjects.dump import Timeline, check_points, steps_of
 from probes.subjects.files import FilesSubject, plain
+from probes.subjects.gqa import IN_ATTENTION
 from probes.subjects.transformers import _WatchedFunctions
 
 
@@ -36,8 +37,9 @@ class TransformersGQASubject(Subject):
         self.files, self.config = stored.files, stored.config
         name = DECODERS[self.config.model_type]
         self._module = importlib.import_module(getattr(transformers, name).__module__)
-        self.model = getattr(transformers, name).from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True).eval()
-        self.can = frozenset({"files", "run", *(["rewind"] if set(self.config.windows) == {None} else [])})
+        opened = getattr(transformers, name).from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
+        self.model = opened.eval()
+        self.can = frozenset({"files", "run", "layer", *(["rewind"] if set(self.config.windows) == {None} else [])})
         self.numerics = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
         self.name = f"transformers {transformers.__version__}, {self.numerics}"
         self.provenance = stored.provenance | {"transformers": transformers.__version__, "torch": torch.__version__, "attention": "eager"}
@@ -62,6 +64,26 @@ class TransformersGQASubject(Subject):
                 logits[:, start:start + n] = self.model(piece, past_key_values=cache, use_cache=True).logits.float().cpu()
         with torch.inference_mode(False):
             return timeline.capture(logits.clone())
+
+    @torch.inference_mode()
+    def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
+                  want: Sequence[str] = ()) -> Capture:
+        """See `Subject.attention`: norm and `self_attn` of the layer, with rotation and mask made as their model makes them."""
+        from transformers import DynamicCache, masking_utils
+        want, (B, T), steps = check_points(want, IN_ATTENTION) | {"attn_out"}, ids.shape, steps_of(ids.shape[1], schedule)
+        model, timeline, cache = self.model.model, Timeline(B, T), DynamicCache(config=self.model.config)
+        module, sliding = model.layers[layer], self.config.windows[layer] is not None
+        cache.layers = [cache.layers[layer]] * len(cache.layers)  # masks are made by the length of the first layer of their kind
+        masked = masking_utils.create_sliding_window_causal_mask if sliding else masking_utils.create_causal_mask
+        with _Taps(self.model, self._module, timeline, want, cache) as taps:
+            for taps.start, n in steps:
+                x = attn_in[:, taps.start:taps.start + n].to(self.model.device, self.model.dtype)
+                at = taps.start + torch.arange(n, device=x.device).unsqueeze(0)
+                mask = masked(config=self.model.config, inputs_embeds=x, attention_mask=None, past_key_values=cache, position_ids=at)
+                module.self_attn(module.input_layernorm(x), position_embeddings=model.rotary_emb(x, position_ids=at), attention_mask=mask,
+                                 past_key_values=cache, position_ids=at)
+        with torch.inference_mode(False):
+            return timeline.capture()
 
     def weight(self, name: str) -> torch.Tensor:
         """Its own parameter of that name. Raises InputError."""
