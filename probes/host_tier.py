@@ -31,8 +31,10 @@ POLICIES = (  # and staging slots beyond those that a step needs
 )
 LENGTHS = [14 * 16 + 5, 9 * 16 - 2]
 PROMPT = "prompt"
-MOVES = ((1, (0, 0)), (1, (0, 0)), (12, (0, 0)), (1, (19, 3)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)), (5, (37, 0)),
-         (PROMPT, (0, 0)), (1, (0, 0)), (12, (0, 30)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)))  # tokens of a step, and what is forgotten after it
+MOVES = (  # tokens of a step, and what is forgotten after it
+    (1, (0, 0)), (1, (0, 0)), (12, (0, 0)), (1, (19, 3)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)), (5, (37, 0)), (PROMPT, (0, 0)),
+    (1, (0, 0)), (12, (0, 30)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)),
+)
 CSA_MOVES = (*[(1, (0, 0))] * 2, (3, (0, 0)), (1, (14, 3)), *[(1, (0, 0))] * 12, (1, (0, 9)), *[(1, (0, 0))] * 10, (4, (0, 0)), (1, (0, 0)))
 APPENDED = 20
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
@@ -121,7 +123,8 @@ class HostTier(Probe):
         checks = []
         for slots in dict.fromkeys((least, more)):
             where = f"main entries of CSA, {slots} slots"
-            checks += attempted_all("a model decodes from host memory", where, "host tier", lambda: self._csa(subject, first, slots, where, slots == least))
+            checks += attempted_all("a model decodes from host memory", where, "host tier",
+                                    lambda: self._csa(subject, first, slots, where, slots == least))
         return checks
 
     def _csa(self, subject: Subject, first: int, slots: int, where: str, tight: bool) -> Iterator[Check]:

@@ -16,15 +16,24 @@ from probes.gqa.keep_sets import Group, judged
 from probes.gqa.steps import Tally, Watched
 from probes.gqa.stop_points import Walk, alternatives, count
 from probes.host_tier import HostTier
-from probes.mutations import Site, catalogue, gqa_profiles
+from probes.mutations import Site, catalogue, gqa_profiles, profile
 from probes.oracle import chunks, reading, termination
 from probes.probe import execute, probe_named
 from probes.result import Status
+from probes.selftest import named, texts_of
 from probes.sparse_reading import MOVES, POLICIES, SparseReading, lengths_of
 from probes.termination import LENGTHS, TILE, TerminationProbe
 
 PROBES = (SparseReading, TerminationProbe, ChunkedPrefill, HostTier)
-FAULTS = [m for m in catalogue() if m.section in ("1.15", "1.16", "1.17", "1.18")]
+SECTIONS = ("1.15", "1.16", "1.17", "1.18")
+FAULTS = [m for m in catalogue() if m.section in SECTIONS]
+TRIED = (  # here; the self-test plants them all. Those of chunks are quick
+    "selector off by one block", "sink block lost", "local blocks counted from the start of a step", "first head chooses for its group",
+    "choice of the wrong head", "equal blocks go to the highest", "summary keeps a rewound row", "gathered blocks without a mask",
+    "prompts read sparsely", "termination ignores direction", "a row stops its neighbours", "termination skips the sink",
+    "blocks terminated in the order of their numbers", "terminated although never asked to", "stale staging row",
+    "stale entries after a rewind", "slot table not updated on eviction", "staging copies the wrong head", "tokens are not written through",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,6 @@ def test_layers_with_a_window_are_left_alone(profiles, probe):
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)
 def test_too_short_a_context_is_vacuous(profiles, probe):
     subject = opened(profiles["qwen2"])
-    subject.model.config = copy.replace(subject.model.config, max_position_embeddings=180) if hasattr(copy, "replace") else subject.model.config
     object.__setattr__(subject.model.config, "max_position_embeddings", 180)
     checks = [c for c in of(probe, subject) if c.status is not Status.PASS]
     assert checks and {c.status for c in checks} == {Status.VACUOUS} and "the checkpoint allows 180" in checks[0].note
@@ -92,10 +100,8 @@ def test_the_other_probes_do_not_apply_to_csa(official):
 # ---- planted faults -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda m: m.name.replace(" ", "-"))
+@pytest.mark.parametrize("fault", [m for m in FAULTS if m.section == "1.17" or m.name in TRIED], ids=lambda m: m.name.replace(" ", "-"))
 def test_a_fault_is_named_by_its_probe(profiles, tmp_path_factory, tmp_path, fault):
-    from probes.mutations import profile
-    from probes.selftest import named, texts_of
     path = profiles.get(fault.profile)
     if path is None:
         path = profiles[fault.profile] = profile.write(tmp_path_factory.mktemp("profile") / fault.profile, fault.profile)
@@ -111,8 +117,8 @@ def test_a_fault_is_named_by_its_probe(profiles, tmp_path_factory, tmp_path, fau
 
 
 def test_each_technique_has_its_faults():
-    assert {section: sum(m.section == section for m in FAULTS) >= 10 for section in ("1.15", "1.16", "1.17", "1.18")} == dict.fromkeys(
-        ("1.15", "1.16", "1.17", "1.18"), True)
+    assert all(sum(m.section == section for m in FAULTS) >= 10 for section in SECTIONS)
+    assert {m.section for m in FAULTS if m.name in TRIED} == {"1.15", "1.16", "1.18"} and set(TRIED) <= {m.name for m in FAULTS}
 
 
 # ---- what they judge by -------------------------------------------------------------------
