@@ -20,7 +20,7 @@ from probes.cli import audit_app  # the command line alone knows the engine and 
 from probes.fidelity.cli import fidelity
 from probes.recall.cli import recall
 from probes.sparse_prefill.cli import sparse_prefill
-from probes.termination.cli import termination
+from probes.terminating.cli import termination
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Run, measure and audit DeepSeek-V4-style checkpoints.")

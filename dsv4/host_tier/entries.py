@@ -14,7 +14,8 @@ from dsv4.host_tier.planning import brought_entries, check_entries, entries_plan
 from dsv4.step import CapturedStep, Step
 from kernels.cache_rows import PAGE, PackedRows, write_rows
 from kernels.dispatch import bind
-from kernels.staging import Pool, SlotTable, fetch, items_of, new_table, paired
+from kernels.operations import GQA_OPERATIONS
+from kernels.staging import Pool, SlotTable, items_of, new_table, paired
 
 
 class HostEntries(Entries):
@@ -158,7 +159,7 @@ def host_cache(model, batch: int = 1, max_context: int | None = None, max_rewind
     if model.layer_devices is not None:
         raise InputError("entries in host memory were asked for with layers spread over devices; leave out --device-map or --kv-memory host")
     devices = [model.device] * (config.num_hidden_layers + len(model.mtp))
-    operation = bind({"fetch": fetch}, model.backend, model.dispatch).fetch
+    operation = bind({"fetch": GQA_OPERATIONS["fetch"]}, model.backend, model.dispatch).fetch
     write, topk = model.op.write_rows, config.index_topk
 
     def make(stream: Stream, ratio: int, brought: torch.Tensor) -> HostEntries:

@@ -52,7 +52,7 @@ class Site:
 
     def kernel(self, name: str, change: Callable[[Callable], Callable]) -> None:
         """Replace operation `name` by change(what ran before) on every backend but `reference`, which stays the definition: in the
-        table of every family of models that has it."""
+        table of every family of models that has it (fetching from host memory is a GQA model's, and CSA's entries take it from there)."""
         for table in (OPERATIONS, GQA_OPERATIONS):
             if name in table:
                 op = table[name]

@@ -28,7 +28,8 @@ FAST = (  # one or two of each section whose first probe is quick
     "scales beside each row", "byte offsets of packed rows in 32 bits", "resting rows advance in replays",
     "fused linears without their norm", "graft of one block fewer", "weights of the mean exchanged on the device",
     "rotary scaling ignored", "kv heads dealt out in turn", "sliding window one longer", "qkv bias never added",
-    "rewind forgets one too few",
+    "rewind forgets one too few", "sink block lost", "termination ignores direction", "fusion without scaling",
+    "slot table not updated on eviction",
 )
 BY_NAME = {m.name: m for m in catalogue()}
 

@@ -9,7 +9,7 @@ from kernels.grouped_attention import Termination
 from probes.fidelity.variants import of_policy
 from probes.recall.mass import watched
 from probes.recall.needles import Asked, Limits, replies_by
-from probes.termination import document, measure, orders, plots
+from probes.terminating import document, measure, orders, plots
 from tests.fidelity.conftest import csa, csa_path, gqa, gqa_path, one_thread, run, text  # noqa: F401  (fixtures)
 
 

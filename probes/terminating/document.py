@@ -15,8 +15,8 @@ from probes.formats.json_report import strict
 from probes.provenance import provenance
 from probes.recall.needles import Limits
 from probes.recall.text import Text, rows_of
-from probes.termination import measure
-from probes.termination.settings import Settings
+from probes.terminating import measure
+from probes.terminating.settings import Settings
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"termination-{VERSION}.json"

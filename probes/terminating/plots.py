@@ -1,7 +1,7 @@
 """The figures as SVG documents; probes.recall.plots says whether they can be drawn."""
 
 from probes.recall.plots import canvas, share_axis, svg
-from probes.termination.markdown import SWEPT, longest
+from probes.terminating.markdown import SWEPT, longest
 
 FLOOR = 1e-9  # errors below are drawn there
 

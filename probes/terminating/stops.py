@@ -18,7 +18,7 @@ which holds only where the tiles that were not read are like the last that was.
 import torch
 
 from kernels.grouped_attention.termination import Termination
-from probes.termination.walk import Walk
+from probes.terminating.walk import Walk
 
 
 def stable(walk: Walk, rule: Termination) -> torch.Tensor:

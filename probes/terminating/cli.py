@@ -40,8 +40,8 @@ def termination(
     from probes.fidelity.document import ModelSubject
     from probes.recall import plots as drawing
     from probes.recall.text import read_text
-    from probes.termination import document
-    from probes.termination.settings import orders_of, rule_of, settle
+    from probes.terminating import document
+    from probes.terminating.settings import orders_of, rule_of, settle
     contexts, budgets, further = counts("--context", context), counts("--budget", budget), _numbers(looser)
     errors.print(f"loading {checkpoint.name}")
     subject = ModelSubject(checkpoint, numerics, backend, "cpu")
@@ -71,7 +71,7 @@ def _numbers(text: str | None) -> list[float]:
 
 def _show(found: dict, as_json: bool) -> None:
     from probes.fidelity.tables import show_table as show
-    from probes.termination import document, markdown
+    from probes.terminating import document, markdown
     if as_json:
         sys.stdout.write(document.render(found))
         return
@@ -89,7 +89,7 @@ def _write(found: dict, out: Path, stem: str) -> list[Path]:
     """All files or none; a plot for each title."""
     from probes.recall.plots import available
     from probes.report import write_files
-    from probes.termination import document, markdown, plots
+    from probes.terminating import document, markdown, plots
     drawn = plots.draw(found) if available() else {}
     files = {title: f"{stem}-{title.lower().replace(' ', '-')}.svg" for title in drawn}
     texts = {files[title]: svg for title, svg in drawn.items()}

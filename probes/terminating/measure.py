@@ -16,10 +16,10 @@ from probes.fidelity.variants import Variant, is_gqa, of_policy, replaced
 from probes.recall.haystack import filler
 from probes.recall.mass import watched
 from probes.recall.needles import Limits, hidden
-from probes.termination import orders
-from probes.termination.settings import Settings, rules
-from probes.termination.stops import figures
-from probes.termination.walk import Walk, joined
+from probes.terminating import orders
+from probes.terminating.settings import Settings, rules
+from probes.terminating.stops import figures
+from probes.terminating.walk import Walk, joined
 
 Key = tuple[str, int, int]  # order, context, layer
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from kernels.gather_attention.reference import positions_of
 from kernels.grouped_attention.termination import newest_first
 from kernels.indexer.reference import topk_entries
 from probes.buffers import numbers
-from probes.termination.walk import Walk, joined, walk
+from probes.terminating.walk import Walk, joined, walk
 
 
 def places(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, policy: Policy, tile: int) -> torch.Tensor:

@@ -5,12 +5,12 @@ from urllib.parse import quote
 from probes.formats import words
 from probes.formats.markdown import escape, fence, table
 from probes.recall.markdown import percent
-from probes.termination.document import FAITHFUL, PAYS
+from probes.terminating.document import FAITHFUL, PAYS
 
 REMARKS = """Walks: the last queries of each context along the exact run, in fp64, so nothing of layers below enters. Tiles skipped: those that
 no head of a group needs any more, which is what saves bytes. Error: ‖o − o⁽ᵀ⁾‖ / ‖o⁽ᵀ⁾‖ of what comes out, held against the same order read
 to its end. Oracle: the first tile after which the whole output is within τ and φ of the final one. Agree: the probe stops neither before the
-oracle nor more than its own wait after it. Definitions, and those of the bound: probes/termination/README.md."""
+oracle nor more than its own wait after it. Definitions, and those of the bound: probes/terminating/README.md."""
 NEEDLES = """Questions and answers are decoded, prompts are prefilled densely and exactly, once for all. Bounds are one-sided 97.5 % each
 (Clopper-Pearson)."""
 
