@@ -26,7 +26,7 @@ def found(model: CausalLM, variants: list[Variant], tokenizer: Tokenizer, prose:
             asked = hidden(model, tokenizer, text, context, trials, seed)
             note = lambda text: say(f"needles, {haystack.name}, {context} tokens: {text}")
             hits = answers(model, variants, asked, limits, note)
-            rows += [row(v, haystack.name, context, [a.depth for a in asked], hits[v.name]) for v in variants]
+            rows += [row(v, haystack.name, context, asked, hits[v.name]) for v in variants]
     return rows
 
 
@@ -43,10 +43,11 @@ def answers(model: CausalLM, variants: list[Variant], asked: list[Asked], limits
     return {name: [reply == a.answer for a, reply in zip(asked, of)] for name, of in said.items()}
 
 
-def row(variant: Variant, haystack: str, context: int, depths: list[float], hits: list[bool]) -> dict:
-    """One row of the document. at_least, at_most: one-sided 97.5 % bounds each (Clopper-Pearson); chance: of the best guess."""
-    count = sum(hits)
+def row(variant: Variant, haystack: str, context: int, asked: list[Asked], hits: list[bool]) -> dict:
+    """One row of the document. at_least, at_most: one-sided 97.5 % bounds each (Clopper-Pearson); chance: of the best guess. Vacuous
+    where the variant leaves nothing out of any prompt and answer, which together are longer than the context."""
+    count, longest = sum(hits), max(map(len, asked))
     return {"variant": variant.name, "haystack": haystack, "context": context, "trials": len(hits), "hits": count,
             "share": count / len(hits), "at_least": lower_bound(count, len(hits)), "at_most": upper_bound(count, len(hits)),
-            "chance": chance_of_a_guess(), "status": "VACUOUS" if variant.keeps_all(context) and not variant.exact else "MEASURED",
-            "depths": [{"depth": round(d, 4), "hit": hit} for d, hit in zip(depths, hits)]}
+            "chance": chance_of_a_guess(), "status": "VACUOUS" if variant.keeps_all(longest) and not variant.exact else "MEASURED",
+            "depths": [{"depth": round(d, 4), "hit": hit} for d, hit in zip([a.depth for a in asked], hits)]}

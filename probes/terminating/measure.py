@@ -126,6 +126,6 @@ def hidden_needles(model: CausalLM, policies: list[Policy], tokenizer, prose, se
             note = lambda text: say(f"needles, {haystack.name}, {context} tokens: {text}")
             hits = needles.answers(model, [v for v, *_ in variants.values()], asked, limits, note)
             for name, (variant, policy, rule) in variants.items():
-                row = needles.row(variant, haystack.name, context, [a.depth for a in asked], hits[name])
+                row = needles.row(variant, haystack.name, context, asked, hits[name])
                 rows.append(row | {"order": name_of(policy), "tau": None if rule is None else rule.tau})
     return rows

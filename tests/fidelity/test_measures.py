@@ -12,6 +12,7 @@ from probes.fidelity.findability import added, block_mass, blocks, figures as ke
 from probes.fidelity.measures import exact_prefixes, figures, joined, positions, prefix_figures
 from probes.fidelity.needles import row
 from probes.fidelity.variants import Variant, of_csa
+from probes.recall.needles import Asked
 from probes.fidelity.plots import by_depth
 from probes.recall.haystack import ADJECTIVES, NOUNS, chance_of_a_guess
 
@@ -139,11 +140,13 @@ def test_chance_is_the_best_constant_guess():
 
 
 def test_a_row_of_needles():
-    found = row(of_csa(2), "prose", 100, [0.1, 0.5, 0.9, 0.95], [True, False, True, True])
+    asked = lambda depth: Asked([0] * 100, [1] * 4, depth)
+    found = row(of_csa(2), "prose", 100, [asked(d) for d in (0.1, 0.5, 0.9, 0.95)], [True, False, True, True])
     assert (found["hits"], found["trials"], found["share"], found["status"]) == (3, 4, 0.75, "MEASURED")
     assert found["at_least"] == pytest.approx(0.1941, abs=5e-5) and found["at_most"] == pytest.approx(0.9937, abs=5e-5)
     assert found["chance"] == chance_of_a_guess() and by_depth(found["depths"]) == ([0.15, 0.55, 0.95], [1.0, 0.0, 1.0])
-    assert row(of_csa(25), "prose", 100, [0.1], [True])["status"] == "VACUOUS"
+    for k, status in ((26, "VACUOUS"), (25, "MEASURED")):  # 100 tokens and 4 more of the answer
+        assert row(of_csa(k), "prose", 100, [asked(0.1)], [True])["status"] == status
 
 
 def test_what_keeps_all_of_a_context():
