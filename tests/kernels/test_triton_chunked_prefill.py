@@ -14,6 +14,7 @@ SMALL = Chunking(32, 8, 12)
 CASES = {  # tokens, lengths, query heads, KV heads, columns, chunking
     "four chunks and a partial one": (150, [150], 4, 2, 16, SMALL),
     "whole chunks": (128, [128], 4, 2, 16, SMALL),
+    "a last chunk of one token": (97, [97, 65], 4, 2, 16, SMALL),
     "ragged: partial, whole, one chunk, one token, none": (100, [100, 64, 32, 1, 0], 2, 1, 32, SMALL),
     "no heavy tokens": (96, [96, 70], 2, 2, 16, Chunking(32, 8, 0)),
     "heavy tokens alone, as many as there may be": (130, [130], 3, 1, 16, Chunking(32, 0, 31)),
