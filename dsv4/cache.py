@@ -175,13 +175,15 @@ class Entries(EntryRows):
 
 @dataclass(frozen=True)
 class Stream:
-    """One buffer of the cache of one layer, with how its size comes about."""
+    """One buffer of the cache of one layer, with how its size comes about. place: 'cache' (the device), 'pinned' (host memory), or
+    'staging' (what the device holds of the latter, and by which it is found)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     formula: str
     rows: tuple[RowFormat, int, int] | None = None  # format, width, rotated columns of packed rows; shape is then (…, pages, page bytes)
+    place: str = "cache"
 
     @property
     def nbytes(self) -> int:
@@ -340,12 +342,11 @@ class CompressorCache:
 
 class LayerCache:
     """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers. entries(stream, ratio): makes the
-    `Entries` of a CSA layer's main compressor, which are elsewhere (dsv4.host_tier)."""
+    `Entries` of a main compressor whose stream the plan has in host memory (dsv4.host_tier)."""
 
     def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device, write=write_rows, entries=None):
-        away = {} if entries is None or plan.kind is not LayerKind.CSA else {
-            s.name: entries(s, plan.ratio) for s in plan.streams if s.name == "entries"}
-        tensors = {s.name: zeros(s, device) for s in plan.streams if s.name not in away}
+        away = {s.name: entries(s, plan.ratio) for s in plan.streams if s.place == "pinned"}
+        tensors = {s.name: zeros(s, device) for s in plan.streams if s.place == "cache"}
         self.tensors = tensors | {name: t for kept in away.values() for name, t in kept.tensors.items()}
         held = away | {s.name: tensors[s.name] if s.rows is None else
                        PackedRows(s.rows[0], tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[-2])
@@ -398,7 +399,7 @@ class Cache:
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, batch: int, max_context: int, max_rewind: int,
-                 devices: list[torch.device], mtp: bool, write=write_rows, entries=None):
+                 devices: list[torch.device], mtp: bool, write=write_rows):
         if batch < 1 or max_context < 1 or max_rewind < 0:
             raise InputError(f"a cache needs batch >= 1, max_context >= 1 and max_rewind >= 0; "
                              f"got {batch}, {max_context}, {max_rewind}")
@@ -406,16 +407,22 @@ class Cache:
             raise InputError(f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
                              f"{config.max_position_embeddings}; ask for at most that")
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_rewind
-        self.plan = cache_streams(config, batch, max_context, max_rewind, numerics, mtp)
+        self.plan = self._planned(cache_streams(config, batch, max_context, max_rewind, numerics, mtp))
         try:
-            layers = [LayerCache(p, config.sliding_window, d, write, entries) for p, d in zip(self.plan, devices, strict=True)]
+            layers = [LayerCache(p, config.sliding_window, d, write, self._entries) for p, d in zip(self.plan, devices, strict=True)]
         except (RuntimeError, MemoryError) as error:
-            wanted = sum(s.nbytes for p in self.plan for s in p.streams)
+            wanted = sum(s.nbytes for p in self.plan for s in p.streams if s.place != "pinned")
             raise CapacityError(f"the cache needs {wanted} bytes for batch {batch} and max_context {max_context}, and they "
                                 f"could not be allocated ({str(error).splitlines()[0]}); lower one of them") from error
         n = config.num_hidden_layers
         self.layers, self.mtp_layers = layers[:n], layers[n:]
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
+
+    _entries = None  # see LayerCache
+
+    def _planned(self, streams: list[LayerStreams]) -> list[LayerStreams]:
+        """Where each stream is to be."""
+        return streams
 
     def place(self, step: CapturedStep, op) -> None:
         """Compute at once what layers take from the step's positions, if the backend does that in one kernel."""

@@ -76,6 +76,7 @@ class CausalLM(Module):
         self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
         self.placement: dict[str, str] = {}  # module → device, when they are spread
         self.inventory = self.ledger = None  # of the checkpoint that it was loaded from
+        self.kv_memory = None  # where `new_cache` keeps what grows with the context: `dsv4.host_tier.choice.HostMemory` (None: the device)
         self.attention = None  # what is read of the cache, where that is a choice: `dsv4.gqa.choice.Attention`
         self.tiles: list[torch.Tensor | None] | None = None  # of each layer, read in the last step before its attention terminated
         self.replayed: int | None = None  # tokens that the longest row held after the last step, if that was a replay

@@ -19,7 +19,8 @@ from dsv4.errors import Dsv4Error, InputError
 from probes.cli import audit_app  # the command line alone knows the engine and the probes above it
 from probes.fidelity.cli import fidelity
 from probes.recall.cli import recall
-from probes.termination.cli import termination
+from probes.sparse_prefill.cli import sparse_prefill
+from probes.terminating.cli import termination
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Run, measure and audit DeepSeek-V4-style checkpoints.")
@@ -27,6 +28,7 @@ app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implement
 app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 app.command()(recall)
 app.command()(fidelity)
+app.command()(sparse_prefill)
 app.command()(termination)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
@@ -52,6 +54,11 @@ class AttentionChoice(str, Enum):
     block_mean = "block-mean"
 
 
+class KVMemory(str, Enum):
+    device = "device"
+    host = "host"
+
+
 class Target(str, Enum):
     official = "official"
     nvfp4 = "nvfp4"
@@ -70,6 +77,10 @@ Reads = Annotated[AttentionChoice | None, typer.Option("--attention", show_defau
                                                        "last tokens. page-bound, block-bound: and what may matter most, by bounds of pages of 16 or "
                                                        "blocks of 128. block-mean: by means, which lose short passages.")]
 ReadTokens = Annotated[int | None, typer.Option("--attention-tokens", min=1, show_default=False, help="With --attention: tokens that are kept (4096).")]
+Where = Annotated[KVMemory, typer.Option("--kv-memory", help="Where keys and values (of a DeepSeek-V4 model the entries of CSA layers) are: on the "
+                                         "device, or in pinned host memory, of which a step fetches what it reads. The output is the same.")]
+Staged = Annotated[int | None, typer.Option("--staged-blocks", min=1, show_default=False, help="With --kv-memory host: blocks of each KV head (of a "
+                                            "DeepSeek-V4 model: entries) that stay on the device (twice what a step reads).")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
@@ -104,6 +115,8 @@ def generate(
     terminate: Annotated[bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")] = False,
     prefill_chunks: Annotated[str | None, typer.Option(help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last "
                                                             "LOCAL and the heaviest HEAVY tokens before it; decoding reads all.", show_default=False)] = None,
+    kv_memory: Where = KVMemory.device,
+    staged_blocks: Staged = None,
     dummy_weights: Annotated[str | None, typer.Option(help="flash, pro, llama-8b or qwen2.5-7b: that geometry with random weights, without a "
                                                            "checkpoint.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
@@ -115,6 +128,7 @@ def generate(
     from dsv4 import run
     from dsv4.generate import Sampling
     from dsv4.gqa.choice import attention_named
+    from dsv4.host_tier.choice import memory_named
     request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
                           chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
                           sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or str(run.DRAFT_TOKENS),
@@ -126,9 +140,10 @@ def generate(
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention and attention.value, attention_tokens, terminate, prefill_chunks)
+    where = memory_named(kv_memory.value, staged_blocks)
     with progress_bar("loading") as loading:
         choices = run.Choices(numerics.value, backend, device, cache, index_cache)
-        session = run.Session(checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads)
+        session = run.Session(checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads, where)
     ids = session.encode(request)
     shown = (lambda text: None) if as_json else _show
     with progress_bar("prefill", unit="tokens") as prefilling:
@@ -159,10 +174,13 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
                                                            "pages.", show_default=False)] = None,
           numerics: Numerics = NumericsChoice.native,
           backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
-          device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto"):
+          device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto", kv_memory: Where = KVMemory.device):
     """Run many requests over one pool of pages: a JSON result a line as each ends, then the figures. Exit code 1 if any failed."""
     from dsv4 import run
     from dsv4.engine.command import Options, run_batch
+    if kv_memory is KVMemory.host:
+        raise InputError("--kv-memory host was given; requests of a batch share the pages of one pool, which is on the device: leave it out, or "
+                         "run single requests with dsv4 generate")
     options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, report)
     with progress_bar("loading") as loading:
         session = run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading)
@@ -212,12 +230,15 @@ def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, o
          batch: Annotated[int, typer.Option(min=1)] = 1,
          max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
          numerics: Numerics = NumericsChoice.native, device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",
-         attention: Reads = None, attention_tokens: ReadTokens = None, as_json: AsJson = False):
+         attention: Reads = None, attention_tokens: ReadTokens = None, kv_memory: Where = KVMemory.device, staged_blocks: Staged = None,
+         as_json: AsJson = False):
     """Bytes of the weights and of each cache stream, with formulas, and whether they fit the device."""
     from dsv4 import planning
     from dsv4.gqa.choice import attention_named
+    from dsv4.host_tier.choice import memory_named
     reads = attention_named(attention and attention.value, attention_tokens)
-    document = planning.plan(checkpoint, max_context, batch, max_rewind, numerics.value, device, cache, index_cache, reads)
+    document = planning.plan(checkpoint, max_context, batch, max_rewind, numerics.value, device, cache, index_cache, reads,
+                             memory_named(kv_memory.value, staged_blocks))
     if as_json:
         _print_json(document)
     else:

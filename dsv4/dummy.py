@@ -10,6 +10,7 @@ from dsv4.gqa.cache import GroupedCache
 from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.dummy import GEOMETRIES, fill_grouped, load_gqa_dummy
 from dsv4.gqa.load import check_choices
+from dsv4.host_tier.choice import HostMemory
 from dsv4.linear import Matrix, Storage
 from dsv4.load import resolve_backend, resolve_device
 from dsv4.model import Model
@@ -25,17 +26,19 @@ BYTES_AT_ONCE = 1 << 28
 
 def load_dummy(name: str, layers: int | None = None, numerics: str = "native", backend: str = "auto", device: str = "cpu",
                max_context: int | None = None, cache: str = "auto", index_cache: str = "auto", seed: int = 0,
-               mtp: bool = False, attention: Attention | None = None) -> CausalLM:
+               mtp: bool = False, attention: Attention | None = None, kv_memory: HostMemory | None = None) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and its MTP block.
 
     Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones (FP8
-    matrices, MXFP4 experts); maps have gains near 1. Other arguments as `load_model`. Raises
+    matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory too, as `load_model`. Raises
     InputError for a name or number of layers that does not exist.
     """
     if name in GEOMETRIES:
         check_choices(numerics_named(numerics), mtp, False, cache, index_cache)
-        return load_gqa_dummy(name, layers, numerics_named(numerics), resolve_backend(backend, resolve_device(device)),
-                              resolve_device(device), max_context, seed, attention)
+        model = load_gqa_dummy(name, layers, numerics_named(numerics), resolve_backend(backend, resolve_device(device)),
+                               resolve_device(device), max_context, seed, attention)
+        model.kv_memory = kv_memory
+        return model
     raw = preset(name)
     if raw is None:
         raise InputError(f"dummy weights of {name!r} were asked for; expected flash or pro, {' or '.join(GEOMETRIES)}")
@@ -54,7 +57,7 @@ def load_dummy(name: str, layers: int | None = None, numerics: str = "native", b
     with torch.device("meta"):
         model = Model(config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp=mtp)
     model.to_empty(device=target)
-    model.device, model.max_context = target, max_context
+    model.device, model.max_context, model.kv_memory = target, max_context, kv_memory
     fill_weights(model, seed)
     return model
 

@@ -9,6 +9,7 @@ import torch
 from dsv4.causal import CausalLM
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.graph import DecodeGraph, capacity
+from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.result import Speculation
 
 
@@ -24,6 +25,7 @@ class Generation:
     capture_seconds: float = 0.0  # of the decode step as a graph, on a GPU; not part of the others
     cache_bytes: int = 0
     max_context: int = 0
+    host: dict | None = None  # of a cache in host memory: `dsv4.host_tier.grouped.host_use`
     speculation: Speculation | None = None  # what drafting did, where tokens were drafted
 
     @property
@@ -99,7 +101,7 @@ def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sam
             on_token(token)
         out.decode_seconds = time.perf_counter() - begun
         if token in stops or len(out.token_ids) == max_new_tokens:
-            out.stop_reason = "eos" if token in stops else "max_new_tokens"
+            out.stop_reason, out.host = "eos" if token in stops else "max_new_tokens", host_use(cache)
             return out
         if cache.lengths[0] == limit:
             raise context_full(limit, len(out.token_ids))

@@ -12,6 +12,7 @@ from dsv4.errors import ConfigError, InputError
 from dsv4.gqa import load as gqa
 from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.model import GQAModel
+from dsv4.host_tier.choice import HostMemory
 from dsv4.linear import Matrix, Storage
 from dsv4.model import Model
 from dsv4.numerics import Numerics, numerics_named
@@ -25,7 +26,7 @@ from loaders.load import Inventory, fill, matrix_names
 def load_model(path: str | Path, numerics: str = "native", backend: str = "auto", device: str = "cpu",
                max_context: int | None = None, mtp: bool | None = None, progress: Progress | None = None,
                device_map: str | None = None, max_memory: dict | None = None, cache: str = "auto", index_cache: str = "auto",
-               attention: Attention | None = None) -> CausalLM:
+               attention: Attention | None = None, kv_memory: HostMemory | None = None) -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
     config.json says what it is: a DeepSeek-V4 model (`Model`), or one with grouped-query attention (`GQAModel`).
@@ -36,7 +37,8 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
     device_map='auto' spreads layers over GPUs, host memory and the checkpoint on disk within `max_memory`
     ({0: bytes, 'cpu': bytes}; see dsv4.offload). cache: 'auto' (as activations), 'bf16' or 'fp8', of window rows and entries;
     index_cache: 'auto', 'bf16', 'fp8' or 'fp4', of index keys (see `Numerics.with_caches`). attention: what a GQA model reads of its
-    cache (None: all of it; may be set later as `model.attention`).
+    cache (None: all of it; may be set later as `model.attention`). kv_memory: what grows with the context is in pinned host memory
+    (None: on the device; may be set later as `model.kv_memory`, and holds for caches that are made after that).
 
     The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
     InputError or BackendUnavailable, each one line.
@@ -48,12 +50,14 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
         gqa.check_choices(choice, mtp, device_map is not None, cache, index_cache)
     elif attention is not None:
         raise InputError(NOT_GQA)
+    if kv_memory is not None and device_map is not None:
+        raise InputError("--kv-memory host and --device-map were given; caches in host memory belong to layers on one device: leave out one")
     model = plan_model(inventory, choice.with_caches(cache, index_cache), resolve_backend(backend, target, device_map is not None), mtp)
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "
                          "max_position_embeddings")
-    model.max_context = max_context
+    model.max_context, model.kv_memory = max_context, kv_memory
     if attention is not None:
         model.attention = attention
     if device_map is not None:

@@ -44,7 +44,7 @@ def format_bytes(n: int) -> str:
 class Row:
     """One line of a plan: what, how many bytes, and the formula that gives them."""
 
-    group: str  # 'weights' or 'cache'
+    group: str  # 'weights', 'cache', or of a cache in host memory 'pinned' and 'staging' (see `dsv4.cache.Stream.place`)
     name: str
     nbytes: int
     formula: str
@@ -86,9 +86,9 @@ def stream_rows(layers) -> list[Row]:
     for layer in layers:
         kind = ("MTP " if layer.label.startswith("mtp") else "") + layer.kind.value
         for stream in layer.streams:
-            grouped.setdefault((kind, stream.name, stream.formula), []).append(stream.nbytes)
-    return [Row("cache", f"{kind} layers: {name}", sum(sizes), f"{len(sizes)} layers × {formula}")
-            for (kind, name, formula), sizes in grouped.items()]
+            grouped.setdefault((stream.place, kind, stream.name, stream.formula), []).append(stream.nbytes)
+    return [Row(place, f"{kind} layers: {name}", sum(sizes), f"{len(sizes)} layers × {formula}")
+            for (place, kind, name, formula), sizes in grouped.items()]
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,6 +8,7 @@ from dsv4.cache import DEFAULT_MAX_REWIND, Cache
 from dsv4.causal import CausalLM, Collector, Embedding, Head, check_room, new_counts, uniform_pieces
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.host_tier.entries import host_cache
 from dsv4.hyper_connections import HyperHead
 from dsv4.mtp import MTPBlock
 from dsv4.norms import RMSNorm
@@ -57,6 +58,8 @@ class Model(CausalLM):
         Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings.
         Raises InputError beyond the latter, CapacityError with the bytes when it does not fit.
         """
+        if self.kv_memory is not None:
+            return host_cache(self, batch, max_context, max_rewind, self.kv_memory)
         n = self.config.num_hidden_layers + len(self.mtp)
         devices = self.layer_devices or [self.device] * n
         if max_context is None:

@@ -3,12 +3,17 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
+from dsv4.cache import Stream, cache_streams
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.gqa import cache as gqa_cache
 from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.load import check_choices
+from dsv4.host_tier.choice import HostMemory
+from dsv4.host_tier.planning import brought_entries, brought_layers, check_entries, check_grouped, entries_plan, grouped_plan
 from dsv4.load import resolve_device
 from dsv4.memory import Plan, Row, cache_rows, free_bytes, parse_count, stream_rows, weight_rows
 from dsv4.numerics import Numerics, numerics_named
@@ -17,29 +22,33 @@ from loaders.load import Inventory
 
 
 def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numerics: str, device: str, cache: str = "auto",
-         index_cache: str = "auto", attention: Attention | None = None) -> dict:
+         index_cache: str = "auto", attention: Attention | None = None, kv_memory: HostMemory | None = None) -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit, as JSON values.
 
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). attention: of a GQA model, whose
-    policy's summaries are counted. Raises InputError when max_context exceeds the checkpoint's, never clamps it.
+    policy's summaries are counted. kv_memory: caches in host memory, whose pinned bytes are no part of the total on the device.
+    Raises InputError when max_context exceeds the checkpoint's, never clamps it; CapacityError for fewer staged blocks than a step reads.
     """
     target, context, per_token = resolve_device(device), parse_count(max_context), None
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
     if inventory is not None and inventory.family == "gqa":
         check_choices(numerics_named(numerics), None, False, cache, index_cache)
-        rows, per_token = _gqa_rows(inventory, numerics_named(numerics), batch, context, attention)
+        rows, per_token = _gqa_rows(inventory, numerics_named(numerics), batch, context, attention, kv_memory)
     elif attention is not None:
         raise InputError(NOT_GQA)
     else:
-        rows = _rows(preset(checkpoint), inventory, numerics_named(numerics).with_caches(cache, index_cache), batch, context, max_rewind)
+        rows = _rows(preset(checkpoint), inventory, numerics_named(numerics).with_caches(cache, index_cache), batch, context, max_rewind, kv_memory)
     sizes, free = Plan(tuple(rows)), free_bytes(target)
+    here = sizes.total() - sizes.total("pinned")
     return {"checkpoint": checkpoint, "max_context": context, "batch": batch, "max_rewind": max_rewind, "numerics": numerics,
             "cache": cache, "index_cache": index_cache, "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
-            "cache_bytes": sizes.total("cache"), "total_bytes": sizes.total(), "free_bytes": free, "fits": sizes.total() <= free,
+            "cache_bytes": sizes.total("cache"), "staging_bytes": sizes.total("staging"), "total_bytes": here, "free_bytes": free,
+            "fits": here <= free, "pinned_bytes": sizes.total("pinned"), "host_free_bytes": free_bytes(torch.device("cpu")),
             "cache_bytes_per_token": per_token, "attention": attention.document() if attention else None}
 
 
-def _rows(official: dict | None, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int) -> list[Row]:
+def _rows(official: dict | None, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int,
+          kv_memory: HostMemory | None) -> list[Row]:
     """Of a DeepSeek-V4 checkpoint, or of a published configuration where there is none."""
     if inventory is None:
         config = ModelConfig.from_official(official)
@@ -51,17 +60,35 @@ def _rows(official: dict | None, inventory: Inventory | None, choice: Numerics, 
     _check_context(context, config)
     if choice.dense:
         tensors = official_tensors(config, mtp, dense="F32", experts="F32")
-    return [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
+    if kv_memory is None:
+        return [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
+    layers = cache_streams(config, batch, context, max_rewind, choice, mtp)
+    check_entries(layers)
+    brought = brought_entries(layers)
+    plan = entries_plan(layers, config.index_topk, kv_memory.staged)
+    return [*weight_rows(tensors), *stream_rows(plan), _shared(brought)]
 
 
-def _gqa_rows(inventory: Inventory, choice: Numerics, batch: int, context: int, attention: Attention | None) -> tuple[list[Row], dict]:
+def _shared(stream: Stream) -> Row:
+    """Of a buffer that all layers share."""
+    return Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula)
+
+
+def _gqa_rows(inventory: Inventory, choice: Numerics, batch: int, context: int, attention: Attention | None,
+              kv_memory: HostMemory | None) -> tuple[list[Row], dict]:
     """Of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
     config = GQAConfig.from_dict(inventory.config)
     _check_context(context, config)
     tensors = {name: ("F32" if choice.dense else dtype, shape) for name, (dtype, shape) in _stored(inventory).items()}
     nbytes, formula = gqa_cache.token_bytes(config, choice)
-    return ([*weight_rows(tensors), *stream_rows(gqa_cache.cache_streams(config, batch, context, choice, attention and attention.policy))],
-            {"nbytes": nbytes, "formula": formula})
+    policy, rows = attention and attention.policy, weight_rows(tensors)
+    if kv_memory is None:
+        rows += stream_rows(gqa_cache.cache_streams(config, batch, context, choice, policy))
+    else:
+        check_grouped(config, policy, kv_memory)
+        rows += stream_rows(grouped_plan(config, batch, context, choice, policy, kv_memory.staged))
+        rows.append(_shared(brought_layers(config, batch, context, choice)))
+    return rows, {"nbytes": nbytes, "formula": formula}
 
 
 def _stored(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from dsv4.generate import Generation, Sampling, generate
 from dsv4.gqa.choice import Attention
 from dsv4.gqa.model import GQAModel
 from dsv4.graph import captures
+from dsv4.host_tier.choice import HostMemory
 from dsv4.load import load_model
 from dsv4.memory import parse_count, peak_bytes
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
@@ -99,7 +100,7 @@ class Session:
 
     def __init__(self, checkpoint: Path | None, choices: Choices = Choices(), device_map: str | None = None,
                  max_memory: str | None = None, progress=None, dummy: str | None = None, layers: int | None = None,
-                 attention: Attention | None = None):
+                 attention: Attention | None = None, kv_memory: HostMemory | None = None):
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
         self.together = False  # whether the last passes were verified as one append
@@ -108,11 +109,11 @@ class Session:
         if layers is not None and dummy is None:
             raise InputError("--layers belongs to --dummy-weights; a checkpoint runs whole")
         if dummy is not None:
-            self.model = load_dummy(dummy, layers, attention=attention, **asdict(choices))
+            self.model = load_dummy(dummy, layers, attention=attention, kv_memory=kv_memory, **asdict(choices))
             self.checkpoint, self.tokenizer, self.stop_ids = Path(f"{dummy} geometry, random weights"), None, set()
             return
         self.model = load_model(checkpoint, progress=progress, device_map=device_map, max_memory=parse_max_memory(max_memory),
-                                attention=attention, **asdict(choices))
+                                attention=attention, kv_memory=kv_memory, **asdict(choices))
         self.checkpoint = Path(checkpoint)
         self.tokenizer: Tokenizer | None = None
         self.stop_ids = set(self.model.config.eos_token_id)
@@ -188,7 +189,7 @@ class Session:
                         "capture_seconds": result.capture_seconds},
             "bytes": {"weights": model.nbytes, "cache": result.cache_bytes, "peak": peak_bytes(model.device),
                       "max_context": result.max_context},
-            "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
+            "host_memory": result.host, "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
             "attention": model.attention.document() if model.attention else None,
             "placement": model.placement, "layers": model.layer_paths(), "dispatch": model.dispatch.rows(),
             "load": model.ledger.totals() if model.ledger else None, "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),

@@ -5,6 +5,7 @@ from rich.table import Table
 
 from dsv4.memory import format_bytes
 
+GROUPS = {"weights": "weights", "cache": "cache", "staging": "staging on the device", "pinned": "pinned host memory"}  # of a plan
 MOST_ROWS = 40  # of a listing; the JSON has all
 
 
@@ -25,6 +26,9 @@ def generation(document: dict, console: Console) -> None:
     console.print(f"prefill {t['prefill_tokens_per_second']:.1f} tokens/s, decode {t['decode_tokens_per_second']:.1f} tokens/s")
     console.print(f"weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens, "
                   f"peak memory {format_bytes(b['peak'])}")
+    if host := document["host_memory"]:
+        console.print(f"host memory {format_bytes(host['pinned_bytes'])} pinned; {format_bytes(host['fetched_bytes'])} fetched as they were chosen"
+                      f" ({host['hit_rate']:.1%} were staged already), {format_bytes(host['guessed_bytes'])} ahead")
     if drafted := document["speculation"]:
         _speculation(drafted, console)
     for where in sorted(set(document["placement"].values())):
@@ -103,15 +107,20 @@ def conversion(document: dict, console: Console) -> None:
 def plan(document: dict, console: Console) -> None:
     console.print(f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens, {document['max_rewind']} to rewind, "
                   f"numerics {document['numerics']}")
-    for group in ("weights", "cache"):
-        table = _table(f"\n{group}", ">bytes", ">", "part", "formula")
+    for group in [g for g in GROUPS if any(row["group"] == g for row in document["rows"])]:
+        table = _table(f"\n{GROUPS[group]}", ">bytes", ">", "part", "formula")
         for row in document["rows"]:
             if row["group"] == group:
                 table.add_row(str(row["nbytes"]), format_bytes(row["nbytes"]), row["name"], row["formula"])
-        table.add_row(str(document[f"{group}_bytes"]), format_bytes(document[f"{group}_bytes"]), "sum", "")
+        total = sum(row["nbytes"] for row in document["rows"] if row["group"] == group)
+        table.add_row(str(total), format_bytes(total), "sum", "")
         console.print(table)
     if token := document["cache_bytes_per_token"]:
         console.print(f"\nkeys and values of one token of one row: {token['nbytes']} B = {token['formula']}")
     verdict = "fits" if document["fits"] else "does NOT fit"
+    if document["pinned_bytes"]:
+        free = document["host_free_bytes"]
+        console.print(f"\nhost: {document['pinned_bytes']} B = {format_bytes(document['pinned_bytes'])} pinned; {format_bytes(free)} free now: "
+                      + ("fits" if document["pinned_bytes"] <= free else "does NOT fit"))
     console.print(f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}; {document['device']} has "
                   f"{format_bytes(document['free_bytes'])} free: {verdict}")

@@ -22,6 +22,7 @@ from kernels.rope import rotate
 from kernels.rotary_rows import rotary_rows
 from kernels.router import route_hashed, route_scored
 from kernels.silu_mul import silu_mul
+from kernels.staging import fetch, write_back
 
 OPERATIONS = {op.name: op for op in (
     experts, gated_pool, grouped_linear, hadamard, hca_attention, index_scores, linear, mhc_head, mhc_post, mhc_pre,
@@ -29,7 +30,8 @@ OPERATIONS = {op.name: op for op in (
     sparse_attention, topk_entries, write_rows,
 )}
 GQA_OPERATIONS = {op.name: op for op in (
-    choose_blocks, chunked_prefill, gather_attention, grouped_attention, linear, rms_norm, rotary_rows, silu_mul, summarise_blocks,
+    choose_blocks, chunked_prefill, fetch, gather_attention, grouped_attention, linear, rms_norm, rotary_rows, silu_mul, summarise_blocks,
+    write_back,
 )}
 
 if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes

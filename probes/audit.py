@@ -10,7 +10,7 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.numerics import NUMERICS
-from probes.probe import BESIDE, CATALOGUE, Probe, available, execute, probe_named
+from probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
 from probes.provenance import provenance
 from probes.report import Report, Section, write
 from probes.result import vacuous
@@ -36,17 +36,16 @@ def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: s
         return DumpSubject(rest or kind, checkpoint)
     match kind:
         case "ours":
-            from probes.subjects.ours import OurSubject
-            numerics, backend = parts_of(rest, numerics, backend)
-            return OurSubject(checkpoint, numerics, backend, device, cache, index_cache)
+            from probes.subjects.ours import open_ours
+            return open_ours(checkpoint, *parts_of(rest, numerics, backend), device, cache, index_cache)
         case _ if rest:
             kind = f"{kind}:{rest}"
         case "files":
             from probes.subjects.files import FilesSubject
             return FilesSubject(checkpoint)
         case "transformers":
-            from probes.subjects.transformers import TransformersSubject
-            return TransformersSubject(checkpoint)
+            from probes.subjects.transformers import open_theirs
+            return open_theirs(checkpoint)
     raise InputError(f"subject {kind!r} is unknown; expected one of {', '.join(SUBJECTS)}")
 
 
@@ -70,7 +69,7 @@ def audit(subject: Subject, names: Sequence[str] = (), seed: int = 0, effort: fl
     """Run the named probes (all that exist if empty) and report.
 
     budget: seconds; a probe that would begin after it is VACUOUS, not silently left out, and so is one of the catalogue
-    that does not exist yet.
+    that does not exist yet. Probes that do not apply to such a model are left out, with the reason in the report.
     """
     with threads_for(subject):
         return _audit(subject, names, seed, effort, budget, command, say)
@@ -89,13 +88,17 @@ def threads_for(subject: Subject) -> Iterator[None]:
 
 def _audit(subject: Subject, names: Sequence[str], seed: int, effort: float, budget: float | None, command: list[str] | None,
            say: Callable[[str], None]) -> Report:
-    started, sections = time.time(), []
+    started, sections, others = time.time(), [], {}
     for name in names or (*CATALOGUE, *(BESIDE if "recorded" in subject.can else ())):
         if name not in available():
             probe_named(name) if names else None  # raises for a name nobody knows
             sections.append(Section(name, name.replace("_", " "), [vacuous(name, "this probe does not exist yet")], 0.0))
             continue
         probe: Probe = probe_named(name)(seed=seed, effort=effort)
+        if why := left_out(probe, subject):
+            others[name] = why
+            say(f"{'–':8} {name:16} {why}")
+            continue
         if budget is not None and time.time() - started > budget:
             checks, seconds = [vacuous(probe.title, f"the budget of {budget:.0f} s was spent before it began")], 0.0
         else:
@@ -103,7 +106,7 @@ def _audit(subject: Subject, names: Sequence[str], seed: int, effort: float, bud
         sections.append(Section(name, probe.title, checks, seconds))
         say(f"{sections[-1].status.value:8} {name:16} {len(checks):4} checks  {seconds:6.1f} s")
     about = provenance(subject, command or sys.argv, {"probes": seed}, started)
-    return Report(f"Audit of {subject.name}", about, sections)
+    return Report(f"Audit of {subject.name}", about, sections, others)
 
 
 def draw(report: Report, say: Callable[[str], None]) -> None:
@@ -123,7 +126,7 @@ def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, n
     subject = open_subject(checkpoint, kind, numerics, backend, device, cache, index_cache)
     report = audit(subject, names, budget=budget, say=say)
     totals = ", ".join(f"{count} {status.value}" for status, count in report.totals.items() if count)
-    say(f"{totals}; exit code {report.exit_code}")
+    say(f"{totals or 'nothing was measured'}; exit code {report.exit_code}")
     if out is not None:
         draw(report, say)
         said = f"ours:{numerics}" if kind == "ours" else kind

@@ -33,6 +33,9 @@ def run(checkpoint: Path, subject_is: str, reference_is: str, device: str, ids_o
     """
     from probes.audit import open_subject
     started, subject = time.time(), open_subject(checkpoint, subject_is, device=device, cache=cache, index_cache=index_cache)
+    if subject.family == "gqa":
+        raise InputError(f"{subject.name} runs a GQA model, which bisect does not take; dsv4 audit run --probe decoder says which "
+                         "sublayer is off")
     if not subject.can & {"block", "recorded"}:
         raise InputError(f"{subject.name} runs nothing that could be compared; bisect takes ours, transformers, or a dump")
     other = None if reference_is == "oracle" else open_subject(checkpoint, reference_is, device=device)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.cache import Cache
+from dsv4.gqa.cache import GroupedCache
 from kernels.cache_rows import PackedRows, decode_rows
 from probes.layouts import Packed, packed_streams
 
@@ -72,8 +73,42 @@ class Buffer:
         return raw.view(self.tensor.dtype).double() if self.packed is None else self.packed.decode(raw)
 
 
+@dataclass(frozen=True)
+class HeadBuffer(Buffer):
+    """One stream of a GQA layer, [batch, KV, S, D]: keys or values, a slot a position; or summaries, a slot `each` positions. Slots that
+    a window has left behind are still a row's own, and may be read with no weight.
+    """
+
+    each: int = 1
+
+    def held(self, length: int, back: int = 0) -> torch.Tensor:
+        """See `Buffer.held`."""
+        return torch.arange(-(-length // self.each), device=self.tensor.device)
+
+    def offsets(self, row: int, slots: torch.Tensor) -> torch.Tensor:
+        """See `Buffer.offsets`: of all KV heads."""
+        (KV, S, D), size = self.tensor.shape[1:], self.tensor.element_size()
+        heads = (row * KV + torch.arange(KV, device=slots.device)).view(1, KV, 1)
+        places = (heads * S + slots.view(-1, 1, 1)) * D * size + torch.arange(D * size, device=slots.device)
+        return places.flatten(1)
+
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        return [span(self.tensor[row])]
+
+
+def head_buffers(cache: GroupedCache) -> Iterator[HeadBuffer]:
+    """All buffers of a cache of a GQA model."""
+    for plan, layer in zip(cache.plan, cache.layers, strict=True):
+        for stream, tensor in layer.tensors.items():
+            each = 1 if stream in ("keys", "values") else layer.block
+            yield HeadBuffer(plan.label, stream, tensor, cache.batch, tensor.shape[2], each=each)
+
+
 def buffers(subject, cache: Cache, mtp: bool = True) -> Iterator[Buffer]:
     """All buffers of a cache of the subject (`probes.subjects.ours`); without `mtp` those of the backbone."""
+    if isinstance(cache, GroupedCache):
+        yield from head_buffers(cache)
+        return
     packed = packed_streams(subject.config, subject.caches)
     layers = cache.layers + cache.mtp_layers if mtp else cache.layers
     for plan, layer in zip(cache.plan, layers, strict=mtp):

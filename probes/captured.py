@@ -7,19 +7,22 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache import Cache
+from dsv4.gqa.config import GQAConfig
 from dsv4.graph import DecodeGraph
 from probes.buffers import Buffer, buffers, poison
 from probes.captured_step import derived
 from probes.control import attempted, chance_of
-from probes.measure import agreeing, token_errors, tokens
+from probes.measure import agreeing, token_errors, tokens, window_of
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
 
 LOGITS, ROWS = "logits of captured steps equal those of append", "what captured steps write equals what append writes"
 PARTS = {"window": "window rows", "main raw rows": "compressor rows", "index raw rows": "the indexer's compressor rows",
-         "entries": "entries", "index keys": "index keys"}
-DIRECT = ("window", "main raw rows", "index raw rows")  # made of a layer's input alone
+         "entries": "entries", "index keys": "index keys", "keys": "keys", "values": "values"}
+# Made of a layer's input alone:
+DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}
+OF_GQA = ("keys", "values")
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
 BACK = 3  # most tokens that a scenario forgets
 STEPS = 9
@@ -155,6 +158,8 @@ def starts_of(config) -> list[int]:
 
     The last one stays clear of multiples of 128, so that both sides sum over as many entries and differ by nothing.
     """
+    if isinstance(config, GQAConfig):
+        return [0, 126, -(-(window_of(config) + 2) // 128) * 128 + 21]
     most = max(4 * (config.index_topk + 2) if 4 in config.compress_ratios else 0, config.sliding_window + 2)
     return [0, 126, -(-most // 128) * 128 + 21]
 
@@ -191,8 +196,7 @@ def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
     step = min(number for number, _, _ in seen.off)
     layer = min(i for number, i, _ in seen.off if number == step)
     found = [stream for number, i, stream in seen.off if (number, i) == (step, layer)]
-    ratio = subject.config.compress_ratios[layer]
-    mine = DIRECT[:{0: 1, 4: 3, 128: 2}[ratio]]
+    mine = OF_GQA if subject.family == "gqa" else DIRECT[subject.config.compress_ratios[layer]]
     if layer and set(mine) <= set(found):
         return f", layer {layer - 1}", "captured step, layer output", f"step {step}: what layer {layer} was given differs"
     first = next(stream for stream in PARTS if stream in found)

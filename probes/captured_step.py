@@ -29,7 +29,8 @@ def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
             ids = torch.zeros(len(lengths), T, dtype=torch.int64, device=start.device)
             try:
                 step = CapturedStep(ids, start, cache.max_context, subject.model.rope_frequencies())
-                cache.place(step, subject.model.op)  # where the backend computes all of it at once
+                if subject.family == "deepseek_v4":
+                    cache.place(step, subject.model.op)  # where the backend computes all of it at once
                 for part, found, wanted in _pairs(subject, step, starts, T, cache):
                     counts[part] += 1
                     if not _equal(found, wanted):
@@ -49,7 +50,11 @@ def _pairs(subject: Subject, step: CapturedStep, starts: list[int], T: int, cach
     yield "positions", step.pos, pos
     for base, f in subject.model.rope_frequencies().items():
         yield "rotation", step.cis(base), _rotation(pos.flatten(), f)
-        yield "rotation", step.inverse_cis(base), _rotation(-pos.flatten(), f)
+        if subject.family == "deepseek_v4":
+            yield "rotation", step.inverse_cis(base), _rotation(-pos.flatten(), f)
+    if subject.family == "gqa":
+        yield "positions", step.start, pos[:, 0]
+        return
     W, R = config.sliding_window, config.sliding_window + DEFAULT_MAX_REWIND
     ring, row = cache.layers[0].window, torch.arange(B).unsqueeze(1)
     yield "window slots", ring.slots(step), (pos % R + row * R).flatten()

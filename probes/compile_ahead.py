@@ -17,8 +17,10 @@ from typing import NamedTuple
 import torch
 
 from dsv4.config import ModelConfig
+from dsv4.gqa.config import GQAConfig
+from dsv4.gqa.model import GQA_COMPOSITIONS
 from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
+from kernels.operations import GQA_OPERATIONS, OPERATIONS
 from probes.case_inputs import Inputs
 from probes.composition_cases import composition_cases
 from probes.operation_cases import operation_cases
@@ -45,18 +47,24 @@ def usable_processors(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return max(here, 1)
 
 
-def pieces(dtypes: Iterable[torch.dtype], tokens: Iterable[int]) -> list[Piece]:
-    names = sorted({**OPERATIONS, **COMPOSITIONS}, key=lambda name: name not in HEAVY)
+def tables_of(config: ModelConfig | GQAConfig) -> tuple[dict, dict]:
+    """Operations and compositions that a model of this config binds."""
+    return (GQA_OPERATIONS, GQA_COMPOSITIONS) if isinstance(config, GQAConfig) else (OPERATIONS, COMPOSITIONS)
+
+
+def pieces(dtypes: Iterable[torch.dtype], tokens: Iterable[int], tables: tuple[dict, dict] = (OPERATIONS, COMPOSITIONS)) -> list[Piece]:
+    names = sorted({**tables[0], **tables[1]}, key=lambda name: name not in HEAVY)
     return [Piece(name, dtype, n) for name in names for n in tokens for dtype in dtypes]
 
 
-def run_piece(config: ModelConfig, piece: Piece, backend: str, device: str, seed: int) -> int:
+def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, device: str, seed: int) -> int:
     """How many calls came back. Results and errors are dropped."""
     from probes.backend_matrix import results
     torch.set_num_threads(1)
-    operation, cases = OPERATIONS.get(piece.name), operation_cases
+    (operations, compositions), cases = tables_of(config), operation_cases
+    operation = operations.get(piece.name)
     if operation is None:
-        operation, cases = COMPOSITIONS[piece.name], composition_cases
+        operation, cases = compositions[piece.name], composition_cases
     mine, done = operation.implementations.get(backend), 0
     if mine is None:
         return 0
@@ -67,12 +75,14 @@ def run_piece(config: ModelConfig, piece: Piece, backend: str, device: str, seed
     return done
 
 
-def compile_ahead(configs: Iterable[ModelConfig], dtypes: Iterable[torch.dtype], tokens: Iterable[int], backend: str, device: str,
-                  seed: int, jobs: int | None = None) -> int:
+def compile_ahead(configs: Iterable[ModelConfig | GQAConfig], dtypes: Iterable[torch.dtype], tokens: Iterable[int], backend: str,
+                  device: str, seed: int, jobs: int | None = None) -> int:
     """Calls that were made, by `jobs` processes (None: one a usable processor). Nothing in a process that is itself one of many."""
     if parent_process() is not None:
         return 0
-    work = [(config, piece) for piece in pieces(tuple(dtypes), tuple(tokens)) for config in configs]
+    dtypes, tokens = tuple(dtypes), tuple(tokens)
+    work = [(config, piece) for config in configs for piece in pieces(dtypes, tokens, tables_of(config))]
+    work.sort(key=lambda pair: pair[1].name not in HEAVY)
     with suppress(BrokenProcessPool), ProcessPoolExecutor(min(jobs or usable_processors(), len(work)), get_context("spawn")) as pool:
         return sum(f.result() for f in [pool.submit(run_piece, config, piece, backend, device, seed) for config, piece in work])
     return 0

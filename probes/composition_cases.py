@@ -2,8 +2,10 @@
 
 import torch
 
+from dsv4.gqa.config import GQAConfig
 from kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
 from probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
+from probes.gqa.operation_cases import gqa_cases
 from probes.operation_cases import connection, merge
 from probes.packed_rows import formats_of
 
@@ -12,7 +14,9 @@ PLAIN_AND_SIMULATED = ("", False, "sums"), ("simulated", True, "codes")
 
 
 def composition_cases(name: str, i: Inputs) -> list[Case]:
-    """Cases of the composition called `name`; none if it is unknown here."""
+    """Cases of the composition called `name`; none if it is unknown here. GQA models have one alone, `linears`."""
+    if isinstance(i.config, GQAConfig):
+        return gqa_cases(name, i)
     return cases_of(globals().get(f"_{name}"), i)
 
 

@@ -28,6 +28,9 @@ class ConfigLedger(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"files"})
 
     def run(self, subject: Subject) -> list[Check]:
+        if subject.family == "gqa":
+            from probes.gqa.config import config_checks
+            return config_checks(subject)
         raw, config = subject.files.config, effective_config(subject)
         checks = [check for key in flat(raw) for check in self._key(subject, raw, key, config)]
         return [self._as_written(subject, raw), *checks, *self._layers(subject, raw, config), *self._modules(subject, raw),

@@ -41,6 +41,8 @@ SECTIONS = {  # of the list of known bugs
     "1.7": "Attention core, sink, output projection", "1.8": "Hyper-connections",
     "1.9": "Experts", "1.10": "Addressing, caching, concurrency, graphs",
     "1.11": "MTP, parallelism, the harness", "1.12": "Pages and borrowed prefixes", "1.13": "Speculative decoding",
+    "1.14": "GQA models",
+    "1.15": "Block gather-decode", "1.16": "Run-time termination", "1.17": "Chunked sparse prefill", "1.18": "Caches in host memory",
 }
 
 
@@ -92,11 +94,11 @@ def selftest(mutations: Sequence[Mutation], bench: Bench, jobs: int, selection: 
     tasks = [*mutations, *settings(mutations, backend, selection == "all")]
     with tempfile.TemporaryDirectory(prefix="dsv4-profiles-") as folder:
         bench = Bench(Path(folder), backend, bench.device)
-        for name in profiles.PROFILES:
+        for name in profiles.NAMES:
             profiles.write(bench.profiles / name, name)
         subject = open_subject(bench.profiles / "default", "ours", "fp32", backend, bench.device)  # or it cannot run at all
         if bench.device.startswith("cuda") and selection == "all":
-            configs = [open_subject(bench.profiles / name, "ours", "fp32", backend, bench.device).config for name in profiles.PROFILES]
+            configs = [open_subject(bench.profiles / name, "ours", "fp32", backend, bench.device).config for name in profiles.NAMES]
             compile_ahead(configs, (torch.float32, torch.bfloat16), TOKENS, backend, bench.device, BackendMatrix.seed, jobs)
         results: list = [None] * len(tasks)
         for i, results[i] in run_all(tasks, bench, jobs):

@@ -1,7 +1,7 @@
 """P9: attention and selection where counts and values are extreme. See edges.md."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ class Edges(Probe):
     name: ClassVar[str] = "edges"
     title: ClassVar[str] = "attention and selection at their edges"
     needs: ClassVar[frozenset[str]] = frozenset({"kernels"})
+    not_for: ClassVar[Mapping[str, str]] = {"gqa": "its cases are the kernels of CSA, HCA and the indexer"}
 
     def run(self, subject: Subject) -> list[Check]:
         checks = []

@@ -1,6 +1,6 @@
 """P19: a request that borrows the pages of a prefix equals one that ran it, and harms nobody. See grafting.md."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,6 +40,7 @@ class Grafting(Probe):
     name: ClassVar[str] = "grafting"
     title: ClassVar[str] = "a grafted request equals a cold one"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "pages"})
+    not_for: ClassVar[Mapping[str, str]] = {"gqa": "their cache has no pages that requests could borrow"}
 
     def run(self, subject: Subject) -> list[Check]:
         if subject.model.layer_devices is not None:

@@ -1,7 +1,7 @@
 """P6: the indexer's keys, scores and picks, against the oracle in the same numerics and in float64. See index_oracle.md."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -70,6 +70,7 @@ class IndexOracle(Probe):
     name: ClassVar[str] = "index_oracle"
     title: ClassVar[str] = "the indexer scores and selects as specified"
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
+    not_for: ClassVar[Mapping[str, str]] = {"gqa": "they have no indexer"}
 
     def run(self, subject: Subject) -> list[Check]:
         c = subject.config

@@ -64,6 +64,9 @@ class Influence(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
 
     def run(self, subject: Subject) -> list[Check]:
+        if subject.family == "gqa":
+            from probes.gqa.influence import influence_checks
+            return list(influence_checks(subject, self.seed))
         oracle, checks, T = oracle_of(subject), [], length(subject, self.effort)
         x = heavy_tailed(subject, T, self.seed, rows=2)
         for i in range(subject.config.num_hidden_layers):

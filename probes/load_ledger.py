@@ -18,11 +18,14 @@ from loaders.expected import official_tensors
 from loaders.files import DTYPES
 from loaders.ledger import LoadLedger, poisoned
 from loaders.load import Inventory
+from probes.oracle.gqa import config_at as gqa_config
+from probes.oracle.gqa import tensor_shapes
 from probes.oracle.names import places
 from probes.oracle.weights import decode, read_header
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
 from probes.subject import Subject
+from probes.subjects.files import block_of
 
 STRICT = "every tensor has one place and every place one tensor (specification 2.1); there is no tolerance"
 EXACT = "FP8, FP4 and BF16 widen to fp32 without rounding (specification 2.2): equal, not near"
@@ -32,6 +35,10 @@ COMPANIONS = (".scale", ".weight_scale", ".weight_scale_2", ".input_scale")
 NAMED = 12        # tensors that get a check of their own; the rest is counted
 ALIAS_SIZE = 16   # elements below which equal values may be chance
 PARTS = (         # first match gives the part of the model that a tensor belongs to
+    (r"model\.embed_tokens\..*", "embedding"), (r"lm_head\..*", "head"), (r"model\.norm\..*", "final norm"),  # of GQA models
+    (r"model\..*self_attn\.[qkv]_proj\.bias", "QKV bias"), (r"model\..*self_attn\.q_proj\..*", "queries"),
+    (r"model\..*self_attn\.k_proj\..*", "keys"), (r"model\..*self_attn\.v_proj\..*", "values"),
+    (r"model\..*self_attn\.o_proj\..*", "output projection"), (r"model\..*mlp\..*", "MLP"),
     (r"mtp\..*", "MTP"), (r"embed\..*", "embedding"), (r"hc_head.*|norm\..*|head\..*", "head"),
     (r".*indexer\.compressor\..*", "indexer keys"), (r".*indexer\.wq_b\..*", "indexer queries"),
     (r".*indexer\..*", "indexer weights"), (r".*\.compressor\..*", "compressor"), (r".*attn_sink", "sink"),
@@ -66,6 +73,8 @@ def ledger_of(subject: Subject) -> LoadLedger:
 
 def expected(subject: Subject) -> dict[str, tuple]:
     """What the config asks for, in the formats that the file is in (of a matrix that the file must have)."""
+    if subject.family == "gqa":
+        return {name: ("", shape) for name, shape in tensor_shapes(gqa_config(subject.files.path)).items()}
     files, formats = subject.files, subject.files.formats
     def form(base: str) -> str:
         found = formats.get(base)
@@ -111,7 +120,7 @@ class LoadLedgerProbe(Probe):
         wanted = {}
         for shard in subject.files.files.shards:
             for key, (_, shape, *_) in read_header(subject.files.path / shard.name).items():
-                wanted |= places(key, shape)
+                wanted |= {key: (key, 0)} if subject.family == "gqa" else places(key, shape)
         found = {n: (s.tensor.key, s.start // DTYPES[s.dtype].itemsize) for n, s in subject.files.sources.items()}
         wrong = [n for n in wanted if found.get(n) != wanted[n]] + [n for n in found if n not in wanted]
         note = "; ".join(f"{n}: {wanted.get(n, ('nothing',))[0]} of the file, taken from {found.get(n, ('nothing',))[0]}"
@@ -144,7 +153,7 @@ class LoadLedgerProbe(Probe):
         same = lambda a, b: a == b or {a, b} <= {(), (1,)}
         wrong = [n for n, (_, shape) in wanted.items() if n in sources and not same(tuple(sources[n].shape), tuple(shape))]
         yield from named("shape is what the config asks for", wrong, len(wanted), STRICT)
-        if subject.config.num_mtp_layers and not subject.files.mtp_blocks:
+        if getattr(subject.config, "num_mtp_layers", 0) and not subject.files.mtp_blocks:
             dropped = subject.files.layout.name.startswith("official") and not subject.files.has_dspark
             note = "the file holds DSpark stages instead" if subject.files.has_dspark else "the file holds none"
             note += "" if dropped or subject.files.has_dspark else ", as transformers writes files"
@@ -177,7 +186,7 @@ class LoadLedgerProbe(Probe):
 
     def _read(self, subject: Subject, names: list[str], holds: bool) -> Tally:
         """One tensor at a time: decode, compare, hash."""
-        stored, block, tally = headers(subject.files), tuple(subject.config.weight_block_size), Tally()
+        stored, block, tally = headers(subject.files), block_of(subject.config), Tally()
         for name in names:
             if name not in stored:
                 continue

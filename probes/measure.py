@@ -50,6 +50,11 @@ def tokens(subject, T: int, seed: int, rows: int = 1) -> torch.Tensor:
     return torch.randint(0, subject.config.vocab_size, (rows, T), generator=torch.Generator().manual_seed(seed))
 
 
+def window_of(config) -> int:
+    """Tokens of the longest sliding window; 0 where every layer sees all tokens before."""
+    return max((w for w in config.windows if w), default=0) if hasattr(config, "windows") else config.sliding_window
+
+
 def pieces_of(T: int, size: int) -> list[int]:
     """T in steps of `size`, the last shorter."""
     return [min(size, T - start) for start in range(0, T, size)]

@@ -10,10 +10,13 @@ import torch
 from dsv4.cache import DEFAULT_MAX_REWIND, Entries, Stream, cache_streams, zeros
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.errors import CapacityError
+from dsv4.gqa.cache import cache_streams as gqa_streams
+from dsv4.gqa.config import GQAConfig
 from dsv4.step import Step
 from probes.buffers import buffers
+from probes.gqa.memory import far_keys
 from probes.layouts import PAGE, Packed, packed_streams
-from probes.measure import tokens
+from probes.measure import tokens, window_of
 from probes.packed_rows import bytes_of_rows, far_rows
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
@@ -46,6 +49,8 @@ class MemoryMap(Probe):
         if "kernels" in subject.can and hasattr(subject, "model"):
             checks += listed("rows of the cache", "cache", lambda: self._ranges(subject))
             checks += listed("rows of the cache", "cache", lambda: self._strangers(subject))
+            if subject.family == "gqa":
+                return [*checks, *listed("rows beyond 2^31", "keys", lambda: [far_keys(subject)])]
             checks += listed("bytes of packed rows", "packed rows", lambda: bytes_of_rows(subject, self.seed))
             packed = packed_of(subject)
             checks += listed("rows beyond 2^31", "entries", lambda: [] if "entries" in packed else [self._far(subject)])
@@ -89,9 +94,11 @@ class MemoryMap(Probe):
             yield Check("bytes by formula", Status.PASS, where, "cache", sum(wanted.values()), "B", source="reported",
                         samples=len(wanted), note=note)
             return
-        planned = {(layer.label, s.name): s.nbytes
-                   for layer in cache_streams(subject.config, 1, context, DEFAULT_MAX_REWIND, numerics, mtp=True)
-                   for s in layer.streams}
+        if subject.family == "gqa":
+            layers = gqa_streams(config, 1, context, numerics)
+        else:
+            layers = cache_streams(config, 1, context, DEFAULT_MAX_REWIND, numerics, mtp=True)
+        planned = {(layer.label, s.name): s.nbytes for layer in layers for s in layer.streams}
         off = [key for key in wanted.keys() | planned.keys() if wanted.get(key) != planned.get(key)]
         first = min(off, default=(where, "cache"))
         yield compare("bytes that the planner says", sum(planned.values()), "==", sum(wanted.values()), EXACT, len(wanted),
@@ -122,7 +129,7 @@ class MemoryMap(Probe):
     def _strangers(self, subject: Subject) -> Iterator[Check]:
         """Tokens for one row, past the end of the ring: every byte that is not of that row stays as it was."""
         config, model = subject.config, subject.model
-        T = min(config.sliding_window + DEFAULT_MAX_REWIND + 5, config.max_position_embeddings)
+        T = min(window_of(config) + DEFAULT_MAX_REWIND + 5, config.max_position_embeddings)
         ids = tokens(subject, T, self.seed, rows=2)
         for busy in range(2):
             cache = model.new_cache(2, T)
@@ -162,7 +169,9 @@ class MemoryMap(Probe):
 
 
 def packed_of(subject: Subject) -> dict[str, Packed]:
-    """Stream → layout, of the streams that the subject holds packed."""
+    """Stream → layout, of the streams that the subject holds packed: none of GQA models."""
+    if subject.family == "gqa":
+        return {}
     return packed_streams(subject.config, getattr(subject, "caches", ("auto", "auto")))
 
 
@@ -174,12 +183,16 @@ def listed(name: str, part: str, make: Callable[[], Iterable[Check]]) -> list[Ch
         return [Check(name, Status.ERROR, "", part, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")]
 
 
-def formula(config: ModelConfig, width: int, batch: int, context: int, mtp: bool,
+def formula(config: ModelConfig | GQAConfig, width: int, batch: int, context: int, mtp: bool,
             packed: dict[str, Packed]) -> dict[tuple[str, str], int]:
     """(layer label, stream) → bytes, with the default room to rewind: written out here, not taken from the cache.
 
-    Rows of packed streams come in pages of 64; those of the window's ring are shared by the rows of the batch.
+    Rows of packed streams come in pages of 64; those of the window's ring are shared by the rows of the batch. Keys and values of GQA
+    models: a slot a token, in whole blocks of 128, also in layers with a window.
     """
+    if isinstance(config, GQAConfig):
+        size = batch * config.num_key_value_heads * -(-context // 128) * 128 * config.head_dim * width
+        return {(f"layer {i}", stream): size for i in range(config.num_hidden_layers) for stream in ("keys", "values")}
     pages = lambda stream, rows: -(-rows // PAGE) * packed[stream].page
     layers = [(f"layer {i}", r) for i, r in enumerate(config.compress_ratios)]
     layers += [(f"mtp {i}", r) for i, r in enumerate(config.mtp_compress_ratios)] if mtp else []
@@ -199,6 +212,8 @@ def formula(config: ModelConfig, width: int, batch: int, context: int, mtp: bool
 
 def per_token(config: ModelConfig, width: int, packed: dict[str, Packed]) -> float:
     """Bytes that a token adds for good; of packed rows a 64th of a page."""
+    if isinstance(config, GQAConfig):
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
     row = lambda stream, dims: packed[stream].page / PAGE if stream in packed else dims * width
     entry, key = row("entries", config.head_dim), row("index keys", config.index_head_dim)
     return config.compress_ratios.count(4) * (entry + key) / 4 + config.compress_ratios.count(128) * entry / 128
@@ -206,6 +221,8 @@ def per_token(config: ModelConfig, width: int, packed: dict[str, Packed]) -> flo
 
 def _kind(config: ModelConfig, label: str) -> str:
     which, i = label.split()
+    if isinstance(config, GQAConfig):
+        return "full" if config.windows[int(i)] is None else "sliding"
     ratio = (config.mtp_compress_ratios if which == "mtp" else config.compress_ratios)[int(i)]
     return ("MTP " if which == "mtp" else "") + KIND_OF_RATIO[ratio].value
 

@@ -1,5 +1,6 @@
 """P13: the router and the experts, layer by layer and where numbers are extreme. See moe_edges.md."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ class MoEEdges(Probe):
     name: ClassVar[str] = "moe_edges"
     title: ClassVar[str] = "routing and experts, and their edges"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
+    not_for: ClassVar[Mapping[str, str]] = {"gqa": "they have no experts and no router"}
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, capture, ids, first = run_all(subject, self.seed)

@@ -2,9 +2,11 @@
 
 import torch
 
+from dsv4.gqa.config import GQAConfig
 from kernels.quantize import PackedWeight, WeightFormat
 from probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
 from probes.format_decode import awkward
+from probes.gqa.operation_cases import gqa_cases
 from probes.layouts import PAGE, fp8_rows
 from probes.packed_rows import formats_of, rows_of
 
@@ -12,8 +14,8 @@ MAIN_BLOCK, ACTIVATION_BLOCK, KEY_BLOCK = 64, 128, 32  # columns of one scale in
 
 
 def operation_cases(name: str, i: Inputs) -> list[Case]:
-    """Cases of the operation called `name`; none if it is unknown here."""
-    return cases_of(globals().get(f"_{name}"), i)
+    """Cases of the operation called `name`; none if it is unknown here. Those of GQA models are in `probes.gqa.operation_cases`."""
+    return gqa_cases(name, i) if isinstance(i.config, GQAConfig) else cases_of(globals().get(f"_{name}"), i)
 
 
 # ---- norms, rotations, formats ------------------------------------------------------------

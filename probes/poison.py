@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from probes.buffers import poison
-from probes.measure import pieces_of, tokens
+from probes.measure import pieces_of, tokens, window_of
 from probes.probe import Probe
 from probes.result import Check, compare
 from probes.subject import Subject
@@ -21,7 +21,7 @@ class Poison(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "kernels"})
 
     def run(self, subject: Subject) -> list[Check]:
-        ids = tokens(subject, 2 * subject.config.sliding_window + 150, self.seed)
+        ids = tokens(subject, 2 * window_of(subject.config) + 150, self.seed)
         checks = []
         for name, schedule in (("one step", ()), ("chunks of 37", pieces_of(ids.shape[1], 37)), ("decode", [130, *[1] * 20])):
             ids_now = ids[:, :sum(schedule)] if schedule else ids

@@ -8,27 +8,35 @@ behind it, and where its thresholds come from.
 import importlib
 import importlib.util
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kernels.errors import Dsv4Error
 from probes.result import Check, Status, vacuous
-from probes.subject import Subject
+from probes.subject import FAMILIES, Subject
 
-CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P20 (P17 is beside it)
+CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P25 (P17 is beside it)
     "load_ledger", "config_ledger", "format_decode", "dtype_ledger", "rope", "index_oracle", "schedules", "influence", "edges",
-    "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc", "captured", "grafting", "speculation",
+    "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc", "captured", "grafting", "speculation", "decoder",
+    "sparse_reading", "termination", "chunked_prefill", "host_tier",
 )
 BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Base of all probes. seed: of whatever the probe draws at random; effort: 1.0 is what `dsv4 audit` spends by default."""
+    """Base of all probes. seed: of whatever the probe draws at random; effort: 1.0 is what `dsv4 audit` spends by default.
+
+    needs_of_gqa: what it needs of GQA models, where that is not what it `needs` of others. not_for: families of models
+    (`probes.subject.FAMILIES`) that have nothing it could measure, and why.
+    """
 
     name: ClassVar[str]
     title: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    needs_of_gqa: ClassVar[frozenset[str] | None] = None
+    not_for: ClassVar[Mapping[str, str]] = {}
     seed: int = 0
     effort: float = 1.0
 
@@ -50,9 +58,24 @@ def probe_named(name: str) -> type[Probe]:
     return next(v for v in classes if v.name == name)
 
 
+def left_out(probe: Probe | type[Probe], subject: Subject) -> str | None:
+    """Why a probe does not apply to the subject's family of models; None if it does."""
+    why = probe.not_for.get(subject.family)
+    return None if why is None else f"does not apply to {FAMILIES[subject.family]}: {why}"
+
+
+def applying(subject: Subject, names: Iterable[str]) -> list[str]:
+    """Those of `names` that apply to the subject's family of models."""
+    return [name for name in names if left_out(probe_named(name), subject) is None]
+
+
 def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
     """(checks, seconds). What the subject cannot do is VACUOUS; an exception is an ERROR, and no exception leaves here."""
-    missing = sorted(probe.needs - subject.can)
+    why = left_out(probe, subject)
+    if why is not None:
+        return [vacuous(probe.title, why)], 0.0
+    needs = probe.needs_of_gqa if subject.family == "gqa" and probe.needs_of_gqa is not None else probe.needs
+    missing = sorted(needs - subject.can)
     if missing:
         return [vacuous(probe.title, f"the subject cannot: {', '.join(missing)}")], 0.0
     begun = time.monotonic()

@@ -23,6 +23,9 @@ def run(checkpoint: Path, kind: str, device: str, ids_of: Callable, points: list
     if out.suffix != ".safetensors":
         raise InputError(f"--out is {out.name!r}; expected a name that ends in .safetensors")
     subject = open_subject(checkpoint, kind, device=device, cache=cache, index_cache=index_cache)
+    if subject.family == "gqa":
+        raise InputError(f"{subject.name} runs a GQA model, whose runs are not recorded: dumps have the points of DeepSeek-V4 models; "
+                         "audit it as it runs")
     if "run" not in subject.can:
         raise InputError(f"{subject.name} cannot run, so there is nothing to record; take ours or transformers")
     file, size = record(subject, ids_of(subject), points or list(POINTS), out)

@@ -49,11 +49,13 @@ class Section:
 
 @dataclass
 class Report:
-    """A title, where it comes from (probes.provenance), and a section a probe."""
+    """A title, where it comes from (probes.provenance), and a section a probe. left_out: probes that do not apply to such a model, and
+    why: neither passed nor without evidence."""
 
     title: str
     provenance: dict
     sections: list[Section] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def checks(self) -> Iterator[tuple[Section, Check]]:

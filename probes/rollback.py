@@ -42,7 +42,7 @@ class Rollback(Probe):
         if not mine:
             why = "the subject's cache cannot be asked"
             return [*checks, vacuous("drafts of other tokens, and of the MTP block", why, part="rewinding")]
-        return [*checks, *self._rows(subject), *self._mtp(subject)]
+        return [*checks, *self._rows(subject), *(self._mtp(subject) if subject.family == "deepseek_v4" else ())]
 
     def _again(self, subject: Subject, ids: torch.Tensor, at: int, n: int, where: str) -> Check:
         """The tokens that follow are run, forgotten, and run again."""

@@ -52,8 +52,12 @@ class Rope(Probe):
     name: ClassVar[str] = "rope"
     title: ClassVar[str] = "rotations have the right base, pairs, positions and direction"
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
+    needs_of_gqa: ClassVar[frozenset[str]] = frozenset({"files", "run"})
 
     def run(self, subject: Subject) -> list[Check]:
+        if subject.family == "gqa":
+            from probes.gqa.rope import rope_checks
+            return list(rope_checks(subject, self.seed))
         oracle, checks = oracle_of(subject), []
         T = min(max(600, 4 * subject.config.sliding_window), subject.config.max_position_embeddings)
         x, rows, schedule = heavy_tailed(subject, T, self.seed), 2 if "batch" in subject.can else 1, steps_of_all_sizes(T)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from probes.control import chance_of, controls
-from probes.measure import agreeing, pieces_of, token_errors, tokens
+from probes.measure import agreeing, pieces_of, token_errors, tokens, window_of
 from probes.probe import Probe
 from probes.result import Check, compare
 from probes.subject import Subject
@@ -23,7 +23,7 @@ class Schedules(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"run"})
 
     def run(self, subject: Subject) -> list[Check]:
-        T = 2 * 128 + 3 * subject.config.sliding_window // 2 + 7
+        T = 2 * 128 + 3 * max(8, window_of(subject.config)) // 2 + 7
         ids = tokens(subject, T, self.seed)
         whole = subject.run(ids).logits
         chance = chance_of(whole, token_errors)

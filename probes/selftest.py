@@ -30,7 +30,8 @@ from kernels.errors import Dsv4Error
 from probes import mutations
 from probes.audit import open_subject
 from probes.mutations import Mutation, Site
-from probes.probe import available, execute, probe_named
+from probes.mutations.gqa_profiles import GQA_PROFILES
+from probes.probe import applying, available, execute, probe_named
 from probes.report import count
 from probes.result import Check, Status
 
@@ -132,7 +133,7 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
     except Exception as error:
         return Found(note=f"it could not be planted: {said(error)}")
     found = Found()
-    for name in order(mutation):
+    for name in order(mutation, applying(subject, available())):
         checks, _ = execute(probe_named(name)(), subject)
         blunder = next((c.note for c in checks if c.status is Status.ERROR and BLUNDER.search(c.note)), None)
         if blunder:
@@ -156,10 +157,10 @@ def said(error: Exception) -> str:
     return line if isinstance(error, Dsv4Error) else f"{type(error).__name__}: {line}"
 
 
-def order(mutation: Mutation) -> list[str]:
-    """The mutation's own probes first, which saves time, then the others of the catalogue."""
-    first = [name for name in mutation.probes if name in available()]
-    return first + [name for name in available() if name not in first]
+def order(mutation: Mutation, names: list[str]) -> list[str]:
+    """The mutation's own probes first, which saves time, then the others of `names`."""
+    first = [name for name in mutation.probes if name in names]
+    return first + [name for name in names if name not in first]
 
 
 def _judged(mutation: Mutation, probe: str, checks: list[Check], seen: tuple[str, ...]) -> Found:
@@ -228,12 +229,14 @@ def left_over(before: dict[str, object], after: dict[str, object]) -> tuple[str,
 
 def settings(mutations: Iterable[Mutation], backend: str, everything: bool) -> list[Clean]:
     """What must be green: where faults are planted; if `everything`, the default profile in all numerics and with packed
-    caches, also as reference."""
+    caches, and the GQA models in theirs, also as reference."""
     plain = ("auto", "auto")
     found = {(m.profile, m.numerics, backend, m.caches): None for m in mutations}
     if everything:
         choices = [*((numerics, plain) for numerics in NUMERICS), ("qat", ("fp8", "fp4")), ("qat", ("fp8", "fp8"))]
         found |= {("default", numerics, b, caches): None for b in ("reference", backend) for numerics, caches in choices}
+        found |= {(name, numerics, b, plain): None for name in GQA_PROFILES
+                  for b, numerics in (("reference", "fp32"), (backend, "fp32"), (backend, "native"))}
     return [Clean(*key, caches=caches) for *key, caches in sorted(found)]
 
 
@@ -242,7 +245,7 @@ def audit_clean(setting: Clean, bench: Bench) -> Clean:
     begun = time.monotonic()
     subject = open_subject(bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device,
                            *setting.caches)
-    checks = [(name, check) for name in available() for check in execute(probe_named(name)(), subject)[0]]
+    checks = [(name, check) for name in applying(subject, available()) for check in execute(probe_named(name)(), subject)[0]]
     tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.where}" if c.where else "") + (f" ({c.part})" if c.part else "")
     of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)
     return replace(setting, totals=count(c for _, c in checks), red=of(*RED), vacuous=of(Status.VACUOUS),

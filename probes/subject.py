@@ -22,6 +22,16 @@ POINTS = {  # name → shape; B rows, T tokens, n entries, k picks, H heads of D
     "ffn_out": "[B, T, d]",
     "streams": "[B, T, S, d], after the layer",
 }
+GQA_POINTS = {  # of GQA models; KV heads of keys and values
+    "attn_in": "[B, T, d], the residual stream before attention, not yet normalised",
+    "q_after_rope": "[B, T, H, D], without YaRN's factor of cos and sin, as keys are",
+    "keys": "[B, T, KV, D], rotated; as the cache holds them",
+    "values": "[B, T, KV, D]; as the cache holds them",
+    "attn_out": "[B, T, d], after the output projection",
+    "ffn_out": "[B, T, d]",
+    "streams": "[B, T, d], after the layer",
+}
+FAMILIES = {"deepseek_v4": "DeepSeek-V4 models", "gqa": "GQA models"}
 CAPABILITIES = {
     "files": "the checkpoint's tensors and config can be read (`files`)",
     "run": "whole forward passes with captures, in any schedule (`run`)",
@@ -48,12 +58,13 @@ class Capture:
 class Subject:
     """The interface. A subject implements what it `can` and leaves the rest.
 
-    name: for the report; config: dsv4.config.ModelConfig; numerics: how its numbers are held, by the names of dsv4.numerics, or
-    'bf16' / 'fp32' for others; provenance: what identifies it (paths, versions, hashes).
+    name: for the report; family: one of FAMILIES; config: dsv4.config.ModelConfig, of GQA models GQAConfig; numerics: how its numbers
+    are held, by the names of dsv4.numerics, or 'bf16' / 'fp32' for others; provenance: what identifies it (paths, versions, hashes).
     """
 
     name: str = ""
     can: frozenset[str] = frozenset()
+    family: str = "deepseek_v4"
     config = None
     numerics: str = ""
     provenance: dict = {}

@@ -23,17 +23,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.config import ModelConfig  # noqa: E402
-from loaders.load import Inventory  # noqa: E402
+from kernels.errors import Dsv4Error  # noqa: E402
 from probes.backend_matrix import TOKENS  # noqa: E402
 from probes.compile_ahead import compile_ahead  # noqa: E402
 from probes.result import Status  # noqa: E402
+from probes.subjects.files import FilesSubject  # noqa: E402
 from scripts.bench import report  # noqa: E402
 
 SCRIPT = "scripts/audit_matrix.py"
 SETTINGS = (  # numerics, window rows and entries, index keys; packed caches are audited in the numerics that round as they do
     ("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "bf16", "fp4"), ("qat", "fp8", "bf16"),
     ("qat", "fp8", "fp8"), ("qat", "fp8", "fp4"), ("qat:fp32", "auto", "auto"))
+OF_GQA = tuple(setting for setting in SETTINGS if setting[0] in ("fp32", "native"))  # such models simulate no formats
 BACKENDS = {"cpu": "cpu,reference", "cuda": "triton,reference"}
 STATES = tuple(status.value for status in Status)
 
@@ -120,12 +121,18 @@ def markdown(rows: list[dict], about: dict, name: str, missing: int) -> str:
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     about = report.provenance(SCRIPT)
-    asked = list(product((args.backends or BACKENDS[args.device]).split(","), SETTINGS))
+    try:
+        subject = FilesSubject(args.checkpoint)
+    except Dsv4Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    settings = OF_GQA if subject.family == "gqa" else SETTINGS
+    asked = list(product((args.backends or BACKENDS[args.device]).split(","), settings))
     slug, rows = report.device_slug(about["device"]) if args.device == "cuda" else "cpu", {}
     args.out.mkdir(parents=True, exist_ok=True)
     if args.device == "cuda" and any(backend == "triton" for backend, _ in asked):
         begun = time.monotonic()
-        compile_ahead([ModelConfig.from_official(Inventory.open(args.checkpoint).config)], (torch.float32, torch.bfloat16), TOKENS, "triton", args.device, seed=0)
+        compile_ahead([subject.config], (torch.float32, torch.bfloat16), TOKENS, "triton", args.device, seed=0)
         print(f"kernels compiled: {time.monotonic() - begun:.0f} s", flush=True)
     places = Places(args.jobs, torch.cuda.device_count() if args.device == "cuda" else 0)
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
-#     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity selftest speculation speculation_text; all if none
+#     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity selftest speculation speculation_text
+#                                   gqa_decode regime host_tier; all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
-# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, side by side. matrix:
-# its audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in all numerics.
+# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
+# side. matrix: the demo's audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in
+# all numerics.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
-# speculation_text: on the demo's own text. Parts run one after another, because some are timed; each at most LIMIT seconds (default
+# speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the bill of both kinds of
+# model and its map; host_tier: caches in host memory. Parts run one after another, because some are timed; each at most LIMIT seconds (default
 # 600). Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +18,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-
 export LIMIT=${LIMIT:-600}
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity selftest speculation speculation_text)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity selftest speculation speculation_text gqa_decode regime host_tier)
 
 audit() {
   local wrong=0 running=()
@@ -25,6 +28,8 @@ audit() {
       --out "$OUT" &
     running+=($!)
   done
+  "$python" -m dsv4 audit run demo_gqa --backend triton --device cuda --numerics native --out "$OUT" &
+  running+=($!)
   for one in "${running[@]}"; do wait "$one" || wrong=1; done
   return $wrong
 }
@@ -39,6 +44,10 @@ part() {
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --out "$OUT" ;;
     speculation) "$python" scripts/bench_speculation.py --out "$OUT" ;;
     speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --out "$OUT" ;;
+    gqa_decode) "$python" scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound --batch 1 --context 128K,1M --out "$OUT" ;;
+    regime) "$python" -m dsv4 regime measure --out "$OUT"
+      "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$OUT" ;;
+    host_tier) "$python" scripts/bench_host_tier.py --out "$OUT" ;;
     *) echo "unknown part $1"; return 2 ;;
   esac
 }

@@ -27,7 +27,7 @@ ATTENTION = [Tile(*t) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 
                                 (64, 128, 4, 2), (128, 64, 4, 2), (128, 32, 4, 3), (128, 32, 8, 4))]
 SUMS = [Tile(*t) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 3),
                            (128, 64, 4, 3), (128, 128, 4, 2), (256, 64, 8, 3))]
-KINDS = {"within": (("within_chunks",), ATTENTION), "memory": (("to_memory",), ATTENTION), "sums": (("chunk_mass", "memory_mass"), SUMS)}
+KINDS = {"within": (("within_chunks",), ATTENTION), "memory": (("to_memory",), ATTENTION), "sums": (("chunk_mass",), SUMS)}
 
 
 def main() -> int:

@@ -1,7 +1,6 @@
 """`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading pays."""
 
 import json
-from dataclasses import replace
 from enum import Enum
 from math import isfinite
 from pathlib import Path
@@ -36,8 +35,7 @@ def measure(out: Out = Path("audits"),
             "sink+window,block-128 bound,page-16 bound",
             budget: Annotated[str, typer.Option(help="Tokens that a policy keeps.")] = "4K",
             heads: Annotated[str, typer.Option(help="Query heads, KV heads, columns of a head.")] = "28,4,128",
-            device: Annotated[str, typer.Option(help="cuda, cuda:N; cpu measures plain torch there, and says so.")] = "cuda",
-            triton: Annotated[bool, typer.Option("--triton/--no-triton", help="Triton's kernels beside torch's.")] = False,
+            device: Annotated[str, typer.Option(help="cuda, cuda:N; cpu measures the reference there, and says so.")] = "cuda",
             rounds: Annotated[int, typer.Option(min=3, help="Times that each row runs; the median counts.")] = 30,
             capacity: Capacity = None, layers: Layers = 28, weights: Weights = "14G"):
     """Measure, fit, write predictions down, measure what was held out, and report. Exit code 1 when a goal or a crossover FAILED."""
@@ -46,10 +44,8 @@ def measure(out: Out = Path("audits"),
     from dsv4.bill.regime import Hardware
     from dsv4.load import resolve_device
     target, stem = resolve_device(device), _stem(model, device)
-    if triton and target.type != "cuda":
-        raise InputError(f"--triton needs a GPU, and the device is {device}; measure without it there")
     _can_draw(out)
-    source, sizes, rows = _source(model, heads, policies, budget, target, triton), _counts(contexts), _counts(batches)
+    source, sizes, rows = _source(model, heads, policies, budget, target), _counts(contexts), _counts(batches)
     about = _about(model, heads if model is Model.gqa else "V4-Flash", target)
     hardware = Hardware(about["device"], _capacity(capacity, target), layers, _count(weights))
     say = lambda line: typer.echo(line, err=True)
@@ -85,7 +81,7 @@ def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that w
     _write(remapped, out, "regime_" + "".join(c if c.isalnum() else "_" for c in name.lower()))
 
 
-def _source(model: Model, heads: str, policies: str, budget: str, device, triton: bool):
+def _source(model: Model, heads: str, policies: str, budget: str, device):
     if model is Model.csa:
         from dsv4.bill.csa import CSA
         return CSA(device, "triton" if device.type == "cuda" else "reference")
@@ -103,7 +99,7 @@ def _source(model: Model, heads: str, policies: str, budget: str, device, triton
     kept = _count(budget)
     if kept % 128 or kept < 512:
         raise InputError(f"--budget {budget}; expected a multiple of 128 tokens, at least 512")
-    return GQA(Geometry(H, KV, D, 4 if device.type == "cpu" else 2), {p: replace(POLICIES[p], tokens=kept) for p in chosen}, device, triton)
+    return GQA(Geometry(H, KV, D, 4 if device.type == "cpu" else 2), {p: POLICIES[p](kept) for p in chosen}, device)
 
 
 def _about(model: Model, heads: str, device) -> dict:

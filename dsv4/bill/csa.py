@@ -28,6 +28,11 @@ def csa_bytes(batch: int, context: int, key: int = 68) -> int:
     return batch * ((min(TOPK, entries) + WINDOW) * 1024 + 131072 + entries * key + 16384 + 8 * entries)
 
 
+def _entries(batch: int, context: int) -> int:
+    """Entries that are scored."""
+    return batch * -(-context // RATIO)
+
+
 class Inputs:
     """Queries of every layer; latents, entries and index keys of the distinct ones."""
 
@@ -75,7 +80,7 @@ class CSA:
         return batch * (context * 1024 + -(-context // RATIO) * (1024 + INDEX_KEYS[self.index][1]))
 
     def ways(self) -> tuple[Way, list[Way]]:
-        return Way("dense", dense_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO)]
+        return Way("dense", dense_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, _entries)]
 
     def _csa_bytes(self, batch: int, context: int) -> int:
         return csa_bytes(batch, context, INDEX_KEYS[self.index][1])
@@ -84,8 +89,8 @@ class CSA:
         return Inputs(batch, context, layers, distinct, self.index, self.device)
 
     def rows(self, batch: int, context: int) -> list[Row]:
-        return [Row("dense", batch, context, dense_bytes(batch, context), True, None, self._dense),
-                Row("csa", batch, context, self._csa_bytes(batch, context), False, FINDING, self._csa)]
+        return [Row("dense", batch, context, dense_bytes(batch, context), True, make=self._dense),
+                Row("csa", batch, context, self._csa_bytes(batch, context), False, FINDING, _entries(batch, context), self._csa)]
 
     def _dense(self, inputs: Inputs) -> Mapping[str, Run]:
         def run(i):

@@ -8,20 +8,22 @@ from dsv4.bill.rows import Measured
 
 LONGEST = 1 << 24  # tokens up to which a crossover is looked for
 
-Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's attention
+Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's attention, or things searched
 
 
 @dataclass(frozen=True)
 class Way:
-    """A policy as the bill sees it. least: up to that context it keeps everything, and is dense attention."""
+    """A policy as the bill sees it. least: up to that context it keeps everything, and is dense attention. searched: how many things it
+    scores to find what it reads."""
 
     policy: str
     bytes: Bytes
     finding: str | None = None
     least: int = 0
+    searched: Bytes = lambda batch, context: 0
 
     def seconds(self, bill: Bill, batch: int, context: int) -> float:
-        return bill.seconds(self.bytes(batch, context), self.finding)
+        return bill.seconds(self.bytes(batch, context), self.finding, self.searched(batch, context))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ Run = Callable[[int], object]  # one layer's attention, of the layer of that num
 class Row:
     """One layer's decode attention of `batch` rows of `context` tokens.
 
-    policy: name in tables. bytes: what one layer must read and write. finding: name of the price of finding what to read, None where
-    nothing is searched. dense: whether β and c₀ may be fitted on it. make(inputs): implementations by name, of which the fastest counts;
+    policy: name in tables. bytes: what one layer must read and write. dense: whether β and c₀ may be fitted on it. finding: name of the
+    price of finding what to read, None where nothing is searched; searched: how many things are, of all rows and heads. make(inputs): implementations by name, of which the fastest counts;
     they take the number of a layer, and layers do not share what they read.
     """
 
@@ -22,6 +22,7 @@ class Row:
     bytes: int
     dense: bool
     finding: str | None = None
+    searched: int = 0
     make: Callable[[object], Mapping[str, Run]] | None = None
 
     @property
@@ -43,6 +44,7 @@ class Measured:
     bytes: int
     dense: bool
     finding: str | None
+    searched: int
     held_out: bool
     seconds: float
     by: str = ""
@@ -55,7 +57,7 @@ class Measured:
 
     @classmethod
     def of(cls, row: Row, held_out: bool, seconds: float, by: str = "", others=None) -> "Measured":
-        return cls(row.policy, row.batch, row.context, row.bytes, row.dense, row.finding, held_out, seconds, by, others)
+        return cls(row.policy, row.batch, row.context, row.bytes, row.dense, row.finding, row.searched, held_out, seconds, by, others)
 
 
 class Source(Protocol):

@@ -42,11 +42,11 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
     """The report, as JSON values. Writes STEM.predictions.json before a row that is held out runs, and reads predictions back from it."""
     notes: list[str] = []
     measured = _measure(source, timer, plan.fitted, False, notes, say)
-    bill = fit(measured)
+    bill, constant = fit(measured), fit(measured, constant=True)
     if bill.c0 < 0:
         notes.append(f"c₀ is {bill.c0 * 1e6:.1f} µs, less than nothing: time grows faster than bytes over these rows, and the bill "
                      "does not describe them.")
-    prices = "".join(f", c₁ ({name}) {price * 1e6:.2f} µs" for name, price in bill.finding.items())
+    prices = "".join(f", c₁ ({name}) {price.fixed * 1e6:.2f} µs + {price.each * 1e9:.3f} ns each" for name, price in bill.finding.items())
     say(f"β {bill.bandwidth / 1e12:.3f} TB/s, c₀ {bill.c0 * 1e6:.2f} µs{prices}")
     dense, ways = source.ways()
     unpriced = [way.policy for way in ways if way.finding is not None and way.finding not in bill.finding]
@@ -59,12 +59,18 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
     rows = [row for shape in plan.held_out for row in source.rows(*shape)]
     write_whole(path, json.dumps({"format": f"{FORMAT}-predictions", "version": VERSION, "about": about, "bill": asdict(bill),
                                   "rows": [{"policy": r.policy, "batch": r.batch, "context": r.context, "bytes": r.bytes,
-                                            "seconds": bill.predict(r)} for r in rows], "crossovers": crossings}, indent=1) + "\n")
+                                            "seconds": bill.predict(r), "with_constant_prices": constant.predict(r)} for r in rows], "crossovers": crossings}, indent=1) + "\n")
     say(f"{len(rows)} predictions and {len(crossings)} crossovers written to {path}; held-out rows are measured now")
     measured += _measure(source, timer, plan.held_out, True, notes, say)
     said = json.loads(path.read_text())
     told = {(r["policy"], r["batch"], r["context"]): r["seconds"] for r in said["rows"]}
     judged = [judge(r, bill, told) for r in measured]
+    plain = {(r["policy"], r["batch"], r["context"]): r["with_constant_prices"] for r in said["rows"]}
+    held = [r for r in measured if r.held_out]
+    if held:
+        q = Quality.of(held, [plain[r.policy, r.batch, r.context] for r in held])
+        notes.append(f"With one constant price a policy the held-out rows would be off by {q.median_error:.1%} (median) and "
+                     f"{q.worst_error:.1%} ({q.worst}).")
     for c in said["crossovers"]:
         c["measured_between"] = measured_crossover(measured, c["policy"], c["batch"])
     return {"format": FORMAT, "version": VERSION, "about": about, "source": source.document(), "bill": asdict(bill),
@@ -109,7 +115,7 @@ def qualities(measured: Sequence[Measured], judged: Sequence[dict]) -> dict:
 
 def remap(report: dict, hardware: Hardware) -> dict:
     """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as they were measured."""
-    bill, source = Bill(**report["bill"]), _source_of(report["source"])
+    bill, source = Bill.from_document(report["bill"]), _source_of(report["source"])
     if hardware.bandwidth is not None:
         bill = replace(bill, bandwidth=hardware.bandwidth)
     dense, ways = source.ways()
@@ -128,7 +134,8 @@ def _source_of(document: dict) -> Source:
     import torch
 
     from dsv4.bill.csa import CSA
-    from dsv4.bill.gqa import GQA, Geometry, Policy
+    from dsv4.bill.gqa import GQA, Geometry
+    from kernels.block_choice import Policy
     if document["kind"] == "csa":
         return CSA(torch.device("cpu"), "reference", document["index"])
-    return GQA(Geometry(**document["geometry"]), {p["name"]: Policy(**p) for p in document["policies"]}, torch.device("cpu"), False)
+    return GQA(Geometry(**document["geometry"]), {p["name"]: Policy(**p) for p in document["policies"]}, torch.device("cpu"))

@@ -38,19 +38,41 @@ class SelfAttention(Module):
     def forward(self, x: torch.Tensor, norm: RMSNorm, step: Step, cache: LayerRows) -> torch.Tensor:
         """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows, and summaries of their blocks, to the cache."""
         (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
+        self.path, self.tiles = self.path_at(step.end, step.prompt), None
+        rows = cache.staged(step, self.reading.policy)
+        if rows is not None:
+            o, self.tiles = rows.decode(self.op, q, k, v, biases, step.cis("main"), self._places(rows, step), self.scale,
+                                        self.reading.policy, self.reading.termination)
+        else:
+            o = self._whole((q, k, v), biases, step, cache)
+        return self.o_proj(o.view(step.N, -1))
+
+    def _whole(self, qkv: tuple[torch.Tensor, ...], biases, step: Step, cache: LayerRows) -> torch.Tensor:
+        """Take in the step where keys and values of every token are at hand: [B, T, H, D]."""
         keys, values = cache.of(step)
-        q = self.op.rotary_rows(q, k, v, biases, step.cis("main"), keys, values, step.start)
+        q = self.op.rotary_rows(*qkv, biases, step.cis("main"), keys, values, step.start)
+        cache.written(step, keys, values)
         summaries = cache.summaries(step)
         if summaries is not None:
             self.op.summarise_blocks(keys, step.start, step.T, summaries.low, summaries.high, summaries.mean, summaries.block)
-        self.path, self.tiles = self.path_at(step.end, step.prompt), None
-        if step.piece is not None and self.window is None:
-            before = cache.memory_of(step) if step.piece.start else None
-            o, memory = self.op.chunked_prefill(q, keys, values, step.piece.start, step.piece.lengths, self.reading.prefill, self.scale, before)
-            cache.remember(step, memory)
-        else:
-            o = self.attend(q, keys, values, summaries, step)
-        return self.o_proj(o.view(step.N, -1))
+        if step.piece is None or self.window is not None:
+            return self.attend(q, keys, values, summaries, step)
+        before = cache.memory_of(step) if step.piece.start else None
+        o, memory = self.op.chunked_prefill(q, keys, values, step.piece.start, step.piece.lengths, self.reading.prefill, self.scale, before)
+        cache.remember(step, memory)
+        return o
+
+    @staticmethod
+    def _places(rows, step: Step):
+        return step.memo(("staged", rows.block, rows.slots), lambda: rows.places(step.start, step.T))
+
+    def guess(self, x: torch.Tensor, norm: RMSNorm, step: Step, rows) -> None:
+        """Fetch what x [N, d], the stream before the layer in front of this one has multiplied, chooses here: most of what the right
+        stream will. rows: of `LayerRows.staged`. The key and value that come with the query go where the token's own will stand."""
+        (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
+        (start, here), = self._places(rows, step)
+        q = self.op.rotary_rows(q, k, v, biases, step.cis("main"), rows.keys, rows.values, here)
+        rows.prefetch(self.op, q, start, policy=self.reading.policy)
 
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, summaries: Summaries | None, step: Step) -> torch.Tensor:
         """q [B, T, H, D], rotated; keys, values [B, KV, S, D], which hold the step's own → [B, T, H, D]."""

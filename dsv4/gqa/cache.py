@@ -95,33 +95,40 @@ class LayerRows:
     def __init__(self, plan: LayerStreams, device: torch.device, block: int = BLOCK):
         self.tensors = {stream.name: zeros(stream, device) for stream in plan.streams}
         self.keys, self.values, self.block = self.tensors["keys"], self.tensors["values"], block
-        self.memory: Memory | None = None  # of chunked prefill, of every row: positions and scores [1, batch, KV, M]
-        self.last_memory: Memory | None = None  # all that its last call gave
+
+    memory: Memory | None = None  # of chunked prefill, of every row: positions and scores [1, batch, KV, M]
+    last_memory: Memory | None = None  # all that its last call gave
+
+    def staged(self, step: Step, policy: Policy):
+        """What a step reads by that finds its rows elsewhere (`dsv4.host_tier`), instead of `of`; None here, where they are at hand."""
+        return None
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the step's rows, [B, KV, S, D]: contiguous views."""
         return self.keys[step.rows], self.values[step.rows]
 
+    def written(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The step's tokens stand in what `of` gave: that is the cache itself here."""
+
     def summaries(self, step: Step) -> Summaries | None:
         """Summaries of the step's rows: contiguous views; None where none are kept."""
-        if len(self.tensors) == 2:
-            return None
         return self._summaries(step.rows)
 
-    def _summaries(self, rows: slice) -> Summaries:
-        return Summaries(*(None if name not in self.tensors else self.tensors[name][rows] for name in Summaries._fields[:3]), self.block)
+    def _summaries(self, rows: slice) -> Summaries | None:
+        kept = [self.tensors[name][rows] if name in self.tensors else None for name in Summaries._fields[:3]]
+        return None if all(t is None for t in kept) else Summaries(*kept, self.block)
 
-    def adopt(self, plan: LayerStreams, block: int) -> None:
+    def adopt(self, plan: LayerStreams, policy: Policy) -> None:
         """Make the summaries of `plan` instead of what there was; they hold nothing yet."""
         for name in set(self.tensors) - {"keys", "values"}:
             del self.tensors[name]
         self.tensors |= {stream.name: zeros(stream, self.keys.device) for stream in plan.streams[2:]}
-        self.block = block
+        self.block = policy.block
 
     def summarise(self, tokens: int, write: Callable) -> None:
         """Summaries of the first `tokens` keys of every row."""
-        if tokens and len(self.tensors) > 2:
-            found = self._summaries(slice(None))
+        found = self._summaries(slice(None))
+        if tokens and found is not None:
             start = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device)
             write(self.keys, start, tokens, found.low, found.high, found.mean, self.block)
 
@@ -156,28 +163,39 @@ class GroupedCache:
                              f"{config.max_position_embeddings}; ask for at most that")
         self.config, self.numerics, self.summarise = config, numerics, summarise
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_context
-        self.plan, block = cache_streams(config, batch, max_context, numerics, policy), policy.block if policy else BLOCK
+        self.plan = self._planned(policy)
         with self._room():
-            self.layers = [LayerRows(p, d, block) for p, d in zip(self.plan, devices, strict=True)]
+            self.layers = self._made(devices, policy)
         self._main = Lengths(batch, max_context)
         self.remembered: list[tuple[int, Chunking] | None] = [None] * batch  # where a row's memory of chunked prefill stands, and its cut
+
+    def _planned(self, policy: Policy | None) -> list[LayerStreams]:
+        return cache_streams(self.config, self.batch, self.max_context, self.numerics, policy)
+
+    def _made(self, devices: list[torch.device], policy: Policy | None) -> list[LayerRows]:
+        return [LayerRows(p, d, policy.block if policy else BLOCK) for p, d in zip(self.plan, devices, strict=True)]
+
+    def guess(self, layers, i: int, step: Step) -> Callable[[torch.Tensor], None] | None:
+        """What is to be done beside the rest of layer i, given the stream after its attention: fetching for the next layer, where its
+        rows are elsewhere. layers: the model's. None: nothing."""
+        return None
 
     @contextmanager
     def _room(self):
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            wanted = sum(s.nbytes for p in self.plan for s in p.streams)
+            wanted = sum(s.nbytes for p in self.plan for s in p.streams if s.place != "pinned")
             raise CapacityError(f"the cache needs {wanted} bytes for batch {self.batch} and max_context {self.max_context}, and they "
                                 f"could not be allocated ({str(error).splitlines()[0]}); lower one of them") from error
 
     def adopt(self, policy: Policy) -> None:
         """Keep what `policy` searches from now on, whatever was kept before: summaries are made from the keys that are here. Steps that
         were captured before must be captured again. Copies no keys."""
-        self.plan = cache_streams(self.config, self.batch, self.max_context, self.numerics, policy)
+        self.plan = self._planned(policy)
         with self._room():
             for layer, plan in zip(self.layers, self.plan):
-                layer.adopt(plan, policy.block)
+                layer.adopt(plan, policy)
         self.summarise_again()
 
     def summarise_again(self) -> None:

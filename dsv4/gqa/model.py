@@ -1,5 +1,7 @@
 """A decoder with grouped-query attention: Qwen2, Llama, Mistral. Modules are named after the tensors of the file."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -13,6 +15,7 @@ from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.prefill import append_chunks
 from dsv4.gqa.projection import Projection, maps
 from dsv4.gqa.rope import frequencies
+from dsv4.host_tier.layer import HostCache
 from dsv4.module import Module, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
@@ -54,9 +57,11 @@ class Layer(Module):
         self.self_attn = SelfAttention(config, window, numerics, lambda leaf: store(f"self_attn.{leaf}"), op)
         self.mlp = MLP(config, numerics, lambda leaf: store(f"mlp.{leaf}"), op)
 
-    def forward(self, x: torch.Tensor, step: Step, cache: LayerRows) -> torch.Tensor:
-        """x [N, d] → [N, d]; writes the step to the layer's cache."""
+    def forward(self, x: torch.Tensor, step: Step, cache: LayerRows, beside: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """x [N, d] → [N, d]; writes the step to the layer's cache. beside: is given the stream after attention."""
         x = x + self.self_attn(x, self.input_layernorm, step, cache)
+        if beside is not None:
+            beside(x)
         return x + self.mlp(x, self.post_attention_layernorm)
 
 
@@ -136,11 +141,15 @@ class GQAModel(CausalLM):
         the caller needs at least.
 
         Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings.
-        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit.
+        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit; of a cache in host memory
+        (`kv_memory`) also InputError where it would keep nothing there, PinnedMemoryError where pinned memory is short.
         """
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
         policy = self.attention.policy
+        if self.kv_memory is not None:
+            return HostCache(self.config, self.numerics, batch, max_context, [self.device] * len(self.layers), policy,
+                             self.op.summarise_blocks, self.kv_memory, self.backend == "triton")
         return GroupedCache(self.config, self.numerics, batch, max_context, [self.device] * len(self.layers),
                             None if policy.selector is None else policy, self.op.summarise_blocks)
 
@@ -167,8 +176,8 @@ class GQAModel(CausalLM):
 
     def run(self, step: Step, cache: GroupedCache) -> torch.Tensor:
         x = self.embed(step.ids).to(self.numerics.activation)
-        for layer, rows in zip(self.layers, cache.layers):
-            x = layer(x, step, rows)
+        for i, (layer, rows) in enumerate(zip(self.layers, cache.layers)):
+            x = layer(x, step, rows, cache.guess(self.layers, i, step))
         self.tiles = [layer.self_attn.tiles for layer in self.layers]
         return x
 

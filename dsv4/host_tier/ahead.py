@@ -19,11 +19,15 @@ class Ahead:
         # A kernel that starts before its predecessor ends (programmatic dependent launch) must have one, on its own stream, that is
         # launched in the plain way: at each fork and join stands this.
         self.ticks = [torch.zeros((), device=device) for _ in range(2)]
+        self.running, self.reads = False, ()
 
-    def start(self, run: Callable[[], None]) -> None:
+    def start(self, run: Callable[[], None], *reads: torch.Tensor) -> None:
+        """reads: tensors of the current stream that `run` reads. They live until the branch has ended: given back earlier, their memory
+        would be written again beside it."""
         if self.side is None:
             run()
             return
+        self.running, self.reads = True, reads
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             self.ticks[0].zero_()
@@ -31,6 +35,8 @@ class Ahead:
             self.ticks[0].zero_()
 
     def join(self) -> None:
-        if self.side is not None:
+        """Nothing where nothing was started."""
+        if self.running:
             torch.cuda.current_stream().wait_stream(self.side)
             self.ticks[1].zero_()
+            self.running, self.reads = False, ()

@@ -6,6 +6,7 @@ cache of its own, in which the query stands in the last block: every other slot 
 So the kernels, the order of the list and every bit of the result are those of the resident cache.
 """
 
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,19 @@ import torch
 from dsv4.errors import CapacityError
 from dsv4.host_tier.memory import HostBuffer
 from kernels.block_choice import Policy
-from kernels.errors import UnsupportedInput
-from kernels.staging import items_of, new_table, paired
+from kernels.grouped_attention import Termination
+from kernels.staging import Pool, SlotTable, items_of, new_table, paired
 
 BLOCK = 128
+
+
+def host_use(cache) -> dict | None:
+    """What a cache keeps in host memory and has fetched from there, as JSON values; None for one on the device. Waits for the device."""
+    if not hasattr(cache, "host_bytes"):
+        return None
+    chosen, guessed = (cache.traffic(g) for g in (False, True))
+    return {"pinned_bytes": cache.host_bytes, "hits": chosen.hits, "misses": chosen.misses, "hit_rate": chosen.hit_rate,
+            "fetched_bytes": chosen.nbytes, "guessed_bytes": guessed.nbytes}
 
 
 class Traffic(NamedTuple):
@@ -31,32 +41,73 @@ class Traffic(NamedTuple):
         return self.hits / max(1, self.hits + self.misses)
 
 
+def staged_blocks(policy: Policy, max_context: int, asked: int | None = None) -> int:
+    """Blocks staged a row and KV head, beside the current one; by default as many again as a step chooses, where there are so many.
+    Raises CapacityError for fewer than a step chooses."""
+    if policy.dense:
+        return 0
+    if asked is None:
+        return max(policy.kept, min(2 * policy.kept, -(-max_context // policy.block)))
+    if asked < policy.kept:
+        raise CapacityError(f"a step of {policy.name} reads {policy.kept} blocks a KV head at once, and staging has {asked} slots; make "
+                            f"at least {policy.kept}")
+    return asked
+
+
 class HostRows:
     """Cache of one layer: keys and values [B, KV, S, D] in host memory. slots: staged blocks a row and KV head, beside the current
-    one; those beyond what a step chooses keep what was chosen lately (default: as many again).
+    one; those beyond what a step chooses keep what was chosen lately (default: `staged_blocks`). A dense policy chooses nothing and
+    stages nothing: such a layer is read whole (`DenseStream`).
 
     Raises CapacityError where a step chooses more blocks than there are slots, PinnedMemoryError where host memory is short."""
 
     def __init__(self, batch: int, kv_heads: int, max_context: int, head_dim: int, dtype: torch.dtype, device: torch.device,
                  policy: Policy, slots: int | None = None):
-        if policy.dense:
-            raise UnsupportedInput("a host-memory cache is read by blocks, and the dense policy chooses none; see DenseStream")
-        self.policy, self.block = policy, policy.block
-        self.slots = 2 * policy.kept if slots is None else slots
-        if self.slots < policy.kept:
-            raise CapacityError(f"a step of {policy.name} reads {policy.kept} blocks a KV head at once, and staging has {self.slots} "
-                                f"slots; make at least {policy.kept}")
-        unit = max(BLOCK, self.block)
-        B, KV, S, D = self.shape = batch, kv_heads, -(-max_context // unit) * unit, head_dim
+        unit = BLOCK if policy.dense else max(BLOCK, policy.block)
+        self.shape, self.dtype, self.home = (batch, kv_heads, -(-max_context // unit) * unit, head_dim), dtype, device
+        wanted = staged_blocks(policy, self.shape[2], slots)
         self.buffers = [HostBuffer(self.shape, dtype, device) for _ in range(2)]
         self.host_keys, self.host_values = (buffer.device for buffer in self.buffers)
-        self.keys, self.values = (torch.zeros(B, KV, (self.slots + 1) * self.block, D, dtype=dtype, device=device) for _ in range(2))
-        summary = lambda kind: torch.zeros(B, KV, S // self.block, D, dtype=dtype, device=device) if policy.selector == kind else None
+        self.stage(policy, wanted)
+
+    def stage(self, policy: Policy, slots: int) -> None:
+        """Room on the device for what `policy` chooses and searches. It holds nothing yet."""
+        B, KV, S, D = self.shape
+        self.policy, self.block, self.slots = policy, policy.block, slots
+        self.keys = self.values = self.low = self.high = self.mean = self.table = self.guesses = None
+        if policy.dense:
+            return
+        new = lambda rows: torch.zeros(B, KV, rows, D, dtype=self.dtype, device=self.home)
+        self.keys, self.values = (new((slots + 1) * self.block) for _ in range(2))
+        summary = lambda kind: new(S // self.block) if policy.selector == kind else None
         self.low, self.high, self.mean = summary("bound"), summary("bound"), summary("mean")
-        self.table = new_table(B * KV, S // self.block, self.slots, device)
+        self.table = new_table(B * KV, S // self.block, slots, self.home)
         self.guesses = torch.zeros_like(self.table.count)
         self.pools = tuple(paired(items_of(far, self.block), items_of(near, self.block))
                            for far, near in ((self.host_keys, self.keys), (self.host_values, self.values)))
+
+    def part(self, rows: slice) -> "HostRows":
+        """The same of some of the batch's rows: views."""
+        B, KV = self.shape[:2]
+        if (rows.start, rows.stop) == (0, B):
+            return self
+        found, groups = copy(self), slice(rows.start * KV, rows.stop * KV)
+        found.shape, found.buffers = (rows.stop - rows.start, *self.shape[1:]), ()
+        for name in ("keys", "values", "host_keys", "host_values", "low", "high", "mean"):
+            whole = getattr(self, name)
+            setattr(found, name, None if whole is None else whole[rows])
+        if self.table is not None:
+            found.table, found.guesses = SlotTable(*(t[groups] for t in self.table)), self.guesses[groups]
+            found.pools = tuple(Pool(pool.host[groups], pool.staged[groups]) for pool in self.pools)
+        return found
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is held on the device, by the names of the plan."""
+        if self.table is None:
+            return {}
+        held = {"staged keys": self.keys, "staged values": self.values, "low": self.low, "high": self.high, "mean": self.mean,
+                **self.table._asdict(), "guesses": self.guesses}
+        return {name: t for name, t in held.items() if t is not None}
 
     @property
     def host_bytes(self) -> int:
@@ -64,65 +115,66 @@ class HostRows:
 
     @property
     def device_bytes(self) -> int:
-        held = (self.keys, self.values, self.low, self.high, self.mean, *self.table)
-        return sum(t.nbytes for t in held if t is not None)
+        return sum(t.nbytes for t in self.tensors().values())
 
     def traffic(self, guessed: bool = False) -> Traffic:
         """What fetches of choices (or of guesses) did so far. Waits for the device."""
+        if self.table is None:
+            return Traffic(0, 0, 0)
         hits, misses = (self.guesses if guessed else self.table.count).sum(0).tolist()
         return Traffic(hits, misses, misses * sum(pool.item_bytes for pool in self.pools))
 
-    def decode(self, op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases, cis: torch.Tensor, start: torch.Tensor,
-               scale: float) -> torch.Tensor:
-        """Take in the tokens at start[b] … and attend: [B, T, H, D], the bits of the resident cache.
+    def places(self, start: torch.Tensor, tokens: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each of the tokens at start[b] …: its position, and where it stands in the staging buffer, in the last slot. All layers of
+        a step share them."""
+        found = [start + t if t else start for t in range(tokens)]
+        return [(at, at % self.block + self.slots * self.block) for at in found]
 
-        q [N, H·D], k and v [N, KV·D], N = B·T, not yet rotated; biases, cis as in `rotary_rows`; start int64 [B]. Tokens of a row go
-        one after the other: each may choose as many blocks as there are slots. Everything is decided on the device.
+    def decode(self, op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases, cis: torch.Tensor, places, scale: float,
+               policy: Policy | None = None, rule: Termination | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Take in the tokens at `places` and attend: [B, T, H, D], the bits of the resident cache, and with a rule the tiles read int32
+        [B, T, KV].
+
+        q [N, H·D], k and v [N, KV·D], N = B·T, not yet rotated; biases, cis as in `rotary_rows`. Tokens of a row go one after the
+        other: each may choose as many blocks as there are slots. Everything is decided on the device.
         """
-        B, D = self.shape[0], self.shape[3]
-        parts = [x.view(B, -1, x.shape[-1]) for x in (q, k, v, cis)]
-        out = [self._token(op, *(x[:, t] for x in parts), biases, start + t if t else start, scale) for t in range(parts[0].shape[1])]
-        return out[0] if len(out) == 1 else torch.cat(out, 1)
+        B, T, found = self.shape[0], len(places), []
+        for t, place in enumerate(places):
+            mine = (q, k, v, cis) if T == 1 else (x.view(B, T, -1)[:, t] for x in (q, k, v, cis))
+            found.append(self._token(op, *mine, biases, place, scale, policy, rule))
+        if T == 1:
+            return found[0]
+        out, tiles = zip(*found)
+        return torch.cat(out, 1), None if rule is None else torch.cat(tiles, 1)
 
-    def _token(self, op, q, k, v, cis, biases, start, scale):
-        here = self._here(start)
+    def _token(self, op, q, k, v, cis, biases, place, scale, policy, rule):
+        start, here = place
         q = op.rotary_rows(q, k, v, biases, cis, self.keys, self.values, here)
         op.write_back(self.keys, self.values, self.host_keys, self.host_values, start, self.table, self.low, self.high, self.mean,
                       self.block)
-        return self.attend(op, q, start, scale)
+        return self.attend(op, q, place, scale, None, policy, rule)
 
-    def attend(self, op, q: torch.Tensor, start: torch.Tensor, scale: float, blocks: torch.Tensor | None = None) -> torch.Tensor:
-        """q [B, 1, H, D], rotated; the token is in. blocks int32 [B, 1, KV, n]: a choice made elsewhere."""
-        B, KV = self.shape[:2]
+    def attend(self, op, q: torch.Tensor, place, scale: float, blocks: torch.Tensor | None = None, policy: Policy | None = None,
+               rule: Termination | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q [B, 1, H, D], rotated; the token is in, at `place` (of `places`). blocks int32 [B, 1, KV, n]: a choice made elsewhere.
+        Returns what `decode` does."""
+        (B, KV), (start, here) = self.shape[:2], place
         if blocks is None:
-            blocks = op.choose_blocks(q, KV, self.low, self.high, self.mean, start, self.policy)
-        found = op.fetch(self.table, self.pools, blocks.view(B * KV, -1), start // self.block, True)
-        return op.gather_attention(q, self.keys, self.values, found.view(B, 1, KV, -1), self._here(start), None, scale, self.block)
+            blocks = self._chosen(op, q, start, policy, rule)
+        found = op.fetch(self.table, self.pools, blocks.view(B * KV, -1), start, self.block, True)
+        o = op.gather_attention(q, self.keys, self.values, found.view(B, 1, KV, -1), here, None, scale, self.block, rule)
+        return (o, None) if rule is None else o
 
-    def prefetch(self, op, q: torch.Tensor, start: torch.Tensor, blocks: torch.Tensor | None = None) -> None:
+    def _chosen(self, op, q, start, policy, rule) -> torch.Tensor:
+        return op.choose_blocks(q, self.shape[1], self.low, self.high, self.mean, start, policy or self.policy, rule is not None)
+
+    def prefetch(self, op, q: torch.Tensor, start: torch.Tensor, blocks: torch.Tensor | None = None, policy: Policy | None = None) -> None:
         """Stage what a guess of the query, or of its blocks, chooses. It changes no result: what it leaves out is fetched when the
         query is there. start: of the coming token, or of the one before; counted apart (`traffic(guessed=True)`)."""
         B, KV = self.shape[:2]
         if blocks is None:
-            blocks = op.choose_blocks(q, KV, self.low, self.high, self.mean, start, self.policy)
-        op.fetch(self.table._replace(count=self.guesses), self.pools, blocks.view(B * KV, -1), start // self.block, True)
-
-    def _here(self, start: torch.Tensor) -> torch.Tensor:
-        """Where the token stands in the staging buffer: in its last slot."""
-        return start % self.block + self.slots * self.block
-
-    def append(self, op, keys: torch.Tensor, values: torch.Tensor, q, k, v, biases, cis, start: torch.Tensor, scale: float,
-               summarise) -> torch.Tensor:
-        """Take in many tokens of every row by dense attention: [B, T, H, D].
-
-        keys, values [B, KV, S, D] on the device: what `DenseStream.layer` brought. summarise: the operation `summarise_blocks`.
-        """
-        tokens = q.shape[0] // self.shape[0]
-        q = op.rotary_rows(q, k, v, biases, cis, keys, values, start)
-        self.store(keys, values, start, tokens)
-        if self.policy.selector is not None:
-            summarise(keys, start, tokens, self.low, self.high, self.mean, self.block)
-        return op.grouped_attention(q, keys, values, start, None, scale)
+            blocks = self._chosen(op, q, start, policy, None)
+        op.fetch(self.table._replace(count=self.guesses), self.pools, blocks.view(B * KV, -1), start, self.block, True)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, tokens: int) -> None:
         """Copy rows start[b] … start[b] + tokens − 1 of keys and values [B, KV, S, D] to host memory, and drop what was staged of
@@ -132,4 +184,11 @@ class HostRows:
         rows = (torch.arange(B * KV, device=start.device).view(B, KV, 1) * S + position.unsqueeze(1)).flatten()
         for here, there in ((keys, self.host_keys), (values, self.host_values)):
             there.view(-1, D).index_copy_(0, rows, here.view(-1, D).index_select(0, rows))
-        self.table.forget((start // self.block).repeat_interleave(KV).unsqueeze(1))
+        if self.table is not None:
+            self.table.forget((start // self.block).repeat_interleave(KV).unsqueeze(1))
+
+    def summarise(self, tokens: int, write) -> None:
+        """Summaries of the first `tokens` keys of every row, read from host memory. write: the operation `summarise_blocks`."""
+        if tokens and self.policy.selector is not None:
+            start = torch.zeros(self.shape[0], dtype=torch.int64, device=self.home)
+            write(self.host_keys, start, tokens, self.low, self.high, self.mean, self.block)

@@ -7,6 +7,7 @@ Assumed of a CUDA machine: unified addressing, and that registered pages have th
 import gc
 import mmap
 import resource
+import time
 from contextlib import suppress
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from dsv4.errors import CapacityError
 
 PORTABLE_MAPPED = 1 | 2   # cudaHostRegisterPortable | cudaHostRegisterMapped
+WAITS, PAUSE = 20, 0.5    # looks at free memory before it is called short, and seconds between them
 
 
 class PinnedMemoryError(CapacityError):
@@ -30,6 +32,7 @@ class HostBuffer:
             self.nbytes *= extent
         flat, cuda = _pages(self.nbytes), device.type == "cuda"
         if cuda:
+            _await_room(self.nbytes)
             flat.zero_()  # the pages come to be here, by many threads, and not one by one where they are pinned
             self._register(flat, device)
         self.host = flat.view(dtype).view(shape)
@@ -68,11 +71,27 @@ def _pages(nbytes: int) -> torch.Tensor:
                                 "layers") from error
     with suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_HUGEPAGE)
+    check_limit(nbytes)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+
+
+def check_limit(nbytes: int) -> None:
+    """Raise PinnedMemoryError where that is more than the control group of this process may have in all."""
     limit = _limit()
     if limit is not None and nbytes > limit:
         raise PinnedMemoryError(f"{_wanted(nbytes)} are more than the {limit} that this control group may have; ask for less context or "
                                 "fewer layers")
-    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+
+
+def _await_room(nbytes: int) -> None:
+    """Raise PinnedMemoryError where the system stays short of that much: what takes pages beyond the last is ended by the system, without
+    a word. A virtual machine's memory may grow as it is used, a little behind what asks for it."""
+    for _ in range(WAITS):
+        free = _free()
+        if free is None or nbytes <= free:
+            return
+        time.sleep(PAUSE)
+    raise PinnedMemoryError(f"{_wanted(nbytes)} were needed next; {_available()}; ask for less context or fewer layers")
 
 
 class _Bytes:
@@ -120,13 +139,18 @@ def _limit() -> int | None:
     return None
 
 
-def _available() -> str:
-    """What limits host memory here, in words."""
-    found = []
+def _free() -> int | None:
+    """Bytes that the system has for new pages now; None where it does not say."""
     with suppress(OSError, ValueError, StopIteration):
         with open("/proc/meminfo") as lines:
-            kb = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        found.append(f"{kb << 10} bytes available now")
+            return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) << 10
+    return None
+
+
+def _available() -> str:
+    """What limits host memory here, in words."""
+    free = _free()
+    found = [] if free is None else [f"{free} bytes available now"]
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found.append("no limit on locked memory" if lock == resource.RLIM_INFINITY else f"at most {lock} bytes may be locked")
     return ", ".join(found)

@@ -1,51 +1,75 @@
-"""Dense attention over caches in host memory: a whole layer at a time through two buffers on the device."""
+"""Whole layers of caches in host memory, one after the other through two buffers on the device: for what reads every token."""
 
 from collections.abc import Sequence
 
 import torch
 
+from dsv4.errors import CapacityError
 from dsv4.host_tier.grouped import HostRows
+
+WHOLE = slice(None)
 
 
 class DenseStream:
     """Layers come over the link in turn, by the copy engine: layer i + 1 while layer i is attended to. Two buffers of one layer's
-    keys and values. All copies are of fixed size, so that a step can be captured."""
+    keys and values, made at once. Copies of whole layers are of fixed size, so that a step can be captured. Raises CapacityError."""
 
     def __init__(self, layers: Sequence[HostRows]):
-        self.layers, first = layers, layers[0]
-        self.cuda = first.keys.is_cuda
-        make = lambda: torch.empty(first.shape, dtype=first.keys.dtype, device=first.keys.device)
-        self.held = [(make(), make()) for _ in range(min(2, len(layers)))]
-        self.side = torch.cuda.Stream(first.keys.device) if self.cuda else None
+        self.layers, self.first = layers, layers[0]
+        self.cuda = self.first.home.type == "cuda"
+        self.held = self._made(min(2, len(layers)))
+        self.side = torch.cuda.Stream(self.first.home) if self.cuda else None
         self.ready: list = [None] * len(layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one step brings."""
+        """Bytes that one step brings where it brings all."""
         return sum(layer.host_bytes for layer in self.layers)
 
-    def begin(self) -> None:
-        """Start on layer 0: at the head of a step, before its first layer has anything to attend with."""
-        self._bring(0)
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(t.nbytes for pair in self.held for t in pair)
 
-    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, KV, S, D] of layer i, which is there for the current stream. Layers are asked for in turn; the work
-        on layer i − 1 has been issued, whose buffer is given away here."""
+    def layer(self, i: int, rows: slice = WHOLE, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, KV, S, D] of layer i, which is there for the current stream: of `rows` the first `tokens` (None: all), the
+        rest of the buffer holds anything. Layers are asked for in turn, all alike in one step; the work on layer i − 1 has been issued,
+        whose buffer is given away here."""
+        if i == 0:
+            self._bring(0, rows, tokens)
         if i + 1 < len(self.layers):
-            self._bring(i + 1)
+            self._bring(i + 1, rows, tokens)
         if self.cuda:
             torch.cuda.current_stream().wait_event(self.ready[i])
-        return self.held[i % 2]
+        return tuple(t[rows] for t in self.held[i % 2])
 
-    def _bring(self, i: int) -> None:
-        pairs = zip(self.held[i % 2], self.layers[i].buffers)
+    def _made(self, count: int) -> list[tuple[torch.Tensor, ...]]:
+        first = self.first
+        try:
+            return [tuple(torch.empty(first.shape, dtype=first.dtype, device=first.home) for _ in range(2)) for _ in range(count)]
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(f"to read a cache in host memory whole, {count * first.host_bytes} bytes on {first.home} were needed for "
+                                f"{count} layers of it, and they could not be had ({str(error).splitlines()[0]}); lower the context or "
+                                "the batch") from error
+
+    def _bring(self, i: int, rows: slice, tokens: int | None) -> None:
         if not self.cuda:
-            for here, there in pairs:
-                here.copy_(there.host)
+            self._copy(i, rows, tokens, False)
             return
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            for here, there in pairs:
-                here.copy_(there.host, non_blocking=True)
+            self._copy(i, rows, tokens, True)
             self.ready[i] = torch.cuda.Event()
             self.ready[i].record(self.side)
+
+    def _copy(self, i: int, rows: slice, tokens: int | None, piecewise: bool) -> None:
+        """piecewise: what is contiguous at either end alone, as a copy engine takes it."""
+        for here, there in zip(self.held[i % 2], self.layers[i].buffers):
+            here, there = here[rows], there.host[rows]
+            if tokens is None or tokens >= here.shape[2]:
+                here.copy_(there, non_blocking=True)
+            elif not piecewise:
+                here[:, :, :tokens].copy_(there[:, :, :tokens])
+            elif tokens:
+                for to, source in zip(here.flatten(0, 1), there.flatten(0, 1)):
+                    to[:tokens].copy_(source[:tokens], non_blocking=True)

@@ -22,6 +22,7 @@ from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.generate import Generation, Sampling, context_full, context_limit, weights
 from dsv4.graph import capacity
+from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import Policy, Static, room
@@ -73,6 +74,8 @@ def generate_speculative(model: CausalLM, prompts: list[list[int]], max_new_toke
     while any(row.active for row in rows):
         batch.step(pressure())
         batch.seconds("decode_seconds", begun)
+    for row in rows:
+        row.out.host = host_use(cache)
     return [row.out for row in rows]
 
 

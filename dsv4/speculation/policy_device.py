@@ -13,6 +13,7 @@ import torch
 from dsv4.errors import InputError
 from dsv4.speculation.cost_aware import HYPOTHESES, CostAware
 from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
+from kernels import draft_sizes
 
 
 class DevicePolicy:
@@ -103,10 +104,14 @@ class DeviceCostAware(DevicePolicy):
         weighed = weighed / _fold(weighed, 1).unsqueeze(1)
         self.belief.copy_(weighed * self.stay.index_select(0, accepted).unsqueeze(1) + self.move.index_select(0, accepted))
 
-    def choose(self, pressure, live=None):
+    def net(self) -> torch.Tensor:
+        """What each row is worth at each width of the pass and size of its own: fp32 [B, K, K]."""
         value = _fold(self.belief.unsqueeze(2) * self.value, 1)                              # [B, K]
         later = _fold(self.belief.view(-1, 1, 1, HYPOTHESES, 1) * self.later, 3).amin(2)     # [B, outcome, K]
-        net = (value - _fold(later, 1)).unsqueeze(1) - self.price                            # [B, K of the pass, K of the row]
+        return (value - _fold(later, 1)).unsqueeze(1) - self.price
+
+    def choose(self, pressure, live=None):
+        net = self.net()
         worth, rows = net.amax(2), self.cost * self.rows
         if live is not None:
             worth, rows = worth * live.unsqueeze(1), self.cost * live.sum()
@@ -125,9 +130,31 @@ class DeviceCostAware(DevicePolicy):
         self.belief.copy_(torch.where(fresh.unsqueeze(1), self.start, self.belief))
 
 
+class KernelCostAware(DeviceCostAware):
+    """The same by kernels of its own: on a GPU the operations above take as long as a small model's whole round."""
+
+    def __init__(self, policy: CostAware, batch: int, device: torch.device | str):
+        super().__init__(policy, batch, device)
+        self.value, self.later = self.value.mT.contiguous(), self.later.mT.contiguous()  # hypotheses last
+        self.cap = LARGEST if policy.pressure_cap is None else policy.pressure_cap
+        self.all = torch.ones(batch, dtype=torch.bool, device=device)
+
+    def observe(self, accepted, proposed) -> None:
+        draft_sizes.observe(self.belief, self.likelihood, self.stay, self.move, accepted, proposed)
+
+    def net(self) -> torch.Tensor:
+        net, _ = draft_sizes.weigh(self.belief, self.value, self.later, self.price, self.all.view(torch.uint8))
+        return net[:, :len(self.sizes), :len(self.sizes)]
+
+    def choose(self, pressure, live=None):
+        return draft_sizes.choose(self.belief, self.value, self.later, self.price, self.cost, self.sizes, self.all if live is None else live,
+                                  pressure, self.cap)
+
+
 def on_device(policy: Policy, batch: int, device: torch.device | str) -> DevicePolicy:
     """The device implementation of a policy. Raises InputError for one that has none (the oracles need a trace)."""
-    for kind, implementation in ((Static, DeviceStatic), (Adaptive, DeviceAdaptive), (CostAware, DeviceCostAware)):
+    cost_aware = KernelCostAware if torch.device(device).type == "cuda" else DeviceCostAware
+    for kind, implementation in ((Static, DeviceStatic), (Adaptive, DeviceAdaptive), (CostAware, cost_aware)):
         if isinstance(policy, kind):
             return implementation(policy, batch, device)
     raise InputError(f"{policy.name} has no device implementation; expected Static, Adaptive or CostAware")

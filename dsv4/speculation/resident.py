@@ -51,7 +51,7 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
     begun = time.perf_counter()
     found = rounds.run(tell, ahead)
     for out, token, rest, history in zip(outs, firsts, found, rounds.history()):
-        out.token_ids = [token, *rest]
+        out.token_ids, out.host = [token, *rest], host_use(cache)
         out.prefill_seconds, out.capture_seconds, out.decode_seconds = seconds, captured, time.perf_counter() - begun
         for proposed, accepted in history:
             out.speculation.passed(proposed, accepted, proposed)

@@ -1,4 +1,4 @@
-"""Chunked sparse prefill on a GPU: two launches for all chunks, then four for each chunk that has others before it.
+"""Chunked sparse prefill on a GPU: two launches for all chunks, then two for each chunk that has others before it.
 
 Phase 1 runs the chunks side by side; phase 2 must go through them in order, since each chunk's queries decide what the next one sees.
 Rows that have ended leave their programs at once: what is launched depends on shapes only, and nothing waits for the host.
@@ -12,13 +12,12 @@ import torch
 from kernels.chunked_prefill.chunking import Chunking, Memory, check, empty_memory
 from kernels.chunked_prefill.reference import chunked_prefill as definition
 from kernels.chunked_prefill.triton_attend import to_memory, within_chunks
-from kernels.chunked_prefill.triton_keep import choose, chunk_mass, gather, memory_mass
+from kernels.chunked_prefill.triton_keep import choose, chunk_mass
 from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dot_in_fp32, interpreting, next_power, processors, require_device
+from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, require_device
 
 LOG2E = 1 / math.log(2)
 MAX_CANDIDATES = 1 << 15  # of one KV head, that one program selects among
-GATHERED = 32             # rows that a program gathers
 
 
 class Tile(NamedTuple):
@@ -65,52 +64,45 @@ class _Call:
         (B, T, H, D), KV, M = q.shape, keys.shape[1], chunking.memory
         self.q, self.keys, self.values, self.out, self.lengths, self.chunking = q, keys, values, out, lengths, chunking
         self.start, self.scale, self.T, self.KV, self.heads = start, scale, T, KV, (H, H // KV)
-        self.fp32, self.steps = dot_in_fp32(q), q.stride()[:3]
+        self.fp32, self.steps, self.cache = dot_in_fp32(q), q.stride()[:3], keys.stride()[:2]
         self.tiles = tiles(q.dtype is torch.float32, D, chunking.chunk, capability(q.device))
-        step = max(self.tiles.memory.columns, self.tiles.sums.rows)
-        self.rows = -(-M // step) * step
+        self.dependent = dependent_launch(q.device)
         self.lse = torch.empty(B, H, T, device=q.device)
-        self.near = torch.empty(2, B, KV, self.rows, D, dtype=q.dtype, device=q.device)
-        parts, queries = B * KV * (self.rows // self.tiles.sums.rows), H // KV * (chunking.chunk // self.tiles.sums.columns)
-        self.splits = max(1, min(queries, 4 * processors(q.device) // parts))
+        self.splits = splits(self.tiles, chunking, H // KV)
         self.part = torch.empty(B, KV, self.splits, M, device=q.device)
+
+    def options(self, warps: int) -> dict:
+        return {"num_warps": warps, "launch_pdl": self.dependent}
 
     def phase_one(self, kept: Memory) -> None:
         q, tile, T, (H, G), S = self.q, self.tiles.within, self.T, self.heads, self.chunking.chunk
-        B, D, cache = q.shape[0], q.shape[3], self.keys.stride()[:2]
+        B, D = q.shape[0], q.shape[3]
         within_chunks[(-(-T // tile.rows), B * H)](
-            q, self.keys, self.values, self.out, self.lse, self.lengths, self.scale, self.start, T, H, G, *self.steps, *cache, S, D,
-            tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
+            q, self.keys, self.values, self.out, self.lse, self.lengths, self.scale, self.start, T, H, G, *self.steps, *self.cache, S, D,
+            tile.rows, tile.columns, self.fp32, tile.stages, self.dependent, **self.options(tile.warps))
         tile = self.tiles.sums
         if T // S:
             chunk_mass[(T // S * S // tile.rows, B * self.KV)](
-                q, self.keys, self.lse, self.lengths, kept.mass, self.scale, self.start, T, H, G, self.KV, *self.steps, *cache, S, D,
-                tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
+                q, self.keys, self.lse, self.lengths, kept.mass, self.scale, self.start, T, H, G, self.KV, *self.steps, *self.cache, S, D,
+                tile.rows, tile.columns, self.fp32, tile.stages, self.dependent, **self.options(tile.warps))
 
     def phase_two(self, i: int, kept: Memory) -> None:
-        """Chunk i of the call attends to its memory, which is gathered first."""
-        q, tile, T, (H, G), S, M = self.q, self.tiles.memory, self.T, self.heads, self.chunking.chunk, self.chunking.memory
-        (B, _, _, D), c0, KV = q.shape, i * S, self.KV
-        gather[(-(-self.rows // GATHERED), B * KV)](
-            self.keys, self.values, kept.positions[i], self.lengths, *self.near, self.start, c0, KV, *self.keys.stride()[:2], D, M,
-            self.rows, GATHERED, num_warps=4)
+        """Chunk i of the call attends to its memory."""
+        q, tile, T, (H, G), S = self.q, self.tiles.memory, self.T, self.heads, self.chunking.chunk
+        (B, _, _, D), c0 = q.shape, i * S
         to_memory[(min(S, -(-(T - c0) // tile.rows) * tile.rows) // tile.rows, B * H)](
-            q, *self.near, self.out, self.lse, self.lengths, self.scale, self.start, T, c0, H, G, KV, *self.steps, S, D, M, self.rows,
-            tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
+            q, self.keys, self.values, kept.positions[i], self.out, self.lse, self.lengths, self.part, self.scale, self.start, T, c0,
+            self.splits, H, G, self.KV, *self.steps, *self.cache, S, D, self.chunking.memory, tile.rows, tile.columns, tile.rows, self.fp32,
+            tile.stages, self.dependent, **self.options(tile.warps))
 
     def update(self, i: int, had_memory: bool, kept: Memory) -> None:
         """Memory after chunk i, which is whole, in the rows that go on."""
-        q, tile, T, (H, G), c, KV = self.q, self.tiles.sums, self.T, self.heads, self.chunking, self.KV
-        B, c0, D = q.shape[0], i * c.chunk, q.shape[3]
-        if had_memory:
-            memory_mass[(self.rows // tile.rows, self.splits, B * KV)](
-                q, self.near[0], self.lse, self.lengths, self.part, self.scale, self.start, T, c0, self.splits, H, G, KV, *self.steps,
-                c.chunk, D, c.memory, self.rows, tile.rows, tile.columns, self.fp32, tile.stages, num_warps=tile.warps)
-        past = c.memory if had_memory else 0
+        T, c, c0, past = self.T, self.chunking, i * self.chunking.chunk, self.chunking.memory if had_memory else 0
         candidates = next_power(max(past + c.chunk - c.local, c.local))
-        choose[(B * KV,)](kept.positions[i], kept.scores[i], kept.mass, self.part, self.lengths, kept.updates, self.start, T, c0,
-                          self.splits, kept.positions.stride(0), KV, c.chunk, c.local, c.heavy, past, candidates,
-                          num_warps=min(16, max(1, candidates // 256)))
+        choose[(self.q.shape[0] * self.KV,)](
+            kept.positions[i], kept.scores[i], kept.mass, self.part, self.lengths, kept.updates, self.start, T, c0, self.splits,
+            kept.positions.stride(0), self.KV, c.chunk, c.local, c.heavy, past, candidates, self.dependent,
+            **self.options(min(16, max(1, candidates // 256))))
 
 
 def _refuse(q, keys, values, chunking: Chunking) -> None:
@@ -142,3 +134,8 @@ def tiles(fp32: bool, D: int, chunk: int, capability: tuple[int, int]) -> Tiles:
     side = chunk & -chunk  # the largest power of two that divides it
     fit = lambda t: t._replace(rows=min(t.rows, side), columns=min(t.columns, side, t.rows))
     return Tiles(*map(fit, found))
+
+
+def splits(tiles: Tiles, chunking: Chunking, group: int) -> int:
+    """Parts that the column sums of a memory come in: a part each tile of queries. group: query heads of a KV head."""
+    return group * (chunking.chunk // tiles.memory.rows)

@@ -1,4 +1,5 @@
-"""Device code of both phases' attention: a program takes a tile of queries of one head.
+"""Device code of both phases' attention: a program takes a tile of queries of one head. In phase 2 it also sums, key by key, what its
+queries gave the memory: the queries are at hand, and a launch of its own would cost more than the product that is computed again.
 
 Logits are kept in powers of two (scale comes multiplied by log2 e). A finished softmax is (lse, o): its output, and m + log2 l.
 """
@@ -31,11 +32,14 @@ def add_tile(q, k, v, seen, m, l, acc, scale, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["start", "T"])
 def within_chunks(Q, K, V, OUT, LSE, LENGTHS, scale, start, T, H, G, q_b, q_t, q_h, kv_b, kv_h, S: tl.constexpr, D: tl.constexpr,
-                  BM: tl.constexpr, BN: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr):
+                  BM: tl.constexpr, BN: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
     """Phase 1. Q, OUT [B, T, H, D]; K, V [B, KV, ·, D]; LSE fp32 [B, H, T]. S is a multiple of BM and BM of BN.
 
     Beyond a row's length OUT is 0 and LSE +inf.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first, bh = tl.program_id(0) * BM, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     t, d = first + tl.arange(0, BM), tl.arange(0, D)
@@ -69,17 +73,35 @@ def within_chunks(Q, K, V, OUT, LSE, LENGTHS, scale, start, T, H, G, q_b, q_t, q
     tl.store(lse, tl.where(live, m + tl.log2(l), float("inf")), mask=t < T)
 
 
-@triton.jit(do_not_specialize=["start", "T", "c0"])
-def to_memory(Q, K, V, OUT, LSE, LENGTHS, scale, start, T, c0, H, G, KV, q_b, q_t, q_h, S: tl.constexpr, D: tl.constexpr,
-              M: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr):
+@triton.jit
+def rows_of(POOL, POSITIONS, n, d, M: tl.constexpr, D: tl.constexpr, FP32: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [len(n), D] of a cache, those of entries n of a memory; zeros beyond its M entries."""
+    if MASKED:
+        row = tl.load(POSITIONS + n, mask=n < M, other=0)
+        x = tl.load(POOL + row.to(tl.int64)[:, None] * D + d[None, :], mask=(n < M)[:, None], other=0.0)
+    else:
+        row = tl.load(POSITIONS + n)
+        x = tl.load(POOL + row.to(tl.int64)[:, None] * D + d[None, :])
+    return widen(x) if FP32 else x
+
+
+@triton.jit(do_not_specialize=["start", "T", "c0", "splits"])
+def to_memory(Q, K, V, POSITIONS, OUT, LSE, LENGTHS, PART, scale, start, T, c0, splits, H, G, KV, q_b, q_t, q_h, kv_b, kv_h,
+              S: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+              FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
     """Phase 2 of the chunk that begins at token c0 of the call: OUT and LSE of phase 1 become those of both.
 
-    K, V [B, KV, ROWS, D] are the memory, gathered; M of the rows are keys, and ROWS is a multiple of BN.
+    K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, KV, M] are read. Where another chunk follows, PART fp32 [B, KV, splits, M]
+    gets what these BM queries gave each key, by the fused softmax: split g · S / BM + tile of queries. BK keys at a time.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first, bh = c0 + tl.program_id(0) * BM, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     t, d = first + tl.arange(0, BM), tl.arange(0, D)
-    end = tl.minimum(tl.load(LENGTHS + b) - start, T).to(tl.int32)
+    length = tl.load(LENGTHS + b) - start
+    end = tl.minimum(length, T).to(tl.int32)
     if first >= end:
         return
     live = t < end
@@ -89,12 +111,19 @@ def to_memory(Q, K, V, OUT, LSE, LENGTHS, scale, start, T, c0, H, G, KV, q_b, q_
     # fuse(total, part): the running softmax goes on from (m, l, o) = (lse, 1, out)
     m, l = tl.load(lse, mask=live, other=0.0), tl.full((BM,), 1.0, tl.float32)
     acc = widen(tl.load(place, mask=live[:, None], other=0.0))
-    n = tl.arange(0, BN)
-    run, tile = (b * KV + h // G) * (ROWS * D), n[:, None] * D + d[None, :]
-    for n0 in tl.range(0, ROWS, BN, num_stages=STAGES):
-        k, v = tl.load(K + run + n0 * D + tile), tl.load(V + run + n0 * D + tile)
-        if FP32:
-            k, v = widen(k), widen(v)
-        m, l, acc = add_tile(q, k, v, (n0 + n < M)[None, :], m, l, acc, scale, M < ROWS)
+    head = b * KV + h // G
+    n, run, POSITIONS = tl.arange(0, BN), b * kv_b + (h // G).to(tl.int64) * kv_h, POSITIONS + head * M
+    for n0 in tl.range(0, M, BN, num_stages=2 * STAGES - 1):  # positions are one more load ahead
+        k = rows_of(K + run, POSITIONS, n0 + n, d, M, D, FP32, M % BN != 0)
+        v = rows_of(V + run, POSITIONS, n0 + n, d, M, D, FP32, M % BN != 0)
+        m, l, acc = add_tile(q, k, v, (n0 + n < M)[None, :], m, l, acc, scale, M % BN != 0)
     tl.store(place, narrow(acc / l[:, None], OUT.dtype.element_ty), mask=live[:, None])
-    tl.store(lse, m + tl.log2(l), mask=live)
+    fused = m + tl.log2(l)
+    tl.store(lse, fused, mask=live)
+    if length > c0 + S:  # then all queries are live
+        key = tl.arange(0, BK)
+        PART += (head * splits + h % G * (S // BM) + tl.program_id(0)) * M
+        for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
+            k = rows_of(K + run, POSITIONS, n0 + key, d, M, D, FP32, M % BK != 0)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - fused[None, :]
+            tl.store(PART + n0 + key, tl.sum(tl.exp2(s), 1), mask=n0 + key < M)

@@ -1,6 +1,7 @@
-"""Device code of what is kept: column sums of the probabilities, the selection, and the gathering of its rows.
+"""Device code of what is kept: column sums of phase 1, and the selection.
 
-Sums are taken keys first, so that each key's is one program's (or a fixed number of programs'): no atomics, the same bits every time.
+Sums are taken keys first, so that each key's is one program's (of a memory, a fixed number of programs'): no atomics, the same bits
+every time.
 """
 
 import triton
@@ -25,8 +26,11 @@ def add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ: tl.constexpr, MAS
 
 @triton.jit(do_not_specialize=["start", "T"])
 def chunk_mass(Q, K, LSE, LENGTHS, MASS, scale, start, T, H, G, KV, q_b, q_t, q_h, kv_b, kv_h, S: tl.constexpr, D: tl.constexpr,
-               BK: tl.constexpr, BQ: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr):
+               BK: tl.constexpr, BQ: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
     """MASS fp32 [B, KV, T]: what phase 1 gave BK keys; LSE is phase 1's. Left alone where no chunk follows. BK divides S, BQ divides BK."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     c0, n0, bkv = tl.program_id(0) * BK // S * S, tl.program_id(0) * BK % S, tl.program_id(1)
     b, kv = (bkv // KV).to(tl.int64), (bkv % KV).to(tl.int64)
     if tl.load(LENGTHS + b) - start <= c0 + S:
@@ -46,33 +50,16 @@ def chunk_mass(Q, K, LSE, LENGTHS, MASS, scale, start, T, H, G, KV, q_b, q_t, q_
     tl.store(MASS + bkv.to(tl.int64) * T + c0 + key, tl.sum(acc, 1))
 
 
-@triton.jit(do_not_specialize=["start", "T", "c0", "splits"])
-def memory_mass(Q, K, LSE, LENGTHS, PART, scale, start, T, c0, splits, H, G, KV, q_b, q_t, q_h, S: tl.constexpr, D: tl.constexpr,
-                M: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr):
-    """PART fp32 [B, KV, splits, M]: what phase 2 of the chunk at c0 gave BK keys, by parts of the queries; LSE is the fused one."""
-    n0, split, bkv = tl.program_id(0) * BK, tl.program_id(1), tl.program_id(2)
-    b, kv = (bkv // KV).to(tl.int64), (bkv % KV).to(tl.int64)
-    if tl.load(LENGTHS + b) - start <= c0 + S:
-        return
-    key, d = n0 + tl.arange(0, BK), tl.arange(0, D)
-    k = tl.load(K + bkv.to(tl.int64) * (ROWS * D) + key[:, None] * D + d[None, :])
-    if FP32:
-        k = widen(k)
-    acc, LSE, Q = tl.zeros((BK, BQ), tl.float32), LSE + (b * H + kv * G) * T + c0, Q + b * q_b + c0.to(tl.int64) * q_t + kv * G * q_h
-    each = tl.cdiv(G * (S // BQ), splits)
-    for i in tl.range(split * each, tl.minimum(split * each + each, G * (S // BQ)), num_stages=STAGES):
-        g = i // (S // BQ)
-        acc = add_queries(acc, k, Q + g * q_h, LSE + g * T, (i - g * (S // BQ)) * BQ, q_t, key, d, scale, BQ, False, FP32)
-    tl.store(PART + (bkv.to(tl.int64) * splits + split) * M + key, tl.sum(acc, 1), mask=key < M)
-
-
 @triton.jit(do_not_specialize=["start", "T", "c0", "splits", "position_next"])
 def choose(POSITIONS, SCORES, MASS, PART, LENGTHS, UPDATES, start, T, c0, splits, position_next, KV, S: tl.constexpr, L: tl.constexpr,
-           HEAVY: tl.constexpr, PAST: tl.constexpr, C: tl.constexpr):
+           HEAVY: tl.constexpr, PAST: tl.constexpr, C: tl.constexpr, DEPENDENT: tl.constexpr):
     """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, KV, L + HEAVY], the next `position_next` further on.
 
     A program takes the C ≥ PAST + S − L candidates of one KV head: PAST of the old memory (0: there is none), then the chunk's.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     bkv = tl.program_id(0)
     b, M = (bkv // KV).to(tl.int64), L + HEAVY
     if tl.load(LENGTHS + b) - start <= c0 + S:
@@ -82,17 +69,24 @@ def choose(POSITIONS, SCORES, MASS, PART, LENGTHS, UPDATES, start, T, c0, splits
     past, new = j < PAST, (j >= PAST) & (j < PAST + S - L)
     position = tl.where(past, tl.load(POSITIONS + j, mask=past, other=0), (start + c0 - PAST + j).to(tl.int32))
     score = tl.load(SCORES + j, mask=past, other=0.0)
-    for split in range(0, splits if PAST else 0):
-        score += tl.load(PART + (bkv.to(tl.int64) * splits + split) * M + j, mask=past, other=0.0)
+    part, PART = tl.arange(0, 8), PART + bkv.to(tl.int64) * splits * M
+    for split in range(0, splits if PAST else 0, 8):
+        there = (split + part < splits)[:, None] & past[None, :]
+        score += tl.sum(tl.load(PART + (split + part)[:, None] * M + j[None, :], mask=there, other=0.0), 0)
     score += tl.load(MASS + j, mask=new, other=0.0)
     # scores.sort(descending=True, stable=True)[:heavy].sort(): all above the HEAVY-th largest, and the first that equal it.
     # Scores are not negative: as integers they have the same order; NaN is above all, whatever its sign.
     key = tl.where(score != score, 0x7FC00000, score.to(tl.int32, bitcast=True))
     key = tl.where(past | new, key, -1)
-    least = 0
-    for bit in tl.static_range(30, -1, -1):
-        more = least | (1 << bit)
-        least = tl.where(tl.sum((key >= more).to(tl.int32), 0) >= HEAVY, more, least)
+    least = tl.sum((key >= 1 << 30).to(tl.int32), 0) >= HEAVY
+    least = least.to(tl.int32) << 30
+    for shift in tl.static_range(28, -1, -2):  # two bits at a time: the three counts are one sum, of 16 bits each
+        counts = tl.zeros((C,), tl.int64)
+        for i in tl.static_range(3):
+            counts += (key >= least + (i + 1 << shift)).to(tl.int64) << 16 * i
+        count = tl.sum(counts, 0)
+        for i in tl.static_range(3):
+            least += ((count >> 16 * i & 0xFFFF) >= HEAVY).to(tl.int32) << shift
     above, equal = key > least, key == least
     spare = HEAVY - tl.sum(above.to(tl.int32), 0)
     kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
@@ -104,18 +98,3 @@ def choose(POSITIONS, SCORES, MASS, PART, LENGTHS, UPDATES, start, T, c0, splits
     tl.store(POSITIONS + HEAVY + near, (start + c0 + S - L + near).to(tl.int32), mask=near < L)
     tl.store(SCORES + HEAVY + near, tl.load(MASS + PAST + S - L + near, mask=near < L, other=0.0), mask=near < L)
     tl.store(UPDATES + bkv, tl.load(UPDATES + bkv) + 1)
-
-
-@triton.jit(do_not_specialize=["start", "c0"])
-def gather(K, V, POSITIONS, LENGTHS, NEAR_K, NEAR_V, start, c0, KV, kv_b, kv_h, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-           R: tl.constexpr):
-    """Rows of the memory that the chunk at c0 attends, from the cache to NEAR_K and NEAR_V [B, KV, ROWS, D]; zeros beyond M."""
-    bkv, r, d = tl.program_id(1), tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
-    b, kv = (bkv // KV).to(tl.int64), (bkv % KV).to(tl.int64)
-    if tl.load(LENGTHS + b) - start <= c0:
-        return
-    row = tl.load(POSITIONS + bkv * M + r, mask=r < M, other=0).to(tl.int64)
-    at = (b * kv_b + kv * kv_h + row * D)[:, None] + d[None, :]
-    to = (bkv.to(tl.int64) * ROWS + r)[:, None] * D + d[None, :]
-    tl.store(NEAR_K + to, tl.load(K + at, mask=(r < M)[:, None], other=0.0), mask=(r < ROWS)[:, None])
-    tl.store(NEAR_V + to, tl.load(V + at, mask=(r < M)[:, None], other=0.0), mask=(r < ROWS)[:, None])

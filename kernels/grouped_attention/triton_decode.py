@@ -13,6 +13,7 @@ from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreti
 FEW = 16          # tokens of a row that are planned as one, so that each has the bits of a step of its own
 UNIT = 128        # tokens that are dealt to a split at a time
 MAX_WIDTH, MAX_GROUP = 256, 64
+CHUNK = 8         # units whose keys are on their way together where a traversal may end: what it fetches too much, at most
 MERGED = 2048     # numbers that a program of one warp merges at a time
 
 
@@ -72,7 +73,7 @@ def attend_queries(name: str, q, keys, values, blocks, start, window: int | None
             q, keys, values, start if blocks is None else blocks, start, partial, lse, start if read is None else read, scale * LOG2E,
             window or 0, *_rule(rule, D), T, S, KV, n, splits, *q.stride()[:3], H // KV, D, width, max(16, next_power(H // KV)),
             tile.keys, unit, blocks is not None, block, window is not None, splits > 1, rule is not None,
-            rule is None or rule.scale, rule is None or rule.direction, *_probed(D), fp32,
+            rule is None or rule.scale, rule is None or rule.direction, *_probed(D), CHUNK, fp32,
             2 * tile.stages - 1 if paged else tile.stages, dependent,
             num_warps=tile.warps, launch_pdl=dependent)
         if splits > 1:

@@ -99,12 +99,13 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
            G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
            LISTED: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, ART: tl.constexpr,
            SCALE: tl.constexpr, DIRECTION: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, PROBED: tl.constexpr,
-           FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
+           CHUNK: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
     """Attention of token t of row b to its keys under one KV head: axis 0 is (b·T + t)·KV + kv, axis 1 the split.
 
     Q [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; BLOCKS int32 [B, T, KV, n] if LISTED; START int64 [B]. OUT [B·T, splits, H, D] in
     fp32 with LSE fp32 [B·T, H, splits] (base 2, −inf of an empty split) if SPLIT, else OUT [B·T, H, D]. ART: terminates, and READ
-    int32 [B·T·KV, splits] gets the units read; channel d is probed if ((d − OFFSET)·STEP) mod D < PROBED.
+    int32 [B·T·KV, splits] gets the units that were added; channel d is probed if ((d − OFFSET)·STEP) mod D < PROBED. Keys are fetched
+    CHUNK units at a time: those behind the end, in the same stretch, are fetched and not added.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -134,31 +135,27 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
         probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
         before, norm = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32)
         streak, stopped = tl.zeros((BH,), tl.int32), h >= G
-        base = base_of(0, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
         read, running, met = tl.full((), 0, tl.int32), mine > 0, tl.full((), 0, tl.int32)
-        place = positions(base, LISTED, BLOCK, BN)
-        seen = (place > lowest) & (place <= p) & running
-        k = load_tile(KEYS, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
-        v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
-        for j in tl.range(1, mine * SUB + 1, num_stages=1):  # Triton (3.7) fails on this as a while; what is skipped costs a branch
-            if running:  # the next tile is on its way while one is added
-                base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
-                place = positions(base, LISTED, BLOCK, BN)
-                next_seen = (place > lowest) & (place <= p) & (j < mine * SUB)
-                next_k = load_tile(KEYS, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
-                next_v = load_tile(VALUES, base, next_seen, d, D, DP, LISTED, BLOCK, BN, FP32)
-                m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
-                met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
-                if (j % SUB == 0) & (met > 0):  # the end of a unit of which something is seen
-                    stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
-                    streak = tl.where(stable & (read > 0), streak + 1, 0)
-                    before, norm = x, square
-                    stopped = stopped | (streak >= patience)
-                    running = tl.min(stopped.to(tl.int32), 0) == 0
-                    read += 1
-                if j % SUB == 0:
-                    met = tl.full((), 0, tl.int32)
-                k, v, seen = next_k, next_v, next_seen
+        for c in tl.range(0, tl.cdiv(mine, CHUNK), num_stages=1):  # Triton (3.7) fails on this as a while; what is skipped costs a branch
+            if running:  # a stretch whose tiles are on their way before it is known whether they are wanted: all of it is read
+                for j in tl.range(c * (CHUNK * SUB), tl.minimum((c + 1) * CHUNK, mine) * SUB, num_stages=STAGES):
+                    base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
+                    place = positions(base, LISTED, BLOCK, BN)
+                    seen = (place > lowest) & (place <= p)
+                    k = load_tile(KEYS, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+                    v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
+                    seen = seen & running
+                    m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
+                    met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
+                    if j % SUB == SUB - 1:
+                        if met > 0:  # the end of a unit of which something is seen
+                            stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
+                            streak = tl.where(stable & (read > 0), streak + 1, 0)
+                            before, norm = x, square
+                            stopped = stopped | (streak >= patience)
+                            running = tl.min(stopped.to(tl.int32), 0) == 0
+                            read += 1
+                        met = tl.full((), 0, tl.int32)
         tl.store(READ + row * splits + split, read)
     else:
         for j in tl.range(0, mine * SUB, num_stages=STAGES):  # a number of a block carried from tile to tile would undo the pipeline

@@ -7,35 +7,37 @@ from kernels.errors import UnsupportedInput
 from kernels.staging.table import Pool, SlotTable
 
 
-def check_lists(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, since: torch.Tensor, tail: bool) -> None:
+def check_lists(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool) -> None:
     """Raise UnsupportedInput where a list could need more slots than there are, or shapes do not fit."""
     (G, slots), n = table.held.shape, wanted.shape[-1]
-    if wanted.dtype is not torch.int32 or wanted.dim() != 2 or wanted.shape[0] != G:
-        raise UnsupportedInput(f"fetch takes lists int32 [{G}, n]; found {wanted.dtype} {tuple(wanted.shape)}")
+    if wanted.dtype not in (torch.int32, torch.int64) or wanted.dim() != 2 or wanted.shape[0] != G:
+        raise UnsupportedInput(f"fetch takes lists int32 or int64 [{G}, n]; found {wanted.dtype} {tuple(wanted.shape)}")
     if n > slots:
         raise UnsupportedInput(f"fetch: lists of {n} items, and a staging buffer of {slots} slots a group; a step needs all that it "
                                f"chose at once, so make at least {n}")
-    if since.dtype is not torch.int64 or since.dim() != 1 or G % max(1, since.shape[0]):
-        raise UnsupportedInput(f"fetch takes since int64 [rows], of which {G} groups are a multiple; found {since.dtype} "
-                               f"{tuple(since.shape)}")
+    if start.dtype is not torch.int64 or start.dim() != 1 or G % max(1, start.shape[0]) or unit < 1:
+        raise UnsupportedInput(f"fetch takes start int64 [rows], of which {G} groups are a multiple, and items of at least one token; "
+                               f"found {start.dtype} {tuple(start.shape)} and {unit}")
     for pool in pools:
         if pool.host.shape[0] != G or pool.slots < slots + tail or pool.host.shape[1] * pool.host.shape[2] < table.where.shape[1]:
             raise UnsupportedInput(f"fetch: a table of {G} groups, {table.where.shape[1]} items and {slots + tail} slots got a pool of "
                                    f"{tuple(pool.host.shape)} staged in {tuple(pool.staged.shape)}")
 
 
-def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, since: torch.Tensor, tail: bool) -> torch.Tensor:
-    """Stage the wanted items: int32 [G, n], the slot where each now stands, −1 where nothing was wanted.
+def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool,
+          run: int = 0) -> torch.Tensor:
+    """Stage the wanted items: [G, n] in wanted's dtype, the slot where each now stands, −1 where nothing was wanted.
 
-    wanted int32 [G, n]: items, each at most once, −1 = nothing, n ≤ slots. since int64 [rows], G a multiple of rows: items from
-    this number on have changed in host memory and are forgotten first. tail: item since[row] itself is being written and stands
-    in the tail slot, number `slots`, which is neither a hit nor a miss. Wanted items that a slot holds are hits; each miss, in
-    the order of the list, is copied from host memory to the slot that was wanted longest ago, of equals the lowest, and never
-    one that is wanted now. No host decision: what is copied is known on the device alone. Raises UnsupportedInput.
+    wanted int32 or int64 [G, n]: items, each at most once, −1 = nothing, n ≤ slots. start int64 [rows], G a multiple of rows: a row's
+    tokens from there on are new, so items from since = start // unit on have changed in host memory and are forgotten first. tail:
+    item since[row] itself is being written and stands in the tail slot, number `slots`, which is neither a hit nor a miss. Wanted
+    items that a slot holds are hits; each miss, in the order of the list, is copied from host memory to the slot that was wanted
+    longest ago, of equals the lowest, and never one that is wanted now. run: slots of group g count from g · run on, so that the
+    result addresses one pool of all groups. No host decision: what is copied is known on the device alone. Raises UnsupportedInput.
     """
-    check_lists(table, pools, wanted, since, tail)
+    check_lists(table, pools, wanted, start, unit, tail)
     G, L = table.held.shape
-    since = since.repeat_interleave(G // len(since)).unsqueeze(1)
+    since = (start // unit).repeat_interleave(G // len(start)).unsqueeze(1)
     stale = table.held >= since
     table.held.masked_fill_(stale, -1)
     table.used.masked_fill_(stale, 0)
@@ -48,13 +50,14 @@ def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, since
     victim = order.gather(1, (miss.cumsum(1) - 1).clamp(min=0))
     taken = miss.unsqueeze(2) & (victim.unsqueeze(2) == torch.arange(L, device=wanted.device))
     given = wanted.gather(1, taken.int().argmax(1))                                               # [G, L]: of the slots taken
-    table.held.copy_(torch.where(taken.any(1), given, table.held))
+    table.held.copy_(torch.where(taken.any(1), given.int(), table.held))
     table.used.copy_(torch.where(taken.any(1), now, table.used))
     table.count.add_(torch.stack((hit.sum(1), miss.sum(1)), 1))
     for pool in pools:
         _copy(pool, taken.any(1), given.long())
     slot = torch.where(hit, found.int().argmax(2), torch.where(miss, victim, -1))
-    return torch.where((wanted == since) & (wanted >= 0) & tail, L, slot).int()
+    slot = torch.where((wanted == since) & (wanted >= 0) & tail, L, slot)
+    return torch.where(slot < 0, slot, slot + torch.arange(G, device=slot.device).unsqueeze(1) * run).to(wanted.dtype)
 
 
 def _copy(pool: Pool, taken: torch.Tensor, item: torch.Tensor) -> None:

@@ -21,28 +21,31 @@ LARGEST = 1 << 8    # tokens of a block
 LISTED = 1 << 12    # wanted items, and slots, of a group
 
 
-def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, since: torch.Tensor, tail: bool) -> torch.Tensor:
-    """As the reference, for up to 4096 slots a group and one or two pools."""
-    require_device("fetch", *table, wanted, since, *(t for pool in pools for t in pool))
-    reference.check_lists(table, pools, wanted, since, tail)
+def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool,
+          run: int = 0) -> torch.Tensor:
+    """As the reference, for up to 4096 slots a group and one or two pools. Two launches, whatever is wanted: a step of a layer pays
+    the first of them for finding out, and what it does not find for the bytes."""
+    require_device("fetch", *table, wanted, start, *(t for pool in pools for t in pool))
+    reference.check_lists(table, pools, wanted, start, unit, tail)
     (G, n), slots = wanted.shape, table.held.shape[1]
     if slots > LISTED or len(pools) not in (1, 2):
         raise UnsupportedInput(f"fetch takes up to {LISTED} slots and one or two pools; found {slots} and {len(pools)}")
     wanted, pdl = wanted.contiguous(), dependent_launch(wanted.device)
-    found, missing = torch.empty_like(wanted), torch.empty_like(wanted)
+    found, missing = torch.empty_like(wanted), torch.empty(G, n, dtype=torch.int32, device=wanted.device)
     if not n or not G:
         return found
     size = max(16, next_power(n)), max(16, next_power(slots))
-    _place[(G,)](wanted, since, table.held, table.used, table.clock, table.count, table.where, table.order, found, missing,
-                 G // since.shape[0], n, slots, table.where.shape[1], *size, tail, pdl,
+    _place[(G,)](wanted, start, table.held, table.used, table.clock, table.count, table.where, table.order, found, missing,
+                 G // start.shape[0], unit, n, slots, table.where.shape[1], run, *size, tail, pdl,
                  num_warps=4 if max(size) <= 512 else 8, launch_pdl=pdl)
     first, second = pools[0], pools[-1]
-    chunks = [min(CHUNK, max(32, next_power(p.host.shape[3]))) for p in pools]
-    parts = [triton.cdiv(p.host.shape[3], c) for p, c in zip(pools, chunks)] + [0]
-    _copy[(sum(parts), n, G)](
-        found, missing, first.host, first.staged, second.host, second.staged, n, *first.host.stride()[:3], *first.staged.stride()[:3],
-        *second.host.stride()[:3], *second.staged.stride()[:3], first.host.shape[2], first.host.shape[3], chunks[0], parts[0],
-        second.host.shape[2], second.host.shape[3], chunks[-1], parts[1] > 0, pdl,
+    chunks = [min(CHUNK, max(1, next_power(p.host.shape[3]))) for p in pools]
+    parts = [triton.cdiv(p.host.shape[3], c) for p, c in zip(pools, chunks)]
+    both = parts == [1, 1]  # small items: one program has the loads of both pools in flight
+    _copy[(1 if both else sum(parts), n, G)](
+        found, missing, first.host, first.staged, second.host, second.staged, n, run, *first.host.stride()[:3],
+        *first.staged.stride()[:3], *second.host.stride()[:3], *second.staged.stride()[:3], first.host.shape[2], first.host.shape[3],
+        chunks[0], parts[0], second.host.shape[2], second.host.shape[3], chunks[-1], len(pools) == 2, both, pdl,
         num_warps=max(1, min(4, max(chunks) // 256)), launch_pdl=pdl)
     return found
 
@@ -51,29 +54,29 @@ fetch.__doc__ = f"{reference.fetch.__doc__}\n\n    {fetch.__doc__}"
 
 
 @triton.jit
-def _place(WANTED, SINCE, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING, per_row, n, slots, items, NP: tl.constexpr,
-           LP: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr):
+def _place(WANTED, START, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING, per_row, unit, n, slots, items, run,
+           NP: tl.constexpr, LP: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr):
     """One program a group: hits by the slot that an item had last, if it still holds it; misses to the slots wanted longest ago."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     g = tl.program_id(0).to(tl.int64)
-    since, now = tl.load(SINCE + g // per_row), tl.load(CLOCK + g) + 1
+    since, now = tl.load(START + g // per_row) // unit, tl.load(CLOCK + g) + 1
     i, s = tl.arange(0, NP), tl.arange(0, LP)
     # stale = table.held >= since
     stale = tl.load(HELD + g * slots + s, mask=s < slots, other=-1) >= since
-    tl.store(HELD + g * slots + s, -1, mask=stale)
-    tl.store(USED + g * slots + s, 0, mask=stale)
-    tl.debug_barrier()  # other threads read than wrote; and all have read the clock
-    tl.store(CLOCK + g, now)
-    item = tl.load(WANTED + g * n + i, mask=i < n, other=-1)
+    item = tl.load(WANTED + g * n + i, mask=i < n, other=-1).to(tl.int32)
     rest = (item >= 0) & (item < items)
     if TAIL:
         rest = rest & (item != since)
     slot = tl.load(WHERE + g * items + item, mask=rest, other=-1)
-    there = rest & (slot >= 0)
+    there = rest & (slot >= 0) & (item < since)  # what is stale is no hit, whether or not that has been written down yet
     hit = there & (tl.load(HELD + g * slots + slot, mask=there, other=-1) == item)
     miss = rest & ~hit
+    tl.debug_barrier()  # all threads have read what is written from here on
+    tl.store(CLOCK + g, now)
+    tl.store(HELD + g * slots + s, -1, mask=stale)
+    tl.store(USED + g * slots + s, 0, mask=stale)
     tl.store(USED + g * slots + slot, now, mask=hit)
     misses = tl.sum(miss.to(tl.int32), 0)
     if misses > 0:
@@ -90,7 +93,7 @@ def _place(WANTED, SINCE, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING
     slot = tl.where(rest, slot, -1)
     if TAIL:
         slot = tl.where((item >= 0) & (item == since), slots, slot)
-    tl.store(FOUND + g * n + i, slot, mask=i < n)
+    tl.store(FOUND + g * n + i, tl.where(slot < 0, slot, slot + g * run).to(FOUND.dtype.element_ty), mask=i < n)
     tl.store(MISSING + g * n + i, tl.where(miss, item, -1), mask=i < n)
     hits = tl.sum(hit.to(tl.int32), 0)
     tl.store(COUNT + 2 * g, tl.load(COUNT + 2 * g) + hits)
@@ -108,10 +111,11 @@ def _move(FROM, TO, g, item, slot, j, group, page, row, to_group, to_page, to_ro
 
 
 @triton.jit
-def _copy(FOUND, MISSING, A, A_TO, B, B_TO, n, a_group, a_page, a_row, at_group, at_page, at_row, b_group, b_page, b_row, bt_group,
+def _copy(FOUND, MISSING, A, A_TO, B, B_TO, n, run, a_group, a_page, a_row, at_group, at_page, at_row, b_group, b_page, b_row, bt_group,
           bt_page, bt_row, A_PER: tl.constexpr, A_WIDTH: tl.constexpr, A_CHUNK: tl.constexpr, A_PARTS: tl.constexpr,
-          B_PER: tl.constexpr, B_WIDTH: tl.constexpr, B_CHUNK: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr):
-    """Program (j, i, g): chunk j of the i-th wanted item of a group, if it was missing."""
+          B_PER: tl.constexpr, B_WIDTH: tl.constexpr, B_CHUNK: tl.constexpr, TWO: tl.constexpr, BOTH: tl.constexpr,
+          PDL: tl.constexpr):
+    """Program (j, i, g): chunk j of the i-th wanted item of a group, if it was missing; BOTH: its only chunk in either pool."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -119,8 +123,11 @@ def _copy(FOUND, MISSING, A, A_TO, B, B_TO, n, a_group, a_page, a_row, at_group,
     at = g * n + tl.program_id(1)
     item = tl.load(MISSING + at).to(tl.int64)
     if item >= 0:
-        slot = tl.load(FOUND + at).to(tl.int64)
-        if j < A_PARTS:
+        slot = tl.load(FOUND + at).to(tl.int64) - g * run
+        if BOTH:
+            _move(A, A_TO, g, item, slot, 0, a_group, a_page, a_row, at_group, at_page, at_row, A_PER, A_WIDTH, A_CHUNK)
+            _move(B, B_TO, g, item, slot, 0, b_group, b_page, b_row, bt_group, bt_page, bt_row, B_PER, B_WIDTH, B_CHUNK)
+        elif j < A_PARTS:
             _move(A, A_TO, g, item, slot, j, a_group, a_page, a_row, at_group, at_page, at_row, A_PER, A_WIDTH, A_CHUNK)
         elif TWO:
             _move(B, B_TO, g, item, slot, j - A_PARTS, b_group, b_page, b_row, bt_group, bt_page, bt_row, B_PER, B_WIDTH, B_CHUNK)

@@ -8,8 +8,7 @@ What is read in any case (window, sink, local blocks) is not among the choices: 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -18,6 +17,7 @@ from kernels.block_choice import Policy, block_scores
 from kernels.block_choice.reference import distant_blocks
 from kernels.block_summaries import summarise_blocks
 from kernels.indexer.reference import topk_entries
+from probes.fidelity.attending import attending
 from probes.fidelity.variants import Variant, is_gqa
 from probes.recall.figures import mask
 from probes.recall.mass import QUERY_BLOCK, row_mass, watched
@@ -120,31 +120,7 @@ def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable):
     def look(layer: int, attn, q, keys, values, step) -> None:
         for variant in variants:
             see(layer, variant.name, *blocks(q, keys, step.start, attn.scale, variant.policy))
-    return watched_heads(model, look)
-
-
-@contextmanager
-def watched_heads(model: CausalLM, see: Callable) -> Iterator[None]:
-    """Calls see(layer, attn, q, keys, values, step) before each layer of a GQA model that has no sliding window attends: q [B, T, H, D],
-    keys and values [B, KV, S, D], those of the queries among them."""
-    attns = [(i, layer.self_attn) for i, layer in enumerate(model.layers) if layer.self_attn.window is None]
-    before = [vars(attn).get("attend") for _, attn in attns]  # what somebody else has put there
-
-    def also(i: int, attn, attend: Callable) -> Callable:
-        def run(q, keys, values, *rest):  # the step comes last
-            see(i, attn, q, keys, values, rest[-1])
-            return attend(q, keys, values, *rest)
-        return run
-    for i, attn in attns:
-        attn.attend = also(i, attn, attn.attend)
-    try:
-        yield
-    finally:
-        for (_, attn), held in zip(attns, before):
-            if held is None:
-                del attn.attend
-            else:
-                attn.attend = held
+    return attending(model, look)
 
 
 def blocks(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, scale: float,

@@ -31,7 +31,7 @@ def document(report: "Report", stem: str) -> dict:
         for i, s in enumerate(report.sections)
     ]
     return {"schema_version": VERSION, "title": report.title, "exit_code": report.exit_code, "totals": _totals(report.totals),
-            "seconds": strict(report.seconds), "provenance": strict(report.provenance), "sections": sections}
+            "seconds": strict(report.seconds), "provenance": strict(report.provenance), "sections": sections, "left_out": report.left_out}
 
 
 def load(path: str | Path) -> dict:

@@ -20,7 +20,7 @@ _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscor
 def render(report: "Report", stem: str) -> str:
     """Markdown, as GitHub and others render it, with the plots beside it."""
     parts = [f"# {escape(report.title)}", _verdict(report), _summary(report), _findings(report), _provenance(report.provenance)]
-    parts.append("## All checks")
+    parts += [_left_out(report.left_out), "## All checks"]
     files = report.plot_files(stem)
     for i, section in enumerate(report.sections):
         parts.append(_section(section, [(name, files[i, name]) for name in section.plots]))
@@ -80,6 +80,11 @@ def _findings(report: "Report") -> str:
     if len(parts) == 1:
         parts.append("None: every check had evidence and passed." if report.totals[Status.PASS] else "There are no checks.")
     return "\n\n".join(parts)
+
+
+def _left_out(found: dict[str, str]) -> str:
+    lines = [f"- {escape(probe)} {escape(why)}." for probe, why in found.items()]
+    return "## Left out\n\n" + "\n".join(lines) if lines else ""
 
 
 def _grouped(found: Iterable[tuple[str, Check]]) -> dict[tuple, list[Check]]:

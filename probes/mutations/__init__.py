@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsv4.gqa.model import GQA_COMPOSITIONS
 from kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
 from kernels.errors import Dsv4Error
 from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
+from kernels.operations import GQA_OPERATIONS, OPERATIONS
 
 Plant = Callable[["Site"], None]
 
@@ -50,18 +51,22 @@ class Site:
         return before
 
     def kernel(self, name: str, change: Callable[[Callable], Callable]) -> None:
-        """Replace operation `name` by change(what ran before) on every backend but `reference`, which stays the definition."""
-        op = OPERATIONS[name]
-        others = {backend: change(op.resolve(backend)[0]) for backend in ("cpu", *op.implementations) if backend != "reference"}
-        self.patch_item(OPERATIONS, name, Operation(name, op.implementations | others))
+        """Replace operation `name` by change(what ran before) on every backend but `reference`, which stays the definition: in the
+        table of every family of models that has it (fetching from host memory is a GQA model's, and CSA's entries take it from there)."""
+        for table in (OPERATIONS, GQA_OPERATIONS):
+            if name in table:
+                op = table[name]
+                others = {backend: change(op.resolve(backend)[0]) for backend in ("cpu", *op.implementations) if backend != "reference"}
+                self.patch_item(table, name, Operation(name, op.implementations | others))
         self.unfused(name)
 
     def unfused(self, operation: str) -> None:
         """What runs `operation` (an operation or a composition) and others as one kernel runs them one by one: neither a changed
         operation nor changed code of the model around it would run otherwise."""
-        for composition in COMPOSITIONS.values():
-            if operation in (composition.name, *composition.parts) and composition.implementations:
-                self.patch_item(COMPOSITIONS, composition.name, replace(composition, implementations={}))
+        for table in (COMPOSITIONS, GQA_COMPOSITIONS):
+            for composition in table.values():
+                if operation in (composition.name, *composition.parts) and composition.implementations:
+                    self.patch_item(table, composition.name, replace(composition, implementations={}))
 
     def composition(self, name: str, change: Callable[[Callable], Callable]) -> None:
         """Run composition `name` as one on every backend but the reference: change(its definition by the reference's
@@ -69,7 +74,9 @@ class Site:
         held, op = COMPOSITIONS[name], bind(OPERATIONS, "reference", DispatchLedger())
         fused = change(partial(held.default, op))
         others = dict.fromkeys((b for b in BACKENDS if b not in ("reference", "training")), fused)
-        self.patch_item(COMPOSITIONS, name, replace(held, implementations=others))
+        for table in (COMPOSITIONS, GQA_COMPOSITIONS):
+            if name in table:
+                self.patch_item(table, name, replace(held, implementations=others))
 
     def after_load(self, change: Callable[[Any], None]) -> None:
         self.loaded.append(change)

@@ -7,7 +7,7 @@ from dsv4.speculation import loop, rounds
 from dsv4.speculation.accept import Accepted, draw
 from dsv4.speculation.loop import _Batch
 from dsv4.speculation.policy import Adaptive
-from dsv4.speculation.policy_device import DeviceAdaptive, DeviceCostAware, DeviceStatic
+from dsv4.speculation.policy_device import DeviceAdaptive, DeviceCostAware, DeviceStatic, KernelCostAware
 from dsv4.speculation.rounds import Rounds
 from probes.mutations import Site, mutation
 
@@ -211,7 +211,7 @@ def rounds_without_drafts_count_as_rejections(site: Site) -> None:
 @mutation("1.13", bugs=(), parts=("device policy, pressure cap",), probes=("speculation",))
 def pressure_ignored_on_the_device(site: Site) -> None:
     """The captured policies draft as much when pages are short."""
-    for kind in (DeviceStatic, DeviceAdaptive, DeviceCostAware):
+    for kind in (DeviceStatic, DeviceAdaptive, DeviceCostAware, KernelCostAware):
         real = kind.choose
         site.patch(kind, "choose", lambda device, pressure, live=None, real=real: real(device, pressure & False, live))
 

@@ -16,6 +16,7 @@ from kernels.quantize import quantize_fp8, quantize_mxfp4
 from loaders.expected import official_tensors
 from loaders.files import DTYPES
 from loaders.write import write_checkpoint
+from probes.mutations.gqa_profiles import GQA_PROFILES, write_gqa
 
 QUANTISED = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128])
 COMMON = dict(
@@ -40,6 +41,7 @@ LAYER1 = COMMON | dict(  # no layer is window only, as in Pro; twice as many pic
     rope_scaling=dict(type="yarn", factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=1024),
 )
 PROFILES = {"default": DEFAULT, "layer1": LAYER1}
+NAMES = (*PROFILES, *GQA_PROFILES)
 SHARD_BYTES = 200_000
 
 Draw = Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
@@ -133,8 +135,10 @@ def write_values(root: Path, raw: Mapping, values: Mapping[str, torch.Tensor], e
 
 def write(root: Path, profile: str = "default", seed: int = 0) -> Path:
     """The checkpoint of a profile. Raises InputError for an unknown one, WriteError."""
-    if profile not in PROFILES:
-        raise InputError(f"profile {profile!r} is unknown; expected one of {', '.join(PROFILES)}")
+    if profile not in NAMES:
+        raise InputError(f"profile {profile!r} is unknown; expected one of {', '.join(NAMES)}")
+    if profile in GQA_PROFILES:
+        return write_gqa(root, profile, seed)
     raw = PROFILES[profile]
     values = random_values(ModelConfig.from_official(raw), seed, telling)
     return write_values(root, raw, values, "MXFP4", SHARD_BYTES)

@@ -46,7 +46,11 @@ def recall(
     refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device,
                                                       "--cache": cache, "--index-cache": index_cache}, INSTEAD)
     refuse_idle(dump is None, {"--text": text}, INSTEAD)
-    config = FilesSubject(checkpoint).config
+    stored = FilesSubject(checkpoint)
+    if stored.family == "gqa":
+        raise InputError("recall measures the indexer of CSA layers, and a GQA model has none; dsv4 fidelity compares policies that read "
+                         "its cache sparsely")
+    config = stored.config
     recorded = None if dump is None else _recorded(dump, checkpoint)
     rows, longest = (rows, None) if recorded is None else recorded.ids.shape
     contexts = counts("--context", context) or (longest and [longest])

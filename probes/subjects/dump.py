@@ -12,10 +12,11 @@ from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from loaders.config_files import read_config, to_official
 from loaders.files import read_json
-from probes.subject import POINTS, Capture, Subject
+from probes.subject import GQA_POINTS, POINTS, Capture, Subject
 from probes.subjects.files import FilesSubject, plain
 
 FORMAT = "dsv4 probe dump 1"
+ORDER = list(POINTS | GQA_POINTS)  # as models compute them
 PADS = {"index_scores": float("-inf"), "selection": -1}  # points whose last size grows with the tokens seen; their pad
 
 
@@ -50,7 +51,7 @@ def check_points(want: Sequence[str], among: Sequence[str] = tuple(POINTS)) -> f
 
 def in_order(key: tuple[int, str]) -> tuple[int, int]:
     """Sorts (layer, point) as the model computes them."""
-    return key[0], list(POINTS).index(key[1])
+    return key[0], ORDER.index(key[1])
 
 
 def shape_of(config: ModelConfig, layer: int, point: str, batch: int, tokens: int) -> tuple:

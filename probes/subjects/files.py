@@ -8,6 +8,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.gqa.config import GQAConfig
 from loaders.load import Inventory
 from probes.subject import Subject
 
@@ -23,7 +24,8 @@ class FilesSubject(Subject):
 
     def __init__(self, path: str | Path):
         self.files = Inventory.open(path)
-        self.config = ModelConfig.from_official(self.files.config)
+        self.family = self.files.family
+        self.config = (GQAConfig.from_dict if self.family == "gqa" else ModelConfig.from_official)(self.files.config)
         self.name = f"files of {Path(path).name}"
         self.numerics = " + ".join(sorted({form.value for form in self.files.formats.values()}))
         self.provenance = {
@@ -39,8 +41,13 @@ class FilesSubject(Subject):
             raise InputError(f"the checkpoint holds no tensor {name!r}")
         base = name.removesuffix(".weight")
         if base != name and base in self.files.formats:
-            return self.files.read_matrix(base, self.config.weight_block_size)
+            return self.files.read_matrix(base, block_of(self.config))
         return plain(self.files.read(name))
+
+
+def block_of(config: ModelConfig | GQAConfig) -> tuple[int, int]:
+    """Block of FP8 scales; GQA checkpoints are dense, and it does not matter there."""
+    return tuple(getattr(config, "weight_block_size", (128, 128)))
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:

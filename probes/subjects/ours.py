@@ -18,6 +18,8 @@ from kernels.errors import BackendUnavailable
 from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
 from kernels.quantize import PackedWeight, to_float
+from loaders.config_files import family_of
+from loaders.files import read_json
 from loaders.ledger import Piece
 from probes.subject import POINTS, Capture, Subject
 from probes.subjects.dump import Timeline, check_points, steps_of
@@ -38,10 +40,11 @@ class OurSubject(Subject):
     """
 
     can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "pages", "drafts", "kernels"})
+    tables = OPERATIONS, COMPOSITIONS  # that its model binds
 
     def __init__(self, path: str | Path, numerics: str = "fp32", backend: str = "auto", device: str = "cpu",
                  cache: str = "auto", index_cache: str = "auto"):
-        if numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
+        if self.family != "gqa" and numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
             raise InputError("an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it does; found "
                              f"--numerics {numerics}; pass --numerics qat (or --subject ours:qat)")
         stored = FilesSubject(path)
@@ -61,7 +64,7 @@ class OurSubject(Subject):
         An operation that the backend lacks is not among them.
         """
         found = {}
-        for name, op in OPERATIONS.items():
+        for name, op in self.tables[0].items():
             try:
                 found[name] = there(op.resolve(self.model.backend)[0], self.model.device)
             except BackendUnavailable:
@@ -71,7 +74,7 @@ class OurSubject(Subject):
     @property
     def compositions(self) -> dict:
         """Composition name → what this subject's backend runs as one; those that it runs by parts are not among them."""
-        return {name: c.implementations[self.model.backend] for name, c in COMPOSITIONS.items()
+        return {name: c.implementations[self.model.backend] for name, c in self.tables[1].items()
                 if self.model.backend in c.implementations}
 
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
@@ -165,6 +168,13 @@ class OurSubject(Subject):
         cache = self.model.new_cache(batch, max_context)
         layers = zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)
         return {(plan.label, name): t.untyped_storage().nbytes() for plan, layer in layers for name, t in layer.tensors.items()}
+
+
+def open_ours(path: str | Path, *choices: str) -> OurSubject:
+    """The subject of the family that config.json is of; choices as `OurSubject` takes them."""
+    from probes.subjects.gqa import OurGQASubject
+    raw = read_json(Path(path) / "config.json")
+    return (OurGQASubject if family_of(raw) == "gqa" else OurSubject)(path, *choices)
 
 
 def there(function: Callable, device: torch.device) -> Callable:

@@ -24,8 +24,9 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
-from loaders.config_files import to_official
+from loaders.config_files import family_of, to_official
 from loaders.convert import _to_transformers
+from loaders.files import read_json
 from probes.subject import POINTS, Capture, Subject
 from probes.subjects.dump import Timeline, check_points, steps_of
 from probes.subjects.files import FilesSubject, plain
@@ -233,6 +234,13 @@ def put_entries(timeline: Timeline, i: int, cache_layer, want: frozenset[str]) -
     for point, name in (("compressed_kv", "compressor"), ("index_keys", "indexer")):
         if point in want and name in held:
             timeline.whole(i, point, held[name])
+
+
+def open_theirs(path: str | Path) -> Subject:
+    """transformers' model of the family that config.json is of, in fp32."""
+    from probes.subjects.transformers_gqa import TransformersGQASubject
+    raw = read_json(Path(path) / "config.json")
+    return (TransformersGQASubject if family_of(raw) == "gqa" else TransformersSubject)(path)
 
 
 def build(stored: FilesSubject, dtype: torch.dtype):

@@ -6,7 +6,7 @@ import torch
 
 from kernels.chunked_prefill import Chunking
 from kernels.chunked_prefill import triton as prefill
-from scripts.aot.linear import MULTIPROCESSORS, empty, launches
+from scripts.aot.linear import empty, launches
 
 SHAPES = [  # label, query heads, KV heads, columns, dtype, chunking
     ("32/8 × 128, chunk 2048", 32, 8, 128, torch.bfloat16, Chunking(2048, 256, 768)),
@@ -27,7 +27,7 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
         def call(S=2 * chunking.chunk + 100):
             q, cache = empty(2, S, H, D, dtype=dtype), [empty(2, KV, -(-S // 128) * 128, D, dtype=dtype) for _ in range(2)]
             prefill.chunked_prefill(q, *cache, 0, empty(2, dtype=torch.int64), chunking, D ** -0.5)
-        with patch.multiple(prefill, capability=lambda _: capability, processors=lambda _: MULTIPROCESSORS,
+        with patch.multiple(prefill, capability=lambda _: capability, dependent_launch=lambda _: capability >= (9, 0),
                             require_device=lambda *_: None):
             for name, kernel, signature, constants, options in launches(f"chunked prefill {label}", call):
                 found.setdefault((kernel, *signature.items(), *sorted(constants.items()), options["num_warps"]),

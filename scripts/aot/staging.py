@@ -3,12 +3,12 @@
 from kernels.staging import triton as staging
 from scripts.aot.small import case
 
-LISTS = {"FOUND": "i32", "MISSING": "i32", "WANTED": "i32", "SINCE": "i64", "HELD": "i32", "USED": "i64", "CLOCK": "i64", "COUNT": "i64",
+LISTS = {"FOUND": "i32", "MISSING": "i32", "WANTED": "i32", "START": "i64", "HELD": "i32", "USED": "i64", "CLOCK": "i64", "COUNT": "i64",
          "WHERE": "i32", "ORDER": "i32"}
 WORDS = dict.fromkeys(("A", "A_TO", "B", "B_TO"), "i64")
 # items: words of 8 bytes of each part of an item, and how many stand in one page
 ITEMS = (("blocks of 128", 4096, 1, 4096, 1), ("blocks of 16", 512, 1, 512, 1), ("bf16 entries", 128, 1, 0, 1),
-         ("fp8 entries", 72, 64, 1, 64))
+         ("fp8 entries", 72, 64, 1, 64), ("blocks of 16, head_dim 64", 256, 1, 256, 1))
 
 
 def cases_for(capability: tuple[int, int]) -> list[tuple]:
@@ -18,10 +18,11 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
         found.append(case(f"staging place {n} in {slots}{' + tail' * tail}", staging._place, {
             "NP": n, "LP": slots, "TAIL": tail, **pdl}, 4 if max(n, slots) <= 512 else 8, LISTS))
     for name, a, a_per, b, b_per in ITEMS:
-        chunks = [min(staging.CHUNK, max(32, 1 << (w - 1).bit_length())) for w in (a, b or a)]
+        chunks = [min(staging.CHUNK, 1 << (w - 1).bit_length()) for w in (a, b or a)]
+        parts = [-(-w // chunk) for w, chunk in zip((a, b or a), chunks)]
         found.append(case(f"staging copy {name}", staging._copy, {
-            "A_PER": a_per, "A_WIDTH": a, "A_CHUNK": chunks[0], "A_PARTS": -(-a // chunks[0]), "B_PER": b_per, "B_WIDTH": b or a,
-            "B_CHUNK": chunks[1], "TWO": b > 0, **pdl}, max(1, min(4, max(chunks) // 256)), LISTS | WORDS))
+            "A_PER": a_per, "A_WIDTH": a, "A_CHUNK": chunks[0], "A_PARTS": parts[0], "B_PER": b_per, "B_WIDTH": b or a,
+            "B_CHUNK": chunks[1], "TWO": b > 0, "BOTH": b > 0 and parts == [1, 1], **pdl}, max(1, min(4, max(chunks) // 256)), LISTS | WORDS))
     for kind in ("bf16", "fp32"):
         for block, extremes, pooled in ((128, True, False), (128, False, True), (16, True, False), (128, False, False)):
             rows = dict.fromkeys(("KEYS", "VALUES", "HOST_KEYS", "HOST_VALUES", "LOW", "HIGH", "MEAN"), kind)

@@ -1,5 +1,6 @@
 """Measurements of caches in host memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -7,16 +8,14 @@ import torch
 
 from dsv4.cache import Stream
 from dsv4.errors import CapacityError, InputError
-from dsv4.host_tier import HOST_OPERATIONS
 from dsv4.host_tier.entries import HostEntries
 from dsv4.host_tier.grouped import HostRows
 from dsv4.host_tier.memory import HostBuffer
 from dsv4.host_tier.stream import DenseStream
 from dsv4.timing import capture
 from kernels.attention import sparse_attention
-from kernels.block_choice import Policy
 from kernels.cache_rows import PAGE, RowFormat, pack_layout
-from kernels.dispatch import DispatchLedger, bind
+from kernels.staging import fetch
 
 H, KV, D = 28, 4, 128                # Qwen2.5-7B
 WIDTH, ROPE, HEADS, TOPK, WINDOW, RATIO = 512, 64, 64, 512, 128, 4  # DeepSeek-V4-Flash
@@ -118,69 +117,58 @@ def measured(graph, feed, steps: int, traffic, link_rate: float, floor: float) -
             "bytes_a_second": rate, "of_link": rate and rate / link_rate}
 
 
-def grouped(args) -> dict:
-    """A step's attention in every layer: resident, from the tier at each locality and cold, and dense by streaming."""
-    op, B, S = bind(HOST_OPERATIONS, "triton", DispatchLedger()), args.batch, args.context
-    policy = Policy("block-128 bound", "bound", 128, 1, 2, args.topk)
-    layers = [HostRows(B, KV, S, D, torch.bfloat16, DEVICE, policy, args.slots) for _ in range(args.layers)]
-    for layer in layers:
-        for t in (layer.host_keys, layer.host_values):
-            t.normal_()
+def grouped(args, rows: Sequence[HostRows], op) -> dict:
+    """A step's attention in every layer: resident, from the tier at each locality and with every choice new, and dense by streaming.
+    rows: of the layers, filled."""
+    (B, _, S, _), policy, count = rows[0].shape, rows[0].policy, len(rows)
     start = torch.full((B,), S - 1, dtype=torch.int64, device=DEVICE)
+    (place,), last = rows[0].places(start), S // 128 - 1
     q = torch.randn(B, 1, H, D, dtype=torch.bfloat16, device=DEVICE)
-    blocks = torch.zeros(args.layers, B, 1, KV, policy.kept, dtype=torch.int32, device=DEVICE)
-    last = S // 128 - 1
+    blocks = torch.zeros(count, B, 1, KV, policy.kept, dtype=torch.int32, device=DEVICE)
     scale, rate = D ** -0.5, link().to_device
+    for layer in rows:
+        for near, far in ((layer.keys, layer.host_keys), (layer.values, layer.host_values)):
+            near[:, :, -128:] = far[:, :, last * 128:(last + 1) * 128]
 
-    def tails():
-        for layer in layers:
-            for near, far in ((layer.keys, layer.host_keys), (layer.values, layer.host_values)):
-                near[:, :, -128:] = far[:, :, last * 128:(last + 1) * 128]
-    tails()
+    def feed(locality):
+        trace = Trace(count * B * KV, policy.topk, last - 2, locality)
 
-    def feed(trace):
         def write(i):
-            chosen = trace.step().view(args.layers, B, 1, KV, -1) + 1
+            chosen = trace.step().view(count, B, 1, KV, -1) + 1
             ends = torch.tensor([0, last - 1, last]).expand(*chosen.shape[:-1], 3)
             blocks.copy_(torch.cat((ends, chosen), -1).sort(-1).values)
         return write
-    run = lambda: [layer.attend(op, q, start, scale, blocks[i]) for i, layer in enumerate(layers)]
-    check = feed(Trace(args.layers * B * KV, args.topk, last - 2, 0.5))
-    keys, values = (torch.empty(layers[0].shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    check, (keys, values) = feed(0.5), _resident(rows[0])
     for i in range(3):  # identity, before any figure
         check(i)
-        keys.copy_(layers[0].host_keys), values.copy_(layers[0].host_values)
         want = op.gather_attention(q, keys, values, blocks[0], start, None, scale, 128)
-        if not torch.equal(layers[0].attend(op, q, start, scale, blocks[0]), want):
+        if not torch.equal(rows[0].attend(op, q, place, scale, blocks[0])[0], want):
             raise InputError("the tier's output differs from the resident cache's; nothing was timed")
-    resident = capture(lambda: [op.gather_attention(q, keys, values, blocks[i], start, None, scale, 128) for i in range(args.layers)])
+    resident = capture(lambda: [op.gather_attention(q, keys, values, blocks[i], start, None, scale, 128) for i in range(count)])
     floor = median(timed(resident, check, args.steps))
-    dense_resident = capture(lambda: [op.grouped_attention(q, keys, values, start, None, scale) for _ in layers])
+    dense_resident = capture(lambda: [op.grouped_attention(q, keys, values, start, None, scale) for _ in rows])
     dense = median(timed(dense_resident, check, args.steps))
-    del keys, values
-    graph, rows = capture(run), []
-    traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in layers))))
-    for locality in args.locality:
-        rows.append({"locality": locality} | measured(graph, feed(Trace(args.layers * B * KV, args.topk, last - 2, locality)), args.steps,
-                                                      traffic, rate, floor))
-    cold = feed(Trace(args.layers * B * KV, args.topk, last - 2, 0.0))
-    rows.append({"locality": 0.0} | measured(graph, cold, args.steps, traffic, rate, floor))
-    streamed = stream_dense(op, layers, q, start, scale)
-    nbytes = sum(layer.host_bytes for layer in layers)
-    return {"layers": args.layers, "batch": B, "context": S, "kept": policy.kept, "slots": args.slots, "host_bytes": nbytes,
-            "formula": f"2 × {args.layers} layers × {B} rows × {KV} heads × {S} × {D} × 2 B",
-            "device_bytes": sum(layer.device_bytes for layer in layers), "resident_seconds": floor, "dense_resident_seconds": dense,
-            "stream_seconds": streamed, "stream_rate": nbytes / streamed, "link": rate, "rows": rows}
+    del keys, values, resident, dense_resident
+    graph = capture(lambda: [layer.attend(op, q, place, scale, blocks[i])[0] for i, layer in enumerate(rows)])
+    traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in rows))))
+    found = [{"locality": x} | measured(graph, feed(x), args.steps, traffic, rate, floor) for x in (*args.locality, 1.0, 0.0)]
+    nbytes = sum(layer.host_bytes for layer in rows)
+    return {"layers": count, "batch": B, "context": S, "kept": policy.kept, "slots": rows[0].slots, "host_bytes": nbytes,
+            "formula": f"2 × {count} layers × {B} rows × {KV} heads × {S} × {D} × 2 B",
+            "device_bytes": sum(layer.device_bytes for layer in rows), "resident_seconds": floor, "dense_resident_seconds": dense,
+            "link": rate, "rows": found}
 
 
-def stream_dense(op, layers, q, start, scale) -> float:
+def _resident(layer: HostRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer on the device."""
+    return tuple(far.clone() for far in (layer.host_keys, layer.host_values))
+
+
+def stream_dense(op, stream: DenseStream) -> float:
     """Seconds of a step that brings every layer whole and attends densely."""
-    stream = DenseStream(layers)
-
-    def run():
-        stream.begin()
-        return [op.grouped_attention(q, *stream.layer(i), start, None, scale) for i in range(len(layers))]
-    graph = capture(run)
+    B, _, S, _ = stream.first.shape
+    start, q = torch.full((B,), S - 1, dtype=torch.int64, device=DEVICE), torch.randn(B, 1, H, D, dtype=torch.bfloat16, device=DEVICE)
+    graph = capture(lambda: [op.grouped_attention(q, *stream.layer(i), start, None, D ** -0.5) for i in range(len(stream.layers))])
     return seconds(graph.replay, 3)
 
 
@@ -204,8 +192,8 @@ def _entries(args, packed: bool) -> list[dict]:
         stream = Stream("entries", (B, -(-n // PAGE), layout.page), torch.uint8, "", (RowFormat.KV_FP8, WIDTH, ROPE))
     else:
         stream = Stream("entries", (B, n, WIDTH), torch.bfloat16, "")
-    fetch, _ = HOST_OPERATIONS["fetch"].resolve("triton")
-    layers = [HostEntries(stream, RATIO, TOPK, args.entry_slots, DEVICE, fetch) for _ in range(args.csa_layers)]
+    operation, _ = fetch.resolve("triton")
+    layers = [HostEntries(stream, RATIO, TOPK, args.entry_slots, DEVICE, operation) for _ in range(args.csa_layers)]
     for layer in layers:
         layer.host.device.random_(0, 120) if packed else layer.host.device.normal_()
     step = OneToken(torch.full((B,), args.context - 1, dtype=torch.int64, device=DEVICE))
@@ -232,7 +220,7 @@ def _entries(args, packed: bool) -> list[dict]:
     common = {"rows": "584-byte rows" if packed else "bf16", "layers": args.csa_layers, "entries": n, "resident_seconds": floor,
               "link": rate, "host_bytes": sum(layer.host.nbytes for layer in layers), "slots": layers[0].rows,
               "device_bytes": sum(t.nbytes for layer in layers for t in layer.tensors.values())}
-    for locality in (*args.locality, 0.0):
+    for locality in (*args.locality, 1.0, 0.0):
         trace = Trace(args.csa_layers * B, TOPK, n - 1, locality)
         found.append(common | {"locality": locality} | measured(graph, feed(trace), args.steps, traffic, rate, floor))
     return found

@@ -58,6 +58,12 @@ class _Rows:
     def of(self, step: Step) -> tuple[Whole, Whole]:
         return Whole(), Whole()
 
+    def staged(self, step: Step, policy) -> None:
+        """Nothing is elsewhere."""
+
+    def written(self, step: Step, keys: Whole, values: Whole) -> None:
+        """Nothing is kept."""
+
     def summaries(self, step: Step) -> None:
         """Of no blocks: training is dense."""
 
@@ -67,6 +73,9 @@ class _Caches:
 
     def __init__(self, layers: int):
         self.layers = [_Rows() for _ in range(layers)]
+
+    def guess(self, layers, i: int, step: Step) -> None:
+        """Nothing is to be fetched."""
 
 
 class Trainee(nn.Module):

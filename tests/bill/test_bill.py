@@ -2,28 +2,29 @@
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from dsv4.bill import csa, session
-from dsv4.bill.fit import Bill, Quality, fit, r_squared
-from dsv4.bill.gqa import GQA, POLICIES, Geometry, Inputs, attend, read_kept, scores_of_blocks
+from dsv4.bill.fit import Bill, Price, Quality, fit, line, r_squared
+from dsv4.bill.gqa import GQA, POLICIES, Geometry, Inputs, attend
 from dsv4.bill.measure import LAYERS, Timer, layers_that_fit
 from dsv4.bill.regime import Hardware, Way, crossover, measured_crossover, regime_map
 from dsv4.bill.report import markdown, tokens, verdict
 from dsv4.bill.rows import Measured
-from dsv4.errors import BackendUnavailable, InputError
+from dsv4.errors import InputError
+from kernels.block_choice import block_scores
 
-TRUTH = Bill(3.0e12, 5e-6, {"bound of 128": 14e-6, "bound of 16": 30e-6})
+TRUTH = Bill(3.0e12, 5e-6, {"bound of 128": Price(14e-6), "bound of 16": Price(6e-6, 0.4e-9)})
 SMALL = Geometry(4, 2, 16, 4)
 HARDWARE = Hardware("made up", 80 << 30, 28, 14 << 30)
 CPU = torch.device("cpu")
 
 
 def source(names=("sink+window", "block-128 bound"), geometry=Geometry(), tokens=4096):
-    return GQA(geometry, {n: replace(POLICIES[n], tokens=tokens) for n in names}, CPU, False)
+    return GQA(geometry, {n: POLICIES[n](tokens) for n in names}, CPU)
 
 
 class MadeUp:
@@ -46,15 +47,18 @@ def rows(truth=TRUTH, noise=0.0, held_out=False, contexts=(8192, 32768, 131072, 
 
 def test_the_fit_recovers_a_machine_that_keeps_to_the_bill():
     exact, noisy = fit(rows()), fit(rows(noise=0.02))
-    assert exact.bandwidth == pytest.approx(3e12) and exact.c0 == pytest.approx(5e-6) and exact.finding == pytest.approx(TRUTH.finding)
+    assert exact.bandwidth == pytest.approx(3e12) and exact.c0 == pytest.approx(5e-6)
+    close = lambda found, **more: all(found.finding[n].fixed == pytest.approx(p.fixed, **more) and found.finding[n].each == pytest.approx(
+        p.each, abs=5e-12) for n, p in TRUTH.finding.items())
+    assert close(exact)
     assert noisy.bandwidth == pytest.approx(3e12, rel=0.02) and noisy.c0 == pytest.approx(5e-6, abs=1e-6)
-    assert noisy.finding == pytest.approx(TRUTH.finding, abs=2e-6)
+    assert close(noisy, abs=2e-6)
     quality = Quality.of(rows(noise=0.02), [noisy.predict(r) for r in rows(noise=0.02)])
     assert quality.r_squared > 0.998 and quality.worst_error < 0.06
 
 
 def test_rows_that_are_held_out_are_never_fitted():
-    wrong = Bill(1e11, 1e-3, {"bound of 128": 1.0, "bound of 16": 1.0})
+    wrong = Bill(1e11, 1e-3, {"bound of 128": Price(1.0), "bound of 16": Price(1.0)})
     assert fit(rows(noise=0.02) + rows(wrong, held_out=True)) == fit(rows(noise=0.02))
     with pytest.raises(InputError, match="at least two"):
         fit(rows(held_out=True))
@@ -93,12 +97,12 @@ def test_quality_counts_errors_of_either_sign():
 
 
 def test_the_crossover_is_where_the_two_lines_meet():
-    g, policy = Geometry(), POLICIES["block-128 bound"]
+    g, policy = Geometry(), POLICIES["block-128 bound"]()
     dense, (_, way) = source().ways()
     for batch in (1, 4):
         at = crossover(TRUTH, dense, way, batch)
         # dense bytes of the tokens beyond those kept, less the summaries (two vectors a block: 1/128 of keys and values), pay for c₁
-        wanted = (policy.tokens + TRUTH.finding["bound of 128"] * 3e12 / (batch * 2 * g.kv_heads * g.head_dim * 2)) / (1 - 1 / 128)
+        wanted = (policy.tokens + TRUTH.finding["bound of 128"].fixed * 3e12 / (batch * 2 * g.kv_heads * g.head_dim * 2)) / (1 - 1 / 128)
         assert abs(at - wanted) <= 128
         lead = [dense.seconds(TRUTH, batch, context) - way.seconds(TRUTH, batch, context) for context in (at - 1, at)]
         assert lead[0] < 0 <= lead[1]
@@ -106,7 +110,7 @@ def test_the_crossover_is_where_the_two_lines_meet():
 
 def test_a_crossover_that_does_not_exist_is_said_so():
     dense, (free, way) = source().ways()
-    never = Bill(3e12, 5e-6, {"bound of 128": 10.0})
+    never = Bill(3e12, 5e-6, {"bound of 128": Price(10.0)})
     assert crossover(never, dense, way, 1) is None and crossover(TRUTH, dense, free, 1) == 4096  # from its budget on
     assert "never pays" in markdown(report(never), "x.svg")
     assert crossover(TRUTH, dense, Way("twice", lambda b, c: 2 * dense.bytes(b, c)), 1) is None
@@ -202,26 +206,42 @@ def test_bytes_are_those_of_the_formulas():
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_a_policy_that_keeps_everything_is_dense_attention(name):
-    policy = replace(POLICIES[name], tokens=512)
-    inputs = Inputs(SMALL, 2, 512, 2, 2, CPU, torch.float32)
-    whole = attend(*inputs.layer(1))
-    assert torch.allclose(read_kept(inputs, policy, 1), whole, atol=1e-5)
-    part = read_kept(inputs, replace(policy, tokens=384), 1)
+    of, inputs = GQA(SMALL, {}, CPU), Inputs(SMALL, 2, 1024, 2, 2, CPU, torch.float32)
+    whole = attend(*inputs.layer(1)).transpose(1, 2)
+    assert torch.allclose(of.read_kept(POLICIES[name](1024), inputs, 1), whole, atol=1e-5)
+    part = of.read_kept(POLICIES[name](512), inputs, 1)
     assert part.shape == whole.shape and not torch.allclose(part, whole, atol=1e-3)
 
 
-def test_bounds_bound_every_key_and_find_the_block_that_matters():
+def test_summaries_are_those_that_the_selector_reads():
     inputs = Inputs(SMALL, 2, 2048, 1, 1, CPU, torch.float32)
     q, k, _ = inputs.layer(0)
     k[:, :, 700] = 9 * q.unflatten(1, (2, 2))[:, :, 0, 0]
-    scores = scores_of_blocks(q, inputs.extremes(128)[0])
-    dots = (q.unflatten(1, (2, 2)).squeeze(3) @ k.mT).amax(2).unflatten(-1, (-1, 128)).amax(-1)
-    assert (scores >= dots - 1e-4).all() and (scores.argmax(-1) == 700 // 128).all()
-    near = read_kept(inputs, replace(POLICIES["block-128 bound"], tokens=512), 0)
-    assert torch.allclose(near[:, ::2], attend(*inputs.layer(0))[:, ::2], atol=0.1)  # heads that look for it find it
-    means = scores_of_blocks(q, inputs.summaries(128, "mean")[0][0])
-    assert means.shape == scores.shape and torch.allclose(means, q.unflatten(1, (2, 2)).squeeze(3).mean(2, keepdim=True).matmul(
-        k.unflatten(2, (-1, 128)).mean(3).mT).squeeze(2), atol=1e-5)
+    (low, high, none), policy = inputs.summaries(128, "bound")[0], POLICIES["block-128 bound"](512)
+    scores = block_scores(q.transpose(1, 2), low, high, none, inputs.start, policy)
+    assert none is None and (scores[:, 0].argmax(-1) == 700 // 128).all()
+    near = GQA(SMALL, {}, CPU).read_kept(policy, inputs, 0)
+    assert torch.allclose(near[:, :, ::2], attend(*inputs.layer(0)).transpose(1, 2)[:, :, ::2], atol=0.1)  # heads that look for it find it
+    assert inputs.summaries(128, "mean")[0][2].shape == (2, 2, 16, 16) and inputs.summaries(128, None)[0] == (None, None, None)
+
+
+def test_a_line_is_that_of_the_textbooks():
+    import numpy as np
+    x, y = [1.0, 2.0, 5.0, 9.0], [2.0, 4.5, 8.0, 20.0]
+    found = np.polyfit(x, y, 1, w=[1 / t for t in y])
+    assert line(x, y, y) == pytest.approx(tuple(found[::-1])) and line([3.0, 3.0], [1.0, 2.0], [1.0, 1.0]) == (1.5, 0.0)
+
+
+def test_a_price_that_grows_is_fitted_by_what_is_searched_and_the_report_says_what_a_constant_would_miss():
+    growing, constant = fit(rows()), fit(rows(), constant=True)
+    assert growing.finding["bound of 16"].each == pytest.approx(0.4e-9) and constant.finding["bound of 16"].each == 0
+    searching = [r for r in rows(held_out=True) if r.policy == "page-16 bound"]
+    assert all(r.searched == r.batch * 4 * r.context // 16 for r in searching)
+    worst = lambda bill: Quality.of(searching, [bill.predict(r) for r in searching]).worst_error
+    assert worst(growing) < 1e-6 and worst(constant) > 0.1
+    assert Bill.from_document(json.loads(json.dumps(asdict(growing)))) == growing
+    falling = [replace(r, seconds=r.seconds * (1e4 / r.searched if r.searched else 1)) for r in rows()]
+    assert {p.each for p in fit(falling).finding.values()} == {0.0}  # no time is given back for searching more
 
 
 def test_layers_differ_until_their_caches_are_cold_by_themselves():
@@ -241,32 +261,10 @@ def test_the_timer_measures_what_runs_and_says_what_does_not():
             lost = replace(one, policy="lost", make=lambda _: {"broken": broken})
             return [replace(one, make=lambda inputs: {"broken": broken, **self._dense(inputs)}), *others, lost]
 
-    half = Half(SMALL, {}, CPU, False)
+    half = Half(SMALL, {}, CPU)
     (dense, lost), why = Timer(CPU, 3).shape(half, 1, 256, False)
     assert not why and dense.by == "SDPA" and dense.seconds > 0 and "no such kernel" in dense.others["broken"]
     assert lost.by == "nothing ran" and lost.seconds != lost.seconds
-    huge = GQA(Geometry(4, 2, 1 << 40, 4), {}, CPU, False)
+    huge = GQA(Geometry(4, 2, 1 << 40, 4), {}, CPU)
     nothing, why = Timer(CPU, 3).shape(huge, 1, 128, False)
     assert nothing == [] and "may be used" in why
-
-
-def test_kernels_that_are_not_in_this_build_are_named(monkeypatch):
-    import sys
-    for name in ("kernels.gather_attention", "kernels.grouped_attention"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(BackendUnavailable, match="without --triton"):
-        GQA(SMALL, {}, CPU, True)._dense(Inputs(SMALL, 1, 128, 1, 1, CPU, torch.float32))
-    with pytest.raises(BackendUnavailable, match="without --triton"):
-        GQA(SMALL, {}, CPU, True)._sparse(POLICIES["sink+window"], Inputs(SMALL, 1, 128, 1, 1, CPU, torch.float32))
-
-
-def test_csa_rows_run_and_read_what_they_select():
-    of = csa.CSA(CPU, "reference", "bf16")
-    inputs = of.inputs(2, 2304, 1, 1)
-    dense, sparse = of.rows(2, 2304)
-    assert dense.make(inputs)["reference"](0).shape == (2, 1, 64, 512)
-    out = sparse.make(inputs)["reference"](0)
-    inputs.pools[0][576:] = 0  # the second row's entries
-    assert out.shape == (2, 64, 512) and torch.equal(sparse.make(inputs)["reference"](0)[0], out[0]) and not torch.equal(
-        sparse.make(inputs)["reference"](0)[1], out[1])
-    assert tokens(131072) == "128K" and tokens(None) == "–" and tokens(1 << 20) == "1M"

@@ -8,13 +8,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("slots", [8, 20])
 def test_a_captured_step_over_changing_choices(slots):
-    from dsv4.host_tier import HOST_OPERATIONS
     from dsv4.host_tier.grouped import HostRows
     from dsv4.timing import capture
     from kernels.block_choice import Policy
     from kernels.block_summaries import summarise_blocks
     from kernels.dispatch import DispatchLedger, bind
-    op, policy = bind(HOST_OPERATIONS, "triton", DispatchLedger()), Policy("bound", "bound", 128, 1, 2, 5)
+    from kernels.operations import GQA_OPERATIONS
+    op, policy = bind(GQA_OPERATIONS, "triton", DispatchLedger()), Policy("bound", "bound", 128, 1, 2, 5)
     B, H, KV, S, D, scale, device = 2, 28, 4, 64 * 128, 128, 128 ** -0.5, torch.device("cuda")
     rows = HostRows(B, KV, S, D, torch.bfloat16, device, policy, slots)
     g = torch.Generator(device).manual_seed(0)
@@ -30,7 +30,7 @@ def test_a_captured_step_over_changing_choices(slots):
     cis = torch.polar(torch.ones(B, D // 2, device=device), torch.rand(B, D // 2, generator=g, device=device))
     start.copy_(torch.tensor([6000, 3001]))
     kept = {}
-    graph = capture(lambda: kept.update(out=rows.decode(op, *given, None, cis, start, scale)))
+    graph = capture(lambda: kept.update(out=rows.decode(op, *given, None, cis, rows.places(start), scale)[0]))
     rows.table.forget()
     for near in (rows.keys, rows.values):
         near.fill_(float("nan"))
@@ -52,13 +52,13 @@ def test_a_captured_step_over_changing_choices(slots):
 
 
 def test_dense_attention_streamed_in_a_graph():
-    from dsv4.host_tier import HOST_OPERATIONS
     from dsv4.host_tier.grouped import HostRows
     from dsv4.host_tier.stream import DenseStream
     from dsv4.timing import capture
     from kernels.block_choice import block_bounds
     from kernels.dispatch import DispatchLedger, bind
-    op, device = bind(HOST_OPERATIONS, "triton", DispatchLedger()), torch.device("cuda")
+    from kernels.operations import GQA_OPERATIONS
+    op, device = bind(GQA_OPERATIONS, "triton", DispatchLedger()), torch.device("cuda")
     layers = [HostRows(1, 4, 16384, 128, torch.bfloat16, device, block_bounds(4096)) for _ in range(5)]
     for layer in layers:
         layer.host_keys.normal_(), layer.host_values.normal_()
@@ -67,7 +67,6 @@ def test_dense_attention_streamed_in_a_graph():
     kept = {}
 
     def run():
-        stream.begin()
         kept["out"] = [op.grouped_attention(q, *stream.layer(i), start, None, 0.1) for i in range(5)]
     graph = capture(run)
     for _ in range(3):
@@ -77,13 +76,13 @@ def test_dense_attention_streamed_in_a_graph():
 
 
 def test_a_guess_on_a_branch_of_the_graph():
-    from dsv4.host_tier import HOST_OPERATIONS
     from dsv4.host_tier.ahead import Ahead
     from dsv4.host_tier.grouped import HostRows
     from dsv4.timing import capture
     from kernels.block_choice import Policy
     from kernels.dispatch import DispatchLedger, bind
-    op, device, policy = bind(HOST_OPERATIONS, "triton", DispatchLedger()), torch.device("cuda"), Policy("p", "bound", 128, 1, 2, 5)
+    from kernels.operations import GQA_OPERATIONS
+    op, device, policy = bind(GQA_OPERATIONS, "triton", DispatchLedger()), torch.device("cuda"), Policy("p", "bound", 128, 1, 2, 5)
     rows, ahead = HostRows(1, 4, 8192, 128, torch.bfloat16, device, policy), Ahead(device)
     rows.host_keys.normal_(), rows.host_values.normal_()
     start, q = torch.tensor([8191], device=device), torch.randn(1, 1, 28, 128, dtype=torch.bfloat16, device=device)
@@ -96,7 +95,7 @@ def test_a_guess_on_a_branch_of_the_graph():
         ahead.start(lambda: rows.prefetch(op, None, start, lists[0]))
         kept["other"] = weight @ weight
         ahead.join()
-        kept["out"] = rows.attend(op, q, start, 0.1, lists[1])
+        kept["out"] = rows.attend(op, q, rows.places(start)[0], 0.1, lists[1])[0]
     graph = capture(run)
     for step in range(20):
         g = torch.Generator().manual_seed(step)
@@ -106,3 +105,100 @@ def test_a_guess_on_a_branch_of_the_graph():
         graph.replay()
         want = op.gather_attention(q, rows.host_keys.clone(), rows.host_values.clone(), lists[1], start, None, 0.1, 128)
         assert torch.equal(kept["out"], want), step
+
+
+@pytest.fixture(scope="module")
+def gqa_folder(tmp_path_factory):
+    from tests.gqa import oracle
+    config = oracle.CONFIGS["qwen2, bias and tied head"]
+    return oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("tier") / "m", torch.bfloat16)
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in line"])
+@pytest.mark.parametrize("name", ["bound", "mean", "window", "terminating", "dense"])
+def test_captured_steps_of_a_model(gqa_folder, name, ahead):
+    """Two hundred replays over changing choices, with rewinds and an append between them: the logits of the resident cache's own graph, no
+    wait for the device and no allocation."""
+    from dsv4 import load_model
+    from dsv4.gqa.choice import Attention
+    from dsv4.graph import DecodeGraph
+    from dsv4.host_tier.choice import HostMemory
+    from kernels.block_choice import Policy
+    from kernels.grouped_attention import Termination
+    ways = {"bound": Attention(Policy("bound", "bound", 16, 1, 2, 3)), "mean": Attention(Policy("mean", "mean", 16, 1, 1, 3)),
+            "window": Attention(Policy("window", None, 16, 2, 4)), "dense": Attention(),
+            "terminating": Attention(Policy("bound", "bound", 16, 1, 2, 6), Termination(tau=1e9, phi=2, patience=1, tile=64))}
+    model = load_model(gqa_folder, numerics="native", device="cuda", attention=ways[name])
+    ids, caches = torch.randint(0, 384, (2, 500), generator=torch.Generator().manual_seed(0)), []
+    for choice in (None, HostMemory(ahead=ahead)):
+        model.kv_memory = choice
+        caches.append(model.new_cache(2, 512))
+        model.append(ids[:, :200], caches[-1], n_new=[200, 133], logits="none", chunk=64)
+    graphs = [[DecodeGraph(model, cache, tokens=n) for n in (1, 3)] for cache in caches]
+    for step in range(200):
+        which = int(step % 9 == 4)
+        x = torch.randint(0, 384, (2, (1, 3)[which]), generator=torch.Generator().manual_seed(step)).cuda()
+        want, got = (mine[which].step(x).clone() for mine in graphs)
+        assert torch.equal(want, got), step
+        if step % 40 == 39:
+            for cache in caches:
+                cache.rewind([90, 17])
+                model.append(ids[:, :20], cache, logits="none", prompt=True)
+    graphs[1][0].step()  # positions were set anew
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            graphs[1][0].step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    traffic = caches[1].traffic()
+    assert name == "dense" or traffic.hits > 0 and traffic.misses > 0
+    assert (caches[1].traffic(guessed=True).misses > 0) == (ahead and name != "dense")
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_text_of_a_model(gqa_folder, speculate):
+    from dsv4 import load_model
+    from dsv4.generate import generate
+    from dsv4.gqa.choice import Attention
+    from dsv4.host_tier.choice import HostMemory
+    from dsv4.speculation.draft import LookupDrafter
+    from dsv4.speculation.loop import generate_speculative
+    from kernels.block_choice import Policy
+    model = load_model(gqa_folder, numerics="native", device="cuda", attention=Attention(Policy("bound", "bound", 16, 1, 2, 3)))
+    ids = torch.randint(0, 384, (60,), generator=torch.Generator().manual_seed(7)).tolist() * 4
+    found = []
+    for choice in (None, HostMemory()):
+        model.kv_memory = choice
+        found.append(generate_speculative(model, [ids], 60, LookupDrafter())[0] if speculate else generate(model, ids, 60))
+    assert found[0].token_ids == found[1].token_ids and found[1].host["misses"] > 0
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_entries_under_captured_steps(tmp_path, cache):
+    """A prompt long enough that the entries are brought whole, then captured steps of one and three tokens."""
+    from dsv4 import load_model
+    from dsv4.graph import DecodeGraph
+    from dsv4.host_tier.choice import HostMemory
+    from tests import checkpoints
+    model = load_model(checkpoints.write_official(tmp_path / "official"), numerics="native", device="cuda", cache=cache)
+    g, caches = torch.Generator().manual_seed(0), []
+    ids = torch.randint(0, model.config.vocab_size, (2, 90), generator=g)
+    for choice in (None, HostMemory(model.config.index_topk)):
+        model.kv_memory = choice
+        caches.append(model.new_cache(2, 200))
+        model.append(ids, caches[-1], n_new=[90, 61], logits="none")
+    graphs = [[DecodeGraph(model, cache, tokens=n) for n in (1, 3)] for cache in caches]
+    for step in range(60):
+        which = int(step % 7 == 3)
+        x = torch.randint(0, model.config.vocab_size, (2, (1, 3)[which]), generator=g).cuda()
+        want, got = (mine[which].step(x).clone() for mine in graphs)
+        assert torch.equal(want, got), step
+        if step % 20 == 19:
+            for held in caches:
+                held.rewind([21, 3])
+    traffic = caches[1].traffic()
+    assert traffic.hits > 0 and traffic.misses > 0

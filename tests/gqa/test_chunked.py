@@ -142,3 +142,14 @@ def test_layers_with_a_window_are_as_ever(pair):
         assert torch.allclose(model(ids), want, atol=1e-4)
     finally:
         model.attention = Attention()
+
+
+def test_no_token_is_told_of_what_follows_it(model, rows):
+    """Through all layers, memories and chunks: another token changes its own logits and later ones alone."""
+    ids = rows[0][:1]
+    before = model(ids)
+    for t in (149, 128, 96, 33, 7):
+        other = ids.clone()
+        other[0, t] = (other[0, t] + 1) % 384
+        after = model(other)
+        assert torch.equal(before[:, :t], after[:, :t]) and not torch.equal(before[:, t], after[:, t])

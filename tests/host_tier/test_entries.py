@@ -6,6 +6,7 @@ import torch
 from dsv4 import load_model
 from dsv4.errors import CapacityError
 from dsv4.graph import DecodeGraph
+from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.entries import HostEntries, host_cache
 from tests import checkpoints
 
@@ -29,10 +30,13 @@ def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows
     model = load_model(checkpoint, numerics=numerics, device=DEVICE, cache=rows, index_cache=index,
                        backend="triton" if DEVICE == "cuda" else "reference")
     topk = model.config.index_topk
-    plain, tier = model.new_cache(2, 100), host_cache(model, 2, 100, slots=topk if slots else None)
+    plain, tier = model.new_cache(2, 100), host_cache(model, 2, 100, choice=HostMemory(topk if slots else None))
     assert far(tier) and len(far(tier)) == sum(layer.index is not None for layer in tier.layers)
     for entries in far(tier):  # nothing is staged yet, and nothing that was not staged may be read
-        entries.staged.data.fill_(255) if entries.packed else entries.staged.fill_(float("nan"))
+        entries.here.data.fill_(255) if entries.packed else entries.here.fill_(float("nan"))
+        entries.brought = entries.brought if captured else None  # prompts by either way
+    if captured:
+        tier.brought.fill_(255 if far(tier)[0].packed else float("nan"))
     g = torch.Generator().manual_seed(0)
     new = lambda n: torch.randint(0, model.config.vocab_size, (2, n), generator=g)
     ids = new(70)
@@ -54,4 +58,4 @@ def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows
 def test_staging_that_is_too_small(checkpoint):
     model = load_model(checkpoint, numerics="fp32", device=DEVICE)
     with pytest.raises(CapacityError, match=f"{model.config.index_topk} entries.*{model.config.index_topk - 1} rows"):
-        host_cache(model, 1, 100, slots=model.config.index_topk - 1)
+        host_cache(model, 1, 100, choice=HostMemory(model.config.index_topk - 1))

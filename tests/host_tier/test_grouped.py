@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from dsv4.errors import CapacityError
-from dsv4.host_tier import HOST_OPERATIONS
 from dsv4.host_tier.ahead import Ahead
 from dsv4.host_tier.grouped import HostRows
 from dsv4.host_tier.stream import DenseStream
 from kernels.block_choice import Policy, dense, sink_window
 from kernels.block_summaries import summarise_blocks
 from kernels.dispatch import DispatchLedger, bind
-from kernels.errors import UnsupportedInput
+from kernels.operations import GQA_OPERATIONS
 from tests.kernels.gqa_inputs import DEVICE, NAN, randn
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -49,7 +48,7 @@ def tokens(T, seed, dtype):
 
 
 def pair(policy, backend, S=128, slots=None, dtype=torch.float32):
-    op = bind(HOST_OPERATIONS, backend, DispatchLedger())
+    op = bind(GQA_OPERATIONS, backend, DispatchLedger())
     rows = HostRows(B, KV, S, D, dtype, torch.device(DEVICE), policy, slots)
     for t in (rows.keys, rows.values, rows.host_keys, rows.host_values):
         t.fill_(NAN)
@@ -58,7 +57,7 @@ def pair(policy, backend, S=128, slots=None, dtype=torch.float32):
 
 def filled(resident, rows, T, seed, dtype=torch.float32):
     """T tokens of every row, by the reference."""
-    op, start = bind(HOST_OPERATIONS, "reference", DispatchLedger()), torch.zeros(B, dtype=torch.int64, device=DEVICE)
+    op, start = bind(GQA_OPERATIONS, "reference", DispatchLedger()), torch.zeros(B, dtype=torch.int64, device=DEVICE)
     other = Resident(op, "reference", resident.policy, resident.keys.shape[2], dtype)
     other.take(*tokens(T, seed, dtype), start, T)
     for name in ("keys", "values", "low", "high", "mean"):
@@ -70,13 +69,13 @@ def filled(resident, rows, T, seed, dtype=torch.float32):
 
 def appended(op, resident, rows, start, T, seed, dtype=torch.float32):
     """T tokens of every row by dense attention, here and there."""
-    given, stream = tokens(T, seed, dtype), DenseStream([rows])
-    stream.begin()
+    given, (keys, values) = tokens(T, seed, dtype), DenseStream([rows]).layer(0)
     q = resident.take(*given, start, T)
     want = op.grouped_attention(q, resident.keys, resident.values, start, None, SCALE)
-    summarise = lambda *args: summarise_blocks(*args, backend=resident.backend)
-    got = rows.append(op, *stream.layer(0), *given, start, SCALE, summarise)
-    assert torch.equal(got, want)
+    mine = op.rotary_rows(*given, keys, values, start)
+    rows.store(keys, values, start, T)
+    summarise_blocks(keys, start, T, rows.low, rows.high, rows.mean, rows.block, backend=resident.backend)
+    assert torch.equal(op.grouped_attention(mine, keys, values, start, None, SCALE), want)
 
 
 @BACKENDS
@@ -93,7 +92,7 @@ def test_every_step_has_the_bits_of_the_resident_cache(policy, slots, dtype, bac
         T = 3 if step in (3, 7) else 1
         given = tokens(T, 10 * step, dtype)
         want = resident.decode(*given, start)
-        got = rows.decode(op, *given, start, SCALE)
+        got = rows.decode(op, *given, rows.places(start, T), SCALE)[0]
         assert got.isfinite().all() and torch.equal(got, want), step
         start = start + T + torch.tensor(moves.get(step, [0, 0]), device=DEVICE)
         if step == 6:
@@ -123,8 +122,8 @@ def test_a_guess_changes_no_bit_and_spares_misses(backend):
         ahead.start(guess)
         ahead.join()
         before = rows.traffic().misses
-        assert torch.equal(rows.decode(op, *given, start, SCALE), want)
-        assert torch.equal(alone.decode(op, *given, start, SCALE), want)
+        assert torch.equal(rows.decode(op, *given, rows.places(start), SCALE)[0], want)
+        assert torch.equal(alone.decode(op, *given, alone.places(start), SCALE)[0], want)
         assert step % 3 or rows.traffic().misses == before
         start = start + 1
     assert rows.traffic(guessed=True).misses > 0 and rows.traffic().misses < alone.traffic().misses
@@ -139,7 +138,7 @@ def test_what_is_staged_stays(backend):
     start, q = torch.full((B,), 111, device=DEVICE), randn(B, 1, H, D)
     lists = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE).expand(B, 1, KV, -1).contiguous()
     for numbers, misses in (((0, 2, 4, 6), 3), ((0, 2, 4, 6), 3), ((0, 3, 4, 6), 4), ((4, 2, 0, 6), 4)):
-        got = rows.attend(op, q, start, SCALE, lists(*numbers))
+        got = rows.attend(op, q, rows.places(start)[0], SCALE, lists(*numbers))[0]
         assert torch.equal(got, op.gather_attention(q, resident.keys, resident.values, lists(*numbers), start, None, SCALE, 16))
         assert rows.traffic().misses == misses * B * KV
 
@@ -154,7 +153,6 @@ def test_layers_are_streamed_in_turn(count, backend):
     stream = DenseStream(made)
     assert stream.nbytes == sum(r.host_bytes for r in made) == count * 2 * B * KV * 128 * D * 4
     for _ in range(2):
-        stream.begin()
         for i in range(count):
             keys, values = stream.layer(i)
             assert (keys == i).all() and (values == -i).all()
@@ -164,8 +162,8 @@ def test_what_cannot_be_is_an_error():
     make = lambda policy, slots: HostRows(B, KV, 128, D, torch.float32, torch.device(DEVICE), policy, slots)
     with pytest.raises(CapacityError, match="4 blocks.*3 slots"):
         make(BOUND, 3)
-    with pytest.raises(UnsupportedInput, match="dense"):
-        make(dense(), None)
+    whole = make(dense(), None)
+    assert whole.table is None and whole.device_bytes == 0 and whole.traffic() == (0, 0, 0)
 
 
 @BACKENDS
@@ -181,4 +179,4 @@ def test_an_append_over_staged_blocks_drops_them(end, backend):
         for step in range(2):
             given = tokens(1, seed + 4 * step, torch.float32)
             want = resident.decode(*given, start + step)
-            assert torch.equal(rows.decode(op, *given, start + step, SCALE), want)
+            assert torch.equal(rows.decode(op, *given, rows.places(start + step), SCALE)[0], want)

@@ -14,6 +14,7 @@ SMALL = Chunking(32, 8, 12)
 CASES = {  # tokens, lengths, query heads, KV heads, columns, chunking
     "four chunks and a partial one": (150, [150], 4, 2, 16, SMALL),
     "whole chunks": (128, [128], 4, 2, 16, SMALL),
+    "a last chunk of one token": (97, [97, 65], 4, 2, 16, SMALL),
     "ragged: partial, whole, one chunk, one token, none": (100, [100, 64, 32, 1, 0], 2, 1, 32, SMALL),
     "no heavy tokens": (96, [96, 70], 2, 2, 16, Chunking(32, 8, 0)),
     "heavy tokens alone, as many as there may be": (130, [130], 3, 1, 16, Chunking(32, 0, 31)),
@@ -147,6 +148,22 @@ def test_a_token_of_the_first_chunk_can_survive_to_the_end_and_be_found(run):
     out, kept = run(q, k, v, lengths, SMALL)
     assert all(5 in kept.positions[i, 0, 1].tolist() for i in range(1, 10)) and 5 not in kept.positions[9, 0, 0].tolist()
     assert torch.allclose(out[0, -1, 2:], torch.tensor(100.0, device=DEVICE), rtol=1e-3)
+
+
+def test_a_local_token_with_the_most_mass_is_kept_once(run):
+    """Two tokens from each chunk's end, where few queries have seen it, it has more than most; the other tests' local tokens never have."""
+    q, k, v, lengths = inputs((32 * 4, [32 * 4], 4, 2, 16, SMALL), seed=1)
+    direction = randn(16, seed=8)
+    direction /= direction.norm()
+    k -= (k @ direction).unsqueeze(-1) * direction
+    q += 40 * direction
+    k[:, :, 30::32] = 3 * direction
+    _, kept = run(q, k, v, lengths, SMALL)
+    assert (kept.mass[0, :, 30] > kept.mass[0, :, :24].sort(-1, descending=True).values[:, 11]).all()  # heavy enough for a place
+    for i in (1, 2, 3):
+        for positions in kept.positions[i, 0].tolist():
+            assert len(set(positions)) == 20 and positions == sorted(positions) and positions[-8:] == list(range(32 * i - 8, 32 * i))
+            assert positions.count(32 * i - 2) == 1 and set(range(30, 32 * i, 32)) <= set(positions)
 
 
 def test_of_equal_scores_the_earliest_are_kept(run):

@@ -72,7 +72,7 @@ def test_every_choice_is_staged_as_simulated(n, slots, items, tail, backend):
         if tail:
             wanted[wanted > since.repeat_interleave(per_row).unsqueeze(1)] = -1
         last = wanted
-        got = fetch(table, pools, wanted.to(DEVICE), since.to(DEVICE), tail, backend=backend)
+        got = fetch(table, pools, wanted.to(DEVICE), (since * 3 + step % 3).to(DEVICE), 3, tail, backend=backend)
         assert got.dtype is torch.int32
         for k in range(G):
             slot = told[k].fetch(wanted[k].tolist(), int(since[k // per_row]), tail)
@@ -106,9 +106,12 @@ def test_rows_of_entries(kind, backend):
         item = lambda k, i, which: (there, here)[which][k, i]
     table, g = new_table(2, 192, 100, DEVICE), torch.Generator().manual_seed(0)
     for _ in range(6):
-        wanted = torch.stack([random_list(40, 192, g) for _ in range(2)]).int()
-        got = fetch(table, pools, wanted.to(DEVICE), torch.tensor([192], device=DEVICE), False, backend=backend).tolist()
+        wanted = torch.stack([random_list(40, 192, g) for _ in range(2)])  # int64, and rows of one pool, as attention takes them
+        got = fetch(table, pools, wanted.to(DEVICE), torch.tensor([192], device=DEVICE), 1, False, 128, backend=backend)
+        assert got.dtype is torch.int64
+        got = torch.where(got < 0, got, got - 128 * torch.arange(2, device=DEVICE).unsqueeze(1)).tolist()
         for k in range(2):
+            assert min(got[k]) >= -1
             for i, s in zip(wanted[k].tolist(), got[k]):
                 assert s < 100 and (s >= 0) == (i >= 0) and (i < 0 or torch.equal(item(k, i, 0), item(k, s, 1)))
 
@@ -118,10 +121,10 @@ def test_forgotten_items_are_fetched_again(backend):
     there, here = host(1, 8, 4), torch.zeros(1, 4, 4, device=DEVICE)
     pools, table = (paired(items_of(there, 1), items_of(here, 1)),), new_table(1, 8, 4, DEVICE)
     wanted, since = torch.tensor([[1, 5]], dtype=torch.int32, device=DEVICE), torch.tensor([8], device=DEVICE)
-    fetch(table, pools, wanted, since, False, backend=backend)
+    fetch(table, pools, wanted, since, 1, False, backend=backend)
     there.add_(1)
     table.forget(5)
-    slots = fetch(table, pools, wanted, since, False, backend=backend)[0].long()
+    slots = fetch(table, pools, wanted, since, 1, False, backend=backend)[0].long()
     assert table.count.tolist() == [[1, 3]]
     assert torch.equal(here[0, slots[1]], there[0, 5]) and torch.equal(here[0, slots[0]] + 1, there[0, 1])
 
@@ -178,10 +181,10 @@ def test_what_is_not_taken_is_named(backend):
     there, here = host(1, 8, 4), torch.zeros(1, 4, 4, device=DEVICE)
     pools, table, since = (paired(items_of(there, 1), items_of(here, 1)),), new_table(1, 8, 4, DEVICE), torch.tensor([8], device=DEVICE)
     some = torch.zeros(1, 5, dtype=torch.int32, device=DEVICE)
-    for wanted, tail, message in ((some, False, "lists of 5 items, and a staging buffer of 4 slots"), (some[:, :1].long(), False, "int32"),
+    for wanted, tail, message in ((some, False, "lists of 5 items, and a staging buffer of 4 slots"), (some[:, :1].short(), False, "int32 or int64"),
                                   (some[:, :1], True, "5 slots got a pool")):
         with pytest.raises(UnsupportedInput, match=message):
-            fetch(table, pools, wanted, since, tail, backend=backend)
+            fetch(table, pools, wanted, since, 1, tail, backend=backend)
     for make in (lambda: paired(there[:, :, None], here[:, :, None].double()), lambda: items_of(there, 3),
                  lambda: new_table(1, 8, 0, DEVICE), lambda: paired(there[:, :, None].mT, here[:, :, None].mT)):
         with pytest.raises(UnsupportedInput):

@@ -37,7 +37,7 @@ def test_a_piece_makes_the_calls_of_the_probe(golden_path, monkeypatch):
 
 def test_processes_make_all_calls(golden_path, monkeypatch):
     subject = open_subject(golden_path, "ours", "fp32", "cpu")
-    monkeypatch.setattr(compile_ahead, "pieces", lambda dtypes, tokens: [Piece(n, torch.float32, 1) for n in ("rms_norm", "route_scored")])
+    monkeypatch.setattr(compile_ahead, "pieces", lambda dtypes, tokens, tables: [Piece(n, torch.float32, 1) for n in ("rms_norm", "route_scored")])
     here = sum(run_piece(subject.config, Piece(n, torch.float32, 1), "cpu", "cpu", 0) for n in ("rms_norm", "route_scored"))
     assert compile_ahead.compile_ahead([subject.config], (torch.float32,), (1,), "cpu", "cpu", 0, jobs=2) == here > 0
     monkeypatch.setattr(compile_ahead, "parent_process", lambda: object())

@@ -27,6 +27,9 @@ FAST = (  # one or two of each section whose first probe is quick
     "vocabulary shards in another order", "second stage without ids", "nibbles of packed keys swapped",
     "scales beside each row", "byte offsets of packed rows in 32 bits", "resting rows advance in replays",
     "fused linears without their norm", "graft of one block fewer", "weights of the mean exchanged on the device",
+    "rotary scaling ignored", "kv heads dealt out in turn", "sliding window one longer", "qkv bias never added",
+    "rewind forgets one too few", "sink block lost", "termination ignores direction", "fusion without scaling",
+    "slot table not updated on eviction",
 )
 BY_NAME = {m.name: m for m in catalogue()}
 
@@ -34,7 +37,7 @@ BY_NAME = {m.name: m for m in catalogue()}
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
-    for name in profile.PROFILES:
+    for name in profile.NAMES:
         profile.write(folder / name, name)
     return Bench(folder, "cpu")
 
@@ -73,7 +76,7 @@ def one_entry_late(site) -> None:
 
 def test_the_catalogue_covers_every_section():
     assert len(BY_NAME) >= 80 and {m.section for m in catalogue()} == set(detection.SECTIONS)
-    assert {m.profile for m in catalogue()} <= set(profile.PROFILES)
+    assert {m.profile for m in catalogue()} <= set(profile.NAMES)
     assert all(m.parts and m.what for m in catalogue())
     assert {m.section for m in (BY_NAME[name] for name in FAST)} == set(detection.SECTIONS)
 
@@ -172,6 +175,8 @@ def test_a_fault_that_kills_its_process_is_a_gap(bench):
 def test_sound_subjects_of_all_numerics_are_asked_for():
     asked = settings([BY_NAME["mtp rotates like layer 1"]], "cpu", everything=True)
     assert len([c for c in asked if c.profile == "default"]) == 12 and any(c.profile == "layer1" for c in asked)
+    of_gqa = {(name, numerics) for name in profile.GQA_PROFILES for numerics in ("fp32", "native")}
+    assert {(c.profile, c.numerics) for c in asked} >= of_gqa
 
 
 def test_a_sound_subject_is_green_and_a_fault_in_it_is_not(bench, monkeypatch):

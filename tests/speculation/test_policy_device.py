@@ -8,6 +8,7 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, CostAwareParameters, Oracle, Static, on_device, under_pressure
+from dsv4.speculation.policy_device import DeviceCostAware, KernelCostAware
 from scripts.bench.speculation_costs import flat, moe
 from tests.speculation.host import vector_means, vector_sizes
 
@@ -66,15 +67,17 @@ CASES = {"moe 1": (moe(), 1, CostAwareParameters()), "moe 8, live tokens cost": 
          "flat 8, few sizes": (replace(flat(), padding=0.5), 8, CostAwareParameters(sizes=(0, 1, 2, 4, 8), chained=(0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)))}
 
 
+@pytest.mark.parametrize("make", [DeviceCostAware, KernelCostAware], ids=["operations", "kernels"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_cost_aware_equals_the_specification(case):
+def test_cost_aware_equals_the_specification(case, make):
+    """Kernels: in Triton's interpreter here, on a GPU in tests/gpu."""
     costs, batch, parameters = case
     policy, rng = CostAware(costs, batch, parameters), np.random.default_rng(2)
-    device, states = on_device(policy, batch, "cpu"), [policy.initial()] * batch
+    device, states = make(policy, batch, "cpu"), [policy.initial()] * batch
     seen = set()
-    for step in range(120 if batch < 32 else 50):
-        if step % 25 == 0:
-            rate = rng.random(batch) if step % 50 else np.full(batch, 0.97)
+    for step in range(10 if make is KernelCostAware else 120 if batch < 32 else 50):
+        if step % (4 if make is KernelCostAware else 25) == 0:
+            rate = rng.random(batch) if step % 8 else np.full(batch, 0.97)
         proposed = rng.integers(0, 9, batch)
         accepted = np.minimum(rng.geometric(1 - 0.99 * rate) - 1, proposed)
         live = rng.random(batch) < 0.8
@@ -86,6 +89,18 @@ def test_cost_aware_equals_the_specification(case):
         assert sizes.tolist() == policy.choose([s if there else None for s, there in zip(states, live)], pressure), step
         seen.update(sizes.tolist())
     assert len(seen) > 2  # the comparison is of decisions that differ
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_kernels_weigh_has_the_bits_of_the_operations(case):
+    """Sizes alone would not show in which order sums were taken."""
+    costs, batch, parameters = case
+    policy, rng = CostAware(costs, batch, parameters), np.random.default_rng(4)
+    operations, kernels = (make(policy, batch, "cpu") for make in (DeviceCostAware, KernelCostAware))
+    for _ in range(3):
+        belief = torch.from_numpy(rng.dirichlet(np.ones(8), batch).astype(np.float32))
+        operations.belief.copy_(belief), kernels.belief.copy_(belief)
+        assert torch.equal(operations.net().view(torch.int32), kernels.net().contiguous().view(torch.int32))
 
 
 def test_static_on_the_device():

@@ -9,9 +9,9 @@ from kernels.block_choice import POLICIES, choose_blocks, dense
 from kernels.block_summaries import summarise_blocks
 from kernels.gather_attention import gather_attention
 from kernels.grouped_attention import Termination, grouped_attention
-from probes.termination import orders
-from probes.termination.stops import at, bounds, figures, oracle_stops, probe_stops
-from probes.termination.walk import walk
+from probes.terminating import orders
+from probes.terminating.stops import at, bounds, figures, oracle_stops, probe_stops
+from probes.terminating.walk import walk
 
 H, KV, D, S, SCALE = 6, 2, 48, 512, 0.3
 RULES = {"all": {}, "no scale": {"scale": False}, "no direction": {"direction": False}, "no patience": {"persistence": False}}

@@ -1,0 +1,36 @@
+"""Where caches live: the choice that a model is loaded with."""
+
+from dataclasses import dataclass
+
+from dsv4.errors import InputError
+
+NAMES = ("device", "host")  # of the command line
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Caches in pinned host memory; on the device what chooses, and a staging buffer of what was chosen.
+
+    staged: of a GQA model blocks a row and KV head, of a DeepSeek-V4 model entries a row, in each layer (None: twice what a step
+    chooses). What a step does not choose again stays while there is room: so these are the hot blocks as well. ahead: a GQA layer's
+    blocks are guessed and fetched while the layer before it multiplies (None: where there is a stream to do that on).
+    """
+
+    staged: int | None = None
+    ahead: bool | None = None
+
+    def __post_init__(self):
+        if self.staged is not None and self.staged < 1:
+            raise InputError(f"{self.staged} staged blocks were asked for; expected at least 1")
+
+
+def memory_named(name: str, staged: int | None = None) -> HostMemory | None:
+    """What --kv-memory and --staged-blocks ask for; None for caches on the device. Raises InputError."""
+    if name not in NAMES:
+        raise InputError(f"--kv-memory {name!r} is unknown; expected {' or '.join(NAMES)}")
+    if name == "device":
+        if staged is not None:
+            raise InputError(f"--staged-blocks {staged} says how much of a cache in host memory is kept on the device, and this cache is "
+                             "there already; add --kv-memory host")
+        return None
+    return HostMemory(staged)

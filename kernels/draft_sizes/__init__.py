@@ -1,0 +1,5 @@
+"""The cost-aware policy of `dsv4.speculation` on a GPU: three launches a round, where tensor operations would be fifty."""
+
+from kernels.draft_sizes.triton import choose, observe, weigh
+
+__all__ = ["choose", "observe", "weigh"]
