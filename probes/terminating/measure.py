@@ -58,7 +58,8 @@ def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) 
             yield
         return
     csa = lambda layer, attn, *held: see("CSA, best first", layer, orders.entries(attn, *held, tile))
-    with watched(model, csa), _watched_hca(model, lambda layer, *held: see("HCA, newest first", layer, orders.heavily_compressed(*held, tile))):
+    hca = lambda layer, attn, *held: see("HCA, newest first", layer, orders.heavily_compressed(attn, *held, tile))
+    with watched(model, csa), _watched_hca(model, hca):
         yield
 
 
@@ -66,6 +67,7 @@ def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) 
 def _watched_hca(model: CausalLM, see: Callable) -> Iterator[None]:
     """Calls see(layer, attn, q, window, window_index, step, cache) before each HCA layer attends."""
     attns = [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, HCAAttention)]
+    before = [vars(attn).get("attend") for _, attn in attns]  # what somebody else has put there
 
     def also(i: int, attn, attend: Callable) -> Callable:
         def run(q, window, window_index, selection, step, cache):
@@ -77,8 +79,11 @@ def _watched_hca(model: CausalLM, see: Callable) -> Iterator[None]:
     try:
         yield
     finally:
-        for _, attn in attns:
-            del attn.attend
+        for (_, attn), held in zip(attns, before):
+            if held is None:
+                del attn.attend
+            else:
+                attn.attend = held
 
 
 def stopped(found: dict[Key, Walk], settings: Settings) -> list[dict]:

@@ -116,6 +116,17 @@ def test_the_oracle_stops_where_the_output_is_the_final_one():
     assert never["skipped"] == 0 and never["bound_of"] == 0 and never["bound_tight"] is None and never["decided"] == 0
 
 
+def test_a_group_reads_until_its_last_head_stops():
+    """The first head has seen all after one tile, the second only at the end."""
+    logits, values = torch.full((2, 8, 64), -20.0), randn(8, 64, D, seed=5)
+    logits[0, 0, 0], logits[1] = 30.0, 0.0
+    found, rule = walk(logits, values), Termination(tau=1e-3, phi=1e-3, patience=2, tile=64)
+    assert probe_stops(found, rule).tolist() == [[3, 8]] and oracle_stops(found, rule).tolist() == [[1, 8]]
+    f = figures(found, rule)
+    assert f["skipped"] == 0 == f["skipped_oracle_shared"] and f["error_max"] == 0
+    assert f["skipped_alone"] == pytest.approx(5 / 16) and f["skipped_oracle"] == pytest.approx(7 / 16)
+
+
 def test_a_sink_is_there_from_the_beginning():
     logits, values = randn(2, 4, 8, seed=1), randn(4, 8, D, seed=2)
     sink = torch.tensor([3.0, -1.0])
