@@ -8,6 +8,7 @@ import torch
 from dsv4.errors import InputError
 from dsv4.generate import Generation, context_full, context_limit
 from dsv4.graph import capacity
+from dsv4.host_tier.grouped import host_use
 from dsv4.model import Model
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
