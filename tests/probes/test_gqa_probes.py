@@ -22,7 +22,8 @@ from probes.result import Status, worst
 from probes.subject import GQA_POINTS
 from tests.gqa import oracle as theirs
 
-APPLY = {"load_ledger", "config_ledger", "dtype_ledger", "rope", "schedules", "influence", "backend_matrix", "poison", "isolation",
+OF_CACHES = {"sparse_reading", "termination", "chunked_prefill"}  # of GQA models alone, as decoder is
+APPLY = {*OF_CACHES, "host_tier", "load_ledger", "config_ledger", "dtype_ledger", "rope", "schedules", "influence", "backend_matrix", "poison", "isolation",
          "rollback", "memory_map", "captured", "decoder"}
 
 
@@ -60,7 +61,7 @@ def red(name: str, subject) -> set[str]:
 def test_which_probes_apply(profiles, official):
     ours, old = open_subject(profiles / "qwen2", "files"), open_subject(official, "files")
     assert set(applying(ours, available())) == APPLY
-    assert set(applying(old, available())) == {*CATALOGUE, *BESIDE} - {"decoder"}
+    assert set(applying(old, available())) == {*CATALOGUE, *BESIDE} - {"decoder", *OF_CACHES}
     why = left_out(probe_named("mhc"), ours)
     assert why.startswith("does not apply to GQA models: ") and left_out(probe_named("mhc"), old) is None
     [check], _ = execute(probe_named("mhc")(), ours)
@@ -141,10 +142,14 @@ def test_rows_of_ragged_batches_hold_nothing_beyond_their_end(profiles):
 @pytest.mark.parametrize("name,numerics", [(name, "fp32") for name in profile.GQA_PROFILES] + [("qwen2", "native"), ("mistral", "native")])
 def test_green_on_sound_models(profiles, name, numerics):
     subject = open_subject(profiles / name, "ours", numerics)
-    for name in sorted(APPLY):
-        checks = looked(name, subject)
-        assert worst(checks) is Status.PASS, (name, [c for c in checks if c.status is not Status.PASS][:2])
-        assert all(c.samples > 0 for c in checks), name
+    windows = name in ("mistral", "yarn")  # in every layer and in some: nothing there, or little, is read sparsely
+    for probe in sorted(APPLY):
+        checks = looked(probe, subject)
+        if windows and probe in {*OF_CACHES, "host_tier"}:
+            assert worst(checks) in (Status.PASS, Status.VACUOUS), (probe, [c for c in checks if c.status is not Status.PASS][:2])
+            continue
+        assert worst(checks) is Status.PASS, (probe, [c for c in checks if c.status is not Status.PASS][:2])
+        assert all(c.samples > 0 for c in checks), probe
 
 
 def test_green_on_transformers(checkpoint):
