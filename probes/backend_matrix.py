@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 
 from dsv4.numerics import Numerics
+from kernels.cache_rows import PackedRows
 from kernels.dispatch import DispatchLedger, bind
 from kernels.errors import BackendUnavailable
+from kernels.staging import SlotTable
 from probes.case_inputs import Case, Inputs
 from probes.compile_ahead import compile_ahead
 from probes.composition_cases import composition_cases
@@ -23,7 +25,7 @@ LIMITS = {  # dtype of the activations → (relative error of a result, why)
 }
 CODES = "nine values in ten, as a share of their row's size: one beside a boundary of FP8 or FP4 moves by a whole step"
 OF_CODES = 1e-2, "sums of simulated FP8: a value beside a boundary moves by 6 %; without the simulation all do, by 2.6 % rms"
-EXACT = "formats are defined bit for bit"
+EXACT = "what is copied or encoded is defined bit for bit"
 TOKENS = (1, 2, 9)  # implementations choose their way by such counts
 
 
@@ -100,18 +102,18 @@ def compared(name: str, mine: Callable, reference: Callable, case: Case, dtype: 
 def results(function: Callable, case: Case, device: torch.device) -> list[torch.Tensor]:
     """What the function returns and what it writes, in host memory; its arguments are copies on `device`."""
     arguments = [copied(a, device) for a in case.arguments]
-    out = function(*arguments)
-    out = flat(out)
-    for place in case.written:
-        held = arguments[place]
-        out.append(held if isinstance(held, torch.Tensor) else held.data)
-    return [t.cpu() for t in out]
+    returned = function(*arguments)
+    return [t.cpu() for value in (returned, *(arguments[place] for place in case.written)) for t in flat(value)]
 
 
 def flat(value) -> list[torch.Tensor]:
-    """Tensors of a result, in tuples or not; None for nothing."""
+    """Tensors of a result, or of what was written, in tuples or not; None for nothing; of a table what both sides define."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, PackedRows):
+        return [value.data]
+    if isinstance(value, SlotTable):
+        value = value.state
     return [] if value is None else [tensor for part in value for tensor in flat(part)]
 
 

@@ -26,6 +26,11 @@ class SlotTable(NamedTuple):
     where: torch.Tensor
     order: torch.Tensor
 
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """What `fetch` and `write_back` define: all but the scratch."""
+        return self.held, self.used, self.clock, self.count, self.current
+
     def forget(self, since: int | torch.Tensor = 0) -> None:
         """Drop the staged items from number `since` (int, or [G, 1]) on, and the tail: their rows in host memory have changed, or
         are about to."""

@@ -6,6 +6,7 @@ from kernels.block_choice import Policy
 from kernels.chunked_prefill import Chunking
 from kernels.grouped_attention import Termination
 from kernels.quantize import PackedWeight, WeightFormat
+from kernels.staging import fetch, items_of, new_table, paired
 from probes.case_inputs import Case, Inputs, cases_of
 
 SLOTS = 384  # of a cache: three blocks of 128
@@ -134,3 +135,51 @@ def _chunked_prefill(i: Inputs):
     if c.head_dim & (c.head_dim - 1):
         return []
     return [("", [q, keys, values, 0, lengths, cut, c.head_dim**-0.5])]
+
+
+BLOCK, STAGED = 16, 7  # tokens of a staged item, and slots beside the tail
+
+
+def staging(i: Inputs):
+    """Keys and values in host memory, the same staged, and a table that one fetch has filled: rows that begin, and end in a block."""
+    KV = i.config.num_key_value_heads
+    host = rows(i)
+    staged = [i.act(2, KV, (STAGED + 1) * BLOCK, i.config.head_dim) for _ in host]
+    pools = tuple(paired(items_of(far, BLOCK), items_of(near, BLOCK)) for far, near in zip(host, staged))
+    table = new_table(2 * KV, SLOTS // BLOCK, STAGED, "cpu")
+    fetch(table, pools, lists(i, 2 * KV), torch.full((2,), SLOTS), BLOCK, True, backend="reference")
+    table.where.scatter_(1, table.held.long(), torch.arange(STAGED, dtype=torch.int32).expand_as(table.held))  # which only kernels keep
+    return host, staged, pools, table
+
+
+def lists(i: Inputs, G: int, n: int = STAGED) -> torch.Tensor:
+    """int32 [G, n]: blocks of SLOTS tokens in any order, each once."""
+    return torch.rand(G, SLOTS // BLOCK, generator=i.g).argsort(-1)[:, :n].int()
+
+
+def _fetch(i: Inputs):
+    """As many items as slots, some that are there, some stale, the one being written; fewer, and absent ones; one pool of all groups."""
+    _, _, pools, table = staging(i)
+    G, last = table.held.shape[0], SLOTS // BLOCK - 1
+    full, few = lists(i, G), lists(i, G, 4)
+    full[:, 2] = last
+    full[:, 3:] = torch.where(full[:, 3:] == last, -1, full[:, 3:])
+    few[:, 1] = -1
+    begun = torch.tensor([SLOTS // 2 + i.N, SLOTS - 1])  # the first row was taken back to its half
+    full[:G // 2] = torch.where(full[:G // 2] > SLOTS // 2 // BLOCK, -1, full[:G // 2])
+    whole = torch.full((2,), SLOTS)
+    return [("blocks and the tail", [table, pools, full, begun, BLOCK, True], (0, 1), "bits"),
+            ("fewer, of one pool", [table, pools[:1], few.long(), whole, BLOCK, False, STAGED + 1], (0, 1), "bits")]
+
+
+def _write_back(i: Inputs):
+    """Tokens within blocks: in the tail's, in another (a rewind), and with no summaries."""
+    host, staged, _, table = staging(i)
+    KV, D = i.config.num_key_value_heads, i.config.head_dim
+    summaries = [i.act(2, KV, SLOTS // BLOCK, D) for _ in range(3)]
+    start = torch.tensor([BLOCK + i.N, SLOTS - i.N])
+    table.current.copy_((start // BLOCK).repeat_interleave(KV))
+    found = [(how, [*staged, *host, at, table, *kept, BLOCK], (0, 1, 2, 3, 5, 6, 7, 8))
+             for how, at, kept in (("the tail's block", start, summaries), ("another block", start - BLOCK, summaries),
+                                   ("no summaries", start, [None] * 3))]
+    return found

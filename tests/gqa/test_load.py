@@ -100,7 +100,7 @@ def test_what_does_not_apply_is_refused(llama, options, said):
 
 
 def test_another_family_s_tools_refuse(llama, command_line):
-    for args in (("audit", llama), ("convert", llama, llama.parent / "x", "--to", "bf16"), ("recall", llama),
+    for args in (("convert", llama, llama.parent / "x", "--to", "bf16"), ("recall", llama),
                  ("generate", llama, "--token-ids", "1,2", "--speculate", "mtp")):
         code, _, err = command_line(*args)
         assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (args, err)

@@ -237,6 +237,8 @@ def test_every_operation_has_cases_that_run_and_that_a_changed_kernel_fails(prof
     place = {"grouped_attention": 2, "gather_attention": 2, "rms_norm": 1}.get(name, 0)  # what every result depends on
 
     def changed(*given):
+        if name == "fetch":  # a slot off by one
+            return torch.where((slots := reference(*given)) < 0, slots, slots + 1)
         return reference(*given[:place], given[place] * 1.5, *given[place + 1:])
     for dtype in dtypes_of(subject.model.numerics):
         for tokens in TOKENS:
