@@ -8,8 +8,9 @@ PROMPT ?= The capital of France is
 demo: .venv/.runtime
 	$(BIN)/dsv4 generate demo --prompt "$(PROMPT)" --max-new-tokens 64
 
+# A process a processor; the tests of a file stay together, for what they share.
 test: .venv/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 .venv/.runtime: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"error: Python 3.11 or later is needed, found {v.major}.{v.minor}; run make PYTHON=python3.11")'

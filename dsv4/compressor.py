@@ -11,7 +11,7 @@ import torch
 
 from dsv4.cache import CompressorCache
 from dsv4.config import LayerKind, ModelConfig
-from dsv4.linear import Linear, Storage, parameter
+from dsv4.linear import Linear, parameter
 from dsv4.module import Module, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics

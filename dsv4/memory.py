@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache import cache_streams
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.numerics import Numerics
+from dsv4.streams import cache_streams
 from loaders.write import tensor_bytes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -44,7 +44,7 @@ def format_bytes(n: int) -> str:
 class Row:
     """One line of a plan: what, how many bytes, and the formula that gives them."""
 
-    group: str  # 'weights', 'cache', or of a cache in host memory 'pinned' and 'staging' (see `dsv4.cache.Stream.place`)
+    group: str  # 'weights', 'cache', or of a cache in host memory 'pinned' and 'staging' (see `dsv4.streams.Stream.place`)
     name: str
     nbytes: int
     formula: str

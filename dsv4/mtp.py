@@ -1,7 +1,6 @@
 """Multi-token prediction: a block that drafts the token after the next one."""
 
 import torch
-from torch import nn
 
 from dsv4.block import Block
 from dsv4.cache import LayerCache

@@ -7,10 +7,12 @@ pools where they are; index scores and HCA attention read [B, n, width], which i
 
 import torch
 
-from dsv4.cache import CompressorCache, EntryRows, LayerStreams, Stream, TokenRows
+from dsv4.cache import CompressorCache
+from dsv4.rows import EntryRows, TokenRows
 from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
 from dsv4.paging import NOWHERE, PageGroup
 from dsv4.step import CapturedStep, Step
+from dsv4.streams import LayerStreams, Stream
 from kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
 
 BLOCK = 128  # tokens: prefixes end at multiples of it, where HCA has no open window and CSA reads its overlap only

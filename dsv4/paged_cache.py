@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths, cache_streams, zeros
+from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths
 from dsv4.config import ModelConfig
 from dsv4.errors import CapacityError, InputError, OutOfPages, UnsupportedInput
 from dsv4.numerics import Numerics
 from dsv4.page_tables import BLOCK, PagedLayerCache, PageTable, page_groups, paged_streams, pool_pages
 from dsv4.paging import NOWHERE, PagePool
+from dsv4.streams import cache_streams, zeros
 from kernels.cache_rows import write_rows
 
 

@@ -4,8 +4,6 @@ A captured step reads tensors where they were when it was captured. The pools of
 the row's tables are copied into those of this one before a step runs: a few hundred bytes a group, and one graph serves every row.
 """
 
-import torch
-
 from dsv4.cache import Cache, Lengths
 from dsv4.page_tables import PagedLayerCache, PageTable
 from dsv4.paged_cache import PagedCache

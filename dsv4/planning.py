@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from dsv4.cache import Stream, cache_streams
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.gqa import cache as gqa_cache
@@ -17,6 +16,7 @@ from dsv4.host_tier.planning import brought_entries, brought_layers, check_entri
 from dsv4.load import resolve_device
 from dsv4.memory import Plan, Row, cache_rows, free_bytes, parse_count, stream_rows, weight_rows
 from dsv4.numerics import Numerics, numerics_named
+from dsv4.streams import Stream, cache_streams
 from loaders.expected import official_tensors, preset
 from loaders.load import Inventory
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv4.errors import InputError
 from probes.bisect import Bisection, reference_of
-from probes.causes import MODULES, WORDS
+from probes.causes import WORDS
 from probes.confirm import Confirmation, Verdict
 from probes.formats.markdown import escape, table
 from probes.local import FACTOR, STEP, STEPS, Difference, dtype_of

@@ -12,12 +12,13 @@ from kernels.chunked_prefill import Chunking
 from kernels.errors import UnsupportedInput
 from probes.gqa.chunked_walk import Walk
 from probes.control import attempted_all, chance_of
-from probes.gqa.steps import Call, Tally, Watched, full_layers, poisoned, tokens_in
+from probes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
 from probes.measure import agreeing, limit_of, token_errors, tokens
 from probes.oracle import reading
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
+from probes.wrapping import kept
 
 CUT = Chunking(32, 8, 12)
 LENGTHS, MORE, PIECE = [189, 96, 31, 128], 3, 64  # the last chunk partial, whole, the only one; several calls; tokens decoded afterwards
@@ -36,17 +37,13 @@ class ChunkedPrefill(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model
-        if not full_layers(model):
-            return [vacuous(self.title, "every layer has a window, and reads just that", part="chunked prefill")]
-        if why := tokens_in(max(LENGTHS) + MORE, model):
+        if why := out_of_reach(model, max(LENGTHS) + MORE):
             return [vacuous(self.title, why, part="chunked prefill")]
-        held, checks = model.attention, []
-        try:
+        checks = []
+        with kept(model, "attention"):
             for what, make in (("a prompt runs", self._model), ("the future", self._future), ("one chunk", self._one),
                                ("extreme logits", self._extreme), ("a token of the first chunk", self._survival)):
                 checks += attempted_all(what, "", "chunked prefill", lambda: guarded(make(subject)))
-        finally:
-            model.attention = held
         return checks
 
     # ---- the model ------------------------------------------------------------------------

@@ -1,7 +1,10 @@
-"""What the measuring commands (`dsv4 recall`, `dsv4 fidelity`) share on the command line."""
+"""What the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) share on the command line."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +16,36 @@ errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 def option(about: str, **more):
     return typer.Option(help=about, show_default=False, **more)
+
+
+Word = str | None
+Text = Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")]
+Policies = Annotated[Word, option("GQA: sink-window, page-bound, block-bound, block-mean, separated by commas; default: all, or of "
+                                  "early ends the first three.")]
+Rows = Annotated[int, typer.Option(help="Rows of each text.")]
+Numerics = Annotated[str, typer.Option(help="native or fp32; of DeepSeek-V4 qat and qat:fp32 too.")]
+Backend = Annotated[str, typer.Option(help="auto, reference, cpu or triton.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Seed = Annotated[int, typer.Option(help="Of needles, and of random ids.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+
+
+def report_in(stem: str):
+    """The option --out of a measurement whose files are called `stem`."""
+    return option(f"Directory for {stem}.md, .json and plots.")
+
+
+def wide(columns: int) -> Console:
+    """stdout for tables: of what goes to a file, nothing is cut off at 80."""
+    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else columns)
+
+
+def publish(out: Path | None, stem: str, plots: dict[str, str], markdown: Callable[[dict[str, str]], str], document: str) -> None:
+    """Write a measurement to `out`, if there is one, as `probes.report.write_measurement` does, and say so."""
+    from probes.report import write_measurement
+    if out is not None:
+        for file in write_measurement(out, stem, plots, markdown, document):
+            errors.print(f"wrote {file}")
 
 
 def refuse_idle(used: bool, given: dict, instead: str) -> None:

@@ -18,12 +18,13 @@ from kernels.cache_rows import PAGE
 from kernels.dispatch import DispatchLedger, bind
 from kernels.operations import GQA_OPERATIONS
 from probes.control import attempted_all
-from probes.gqa.steps import Call, Tally, Watched, full_layers, poisoned, tokens_in
+from probes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
 from probes.measure import tokens
 from probes.probe import Probe
 from probes.result import Check, vacuous
 from probes.staged_rows import Fetches, poison
 from probes.subject import Subject
+from probes.wrapping import kept
 
 POLICIES = (  # and staging slots beyond those that a step needs
     (Policy("block-16 bound", "bound", 16, 1, 2, 3), 0),
@@ -64,19 +65,15 @@ class HostTier(Probe):
 
     def _grouped(self, subject: Subject) -> list[Check]:
         model = subject.model
-        if not full_layers(model):
-            return [vacuous(self.title, "every layer has a window, and reads just that", part="host tier")]
-        if why := tokens_in(max(LENGTHS) + 120, model):
+        if why := out_of_reach(model, max(LENGTHS) + 120):
             return [vacuous(self.title, why, part="host tier")]
-        held, checks = model.attention, []
-        try:
+        checks = []
+        with kept(model, "attention"):
             for policy, spare in POLICIES:
                 slots = policy.kept + spare
                 where = f"{policy.name}, {slots} slots"
                 checks += attempted_all("a layer decodes from host memory", where, "host tier",
                                         lambda: self._policy(subject, policy, slots, where))
-        finally:
-            model.attention = held
         return checks
 
     def _policy(self, subject: Subject, policy: Policy, slots: int, where: str) -> Iterator[Check]:

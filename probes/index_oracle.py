@@ -12,7 +12,6 @@ from probes.oracle import Oracle
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
 from probes.oracle.indexer import KEYS, QUERIES, SCORES, indexed, mistakes
-from probes.oracle.indexer import form, held, queries  # noqa: F401 (probes.recall takes them from here)
 from probes.probe import Probe
 from probes.result import Check, Status, compare, vacuous
 from probes.subject import Subject

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4.cache import Entries, Stream, zeros
+from dsv4.rows import Entries
 from dsv4.step import Step
+from dsv4.streams import Stream, zeros
 from kernels.cache_rows import PackedRows, RowFormat, read_rows
 from probes.layouts import PAGE, Packed, fp4_keys, fp8_keys, fp8_rows
 from probes.result import Check, compare, vacuous

@@ -43,10 +43,16 @@ def provenance(subject, command: list[str], seeds: dict, started: float) -> dict
         "device": device(getattr(subject, "device", None) or getattr(model, "device", None)),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
         "numerics": subject.numerics, "backend": _backend(subject, model), "dispatch": _dispatch(subject, model),
-        "seeds": dict(seeds), "command": shlex.join(without_paths(part) for part in command),
+        "seeds": dict(seeds), "command": shlex.join(without_paths(part) for part in called(command)),
         "date": datetime.fromtimestamp(started, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "seconds": round(max(0.0, time.time() - started), 3), "about": without_paths(dict(subject.provenance)),
     }
+
+
+def called(command: list[str]) -> list[str]:
+    """argv as it would be typed: `python -m PACKAGE …` for a package's __main__.py."""
+    first = Path(command[0]) if command else Path()
+    return ["python", "-m", first.parent.name, *command[1:]] if first.name == "__main__.py" else list(command)
 
 
 def checkpoint_path(subject) -> Path | None:

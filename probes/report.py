@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class Report:
         files, taken = {}, set()
         for i, section in enumerate(self.sections):
             for name in section.plots:
-                base = f"{stem}-{_slug(section.probe)}-{_slug(name)}"
+                base = f"{stem}-{slug(section.probe)}-{slug(name, 'plot')}"
                 file, n = f"{base}.svg", 2
                 while file.lower() in taken:  # some file systems do not tell A from a
                     file, n = f"{base}-{n}.svg", n + 1
@@ -136,5 +136,15 @@ def write_files(directory: str | Path, texts: Mapping[str, str]) -> list[Path]:
     return targets
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "plot"
+def write_measurement(directory: str | Path, stem: str, plots: Mapping[str, str], markdown: Callable[[dict[str, str]], str],
+                      document: str) -> list[Path]:
+    """Write stem.md, stem.json and an SVG for each title of `plots`, all or none: markdown(file by title), and the JSON `document`.
+    Raises WriteError."""
+    files = {title: f"{stem}-{re.sub(r'[^a-z0-9]+', '-', title.lower())}.svg" for title in plots}
+    texts = {files[title]: svg for title, svg in plots.items()}
+    return write_files(directory, texts | {f"{stem}.md": markdown(files), f"{stem}.json": document})
+
+
+def slug(name: str, otherwise: str = "checkpoint") -> str:
+    """A name as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or otherwise

@@ -11,13 +11,14 @@ from dsv4.gqa.cache import GroupedCache, SEARCHED
 from dsv4.gqa.choice import Attention
 from kernels.block_choice import Policy
 from probes.control import attempted_all
-from probes.gqa.steps import Tally, Watched, captured, full_layers, poisoned, tokens_in
+from probes.gqa.steps import Tally, Watched, captured, full_layers, out_of_reach, poisoned
 from probes.gqa.keep_sets import Group, judged
 from probes.measure import agreeing, limit_of, token_errors, tokens
 from probes.oracle import reading
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
+from probes.wrapping import kept
 
 POLICIES = (Policy("page-16 bound", "bound", 16, 1, 2, 3), Policy("block-16 mean", "mean", 16, 1, 2, 3),
             Policy("two sinks and window", None, 16, 2, 3),
@@ -45,26 +46,24 @@ class SparseReading(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model
-        if not full_layers(model):
-            return [vacuous(self.title, "every layer has a window, and reads just that", part="sparse reading")]
+        if why := out_of_reach(model):
+            return [vacuous(self.title, why, part="sparse reading")]
         if model.config.num_key_value_heads < 2:
             several = [vacuous("each KV head chooses for itself", "there is one KV head", part="keep-set")]
         else:
             several = []
-        held, checks = model.attention, []
-        try:
+        checks = []
+        with kept(model, "attention"):
             for policy in POLICIES:
                 checks += attempted_all("a policy runs", policy.name, "sparse reading", lambda: self._policy(subject, policy))
             checks += attempted_all("of equal scores the lowest block is kept", "equal keys", "keep-set, ties", lambda: ties(subject))
             checks += attempted_all("a budget for all tokens", "every block", "sparse reading", lambda: self._everything(subject))
-        finally:
-            model.attention = held
         return checks + several
 
     def _policy(self, subject: Subject, policy: Policy) -> Iterator[Check]:
         model, lengths = subject.model, lengths_of(policy)
         room = max(lengths) + sum(n for n, _ in MOVES) + 1
-        if why := tokens_in(room, model):
+        if why := out_of_reach(model, room):
             yield vacuous("a policy's steps", why, where=policy.name, part="sparse reading")
             return
         ids = tokens(subject, room, self.seed, rows=len(lengths))

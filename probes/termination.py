@@ -11,7 +11,7 @@ from dsv4.gqa.choice import Attention
 from kernels.block_choice import Policy, dense
 from kernels.grouped_attention import Termination
 from probes.control import attempted_all
-from probes.gqa.steps import Call, Tally, Watched, captured, full_layers, poisoned, tokens_in
+from probes.gqa.steps import Call, Tally, Watched, captured, full_layers, out_of_reach, poisoned
 from probes.measure import limit_of, tokens
 from probes.oracle import reading
 from probes.oracle import termination as oracle
@@ -19,6 +19,7 @@ from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.gqa.stop_points import ASPECTS, Walk, allowed, alternatives, count
 from probes.subject import Subject
+from probes.wrapping import kept
 
 TILE = 64
 LENGTHS = [14 * TILE + 20, 9 * TILE - 1, TILE + 6]
@@ -42,16 +43,12 @@ class TerminationProbe(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model
-        if not full_layers(model):
-            return [vacuous(self.title, "every layer has a window, and reads just that", part="termination")]
-        if why := tokens_in(max(LENGTHS) + 8, model):
+        if why := out_of_reach(model, max(LENGTHS) + 8):
             return [vacuous(self.title, why, part="termination")]
-        held, checks = model.attention, []
-        try:
+        checks = []
+        with kept(model, "attention"):
             for policy in POLICIES:
                 checks += attempted_all("attention terminates", policy.name, "termination", lambda: self._policy(subject, policy))
-        finally:
-            model.attention = held
         return checks
 
     def _policy(self, subject: Subject, policy: Policy) -> Iterator[Check]:

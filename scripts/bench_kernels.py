@@ -1,12 +1,12 @@
 """Times of every kernel beside its peers and its physical limits, on a GPU.
 
-    python scripts/bench_kernels.py [--only REGEX] [--quick] [--no-peers] [--without REGEX] [--list] [--out DIR]
+    python scripts/bench_kernels.py [--only REGEX] [--quick] [--no-peers] [--without REGEX] [--list] [--journal FILE] [--out DIR]
 
 Rows come from `scripts/bench/rows_*.py`. Each is first held against the reference; a row that fails prints RED and no time,
 and the exit code is 1. Then ours and each installed peer (`scripts/peers.sh` fetches them; their folder goes into the
 environment variable PEERS) are timed with a cold L2 as CUDA-graph replays; at the end the kernels of rows that missed their
-goal are profiled. Writes bench_kernels_<device>.json, .md and .svg to
-DIR (audits).
+goal are profiled. With --journal a run that was cut off goes on where it stopped, when it is called again. Writes
+bench_kernels_<device>.json, .md and .svg to DIR (audits).
 """
 
 import argparse
@@ -23,9 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dsv4.errors import InputError  # noqa: E402
 from scripts import bench  # noqa: E402
 from scripts.bench import peers, report  # noqa: E402
-from scripts.bench.journal import CRASHED, Journal, supervise  # noqa: E402
+from scripts.bench.journal import CRASHED, Journal, claim, supervise  # noqa: E402
 from scripts.bench.measure import DeviceLost, Result, examine, measure  # noqa: E402
 from scripts.bench.row import Row  # noqa: E402
 from scripts.bench.timing import Clock, measure_machine  # noqa: E402
@@ -63,18 +64,24 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print rows with floors and goals; needs no GPU")
     parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
     parser.add_argument("--out", type=Path, default=Path("audits"))
-    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--journal", type=Path, help="what is done, kept in FILE; absent or of the same run")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.list:
         return show(args)
     if not torch.cuda.is_available():
         print("error: benchmarks need a CUDA device; --list works without one", file=sys.stderr)
         return 2
-    if args.journal:
+    if args.child:
         return run(args, Journal(args.journal))
     with tempfile.TemporaryDirectory() as folder:
-        journal = Path(folder) / "journal.jsonl"
-        return supervise(journal, [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--journal", str(journal)])
+        journal = args.journal or Path(folder) / "journal.jsonl"
+        try:
+            claim(journal, {k: v for k, v in report.provenance(SCRIPT).items() if k != "command"} | {"quick": args.quick})
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return supervise(journal, [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--journal", str(journal), "--child"])
 
 
 def show(args) -> int:

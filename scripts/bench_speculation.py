@@ -1,13 +1,14 @@
 """Speculative decoding on a GPU: what rounds of each size cost, and every block-size policy on acceptance traces.
 
     python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 768,256,192]
-                                        [--trace KIND=FILE ...] [--static 0,1,2,4,8] [--out DIR]
+                                        [--trace KIND=FILE ...] [--static 0,1,2,4,8] [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384] [--out DIR]
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
 
 Rounds run as CUDA graphs on random weights of published widths; a trace says how many drafts are right. Costs of all sizes are
 measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes.
-`bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. `--checkpoint` runs them on a checkpoint's own
+`bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. With `--journal` a run that was cut off goes on where
+it stopped, when it is called again. `--checkpoint` runs them on a checkpoint's own
 text instead, greedily continued from this project's code and prose, and counts the rows that equal plain decoding. `--record` writes traces of a checkpoint's own text, greedily
 continued from this project's code and prose. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_]<device>.json, .md,
 .svg and, with dummy weights, speculation_costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.errors import Dsv4Error, InputError  # noqa: E402
 from dsv4.numerics import NUMERICS  # noqa: E402
 from scripts.bench import report, speculation, speculation_gpu, speculation_report, speculation_traces  # noqa: E402
+from scripts.bench.speculation_journal import SpeculationJournal  # noqa: E402
 from scripts.bench_speculation_sim import named_trace  # noqa: E402
 
 SCRIPT = "scripts/bench_speculation.py"
@@ -46,6 +48,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", action="append", default=[], metavar="KIND=FILE")
     parser.add_argument("--record", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--record-out", type=Path, default=speculation_traces.FOLDER)
+    parser.add_argument("--journal", type=Path)
     parser.add_argument("--out", type=Path, default=Path("audits"))
     return parser.parse_args(given)
 
@@ -69,13 +72,14 @@ def run(args: argparse.Namespace) -> None:
     about = report.provenance(SCRIPT)
     slug = report.device_slug(torch.cuda.get_device_name())
     what = f"{args.dummy_weights.capitalize()} widths, {args.layers} layers, the head and the MTP block, random weights, FP8 and FP4 caches"
-    costs = speculation_gpu.measure_costs(model, args.batch, args.context, f"{what}; {report.headline(about)}", about, say)
+    run_of = {key: str(value) for key, value in (vars(args) | about).items() if key not in ("out", "journal", "command")}
+    journal = SpeculationJournal(args.journal, run_of)
+    costs = speculation_gpu.measure_costs(model, args.batch, args.context, f"{what}; {report.headline(about)}", about, say, journal)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"speculation_costs_{slug}.json").write_text(json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")
-    ran: list[speculation_gpu.Timed] = []
     for batch, tokens in zip(args.batch, args.tokens):
-        ran += speculation_gpu.race(model, traces, costs, batch, args.context, tokens, args.static, say)
-        write(args.out, slug, ran, about, costs, traces, what)
+        speculation_gpu.race(model, traces, costs, batch, args.context, tokens, args.static, say, journal)
+        write(args.out, slug, journal.ran, about, costs, traces, what)
 
 
 def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:

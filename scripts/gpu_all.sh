@@ -12,10 +12,12 @@
 # speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the bill of both kinds of
 # model and its map; host_tier: caches in host memory. Parts run one after another, because some are timed; each at most LIMIT seconds (default
 # 600). Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
+# JOURNALS: a folder; kernels and speculation, cut off, go on where they stopped when called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits}
-export LIMIT=${LIMIT:-600}
+export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
+mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity selftest speculation speculation_text gqa_decode regime host_tier)
@@ -36,13 +38,13 @@ audit() {
 part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
-    kernels) "$python" scripts/bench_kernels.py --out "$OUT" --without "$without" ;;
+    kernels) "$python" scripts/bench_kernels.py --journal "$JOURNALS/kernels.jsonl" --out "$OUT" --without "$without" ;;
     decode) "$python" scripts/bench_decode.py --prefill 8K,128K --out "$OUT" ;;
     audit) audit ;;
     matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$(nproc)" --limit "$LIMIT" --out "$OUT" ;;
     identity) "$python" scripts/measure_speculation.py --out "$OUT" ;;
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --out "$OUT" ;;
-    speculation) "$python" scripts/bench_speculation.py --out "$OUT" ;;
+    speculation) "$python" scripts/bench_speculation.py --journal "$JOURNALS/speculation.jsonl" --out "$OUT" ;;
     speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --out "$OUT" ;;
     gqa_decode) "$python" scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound --batch 1 --context 128K,1M --out "$OUT" ;;
     regime) "$python" -m dsv4 regime measure --out "$OUT"

@@ -11,10 +11,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything that imports one
 
 from dsv4 import cli, load_model  # noqa: E402
+from probes.compile_ahead import usable_processors  # noqa: E402
 from tests import checkpoints, oracle  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
 TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that order their sums differently
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Processes of `-n auto`: the processors that this container may use, each of which takes 1 to 2 GB."""
+    return min(8, usable_processors())
 
 
 def pytest_collection_modifyitems(items):
@@ -26,8 +33,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def two_threads():
-    torch.set_num_threads(2)
+def one_thread():
+    """Tensors are small: threads would wait for each other, and `make test` has a process a processor."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

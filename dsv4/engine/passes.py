@@ -18,7 +18,6 @@ from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import room
-from dsv4.speculation.verify import Verify
 
 
 @dataclass

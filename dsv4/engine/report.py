@@ -6,7 +6,6 @@ from pathlib import Path
 
 from dsv4.engine import plots
 from dsv4.engine.requests import percentiles
-from dsv4.errors import InputError
 from dsv4.speculation.documents import check_can_draw, write_whole
 from dsv4.speculation.policy import PRESSURE_PERCENT
 

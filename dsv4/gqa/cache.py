@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cache import Lengths, Stream, zeros
+from dsv4.cache import Lengths
 from dsv4.errors import CapacityError, InputError, RewindError
 from dsv4.gqa.config import GQAConfig
 from dsv4.numerics import Numerics
 from dsv4.step import Step
+from dsv4.streams import Stream, zeros
 from kernels.block_choice import Policy
 from kernels.chunked_prefill import Chunking, Memory
 

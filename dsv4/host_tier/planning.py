@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from dsv4.cache import LayerStreams as EntryStreams
-from dsv4.cache import Stream
 from dsv4.errors import CapacityError, InputError
+from dsv4.streams import Stream
 from dsv4.gqa import cache as gqa
 from dsv4.gqa.config import GQAConfig
 from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import staged_blocks
 from dsv4.numerics import Numerics
+from dsv4.streams import LayerStreams as EntryStreams
 from kernels.block_choice import Policy, dense
 from kernels.cache_rows import PAGE
 

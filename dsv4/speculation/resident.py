@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable
 
-import torch
 
 from dsv4.errors import InputError
 from dsv4.generate import Generation, context_full, context_limit

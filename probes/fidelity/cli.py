@@ -1,25 +1,23 @@
 """`dsv4 fidelity`: the command line of the measurement."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from dsv4.errors import InputError
-from probes.console import counts, errors, option, progress
+from probes.console import (Backend, Device, Json, Numerics, Policies, Seed, Text, Word, counts, errors, option, progress, publish, report_in,
+                            wide)
 
 Number = int | None
-Word = str | None
 
 
 def fidelity(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory: DeepSeek-V4 or a GQA model.", show_default=False)],
     topk: Annotated[Word, option("DeepSeek-V4: entries that CSA selects, e.g. 16,32,64; default: around index_topk. The checkpoint's "
                                  "own and all entries are measured too.")] = None,
-    policy: Annotated[Word, option("GQA: sink-window, page-bound, block-bound, block-mean, separated by commas; default: all.")] = None,
+    policy: Policies = None,
     budget: Annotated[Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: an 8th and a 4th of the "
                                    "longest context.")] = None,
     block: Annotated[Number, option("GQA: tokens of a block, instead of each policy's own.")] = None,
@@ -30,19 +28,21 @@ def fidelity(
     new_tokens: Annotated[Number, option("Greedy tokens after each prompt, 0 for none.")] = None,
     needles: Annotated[Number, option("Needles a variant, haystack and context, 0 for none.")] = None,
     queries: Annotated[Number, option("Last queries of each context whose selection is looked at.")] = None,
-    text: Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")] = None,
-    numerics: Annotated[str, typer.Option(help="native, fp32, qat or qat:fp32.")] = "native",
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of needles, and of random ids.")] = 0,
-    out: Annotated[Path | None, option("Directory for fidelity_NAME_FAMILY.md, .json and plots.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")] = False,
+    text: Text = None,
+    numerics: Numerics = "native",
+    backend: Backend = "auto",
+    device: Device = "cpu",
+    seed: Seed = 0,
+    out: Annotated[Path | None, report_in("fidelity_NAME_FAMILY")] = None,
+    as_json: Json = False,
 ):
     """What reading sparsely changes: each policy, or k of CSA, held against the model reading everything. Exit code 0: measured."""
-    from probes.fidelity import document
+    from probes.fidelity import document, markdown, plots
     from probes.fidelity.settings import settle, variants_of
-    from probes.recall import plots
+    from probes.formats.json_report import dumped
+    from probes.recall.plots import MISSING, available
     from probes.recall.text import read_text
+    from probes.report import slug
     ks, budgets, contexts = (counts(*pair) for pair in (("--topk", topk), ("--budget", budget), ("--context", context)))
     errors.print(f"loading {checkpoint.name}")
     subject = document.ModelSubject(checkpoint, numerics, backend, device)
@@ -52,12 +52,11 @@ def fidelity(
     material = read_text(text, checkpoint, subject.config.vocab_size, tokens, seed)
     with progress(document.work(variants, settings)) as (say, advance):
         found = document.measured(subject, variants, settings, material, sys.argv, say, advance)
-    if not plots.available():
-        found["notes"].append(plots.MISSING)
+    if not available():
+        found["notes"].append(MISSING)
     _show(found, as_json)
-    if out is not None:
-        for file in _write(found, out, f"fidelity_{word(checkpoint.resolve().name)}_{found['family']}"):
-            errors.print(f"wrote {file}")
+    publish(out, f"fidelity_{slug(checkpoint.resolve().name)}_{found['family']}", plots.draw(found) if available() else {},
+            lambda files: markdown.render(found, files), dumped(found))
 
 
 def names(text: str | None) -> list[str] | None:
@@ -70,25 +69,10 @@ def names(text: str | None) -> list[str] | None:
     return list(dict.fromkeys(names))
 
 
-def word(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "checkpoint"
-
-
 def _show(found: dict, as_json: bool) -> None:
-    from probes.fidelity import document, tables
+    from probes.fidelity import tables
+    from probes.formats.json_report import dumped
     if as_json:
-        sys.stdout.write(document.render(found))
-        return
-    wide = None if sys.stdout.isatty() else 160  # of what goes to a file, nothing is cut off at 80
-    tables.show(found, Console(highlight=False, markup=False, soft_wrap=True, width=wide))
-
-
-def _write(found: dict, out: Path, stem: str) -> list[Path]:
-    """All files or none; a plot for each title."""
-    from probes.fidelity import document, markdown, plots
-    from probes.recall.plots import available
-    from probes.report import write_files
-    drawn = plots.draw(found) if available() else {}
-    files = {title: f"{stem}-{title.lower().replace(' ', '-')}.svg" for title in drawn}
-    texts = {files[title]: svg for title, svg in drawn.items()}
-    return write_files(out, texts | {f"{stem}.md": markdown.render(found, files), f"{stem}.json": document.render(found)})
+        sys.stdout.write(dumped(found))
+    else:
+        tables.show(found, wide(160))

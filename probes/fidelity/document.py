@@ -1,6 +1,5 @@
 """The measurement as strict JSON, described by probes/schema/fidelity-1.json."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -98,10 +97,6 @@ def hidden_needles(model: CausalLM, variants: list[Variant], settings: Settings,
 def valid(document: dict) -> dict:
     """`document` itself. Raises Dsv4Error with the first thing that contradicts the schema."""
     return schema.valid(document, SCHEMA, f"the measurement is no valid fidelity-{VERSION} document")
-
-
-def render(document: dict) -> str:
-    return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
 def work(variants: list[Variant], settings: Settings) -> int:

@@ -1,7 +1,7 @@
 """Ways in which one model reads its context: everything, or what a policy keeps."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from dsv4.gqa.model import GQAModel
 from kernels.block_choice import Policy, dense
 from probes.recall.mass import window_only
 from probes.recall.observe import CSA_RATIO, csa_layers
+from probes.wrapping import replaced
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,6 @@ class Variant:
         policy = None if self.policy is None else dataclasses.asdict(self.policy)
         return {"name": self.name, "budget": self.budget, "exact": self.exact, "own": self.own, "control": self.control,
                 "decode_only": self.decode_only, "k": self.k, "policy": policy}
-
-
-@contextmanager
-def replaced(objects: Iterable, name: str, value) -> Iterator[None]:
-    """An attribute of all objects set to `value`, and back, whatever happens in between."""
-    before = [(thing, getattr(thing, name)) for thing in objects]
-    for thing, _ in before:
-        setattr(thing, name, value)
-    try:
-        yield
-    finally:
-        for thing, old in before:
-            setattr(thing, name, old)
 
 
 # ---- CSA ------------------------------------------------------------------------------------

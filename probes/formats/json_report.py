@@ -18,7 +18,12 @@ SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"report-{VERSION}.
 
 
 def render(report: "Report", stem: str) -> str:
-    return json.dumps(document(report, stem), ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    return dumped(document(report, stem))
+
+
+def dumped(document: dict) -> str:
+    """Any document of ours as the text of its file. Raises ValueError for NaN and infinity, which `strict` makes words."""
+    return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
 def document(report: "Report", stem: str) -> dict:

@@ -1,6 +1,5 @@
 """A prompt in chunks and a memory, as a layer ran it, against the definition in float64."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 

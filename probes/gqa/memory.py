@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.cache import Stream, zeros
+from dsv4.streams import Stream, zeros
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
 

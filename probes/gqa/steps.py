@@ -81,10 +81,12 @@ def poisoned(model: GQAModel, batch: int, room: int) -> GroupedCache:
     return cache
 
 
-def tokens_in(position: int, model: GQAModel) -> str:
-    """Why a text of so many tokens cannot be run; '' if it can."""
+def out_of_reach(model: GQAModel, tokens: int = 0) -> str:
+    """Why no layer of the model reads a text of so many tokens whole; '' if one does."""
     most = model.config.max_position_embeddings
-    return "" if position <= most else f"{position} tokens are needed, the checkpoint allows {most}"
+    if not full_layers(model):
+        return "every layer has a window, and reads just that"
+    return "" if tokens <= most else f"{tokens} tokens are needed, the checkpoint allows {most}"
 
 
 def captured(subject: Subject, cache: GroupedCache, ids: torch.Tensor, where: str, part: str) -> Check:

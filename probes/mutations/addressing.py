@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from dsv4 import cache as caching
-from dsv4.cache import Cache, Entries, Lengths, Ring
+from dsv4 import streams as sizes
+from dsv4.cache import Cache, Lengths
+from dsv4.rows import Entries, Ring
 from dsv4.step import Step
 from probes.mutations import Site, mutation
 from probes.mutations.compression import given
@@ -48,7 +50,7 @@ def window_without_the_current_token(site: Site) -> None:
 @mutation("1.10", bugs=(109, 132), parts=("rewinding",), probes=("rollback",))
 def rings_without_room_to_rewind(site: Site) -> None:
     """Rings are as long as what a step reads: rows of a rejected draft have overwritten those that are needed again."""
-    real = site.patch(caching, "layer_streams", lambda config, label, ratio, batch, context, rewind, numerics:
+    real = site.patch(sizes, "layer_streams", lambda config, label, ratio, batch, context, rewind, numerics:
                       real(config, label, ratio, batch, context, 0, numerics))
 
 
@@ -58,7 +60,7 @@ def caches_in_fp32_whatever_was_asked(site: Site) -> None:
     def streams(*args):
         plan = real(*args)
         return replace(plan, streams=tuple(replace(s, dtype=torch.float32) for s in plan.streams))
-    real = site.patch(caching, "layer_streams", streams)
+    real = site.patch(sizes, "layer_streams", streams)
 
 
 @mutation("1.10", bugs=(134,), parts=("buffers of the other row",), probes=("memory_map",))

@@ -3,8 +3,9 @@
 import torch
 
 from dsv4.attention import ATTENTION, GroupedLinear, WindowAttention
-from dsv4.cache import Entries, LayerCache, Ring
+from dsv4.cache import LayerCache
 from dsv4.config import ModelConfig
+from dsv4.rows import Entries, Ring
 from probes.mutations import Site, mutation
 
 CORES = ("sparse_attention", "hca_attention")

@@ -2,8 +2,8 @@
 
 import torch
 
-from dsv4.cache import Ring
 from dsv4.graph import DecodeGraph
+from dsv4.rows import Ring
 from dsv4.step import CapturedStep
 from probes.mutations import Site, mutation
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from dsv4 import cache as caches
-from dsv4.cache import Cache, CompressorCache, Entries
+from dsv4 import streams as sizes
+from dsv4.cache import Cache, CompressorCache
+from dsv4.rows import Entries
 from dsv4.step import Step
 from probes.mutations import Site, mutation
 from probes.mutations.configuration import effective
@@ -235,7 +236,7 @@ def compressed_buffers_of_the_raw_length(site: Site) -> None:
         plan = real(config, label, ratio, *rest)
         wide = lambda s: replace(s, shape=(s.shape[0], s.shape[1] * ratio, s.shape[2]))
         return replace(plan, streams=tuple(wide(s) if s.name in ("entries", "index keys") else s for s in plan.streams))
-    real = site.patch(caches, "layer_streams", layer_streams)
+    real = site.patch(sizes, "layer_streams", layer_streams)
 
 
 @mutation("1.4", bugs=(59,), parts=("raw rows",), probes=("memory_map",))
@@ -246,7 +247,7 @@ def compressor_state_of_one_window(site: Site) -> None:
         short = lambda s: replace(s, shape=(s.shape[0], s.shape[1] - ratio, s.shape[2]))
         streams = tuple(short(s) if s.name.endswith("raw rows") else s for s in plan.streams)
         return replace(plan, streams=streams) if ratio == 4 else plan
-    real = site.patch(caches, "layer_streams", layer_streams)
+    real = site.patch(sizes, "layer_streams", layer_streams)
 
 
 @mutation("1.4", bugs=(58,), parts=("layer kind", "compressor", "compress_ratio"), probes=("config_ledger",))

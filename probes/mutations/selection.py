@@ -2,8 +2,8 @@
 
 import torch
 
-from dsv4.cache import Entries
 from dsv4.indexer import LightningIndexer
+from dsv4.rows import Entries
 from probes.mutations import Site, mutation
 
 STALE = 3  # an entry that a buffer nobody cleared still names

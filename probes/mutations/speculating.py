@@ -2,7 +2,8 @@
 
 import torch
 
-from dsv4.cache import Cache, Entries, LayerCache, Ring
+from dsv4.cache import Cache, LayerCache
+from dsv4.rows import Entries, Ring
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import _Batch
 from dsv4.speculation.rounds import Rounds

@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from dsv4.errors import InputError
-from probes.console import counts, errors, option, progress, refuse_idle
+from probes.console import Json, Seed, Text, Word, counts, option, progress, publish, refuse_idle, report_in, wide
 
 STEM = "recall"
 INSTEAD = "leave it out, or use --subject ours"
 Number = int | None
-Word = str | None
 
 
 def recall(
@@ -21,7 +19,7 @@ def recall(
     context: Annotated[Word, option("Contexts in tokens, e.g. 4096,16K; default: those with 8·k and 16·k entries.")] = None,
     k: Annotated[Word, option("Entries to select, e.g. 64,512; default: index_topk. Others are what-ifs: the best of the "
                               "model's own scores.")] = None,
-    text: Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")] = None,
+    text: Text = None,
     subject: Annotated[str, option("ours (default); transformers: that implementation on the same weights.")] = "ours",
     dump: Annotated[Path | None, option("A recorded run (probes.subjects.dump), instead of running anything.")] = None,
     numerics: Annotated[Word, option("native (default), fp32, qat or qat:fp32.")] = None,
@@ -32,14 +30,15 @@ def recall(
     rows: Annotated[int, typer.Option(help="Rows of text.")] = 2,
     queries: Annotated[int, typer.Option(help="Last queries of each context that are measured, in each row.")] = 128,
     needles: Annotated[Number, option("Needles a haystack and length, 0 for none; default: 100 on a GPU, 20 on a CPU.")] = None,
-    seed: Annotated[int, typer.Option(help="Of needles, and of random ids.")] = 0,
+    seed: Seed = 0,
     vacuous: Annotated[bool, typer.Option("--vacuous", help="Measure below 8·k entries too; such rows are VACUOUS.")] = False,
     gate: Annotated[bool, typer.Option("--gate", help="Exit code 1 if the classic gate fails, 2 if it is VACUOUS.")] = False,
-    out: Annotated[Path | None, option("Directory for recall.md, recall.json and plots.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")] = False,
+    out: Annotated[Path | None, report_in(STEM)] = None,
+    as_json: Json = False,
 ):
     """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could not."""
-    from probes.recall import document, plots
+    from probes.formats.json_report import dumped
+    from probes.recall import document, markdown, plots
     from probes.recall.settings import settle
     from probes.recall.text import read_text
     from probes.subjects.files import FilesSubject
@@ -66,9 +65,7 @@ def recall(
     if not plots.available():
         found["notes"].append(plots.MISSING)
     _show(found, as_json)
-    if out is not None:
-        for file in _write(found, out):
-            errors.print(f"wrote {file}")
+    publish(out, STEM, plots.draw(found) if plots.available() else {}, lambda files: markdown.render(found, files), dumped(found))
     raise typer.Exit({"FAIL": 1, "VACUOUS": 2}.get(found["gate"]["status"], 0) if gate else 0)
 
 
@@ -90,19 +87,9 @@ def _recorded(dump: Path, checkpoint: Path):
 
 
 def _show(found: dict, as_json: bool) -> None:
-    from probes.recall import document, tables
+    from probes.formats.json_report import dumped
+    from probes.recall import tables
     if as_json:
-        sys.stdout.write(document.render(found))
-        return
-    wide = None if sys.stdout.isatty() else 120  # of what goes to a file, nothing is cut off at 80
-    tables.show(found, Console(highlight=False, markup=False, soft_wrap=True, width=wide))
-
-
-def _write(found: dict, out: Path) -> list[Path]:
-    """All files or none; a plot for each title."""
-    from probes.recall import document, markdown, plots
-    from probes.report import write_files
-    drawn = plots.draw(found) if plots.available() else {}
-    files = {title: f"{STEM}-{title.lower().replace(' ', '-')}.svg" for title in drawn}
-    texts = {files[title]: svg for title, svg in drawn.items()}
-    return write_files(out, texts | {f"{STEM}.md": markdown.render(found, files), f"{STEM}.json": document.render(found)})
+        sys.stdout.write(dumped(found))
+    else:
+        tables.show(found, wide(120))

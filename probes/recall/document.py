@@ -1,6 +1,5 @@
 """The measurement as strict JSON, described by probes/schema/recall-1.json."""
 
-import json
 import time
 from pathlib import Path
 
@@ -44,7 +43,3 @@ def recorded(subject: Subject) -> dict:
 def valid(document: dict) -> dict:
     """`document` itself. Raises Dsv4Error with the first thing that contradicts the schema."""
     return schema.valid(document, SCHEMA, f"the measurement is no valid recall-{VERSION} document")
-
-
-def render(document: dict) -> str:
-    return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"

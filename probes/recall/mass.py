@@ -1,7 +1,7 @@
 """What a dense attention over all compressed entries would have looked at, beside a model that attends to a few of them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -9,6 +9,7 @@ from dsv4.attention import CSAAttention
 from dsv4.model import Model
 from kernels.attention.reference import gather_rows
 from probes.buffers import numbers
+from probes.wrapping import wrapped
 
 QUERY_BLOCK = 16  # queries whose attention over all entries exists at once
 
@@ -53,24 +54,15 @@ def row_mass(attn: CSAAttention, q, window, window_index, step, cache) -> torch.
     return by_blocks(q, near, absent, entries, step.visible(attn.ratio)[0], attn.attn_sink, attn.scale)
 
 
-@contextmanager
-def watched(model: Model, see: Callable) -> Iterator[None]:
+def watched(model: Model, see: Callable) -> AbstractContextManager:
     """Calls see(layer, attn, x, qr, q, window, window_index, step, cache) after each CSA layer attended."""
-    attns = [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, CSAAttention)]
-
     def also(i: int, attn: CSAAttention, attend: Callable) -> Callable:
         def run(*held):
             out = attend(*held)
             see(i, attn, *held)
             return out
         return run
-    for i, attn in attns:
-        attn._attend = also(i, attn, attn._attend)
-    try:
-        yield
-    finally:
-        for _, attn in attns:
-            del attn._attend
+    return wrapped([(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, CSAAttention)], "_attend", also)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ side: `exact` rounds nothing; `matched` has the quantisation simulation and the 
 
 import torch
 
-from probes.index_oracle import form, held, queries
+from probes.oracle.indexer import form, held, queries
 from probes.oracle import attention as steps
 from probes.oracle.attention import Layer
 

@@ -71,10 +71,15 @@ def by_chunk(document: dict, shown: list[tuple]) -> str:
     return svg(figure)
 
 
-def by_layer(rows: list[dict], shown: list[tuple]) -> str:
+def one_for_each(rows: list[dict], shown: list[tuple]) -> tuple:
+    """A figure, and (axis, rows of the first text) of each setting."""
     figure, axes = canvas(len(shown))
-    for axis, key in zip([axes] if len(shown) == 1 else axes, shown):
-        of = first_text(rows, key)
+    return figure, [(axis, first_text(rows, key)) for axis, key in zip([axes] if len(shown) == 1 else axes, shown)]
+
+
+def by_layer(rows: list[dict], shown: list[tuple]) -> str:
+    figure, panels = one_for_each(rows, shown)
+    for axis, of in panels:
         for n, kind in enumerate(KINDS):
             means = [sum(r[kind]) / len(r[kind]) for r in of]
             axis.plot([r["layer"] for r in of], means, "o-", ms=3, lw=1, color=f"C{n}", label=LABELS[kind])
@@ -85,9 +90,8 @@ def by_layer(rows: list[dict], shown: list[tuple]) -> str:
 
 def by_head(rows: list[dict], shown: list[tuple]) -> str:
     """Of the mass outside the own chunk, the share that the memory kept: layer × head."""
-    figure, axes = canvas(len(shown))
-    for axis, key in zip([axes] if len(shown) == 1 else axes, shown):
-        of = first_text(rows, key)
+    figure, panels = one_for_each(rows, shown)
+    for axis, of in panels:
         cells = [[(k - o) / (1 - o) if o < 1 else float("nan") for k, o in zip(r["kept"], r["own"])] for r in of]
         mesh = axis.pcolormesh(cells, cmap="viridis", vmin=0, vmax=1)
         for y, line in enumerate(cells):
@@ -99,7 +103,7 @@ def by_head(rows: list[dict], shown: list[tuple]) -> str:
         axis.set_xlabel("query head", fontsize=8)
         axis.set_ylabel("layer", fontsize=8)
         axis.tick_params(labelsize=7)
-    figure.colorbar(mesh, ax=axes)
+    figure.colorbar(mesh, ax=[axis for axis, _ in panels])
     return svg(figure)
 
 

@@ -9,7 +9,7 @@ from dsv4.causal import CausalLM
 from dsv4.errors import Dsv4Error
 from dsv4.gqa.cache import GroupedCache
 from kernels.chunked_prefill import Chunking
-from probes.fidelity.variants import replaced
+from probes.wrapping import replaced
 
 SLICE = 1024  # positions whose logits exist at once
 

@@ -5,22 +5,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from dsv4.errors import InputError
-from probes.console import counts, errors, option
-from probes.fidelity.cli import names, word
-
-Word = str | None
+from probes.console import Json, Numerics, Policies, Rows, Seed, Text, Word, counts, errors, option, publish, report_in, wide
+from probes.fidelity.cli import names
 
 
 def termination(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory: DeepSeek-V4 or a GQA model.", show_default=False)],
-    policy: Annotated[Word, option("GQA: sink-window, page-bound, block-bound, block-mean, separated by commas; default: the first three. "
-                                   "Dense, newest first, is measured too.")] = None,
+    policy: Policies = None,
     budget: Annotated[Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: 2K.")] = None,
     context: Annotated[Word, option("Contexts in tokens, e.g. 2K,16K; default: 2K.")] = None,
-    rows: Annotated[int, typer.Option(help="Rows of text.")] = 1,
+    rows: Rows = 1,
     queries: Annotated[int, typer.Option(help="Last queries of each context that are walked.")] = 16,
     needles: Annotated[int, typer.Option(help="Needles a policy, rule, haystack and context, 0 for none.")] = 0,
     needle_context: Annotated[Word, option("Contexts that needles are hidden in; default: those of --context.")] = None,
@@ -29,18 +25,20 @@ def termination(
     patience: Annotated[int, typer.Option(help="Of the rule: stable tiles in a row.")] = 5,
     tile: Annotated[int | None, option("Tokens of a tile, a multiple of 64 (default 128); of DeepSeek-V4: rows of a tile (default 16).")] = None,
     looser: Annotated[Word, option("Further τ that needles are asked under, e.g. 1e-3,1e-2.")] = None,
-    text: Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")] = None,
-    numerics: Annotated[str, typer.Option(help="native, fp32, qat or qat:fp32.")] = "native",
+    text: Text = None,
+    numerics: Numerics = "native",
     backend: Annotated[str, typer.Option(help="auto, reference or cpu.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of needles, and of random ids.")] = 0,
-    out: Annotated[Path | None, option("Directory for termination_NAME.md, .json and plots.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")] = False,
+    seed: Seed = 0,
+    out: Annotated[Path | None, report_in("termination_NAME")] = None,
+    as_json: Json = False,
 ):
     """When attention may stop reading: tiles skipped, at what error, probe against oracle. On the host, in plain torch. Exit code 0: measured."""
     from probes.fidelity.document import ModelSubject
-    from probes.recall import plots as drawing
+    from probes.formats.json_report import dumped
+    from probes.recall.plots import MISSING, available
     from probes.recall.text import read_text
-    from probes.terminating import document
+    from probes.report import slug
+    from probes.terminating import document, markdown, plots
     from probes.terminating.settings import orders_of, rule_of, settle
     contexts, budgets, further = counts("--context", context), counts("--budget", budget), _numbers(looser)
     errors.print(f"loading {checkpoint.name}")
@@ -53,12 +51,11 @@ def termination(
     if needles and material.tokenizer is None:
         raise InputError("--needles: the checkpoint has no tokenizer, and needles are sentences; pass --needles 0")
     found = document.measured(subject, policies, settings, material, sys.argv, errors.print)
-    if not drawing.available():
-        errors.print(drawing.MISSING)
+    if not available():
+        errors.print(MISSING)
     _show(found, as_json)
-    if out is not None:
-        for file in _write(found, out, f"termination_{word(checkpoint.resolve().name)}"):
-            errors.print(f"wrote {file}")
+    publish(out, f"termination_{slug(checkpoint.resolve().name)}", plots.draw(found) if available() else {},
+            lambda files: markdown.render(found, files), dumped(found))
 
 
 def _numbers(text: str | None) -> list[float]:
@@ -71,11 +68,12 @@ def _numbers(text: str | None) -> list[float]:
 
 def _show(found: dict, as_json: bool) -> None:
     from probes.fidelity.tables import show_table as show
-    from probes.terminating import document, markdown
+    from probes.formats.json_report import dumped
+    from probes.terminating import markdown
     if as_json:
-        sys.stdout.write(document.render(found))
+        sys.stdout.write(dumped(found))
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console = wide(160)
     console.print(found["title"])
     for title, of in (("by order and context", markdown.together), ("the bound", markdown.bound), ("ablations", markdown.ablations)):
         show(console, title, *of(found))
@@ -83,14 +81,3 @@ def _show(found: dict, as_json: bool) -> None:
         show(console, "published keep-sets", *markdown.geometries(found))
     if found["needles"]:
         show(console, "needles", *markdown.needles(found))
-
-
-def _write(found: dict, out: Path, stem: str) -> list[Path]:
-    """All files or none; a plot for each title."""
-    from probes.recall.plots import available
-    from probes.report import write_files
-    from probes.terminating import document, markdown, plots
-    drawn = plots.draw(found) if available() else {}
-    files = {title: f"{stem}-{title.lower().replace(' ', '-')}.svg" for title in drawn}
-    texts = {files[title]: svg for title, svg in drawn.items()}
-    return write_files(out, texts | {f"{stem}.md": markdown.render(found, files), f"{stem}.json": document.render(found)})

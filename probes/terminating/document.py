@@ -1,6 +1,5 @@
 """The measurement as strict JSON, described by probes/schema/termination-1.json."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +70,3 @@ def geometries(settings: Settings) -> list[dict]:
 def valid(document: dict) -> dict:
     """`document` itself. Raises Dsv4Error with the first thing that contradicts the schema."""
     return schema.valid(document, SCHEMA, f"the measurement is no valid termination-{VERSION} document")
-
-
-def render(document: dict) -> str:
-    return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -12,7 +12,7 @@ from kernels.block_choice import Policy
 from kernels.grouped_attention.termination import Termination
 from probes.fidelity import needles
 from probes.fidelity.attending import attending
-from probes.fidelity.variants import Variant, is_gqa, of_policy, replaced
+from probes.fidelity.variants import Variant, is_gqa, of_policy
 from probes.recall.haystack import filler
 from probes.recall.mass import watched
 from probes.recall.needles import Limits, hidden
@@ -20,6 +20,7 @@ from probes.terminating import orders
 from probes.terminating.settings import Settings, rules
 from probes.terminating.stops import figures
 from probes.terminating.walk import Walk, joined
+from probes.wrapping import replaced, wrapped
 
 Key = tuple[str, int, int]  # order, context, layer
 Say = Callable[[str], None]
@@ -63,27 +64,14 @@ def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) 
         yield
 
 
-@contextmanager
-def _watched_hca(model: CausalLM, see: Callable) -> Iterator[None]:
+def _watched_hca(model: CausalLM, see: Callable) -> AbstractContextManager:
     """Calls see(layer, attn, q, window, window_index, step, cache) before each HCA layer attends."""
-    attns = [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, HCAAttention)]
-    before = [vars(attn).get("attend") for _, attn in attns]  # what somebody else has put there
-
     def also(i: int, attn, attend: Callable) -> Callable:
         def run(q, window, window_index, selection, step, cache):
             see(i, attn, q, window, window_index, step, cache)
             return attend(q, window, window_index, selection, step, cache)
         return run
-    for i, attn in attns:
-        attn.attend = also(i, attn, attn.attend)
-    try:
-        yield
-    finally:
-        for (_, attn), held in zip(attns, before):
-            if held is None:
-                del attn.attend
-            else:
-                attn.attend = held
+    return wrapped([(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, HCAAttention)], "attend", also)
 
 
 def stopped(found: dict[Key, Walk], settings: Settings) -> list[dict]:

@@ -6,12 +6,12 @@ from statistics import median
 
 import torch
 
-from dsv4.cache import Stream
 from dsv4.errors import CapacityError, InputError
 from dsv4.host_tier.entries import HostEntries
 from dsv4.host_tier.grouped import HostRows
 from dsv4.host_tier.memory import HostBuffer
 from dsv4.host_tier.stream import DenseStream
+from dsv4.streams import Stream
 from dsv4.timing import capture
 from kernels.attention import sparse_attention
 from kernels.cache_rows import PAGE, RowFormat, pack_layout

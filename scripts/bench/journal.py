@@ -10,6 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from dsv4.errors import InputError
 from scripts.bench.limits import Kernel
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Timing
@@ -18,12 +19,33 @@ CRASHED = 3     # exit code of a child whose device is lost
 ATTEMPTS = 12
 
 
+def lines_of(path: Path) -> list[list]:
+    """The lines of a journal; none if there is none yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, *line) -> None:
+    with path.open("a") as out:
+        out.write(json.dumps(line, default=lambda x: vars(x)) + "\n")
+
+
+def claim(path: Path, what: dict) -> None:
+    """Begin a journal with the line ["of", what], or raise InputError for one that was begun with another: what figures depend on."""
+    lines, what = lines_of(path), json.loads(json.dumps(what))
+    first = next((line[1] for line in lines if line[0] == "of"), None)
+    if first is None and not lines:
+        append(path, "of", what)
+    elif first != what:
+        differing = [key for key in what if (first or {}).get(key) != what[key]]
+        raise InputError(f"{path.name} is the journal of another run ({', '.join(differing)} differ); give another file, or remove it")
+
+
 class Journal:
-    """Lines of JSON: ["begin", row, part] (a peer's name, "" for the row itself), ["done", result], ["crash", row, part]."""
+    """Lines of JSON: ["of", …], ["begin", row, part] (a peer's name, "" for the row itself), ["done", result], ["crash", row, part]."""
 
     def __init__(self, path: Path):
         self.path = path
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = lines_of(path)
         self.results = {r.name: r for r in (restore(line[1]) for line in lines if line[0] == "done")}
         self.crashed = {(line[1], line[2]) for line in lines if line[0] == "crash"}
         self.running = None
@@ -45,8 +67,7 @@ class Journal:
         return self.running
 
     def _append(self, *line) -> None:
-        with self.path.open("a") as out:
-            out.write(json.dumps(line, default=lambda x: vars(x)) + "\n")
+        append(self.path, *line)
 
 
 def restore(values: dict) -> Result:

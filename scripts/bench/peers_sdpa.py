@@ -4,7 +4,6 @@ A single token sees every key, so there is no mask. `grouped`: enable_gqa. `fold
 is what reads each key once where a backend does not know of groups.
 """
 
-import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

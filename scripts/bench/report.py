@@ -26,7 +26,7 @@ def provenance(script: str) -> dict:
     import triton
     commit = os.environ.get("DSV4_COMMIT") or subprocess.run(  # a copy without .git is told its commit
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    given = re.sub(r" --journal \S+", "", " ".join(["python", script, *sys.argv[1:]]))
+    given = re.sub(r" --journal \S+| --child", "", " ".join(["python", script, *sys.argv[1:]]))
     return {"command": given, "commit": commit or "unknown",
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}

@@ -134,14 +134,19 @@ def again(rounds: Traced, context: int, accepted: np.ndarray) -> None:
 
 
 def measure_costs(model: Model, batches: Sequence[int], context: int, name: str, about: dict,
-                  said: Callable[[str], None]) -> CostTable:
-    """Whole rounds of every size, and one step of the MTP block, as medians of graph replays."""
-    found = {}
+                  said: Callable[[str], None], journal=None) -> CostTable:
+    """Whole rounds of every size, and one step of the MTP block, as medians of graph replays. journal: a SpeculationJournal, whose
+    batches are not measured again."""
+    found = {} if journal is None else {batch: journal.costs[batch] for batch in batches if batch in journal.costs}
     for batch in batches:
+        if batch in found:
+            continue
         rounds = traced(model, batch, context, 4 * REPLAYS * (LARGEST + 2), on_device(Static(LARGEST), batch, model.device))
         whole = [_median(rounds, k) for k in range(LARGEST + 1)]
         draft = (_drafting(rounds, 5) - _drafting(rounds, 1)) / 4
         found[batch] = BatchCost(draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1))
+        if journal is not None:
+            journal.cost(batch, found[batch])
         said(f"batch {batch}: " + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole)) + f" ms a round; {draft * 1e3:.3f} ms a draft")
         del rounds
     return CostTable(name, 1.0, found, {"kind": "measured", "context": context, **about})
@@ -216,17 +221,23 @@ def planned_for(policy: Policy | None, trace: Trace, costs: CostTable, batch: in
 
 
 def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, batch: int, context: int, tokens: int,
-         statics: Sequence[int], said: Callable[[str], None]) -> list[Timed]:
-    """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time."""
+         statics: Sequence[int], said: Callable[[str], None], journal=None) -> list[Timed]:
+    """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time. journal: a
+    SpeculationJournal; what it holds is not run again, nor among the results."""
     parts = [(kind, part(trace, batch, tokens)) for kind, trace in traces]
     found = []
     for policy, sizes in racers(costs, batch, statics):
+        left = [t.name for _, t in parts] if journal is None else journal.left(policy, batch, [t.name for _, t in parts])
+        if not left:
+            continue
         on = driver(policy, tokens, batch, model.device)
         rounds = traced(model, batch, context, tokens, on, sizes)
         rounds.prepare()
-        for kind, trace in parts:
+        for kind, trace in (p for p in parts if p[1].name in left):
             planned = planned_for(policy, trace, costs, batch, on)
             found.append(_run(rounds, context, kind, trace, planned, name_of(policy)))
+            if journal is not None:
+                journal.done(found[-1])
             said(f"batch {batch}, {trace.name}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, "
                  f"{found[-1].expected:.0f} expected")
         del rounds

@@ -8,16 +8,14 @@ Both read the same rows; the difference is paired by row, so its standard error 
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-import torch
 
 from dsv4.errors import InputError
 from kernels.errors import Dsv4Error
 from scripts.measure_demo import Report
 from scripts.training import evaluation, state
-from scripts.training.evaluation import KINDS, Figure, Limits
+from scripts.training.evaluation import Figure, Limits
 from scripts.training.rows import Rows
 
 LENGTHS = (512, 1024)  # of rows that both have been trained on at that step

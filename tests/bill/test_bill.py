@@ -12,7 +12,7 @@ from dsv4.bill.fit import Bill, Price, Quality, fit, line, r_squared
 from dsv4.bill.gqa import GQA, POLICIES, Geometry, Inputs, attend
 from dsv4.bill.measure import LAYERS, Timer, layers_that_fit
 from dsv4.bill.regime import Hardware, Way, crossover, measured_crossover, regime_map
-from dsv4.bill.report import markdown, tokens, verdict
+from dsv4.bill.report import markdown, verdict
 from dsv4.bill.rows import Measured
 from dsv4.errors import InputError
 from kernels.block_choice import block_scores

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
 from dsv4 import load_model
 from kernels.block_choice import block_bounds, sink_window
@@ -23,13 +22,6 @@ from tests.demo.test_demo import prose  # noqa: F401  (fixture)
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "demo_gqa"
 LIMITS = Limits(tokens=20_000, chunk=1024)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # small tensors: threads would wait for each other
-    yield
-    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="module")

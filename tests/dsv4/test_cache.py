@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.cache import Cache, cache_streams
+from dsv4.cache import Cache
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.memory import cache_rows, format_bytes, parse_count
 from dsv4.numerics import NUMERICS
+from dsv4.streams import cache_streams
 from loaders.expected import preset
 
 

@@ -92,7 +92,7 @@ def test_prompts_by_compositions_equal_prompts_by_operations(checkpoint, numeric
 
 def test_a_long_step_sees_what_the_ring_will_hold():
     """Rows of the step itself are handed out as they are, the others are read back from bytes: both are the same numbers."""
-    from dsv4.cache import Ring
+    from dsv4.rows import Ring
     from dsv4.step import Step
     from kernels.cache_rows import PackedRows, RowFormat, pack_layout, read_rows
     from kernels.quantize import simulate_fp8_blocks

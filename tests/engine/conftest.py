@@ -37,15 +37,6 @@ def numeric_model(request, official, model, long_golden):
     return load_model(official, numerics=numerics, backend="cpu", cache=cache, index_cache=index)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Steps are small, and threads that wait for each other on a busy machine cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def shuffled(cache: PagedCache, seed: int = 0) -> PagedCache:
     """The cache, whose free pages are taken in a random order from now on."""
     for pool in cache.pools.values():

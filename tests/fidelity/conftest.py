@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-import torch
 
 from dsv4 import load_model
 from probes.recall.text import read_text
@@ -11,13 +10,6 @@ from tests.checkpoints import SMALL, write_dense
 from tests.gqa import oracle
 
 LONG = {"max_position_embeddings": 2048}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,13 @@ from dsv4.tokenizer import Tokenizer
 from kernels.block_choice import block_bounds, dense, sink_window
 from probes.fidelity import findability, needles, runs
 from probes.fidelity.measures import figures, positions
-from probes.fidelity.variants import Variant, csa_variants, of_csa, of_policy, policy_variants, replaced
+from probes.fidelity.variants import Variant, csa_variants, of_csa, of_policy, policy_variants
 from probes.recall import measure
 from probes.recall.needles import PASS, Asked, Limits, reach, replies, replies_by
 from probes.recall.settings import Settings
 from probes.recall.text import read_text, rows_of
 from probes.subjects.ours import OurSubject
+from probes.wrapping import replaced
 
 LIMITS, DEMO = Limits(tokens=400, chunk=32), Path(__file__).resolve().parents[2] / "demo"
 T, TAIL, NEW = 200, 40, 12

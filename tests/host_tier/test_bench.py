@@ -1,7 +1,5 @@
 """The benchmark's trace and report; its times need a GPU."""
 
-import torch
-
 from scripts.bench import host_tier_report
 from scripts.bench.host_tier import Trace
 

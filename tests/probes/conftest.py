@@ -3,16 +3,8 @@
 import sys
 
 import pytest
-import torch
 
 from dsv4 import cli
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread(two_threads):
-    torch.set_num_threads(1)  # matrices this small only wait for a second thread
-    yield
-    torch.set_num_threads(2)
 
 
 @pytest.fixture

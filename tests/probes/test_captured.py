@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.cache import Cache, Ring
+from dsv4.cache import Cache
 from dsv4.graph import DecodeGraph
+from dsv4.rows import Ring
 from dsv4.step import CapturedStep
 from kernels.dispatch import DispatchLedger, bind
 from kernels.fusions import COMPOSITIONS

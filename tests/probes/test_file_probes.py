@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4 import cache as caches
+from dsv4 import rows, streams
 from kernels import quantize
 from kernels.quantize import weights as quantised
 from probes.config_ledger import NO_EFFECT
@@ -224,14 +225,14 @@ def test_cache_of_another_dtype_is_red(official, monkeypatch):
 
 def test_wrong_size_names_stream_and_layer(official, monkeypatch):
     subject = OurSubject(official)
-    real = caches.layer_streams
+    real = streams.layer_streams
 
     def padded(*args):
         layer = real(*args)
         grown = [dataclasses.replace(s, shape=(*s.shape[:1], s.shape[1] + 1, *s.shape[2:])) if s.name == "index keys" else s
                  for s in layer.streams]
         return dataclasses.replace(layer, streams=tuple(grown))
-    monkeypatch.setattr(caches, "layer_streams", padded)
+    monkeypatch.setattr(streams, "layer_streams", padded)
     found = failures("memory_map", subject)
     assert {c.part for c in found} == {"index keys", "cache"} and any(c.where.startswith("layer 1") for c in found)
 
@@ -251,20 +252,20 @@ def test_rows_that_share_memory_are_red(official, monkeypatch):
 
 def test_write_to_another_row_is_red(official, monkeypatch):
     subject = OurSubject(official)
-    real = caches.Entries.write
+    real = rows.Entries.write
 
     def spilled(self, step, values):
         real(self, step, values)
         if len(self.buffer) > 1:
             self.buffer[1 - step.first, 0] = values[0].to(self.buffer.dtype)
-    monkeypatch.setattr(caches.Entries, "write", spilled)
+    monkeypatch.setattr(rows.Entries, "write", spilled)
     found = failures("memory_map", subject)
     assert {c.name for c in found} == {"buffers of the other row that were written"} and {c.part for c in found} == {"entries"}
 
 
 def test_offsets_of_32_bits_are_red(official, monkeypatch):
     subject = OurSubject(official)
-    real = caches.Entries.write
+    real = rows.Entries.write
 
     def wrapped(self, step, values):
         D, (B, n) = self.buffer.shape[-1], self.buffer.shape[:2]
@@ -272,6 +273,6 @@ def test_offsets_of_32_bits_are_red(official, monkeypatch):
             return real(self, step, values)
         slots = (step.new_windows(self.ratio) * D % (1 << 31) // D).flatten()
         self.flat.index_copy_(0, slots, values.to(self.buffer.dtype))
-    monkeypatch.setattr(caches.Entries, "write", wrapped)
+    monkeypatch.setattr(rows.Entries, "write", wrapped)
     found = failures("memory_map", subject)
     assert [c.part for c in found] == ["entries"] and "2^31" in found[0].name

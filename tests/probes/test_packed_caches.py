@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from dsv4 import cache as caches
-from dsv4.cache import Ring
+from dsv4 import streams
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.rows import Ring
 from kernels.cache_rows import PackedRows, RowFormat, pack_layout
 from probes.audit import open_subject
 from probes.buffers import buffers, poison
@@ -110,14 +111,14 @@ def test_rows_of_one_page_interleave():
 
 
 def test_pages_of_another_size_are_red(official, monkeypatch):
-    real, layout = caches._entry_stream, pack_layout(RowFormat.KV_FP8, 64, 16)
+    real, layout = streams._entry_stream, pack_layout(RowFormat.KV_FP8, 64, 16)
     short = 64 * layout.row
     assert short < layout.page
 
     def unpadded(*args):
         stream = real(*args)
         return dataclasses.replace(stream, shape=(*stream.shape[:-1], short)) if stream.name == "entries" else stream
-    monkeypatch.setattr(caches, "_entry_stream", unpadded)
+    monkeypatch.setattr(streams, "_entry_stream", unpadded)
     subject = OurSubject(official, "qat", cache="fp8")
     assert {c.part for c in red("memory_map", subject) if c.name == "bytes of the buffer"} == {"entries"}
     assert [c.part for c in red("dtype_ledger", subject)] == ["entries"]
@@ -178,7 +179,7 @@ def test_poison_spares_what_may_be_read(subject):
 def test_formula_is_that_of_the_planner(subject):
     config = ModelConfig.from_official(DEFAULT)
     wanted = formula(config, 2, 3, 1000, False, packed_streams(config, ("fp8", "fp4")))
-    plan = caches.cache_streams(config, 3, 1000, caches.DEFAULT_MAX_REWIND, subject.model.numerics, mtp=False)
+    plan = streams.cache_streams(config, 3, 1000, caches.DEFAULT_MAX_REWIND, subject.model.numerics, mtp=False)
     assert wanted == {(layer.label, s.name): s.nbytes for layer in plan for s in layer.streams}
 
 

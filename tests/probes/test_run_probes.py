@@ -58,7 +58,7 @@ def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch):
 
 
 def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):
-    from dsv4.cache import Entries
+    from dsv4.rows import Entries
     real = Entries.chosen
 
     def leaky(self, step, entry):

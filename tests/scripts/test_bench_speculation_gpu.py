@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.errors import InputError
 from dsv4.speculation import Request, Static, Trace, on_device
 from dsv4.speculation.trace import mixed
 from scripts import bench_speculation
 from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces
 from scripts.bench.speculation_costs import moe
+from scripts.bench.speculation_journal import SpeculationJournal
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,25 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
     monkeypatch.setattr(speculation_gpu.Traced, "_accept", lambda self, logits, drafts, proposed: (proposed, logits.argmax(-1)))
     with pytest.raises(RuntimeError, match="chose other sizes than the specification"):
         speculation_gpu.race(model, traces, COSTS, 2, 24, 40, (3,), lambda line: None)
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
+    traces = [(name, mixed(name, 0.95, 0.3, 12, requests=6, tokens=64, seed=2)) for name in ("a", "b")]
+    file, race = tmp_path / "journal", lambda journal: speculation_gpu.race(model, traces, COSTS, 2, 24, 20, (3,), lambda line: None, journal)
+    whole = SpeculationJournal(file, {"commit": "c"})
+    whole.cost(2, COSTS.of(2))
+    first = race(whole)
+    assert len(first) == 2 * 4 and race(SpeculationJournal(file, {"commit": "c"})) == []
+    file.write_text("".join(line for line in file.read_text().splitlines(True)[:-3]))  # the oracle's two and one of cost-aware
+    begun = SpeculationJournal(file, {"commit": "c"})
+    rest = race(begun)
+    assert [(r.policy, r.trace) for r in rest] == [("cost-aware", "b"), ("oracle", "a"), ("oracle", "b")]
+    again = SpeculationJournal(file, {"commit": "c"})
+    assert [dataclasses.replace(r, seconds=0) for r in again.ran] == [dataclasses.replace(r, seconds=0) for r in first]
+    monkeypatch.setattr(speculation_gpu, "traced", None)  # costs are not measured again
+    assert speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, print, again).of(2) == COSTS.of(2)
+    with pytest.raises(InputError, match="commit differ"):
+        SpeculationJournal(file, {"commit": "d"})
 
 
 def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Generation by rounds on the device says what plain generation says, in the same words; on a CPU nothing is captured."""
 
 import pytest
-import torch
 
 from dsv4 import load_model
 from dsv4.errors import ContextOverrun, InputError

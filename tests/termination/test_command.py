@@ -10,7 +10,7 @@ from probes.fidelity.variants import of_policy
 from probes.recall.mass import watched
 from probes.recall.needles import Asked, Limits, replies_by
 from probes.terminating import document, measure, orders, plots
-from tests.fidelity.conftest import csa, csa_path, gqa, gqa_path, one_thread, run, text  # noqa: F401  (fixtures)
+from tests.fidelity.conftest import csa, csa_path, gqa, gqa_path, run, text  # noqa: F401  (fixtures)
 
 
 def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):  # noqa: F811

@@ -1,0 +1,114 @@
+"""Selection of the best entries against the reference: exact, for every way in which rows are searched."""
+
+import pytest
+import torch
+
+from kernels.cache_rows import RowFormat
+from kernels.errors import UnsupportedInput
+from kernels.indexer import topk_entries, triton_choose
+from kernels.indexer import triton as ours
+from kernels.indexer.triton_choose import Plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INF, NAN = float("inf"), float("nan")
+FORMATS = [None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4]
+from tests.kernels.test_triton_indexer import assert_selected, poison  # noqa: F401  (fixtures)
+
+
+def rows_of(kind: str, n: int, B: int = 1, T: int = 3) -> torch.Tensor:
+    g = torch.Generator().manual_seed(n)
+    scores = torch.randn(B, T, n, generator=g)
+    match kind:
+        case "ties":
+            scores = torch.randint(-3, 4, scores.shape, generator=g).float() * 1e-3
+        case "equal":
+            scores.fill_(-0.0)
+            scores[..., ::3] = 0.0
+        case "few":  # most are −inf
+            scores[torch.rand(scores.shape, generator=g) < 0.99] = -INF
+        case "clustered":  # the best lie next to each other
+            scores[..., n // 3:n // 3 + 60] += 10
+        case "apart":  # at most one of the best in eight entries
+            scores = -1 - scores.abs() - 100 * (torch.arange(n) % 8 > 0)
+        case "wide":  # every exponent and sign
+            scores = torch.randint(-2**31, 2**31 - 1, scores.shape, generator=g).int().view(torch.float32)
+            scores[scores.isnan()] = -1e-45
+    return scores.to(DEVICE)
+
+
+def ragged(n: int, k: int, B: int = 1, T: int = 3) -> torch.Tensor:
+    values = [n, k + 1, k, 0, 1, n - 1, k - 1]
+    return torch.tensor([max(0, min(n, values[i % 7])) for i in range(B * T)], device=DEVICE).view(B, T)
+
+
+KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k, how", [
+    (40, 7, Plan("rank", 64, 0)), (60, 17, Plan("descend", 64, 0)), (300, 7, Plan("descend", 64, 1)),
+    (900, 8, Plan("descend", 64, 2)), (300, 7, Plan("collect", 64, 1)), (900, 8, Plan("collect", 64, 2)),
+    (300, 7, Plan("filter", 32, 0)), (900, 8, Plan("filter", 64, 0)), (120, 7, Plan("winnow", 128, 0)),
+    (300, 7, Plan("winnow", 64, 1)), (900, 7, Plan("winnow", 64, 2)), (900, 8, Plan("winnow", 128, 1))], ids=str)
+def test_selection_is_exact(n, k, how, kind, monkeypatch):
+    monkeypatch.setattr(triton_choose, "ROOM", 256)  # so that ties overflow it
+    monkeypatch.setattr(triton_choose, "CHUNK", 256)
+    scores, visible = rows_of(kind, n), ragged(n, k)
+    hidden = scores.masked_fill(torch.arange(n, device=DEVICE) >= visible.unsqueeze(-1), NAN)
+    for given, seen in ((scores, None), (hidden, visible)):
+        out = torch.empty(1, 3, k, dtype=torch.int64, device=DEVICE)
+        triton_choose.choose(how, given, n, k, seen, out)
+        assert_selected(out, topk_entries(given, k, seen))
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 200])
+@pytest.mark.parametrize("k", [1, 5, 64, 65])
+def test_selection_of_any_size(n, k):
+    scores, visible = rows_of("ties", n, B=2, T=2), ragged(n, min(k, n), 2, 2)
+    assert_selected(ours.topk_entries(scores, k), topk_entries(scores, k))
+    assert_selected(ours.topk_entries(scores, k, visible), topk_entries(scores, k, visible))
+
+
+@pytest.mark.parametrize("method, rows, n, k", [
+    ("rank", 1, 2048, 512), ("rank", 1000, 60, 64), ("descend", 1, 4096, 512), ("descend", 8, 2048, 512),
+    ("filter", 336, 32768, 512), ("descend", 255, 32768, 512), ("descend", 336, 32768, 1024), ("descend", 1056, 4096, 512),
+    ("collect", 1, 4097, 512), ("collect", 1, 262144, 512), ("winnow", 8, 262144, 512), ("winnow", 16, 262144, 1024), ("descend", 17, 262144, 512),
+    ("descend", 1, 32768, 32768), ("descend", 1, 1000000, 4096), ("collect", 1, 2097152, 64)])
+def test_how_rows_are_searched(method, rows, n, k):
+    how = triton_choose.plan(rows, n, k)
+    assert how.method == method
+    assert how.candidates <= triton_choose.MAX_CANDIDATES
+    assert how.candidates >= 4 * k if method == "filter" else n <= how.candidates * 8**how.levels
+    assert how.levels == 0 or how.candidates >= 8 * k
+    assert method != "winnow" or how.candidates >= 16 * k
+
+
+def test_what_the_selection_does_not_take():
+    for n, k in ((40000, 4097), (2097153, 8)):
+        with pytest.raises(UnsupportedInput):
+            triton_choose.plan(1, n, k)
+    with pytest.raises(UnsupportedInput):
+        ours.topk_entries(torch.zeros(1, 1, 8, dtype=torch.bfloat16, device=DEVICE), 2)
+
+
+def test_selection_takes_strides_and_infinities():
+    scores = torch.full((3, 2, 90), NAN, device=DEVICE)
+    scores[:, :, 7:57] = rows_of("ties", 50, 3, 2)
+    scores[0, 0, 9], scores[1, 1, 30:40] = INF, -INF
+    part = scores[:, :, 7:57]
+    across = part.transpose(1, 2).contiguous().transpose(1, 2)
+    for view in (part, part[:, 1:], part.transpose(0, 1), part[:1].expand(3, 2, 50), across):
+        assert_selected(ours.topk_entries(view, 20), topk_entries(view, 20))
+
+
+def test_nothing_visible():
+    visible = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    for how in (Plan("rank", 32, 0), Plan("descend", 32, 0), Plan("collect", 64, 1), Plan("descend", 64, 1),
+                Plan("filter", 32, 0), Plan("winnow", 64, 1)):
+        n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
+        out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
+        triton_choose.choose(how, torch.full((1, 2, n), NAN, device=DEVICE), n, 4, visible, out)
+        assert (out == -1).all()
+
+
+# Both in one ----------------------------------------------------------------------------------------------------------
