@@ -1,7 +1,7 @@
 """`dsv4 regime measure`: rows to fit, the bill, predictions on disk, and only then the rows that are held out."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
@@ -41,6 +41,8 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
         stem: str, about: dict, say: Callable[[str], None]) -> dict:
     """The report, as JSON values. Writes STEM.predictions.json before a row that is held out runs, and reads predictions back from it."""
     notes: list[str] = []
+    dense, ways = source.ways()
+    check_priced(ways, {row.finding for shape in plan.fitted for row in source.rows(*shape)})
     measured = _measure(source, timer, plan.fitted, False, notes, say)
     bill, constant = fit(measured), fit(measured, constant=True)
     if bill.c0 < 0:
@@ -48,11 +50,7 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
                      "does not describe them.")
     prices = "".join(f", c₁ ({name}) {price.fixed * 1e6:.2f} µs + {price.each * 1e9:.3f} ns each" for name, price in bill.finding.items())
     say(f"β {bill.bandwidth / 1e12:.3f} TB/s, c₀ {bill.c0 * 1e6:.2f} µs{prices}")
-    dense, ways = source.ways()
-    unpriced = [way.policy for way in ways if way.finding is not None and way.finding not in bill.finding]
-    if unpriced:
-        raise InputError(f"no row to fit searches as {', '.join(unpriced)} does, so its price is unknown; measure contexts longer than "
-                         "what it keeps, or leave the policy out")
+    check_priced(ways, bill.finding)  # rows may have failed
     crossings = [{"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)} for way in ways
                  for b in sorted({b for b, _ in (*plan.fitted, *plan.held_out)})]
     path = folder / f"{stem}.predictions.json"
@@ -76,6 +74,14 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
     return {"format": FORMAT, "version": VERSION, "about": about, "source": source.document(), "bill": asdict(bill),
             "quality": qualities(measured, judged), "rows": judged, "crossovers": said["crossovers"], "hardware": asdict(hardware),
             "notes": notes, "map": regime_map(bill, dense, ways, contexts, batches, hardware, source.cache_bytes)}
+
+
+def check_priced(ways: Sequence, findings: Container[str]) -> None:
+    """Raises InputError for policies that search as none of the rows to be fitted does."""
+    unpriced = [way.policy for way in ways if way.finding is not None and way.finding not in findings]
+    if unpriced:
+        raise InputError(f"no row to fit searches as {', '.join(unpriced)} does, so its price is unknown; measure contexts longer than "
+                         "what it keeps, or leave the policy out")
 
 
 def _measure(source: Source, timer: ShapeTimer, shapes, held_out: bool, notes: list[str], say) -> list[Measured]:
