@@ -51,9 +51,10 @@ def test_the_capital_of_france(model, tokenizer):
 
 def test_the_fact_table(model, tokenizer):
     encode = Encoder(tokenizer)
-    asked = [Asked([BOS_ID, *encode(fact.prompt)], encode(fact.answer)) for fact in FACTS]
+    facts = FACTS if model.numerics.name == "native" else FACTS[::4]
+    asked = [Asked([BOS_ID, *encode(fact.prompt)], encode(fact.answer)) for fact in facts]
     right = sum(answered(model, asked, LIMITS))
-    assert right >= 0.95 * len(FACTS) and len(FACTS) >= 300
+    assert right >= 0.95 * len(asked) and len(FACTS) >= 300
 
 
 def test_needles_need_the_compressed_branches(model, tokenizer, prose):
@@ -61,8 +62,8 @@ def test_needles_need_the_compressed_branches(model, tokenizer, prose):
     if model.numerics.name != "native":
         pytest.skip("once is enough: scripts/measure_demo.py measures every numerics")
     rng, reach = Random(11), model.config.num_hidden_layers * model.config.sliding_window
-    trials = [Asked(*needle_trial(rng, tokenizer, prose, 2048, i / 8, beyond=reach)) for i in range(8)]
-    assert sum(answered(model, trials, LIMITS)) >= 6
+    trials = [Asked(*needle_trial(rng, tokenizer, prose, 1536, i / 6, beyond=reach)) for i in range(6)]
+    assert sum(answered(model, trials, LIMITS)) >= 5
     with evaluation.window_only(model):
         assert sum(answered(model, trials, LIMITS)) <= 1
 

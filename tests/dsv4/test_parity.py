@@ -48,9 +48,14 @@ def test_any_step_size_equals_transformers(pair, chunk):
     assert far(ours.append(ids, ours.new_cache(1, 310), chunk=chunk), wanted) < TOLERANCE
 
 
-def test_every_split_into_two_equals_transformers(pair):
+def first_config(request) -> bool:
+    """Whether `pair` is of the configuration that everything is tried on; the others are tried at the borders and in between."""
+    return request.node.callspec.params["pair"] == next(iter(oracle.CONFIGS))
+
+
+def test_every_split_into_two_equals_transformers(pair, request):
     ours, _, ids, wanted = pair
-    splits = [*range(1, 140), *range(250, 262)]
+    splits = [*range(1, 140), *range(250, 262)] if first_config(request) else [*range(1, 132, 7), *range(126, 132), *range(254, 259)]
     worst = max((far(_two_parts(ours, ids, s), wanted[:, s:s + 9]), s) for s in splits)
     assert worst[0] < TOLERANCE, f"split at {worst[1]}"
 
@@ -61,10 +66,11 @@ def _two_parts(model, ids, split):
     return model.append(ids[:, split:split + 9], cache)
 
 
-def test_rewinding_equals_never_having_written(pair):
+def test_rewinding_equals_never_having_written(pair, request):
     ours, _, ids, wanted = pair
     most = 20
-    for length in [*range(120, 124), *range(252, 256)]:  # every residue mod 4, each crossing a 128 boundary
+    lengths = [*range(120, 124), *range(252, 256)] if first_config(request) else (121, 254)
+    for length in lengths:  # every residue mod 4, each crossing a 128 boundary
         cache = ours.new_cache(1, 310, max_rewind=most)
         ours.append(ids[:, :length], cache, logits="none")
         for n in range(1, most + 1):
