@@ -5,7 +5,7 @@
     python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384] [--out DIR]
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
 
-Rounds run as CUDA graphs on random weights of published widths; a trace says how many drafts are right. Costs of all sizes are
+Rounds run as CUDA graphs on random weights of published widths, their kernels compiled by all processors first; a trace says how many drafts are right. Costs of all sizes are
 measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes.
 `bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. With `--journal` a run that was cut off goes on where
 it stopped, when it is called again. `--checkpoint` runs them on a checkpoint's own
@@ -68,6 +68,9 @@ def run(args: argparse.Namespace) -> None:
         return
     traces = [named_trace(text) for text in args.trace] or speculation_traces.default_traces()
     from dsv4.dummy import load_dummy
+    from scripts.bench.warm import warm_device
+    if args.journal is None or not args.journal.exists():
+        say("{} rounds compiled ahead in {:.0f} s".format(*warm_device(args.dummy_weights, args.batch, args.context)))
     model = load_dummy(args.dummy_weights, args.layers, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
     about = report.provenance(SCRIPT)
     slug = report.device_slug(torch.cuda.get_device_name())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from dsv4.errors import InputError
 from dsv4.speculation import Request, Static, Trace, on_device
 from dsv4.speculation.trace import mixed
 from scripts import bench_speculation
-from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces
+from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces, warm
 from scripts.bench.speculation_costs import moe
 from scripts.bench.speculation_journal import SpeculationJournal
 
@@ -60,6 +61,15 @@ def test_a_run_that_was_cut_off_goes_on_where_it_stopped(model, tmp_path, monkey
     assert speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, print, again).of(2) == COSTS.of(2)
     with pytest.raises(InputError, match="commit differ"):
         SpeculationJournal(file, {"commit": "d"})
+
+
+def test_rounds_are_compiled_ahead_by_several_processes(golden_path):
+    load = partial(load_model, golden_path, numerics="fp32", mtp=True)
+    done, seconds = warm.warm(load, [1, 2], 24, jobs=2)
+    assert done == 2 * 9 and seconds > 0
+    failed, seconds = warm.warm(partial(load_model, golden_path / "absent"), [1], 24, jobs=1)
+    assert failed == 0 and seconds < 60  # a process that cannot load ends the pool, and nothing else
+    assert warm.warm(load, [1], 24, jobs=1, seconds=0.01)[0] == 0
 
 
 def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, monkeypatch):

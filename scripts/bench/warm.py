@@ -1,0 +1,70 @@
+"""Kernels that rounds of speculation launch, compiled by many processes before one process is timed.
+
+A cold Triton compiles a second a kernel, one at a time; rounds of nine sizes in three batches take hundreds. What one process has
+compiled the others find in Triton's cache on disk. Each has a model of a few layers and a few experts of the same widths: what is
+compiled depends on neither number, but for the router. Nothing is judged: what fails here fails again where it counts.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
+from unittest.mock import patch
+
+from dsv4.model import Model
+from dsv4.speculation import LARGEST, Static, on_device
+from probes.compile_ahead import usable_processors
+
+LAYERS, EXPERTS = 5, 32  # of Flash's first layers: two windows, CSA, HCA, CSA; three of them route by hash
+BYTES = 4 << 30          # of such a model, its context and its caches on the device: as many processes as fit
+
+_model: Model | None = None
+
+
+def small_dummy(widths: str) -> Model:
+    """The first layers of `widths` with few experts, on the GPU."""
+    from dsv4 import dummy
+    real = dummy.preset
+    with patch.object(dummy, "preset", lambda name: real(name) | {"n_routed_experts": EXPERTS}):
+        return dummy.load_dummy(widths, LAYERS, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
+
+
+def _begin(load: Callable[[], Model]) -> None:
+    import torch
+    global _model
+    torch.set_num_threads(1)
+    _model = load()
+
+
+def _round(batch: int, size: int, context: int) -> None:
+    import torch
+    from scripts.bench.speculation_gpu import traced
+    rounds = traced(_model, batch, context, 4 * (LARGEST + 2), on_device(Static(size), batch, _model.device), [size])
+    with torch.inference_mode():
+        rounds._round(size)
+
+
+def warm(load: Callable[[], Model], batches: Sequence[int], context: int, jobs: int, seconds: float = 150.0) -> tuple[int, float]:
+    """Rounds of every size that were run, and the seconds it took; what is not done within `seconds` is left to the caller."""
+    begun, done = time.monotonic(), 0
+    work = [(batch, size) for size in range(LARGEST, -1, -1) for batch in batches]
+    pool = ProcessPoolExecutor(min(jobs, len(work)), get_context("spawn"), _begin, (load,))
+    try:
+        with suppress(BrokenProcessPool, TimeoutError):
+            for future in as_completed([pool.submit(_round, *one, context) for one in work], timeout=seconds):
+                done += future.exception() is None
+    finally:
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
+    return done, time.monotonic() - begun
+
+
+def warm_device(widths: str, batches: Sequence[int], context: int) -> tuple[int, float]:
+    """`warm` on the current GPU, by as many processes as its memory and the processors take."""
+    import torch
+    free, _ = torch.cuda.mem_get_info()
+    return warm(partial(small_dummy, widths), batches, context, max(1, min(usable_processors() - 1, free // BYTES)))
