@@ -9,11 +9,8 @@ from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from tests.conftest import TOLERANCE
 from tests.gqa.conftest import TOKENS
+from tests.parity import assert_ragged_batches, far
 from tests.speculation.scripted import Scripted, drafted
-
-
-def far(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a - b).abs().max().item()
 
 
 def test_one_shot_equals_transformers(pair):
@@ -67,22 +64,7 @@ def test_a_cache_rewinds_to_anywhere_and_no_further(pair):
 
 def test_ragged_batches_equal_each_row_alone(pair):
     ours, _, ids, wanted = pair
-    lengths = [5, 130, 301, 64, 130]
-    cache = ours.new_cache(len(lengths), TOKENS)
-    rows = torch.full((len(lengths), 301), -5)  # pads outside the vocabulary: they must not be looked at
-    for b, n in enumerate(lengths):
-        rows[b, :n] = ids[0, :n]
-    got = ours.append(rows, cache, n_new=lengths)
-    for b, n in enumerate(lengths):
-        assert far(got[b, :n], wanted[0, :n]) < TOLERANCE
-        assert got[b, n:].isnan().all()
-    for step in range(6):  # decode: rows at different positions in one step
-        fed = torch.stack([ids[0, n + step] for n in lengths]).unsqueeze(1)
-        got = ours.append(fed, cache)
-        for b, n in enumerate(lengths):
-            assert far(got[b, 0], wanted[0, n + step]) < TOLERANCE
-    cache.rewind([1, 2, 3, 4, 6])
-    assert cache.lengths == [10, 134, 304, 66, 130]
+    assert_ragged_batches(ours, ids, wanted)
 
 
 def test_what_a_cache_held_before_does_not_matter(pair):

@@ -1,0 +1,30 @@
+"""What every model must satisfy beside the same numbers of somebody else."""
+
+import torch
+
+from tests.conftest import TOLERANCE
+
+LENGTHS = [5, 130, 301, 64, 130]
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def assert_ragged_batches(ours, ids: torch.Tensor, wanted: torch.Tensor) -> None:
+    """ids int64 [1, 310] and their logits [1, 310, vocab]: rows of several lengths in one batch, prefilled and decoded, equal each alone."""
+    cache = ours.new_cache(len(LENGTHS), ids.shape[1])
+    rows = torch.full((len(LENGTHS), max(LENGTHS)), -5)  # pads outside the vocabulary: they must not be looked at
+    for b, n in enumerate(LENGTHS):
+        rows[b, :n] = ids[0, :n]
+    got = ours.append(rows, cache, n_new=LENGTHS)
+    for b, n in enumerate(LENGTHS):
+        assert far(got[b, :n], wanted[0, :n]) < TOLERANCE
+        assert got[b, n:].isnan().all()
+    for step in range(6):  # decode: rows at different positions in one step
+        fed = torch.stack([ids[0, n + step] for n in LENGTHS]).unsqueeze(1)
+        got = ours.append(fed, cache)
+        for b, n in enumerate(LENGTHS):
+            assert far(got[b, 0], wanted[0, n + step]) < TOLERANCE
+    cache.rewind([1, 2, 3, 4, 6])
+    assert cache.lengths == [10, 134, 304, 66, 130]
