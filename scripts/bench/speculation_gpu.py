@@ -22,6 +22,7 @@ from dsv4.speculation.trace import Request
 from scripts.bench.speculation import Point
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
+ROOM = 1024              # tokens; caches of rounds have a multiple of them
 
 
 class Traced(Rounds):
@@ -111,11 +112,16 @@ class Timed:
                      fmean(drafted), pvariance(drafted))
 
 
+def room(model: Model, needed: int) -> int:
+    """Tokens of a cache: in steps, because kernels are compiled for what its length is divisible by, and runs of several lengths are timed."""
+    return max(needed, min(-(-needed // ROOM) * ROOM, model.config.max_position_embeddings))
+
+
 def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy, widths: Sequence[int] | None = None) -> Traced:
     """Rows at `context` tokens of a cache full of plausible numbers, each to write `tokens`."""
     from dsv4.dummy import fill_cache
     g = torch.Generator(model.device).manual_seed(1)
-    cache = model.new_cache(batch, context + tokens + LARGEST + SPARE, max_rewind=LARGEST)
+    cache = model.new_cache(batch, room(model, context + tokens + LARGEST + SPARE), max_rewind=LARGEST)
     fill_cache(cache, context)
     ids = lambda: torch.randint(model.config.vocab_size, (batch,), generator=g, device=model.device)
     n, d = model.config.hc_mult, model.config.hidden_size
