@@ -1,8 +1,9 @@
 """Kernels that rounds of speculation launch, compiled by many processes before one process is timed.
 
 A cold Triton compiles a second a kernel, one at a time; rounds of nine sizes in three batches take hundreds. What one process has
-compiled the others find in Triton's cache on disk. Each has a model of a few layers and a few experts of the same widths: what is
-compiled depends on neither number, but for the router. Nothing is judged: what fails here fails again where it counts.
+compiled the others find in Triton's cache on disk. Each has a model of a few layers of the same widths, which share their experts: what
+is compiled depends on how many experts there are, and on which kinds of layers, not on how many. Nothing is judged: what fails here
+fails again where it counts.
 """
 
 import time
@@ -18,18 +19,25 @@ from dsv4.model import Model
 from dsv4.speculation import LARGEST, Static, on_device
 from probes.compile_ahead import usable_processors
 
-LAYERS, EXPERTS = 5, 32  # of Flash's first layers: two windows, CSA, HCA, CSA; three of them route by hash
-BYTES = 4 << 30          # of such a model, its context and its caches on the device: as many processes as fit
+LAYERS = 5       # Flash's first: two windows, CSA, HCA, CSA; three of them route by hash
+BYTES = 8 << 30  # of such a model (one layer's experts, embeddings, head), its context and caches on the device: as many processes as fit
 
 _model: Model | None = None
 
 
-def small_dummy(widths: str) -> Model:
-    """The first layers of `widths` with few experts, on the GPU."""
+def small_dummy(widths: str, backend: str = "triton", device: str = "cuda") -> Model:
+    """The first layers of `widths` and the MTP block, all with the experts of the first."""
     from dsv4 import dummy
-    real = dummy.preset
-    with patch.object(dummy, "preset", lambda name: real(name) | {"n_routed_experts": EXPERTS}):
-        return dummy.load_dummy(widths, LAYERS, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
+    real = dummy.Model
+
+    def shared(*given, **more) -> Model:
+        model = real(*given, **more)
+        first, *rest = (*model.layers, *model.mtp)
+        for block in rest:
+            block.ffn.experts = first.ffn.experts
+        return model
+    with patch.object(dummy, "Model", shared):  # while it has no memory yet
+        return dummy.load_dummy(widths, LAYERS, backend=backend, device=device, cache="fp8", index_cache="fp4", mtp=True)
 
 
 def _begin(load: Callable[[], Model]) -> None:

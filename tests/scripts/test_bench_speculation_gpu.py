@@ -72,6 +72,19 @@ def test_rounds_are_compiled_ahead_by_several_processes(golden_path):
     assert warm.warm(load, [1], 24, jobs=1, seconds=0.01)[0] == 0
 
 
+def test_the_model_that_is_compiled_for_has_every_kind_of_layer_and_one_set_of_experts(monkeypatch):
+    from dsv4 import dummy
+    real = dummy.preset
+    monkeypatch.setattr(dummy, "preset", lambda name: real(name) | {"n_routed_experts": 8, "moe_intermediate_size": 64, "vocab_size": 256})
+    model = warm.small_dummy("flash", "reference", "cpu")
+    blocks = (*model.layers, *model.mtp)
+    assert {model.config.compress_ratios[i] for i in range(warm.LAYERS)} == {0, 4, 128} and 0 < model.config.num_hash_layers < warm.LAYERS
+    assert len({block.ffn.experts.w13.weight.data_ptr() for block in blocks}) == 1 < len({block.attn.wq_a.weight.data_ptr() for block in blocks})
+    rounds = speculation_gpu.traced(model, 1, 256, 40, on_device(Static(1), 1, "cpu"), [1])
+    with torch.inference_mode():
+        rounds._round(1)
+
+
 def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, monkeypatch):
     """As on a GPU, with costs of a table: those of a CPU are no matter here."""
     costs = dataclasses.replace(moe(), batches={2: moe().of(1)})
