@@ -120,7 +120,7 @@ def test_losses_do_not_depend_on_batches(model):
     """The same rows in one piece and in several, and against the logits of the model's forward."""
     quiet = lambda text: None
     found = evaluation.losses(model, Text, [60], LIMITS, quiet)
-    other = evaluation.losses(model, Text, [60], Limits(60, 7, 1, 300), quiet)
+    other = evaluation.losses(model, Text, [60], Limits(60, 7, 1, 600), quiet)
     assert [f.value for f in found] == pytest.approx([f.value for f in other], abs=1e-5) and found[0].count == 600
     ids = text_rows(Text.streams["prose"], 61, 10)
     exact = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
