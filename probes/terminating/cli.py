@@ -32,7 +32,8 @@ def termination(
     out: Annotated[Path | None, report_in("termination_NAME")] = None,
     as_json: Json = False,
 ):
-    """When attention may stop reading: tiles skipped, at what error, probe against oracle. On the host, in plain torch. Exit code 0: measured."""
+    """When attention may stop reading: tiles skipped, at what error, probe against oracle; dense attention, newest first, beside the policies. On
+    the host, in plain torch. Exit code 0: measured."""
     from probes.fidelity.document import ModelSubject
     from probes.formats.json_report import dumped
     from probes.recall.plots import MISSING, available
