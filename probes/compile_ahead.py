@@ -47,6 +47,12 @@ def usable_processors(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return max(here, 1)
 
 
+def gpu_names(count: int) -> tuple[str, ...]:
+    """Names of the first `count` GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(given.split(",")[:count] if given is not None else map(str, range(count)))
+
+
 def tables_of(config: ModelConfig | GQAConfig) -> tuple[dict, dict]:
     """Operations and compositions that a model of this config binds."""
     return (GQA_OPERATIONS, GQA_COMPOSITIONS) if isinstance(config, GQAConfig) else (OPERATIONS, COMPOSITIONS)

@@ -29,6 +29,7 @@ from dsv4.numerics import NUMERICS
 from kernels.errors import Dsv4Error
 from probes import mutations
 from probes.audit import open_subject
+from probes.compile_ahead import gpu_names
 from probes.mutations import Mutation, Site
 from probes.mutations.gqa_profiles import GQA_PROFILES
 from probes.probe import applying, available, execute, probe_named
@@ -299,7 +300,8 @@ def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
     context = get_context("spawn" if lives is None else "forkserver")
     if lives is not None:  # many processes: each is a copy of one that has imported everything and touched no device
         context.set_forkserver_preload(preloaded())
-    return ProcessPoolExecutor(jobs, context, _begin, max_tasks_per_child=lives)
+    gpus = gpu_names(torch.cuda.device_count()) if bench.device == "cuda" else ()  # processes are shared out to all, if none is named
+    return ProcessPoolExecutor(jobs, context, _begin, (gpus, context.Value("q", 0)), max_tasks_per_child=lives)
 
 
 def preloaded() -> list[str]:
@@ -314,9 +316,14 @@ def _lives(bench: Bench) -> int | None:
     return 1 if bench.device.startswith("cuda") else None
 
 
-def _begin() -> None:
-    """Of a worker: one thread, and an end when the process that started it ends, however that was ended."""
+def _begin(gpus: tuple[str, ...], begun) -> None:
+    """Of a worker: one thread, one of the GPUs by turns (begun: a Value shared by all workers), and an end when the process that
+    started it ends, however that was ended."""
     torch.set_num_threads(1)
+    if gpus:  # read when CUDA is first called, which no process has done that workers are copies of
+        with begun.get_lock():
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[begun.value % len(gpus)]
+            begun.value += 1
     parent = parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernels.errors import Dsv4Error  # noqa: E402
 from probes.backend_matrix import TOKENS  # noqa: E402
-from probes.compile_ahead import compile_ahead  # noqa: E402
+from probes.compile_ahead import compile_ahead, gpu_names  # noqa: E402
 from probes.result import Status  # noqa: E402
 from probes.subjects.files import FilesSubject  # noqa: E402
 from scripts.bench import report  # noqa: E402
@@ -56,7 +56,7 @@ class Places:
 
     def __init__(self, jobs: int, gpus: int):
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:gpus] if "CUDA_VISIBLE_DEVICES" in os.environ else [*map(str, range(gpus))]
+        names = gpu_names(gpus)
         self.free: SimpleQueue[tuple[set[int], str | None]] = SimpleQueue()
         for i in range(jobs):
             own = cores[i::jobs] or cores[i % max(len(cores), 1):][:1]

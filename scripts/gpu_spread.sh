@@ -6,7 +6,7 @@
 #
 # tests: scripts/gpu_tests.sh triton gpu. selftest, cpu_selftest: every planted fault, on the triton backend and on the host's. matrix,
 # matrix_gqa, cpu_matrix: audits of the demo checkpoints in all numerics, cache formats and backends. sparse_prefill, fidelity: what
-# demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens. The matrix takes all
+# demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens. The matrix and the self-test take all
 # GPUs, other parts one, by turns; without a number each gets an equal share of the processors. Each ends after LIMIT seconds (default 560). Results go to ${OUT:-audits}, what they print to $OUT/logs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -41,7 +41,7 @@ for one in "${parts[@]}"; do
   [[ $one == *:* ]] && cores=${one##*:}
   case $name in
     cpu_*) ;;
-    matrix) visible=$all ;;
+    matrix|selftest) visible=$all ;;
     *) visible=$(( gpus > 0 ? gpu++ % gpus : 0 )) ;;
   esac
   CUDA_VISIBLE_DEVICES=$visible taskset -c "$at-$(( at + cores - 1 ))" timeout -k 10 "$LIMIT" bash -c "part $name $cores" > "$OUT/logs/$name.log" 2>&1 &

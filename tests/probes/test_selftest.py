@@ -249,3 +249,16 @@ def test_what_cannot_run_ends_with_2(monkeypatch, capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def test_processes_are_shared_out_to_the_gpus_that_are_seen(monkeypatch, tmp_path):
+    """Without a GPU: what each process is told, before anything calls CUDA."""
+    monkeypatch.setattr(selftest.torch.cuda, "device_count", lambda: 2)
+    for given, names in ((None, {"0", "1"}), ("3,5,7", {"3", "5"})):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        monkeypatch.setattr(selftest, "_lives", lambda bench: 1)
+        with selftest._pool(1, Bench(tmp_path, device="cuda")) as pool:
+            told = {pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() for _ in range(6)}
+        assert told == names, told
