@@ -8,9 +8,9 @@ pools where they are; index scores and HCA attention read [B, n, width], which i
 import torch
 
 from dsv4.cache import CompressorCache
-from dsv4.rows import EntryRows, TokenRows
 from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
 from dsv4.paging import NOWHERE, PageGroup
+from dsv4.rows import EntryRows, TokenRows
 from dsv4.step import CapturedStep, Step
 from dsv4.streams import LayerStreams, Stream
 from kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows

@@ -40,11 +40,23 @@ def wide(columns: int) -> Console:
     return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else columns)
 
 
-def publish(out: Path | None, stem: str, plots: dict[str, str], markdown: Callable[[dict[str, str]], str], document: str) -> None:
-    """Write a measurement to `out`, if there is one, as `probes.report.write_measurement` does, and say so."""
+def show(found: dict, as_json: bool, tables: Callable[[dict, Console], None], columns: int) -> None:
+    """A measurement on stdout: one JSON document, or its tables."""
+    from probes.formats.json_report import dumped
+    if as_json:
+        sys.stdout.write(dumped(found))
+    else:
+        tables(found, wide(columns))
+
+
+def publish(out: Path | None, stem: str, draw: Callable[[], dict[str, str]], markdown: Callable[[dict[str, str]], str],
+            document: Callable[[], str]) -> None:
+    """Write a measurement to `out`, if there is one, as `probes.report.write_measurement` does, and say so. draw() gives the plots, where
+    they can be drawn."""
+    from probes.recall.plots import available
     from probes.report import write_measurement
     if out is not None:
-        for file in write_measurement(out, stem, plots, markdown, document):
+        for file in write_measurement(out, stem, draw() if available() else {}, markdown, document()):
             errors.print(f"wrote {file}")
 
 

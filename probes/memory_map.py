@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND
-from dsv4.rows import Entries
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.errors import CapacityError
 from dsv4.gqa.cache import cache_streams as gqa_streams
 from dsv4.gqa.config import GQAConfig
+from dsv4.rows import Entries
 from dsv4.step import Step
 from dsv4.streams import Stream, cache_streams, zeros
 from probes.buffers import buffers

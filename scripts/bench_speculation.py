@@ -69,14 +69,14 @@ def run(args: argparse.Namespace) -> None:
     traces = [named_trace(text) for text in args.trace] or speculation_traces.default_traces()
     from dsv4.dummy import load_dummy
     from scripts.bench.warm import warm_device
-    if args.journal is None or not args.journal.exists():
+    about, resumed = report.provenance(SCRIPT), args.journal is not None and args.journal.exists()
+    journal = SpeculationJournal(args.journal, {key: str(value) for key, value in (vars(args) | about).items()
+                                                if key not in ("out", "journal", "command")})
+    if not resumed:
         say("{} rounds compiled ahead in {:.0f} s".format(*warm_device(args.dummy_weights, args.batch, args.context)))
     model = load_dummy(args.dummy_weights, args.layers, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
-    about = report.provenance(SCRIPT)
     slug = report.device_slug(torch.cuda.get_device_name())
     what = f"{args.dummy_weights.capitalize()} widths, {args.layers} layers, the head and the MTP block, random weights, FP8 and FP4 caches"
-    run_of = {key: str(value) for key, value in (vars(args) | about).items() if key not in ("out", "journal", "command")}
-    journal = SpeculationJournal(args.journal, run_of)
     costs = speculation_gpu.measure_costs(model, args.batch, args.context, f"{what}; {report.headline(about)}", about, say, journal)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"speculation_costs_{slug}.json").write_text(json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")

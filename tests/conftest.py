@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything that imports one
 
 from dsv4 import cli, load_model  # noqa: E402
-from probes.compile_ahead import usable_processors  # noqa: E402
 from tests import checkpoints, oracle  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
@@ -21,6 +20,7 @@ TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that orde
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """Processes of `-n auto`: the processors that this container may use, each of which takes 1 to 2 GB."""
+    from probes.compile_ahead import usable_processors
     return min(8, usable_processors())
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND, Cache
-from dsv4.rows import Entries
 from dsv4.errors import InputError
 from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import Traffic
 from dsv4.host_tier.layer import pinned_bytes
 from dsv4.host_tier.memory import HostBuffer, PinnedMemoryError, check_limit
 from dsv4.host_tier.planning import brought_entries, check_entries, entries_plan, staged_entries
+from dsv4.rows import Entries
 from dsv4.step import CapturedStep, Step
 from dsv4.streams import LayerStreams, Stream, zeros
 from kernels.cache_rows import PAGE, PackedRows, write_rows

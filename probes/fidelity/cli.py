@@ -8,7 +8,7 @@ import typer
 
 from dsv4.errors import InputError
 from probes.console import (Backend, Device, Json, Numerics, Policies, Seed, Text, Word, counts, errors, option, progress, publish, report_in,
-                            wide)
+                            show)
 
 Number = int | None
 
@@ -37,7 +37,7 @@ def fidelity(
     as_json: Json = False,
 ):
     """What reading sparsely changes: each policy, or k of CSA, held against the model reading everything. Exit code 0: measured."""
-    from probes.fidelity import document, markdown, plots
+    from probes.fidelity import document, markdown, plots, tables
     from probes.fidelity.settings import settle, variants_of
     from probes.formats.json_report import dumped
     from probes.recall.plots import MISSING, available
@@ -54,9 +54,9 @@ def fidelity(
         found = document.measured(subject, variants, settings, material, sys.argv, say, advance)
     if not available():
         found["notes"].append(MISSING)
-    _show(found, as_json)
-    publish(out, f"fidelity_{slug(checkpoint.resolve().name)}_{found['family']}", plots.draw(found) if available() else {},
-            lambda files: markdown.render(found, files), dumped(found))
+    show(found, as_json, tables.show, 160)
+    publish(out, f"fidelity_{slug(checkpoint.resolve().name)}_{found['family']}", lambda: plots.draw(found),
+            lambda files: markdown.render(found, files), lambda: dumped(found))
 
 
 def names(text: str | None) -> list[str] | None:
@@ -67,12 +67,3 @@ def names(text: str | None) -> list[str] | None:
     if not all(names):
         raise InputError(f"--policy is {text!r}; expected names separated by commas, such as sink+window,block-bound")
     return list(dict.fromkeys(names))
-
-
-def _show(found: dict, as_json: bool) -> None:
-    from probes.fidelity import tables
-    from probes.formats.json_report import dumped
-    if as_json:
-        sys.stdout.write(dumped(found))
-    else:
-        tables.show(found, wide(160))

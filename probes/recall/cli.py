@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dsv4.errors import InputError
-from probes.console import Json, Seed, Text, Word, counts, option, progress, publish, refuse_idle, report_in, wide
+from probes.console import Json, Seed, Text, Word, counts, option, progress, publish, refuse_idle, report_in, show
 
 STEM = "recall"
 INSTEAD = "leave it out, or use --subject ours"
@@ -38,7 +38,7 @@ def recall(
 ):
     """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could not."""
     from probes.formats.json_report import dumped
-    from probes.recall import document, markdown, plots
+    from probes.recall import document, markdown, plots, tables
     from probes.recall.settings import settle
     from probes.recall.text import read_text
     from probes.subjects.files import FilesSubject
@@ -64,8 +64,8 @@ def recall(
         found = document.measured(opened, settings, material, sys.argv, say, advance)
     if not plots.available():
         found["notes"].append(plots.MISSING)
-    _show(found, as_json)
-    publish(out, STEM, plots.draw(found) if plots.available() else {}, lambda files: markdown.render(found, files), dumped(found))
+    show(found, as_json, tables.show, 120)
+    publish(out, STEM, lambda: plots.draw(found), lambda files: markdown.render(found, files), lambda: dumped(found))
     raise typer.Exit({"FAIL": 1, "VACUOUS": 2}.get(found["gate"]["status"], 0) if gate else 0)
 
 
@@ -84,12 +84,3 @@ def _recorded(dump: Path, checkpoint: Path):
     subject = DumpSubject(dump, checkpoint)
     subject.files = FilesSubject(checkpoint).files
     return subject
-
-
-def _show(found: dict, as_json: bool) -> None:
-    from probes.formats.json_report import dumped
-    from probes.recall import tables
-    if as_json:
-        sys.stdout.write(dumped(found))
-    else:
-        tables.show(found, wide(120))

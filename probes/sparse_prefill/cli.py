@@ -43,5 +43,5 @@ def sparse_prefill(
     if not available():
         found["notes"].append(MISSING)
     sys.stdout.write(document.render(found) if as_json else markdown.terminal(found))
-    publish(out, f"sparse_prefill_{slug(checkpoint.resolve().name)}", plots.draw(found, maps) if available() else {},
-            lambda files: markdown.render(found, files), document.render(found))
+    publish(out, f"sparse_prefill_{slug(checkpoint.resolve().name)}", lambda: plots.draw(found, maps),
+            lambda files: markdown.render(found, files), lambda: document.render(found))

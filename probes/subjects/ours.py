@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND, LayerCache
-from dsv4.rows import Ring
 from dsv4.errors import InputError
 from dsv4.linear import Matrix
 from dsv4.load import load_model, pieces_of
 from dsv4.model import Model
+from dsv4.rows import Ring
 from dsv4.step import Step
 from dsv4.streams import cache_streams
 from kernels.cache_rows import PackedRows, read_rows

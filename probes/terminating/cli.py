@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from dsv4.errors import InputError
-from probes.console import Json, Numerics, Policies, Rows, Seed, Text, Word, counts, errors, option, publish, report_in, wide
+from probes.console import Json, Numerics, Policies, Rows, Seed, Text, Word, counts, errors, option, publish, report_in, show
 from probes.fidelity.cli import names
 
 
@@ -54,9 +55,9 @@ def termination(
     found = document.measured(subject, policies, settings, material, sys.argv, errors.print)
     if not available():
         errors.print(MISSING)
-    _show(found, as_json)
-    publish(out, f"termination_{slug(checkpoint.resolve().name)}", plots.draw(found) if available() else {},
-            lambda files: markdown.render(found, files), dumped(found))
+    show(found, as_json, _tables, 160)
+    publish(out, f"termination_{slug(checkpoint.resolve().name)}", lambda: plots.draw(found),
+            lambda files: markdown.render(found, files), lambda: dumped(found))
 
 
 def _numbers(text: str | None) -> list[float]:
@@ -67,18 +68,13 @@ def _numbers(text: str | None) -> list[float]:
         raise InputError(f"--looser is {text!r}; expected numbers separated by commas, such as 1e-3,1e-2") from None
 
 
-def _show(found: dict, as_json: bool) -> None:
-    from probes.fidelity.tables import show_table as show
-    from probes.formats.json_report import dumped
+def _tables(found: dict, console: Console) -> None:
+    from probes.fidelity.tables import show_table
     from probes.terminating import markdown
-    if as_json:
-        sys.stdout.write(dumped(found))
-        return
-    console = wide(160)
     console.print(found["title"])
     for title, of in (("by order and context", markdown.together), ("the bound", markdown.bound), ("ablations", markdown.ablations)):
-        show(console, title, *of(found))
+        show_table(console, title, *of(found))
     if found["geometries"]:
-        show(console, "published keep-sets", *markdown.geometries(found))
+        show_table(console, "published keep-sets", *markdown.geometries(found))
     if found["needles"]:
-        show(console, "needles", *markdown.needles(found))
+        show_table(console, "needles", *markdown.needles(found))
