@@ -1,5 +1,6 @@
 """The buffers of a cache: shapes, dtypes, bytes and how each size comes about. What is allocated and what is planned read the same."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,7 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ this guards against is real: official files nest the compressor inside the index
 (`self_attn.compressor.indexer.kv_proj`), and a key with the wrong prefix loads nowhere, silently.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,10 +40,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        size = DTYPES[self.dtype].itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

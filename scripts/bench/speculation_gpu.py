@@ -6,8 +6,7 @@ bytes and launches are real, only the judgement of the drafts is replaced by a t
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, median, pvariance
+from statistics import median
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from dsv4.speculation.costs import BatchCost
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds
 from dsv4.speculation.trace import Request
-from scripts.bench.speculation import Point
+from scripts.bench.speculation_journal import SpeculationJournal, Timed, name_of
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
 ROOM = 1024              # tokens; caches of rounds have a multiple of them
@@ -83,35 +82,6 @@ class Scheduled(DevicePolicy):
         self.at.zero_()
 
 
-@dataclass
-class Timed:
-    """One policy on one trace, as it ran. expected: tokens/s that the simulation gives with the measured costs. same: rows whose
-    tokens are those of no speculation, where a real text was written."""
-
-    policy: str
-    trace: str
-    kind: str
-    batch: int
-    tokens: int
-    seconds: float
-    expected: float
-    rounds: list[int] = field(repr=False, default_factory=list)
-    sizes: list[list[int]] = field(repr=False, default_factory=list)
-    polls: int = 0
-    synchronisations: int = 0
-    same: int | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    def point(self) -> Point:
-        drafted = [size for sizes in self.sizes for size in sizes]
-        rate = (self.tokens - self.batch * len(self.rounds)) / sum(drafted) if sum(drafted) else None
-        return Point(self.trace, self.kind, self.batch, self.policy, self.tokens_per_second, self.tokens, len(self.rounds), rate,
-                     fmean(drafted), pvariance(drafted))
-
-
 def room(model: Model, needed: int) -> int:
     """Tokens of a cache: in steps, because kernels are compiled for what its length is divisible by, and runs of several lengths are timed."""
     return max(needed, min(-(-needed // ROOM) * ROOM, model.config.max_position_embeddings))
@@ -140,10 +110,11 @@ def again(rounds: Traced, context: int, accepted: np.ndarray) -> None:
 
 
 def measure_costs(model: Model, batches: Sequence[int], context: int, name: str, about: dict,
-                  said: Callable[[str], None], journal=None) -> CostTable:
-    """Whole rounds of every size, and one step of the MTP block, as medians of graph replays. journal: a SpeculationJournal, whose
+                  said: Callable[[str], None], journal: SpeculationJournal | None = None) -> CostTable:
+    """Whole rounds of every size, and one step of the MTP block, as medians of graph replays. journal: its
     batches are not measured again."""
-    found = {} if journal is None else {batch: journal.costs[batch] for batch in batches if batch in journal.costs}
+    journal = journal or SpeculationJournal()
+    found = {batch: journal.costs[batch] for batch in batches if batch in journal.costs}
     for batch in batches:
         if batch in found:
             continue
@@ -151,8 +122,7 @@ def measure_costs(model: Model, batches: Sequence[int], context: int, name: str,
         whole = [_median(rounds, k) for k in range(LARGEST + 1)]
         draft = (_drafting(rounds, 5) - _drafting(rounds, 1)) / 4
         found[batch] = BatchCost(draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1))
-        if journal is not None:
-            journal.cost(batch, found[batch])
+        journal.cost(batch, found[batch])
         said(f"batch {batch}: " + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole)) + f" ms a round; {draft * 1e3:.3f} ms a draft")
         del rounds
     return CostTable(name, 1.0, found, {"kind": "measured", "context": context, **about})
@@ -205,10 +175,6 @@ def racers(costs: CostTable, batch: int, statics: Sequence[int]) -> list[tuple[P
             (None, list(range(LARGEST + 1)))]
 
 
-def name_of(policy: Policy | None) -> str:
-    return "oracle" if policy is None else policy.name
-
-
 def driver(policy: Policy | None, tokens: int, batch: int, device: torch.device) -> DevicePolicy:
     """The policy on the device; for the oracle room for its plan."""
     return Scheduled(torch.zeros(tokens + 1, batch, dtype=torch.int64, device=device)) if policy is None \
@@ -227,13 +193,13 @@ def planned_for(policy: Policy | None, trace: Trace, costs: CostTable, batch: in
 
 
 def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, batch: int, context: int, tokens: int,
-         statics: Sequence[int], said: Callable[[str], None], journal=None) -> list[Timed]:
-    """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time. journal: a
-    SpeculationJournal; what it holds is not run again, nor among the results."""
+         statics: Sequence[int], said: Callable[[str], None], journal: SpeculationJournal | None = None) -> list[Timed]:
+    """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time. journal: what
+    it holds is not run again, nor among the results."""
+    journal, found = journal or SpeculationJournal(), []
     parts = [(kind, part(trace, batch, tokens)) for kind, trace in traces]
-    found = []
     for policy, sizes in racers(costs, batch, statics):
-        left = [t.name for _, t in parts] if journal is None else journal.left(policy, batch, [t.name for _, t in parts])
+        left = journal.left(policy, batch, [t.name for _, t in parts])
         if not left:
             continue
         on = driver(policy, tokens, batch, model.device)
@@ -242,8 +208,7 @@ def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, ba
         for kind, trace in (p for p in parts if p[1].name in left):
             planned = planned_for(policy, trace, costs, batch, on)
             found.append(_run(rounds, context, kind, trace, planned, name_of(policy)))
-            if journal is not None:
-                journal.done(found[-1])
+            journal.done(found[-1])
             said(f"batch {batch}, {trace.name}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, "
                  f"{found[-1].expected:.0f} expected")
         del rounds

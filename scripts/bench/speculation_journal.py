@@ -1,13 +1,48 @@
 """What a race of block sizes has finished, line by line, so that a run that is cut off goes on where it stopped."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, pvariance
+from types import MappingProxyType
 
 from dsv4.speculation import Policy
 from dsv4.speculation.costs import BatchCost
 from scripts.bench.journal import append, claim, lines_of
-from scripts.bench.speculation_gpu import Timed, name_of
+from scripts.bench.speculation import Point
+
+
+@dataclass
+class Timed:
+    """One policy on one trace, as it ran. expected: tokens/s that the simulation gives with the measured costs. same: rows whose
+    tokens are those of no speculation, where a real text was written."""
+
+    policy: str
+    trace: str
+    kind: str
+    batch: int
+    tokens: int
+    seconds: float
+    expected: float
+    rounds: list[int] = field(repr=False, default_factory=list)
+    sizes: list[list[int]] = field(repr=False, default_factory=list)
+    polls: int = 0
+    synchronisations: int = 0
+    same: int | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def point(self) -> Point:
+        drafted = [size for sizes in self.sizes for size in sizes]
+        rate = (self.tokens - self.batch * len(self.rounds)) / sum(drafted) if sum(drafted) else None
+        return Point(self.trace, self.kind, self.batch, self.policy, self.tokens_per_second, self.tokens, len(self.rounds), rate,
+                     fmean(drafted), pvariance(drafted))
+
+
+def name_of(policy: Policy | None) -> str:
+    return "oracle" if policy is None else policy.name
 
 
 class SpeculationJournal:
@@ -16,10 +51,10 @@ class SpeculationJournal:
     what: everything that figures depend on. Raises InputError for a journal of something else.
     """
 
-    def __init__(self, path: Path | None, what: dict):
+    def __init__(self, path: Path | None = None, what: Mapping = MappingProxyType({})):
         self.path, self.costs, self.ran = path, {}, []
         if path is not None:
-            claim(path, what)
+            claim(path, dict(what))
         for kind, *held in lines_of(path)[1:] if path is not None else ():
             if kind == "costs":
                 self.costs[held[0]] = BatchCost(**{k: tuple(v) if isinstance(v, list) else v for k, v in held[1].items()})
@@ -28,11 +63,11 @@ class SpeculationJournal:
 
     def cost(self, batch: int, cost: BatchCost) -> None:
         self.costs[batch] = cost
-        self._append("costs", batch, dataclasses.asdict(cost))
+        self._append("costs", batch, asdict(cost))
 
     def done(self, timed: Timed) -> None:
         self.ran.append(timed)
-        self._append("ran", dataclasses.asdict(timed))
+        self._append("ran", asdict(timed))
 
     def left(self, policy: Policy | None, batch: int, traces: Sequence[str]) -> list[str]:
         """Traces that the policy has not run on."""
