@@ -59,6 +59,7 @@ def selftest_audit(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a processor.", show_default=False)] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or triton.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    journal: Annotated[Path | None, typer.Option(help="A file that keeps results: cut off and called again with it, it goes on.")] = None,
 ):
     """Plant every known bug and see that the probes name it. Exit code 0: all caught, sound subjects green; 1: gaps; 2: it
     could not run."""
@@ -73,7 +74,7 @@ def selftest_audit(
             if not bar.console.is_terminal:
                 say(f"{int(bar.tasks[0].completed):4} of {of}  {detection.told(result)}")
 
-        raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done))
+        raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done, journal))
 
 
 @audit_app.command("bisect")

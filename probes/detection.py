@@ -26,10 +26,12 @@ from probes.provenance import provenance
 from probes.report import write_files
 from probes.result import Status
 from probes.selftest import Bench, Clean, Outcome, chance, run_all, settings
+from probes.selftest_journal import SelftestJournal
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent / "schema" / f"selftest-{VERSION}.json"
 STEM = "selftest"
+DEPENDS_ON = ("commit", "dirty", "device", "versions", "backend")  # keys of the provenance: equal in all runs of one journal
 EXPLAINED = """\
 Each mutation plants one class of known bug in a synthetic checkpoint or in the code that runs it. It counts as caught only if
 a FAIL or ERROR names the part that is at fault; probes are not told what is planted. *By chance* is the share of a sound
@@ -88,8 +90,9 @@ def select(section: str | None = None, name: str | None = None, fast: bool = Fal
 
 
 def selftest(mutations: Sequence[Mutation], bench: Bench, jobs: int, selection: str = "all", command: list[str] | None = None,
-             done: Callable[[Outcome | Clean, int], None] = lambda result, of: None) -> Matrix:
-    """Plant all, audit what is sound. done(result, number of all) is called for each as it is ready."""
+             done: Callable[[Outcome | Clean, int], None] = lambda result, of: None, journal: Path | None = None) -> Matrix:
+    """Plant all, audit what is sound. done(result, number of all) is called for each as it is ready. journal: a file that keeps results, for a
+    self-test that is cut off and called again; absent, or of the same commit, backend, device and libraries, or InputError is raised."""
     begun, backend = time.time(), bench.resolved
     tasks = [*mutations, *settings(mutations, backend, selection == "all")]
     with tempfile.TemporaryDirectory(prefix="dsv4-profiles-") as folder:
@@ -97,25 +100,31 @@ def selftest(mutations: Sequence[Mutation], bench: Bench, jobs: int, selection: 
         for name in profiles.NAMES:
             profiles.write(bench.profiles / name, name)
         subject = open_subject(bench.profiles / "default", "ours", "fp32", backend, bench.device)  # or it cannot run at all
+        about = lambda: provenance(subject, command or sys.argv, {"profiles": 0, "probes": 0}, begun)
+        kept = SelftestJournal(journal, {key: value for key, value in about().items() if key in DEPENDS_ON})
         if bench.device.startswith("cuda") and selection == "all":
             configs = [open_subject(bench.profiles / name, "ours", "fp32", backend, bench.device).config for name in profiles.NAMES]
             compile_ahead(configs, (torch.float32, torch.bfloat16), TOKENS, backend, bench.device, BackendMatrix.seed, jobs)
-        results: list = [None] * len(tasks)
-        for i, results[i] in run_all(tasks, bench, jobs):
-            done(results[i], len(tasks))
-        about = provenance(subject, command or sys.argv, {"profiles": 0, "probes": 0}, begun) | {"jobs": jobs}
-    outcomes, clean = results[:len(mutations)], results[len(mutations):]
-    about |= {"numerics": ", ".join(dict.fromkeys(c.numerics for c in clean)), "dispatch": []}  # of many subjects, not of one
-    return Matrix(outcomes, clean, selection, about, time.time() - begun)
+        results = [kept.result(task) for task in tasks]
+        for result in filter(None, results):
+            done(result, len(tasks))
+        left = [i for i, result in enumerate(results) if result is None]
+        for i, result in run_all([tasks[i] for i in left], bench, jobs):
+            results[left[i]] = result
+            kept.done(tasks[left[i]], result)
+            done(result, len(tasks))
+        outcomes, clean = results[:len(mutations)], results[len(mutations):]
+        of_all = {"jobs": jobs, "numerics": ", ".join(dict.fromkeys(c.numerics for c in clean)), "dispatch": []}  # of many subjects, not of one
+        return Matrix(outcomes, clean, selection, about() | of_all, kept.seconds)
 
 
 def run(out: Path | None, section: str | None, name: str | None, fast: bool, jobs: int | None, backend: str, device: str,
-        say: Callable[[str], None], done: Callable[[Outcome | Clean, int], None]) -> int:
+        say: Callable[[str], None], done: Callable[[Outcome | Clean, int], None], journal: Path | None = None) -> int:
     """`dsv4 audit selftest`: the exit code (0 all caught and green, 1 gaps or false alarms)."""
     chosen = {"section": section, "name": name, "fast": fast or None}
     selection = ", ".join(f"{key} {value}" for key, value in chosen.items() if value) or "all"
     bench, jobs = Bench(Path(), backend, device), jobs or usable_processors()
-    matrix = selftest(select(section, name, fast), bench, jobs, selection, done=done)
+    matrix = selftest(select(section, name, fast), bench, jobs, selection, done=done, journal=journal)
     for line in summary(matrix):
         say(line)
     if out is not None:

@@ -1,28 +1,30 @@
 #!/usr/bin/env bash
 # On a host with several GPUs: everything that is not timed, side by side, each part on its own GPUs and its own share of the processors.
 #
-#     scripts/gpu_spread.sh [PART[:PROCESSORS]…]      tests selftest matrix matrix_gqa cpu_matrix cpu_selftest
-#                                                     sparse_prefill fidelity; all if none
+#     scripts/gpu_spread.sh [PART[+PART…][:PROCESSORS]…]      tests selftest matrix matrix_gqa cpu_matrix cpu_selftest
+#                                                             sparse_prefill fidelity; all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. selftest, cpu_selftest: every planted fault, on the triton backend and on the host's. matrix,
 # matrix_gqa, cpu_matrix: audits of the demo checkpoints in all numerics, cache formats and backends. sparse_prefill, fidelity: what
-# demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens. The matrix and the self-test take all
-# GPUs, other parts one, by turns; without a number each gets an equal share of the processors. Each ends after LIMIT seconds (default 560). Results go to ${OUT:-audits}, what they print to $OUT/logs.
+# demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens. The matrices and the self-test take all
+# GPUs, other parts one, by turns. Parts joined by + run one after another; without a number each such group gets an equal share of the
+# processors. Nothing runs longer than LIMIT seconds after the beginning (default 560). Results go to ${OUT:-audits}, what is printed to
+# $OUT/logs. JOURNALS: a folder; a self-test that was cut off goes on when this is called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits} LIMIT=${LIMIT:-560}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits} LIMIT=${LIMIT:-560} JOURNALS=${JOURNALS:-$(mktemp -d)}
 python=${PYTHON:-python3}
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(tests selftest matrix matrix_gqa cpu_matrix cpu_selftest sparse_prefill fidelity)
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 share=$(( $(nproc) / ${#parts[@]} ))
 [ "$share" -gt 0 ] || { echo "error: ${#parts[@]} parts on $(nproc) processors; name fewer parts"; exit 2; }
-mkdir -p "$OUT/logs"
+mkdir -p "$OUT/logs" "$JOURNALS"
 
 part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
-    selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --jobs "$2" --out "$OUT" ;;
+    selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --jobs "$2" --journal "$JOURNALS/selftest.jsonl" --out "$OUT" ;;
     matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
     matrix_gqa) "$python" scripts/audit_matrix.py demo_gqa --device cuda --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
     cpu_matrix) "$python" scripts/audit_matrix.py --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
@@ -33,25 +35,33 @@ part() {
     *) echo "unknown part $1"; return 2 ;;
   esac
 }
-export python
-export -f part
-pids=() at=0 gpu=0 all=$(seq -s, 0 $(( gpus > 0 ? gpus - 1 : 0 )))
-for one in "${parts[@]}"; do
-  name=${one%%:*} cores=$share visible=""
-  [[ $one == *:* ]] && cores=${one##*:}
-  case $name in
+gpus_of() {  # PART TURN: what it sees of the GPUs
+  case $1 in
     cpu_*) ;;
-    matrix|selftest) visible=$all ;;
-    *) visible=$(( gpus > 0 ? gpu++ % gpus : 0 )) ;;
+    matrix*|selftest) seq -s, 0 $(( gpus > 0 ? gpus - 1 : 0 )) ;;
+    *) echo $(( gpus > 0 ? $2 % gpus : 0 )) ;;
   esac
-  CUDA_VISIBLE_DEVICES=$visible taskset -c "$at-$(( at + cores - 1 ))" timeout -k 10 "$LIMIT" bash -c "part $name $cores" > "$OUT/logs/$name.log" 2>&1 &
+}
+group() {  # PARTS PROCESSORS TURN: one after another, each within what is left of the time
+  local name code wrong=0 left
+  for name in ${1//+/ }; do
+    left=$(( LIMIT - SECONDS ))
+    CUDA_VISIBLE_DEVICES=$(gpus_of "$name" "$3") timeout -k 10 "$(( left > 1 ? left : 1 ))" bash -c "part $name $2" > "$OUT/logs/$name.log" 2>&1
+    code=$?
+    [ $code -eq 0 ] || wrong=1
+    printf '%-14s %4d s  exit %3d%s  %s\n' "$name" $SECONDS $code "$([ $code -eq 124 ] && echo ': over the limit')" "$(tail -n 1 "$OUT/logs/$name.log" | cut -c1-120)"
+  done
+  return $wrong
+}
+export python gpus
+export -f part group gpus_of
+pids=() at=0 turn=0 failed=0
+for one in "${parts[@]}"; do
+  cores=$share
+  [[ $one == *:* ]] && cores=${one##*:}
+  taskset -c "$at-$(( at + cores - 1 ))" bash -c "SECONDS=$SECONDS; group ${one%%:*} $cores $turn" &
   pids+=($!)
-  at=$(( at + cores ))
+  at=$(( at + cores )) turn=$(( turn + 1 ))
 done
-failed=0
-for i in "${!parts[@]}"; do
-  wait "${pids[$i]}"; code=$? name=${parts[$i]%%:*}
-  [ $code -eq 0 ] || failed=1
-  printf '%-13s exit %3d%s  %s\n' "$name" $code "$([ $code -eq 124 ] && echo ': over the limit')" "$(tail -n 1 "$OUT/logs/$name.log" | cut -c1-120)"
-done
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 exit $failed

@@ -4,40 +4,18 @@ A child process measures rows and appends to the journal; its parent, which neve
 after a crash. What was running when a child died is not run again: it is reported as having crashed.
 """
 
-import json
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
-from dsv4.errors import InputError
+from probes.journal import append, lines_of
 from scripts.bench.limits import Kernel
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Timing
 
 CRASHED = 3     # exit code of a child whose device is lost
 ATTEMPTS = 12
-
-
-def lines_of(path: Path) -> list[list]:
-    """The lines of a journal; none if there is none yet."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path: Path, *line) -> None:
-    with path.open("a") as out:
-        out.write(json.dumps(line, default=lambda x: vars(x)) + "\n")
-
-
-def claim(path: Path, what: dict) -> None:
-    """Begin a journal with the line ["of", what], or raise InputError for one that was begun with another: what figures depend on."""
-    lines, what = lines_of(path), json.loads(json.dumps(what))
-    first = next((line[1] for line in lines if line[0] == "of"), None)
-    if first is None and not lines:
-        append(path, "of", what)
-    elif first != what:
-        differing = [key for key in what if (first or {}).get(key) != what[key]]
-        raise InputError(f"{path.name} is the journal of another run ({', '.join(differing)} differ); give another file, or remove it")
 
 
 class Journal:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from dsv4.speculation import Policy
 from dsv4.speculation.costs import BatchCost
-from scripts.bench.journal import append, claim, lines_of
+from probes.journal import append, claim, lines_of
 from scripts.bench.speculation import Point
 
 

@@ -1,0 +1,54 @@
+"""What a self-test has found so far, task by task, so that one that is cut off (a lease that ends, a limit of time) goes on where it stopped."""
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from probes.journal import append, claim, lines_of
+from probes.mutations import Mutation
+from probes.result import Status
+from probes.selftest import Clean, Found, Outcome
+
+Task = Mutation | Clean
+
+
+def name_of(task: Task) -> str:
+    """A task's name in the journal: a mutation's own, or how a sound subject is opened."""
+    return task.name if isinstance(task, Mutation) else ", ".join(("sound", task.profile, task.numerics, task.backend, *task.caches))
+
+
+class SelftestJournal:
+    """Lines of JSON: ["of", what], ["done", seconds of the self-test so far, name of the task, its result]. No path: nothing is kept.
+
+    what: everything that results depend on. Raises InputError for a journal of something else.
+    """
+
+    def __init__(self, path: Path | None, what: dict):
+        self.path, self.results, self.before, self.begun = path, {}, 0.0, time.monotonic()
+        if path is not None:
+            claim(path, what)
+            for _, self.before, name, result in lines_of(path)[1:]:
+                self.results[name] = result
+
+    @property
+    def seconds(self) -> float:
+        """Of the self-test, earlier runs included."""
+        return self.before + time.monotonic() - self.begun
+
+    def result(self, task: Task) -> Outcome | Clean | None:
+        """What was found before; None if the task was not finished."""
+        held = self.results.get(name_of(task))
+        if held is None:
+            return None
+        if isinstance(task, Mutation):
+            return Outcome(task, Found(**{**held["found"], "seen": tuple(held["found"]["seen"])}), held["seconds"], tuple(held["left"]))
+        lists = {key: tuple(held[key]) for key in ("red", "vacuous", "texts")}
+        return replace(task, totals={Status(k): n for k, n in held["totals"].items()}, seconds=held["seconds"], **lists)
+
+    def done(self, task: Task, result: Outcome | Clean) -> None:
+        if self.path is None:
+            return
+        held = ({"found": asdict(result.found), "seconds": result.seconds, "left": result.left} if isinstance(result, Outcome) else
+                {"totals": {k.value: n for k, n in result.totals.items()}, "red": result.red, "vacuous": result.vacuous, "texts": result.texts,
+                 "seconds": result.seconds})
+        append(self.path, "done", round(self.seconds, 1), name_of(task), held)

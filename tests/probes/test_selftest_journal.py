@@ -1,0 +1,62 @@
+"""A self-test that was cut off goes on where it stopped, and only where it is the same self-test."""
+
+import json
+
+import pytest
+
+from dsv4.errors import InputError
+from probes import detection, selftest
+from probes.detection import document
+from probes.selftest import Bench, Clean
+from probes.selftest_journal import SelftestJournal, name_of
+from tests.probes.test_selftest import BY_NAME
+
+NAMES = ("ties go to the highest entry", "sink block lost")
+WHAT = {"commit": "abc", "device": "cpu"}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Only probes that take no time."""
+    monkeypatch.setattr(selftest, "available", lambda: ["edges", "memory_map"])
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """Names of the tasks that are run."""
+    names, work = [], selftest.work
+    monkeypatch.setattr(selftest, "work", lambda task, bench: (names.append(name_of(task)), work(task, bench))[1])
+    return names
+
+
+def run(journal, mutations=NAMES):
+    return detection.selftest([BY_NAME[name] for name in mutations], Bench(None, "cpu"), 1, "two", ["dsv4"], journal=journal)
+
+
+def test_what_is_in_the_journal_is_not_run_again(tmp_path, quick, looked):
+    file = tmp_path / "journal"
+    first = run(file)
+    assert len(looked) == len(first.outcomes) + len(first.clean) > 2
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:2]) + "\n")  # as if it had ended after the first task
+    looked.clear()
+    second = run(file)
+    assert len(looked) == len(lines) - 2, "exactly what had not been finished"
+    found = lambda matrix: [{k: v for k, v in row.items() if k != "seconds"} for key in ("mutations", "clean") for row in document(matrix)[key]]
+    assert found(second) == found(first)
+    assert second.seconds >= json.loads(lines[1])[1], "the time of the run that was cut off counts"
+    looked.clear()
+    assert found(run(file)) == found(first) and not looked
+
+
+def test_a_sound_subject_is_itself_only_with_its_caches(tmp_path):
+    names = {name_of(Clean("default", "qat", "cpu", caches=caches)) for caches in (("auto", "auto"), ("fp8", "fp4"), ("fp8", "fp8"))}
+    assert len(names) == 3
+
+
+def test_a_journal_of_another_commit_is_refused(tmp_path, quick):
+    SelftestJournal(tmp_path / "journal", WHAT)
+    with pytest.raises(InputError, match="journal of another run .*commit.* differ"):
+        SelftestJournal(tmp_path / "journal", WHAT | {"commit": "abd"})
+    with pytest.raises(InputError, match="journal of another run"):
+        run(tmp_path / "journal")
