@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.errors import InputError  # noqa: E402
 from scripts import bench  # noqa: E402
 from scripts.bench import peers, report  # noqa: E402
+from probes.journal import claim  # noqa: E402
 from scripts.bench.journal import CRASHED, Journal, supervise  # noqa: E402
 from scripts.bench.measure import DeviceLost, Result, examine, measure  # noqa: E402
 from scripts.bench.row import Row  # noqa: E402
