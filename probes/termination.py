@@ -28,6 +28,7 @@ NEVER = (Termination(tau=0, patience=1), Termination(patience=1 << 20))
 ROUNDING = {"fp32": 3e-6, "products in bf16": 4e-3}  # of a probe, of its size
 WIDTHS = (1, 2)
 WHOLE = "the rule"
+NEVER_STOPPING = "termination, never stopping"
 SAME = "the same operations on the same numbers"
 
 
@@ -64,7 +65,9 @@ class TerminationProbe(Probe):
                 cache.rewind(T)
                 return watched.taken(operation)
             yield from never(subject, policy, [step(rule, 2) for rule in NEVER], watched)
-            first = Look(subject, policy, replace(NEVER[0], tile=TILE, splits=1), step(replace(NEVER[0], tile=TILE, splits=1), 2))
+            alone = replace(NEVER[0], tile=TILE, splits=1)  # a kernel gives short rows a traversal a tile, in which nothing could stop
+            first = Look(subject, policy, alone, step(alone, 2))
+            yield every_tile(first.calls, alone, f"{policy.name}, in one traversal")
             for name, rule in rules(*first.thresholds()):
                 looks = [Look(subject, policy, rule, step(rule, T)) for T in WIDTHS]
                 yield from judged(subject, f"{policy.name}, {name}", rule, looks, model.layer_paths())
@@ -90,7 +93,7 @@ def rules(tau: float, phi: float) -> Iterator[tuple[str, Termination]]:
 def never(subject: Subject, policy: Policy, steps: list[list[Call]], watched: Watched) -> Iterator[Check]:
     """Rules that never stop: of two such rules the same bits; those of attention without a rule where a kernel walks the same tiles in the
     same order, else within the numerics; every tile read."""
-    part, plain, same, tiles, bits = "termination, never stopping", Tally(), Tally(), Tally(), subject.model.backend == "triton"
+    part, plain, same, bits = NEVER_STOPPING, Tally(), Tally(), subject.model.backend == "triton"
     operation = operation_of(policy)
     for a, b in zip(*steps):
         at, wanted = f"layer {a.layer}", watched.real[operation](*a.given[:-1])
@@ -98,14 +101,21 @@ def never(subject: Subject, policy: Policy, steps: list[list[Call]], watched: Wa
             same.see(int((a.out[0] != b.out[0]).sum()), a.out[0].numel(), at)
         plain.see(int((a.out[0] != wanted).sum()) if bits else 0, wanted.numel(), at)
         plain.far(a.out[0], wanted, at, limit_of(subject)[0])
-        full = [[len([tile for tile in walk.tiles if tile]) for walk in one] for one in by_query(a, NEVER[0])]
-        tiles.see(int((a.out[1].flatten().cpu() != torch.tensor(full).flatten()).sum()), a.out[1].numel(), at)
     yield same.counted("numbers in which two rules that never stop differ", part, SAME, policy.name)
     if bits:
         yield plain.counted("numbers in which a rule that never stops differs from none", part, SAME, policy.name)
     else:
         yield plain.near("a rule that never stops gives what attention without one gives", part, subject, policy.name)
-    yield tiles.counted("queries of which not every tile was read", part, "a threshold of 0 is never met", policy.name)
+    yield every_tile(steps[0], NEVER[0], policy.name)
+
+
+def every_tile(calls: list[Call], rule: Termination, where: str) -> Check:
+    """With a threshold of 0, tiles that were read are all there are."""
+    tiles = Tally()
+    for call in calls:
+        full = [[len([tile for tile in walk.tiles if tile]) for walk in one] for one in by_query(call, rule)]
+        tiles.see(int((call.out[1].flatten().cpu() != torch.tensor(full).flatten()).sum()), call.out[1].numel(), f"layer {call.layer}")
+    return tiles.counted("queries of which not every tile was read", NEVER_STOPPING, "a threshold of 0 is never met", where)
 
 
 def by_query(call: Call, rule: Termination) -> Iterator[list[Walk]]:

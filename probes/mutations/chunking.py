@@ -106,7 +106,7 @@ def phases(site: Site, change: Callable) -> None:
             mine, here = q.float().view(n, KV, -1, D).permute(1, 2, 0, 3), slice(first, first + n)
             rows = past.positions.long().unsqueeze(-1).expand(-1, -1, D)
             own = reference.attend(mine, keys[:, None, here].float(), values[:, None, here].float(), scale,
-                                   torch.ones(n, n, dtype=torch.bool).tril())
+                                   torch.ones(n, n, dtype=torch.bool, device=q.device).tril())
             far = reference.attend(mine, *(t.gather(1, rows).unsqueeze(1).float() for t in (keys, values)), scale)
             mass, more = change(*own, *far)
             return out, mass, past.scores + more
@@ -132,7 +132,7 @@ def memory_scores_by_their_own_softmax(site: Site) -> None:
 @mutation("1.17", bugs=(), parts=("column sums, phase 2 not added",), **CHUNKS)
 def memory_scores_never_grow(site: Site) -> None:
     """Tokens keep the score of their own chunk, whatever later chunks give them."""
-    phases(site, lambda s, own, t, far: (reference.column_sums(s, own), torch.zeros(t.shape[0], t.shape[-1])))
+    phases(site, lambda s, own, t, far: (reference.column_sums(s, own), torch.zeros(t.shape[0], t.shape[-1], device=t.device)))
 
 
 @mutation("1.17", bugs=(), parts=("scores fall",), **CHUNKS)
