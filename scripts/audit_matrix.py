@@ -1,6 +1,6 @@
 """Audit one checkpoint in every numerics, cache format and backend of a device, and print one table.
 
-    python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--jobs N] [--limit SECONDS] [--out DIR]
+    python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--jobs N] [--limit SECONDS] [--journal FILE] [--out DIR]
 
 Each line is a `dsv4 audit` of its own, `--jobs` at a time: each on its own share of the processors and, of several GPUs, on the one with
 the fewest audits. Kernels of Triton are compiled once, by all processors, before the first. Writes <checkpoint>_matrix_<device>.md and
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kernels.errors import Dsv4Error  # noqa: E402
 from probes.backend_matrix import TOKENS  # noqa: E402
 from probes.compile_ahead import compile_ahead, gpu_names  # noqa: E402
+from probes.journal import append, claim, lines_of  # noqa: E402
 from probes.result import Status  # noqa: E402
 from probes.subjects.files import FilesSubject  # noqa: E402
 from scripts.bench import report  # noqa: E402
@@ -46,6 +47,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1800.0)
+    parser.add_argument("--journal", type=Path, help="audits that ended, kept in FILE; absent or of the same commit, device and checkpoint")
     parser.add_argument("--out", type=Path, default=Path("audits"))
     return parser.parse_args(given)
 
@@ -71,6 +73,9 @@ class Places:
                                   env={**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})})
         finally:
             self.free.put(place)
+
+
+KEYS = ("backend", "numerics", "cache", "index_cache")  # of a row: what the audit was asked for
 
 
 def audited(checkpoint: Path, device: str, backend: str, setting: tuple[str, str, str], limit: float, places: Places) -> dict:
@@ -118,33 +123,48 @@ def markdown(rows: list[dict], about: dict, name: str, missing: int) -> str:
     return "\n".join([*lines, *(["", "## Red", "", *red] if red else []), ""])
 
 
+def ended_before(journal: Path | None, about: dict, checkpoint: str) -> dict[tuple, dict]:
+    """Rows of an earlier run by setting. Raises InputError for a journal of another one."""
+    if journal is None:
+        return {}
+    claim(journal, {key: value for key, value in about.items() if key != "command"} | {"checkpoint": checkpoint})
+    return {tuple(row[key] for key in KEYS): row for kind, row in lines_of(journal) if kind == "ended"}
+
+
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
-    about = report.provenance(SCRIPT)
+    about, name = report.provenance(SCRIPT), args.checkpoint.resolve().name
     try:
-        subject = FilesSubject(args.checkpoint)
+        subject, before = FilesSubject(args.checkpoint), ended_before(args.journal, about, name)
     except Dsv4Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = OF_GQA if subject.family == "gqa" else SETTINGS
-    asked = list(product((args.backends or BACKENDS[args.device]).split(","), settings))
-    slug, rows = report.device_slug(about["device"]) if args.device == "cuda" else "cpu", {}
+    asked = [(backend, *setting) for backend, setting in product((args.backends or BACKENDS[args.device]).split(","), settings)]
+    slug = report.device_slug(about["device"]) if args.device == "cuda" else "cpu"
+    rows = {one: before[one] for one in asked if one in before}
+    left = [one for one in asked if one not in rows]
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.device == "cuda" and any(backend == "triton" for backend, _ in asked):
+    if args.device == "cuda" and any(backend == "triton" for backend, *_ in left):
         begun = time.monotonic()
         compile_ahead([subject.config], (torch.float32, torch.bfloat16), TOKENS, "triton", args.device, seed=0)
         print(f"kernels compiled: {time.monotonic() - begun:.0f} s", flush=True)
     places = Places(args.jobs, torch.cuda.device_count() if args.device == "cuda" else 0)
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(audited, args.checkpoint, args.device, *one, args.limit, places): i for i, one in enumerate(asked)}
+        waiting = {pool.submit(audited, args.checkpoint, args.device, one[0], one[1:], args.limit, places): one for one in left}
         for future in as_completed(waiting):
             row = rows[waiting[future]] = future.result()
-            print(f"{len(rows)} of {len(asked)}: {row['backend']} {row['numerics']} {row['cache']} {row['index_cache']}: "
+            if args.journal is not None and row["exit"] is not None:
+                append(args.journal, "ended", row)
+            print(f"{len(rows)} of {len(asked)}: {' '.join(waiting[future])}: "
                   f"{'clean' if clean(row) else 'RED ' + '; '.join(row['red'][:3])}, {row['seconds']} s", flush=True)
-            held = [rows[i] for i in sorted(rows)]
-            name = args.checkpoint.resolve().name
-            report.write(args.out, f"{name}_matrix_{slug}", {"about": about, "rows": held}, markdown(held, about, name, len(asked) - len(held)), None)
+            publish(args.out, name, slug, about, [rows[one] for one in asked if one in rows], len(asked))
+    publish(args.out, name, slug, about, [rows[one] for one in asked], len(asked))
     return int(not all(map(clean, rows.values())))
+
+
+def publish(out: Path, name: str, slug: str, about: dict, held: list[dict], asked: int) -> None:
+    report.write(out, f"{name}_matrix_{slug}", {"about": about, "rows": held}, markdown(held, about, name, asked - len(held)), None)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 # demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens. The matrices and the self-test take all
 # GPUs, other parts one, by turns. Parts joined by + run one after another; without a number each such group gets an equal share of the
 # processors. Nothing runs longer than LIMIT seconds after the beginning (default 560). Results go to ${OUT:-audits}, what is printed to
-# $OUT/logs. JOURNALS: a folder; a self-test that was cut off goes on when this is called again with it.
+# $OUT/logs. JOURNALS: a folder; a self-test, and the demo's matrix, that were cut off go on when this is called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits} LIMIT=${LIMIT:-560} JOURNALS=${JOURNALS:-$(mktemp -d)}
@@ -25,7 +25,7 @@ part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --jobs "$2" --journal "$JOURNALS/selftest.jsonl" --out "$OUT" ;;
-    matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
+    matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$2" --limit "$LIMIT" --journal "$JOURNALS/matrix.jsonl" --out "$OUT" ;;
     matrix_gqa) "$python" scripts/audit_matrix.py demo_gqa --device cuda --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
     cpu_matrix) "$python" scripts/audit_matrix.py --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
     cpu_selftest) "$python" -m dsv4 audit selftest --jobs "$2" --out "$OUT" ;;

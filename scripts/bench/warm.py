@@ -20,24 +20,28 @@ from dsv4.speculation import LARGEST, Static, on_device
 from probes.compile_ahead import usable_processors
 
 LAYERS = 5       # Flash's first: two windows, CSA, HCA, CSA; three of them route by hash
-BYTES = 8 << 30  # of such a model (one layer's experts, embeddings, head), its context and caches on the device: as many processes as fit
+BYTES = 9 << 30  # of such a model (6.0 GiB: one layer's experts, embeddings, head), its context and caches on the device: as many processes as fit
 
 _model: Model | None = None
 
 
 def small_dummy(widths: str, backend: str = "triton", device: str = "cuda") -> Model:
     """The first layers of `widths` and the MTP block, all with the experts of the first."""
+    from torch import nn
+
     from dsv4 import dummy
     real = dummy.Model
 
-    def shared(*given, **more) -> Model:
+    def without(*given, **more) -> Model:
         model = real(*given, **more)
-        first, *rest = (*model.layers, *model.mtp)
-        for block in rest:
-            block.ffn.experts = first.ffn.experts
+        for block in (*model.layers, *model.mtp)[1:]:
+            block.ffn.experts = nn.Identity()  # until there are some: shared now, they would get memory once for each layer
         return model
-    with patch.object(dummy, "Model", shared):  # while it has no memory yet
-        return dummy.load_dummy(widths, LAYERS, backend=backend, device=device, cache="fp8", index_cache="fp4", mtp=True)
+    with patch.object(dummy, "Model", without):
+        model = dummy.load_dummy(widths, LAYERS, backend=backend, device=device, cache="fp8", index_cache="fp4", mtp=True)
+    for block in (*model.layers, *model.mtp)[1:]:
+        block.ffn.experts = model.layers[0].ffn.experts
+    return model
 
 
 def _begin(load: Callable[[], Model]) -> None:

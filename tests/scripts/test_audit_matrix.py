@@ -29,6 +29,25 @@ def test_what_cannot_run_and_what_does_not_end_is_red(run):
     assert code == 1 and row["exit"] is None and row["red"] == ["not ended after 0 s"]
 
 
+def test_what_ended_in_an_earlier_run_is_not_run_again(run, monkeypatch, tmp_path):
+    asked = []
+
+    def audited(checkpoint, device, backend, setting, limit, places):
+        asked.append(setting[0])
+        ended = {"exit": 0, "PASS": 3, "red": []} if setting[0] == "fp32" or len(asked) > 2 else {"exit": None, "red": ["not ended after 1 s"]}
+        return {"backend": backend, **dict(zip(audit_matrix.KEYS[1:], setting)), "seconds": 1, **ended}
+    monkeypatch.setattr(audit_matrix, "audited", audited)
+    both = (("fp32", "auto", "auto"), ("native", "auto", "auto"))
+    code, rows, _ = run("--journal", str(tmp_path / "j"), settings=both)
+    assert code == 1 and asked == ["fp32", "native"] and rows[1]["exit"] is None
+    code, rows, text = run("--journal", str(tmp_path / "j"), settings=both)
+    assert code == 0 and asked == ["fp32", "native", "native"] and [r["numerics"] for r in rows] == ["fp32", "native"] and "**2 of 2 clean**" in text
+    code, rows, _ = run("--journal", str(tmp_path / "j"), settings=both)
+    assert code == 0 and len(asked) == 3 and len(rows) == 2
+    monkeypatch.setenv("DSV4_COMMIT", "another")
+    assert audit_matrix.main([str(GOLDEN), "--backends", "cpu", "--out", str(tmp_path), "--journal", str(tmp_path / "j")]) == 2 and len(asked) == 3
+
+
 def test_a_red_check_is_red_whatever_the_exit_code():
     check = lambda status, **more: {"name": "n", "status": status, **more}
     document = {"totals": {"PASS": 1, "FAIL": 1, "VACUOUS": 1},
