@@ -148,7 +148,7 @@ def grouped(args, rows: Sequence[HostRows], op) -> dict:
     floor = median(timed(resident, check, args.steps))
     dense_resident = capture(lambda: [op.grouped_attention(q, keys, values, start, None, scale) for _ in rows])
     dense = median(timed(dense_resident, check, args.steps))
-    del keys, values, resident, dense_resident
+    keys = values = resident = dense_resident = None  # memory that rows to come need
     graph = capture(lambda: [layer.attend(op, q, place, scale, blocks[i])[0] for i, layer in enumerate(rows)])
     traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in rows))))
     found = [{"locality": x} | measured(graph, feed(x), args.steps, traffic, rate, floor) for x in (*args.locality, 1.0, 0.0)]

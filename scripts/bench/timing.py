@@ -79,10 +79,10 @@ def measure_machine(clock: Clock) -> Machine:
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / (clock.graphs([capture(lambda: target.copy_(source))], 10).hot_us * 1e-6)
     read = read_bandwidth(clock, source.zero_().view(torch.int32))
-    del source, target
+    source = target = None  # memory of the device
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = clock.graphs([capture(lambda: torch.mm(a, b))], 10)
-    del a, b
+    a = b = None
     one = torch.zeros(1, device="cuda")
     chained = 20
 

@@ -61,6 +61,7 @@ def test_every_choice_is_staged_as_simulated(n, slots, items, tail, backend):
     staged = [torch.full((G, (slots + tail) * block, D), NAN, device=DEVICE) for _ in range(2)]
     pools = tuple(paired(items_of(x, block), items_of(y, block)) for x, y in zip((keys, values), staged))
     table, told = new_table(G, items, slots, DEVICE), [Simulation(slots) for _ in range(G)]
+    since = last = torch.empty(0)
     for step in range(40):
         since = torch.randint(items // 2, items, (rows,), generator=g) if step % 7 == 0 else since.clamp(max=items)
         for b in range(rows):  # what is stale has other rows now
