@@ -1,6 +1,6 @@
 """Speculative decoding on a GPU: what rounds of each size cost, and every block-size policy on acceptance traces.
 
-    python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 768,256,192]
+    python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 1536,256,192]
                                         [--trace KIND=FILE ...] [--static 0,1,2,4,8] [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384] [--out DIR]
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         for path in speculation_traces.record_all(args.record, args.record_out, say):
             say(f"wrote {path}")
         return
-    args.tokens = args.tokens or ([768, 256, 192] if args.checkpoint is None else [384] * len(args.batch))
+    args.tokens = args.tokens or ([1536, 256, 192] if args.checkpoint is None else [384] * len(args.batch))
     if len(args.tokens) != len(args.batch):
         raise InputError(f"--tokens has {len(args.tokens)} counts for {len(args.batch)} batches; expected one for each")
     if not torch.cuda.is_available():

@@ -59,16 +59,24 @@ def test_rejection_brings_the_size_to_1_in_three_passes():
     assert after(Adaptive(), [0] * 50)[1][3:] == [1] * 48
 
 
+def largest(policy) -> int:
+    """What is drafted when all drafts are right: by the costs, or 8."""
+    if not isinstance(policy, CostAware):
+        return 8
+    t = policy.tables
+    return policy.sizes[int((t.cost - t.value[int(np.argmax(policy.parameters.chained))]).argmin())]
+
+
 @ALL
 def test_one_rejection_after_ten_acceptances_does_not_collapse_the_size(policy):
     sizes = after(policy, [1.0] * 10 + [0.0])[1]
-    assert sizes[-2] == 8 and sizes[-1] >= 4
+    assert sizes[-2] == largest(policy) >= 7 and sizes[-1] >= 4
 
 
 @ALL
 def test_rises_again_after_any_rejection(policy):
     sizes = after(policy, [0.0] * 200 + [1.0] * 100)[1]
-    assert sizes[-1] == 8
+    assert sizes[-1] == largest(policy) >= 7
 
 
 @ALL
