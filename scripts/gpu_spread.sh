@@ -9,7 +9,8 @@
 # demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens. The matrices and the self-test take all
 # GPUs, other parts one, by turns. Parts joined by + run one after another; without a number each such group gets an equal share of the
 # processors. Nothing runs longer than LIMIT seconds after the beginning (default 560). Results go to ${OUT:-audits}, what is printed to
-# $OUT/logs. JOURNALS: a folder; a self-test, and the demo's matrix, that were cut off go on when this is called again with it.
+# $OUT/logs. MPS=1: audits of a matrix share a GPU through NVIDIA's multi-process service, where there is one; otherwise processes take turns of
+# milliseconds (a self-test never does: there a fault of one process would end the others). JOURNALS: a folder; a self-test, and the demo's matrix, that were cut off go on when this is called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits} LIMIT=${LIMIT:-560} JOURNALS=${JOURNALS:-$(mktemp -d)}
@@ -21,12 +22,21 @@ share=$(( $(nproc) / ${#parts[@]} ))
 [ "$share" -gt 0 ] || { echo "error: ${#parts[@]} parts on $(nproc) processors; name fewer parts"; exit 2; }
 mkdir -p "$OUT/logs" "$JOURNALS"
 
+shared() {  # COMMAND…: with a service of its own, which ends with it
+  [ -n "${MPS:-}" ] && command -v nvidia-cuda-mps-control > /dev/null || { "$@"; return; }
+  local folder
+  folder=$(mktemp -d)
+  export CUDA_MPS_PIPE_DIRECTORY=$folder CUDA_MPS_LOG_DIRECTORY=$folder
+  nvidia-cuda-mps-control -d || { echo "error: the multi-process service did not start; leave MPS unset"; return 2; }
+  trap 'echo quit | nvidia-cuda-mps-control' EXIT
+  "$@"
+}
 part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --jobs "$2" --journal "$JOURNALS/selftest.jsonl" --out "$OUT" ;;
-    matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$2" --limit "$LIMIT" --journal "$JOURNALS/matrix.jsonl" --out "$OUT" ;;
-    matrix_gqa) "$python" scripts/audit_matrix.py demo_gqa --device cuda --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
+    matrix) shared "$python" scripts/audit_matrix.py --device cuda --jobs "$2" --limit "$LIMIT" --journal "$JOURNALS/matrix.jsonl" --out "$OUT" ;;
+    matrix_gqa) shared "$python" scripts/audit_matrix.py demo_gqa --device cuda --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
     cpu_matrix) "$python" scripts/audit_matrix.py --jobs "$2" --limit "$LIMIT" --out "$OUT" ;;
     cpu_selftest) "$python" -m dsv4 audit selftest --jobs "$2" --out "$OUT" ;;
     sparse_prefill) "$python" -m dsv4 sparse-prefill demo_gqa --device cuda --backend triton --context 4K,16K,32K --rows 2 --needles 40 \
@@ -54,7 +64,7 @@ group() {  # PARTS PROCESSORS TURN: one after another, each within what is left 
   return $wrong
 }
 export python gpus
-export -f part group gpus_of
+export -f part shared group gpus_of
 pids=() at=0 turn=0 failed=0
 for one in "${parts[@]}"; do
   cores=$share
