@@ -1,12 +1,15 @@
 """The bill: β and c₀ from dense rows, c₁ from rows that search, nothing from rows that are held out.
 
-c₁ is a fixed price and one for each thing that is scored: to find among 65536 pages takes ten times as long as among 512. A bill with
-one constant a policy is fitted beside it, so that the report can say what that would have missed by.
+c₁ is a fixed price, one for each row of the batch, which has a list of its own to find, and one for each thing that is scored: to find
+among 65536 pages takes ten times as long as among 512. A bill with one constant a policy is fitted beside it, so that the report can
+say what that would have missed by.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
+
+import numpy as np
 
 from dsv4.bill.rows import Measured, Row
 from dsv4.errors import InputError
@@ -14,13 +17,15 @@ from dsv4.errors import InputError
 
 @dataclass(frozen=True)
 class Price:
-    """Of finding: `fixed` s a layer, and `each` s for every block (or entry) that is scored, of all rows and heads."""
+    """Of finding: `fixed` s a layer, `row` s for every row of the batch, and `each` s for every block (or entry) that is scored, of all
+    rows and heads."""
 
     fixed: float
     each: float = 0.0
+    row: float = 0.0
 
-    def of(self, searched: int) -> float:
-        return self.fixed + self.each * searched
+    def of(self, searched: int, batch: int) -> float:
+        return self.fixed + self.row * batch + self.each * searched
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,14 @@ class Bill:
     c0: float
     finding: Mapping[str, Price] = field(default_factory=dict)
 
-    def seconds(self, nbytes: float, finding: str | None = None, searched: int = 0) -> float:
+    def seconds(self, nbytes: float, finding: str | None = None, searched: int = 0, batch: int = 1) -> float:
         """bytes / β + c₀ (+ c₁). Raises InputError where the price of this finding was never measured."""
         if finding is not None and finding not in self.finding:
             raise InputError(f"the price of finding by {finding!r} was not fitted; fitted are {', '.join(self.finding) or 'none'}")
-        return nbytes / self.bandwidth + self.c0 + (0.0 if finding is None else self.finding[finding].of(searched))
+        return nbytes / self.bandwidth + self.c0 + (0.0 if finding is None else self.finding[finding].of(searched, batch))
 
     def predict(self, row: Row | Measured) -> float:
-        return self.seconds(row.bytes, row.finding, row.searched)
+        return self.seconds(row.bytes, row.finding, row.searched, row.batch)
 
     @classmethod
     def from_document(cls, document: Mapping) -> "Bill":
@@ -56,7 +61,8 @@ def fit(measured: Iterable[Measured], constant: bool = False) -> Bill:
     dense = [r for r in rows if r.dense]
     if len({r.bytes for r in dense}) < 2:
         raise InputError(f"{len(dense)} dense rows to fit; expected at least two of different bytes: measure more contexts")
-    c0, x = line([r.bytes for r in dense], [r.seconds for r in dense], [r.seconds for r in dense])  # x = 1/β
+    times = [r.seconds for r in dense]
+    c0, x = least_squares([[1.0] * len(dense), [r.bytes for r in dense]], times, times)  # x = 1/β
     if x <= 0:
         raise InputError(f"time falls by {-x * 1e9:.3g} ns a GB over {len(dense)} dense rows; expected it to grow with bytes: the rows are "
                          "noise, measure longer contexts")
@@ -64,19 +70,31 @@ def fit(measured: Iterable[Measured], constant: bool = False) -> Bill:
     for name in dict.fromkeys(r.finding for r in rows if r.finding is not None):
         found = [r for r in rows if r.finding == name]
         rest, whole = [r.seconds - bill.seconds(r.bytes) for r in found], [r.seconds for r in found]
-        fixed, each = line([r.searched for r in found], rest, whole)
-        prices[name] = Price(*(line([0] * len(found), rest, whole) if constant or each < 0 else (fixed, each)))
+        columns = [[1.0] * len(found), [0.0 if constant else r.searched for r in found], [0.0 if constant else r.batch for r in found]]
+        prices[name] = Price(*never_negative(columns, rest, whole))
     return Bill(bill.bandwidth, bill.c0, prices)
 
 
-def line(x: Sequence[float], y: Sequence[float], whole: Sequence[float]) -> tuple[float, float]:
-    """a, b that minimise Σ ((a + b·x − y) / whole)²; b = 0 where x does not vary."""
-    u, v, t = [1 / w for w in whole], [n / w for n, w in zip(x, whole)], [n / w for n, w in zip(y, whole)]
-    uu, uv, vv, ut, vt = (sum(p * q for p, q in zip(*pair)) for pair in ((u, u), (u, v), (v, v), (u, t), (v, t)))
-    if len(set(x)) < 2:
-        return ut / uu, 0.0
-    determinant = uu * vv - uv * uv
-    return (ut * vv - vt * uv) / determinant, (vt * uu - ut * uv) / determinant
+def least_squares(columns: Sequence[Sequence[float]], y: Sequence[float], whole: Sequence[float]) -> list[float]:
+    """x that minimises Σ ((Σ_k x_k · columns_k − y) / whole)²; 0 for a column after the first that does not vary, and, from the last, for
+    columns beyond as many as there are rows."""
+    kept = [k for k, column in enumerate(columns) if k == 0 or len(set(column)) > 1][:len(y)]
+    weight, x = 1 / np.asarray(whole, float), [0.0] * len(columns)
+    scale = [max(map(abs, columns[k])) for k in kept]
+    table = np.array([columns[k] for k in kept], float).T / scale * weight[:, None]
+    for k, value, size in zip(kept, np.linalg.lstsq(table, np.asarray(y, float) * weight, rcond=None)[0], scale):
+        x[k] = float(value / size)
+    return x
+
+
+def never_negative(columns: list[list[float]], y: Sequence[float], whole: Sequence[float]) -> list[float]:
+    """`least_squares` whose columns after the first have no negative part: no time is given back for searching more."""
+    while True:
+        x = least_squares(columns, y, whole)
+        least = min(range(1, len(x)), key=lambda k: x[k] * max(columns[k]))
+        if x[least] >= 0:
+            return x
+        columns = [[0.0] * len(column) if k == least else column for k, column in enumerate(columns)]
 
 
 def r_squared(measured: Sequence[float], predicted: Sequence[float]) -> float:

@@ -23,7 +23,7 @@ class Way:
     searched: Bytes = lambda batch, context: 0
 
     def seconds(self, bill: Bill, batch: int, context: int) -> float:
-        return bill.seconds(self.bytes(batch, context), self.finding, self.searched(batch, context))
+        return bill.seconds(self.bytes(batch, context), self.finding, self.searched(batch, context), batch)
 
 
 @dataclass(frozen=True)

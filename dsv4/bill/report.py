@@ -24,14 +24,20 @@ def micro(seconds: float) -> str:
     return f"{us:.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
 
 
+def priced(price: dict) -> str:
+    """Of a price of finding, `dsv4.bill.fit.Price` as a document."""
+    row = f" + {micro(price['row'])} µs a row" if price.get("row") else ""
+    return f"{micro(price['fixed'])} µs{row} + {price['each'] * 1e9:.3f} ns a block"
+
+
 def markdown(report: dict, picture: str) -> str:
     about, bill, hardware = report["about"], report["bill"], report["hardware"]
     lines = [f"# Regime: when {about['model']} decode should read sparsely", "", ", ".join(f"{k} {v}" for k, v in about.items()) + ".", "",
-             "One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first: a fixed price, and one for each block "
-             "that is scored (of all rows and KV heads). β and c₀ are fitted on dense rows only, each c₁ on its own rows, relative errors "
+             "One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first: a fixed price, one for each row "
+             "of the batch, and one for each block that is scored (of all rows and KV heads). β and c₀ are fitted on dense rows only, each c₁ on its own rows, relative errors "
              "least squares; rows held out were predicted on disk before they ran.", "",
              f"β = {bill['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(bill['c0'])} µs"
-             + "".join(f", c₁ ({name}) = {micro(price['fixed'])} µs + {price['each'] * 1e9:.3f} ns a block" for name, price in bill["finding"].items()) + ".", ""]
+             + "".join(f", c₁ ({name}) = {priced(price)}" for name, price in bill["finding"].items()) + ".", ""]
     if report["rows"]:
         lines += _quality(report["quality"])
     lines += ["", "## Crossovers", "", "The shortest context from which on the policy is not slower than dense attention.", "",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv4.bill.fit import Bill, Quality, fit
+from dsv4.bill.report import priced
 from dsv4.bill.regime import Hardware, crossover, measured_crossover, regime_map
 from dsv4.bill.rows import Measured, Source
 from dsv4.errors import InputError
@@ -48,7 +49,7 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
     if bill.c0 < 0:
         notes.append(f"c₀ is {bill.c0 * 1e6:.1f} µs, less than nothing: time grows faster than bytes over these rows, and the bill "
                      "does not describe them.")
-    prices = "".join(f", c₁ ({name}) {price.fixed * 1e6:.2f} µs + {price.each * 1e9:.3f} ns each" for name, price in bill.finding.items())
+    prices = "".join(f", c₁ ({name}) {priced(asdict(price))}" for name, price in bill.finding.items())
     say(f"β {bill.bandwidth / 1e12:.3f} TB/s, c₀ {bill.c0 * 1e6:.2f} µs{prices}")
     check_priced(ways, bill.finding)  # rows may have failed
     crossings = [{"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)} for way in ways

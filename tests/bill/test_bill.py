@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from dsv4.bill import csa, session
-from dsv4.bill.fit import Bill, Price, Quality, fit, line, r_squared
+from dsv4.bill.fit import Bill, Price, Quality, fit, least_squares, r_squared
 from dsv4.bill.gqa import GQA, POLICIES, Geometry, Inputs, attend
 from dsv4.bill.measure import LAYERS, Timer, layers_that_fit
 from dsv4.bill.regime import Hardware, Way, crossover, measured_crossover, regime_map
-from dsv4.bill.report import markdown, verdict
+from dsv4.bill.report import markdown, priced, verdict
 from dsv4.bill.rows import Measured
 from dsv4.errors import InputError
 from kernels.block_choice import block_scores
 
-TRUTH = Bill(3.0e12, 5e-6, {"bound of 128": Price(14e-6), "bound of 16": Price(6e-6, 0.4e-9)})
+TRUTH = Bill(3.0e12, 5e-6, {"bound of 128": Price(14e-6), "bound of 16": Price(6e-6, 0.4e-9, 1.5e-6)})
 SMALL = Geometry(4, 2, 16, 4)
 HARDWARE = Hardware("made up", 80 << 30, 28, 14 << 30)
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_the_fit_recovers_a_machine_that_keeps_to_the_bill():
     exact, noisy = fit(rows()), fit(rows(noise=0.02))
     assert exact.bandwidth == pytest.approx(3e12) and exact.c0 == pytest.approx(5e-6)
     close = lambda found, **more: all(found.finding[n].fixed == pytest.approx(p.fixed, **more) and found.finding[n].each == pytest.approx(
-        p.each, abs=5e-12) for n, p in TRUTH.finding.items())
+        p.each, abs=5e-12) and found.finding[n].row == pytest.approx(p.row, abs=1e-12 + more.get("abs", 0)) for n, p in TRUTH.finding.items())
     assert close(exact)
     assert noisy.bandwidth == pytest.approx(3e12, rel=0.02) and noisy.c0 == pytest.approx(5e-6, abs=1e-6)
     assert close(noisy, abs=2e-6)
@@ -229,7 +229,9 @@ def test_a_line_is_that_of_the_textbooks():
     import numpy as np
     x, y = [1.0, 2.0, 5.0, 9.0], [2.0, 4.5, 8.0, 20.0]
     found = np.polyfit(x, y, 1, w=[1 / t for t in y])
-    assert line(x, y, y) == pytest.approx(tuple(found[::-1])) and line([3.0, 3.0], [1.0, 2.0], [1.0, 1.0]) == (1.5, 0.0)
+    assert least_squares([[1.0] * 4, x], y, y) == pytest.approx(found[::-1])
+    assert least_squares([[1.0, 1.0], [3.0, 3.0]], [1.0, 2.0], [1.0, 1.0]) == pytest.approx([1.5, 0.0])  # what does not vary has no price
+    assert least_squares([[1.0] * 2, [1.0, 2.0], [5.0, 7.0]], [1.0, 2.0], [1.0, 1.0]) == pytest.approx([0.0, 1.0, 0.0])  # nor what two rows cannot tell
 
 
 def test_a_price_that_grows_is_fitted_by_what_is_searched_and_the_report_says_what_a_constant_would_miss():
@@ -242,6 +244,18 @@ def test_a_price_that_grows_is_fitted_by_what_is_searched_and_the_report_says_wh
     assert Bill.from_document(json.loads(json.dumps(asdict(growing)))) == growing
     falling = [replace(r, seconds=r.seconds * (1e4 / r.searched if r.searched else 1)) for r in rows()]
     assert {p.each for p in fit(falling).finding.values()} == {0.0}  # no time is given back for searching more
+    shared = [replace(r, seconds=r.seconds / (r.batch if r.finding else 1)) for r in rows()]
+    assert all(p.row == 0 for p in fit(shared).finding.values())
+
+
+def test_a_row_of_the_batch_has_a_price():
+    """Of two batches of one total the larger is dearer, by what its rows cost; the report says so."""
+    found, price = fit(rows()), TRUTH.finding["bound of 16"]
+    more = found.seconds(1e6, "bound of 16", 4096, 8) - found.seconds(1e6, "bound of 16", 4096, 2)
+    assert more == pytest.approx(6 * price.row)
+    assert priced(asdict(price)) == "6.00 µs + 1.50 µs a row + 0.400 ns a block"
+    one = fit(rows(batches=(1,)))
+    assert one.finding["bound of 16"].row == 0 and one.finding["bound of 16"].fixed == pytest.approx(price.fixed + price.row)
 
 
 def test_layers_differ_until_their_caches_are_cold_by_themselves():
