@@ -39,6 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--csa-layers", type=int, default=21)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--entry-batch", type=int, nargs="+", default=[1, 8], help="rows of the part entries; layers are divided by them")
     parser.add_argument("--topk", type=int, default=29, help="distant blocks a step; with a sink and two local blocks 4096 tokens")
     parser.add_argument("--slots", type=int, default=64, help="staged blocks a KV head")
     parser.add_argument("--entry-slots", type=int, default=1024, help="staged entries of a row")

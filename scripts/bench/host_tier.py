@@ -182,18 +182,19 @@ class OneToken:
 
 
 def entries(args) -> list[dict]:
-    return [row for packed in (False, True) for row in _entries(args, packed)]
+    return [row for B in args.entry_batch for packed in (False, True) for row in _entries(args, packed, B, max(1, args.csa_layers // B))]
 
 
-def _entries(args, packed: bool) -> list[dict]:
-    B, n, rate = args.batch, args.context // RATIO, link().to_device
+def _entries(args, packed: bool, B: int, count: int) -> list[dict]:
+    """count: layers, fewer with more rows, so that host memory is the same."""
+    n, rate = args.context // RATIO, link().to_device
     if packed:
         layout = pack_layout(RowFormat.KV_FP8, WIDTH, ROPE)
         stream = Stream("entries", (B, -(-n // PAGE), layout.page), torch.uint8, "", (RowFormat.KV_FP8, WIDTH, ROPE))
     else:
         stream = Stream("entries", (B, n, WIDTH), torch.bfloat16, "")
     operation, _ = fetch.resolve("triton")
-    layers = [HostEntries(stream, RATIO, TOPK, args.entry_slots, DEVICE, operation) for _ in range(args.csa_layers)]
+    layers = [HostEntries(stream, RATIO, TOPK, args.entry_slots, DEVICE, operation) for _ in range(count)]
     for layer in layers:
         layer.host.device.random_(0, 120) if packed else layer.host.device.normal_()
     step = OneToken(torch.full((B,), args.context - 1, dtype=torch.int64, device=DEVICE))
@@ -201,26 +202,26 @@ def _entries(args, packed: bool) -> list[dict]:
     window, index = torch.randn(B * WINDOW, WIDTH, dtype=torch.bfloat16, device=DEVICE), torch.arange(B * WINDOW, device=DEVICE).view(B, -1)
     window = window if not packed else layers[0].staged._replace(
         data=torch.full((-(-B * WINDOW // PAGE), stream.shape[-1]), 64, dtype=torch.uint8, device=DEVICE), count=B * WINDOW)
-    chosen = torch.zeros(args.csa_layers, B, 1, TOPK, dtype=torch.int64, device=DEVICE)
+    chosen = torch.zeros(count, B, 1, TOPK, dtype=torch.int64, device=DEVICE)
     attend = lambda pool, rows: sparse_attention(q, window, index, pool, rows, sink, WIDTH ** -0.5, True, 1, backend="triton")
 
     def feed(trace):
         return lambda i: chosen.copy_(trace.step().view(chosen.shape))
-    check = feed(Trace(args.csa_layers * B, TOPK, n - 1, 0.5))
+    check = feed(Trace(count * B, TOPK, n - 1, 0.5))
     base = torch.arange(B, device=DEVICE).view(B, 1) * layers[0].n
     for i in range(3):
         check(i)
         resident_pool = layers[0].flat._replace(data=layers[0].flat.data.clone()) if packed else layers[0].flat.clone()
         if not torch.equal(attend(*layers[0].chosen(step, chosen[0])), attend(resident_pool, chosen[0, :, 0] + base)):
             raise CapacityError("the tier's output differs from the resident entries'; nothing was timed")
-    resident = capture(lambda: [attend(resident_pool, chosen[i, :, 0] + base) for i in range(args.csa_layers)])
+    resident = capture(lambda: [attend(resident_pool, chosen[i, :, 0] + base) for i in range(count)])
     floor = median(timed(resident, check, args.steps))
     graph, found = capture(lambda: [attend(*layer.chosen(step, chosen[i])) for i, layer in enumerate(layers)]), []
     traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in layers))))
-    common = {"rows": "584-byte rows" if packed else "bf16", "layers": args.csa_layers, "entries": n, "resident_seconds": floor,
+    common = {"rows": "584-byte rows" if packed else "bf16", "batch": B, "layers": count, "entries": n, "resident_seconds": floor,
               "link": rate, "host_bytes": sum(layer.host.nbytes for layer in layers), "slots": layers[0].rows,
               "device_bytes": sum(t.nbytes for layer in layers for t in layer.tensors.values())}
     for locality in (*args.locality, 1.0, 0.0):
-        trace = Trace(args.csa_layers * B, TOPK, n - 1, locality)
+        trace = Trace(count * B, TOPK, n - 1, locality)
         found.append(common | {"locality": locality} | measured(graph, feed(trace), args.steps, traffic, rate, floor))
     return found

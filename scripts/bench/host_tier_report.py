@@ -55,13 +55,19 @@ def decode(d: dict) -> list[str]:
 
 def entries(found: list[dict]) -> list[str]:
     paid = [(r["seconds"] - r["resident_seconds"]) / r["layers"] * 1e6 for r in found if r["locality"] == 1]
-    fixed = ", ".join(f"{each:.1f} µs with {r['rows']}" for each, r in zip(paid, (r for r in found if r["locality"] == 1)))
+    fixed = ", ".join(f"{each:.1f} µs with {rows_of(r)}" for each, r in zip(paid, (r for r in found if r["locality"] == 1)))
+    best = max((r["of_link"] or 0 for r in found), default=0)
     return ["## Entries of CSA layers", "",
             "| rows | host bytes | device bytes | resident ms | step | hit rate | fetched | ms | rate | of the link |",
             "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
-            *(f"| {r['rows']}, {r['layers']} layers × {r['entries']} | {r['host_bytes']} | {r['device_bytes']} | "
+            *(f"| {rows_of(r)}, {r['layers']} layers × {r['entries']} | {r['host_bytes']} | {r['device_bytes']} | "
               f"{ms(r['resident_seconds'])} | {kind(r)} | {row(r)} |" for r in found),
-            *(["", f"What a layer pays where nothing is missing: {fixed}."] if fixed else [])]
+            *(["", f"What a layer pays where nothing is missing: {fixed}."] if fixed else []),
+            "", f"Goal of {GOAL:.0%} of the link: {verdict(best >= GOAL, f'{best:.0%} at best')}."]
+
+
+def rows_of(r: dict) -> str:
+    return r["rows"] + (f", batch {r['batch']}" if r.get("batch", 1) > 1 else "")
 
 
 def flash(f: dict) -> list[str]:
@@ -106,7 +112,7 @@ def svg(report: dict) -> str:
         rates += [(f"GQA, {kind(r)}", r) for r in g["rows"]]
     for part, name in (("decode", "Qwen2.5-7B"), ("flash", "Flash")):
         bars += [(f"{name}: {r['way']}", r["seconds"]) for r in report.get(part, {}).get("rows", ())]
-    rates += [(f"CSA {r['rows']}, {kind(r)}", r) for r in report.get("entries", ())]
+    rates += [(f"CSA {rows_of(r)}, {kind(r)}", r) for r in report.get("entries", ())]
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none", "text.parse_math": False}):
         figure = Figure(figsize=(8, 6), layout="constrained")
         above, below = figure.subplots(2, 1)

@@ -22,7 +22,7 @@ def test_a_report_says_what_fell_short():
     grouped = {"layers": 2, "batch": 1, "context": 1024, "kept": 32, "slots": 64, "host_bytes": 4096, "formula": "2 × 2", "device_bytes": 7,
                "resident_seconds": 0.001, "dense_resident_seconds": 0.002, "stream_seconds": 0.06, "link": 50e9, "rows": [step, slow]}
     entries = [step | {"rows": "bf16", "layers": 21, "entries": 262144, "resident_seconds": 0.001, "link": 50e9, "host_bytes": 9,
-                       "slots": 1024, "device_bytes": 3, "locality": x} for x in (0.9, 1.0)]
+                       "slots": 1024, "device_bytes": 3, "locality": x, "batch": b} for b in (1, 8) for x in (0.9, 1.0)]
     way = {"seconds": 0.01, "tokens_a_second": 100.0, "hit_rate": 0.5, "fetched_a_step": 2e6, "guessed_a_step": 1e6}
     model = {"geometry": "g", "layers": 2, "csa_layers": 1, "context": 1024, "batch": 1, "weight_bytes": 10**9, "device_cache_bytes": 5,
              "host_bytes": 9, "policy": "p", "kept": 32, "slots": 64}
@@ -31,9 +31,9 @@ def test_a_report_says_what_fell_short():
               "grouped": grouped, "entries": entries, "decode": model | {"rows": [way | {"way": "staged"}, way | {"way": "dense", "seconds": 0.2}]},
               "flash": model | {"rows": [way | {"way": "staged", "device_cache_bytes": 4}]}}
     text = host_tier_report.markdown(report)
-    assert "NOT reached: 80% at best" in text and "15.0×" in text and "90.0% | 65.5 kB | 4.00 | 40.0 GB/s | 80%" in text
+    assert text.count("of the link: NOT reached: 80% at best") == 2 and "15.0×" in text and "90.0% | 65.5 kB | 4.00 | 40.0 GB/s | 80%" in text
     assert "reference 15×: NOT reached: 12.0× where every choice is new, up to 15.0×" in text and "| 100.0 | 20.0× |" in text
-    assert "every choice new" in text and "nothing is missing: 142.9 µs with bf16" in text and "grouped 3 s" in text
+    assert "every choice new" in text and "nothing is missing: 142.9 µs with bf16, 142.9 µs with bf16, batch 8." in text and "| bf16, batch 8, 21 layers × 262144 |" in text and "grouped 3 s" in text
     assert host_tier_report.svg(report) == host_tier_report.svg(report)
     step["of_link"] = 0.9
     assert "link: reached (90% at best)" in host_tier_report.markdown(report)
