@@ -308,7 +308,7 @@ def preloaded() -> list[str]:
     """Modules that a process imports before it is copied."""
     return [*(f"probes.mutations.{m.name}" for m in pkgutil.iter_modules(mutations.__path__)),
             *(f"probes.{name}" for name in available()), "probes.subjects.ours", "probes.oracle.model",
-            "torch.fx.experimental.symbolic_shapes"]
+            "torch.fx.experimental.symbolic_shapes", "probes.forkserver"]
 
 
 def _lives(bench: Bench) -> int | None:

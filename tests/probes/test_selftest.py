@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,7 @@ FAST = (  # one or two of each section whose first probe is quick
     "slot table not updated on eviction",
 )
 BY_NAME = {m.name: m for m in catalogue()}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +170,15 @@ def test_the_profile_itself_is_never_damaged(bench, quick):
 def test_a_fault_that_kills_its_process_is_a_gap(bench):
     [(_, outcome)] = run_all([planted(dies)], bench, jobs=2)
     assert not outcome.found.caught and "died" in outcome.found.note
+
+
+def test_copies_have_what_is_preloaded(tmp_path):
+    """All of it can be imported, Triton's key of itself is known then, and no device was asked."""
+    code = ("import importlib, torch; from probes.selftest import preloaded; [importlib.import_module(name) for name in preloaded()]\n"
+            "from triton.runtime.cache import triton_key; print(triton_key.cache_info().misses, torch.cuda.is_initialized())\n"
+            "triton_key(); print(triton_key.cache_info().misses)")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert said.stdout.split() == ["1", "False", "1"], said.stderr
 
 
 # ---- sound subjects, report ---------------------------------------------------------------
