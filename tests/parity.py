@@ -28,3 +28,26 @@ def assert_ragged_batches(ours, ids: torch.Tensor, wanted: torch.Tensor) -> None
             assert far(got[b, 0], wanted[0, n + step]) < TOLERANCE
     cache.rewind([1, 2, 3, 4, 6])
     assert cache.lengths == [10, 134, 304, 66, 130]
+
+
+def assert_quiet(graph, cache, ids: torch.Tensor) -> None:
+    """50 replays of a captured step of two rows allocate nothing and never wait; nothing is compiled for them, nor for positions far apart."""
+    from triton import knobs
+    compiled = []
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kw: compiled.append(kw.get("key"))
+    try:
+        graph.step(ids)
+        torch.cuda.synchronize()
+        counted = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(50):
+            graph.step(ids)
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == counted
+        for length in (5, 127, 128, 4095, 60_000, (1 << 17) - 2):
+            cache._main.now = [length, length // 2]
+            assert torch.isfinite(graph.step(ids)).all()
+        assert compiled == []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        knobs.runtime.jit_post_compile_hook = before
