@@ -24,8 +24,8 @@ from scripts.bench.rows_prefill_chunked import KV, D, H, kept_pairs  # noqa: E40
 from scripts.bench.timing import device_kernels  # noqa: E402
 
 ATTENTION = [Tile(*t) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2),
-                                (64, 128, 4, 2), (128, 64, 4, 2), (128, 32, 4, 3), (128, 32, 8, 4))]
-SUMS = [Tile(*t) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 3),
+                                (64, 128, 4, 2), (64, 32, 4, 3), (128, 32, 8, 4))]
+SUMS = [Tile(*t) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 3),
                            (128, 64, 4, 3), (128, 128, 4, 2), (256, 64, 8, 3))]
 KINDS = {"within": (("within_chunks",), ATTENTION), "memory": (("to_memory",), ATTENTION), "sums": (("chunk_mass",), SUMS)}
 
