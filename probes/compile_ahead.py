@@ -5,13 +5,11 @@ one process has compiled, the others find in Triton's cache on disk. Nothing is 
 again in the probe, which says so.
 """
 
-import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context, parent_process
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from kernels.fusions import COMPOSITIONS
 from kernels.operations import GQA_OPERATIONS, OPERATIONS
 from probes.case_inputs import Inputs
 from probes.composition_cases import composition_cases
+from probes.machine import usable_processors
 from probes.operation_cases import operation_cases
 
 HEAVY = ("moe", "experts", "linears", "linear", "shared_expert", "grouped_linear", "attention_inputs")  # many kernels: first, so as not to be last
@@ -34,23 +33,6 @@ class Piece(NamedTuple):
     name: str
     dtype: torch.dtype
     tokens: int
-
-
-def usable_processors(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Processors this process may use, at least 1: those it may be scheduled on, and no more than its container's share of time.
-
-    `os.cpu_count` counts the whole host's: as many processes, each with a CUDA context, take longer than what they compile."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period of so many
-        share, period = map(int, quota.read_text().split())
-        here = min(here, share // period)
-    return max(here, 1)
-
-
-def gpu_names(count: int) -> tuple[str, ...]:
-    """Names of the first `count` GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(given.split(",")[:count] if given is not None else map(str, range(count)))
 
 
 def tables_of(config: ModelConfig | GQAConfig) -> tuple[dict, dict]:

@@ -16,9 +16,10 @@ import torch
 from dsv4.errors import InputError
 from probes.audit import open_subject
 from probes.backend_matrix import TOKENS, BackendMatrix
-from probes.compile_ahead import compile_ahead, usable_processors
+from probes.compile_ahead import compile_ahead
 from probes.formats import json_report, words
 from probes.formats.markdown import escape, fence, table
+from probes.machine import usable_processors
 from probes.mutations import Mutation, catalogue
 from probes.mutations import profile as profiles
 from probes.probe import available

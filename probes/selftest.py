@@ -29,7 +29,7 @@ from dsv4.numerics import NUMERICS
 from kernels.errors import Dsv4Error
 from probes import mutations
 from probes.audit import open_subject
-from probes.compile_ahead import gpu_names
+from probes.machine import gpu_names
 from probes.mutations import Mutation, Site
 from probes.mutations.gqa_profiles import GQA_PROFILES
 from probes.probe import applying, available, execute, probe_named

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernels.errors import Dsv4Error  # noqa: E402
 from probes.backend_matrix import TOKENS  # noqa: E402
-from probes.compile_ahead import compile_ahead, gpu_names  # noqa: E402
+from probes.compile_ahead import compile_ahead  # noqa: E402
 from probes.journal import append, claim, lines_of  # noqa: E402
+from probes.machine import gpu_names  # noqa: E402
 from probes.result import Status  # noqa: E402
 from probes.subjects.files import FilesSubject  # noqa: E402
 from scripts.bench import report  # noqa: E402

@@ -20,7 +20,7 @@ TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that orde
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """Processes of `-n auto`: the processors that this container may use, each of which takes 1 to 2 GB."""
-    from probes.compile_ahead import usable_processors
+    from probes.machine import usable_processors
     return min(8, usable_processors())
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from dsv4.model import Model
 from dsv4.speculation import LARGEST, Static, on_device
-from probes.compile_ahead import usable_processors
+from probes.machine import usable_processors
 
 LAYERS = 5       # Flash's first: two windows, CSA, HCA, CSA; three of them route by hash
 BYTES = 9 << 30  # of such a model (6.0 GiB: one layer's experts, embeddings, head), its context and caches on the device: as many processes as fit

@@ -7,9 +7,9 @@ import torch
 
 from kernels.fusions import COMPOSITIONS
 from kernels.operations import OPERATIONS
-from probes import backend_matrix, compile_ahead
+from probes import backend_matrix, compile_ahead, machine
 from probes.audit import open_subject
-from probes.compile_ahead import Piece, pieces, run_piece, usable_processors
+from probes.compile_ahead import Piece, pieces, run_piece
 from probes.result import Status
 
 
@@ -46,7 +46,7 @@ def test_processes_make_all_calls(golden_path, monkeypatch):
 
 @pytest.mark.parametrize(("said", "most"), [("100000 100000", 1), ("20000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)])
 def test_a_container_s_share_of_a_host_is_what_may_be_used(tmp_path, monkeypatch, said, most):
-    monkeypatch.setattr(compile_ahead.os, "sched_getaffinity", lambda who: set(range(64)))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda who: set(range(64)))
     if said is not None:
         (tmp_path / "cpu.max").write_text(said)
-    assert usable_processors(tmp_path / "cpu.max") == most
+    assert machine.usable_processors(tmp_path / "cpu.max") == most
