@@ -4,7 +4,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from probes.journal import append, claim, lines_of
+from probes.journal import Kept
 from probes.mutations import Mutation
 from probes.result import Status
 from probes.selftest import Clean, Found, Outcome
@@ -24,11 +24,9 @@ class SelftestJournal:
     """
 
     def __init__(self, path: Path | None, what: dict):
-        self.path, self.results, self.before, self.begun = path, {}, 0.0, time.monotonic()
-        if path is not None:
-            claim(path, what)
-            for _, self.before, name, result in lines_of(path)[1:]:
-                self.results[name] = result
+        self.kept, self.results, self.before, self.begun = Kept(path, what), {}, 0.0, time.monotonic()
+        for _, self.before, name, result in self.kept.held:
+            self.results[name] = result
 
     @property
     def seconds(self) -> float:
@@ -46,9 +44,7 @@ class SelftestJournal:
         return replace(task, totals={Status(k): n for k, n in held["totals"].items()}, seconds=held["seconds"], **lists)
 
     def done(self, task: Task, result: Outcome | Clean) -> None:
-        if self.path is None:
-            return
         held = ({"found": asdict(result.found), "seconds": result.seconds, "left": result.left} if isinstance(result, Outcome) else
                 {"totals": {k.value: n for k, n in result.totals.items()}, "red": result.red, "vacuous": result.vacuous, "texts": result.texts,
                  "seconds": result.seconds})
-        append(self.path, "done", round(self.seconds, 1), name_of(task), held)
+        self.kept.append("done", round(self.seconds, 1), name_of(task), held)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kernels.errors import Dsv4Error  # noqa: E402
 from probes.backend_matrix import TOKENS  # noqa: E402
 from probes.compile_ahead import compile_ahead  # noqa: E402
-from probes.journal import append, claim, lines_of  # noqa: E402
+from probes.journal import Kept  # noqa: E402
 from probes.machine import gpu_names  # noqa: E402
 from probes.result import Status  # noqa: E402
 from probes.subjects.files import FilesSubject  # noqa: E402
@@ -124,25 +124,19 @@ def markdown(rows: list[dict], about: dict, name: str, missing: int) -> str:
     return "\n".join([*lines, *(["", "## Red", "", *red] if red else []), ""])
 
 
-def ended_before(journal: Path | None, about: dict, checkpoint: str) -> dict[tuple, dict]:
-    """Rows of an earlier run by setting. Raises InputError for a journal of another one."""
-    if journal is None:
-        return {}
-    claim(journal, {key: value for key, value in about.items() if key != "command"} | {"checkpoint": checkpoint})
-    return {tuple(row[key] for key in KEYS): row for kind, row in lines_of(journal) if kind == "ended"}
-
-
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     about, name = report.provenance(SCRIPT), args.checkpoint.resolve().name
     try:
-        subject, before = FilesSubject(args.checkpoint), ended_before(args.journal, about, name)
+        subject = FilesSubject(args.checkpoint)
+        kept = Kept(args.journal, {key: value for key, value in about.items() if key != "command"} | {"checkpoint": name})
     except Dsv4Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = OF_GQA if subject.family == "gqa" else SETTINGS
     asked = [(backend, *setting) for backend, setting in product((args.backends or BACKENDS[args.device]).split(","), settings)]
     slug = report.device_slug(about["device"]) if args.device == "cuda" else "cpu"
+    before = {tuple(row[key] for key in KEYS): row for _, row in kept.held}
     rows = {one: before[one] for one in asked if one in before}
     left = [one for one in asked if one not in rows]
     args.out.mkdir(parents=True, exist_ok=True)
@@ -155,12 +149,13 @@ def main(given: list[str] | None = None) -> int:
         waiting = {pool.submit(audited, args.checkpoint, args.device, one[0], one[1:], args.limit, places): one for one in left}
         for future in as_completed(waiting):
             row = rows[waiting[future]] = future.result()
-            if args.journal is not None and row["exit"] is not None:
-                append(args.journal, "ended", row)
+            if row["exit"] is not None:
+                kept.append("ended", row)
             print(f"{len(rows)} of {len(asked)}: {' '.join(waiting[future])}: "
                   f"{'clean' if clean(row) else 'RED ' + '; '.join(row['red'][:3])}, {row['seconds']} s", flush=True)
             publish(args.out, name, slug, about, [rows[one] for one in asked if one in rows], len(asked))
-    publish(args.out, name, slug, about, [rows[one] for one in asked], len(asked))
+    if not left:
+        publish(args.out, name, slug, about, [*rows.values()], len(asked))
     return int(not all(map(clean, rows.values())))
 
 

@@ -10,7 +10,8 @@
 # GPUs, other parts one, by turns. Parts joined by + run one after another; without a number each such group gets an equal share of the
 # processors. Nothing runs longer than LIMIT seconds after the beginning (default 560). Results go to ${OUT:-audits}, what is printed to
 # $OUT/logs. MPS=1: audits of a matrix share a GPU through NVIDIA's multi-process service, where there is one; otherwise processes take turns of
-# milliseconds (a self-test never does: there a fault of one process would end the others). JOURNALS: a folder; a self-test, and the demo's matrix, that were cut off go on when this is called again with it.
+# milliseconds (a self-test never does: there a fault of one process would end the others). JOURNALS: a folder; a self-test, and the demo's
+# matrix, that were cut off go on when this is called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits} LIMIT=${LIMIT:-560} JOURNALS=${JOURNALS:-$(mktemp -d)}

@@ -34,8 +34,8 @@ def markdown(report: dict, picture: str) -> str:
     about, bill, hardware = report["about"], report["bill"], report["hardware"]
     lines = [f"# Regime: when {about['model']} decode should read sparsely", "", ", ".join(f"{k} {v}" for k, v in about.items()) + ".", "",
              "One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first: a fixed price, one for each row "
-             "of the batch, and one for each block that is scored (of all rows and KV heads). β and c₀ are fitted on dense rows only, each c₁ on its own rows, relative errors "
-             "least squares; rows held out were predicted on disk before they ran.", "",
+             "of the batch, and one for each block that is scored (of all rows and KV heads). β and c₀ are fitted on dense rows only, each c₁ on "
+             "its own rows, relative errors least squares; rows held out were predicted on disk before they ran.", "",
              f"β = {bill['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(bill['c0'])} µs"
              + "".join(f", c₁ ({name}) = {priced(price)}" for name, price in bill["finding"].items()) + ".", ""]
     if report["rows"]:

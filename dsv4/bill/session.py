@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv4.bill.fit import Bill, Quality, fit
-from dsv4.bill.report import priced
 from dsv4.bill.regime import Hardware, crossover, measured_crossover, regime_map
+from dsv4.bill.report import priced
 from dsv4.bill.rows import Measured, Source
 from dsv4.errors import InputError
 from dsv4.speculation.documents import write_whole

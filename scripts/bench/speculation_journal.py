@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from dsv4.speculation import Policy
 from dsv4.speculation.costs import BatchCost
-from probes.journal import append, claim, lines_of
+from probes.journal import Kept
 from scripts.bench.speculation import Point
 
 
@@ -52,10 +52,8 @@ class SpeculationJournal:
     """
 
     def __init__(self, path: Path | None = None, what: Mapping = MappingProxyType({})):
-        self.path, self.costs, self.ran = path, {}, []
-        if path is not None:
-            claim(path, dict(what))
-        for kind, *held in lines_of(path)[1:] if path is not None else ():
+        self.kept, self.costs, self.ran = Kept(path, what), {}, []
+        for kind, *held in self.kept.held:
             if kind == "costs":
                 self.costs[held[0]] = BatchCost(**{k: tuple(v) if isinstance(v, list) else v for k, v in held[1].items()})
             else:
@@ -63,17 +61,13 @@ class SpeculationJournal:
 
     def cost(self, batch: int, cost: BatchCost) -> None:
         self.costs[batch] = cost
-        self._append("costs", batch, asdict(cost))
+        self.kept.append("costs", batch, asdict(cost))
 
     def done(self, timed: Timed) -> None:
         self.ran.append(timed)
-        self._append("ran", asdict(timed))
+        self.kept.append("ran", asdict(timed))
 
     def left(self, policy: Policy | None, batch: int, traces: Sequence[str]) -> list[str]:
         """Traces that the policy has not run on."""
         ran = {r.trace for r in self.ran if (r.policy, r.batch) == (name_of(policy), batch)}
         return [name for name in traces if name not in ran]
-
-    def _append(self, *line) -> None:
-        if self.path is not None:
-            append(self.path, *line)

@@ -16,3 +16,10 @@ def run(monkeypatch, capsys):
             cli.main()
         return stop.value.code or 0, capsys.readouterr().err
     return call
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A self-test of only the probes that take no time."""
+    from probes import selftest
+    monkeypatch.setattr(selftest, "available", lambda: ["edges", "memory_map"])

@@ -45,12 +45,6 @@ def bench(tmp_path_factory):
     return Bench(folder, "cpu")
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Only probes that take no time."""
-    monkeypatch.setattr(selftest, "available", lambda: ["edges", "memory_map"])
-
-
 def planted(plant, parts=("sink",), probes=()) -> Mutation:
     return Mutation("a planted fault", "1.7", (105,), "Something is wrong.", parts, plant, probes)
 

@@ -16,12 +16,6 @@ WHAT = {"commit": "abc", "device": "cpu"}
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Only probes that take no time."""
-    monkeypatch.setattr(selftest, "available", lambda: ["edges", "memory_map"])
-
-
-@pytest.fixture
 def looked(monkeypatch):
     """Names of the tasks that are run."""
     names, work = [], selftest.work
