@@ -6,9 +6,9 @@
 #
 # tests: scripts/gpu_tests.sh triton gpu. selftest, cpu_selftest: every planted fault, on the triton backend and on the host's. matrix,
 # matrix_gqa, cpu_matrix: audits of the demo checkpoints in all numerics, cache formats and backends. sparse_prefill, fidelity: what
-# demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens. The matrices and the self-test take all
-# GPUs, other parts one, by turns. Parts joined by + run one after another; without a number each such group gets an equal share of the
-# processors. Nothing runs longer than LIMIT seconds after the beginning (default 560). Results go to ${OUT:-audits}, what is printed to
+# demo_gqa loses when prompts, or steps, are read sparsely, at up to 32K tokens (fidelity: 32,640, the model's most less its questions).
+# The matrices and the self-test take all GPUs, other parts one, by turns. Parts joined by + run one after another; without a number each
+# such group gets an equal share of the processors. Nothing runs longer than LIMIT seconds after the beginning (default 560). Results go to ${OUT:-audits}, what is printed to
 # $OUT/logs. MPS=1: audits of a matrix share a GPU through NVIDIA's multi-process service, where there is one; otherwise processes take turns of
 # milliseconds (a self-test never does: there a fault of one process would end the others). JOURNALS: a folder; a self-test, and the demo's
 # matrix, that were cut off go on when this is called again with it.
@@ -42,7 +42,7 @@ part() {
     cpu_selftest) "$python" -m dsv4 audit selftest --jobs "$2" --out "$OUT" ;;
     sparse_prefill) "$python" -m dsv4 sparse-prefill demo_gqa --device cuda --backend triton --context 4K,16K,32K --rows 2 --needles 40 \
       --asked-context 4K,16K --out "$OUT" ;;
-    fidelity) "$python" -m dsv4 fidelity demo_gqa --device cuda --backend triton --effort thorough --context 8K,32K --out "$OUT/32k" ;;
+    fidelity) "$python" -m dsv4 fidelity demo_gqa --device cuda --backend triton --effort thorough --context 8K,32640 --out "$OUT/32k" ;;
     *) echo "unknown part $1"; return 2 ;;
   esac
 }

@@ -109,19 +109,16 @@ def block_follows_a_pass_by_its_own_streams(site: Site) -> None:
         real(drafter, streams if held is None else held.expand_as(streams), tokens, counts)
     real = site.patch(MTPDrafter, "commit", own)
 
-    def draft(drafter, sizes):
-        model, own_logits = drafter._model, drafter._model.mtp_logits
+    def begin(drafter, *args):
+        begun(drafter, *args)
+        run = drafter._run  # captured or not
 
-        def noted(*args, **more):
-            out = own_logits(*args, **more)
-            drafter._own = out[1][:, -1:]
-            return out
-        model.mtp_logits = noted
-        try:
-            return drafted(drafter, sizes)
-        finally:
-            del model.mtp_logits
-    drafted = site.patch(MTPDrafter, "draft", draft)
+        def noted(*args):
+            logits, streams = run(*args)
+            drafter._own = streams[:, -1:]
+            return logits, streams
+        drafter._run = noted
+    begun = site.patch(MTPDrafter, "begin", begin)
 
 
 @mutation("1.13", bugs=(143,), parts=("after a pass, MTP window",), probes=("speculation",))
