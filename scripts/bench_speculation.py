@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.errors import Dsv4Error, InputError  # noqa: E402
+from dsv4.errors import InputError  # noqa: E402
 from dsv4.numerics import NUMERICS  # noqa: E402
 from scripts.bench import report, speculation, speculation_gpu, speculation_report, speculation_traces  # noqa: E402
 from scripts.bench.speculation_journal import SpeculationJournal  # noqa: E402
@@ -124,12 +124,7 @@ def say(text: str) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    try:
-        run(arguments(given))
-    except Dsv4Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return report.exit_code(lambda: run(arguments(given)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.errors import Dsv4Error, InputError  # noqa: E402
+from dsv4.errors import InputError  # noqa: E402
 from dsv4.speculation import read_costs, read_trace  # noqa: E402
 from scripts.bench import report, speculation, speculation_report, speculation_traces  # noqa: E402
 from scripts.bench.speculation_costs import FOLDER  # noqa: E402
@@ -76,12 +76,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    try:
-        run(arguments(given))
-    except Dsv4Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return report.exit_code(lambda: run(arguments(given)))
 
 
 if __name__ == "__main__":

@@ -51,3 +51,14 @@ def assert_quiet(graph, cache, ids: torch.Tensor) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
         knobs.runtime.jit_post_compile_hook = before
+
+
+def assert_repeats(graph, cache, ids: torch.Tensor) -> None:
+    """Replays of a captured step from the same caches give the same bits, those of the eager captured step. Leaves the graph eager."""
+    first = graph.step(ids).clone()
+    for _ in range(20):
+        cache.rewind(1)
+        assert torch.equal(graph.step(ids), first)
+    cache.rewind(1)
+    graph.graph = None
+    assert torch.equal(graph.step(ids), first)

@@ -7,10 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from dsv4.errors import Dsv4Error
 from scripts.bench import assembled, limits
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Machine
@@ -152,6 +153,16 @@ def svg(results: Sequence[Result], about: dict) -> str | None:
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Of a script that does `run`: 0, or 2 and the error as one line."""
+    try:
+        run()
+    except Dsv4Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def write(folder: Path, stem: str, contents: dict, text: str, picture: str | None) -> list[Path]:
