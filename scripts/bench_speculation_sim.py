@@ -10,7 +10,6 @@ and .svg to DIR (audits); <table> is the file's name, with the padding if it was
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -67,12 +66,8 @@ def run(args: argparse.Namespace) -> None:
     setup = {"title": costs.name, "how": how, "notes": notes,
              "costs": costs.document(), "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces]}
     about = report.provenance(SCRIPT)
-    args.out.mkdir(parents=True, exist_ok=True)
-    base = args.out / f"speculation_sim_{stem}"
-    document = speculation_report.document(points, about, setup, line)
-    base.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    base.with_suffix(".md").write_text(speculation_report.markdown(points, about, setup))
-    base.with_suffix(".svg").write_text(speculation_report.svg(points, about, setup, line))
+    report.write(args.out, f"speculation_sim_{stem}", speculation_report.document(points, about, setup, line),
+                 speculation_report.markdown(points, about, setup), speculation_report.svg(points, about, setup, line))
 
 
 def main(given: list[str] | None = None) -> int:

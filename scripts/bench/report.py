@@ -165,10 +165,16 @@ def exit_code(run: Callable[[], None]) -> int:
     return 0
 
 
+def dumps(contents: dict) -> str:
+    """JSON with a key a line, and lists of numbers each on one: a race has hundreds of thousands of them. Raises ValueError for NaN."""
+    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"\[\n\s*(-?\d[-+.,\deE\s]*?)\n\s*\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
 def write(folder: Path, stem: str, contents: dict, text: str, picture: str | None) -> list[Path]:
     """Write STEM.json, STEM.md and STEM.svg. Returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {".json": json.dumps(contents, indent=1, allow_nan=False) + "\n", ".md": text.rstrip("\n") + "\n", ".svg": picture}
+    files = {".json": dumps(contents), ".md": text.rstrip("\n") + "\n", ".svg": picture}
     written = []
     for suffix, content in files.items():
         if content is not None:

@@ -165,6 +165,15 @@ def test_peers_may_be_timed_in_turns_with_ours(monkeypatch):
     assert measure.measure(row(), Turns(), MACHINE, 20).peers["fast"].beside is None
 
 
+def test_lists_of_numbers_stand_on_one_line_of_json_and_nothing_else_changes():
+    document = {"sizes": [1, -2, 3.5e-7], "nested": [[1, 2], []], "said": ["[\n 1\n]", "a"], "mixed": [1, None, True], "empty": {}}
+    text = report.dumps(document)
+    assert json.loads(text) == document
+    assert '"sizes": [1, -2, 3.5e-07]' in text and "  [1, 2]," in text
+    with pytest.raises(ValueError):
+        report.dumps({"us": float("nan")})
+
+
 def test_json_and_svg(tmp_path):
     rows = [result(5.0, None, peer_us=8.0), result(None, shape="wrong one")]
     picture, text = report.svg(rows, ABOUT), report.markdown(rows, MACHINE, ABOUT)
