@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.cache import Cache
-from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache, Snapshot
+from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
 from probes.subject import Subject
 from probes.visible import Rows, visible

@@ -7,8 +7,8 @@ from typing import ClassVar
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.requests import Request
 from dsv4.errors import OutOfPages, PageError
-from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache, new_paged_cache
+from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
 from probes.control import attempted_all
 from probes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
