@@ -38,8 +38,7 @@ def checkpoint(tmp_path_factory):
 
 
 MODELS = {  # of the engine's tests: dense layers, some with a window, and all
-    "dense": ("qwen2, bias and tied head", "fp32", "cpu"), "dense, native": ("qwen2, bias and tied head", "native", "cpu"),
-    "dense, reference": ("llama, llama3 rope and biases", "fp32", "reference"),
+    "dense": ("qwen2, bias and tied head", "fp32", "cpu"), "dense, native": ("llama, llama3 rope and biases", "native", "reference"),
     "some windows": ("qwen2, yarn and some sliding layers", "fp32", "cpu"), "windows": ("mistral, sliding window", "fp32", "cpu")}
 
 

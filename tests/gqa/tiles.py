@@ -16,17 +16,17 @@ class Grown:
     def length(self) -> int:
         return self.cache.lengths[0]
 
-    def append(self, ids: list[int], prompt: bool = False) -> torch.Tensor:
-        """Logits [len(ids), vocab] of more tokens, in one piece."""
+    def append(self, ids: list[int], prompt: bool = False, logits: str = "all") -> torch.Tensor:
+        """Logits [len(ids) or 1, vocab] of more tokens, in one piece."""
         end = self.length + len(ids)
         if slots(end) != self.cache.max_context:
             self._resize(slots(end))
-        return self.model.append(torch.tensor([ids]), self.cache, prompt=prompt)[0]
+        return self.model.append(torch.tensor([ids]), self.cache, prompt=prompt, logits=logits)[0]
 
-    def read(self, ids: list[int]) -> torch.Tensor:
+    def read(self, ids: list[int], logits: str = "all") -> torch.Tensor:
         """The same of a prompt whose beginning may be here, in pieces that end at multiples of 128: logits of the last piece."""
         while self.length < len(ids):
-            found = self.append(ids[self.length:(self.length // 128 + 1) * 128], prompt=True)
+            found = self.append(ids[self.length:(self.length // 128 + 1) * 128], True, logits)
         return found
 
     def rewind(self, n: int) -> None:
@@ -44,7 +44,7 @@ class Grown:
 def cold(model, request) -> tuple[list[int], torch.Tensor]:
     """Tokens of a request by itself, and the logits [n, vocab] that each was chosen from."""
     row, generator, seen, ids = Grown(model), torch.Generator().manual_seed(request.sampling.seed), [], []
-    logits = row.read(list(request.prompt_ids))
+    logits = row.read(list(request.prompt_ids), "last")
     while True:
         seen.append(logits[-1])
         ids.append(sample(logits[-1], request.sampling, generator))
