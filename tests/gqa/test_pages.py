@@ -136,6 +136,17 @@ def test_pages_behind_the_window_are_given_back_and_all_others_stay(models):
     assert not any(pool.live for pool in cache.pools.values())
 
 
+def test_a_page_stays_until_the_window_has_left_its_last_token(models):
+    """Single steps, without room to rewind, past every place where windows of 24 and 40 tokens leave a page."""
+    for name in ("windows", "some windows"):
+        model = models(name)
+        plain, cache, ids = Grown(model), paged(model, 1, 300, max_rewind=0), tokens(model, 300)
+        assert same(read(model, cache, 0, ids[:145]), plain.read(ids[:145]))
+        for token in ids[145:172]:
+            assert same(append(model, cache, 0, [token]), plain.append([token])), plain.length
+        assert cache.pools["window"].live == 1
+
+
 @pytest.mark.parametrize("reading", ["all", "bound"])
 @pytest.mark.parametrize("prefix", [128, 256])
 def test_grafts_equal_cold_at_lengths_around_tiles(model, reading, prefix):
@@ -165,7 +176,9 @@ def test_grafts_equal_cold_whatever_becomes_of_the_donor(model, reading, fate):
     elif fate == "goes back and writes anew":
         held = {name: dict(pages) for name, pages in cache._held[0].items()}
         cache.rewind([50, 0, 0])
-        read(model, cache, 0, shared[:206] + tokens(model, 90, 4))
+        anew, row = shared[:206] + tokens(model, 90, 4), Grown(model)
+        row.read(shared), row.rewind(50)
+        assert same(read(model, cache, 0, anew), row.read(anew)), "it goes on from what it has kept"
         assert any(cache._held[0][name][1] != pages[1] for name, pages in held.items()), "the page of tokens 128 … 255 is a copy"
     else:
         cache.leave(0)
