@@ -187,7 +187,8 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
     options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, report)
     reads = attention_named(attention and attention.value, attention_tokens, terminate)
     with progress_bar("loading") as loading:
-        session = run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading, attention=reads)
+        choices = run.Choices(numerics.value, backend, device, cache, index_cache)
+        session = run.Session(checkpoint, choices, progress=loading, attention=reads)
     failed = run_batch(session, requests, options, lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
     if failed:
         raise typer.Exit(1)

@@ -200,7 +200,7 @@ class CompressedLayout:
         self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
 
     def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
-        rows = cache_streams(self.config, 1, 1, 0, self.numerics, self.mtp)  # of one token: formats and widths of rows are all that is taken
+        rows = cache_streams(self.config, 1, 1, 0, self.numerics, self.mtp)  # of one token: widths and formats are taken
         return [paged_streams(layer, self.groups, pages) for layer in rows]
 
     def layer(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]) -> PagedLayerCache:

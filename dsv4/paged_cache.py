@@ -311,7 +311,7 @@ def new_paged_cache(model, batch: int, max_context: int, tokens: int | None = No
     if model.layer_devices is not None:
         raise UnsupportedInput("a paged cache is on one device; load without --device-map")
     if model.kv_memory is not None:
-        raise UnsupportedInput("the pages of a paged cache are on the device, and caches in host memory were asked for; load without kv_memory")
+        raise UnsupportedInput("the pages of a paged cache are on the device, and host memory was asked for; load without kv_memory")
     layout = model.page_layout()
     pages = pages or pool_pages(layout.groups, batch, tokens or batch * max_context, max_rewind, model.chunk, prefixes, max_context)
     return PagedCache(layout, batch, max_context, pages, max_rewind, model.device, poison)

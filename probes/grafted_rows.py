@@ -38,7 +38,7 @@ class Going:
         return self.cache.lengths[self.b]
 
     def rows(self) -> Rows:
-        return visible(self.subject, self.cache, self.b, self.length, self.cache.mtp_lengths[self.b])
+        return visible(self.subject, self.cache, self.b, self.length, self.cache.mtp_lengths[self.b] if self.follows else 0)
 
     def run(self, n: int) -> Seen:
         """The next n tokens as one piece."""

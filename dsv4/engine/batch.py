@@ -5,14 +5,14 @@ last token, and drafts behind it where the engine speculates (`dsv4.engine.passe
 none; then prefixes that nobody runs go (`PrefixTree.make_free`), then requests: the lowest priority first, among those the lowest mean
 acceptance ε of drafts (what speculation gains least from), among those the least recently advanced, among those the last to come. An
 evicted request waits and resumes by running its tokens again, in the pieces and passes in which they first ran. A prompt is read
-densely, whatever a GQA model's decoding tokens read (`model.attention`). Pressure, which makes
-policies draft less, is of the pages that requests hold: where kept prefixes add up to it, they go.
+densely, whatever a GQA model's decoding tokens read (`model.attention`). Pressure, which makes policies draft less, is of the pages
+that requests hold: where kept prefixes add up to it, they go.
 
 Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its pieces, and its
 output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows as one batch instead, and
-resumes in chunks where decoding reads all that a prompt does: faster, and equal up to rounding. Speculation adds one thing that neighbours decide: how many drafts a pass has when
-pages are short or under pressure. Given equal logits that changes no token, greedy or sampled (`accept_drawn`); that passes of several
-tokens round otherwise than single steps is said in dsv4/speculation/README.md.
+resumes in chunks where decoding reads all that a prompt does: faster, and equal up to rounding. Speculation adds one thing that
+neighbours decide: how many drafts a pass has when pages are short or under pressure. Given equal logits that changes no token, greedy
+or sampled (`accept_drawn`); that passes of several tokens round otherwise than single steps is said in dsv4/speculation/README.md.
 """
 
 import time

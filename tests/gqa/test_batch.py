@@ -225,12 +225,14 @@ def documents(out: str) -> dict[str, dict]:
     return {d.get("id", "figures"): d for d in map(json.loads, out.splitlines())}
 
 
-@pytest.mark.parametrize("options", [(), ("--speculate", "lookup", "--draft-tokens", "2"), ("--attention", "page-bound", "--attention-tokens", "64"),
-                                     ("--attention", "block-bound", "--attention-tokens", "512", "--terminate")], ids=lambda o: " ".join(o) or "plain")
+@pytest.mark.parametrize("options", [
+    (), ("--speculate", "lookup", "--draft-tokens", "2"), ("--attention", "page-bound", "--attention-tokens", "64"),
+    ("--attention", "block-bound", "--attention-tokens", "512", "--terminate")], ids=lambda options: " ".join(options) or "plain")
 def test_the_command_says_what_generate_says(templated, asked, command_line, options):
     code, out, err = command_line("batch", asked, "--checkpoint", templated, "--rows", 2, *options)
     found = documents(out)
-    assert code == 1 and len(found) == 7 and err == "" and [found[name]["error"]["type"] for name in ("long", "line 6")] == ["ContextOverrun", "InputError"]
+    assert code == 1 and len(found) == 7 and err == ""
+    assert [found[name]["error"]["type"] for name in ("long", "line 6")] == ["ContextOverrun", "InputError"]
     assert found["figures"]["figures"]["prefix_hit_tokens"] >= 2 * 128 and found["figures"]["figures"]["pools"]["tokens"]["shared"] == 0
     for line in asked.read_text().splitlines()[:3]:
         request = json.loads(line)
@@ -241,7 +243,8 @@ def test_the_command_says_what_generate_says(templated, asked, command_line, opt
 
 
 def test_the_report_says_what_was_read(checkpoint, asked, command_line, tmp_path):
-    code, _, err = command_line("batch", asked, "--checkpoint", checkpoint, "--attention", "page-bound", "--attention-tokens", "64", "--report", tmp_path / "r")
+    reads = ("--attention", "page-bound", "--attention-tokens", "64")
+    code, _, err = command_line("batch", asked, "--checkpoint", checkpoint, *reads, "--report", tmp_path / "r")
     report = json.loads((tmp_path / "r" / "batch_requests.json").read_text())
     assert code == 1 and err == "" and report["about"]["attention"] == "page-16 bound of 64 tokens"
     assert "attention page-16 bound of 64 tokens" in (tmp_path / "r" / "batch_requests.md").read_text()

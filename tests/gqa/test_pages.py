@@ -257,5 +257,5 @@ def test_what_pages_cannot_be_made_for_is_refused_in_one_line(models, monkeypatc
         new_paged_cache(model, 1, 128)
     model.attention = Attention()
     monkeypatch.setattr(model, "kv_memory", HostMemory())
-    with pytest.raises(UnsupportedInput, match="host memory were asked for; load without kv_memory"):
+    with pytest.raises(UnsupportedInput, match="host memory was asked for; load without kv_memory"):
         new_paged_cache(model, 1, 128)

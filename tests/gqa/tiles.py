@@ -3,14 +3,14 @@
 import torch
 
 from dsv4.generate import sample
-from dsv4.gqa.cache import slots
+from probes.gqa.fitted import FittedCache
 
 
 class Grown:
-    """One row of a `GroupedCache` that is made anew whenever its tokens need more tiles, or fewer. Pages have no part in it."""
+    """One row of a contiguous cache that fits its tokens."""
 
     def __init__(self, model):
-        self.model, self.cache = model, model.new_cache(1, slots(1))
+        self.model, self.cache = model, FittedCache(model, model.config.max_position_embeddings)
 
     @property
     def length(self) -> int:
@@ -18,9 +18,6 @@ class Grown:
 
     def append(self, ids: list[int], prompt: bool = False, logits: str = "all") -> torch.Tensor:
         """Logits [len(ids) or 1, vocab] of more tokens, in one piece."""
-        end = self.length + len(ids)
-        if slots(end) != self.cache.max_context:
-            self._resize(slots(end))
         return self.model.append(torch.tensor([ids]), self.cache, prompt=prompt, logits=logits)[0]
 
     def read(self, ids: list[int], logits: str = "all") -> torch.Tensor:
@@ -31,14 +28,6 @@ class Grown:
 
     def rewind(self, n: int) -> None:
         self.cache.rewind(n)
-
-    def _resize(self, count: int) -> None:
-        old, self.cache = self.cache, self.model.new_cache(1, count)
-        for before, after in zip(old.layers, self.cache.layers):
-            for name, tensor in before.tensors.items():
-                rows = min(tensor.shape[2], after.tensors[name].shape[2])
-                after.tensors[name][:, :, :rows] = tensor[:, :, :rows]
-        self.cache._main.advance(slice(0, 1), old.lengths[0])
 
 
 def cold(model, request) -> tuple[list[int], torch.Tensor]:
