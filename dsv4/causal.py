@@ -63,7 +63,7 @@ class Head(Linear):
 class CausalLM(Module):
     """A model that continues token ids. Subclasses give the layers; this runs them over ragged batches, in uniform pieces.
 
-    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`, `run`,
+    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`, `page_layout`, `run`,
     `captured`, `features`, `layer_paths` and `stream_shape`.
     """
 
@@ -90,6 +90,10 @@ class CausalLM(Module):
 
     def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = 0) -> TokenCache:
         """A preallocated cache for `batch` rows of up to `max_context` tokens, rewound by up to `max_rewind`."""
+        raise NotImplementedError
+
+    def page_layout(self):
+        """How its caches lie in pages: the `dsv4.page_tables.PageLayout` of a `PagedCache`."""
         raise NotImplementedError
 
     def run(self, step: Step, cache: TokenCache) -> torch.Tensor:

@@ -77,6 +77,7 @@ Reads = Annotated[AttentionChoice | None, typer.Option("--attention", show_defau
                                                        "last tokens. page-bound, block-bound: and what may matter most, by bounds of pages of 16 or "
                                                        "blocks of 128. block-mean: by means, which lose short passages.")]
 ReadTokens = Annotated[int | None, typer.Option("--attention-tokens", min=1, show_default=False, help="With --attention: tokens that are kept (4096).")]
+Terminate = Annotated[bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")]
 Where = Annotated[KVMemory, typer.Option("--kv-memory", help="Where keys and values (of a DeepSeek-V4 model the entries of CSA layers) are: on the "
                                          "device, or in pinned host memory, of which a step fetches what it reads. The output is the same.")]
 Staged = Annotated[int | None, typer.Option("--staged-blocks", min=1, show_default=False, help="With --kv-memory host: blocks of each KV head (of a "
@@ -112,7 +113,7 @@ def generate(
     index_cache: IndexCache = "auto",
     attention: Reads = None,
     attention_tokens: ReadTokens = None,
-    terminate: Annotated[bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")] = False,
+    terminate: Terminate = False,
     prefill_chunks: Annotated[str | None, typer.Option(help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last "
                                                             "LOCAL and the heaviest HEAVY tokens before it; decoding reads all.", show_default=False)] = None,
     kv_memory: Where = KVMemory.device,
@@ -174,16 +175,20 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
                                                            "pages.", show_default=False)] = None,
           numerics: Numerics = NumericsChoice.native,
           backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
-          device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto", kv_memory: Where = KVMemory.device):
+          device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",
+          attention: Reads = None, attention_tokens: ReadTokens = None, terminate: Terminate = False, kv_memory: Where = KVMemory.device):
     """Run many requests over one pool of pages: a JSON result a line as each ends, then the figures. Exit code 1 if any failed."""
     from dsv4 import run
     from dsv4.engine.command import Options, run_batch
+    from dsv4.gqa.choice import attention_named
     if kv_memory is KVMemory.host:
         raise InputError("--kv-memory host was given; requests of a batch share the pages of one pool, which is on the device: leave it out, or "
                          "run single requests with dsv4 generate")
     options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, report)
+    reads = attention_named(attention and attention.value, attention_tokens, terminate)
     with progress_bar("loading") as loading:
-        session = run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading)
+        choices = run.Choices(numerics.value, backend, device, cache, index_cache)
+        session = run.Session(checkpoint, choices, progress=loading, attention=reads)
     failed = run_batch(session, requests, options, lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
     if failed:
         raise typer.Exit(1)

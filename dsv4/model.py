@@ -13,6 +13,7 @@ from dsv4.hyper_connections import HyperHead
 from dsv4.mtp import MTPBlock
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
+from dsv4.page_tables import CompressedLayout
 from dsv4.rope import frequencies
 from dsv4.step import CapturedStep, Step
 from kernels.dispatch import bind
@@ -65,6 +66,9 @@ class Model(CausalLM):
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
         return Cache(self.config, self.numerics, batch, max_context, max_rewind, devices, len(self.mtp) > 0, self.op.write_rows)
+
+    def page_layout(self) -> CompressedLayout:
+        return CompressedLayout(self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows)
 
     @torch.inference_mode()
     def mtp_logits(self, streams: torch.Tensor, next_ids: torch.Tensor, cache: Cache | None = None, block: int = 0,

@@ -1,21 +1,26 @@
 """Buffers in pages, and the tables that say which page holds which rows of which batch row.
 
-Every stream is position-addressed through a table: row r of batch row b is row r mod R of physical page table[b, r // R]. These
+Every stream is position-addressed through a table: row r of batch row b is row r mod R of physical page table[b, r // R]. A
+`PageLayout` says which streams a family of models has and in which groups of pages. Here are those of DeepSeek-V4, whose
 classes take the places of `Ring`, `Entries` and `CompressorCache`. Selections and windows are lists of rows, so kernels read the
-pools where they are; index scores and HCA attention read [B, n, width], which is gathered from the pages at each step.
+pools where they are; index scores and HCA attention read [B, n, width], which is gathered from the pages at each step. GQA models:
+`dsv4.gqa.paged`.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from dsv4.cache import CompressorCache
 from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
+from dsv4.numerics import Numerics
 from dsv4.paging import NOWHERE, PageGroup
 from dsv4.rows import EntryRows, TokenRows
 from dsv4.step import CapturedStep, Step
-from dsv4.streams import LayerStreams, Stream
+from dsv4.streams import LayerStreams, Stream, cache_streams
 from kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
 
-BLOCK = 128  # tokens: prefixes end at multiples of it, where HCA has no open window and CSA reads its overlap only
 RAW_ROWS = {LayerKind.CSA: 8, LayerKind.HCA: 32}  # a page: what CSA's overlap spans; a part of HCA's window, which fills slowly
 
 
@@ -38,6 +43,32 @@ class PageTable:
     def first_pages(self, step: Step, n: int) -> torch.Tensor:
         """Physical pages of the first n rows, int64 [B, ⌈n / R⌉]."""
         return self.physical[step.rows, :-(-n // self.R)]
+
+
+class PagedLayer(Protocol):
+    """The cache of one layer in pages. `tensors`: stream name → tensor whose first extent counts pages; `groups`: stream name → name
+    of the group whose table addresses it."""
+
+    tensors: dict[str, torch.Tensor]
+    groups: dict[str, str]
+
+
+class PageLayout(Protocol):
+    """How the caches of one model lie in pages.
+
+    groups: every group that its layers need, by name; backbone: layers of the main model, behind which the MTP block's come in plans;
+    positions: that the model knows.
+    """
+
+    groups: dict[str, PageGroup]
+    backbone: int
+    positions: int
+
+    def plan(self, pages: Mapping[str, int]) -> Sequence[Any]:
+        """The streams of every layer, with `label` and `streams`: `pages` pages of each group beside page 0."""
+
+    def layer(self, plan: Any, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]) -> PagedLayer:
+        """The cache of one layer of the plan, found through `tables`."""
 
 
 class PagedTokens(TokenRows):
@@ -101,10 +132,9 @@ class PagedCompressorCache(CompressorCache):
 
 
 class PagedLayerCache:
-    """Buffers of one layer, in the place of `LayerCache`. `tensors`: stream name → tensor whose first extent counts pages;
-    `groups`: stream name → name of the group whose table addresses it."""
+    """Buffers of one layer, in the place of `LayerCache`: a `PagedLayer`."""
 
-    def __init__(self, plan: LayerStreams, tables: dict[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows):
+    def __init__(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows):
         self.tensors = tensors
         self.groups = stream_groups(plan.kind, plan.label.startswith("mtp"))
         held = {s.name: self.tensors[s.name] if s.rows is None else
@@ -146,7 +176,7 @@ def page_groups(config: ModelConfig, mtp: bool) -> dict[str, PageGroup]:
     return {g.name: g for g in groups}
 
 
-def paged_streams(plan: LayerStreams, groups: dict[str, PageGroup], pages: dict[str, int]) -> LayerStreams:
+def paged_streams(plan: LayerStreams, groups: Mapping[str, PageGroup], pages: Mapping[str, int]) -> LayerStreams:
     """The streams of one layer in pages: `pages` of each group beside page 0. plan: of the layer in a cache of one row."""
     streams, of = [], stream_groups(plan.kind, plan.label.startswith("mtp"))
     for s in plan.streams:
@@ -161,15 +191,17 @@ def paged_streams(plan: LayerStreams, groups: dict[str, PageGroup], pages: dict[
     return LayerStreams(plan.label, plan.kind, plan.ratio, tuple(streams), 0)
 
 
-def pool_pages(config: ModelConfig, batch: int, tokens: int, max_rewind: int = 0, chunk: int = BLOCK, mtp: bool = False,
-               prefixes: int = 0) -> dict[str, int]:
-    """Pages of each group so that `batch` rows run steps of up to `chunk` tokens beside `prefixes` snapshots, `tokens` tokens in
-    all. Groups that grow with the context get pages for the tokens; the others for what each row and snapshot reads."""
-    found = {}
-    for name, g in page_groups(config, mtp).items():
-        if g.back is None:
-            found[name] = -(-tokens // (g.rows * g.tokens)) + batch
-        else:
-            reads = g.back + g.align - 1
-            found[name] = batch * (-(-(reads + max_rewind + chunk) // g.rows) + 1) + prefixes * (-(-g.back // g.rows) + 1)
-    return found
+class CompressedLayout:
+    """The `PageLayout` of a DeepSeek-V4 model. mtp: whether its MTP block has a window; write: the operation that writes rows."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, mtp: bool, write=write_rows):
+        self.config, self.numerics, self.mtp, self.write = config, numerics, mtp, write
+        self.groups = page_groups(config, mtp)
+        self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
+
+    def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
+        rows = cache_streams(self.config, 1, 1, 0, self.numerics, self.mtp)  # of one token: widths and formats are taken
+        return [paged_streams(layer, self.groups, pages) for layer in rows]
+
+    def layer(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]) -> PagedLayerCache:
+        return PagedLayerCache(plan, tables, tensors, self.write)

@@ -1,6 +1,7 @@
 """A cache whose batch rows take pages of common pools as they grow, share pages of common prefixes, and give them back.
 
-To the layers it is a `Cache`: the same rows at the same positions, found through page tables. What differs is who owns memory:
+To the layers it is what the model's `new_cache` gives: the same rows at the same positions, found through page tables. Which streams a
+model has, and in which groups of pages, its `PageLayout` says. What differs is who owns memory:
 
 - `make_room` takes pages before a step and gives back window and raw pages that lie behind all that may be read again.
 - `snapshot` holds the pages of a row's prefix; `graft` starts another row from them. Nothing is copied then: a row that comes to
@@ -14,13 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths
-from dsv4.config import ModelConfig
 from dsv4.errors import CapacityError, InputError, OutOfPages, UnsupportedInput
-from dsv4.numerics import Numerics
-from dsv4.page_tables import BLOCK, PagedLayerCache, PageTable, page_groups, paged_streams, pool_pages
-from dsv4.paging import NOWHERE, PagePool
-from dsv4.streams import cache_streams, zeros
-from kernels.cache_rows import write_rows
+from dsv4.page_tables import PageLayout, PageTable
+from dsv4.paging import BLOCK, NOWHERE, PagePool, pool_pages
+from dsv4.streams import zeros
 
 
 @dataclass(eq=False)
@@ -38,39 +36,38 @@ class Snapshot:
 
 
 class PagedCache(Cache):
-    """Rows of up to `max_context` tokens in pools of `pages` pages (group name → count, see `pool_pages`).
+    """Rows of up to `max_context` tokens in pools of `pages` pages (group name → count, see `pool_pages`), laid out as `layout` says.
 
     on_shortage(group name, pages short), if set, is called before a step is refused and may drop snapshots. poison: fill pages
     with NaN when they become free, so that whatever is read too late is seen.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, batch: int, max_context: int, pages: dict[str, int],
-                 max_rewind: int = 0, device: torch.device = torch.device("cpu"), mtp: bool = False, write=write_rows,
-                 poison: bool = False):
-        if batch < 1 or not 1 <= max_context <= config.max_position_embeddings or max_rewind < 0:
-            raise InputError(f"a paged cache needs batch >= 1, max_context 1 … {config.max_position_embeddings} (the checkpoint's "
+    def __init__(self, layout: PageLayout, batch: int, max_context: int, pages: dict[str, int], max_rewind: int = 0,
+                 device: torch.device = torch.device("cpu"), poison: bool = False):
+        if batch < 1 or not 1 <= max_context <= layout.positions or max_rewind < 0:
+            raise InputError(f"a paged cache needs batch >= 1, max_context 1 … {layout.positions} (the checkpoint's "
                              f"max_position_embeddings) and max_rewind >= 0; got {batch}, {max_context}, {max_rewind}")
         self.batch, self.max_context, self.max_rewind, self.poison = batch, max_context, max_rewind, poison
-        self.groups = page_groups(config, mtp)
+        self.layout, self.groups = layout, layout.groups
         if set(pages) != set(self.groups) or min(pages.values()) < 1:
             raise InputError(f"pages are given for {sorted(pages.items())}; expected at least one for each of {sorted(self.groups)}")
         self.pools = {name: PagePool(name, pages[name]) for name in self.groups}
         self.tables = {name: PageTable(g, batch, max_context, device) for name, g in self.groups.items()}
-        self.plan = [paged_streams(p, self.groups, pages) for p in cache_streams(config, 1, max_context, max_rewind, numerics, mtp)]
-        self._allocate(config.num_hidden_layers, device, write)
+        self.plan = layout.plan(pages)
+        self._allocate(device)
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
         self._held: list[dict[str, dict[int, int]]] = [{name: {} for name in self.groups} for _ in range(batch)]
         self._accepted: list[int | None] = [None] * batch  # tokens that are no drafts, of rows that draft
         self.on_shortage: Callable[[str, int], None] | None = None
 
-    def _allocate(self, backbone: int, device: torch.device, write) -> None:
+    def _allocate(self, device: torch.device) -> None:
         try:
-            layers = [PagedLayerCache(p, self.tables, {s.name: zeros(s, device) for s in p.streams}, write) for p in self.plan]
+            layers = [self.layout.layer(p, self.tables, {s.name: zeros(s, device) for s in p.streams}) for p in self.plan]
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams)
             raise CapacityError(f"the pools need {wanted} bytes, and they could not be allocated ({str(error).splitlines()[0]}); ask "
                                 "for fewer pages") from error
-        self.layers, self.mtp_layers = layers[:backbone], layers[backbone:]
+        self.layers, self.mtp_layers = layers[:self.layout.backbone], layers[self.layout.backbone:]
         self._tensors: dict[str, list[torch.Tensor]] = {name: [] for name in self.groups}
         for layer in layers:
             for stream, group in layer.groups.items():
@@ -81,6 +78,9 @@ class PagedCache(Cache):
 
     def place(self, step, op) -> None:
         """Nothing: layers find rows of pools through tables, each as it is when a replay runs."""
+
+    def guess(self, layers, i: int, step) -> None:
+        """Nothing: every page is on the device."""
 
     # ---- room ----------------------------------------------------------------------------
 
@@ -305,10 +305,13 @@ def new_paged_cache(model, batch: int, max_context: int, tokens: int | None = No
                     prefixes: int = 0, pages: dict[str, int] | None = None, poison: bool = False) -> PagedCache:
     """A paged cache for `model`: pools for `tokens` tokens in all (default: every row full), or of `pages` pages.
 
-    Raises UnsupportedInput when the model's layers are spread over devices.
+    Raises UnsupportedInput when the model's layers are spread over devices or its caches are to be in host memory, InputError where its
+    prompts are read in chunks.
     """
     if model.layer_devices is not None:
         raise UnsupportedInput("a paged cache is on one device; load without --device-map")
-    mtp = len(model.mtp) > 0
-    pages = pages or pool_pages(model.config, batch, tokens or batch * max_context, max_rewind, model.chunk, mtp, prefixes)
-    return PagedCache(model.config, model.numerics, batch, max_context, pages, max_rewind, model.device, mtp, model.op.write_rows, poison)
+    if model.kv_memory is not None:
+        raise UnsupportedInput("the pages of a paged cache are on the device, and host memory was asked for; load without kv_memory")
+    layout = model.page_layout()
+    pages = pages or pool_pages(layout.groups, batch, tokens or batch * max_context, max_rewind, model.chunk, prefixes, max_context)
+    return PagedCache(layout, batch, max_context, pages, max_rewind, model.device, poison)

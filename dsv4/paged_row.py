@@ -5,18 +5,18 @@ the row's tables are copied into those of this one before a step runs: a few hun
 """
 
 from dsv4.cache import Cache, Lengths
-from dsv4.page_tables import PagedLayerCache, PageTable
+from dsv4.page_tables import PageTable
 from dsv4.paged_cache import PagedCache
 
 
 class PagedRow(Cache):
     """The row of `cache` that `show` was last asked for. Lengths are copies: whoever runs steps moves those of `cache` on."""
 
-    def __init__(self, cache: PagedCache, write):
+    def __init__(self, cache: PagedCache):
         self.whole, self.batch, self.max_context, self.max_rewind = cache, 1, cache.max_context, cache.max_rewind
-        device = cache.layers[0].tensors["window"].device
+        device = next(iter(cache.tables.values())).physical.device
         self.tables = {name: PageTable(group, 1, cache.max_context, device) for name, group in cache.groups.items()}
-        layers = [PagedLayerCache(plan, self.tables, layer.tensors, write)
+        layers = [cache.layout.layer(plan, self.tables, layer.tensors)
                   for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)]
         self.layers, self.mtp_layers = layers[:len(cache.layers)], layers[len(cache.layers):]
         self._main, self._mtp = Lengths(1, cache.max_rewind), Lengths(1, cache.max_rewind)
@@ -32,6 +32,10 @@ class PagedRow(Cache):
     def place(self, step, op) -> None:
         """As of the whole cache: layers find rows through tables."""
         self.whole.place(step, op)
+
+    def guess(self, layers, i: int, step) -> None:
+        """As of the whole cache."""
+        self.whole.guess(layers, i, step)
 
     @property
     def nbytes(self) -> int:

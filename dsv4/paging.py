@@ -10,12 +10,14 @@ rows that do not exist goes there, and nothing reads it.
 - A draft page holds tokens that are not accepted yet. It can be discarded at once; a committed page cannot, its holders must let go.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dsv4.errors import OutOfPages, PageError
 from dsv4.speculation.policy import under_pressure
 
 NOWHERE = 0
+BLOCK = 128  # tokens: prefixes end at multiples of it, where HCA has no open window, CSA reads its overlap only, and a page of keys is full
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,23 @@ class PageGroup:
         """Logical pages of the rows of tokens `first` … `end` − 1; of entries, of those whose last token is among them."""
         low, high = first // self.tokens, end // self.tokens
         return range(low // self.rows, -(-high // self.rows) if high > low else low // self.rows)
+
+
+def pool_pages(groups: Mapping[str, PageGroup], batch: int, tokens: int, max_rewind: int = 0, chunk: int = BLOCK, prefixes: int = 0,
+               context: int | None = None) -> dict[str, int]:
+    """Pages of each group so that `batch` rows run steps of up to `chunk` tokens beside `prefixes` snapshots, `tokens` tokens in
+    all. Groups that grow with the context get pages for the tokens; the others for what each row and snapshot reads, and of snapshots of
+    one prompt, a BLOCK apart, each for what the one before does not hold. context: tokens of one row at most, if that is known."""
+    found = {}
+    for name, g in groups.items():
+        if g.back is None:
+            found[name] = -(-tokens // (g.rows * g.tokens)) + batch
+        else:
+            whole = -(-(tokens if context is None else context) // g.rows)
+            own = -(-(g.back + g.align - 1 + max_rewind + chunk) // g.rows) + 1
+            kept = min(-(-g.back // g.rows), -(-BLOCK // g.rows)) + 1
+            found[name] = batch * min(own, whole) + prefixes * min(kept, whole)
+    return found
 
 
 @dataclass

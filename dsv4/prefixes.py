@@ -9,7 +9,8 @@ Snapshots outlive the requests that made them. They go, least recently used firs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dsv4.paged_cache import BLOCK, PagedCache, Snapshot
+from dsv4.paged_cache import PagedCache, Snapshot
+from dsv4.paging import BLOCK
 
 
 @dataclass(eq=False)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.cache import Cache
-from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache, Snapshot
+from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
 from probes.subject import Subject
 from probes.visible import Rows, visible
@@ -38,7 +38,7 @@ class Going:
         return self.cache.lengths[self.b]
 
     def rows(self) -> Rows:
-        return visible(self.subject, self.cache, self.b, self.length, self.cache.mtp_lengths[self.b])
+        return visible(self.subject, self.cache, self.b, self.length, self.cache.mtp_lengths[self.b] if self.follows else 0)
 
     def run(self, n: int) -> Seen:
         """The next n tokens as one piece."""

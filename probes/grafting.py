@@ -1,22 +1,26 @@
 """P19: a request that borrows the pages of a prefix equals one that ran it, and harms nobody. See grafting.md."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.requests import Request
 from dsv4.errors import OutOfPages, PageError
-from dsv4.page_tables import BLOCK
+from dsv4.gqa.choice import Attention
 from dsv4.paged_cache import PagedCache, new_paged_cache
+from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
+from kernels.block_choice import Policy
 from probes.control import attempted_all
+from probes.gqa.fitted import FittedCache
 from probes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
 from probes.measure import tokens
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
 from probes.subject import Subject
 from probes.visible import PARTS, SAME, Rows, bits, differing, of_output, of_snapshot, off, rows_checks, summary
+from probes.wrapping import kept
 
 SHARED = 2 * BLOCK
 OWN, BACK = 9, 40      # tokens of the donor beyond the prefix; tokens behind the prefix's end that it goes back to
@@ -30,6 +34,7 @@ LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK +
 REWIND = 64
 STRANGER = 37            # tokens of requests that take pages which came free
 RUNS = "a grafted request runs"
+BOUNDS = Policy("bounds of 16", "bound", 16, 1, 2, 3)  # of a GQA model: 96 tokens of 128 and more
 NOBODY = "a page that others hold is copied before it is written: no byte of it changes"
 
 
@@ -40,9 +45,16 @@ class Grafting(Probe):
     name: ClassVar[str] = "grafting"
     title: ClassVar[str] = "a grafted request equals a cold one"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "pages"})
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "their cache has no pages that requests could borrow"}
 
     def run(self, subject: Subject) -> list[Check]:
+        """GQA models decode by a policy meanwhile, so that summaries of blocks are borrowed too."""
+        if subject.family != "gqa":
+            return self._checks(subject)
+        with kept(subject.model, "attention"):
+            subject.model.attention = Attention(BOUNDS)
+            return self._checks(subject)
+
+    def _checks(self, subject: Subject) -> list[Check]:
         if subject.model.layer_devices is not None:
             return [vacuous(self.title, "layers are spread over devices; a paged cache is on one", part="graft")]
         room = SHARED + sum(LONG) + 8
@@ -53,7 +65,7 @@ class Grafting(Probe):
         for prefix, fate, pieces in SCENARIOS:
             where = f"{prefix} tokens, the donor {fate}"
             checks += attempted_all(RUNS, where, part_of, lambda: Scenario(case, prefix, fate, pieces, where).checks())
-        if not len(subject.model.mtp):
+        if subject.family != "gqa" and not len(subject.model.mtp):
             checks.append(vacuous("a graft of the MTP block", "the subject has none", part="graft, MTP window"))
         return [*checks, *attempted_all(RUNS, "which prefix", part_of, lambda: lengths(case)),
                 *attempted_all(RUNS, "engine", part_of, lambda: engine(case))]
@@ -76,7 +88,9 @@ class Case:
 
     def cold(self, prefix: int, borrower: int, pieces: tuple[int, ...]) -> list[Seen]:
         if (prefix, borrower, pieces) not in self._cold:
-            going = Going(self.subject, self.subject.model.new_cache(1, self.room, REWIND), 0, self.ids(prefix, borrower))
+            model, gqa = self.subject.model, self.subject.family == "gqa"
+            plain = FittedCache(model, self.room) if gqa else model.new_cache(1, self.room, REWIND)
+            going = Going(self.subject, plain, 0, self.ids(prefix, borrower))
             going.prefill(prefix)
             self._cold[prefix, borrower, pieces] = going.pieces(pieces)
         return self._cold[prefix, borrower, pieces]

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.cache import Cache
+from dsv4.gqa.cache import BLOCK, GroupedCache
 from dsv4.paged_cache import PagedCache, Snapshot
-from probes.buffers import UNWRITTEN, Buffer, buffers
+from probes.buffers import UNWRITTEN, Buffer, buffers, head_buffers
 from probes.layouts import PAGE, Packed, packed_streams
 from probes.measure import agreeing
 from probes.result import Check, compare
 from probes.subject import Subject
 
 PARTS = {"window": "window rows", "main raw rows": "compressor rows", "index raw rows": "the indexer's compressor rows",
-         "entries": "entries", "index keys": "index keys", "mtp window": "MTP window"}
+         "entries": "entries", "index keys": "index keys", "mtp window": "MTP window",
+         "keys": "keys", "values": "values", "low": "lows of blocks", "high": "highs of blocks", "mean": "means of blocks"}
 DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}  # made of a layer's input
+OF_GQA = ("keys", "values")  # the same of every layer of a GQA model
 SAME = "the same operations on the same numbers in the same order: equal bytes, whatever the numerics"
 
 
@@ -47,6 +50,9 @@ def visible(subject: Subject, cache: Cache, b: int, length: int, mtp_length: int
     if isinstance(cache, PagedCache):
         pages = {name: dict(enumerate(table.physical[b].tolist())) for name, table in cache.tables.items()}
         return of_pages(subject, cache, pages, length, mtp_length)
+    if isinstance(cache, GroupedCache):
+        return {(buffer.label, buffer.stream): held(buffer.rows(b, tokens_read(subject, buffer.label, buffer.each, length)), buffer.tensor.dtype, None)
+                for buffer in head_buffers(cache)}
     found = {}
     for buffer in buffers(subject, cache):
         at = positions(subject, buffer.label, buffer.stream, ratio_of(cache, buffer.label), length, mtp_length)
@@ -58,6 +64,8 @@ def visible(subject: Subject, cache: Cache, b: int, length: int, mtp_length: int
 
 def of_pages(subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int]], length: int, mtp_length: int) -> Rows:
     """The same of a row, or of a snapshot, that holds `pages`: group → logical page → physical page, 0 for none."""
+    if subject.family == "gqa":
+        return of_head_pages(subject, cache, pages, length)
     packed, found = packed_streams(subject.config, subject.caches), {}
     for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True):
         for stream, tensor in layer.tensors.items():
@@ -72,6 +80,27 @@ def of_pages(subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int
             raw[page.to(raw.device) == 0] = UNWRITTEN
             found[key(plan.label, stream)] = held(raw, tensor.dtype, form)
     return found
+
+
+def of_head_pages(subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int]], length: int) -> Rows:
+    """`of_pages` of a GQA model: a page holds tokens, or blocks of them, of every KV head."""
+    found = {}
+    for plan, layer in zip(cache.plan, cache.layers, strict=True):
+        for stream, pool in layer.tensors.items():
+            rows, table = pool.shape[2], pages[layer.groups[stream]]
+            at = tokens_read(subject, plan.label, BLOCK // rows, length)
+            page = torch.tensor([table.get(int(p) // rows, 0) for p in at], dtype=torch.int64)
+            raw = pool[page.to(pool.device), :, (at % rows).to(pool.device)].contiguous().view(torch.uint8).flatten(1).clone()
+            raw[page.to(raw.device) == 0] = UNWRITTEN
+            found[plan.label, stream] = held(raw, pool.dtype, None)
+    return found
+
+
+def tokens_read(subject: Subject, label: str, each: int, length: int) -> torch.Tensor:
+    """int64: of a layer of a GQA model, the tokens that its next step may read, or whole blocks of `each` tokens: one that is not whole is
+    summarised again before it is read."""
+    window = subject.model.config.windows[int(label.rpartition(" ")[2])]
+    return torch.arange(0 if window is None else max(0, length - window + 1) // each, length // each)
 
 
 def of_snapshot(subject: Subject, cache: PagedCache, snapshot: Snapshot) -> Rows:
@@ -138,7 +167,8 @@ def first_of(subject: Subject, bad: dict[tuple[str, str], int]) -> tuple[str, st
     streams = [stream for at, stream in bad if at == label]
     if not label.startswith("mtp"):
         layer = int(label.rpartition(" ")[2])
-        if layer and set(DIRECT[subject.config.compress_ratios[layer]]) <= set(streams):
+        made = OF_GQA if subject.family == "gqa" else DIRECT[subject.config.compress_ratios[layer]]
+        if layer and set(made) <= set(streams):
             return f"layer {layer - 1}", "layer output"
     return label, PARTS[next(stream for stream in PARTS if stream in streams)]
 

@@ -4,14 +4,15 @@ A step of the engine advances each running request by one piece: a chunk of its 
 last token, and drafts behind it where the engine speculates (`dsv4.engine.passes`). When pages are short, drafts shrink first, down to
 none; then prefixes that nobody runs go (`PrefixTree.make_free`), then requests: the lowest priority first, among those the lowest mean
 acceptance ε of drafts (what speculation gains least from), among those the least recently advanced, among those the last to come. An
-evicted request waits and resumes by running its tokens again, in the pieces and passes in which they first ran. Pressure, which makes
-policies draft less, is of the pages that requests hold: where kept prefixes add up to it, they go.
+evicted request waits and resumes by running its tokens again, in the pieces and passes in which they first ran. A prompt is read
+densely, whatever a GQA model's decoding tokens read (`model.attention`). Pressure, which makes policies draft less, is of the pages
+that requests hold: where kept prefixes add up to it, they go.
 
 Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its pieces, and its
 output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows as one batch instead, and
-resumes in chunks: faster, and equal up to rounding. Speculation adds one thing that neighbours decide: how many drafts a pass has when
-pages are short or under pressure. Given equal logits that changes no token, greedy or sampled (`accept_drawn`); that passes of several
-tokens round otherwise than single steps is said in dsv4/speculation/README.md.
+resumes in chunks where decoding reads all that a prompt does: faster, and equal up to rounding. Speculation adds one thing that
+neighbours decide: how many drafts a pass has when pages are short or under pressure. Given equal logits that changes no token, greedy
+or sampled (`accept_drawn`); that passes of several tokens round otherwise than single steps is said in dsv4/speculation/README.md.
 """
 
 import time
@@ -20,15 +21,15 @@ from functools import partial
 
 import torch
 
+from dsv4.causal import CausalLM
 from dsv4.engine.passes import Passes
 from dsv4.engine.requests import Request, Result
 from dsv4.engine.watch import Watch
 from dsv4.engine.work import Work
 from dsv4.errors import ContextOverrun, Dsv4Error, InputError, NotFinite, OutOfPages
 from dsv4.generate import sample
-from dsv4.model import Model
-from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache
+from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
 from dsv4.speculation.accept import accept_drawn
 from dsv4.speculation.draft import Drafter
@@ -47,7 +48,7 @@ class BatchEngine:
     a pass. Raises InputError where the drafter cannot run on this model, or the cache cannot rewind the longest pass.
     """
 
-    def __init__(self, model: Model, cache: PagedCache, stop_ids=(), together: bool = False,
+    def __init__(self, model: CausalLM, cache: PagedCache, stop_ids=(), together: bool = False,
                  on_result: Callable[[Result], None] | None = None, clock: Callable[[], float] = time.perf_counter,
                  drafter: Drafter | None = None, policy: Policy | None = None, verify=partial(default, pads=False)):
         if drafter is not None:
@@ -98,7 +99,8 @@ class BatchEngine:
         self._join()
         self.steps += 1
         self.watch.look()
-        ready = [w for w in self.running if w.result.token_ids and self.cache.lengths[w.row] >= w.text] if self.together else []
+        ready = [w for w in self.running if w.result.token_ids and self.cache.lengths[w.row] >= w.text
+                 and w.again == len(w.passes)] if self.together else []
         if ready:
             self._guard(ready, self._pass)
         for work in [w for w in self.running if w not in ready]:
@@ -131,7 +133,8 @@ class BatchEngine:
             self.waiting.remove(work)
             self.running.append(work)
             work.row, work.used = row, self.steps
-            self.passes.join(work, len(work.ids) if self.together else len(work.request.prompt_ids))
+            as_text = self.together and (self.model.attention is None or self.model.attention.plain)
+            self.passes.join(work, len(work.ids) if as_text else len(work.request.prompt_ids))
             if not work.result.evictions:
                 self.prefixes.ask(work.request.prompt_ids)
 

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import torch
 
-from dsv4.chat import plain_ids
+from dsv4.causal import CausalLM
+from dsv4.chat import plain_ids, templated_ids
 from dsv4.engine.batch import REWIND, BatchEngine
 from dsv4.engine.report import check_can_report, document, write_report
 from dsv4.engine.requests import Request, Result, read_requests
 from dsv4.errors import InputError
+from dsv4.gqa.choice import Attention
+from dsv4.gqa.model import GQAModel
 from dsv4.memory import parse_count
-from dsv4.model import Model
-from dsv4.page_tables import BLOCK, page_groups, pool_pages
 from dsv4.paged_cache import PagedCache, new_paged_cache
+from dsv4.paging import BLOCK, pool_pages
 from dsv4.run import Session, make_drafter, make_policy, speculation_notes
 from dsv4.speculation.loop import DRAFT_TOKENS
 from dsv4.speculation.policy import PRESSURE_PERCENT
@@ -56,8 +58,6 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
 
     Raises InputError for a file that cannot be read, a drafter that the model cannot run, and a report that cannot be written.
     """
-    if not isinstance(session.model, Model):
-        raise InputError(f"dsv4 batch runs requests over pages of DeepSeek-V4 caches; {session.checkpoint} is a GQA model: use dsv4 generate")
     lines = _read(file)
     if options.report is not None:
         check_can_report(options.report)
@@ -95,6 +95,8 @@ def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[i
     def encode(text: str) -> list[int]:
         if tokenizer is None:
             raise InputError(f"{path} has no tokenizer.json; give token_ids")
+        if isinstance(model, GQAModel):
+            return templated_ids(tokenizer, text)
         return plain_ids(tokenizer, text, model.config.bos_token_id)
     return tokenizer, encode
 
@@ -109,15 +111,16 @@ def _cache(session: Session, asked: Sequence[Request], options: Options) -> Page
     return new_paged_cache(session.model, options.rows, context, max_rewind=rewind, pages=pages)
 
 
-def _pages(model: Model, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:
+def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:
     """Pages of each pool. More than `tokens` need where that many alone would be pressure: every row full where no number of tokens was
-    asked for, else one page a row, which it holds with its first entry already."""
-    mtp, wanted = len(model.mtp) > 0, rows * context if tokens is None else tokens
-    pages = pool_pages(model.config, rows, wanted, rewind, BLOCK, mtp, PREFIXES * rows)
-    for name, group in page_groups(model.config, mtp).items():
+    asked for, else one page a row, which it holds with its first entry already; of windows always what rows hold."""
+    groups, wanted = model.page_layout().groups, rows * context if tokens is None else tokens
+    pages, running = (pool_pages(groups, rows, wanted, rewind, BLOCK, prefixes, context) for prefixes in (PREFIXES * rows, 0))
+    for name, group in groups.items():
+        held = running[name]
         if group.back is None:
             held = rows * (-(-context // (group.rows * group.tokens)) if tokens is None else 1)
-            pages[name] = max(pages[name], -(-held * 100 // PRESSURE_PERCENT))
+        pages[name] = max(pages[name], -(-held * 100 // PRESSURE_PERCENT))
     return pages
 
 
@@ -128,4 +131,10 @@ def _about(session: Session, file: Path, options: Options, notes: list[str]) -> 
             "backend": model.backend, "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
             "torch": torch.__version__, "rows": options.rows, "rows run": "together" if options.together else "alone",
             "speculate": options.speculate, "draft tokens": (options.draft_tokens or str(DRAFT_TOKENS)) if drafts else "none",
-            "notes": notes}
+            **({} if model.attention is None else {"attention": _attention(model.attention)}), "notes": notes}
+
+
+def _attention(reading: Attention) -> str:
+    """What decoding reads, in words."""
+    kept = "" if reading.policy.dense else f" of {reading.policy.tokens} tokens"
+    return f"{reading.policy.name}{kept}{', until stable' if reading.termination else ''}"

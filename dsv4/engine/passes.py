@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.causal import CausalLM
 from dsv4.engine.work import Pass, Work
 from dsv4.generate import sample
-from dsv4.model import Model
-from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache
+from dsv4.paging import BLOCK
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import room
 
@@ -37,7 +37,7 @@ class Taken:
 class Passes:
     """Runs rows of `cache`. drafter None: nothing is drafted. verify(model, cache): makes what runs a pass."""
 
-    def __init__(self, model: Model, cache: PagedCache, drafter: Drafter | None, verify):
+    def __init__(self, model: CausalLM, cache: PagedCache, drafter: Drafter | None, verify):
         self.model, self.cache, self.drafter, self.verify = model, cache, drafter, verify(model, cache)
         self.wants_streams = drafter is not None and drafter.needs_streams
         self._drawing: dict[int, tuple[Work, torch.Generator]] = {}
@@ -47,6 +47,8 @@ class Passes:
     def join(self, work: Work, text: int) -> None:
         """`work` has come to its row, which is empty; its first `text` tokens are to run as text."""
         work.text, work.again, work.streams = text, 0, None
+        if text == len(work.ids):
+            work.passes.clear()
         if self.drafter is not None:
             self.drafter.join(work.row, work.ids[:text])
 
@@ -62,7 +64,7 @@ class Passes:
             self.cache.make_room(row, end - start - 1 + begun, mtp=True)
         ids, counts = self._alone(b, torch.tensor(work.ids[start:end]))
         out = self.model.append(ids, self.cache, n_new=counts, logits="last" if last else "none", chunk=BLOCK,
-                                return_streams=self.wants_streams)
+                                return_streams=self.wants_streams, prompt=True)
         logits, streams = out if self.wants_streams else (out, None)
         if self.wants_streams:
             behind = torch.cat((work.streams, streams[b])) if begun else streams[b]

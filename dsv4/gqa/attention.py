@@ -55,6 +55,7 @@ class SelfAttention(Module):
         summaries = cache.summaries(step)
         if summaries is not None:
             self.op.summarise_blocks(keys, step.start, step.T, summaries.low, summaries.high, summaries.mean, summaries.block)
+            cache.summarised(step, summaries)
         if step.piece is None or self.window is not None:
             return self.attend(q, keys, values, summaries, step)
         before = cache.memory_of(step) if step.piece.start else None

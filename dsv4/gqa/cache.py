@@ -115,6 +115,9 @@ class LayerRows:
         """Summaries of the step's rows: contiguous views; None where none are kept."""
         return self._summaries(step.rows)
 
+    def summarised(self, step: Step, summaries: Summaries) -> None:
+        """Summaries of the step's blocks stand in what `summaries` gave: that is the cache itself here."""
+
     def _summaries(self, rows: slice) -> Summaries | None:
         kept = [self.tensors[name][rows] if name in self.tensors else None for name in Summaries._fields[:3]]
         return None if all(t is None for t in kept) else Summaries(*kept, self.block)

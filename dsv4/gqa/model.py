@@ -12,6 +12,7 @@ from dsv4.gqa.attention import SelfAttention
 from dsv4.gqa.cache import GroupedCache, LayerRows
 from dsv4.gqa.choice import Attention
 from dsv4.gqa.config import GQAConfig
+from dsv4.gqa.paged import GroupedLayout
 from dsv4.gqa.prefill import append_chunks
 from dsv4.gqa.projection import Projection, maps
 from dsv4.gqa.rope import frequencies
@@ -152,6 +153,14 @@ class GQAModel(CausalLM):
                              self.op.summarise_blocks, self.kv_memory, self.backend == "triton")
         return GroupedCache(self.config, self.numerics, batch, max_context, [self.device] * len(self.layers),
                             None if policy.selector is None else policy, self.op.summarise_blocks)
+
+    def page_layout(self) -> GroupedLayout:
+        """Raises InputError where prompts are read in chunks: what these remember is no function of the tokens before a block."""
+        if self.attention.prefill is not None:
+            raise InputError("chunked prefill was asked for; requests over pages share prefixes of 128 tokens, which its chunks and memory do not "
+                             "follow: leave out --prefill-chunks, or run single requests with dsv4 generate")
+        policy = self.attention.policy
+        return GroupedLayout(self.config, self.numerics, None if policy.selector is None else policy)
 
     def layer_paths(self) -> list[dict]:
         """What each layer really read in the last step, of a row that was longest. Waits for the device where tiles were counted."""

@@ -26,7 +26,7 @@ class _OneRow:
 
     @cached_property
     def row(self) -> PagedRow | None:
-        return PagedRow(self.cache, self.model.op.write_rows) if isinstance(self.cache, PagedCache) else None
+        return PagedRow(self.cache) if isinstance(self.cache, PagedCache) else None
 
     def takes(self, counts: list[int]) -> bool:
         """Whether rows that run counts[b] tokens each can be run here."""

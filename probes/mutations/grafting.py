@@ -1,8 +1,7 @@
 """Section 1.12: pages, and prefixes that requests borrow."""
 
-from dsv4.page_tables import BLOCK
 from dsv4.paged_cache import PagedCache
-from dsv4.paging import NOWHERE, PagePool
+from dsv4.paging import BLOCK, NOWHERE, PagePool
 from dsv4.prefixes import PrefixTree
 from probes.mutations import Site, mutation
 

@@ -26,7 +26,7 @@ class OurGQASubject(OurSubject):
     """
 
     family = "gqa"
-    can = frozenset({"files", "run", "layer", "rewind", "batch", "cache", "kernels"})
+    can = frozenset({"files", "run", "layer", "rewind", "batch", "cache", "pages", "kernels"})
     tables = GQA_OPERATIONS, GQA_COMPOSITIONS
 
     def _run(self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str], see: Callable | None = None) -> Capture:

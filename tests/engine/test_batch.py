@@ -8,7 +8,7 @@ import torch
 from dsv4.engine import BatchEngine, Request, read_requests
 from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
 from dsv4.generate import Sampling, sample
-from dsv4.page_tables import pool_pages
+from dsv4.paging import pool_pages
 from tests.engine.conftest import paged, prefill, random_ids, same
 
 SAMPLED = Sampling(0.8, 0.95, seed=3)
@@ -17,7 +17,7 @@ SAMPLED = Sampling(0.8, 0.95, seed=3)
 def engine_of(model, rows: int = 3, max_context: int = 512, pages: dict | None = None, **options):
     """An engine over poisoned, shuffled pages, and the results by id as they come."""
     results = {}
-    every = pool_pages(model.config, rows, rows * max_context, mtp=True, prefixes=4)
+    every = pool_pages(model.page_layout().groups, rows, rows * max_context, prefixes=4)
     cache = paged(model, rows, max_context, max_rewind=0, pages=every | (pages or {}))
     return BatchEngine(model, cache, on_result=lambda r: results.setdefault(r.id, r), **options), results
 

@@ -5,7 +5,7 @@ import torch
 
 from dsv4.errors import ContextOverrun, InputError, OutOfPages, RewindError
 from dsv4.paged_cache import PagedCache, new_paged_cache
-from dsv4.page_tables import pool_pages
+from dsv4.paging import pool_pages
 from tests.engine.conftest import paged, random_ids, same
 
 
@@ -110,7 +110,7 @@ def test_drafts_are_discarded_at_once_and_committed_pages_are_not(model):
 
 
 def test_a_step_without_pages_is_refused_and_takes_none(model):
-    pages = pool_pages(model.config, 2, 512, 0, 128, mtp=True)
+    pages = pool_pages(model.page_layout().groups, 2, 512, 0, 128)
     cache = new_paged_cache(model, 2, 1024, max_rewind=0, pages=pages | {"csa entries": 3})
     ids = random_ids(model, 2, 600)
     model.append(ids[:, :256], cache, chunk=128)
@@ -128,9 +128,9 @@ def test_a_step_without_pages_is_refused_and_takes_none(model):
     (dict(max_context=2049), "max_context 1 … 2048"), (dict(batch=0), "batch >= 1"), (dict(pages={"window": 3}), "at least one for each of"),
 ], ids=["beyond the checkpoint", "no rows", "a group without pages"])
 def test_sizes_that_cannot_be_are_named(model, change, match):
-    asked = dict(batch=1, max_context=64, pages=pool_pages(model.config, 1, 64)) | change
+    asked = dict(batch=1, max_context=64, pages=pool_pages(model.page_layout().groups, 1, 64)) | change
     with pytest.raises(InputError, match=match):
-        PagedCache(model.config, model.numerics, **asked)
+        PagedCache(model.page_layout(), **asked)
 
 
 def test_overruns_are_refused(model):
@@ -161,7 +161,7 @@ def test_figures_add_up(model):
 
 def test_drafts_fit_where_pages_are_free_and_final_tokens_lie_on_no_draft_page(model):
     """A row at the end of a page; the window's next page is for a final token, the one after for drafts alone."""
-    cache = paged(model, 1, 512, max_rewind=9, pages=pool_pages(model.config, 1, 512, 9, mtp=True) | {"csa entries": 1})
+    cache = paged(model, 1, 512, max_rewind=9, pages=pool_pages(model.page_layout().groups, 1, 512, 9) | {"csa entries": 1})
     ids = random_ids(model, 1, 400)
     model.append(ids[:, :251], cache, chunk=128)
     live = {name: pool.live for name, pool in cache.pools.items()}

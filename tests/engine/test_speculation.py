@@ -8,7 +8,7 @@ import torch
 from dsv4 import load_model
 from dsv4.engine import BatchEngine, Request
 from dsv4.generate import Sampling
-from dsv4.page_tables import pool_pages
+from dsv4.paging import pool_pages
 from dsv4.speculation import Adaptive, CostAware, Static, under_pressure
 from dsv4.speculation.costs import BatchCost, CostTable
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
@@ -37,7 +37,7 @@ class Known(Scripted):
 def engine_of(model, drafter, rows: int = 3, max_context: int = 512, pages: dict | None = None, **options):
     """An engine that drafts, over poisoned, shuffled pages, and the results by id as they come."""
     results = {}
-    every = pool_pages(model.config, rows, rows * max_context, 9, mtp=True, prefixes=4)
+    every = pool_pages(model.page_layout().groups, rows, rows * max_context, 9, prefixes=4)
     cache = paged(model, rows, max_context, max_rewind=9, pages=every | (pages or {}))
     return BatchEngine(model, cache, on_result=lambda r: results.setdefault(r.id, r), drafter=drafter, **options), results
 

@@ -7,11 +7,13 @@ from dsv4 import load_model
 from dsv4.engine import BatchEngine, Request
 from dsv4.engine.batch import REWIND
 from dsv4.generate import Sampling, generate
+from dsv4.gqa.choice import Attention
 from dsv4.paged_cache import new_paged_cache
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.tokenizer import Tokenizer
+from kernels.block_choice import Policy
 from scripts.bench.speculation_traces import KINDS, ROOT, prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -65,3 +67,20 @@ def test_prefixes_and_rows_leave_no_trace(model, texts):
 def test_lookup_drafts_of_one_text(model, texts):
     plain = [generate(model, ids, 48).token_ids for ids in texts]
     assert [generate_speculative(model, [ids], 48, LookupDrafter(), policy=Static(4))[0].token_ids for ids in texts] == plain
+
+
+@pytest.mark.parametrize("policy", [None, Policy("bounds of 16", "bound", 16, 1, 2, 3)], ids=["all", "bound"])
+@pytest.mark.parametrize("numerics", ["fp32", "native"])
+def test_a_gqa_model_says_the_same_with_drafts_on_borrowed_pages(numerics, policy):
+    """Captured passes that gather pages: with drafts and without, beside others over one prefix and alone."""
+    attention = None if policy is None else Attention(policy)
+    model = load_model(ROOT / "demo_gqa", numerics=numerics, device="cuda", backend="triton", attention=attention)
+    encode = Tokenizer(ROOT / "demo_gqa", model.config.vocab_size).encode
+    asked = [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(2))]
+    prefix = (asked[0] * 3)[:256]
+    asked = [prefix + ids[:9] for ids in asked]
+    plain, _ = through_engine(model, asked)
+    found, engine = through_engine(model, asked, LookupDrafter(), Static(4))
+    assert found == plain and engine.prefixes.hit_tokens > 0
+    assert all(graph.graph is not None for graph in engine.passes.verify.graphs.values())
+    assert plain == [through_engine(model, [ids])[0][0] for ids in asked]

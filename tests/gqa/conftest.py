@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.gqa.choice import Attention
 from tests.gqa import oracle
 
 TOKENS = 310
@@ -34,3 +35,30 @@ def checkpoint(tmp_path_factory):
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+MODELS = {  # of the engine's tests: dense layers, some with a window, and all
+    "dense": ("qwen2, bias and tied head", "fp32", "cpu"), "dense, native": ("llama, llama3 rope and biases", "native", "reference"),
+    "some windows": ("qwen2, yarn and some sliding layers", "fp32", "cpu"), "windows": ("mistral, sliding window", "fp32", "cpu")}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Function: the model of that name in MODELS, loaded once."""
+    loaded = {}
+
+    def named(name: str):
+        if name not in loaded:
+            config, numerics, backend = MODELS[name]
+            folder = oracle.save(oracle.randomised(oracle.CONFIGS[config]), oracle.CONFIGS[config], tmp_path_factory.mktemp("gqa"))
+            loaded[name] = load_model(folder, numerics=numerics, backend=backend)
+        return loaded[name]
+    return named
+
+
+@pytest.fixture(params=MODELS)
+def model(request, models):
+    """Each of MODELS, reading densely again afterwards."""
+    found = models(request.param)
+    yield found
+    found.attention = Attention()

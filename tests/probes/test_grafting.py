@@ -12,10 +12,11 @@ from probes.grafted_rows import Going, miscounted
 from probes.grafting import BLOCK, LENGTHS, LONG, SCENARIOS, SHARED, Grafting
 from probes.measure import tokens
 from probes.mutations import Site, catalogue
+from probes.mutations.gqa_profiles import write_gqa
 from probes.probe import execute
 from probes.result import Status
 from probes.subject import Subject
-from probes.subjects.ours import OurSubject
+from probes.subjects.ours import OurSubject, open_ours
 from probes.visible import differing, of_snapshot, visible
 
 FORMATS = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "fp8", "fp4")]
@@ -43,6 +44,17 @@ def test_green_on_the_reference_backend(official):
     assert not red(OurSubject(official, "fp32", "reference"))
 
 
+@pytest.mark.parametrize("profile, numerics, backend", [("qwen2", "fp32", "reference"), ("yarn", "native", "cpu"), ("mistral", "fp32", "cpu")])
+def test_green_bit_for_bit_of_gqa_models(tmp_path, profile, numerics, backend):
+    subject = open_ours(write_gqa(tmp_path / "c", profile), numerics, backend)
+    before = subject.model.attention
+    checks, _ = execute(Grafting(), subject)
+    assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:2]
+    assert all(c.samples > 0 and c.source for c in checks) and subject.model.attention is before
+    searched = () if profile == "mistral" else ("lows of blocks", "highs of blocks")  # whose layers all have windows
+    assert {c.part for c in checks} >= {"graft length", "reference counts", *(f"graft, {stream}" for stream in ("keys", "values", *searched))}
+
+
 def test_what_is_tried_is_where_it_matters():
     """A prefix that ends within a page of entries and one that fills it; the next window of HCA is completed; 128 from both sides."""
     assert {prefix for prefix, _, _ in SCENARIOS} == {BLOCK, SHARED} and len({fate for _, fate, _ in SCENARIOS}) == 4
@@ -63,6 +75,11 @@ FAULTS = [("borrowed pages written in place", "copy on write, pages of the donor
           ("overlap rows not carried by a graft", "graft, compressor rows"),
           ("raw rows of the rows last request", "graft, compressor rows"), ("index keys not carried by a graft", "graft, index keys"),
           ("mtp window not carried by a graft", "graft, MTP window")]
+GQA_FAULTS = [("tokens written through the first rows table", "copy on write, pages of the donor"),
+              ("summaries of a step stay in its copy", "graft, lows of blocks"),
+              ("summaries not carried by a graft", "graft, lows of blocks"),
+              ("window pages not carried by a graft", "graft, keys"),
+              ("copy on write is left out for windows", "copy on write, pages of the kept prefix")]
 
 
 @pytest.mark.parametrize("fault, part", FAULTS, ids=lambda value: value.replace(" ", "-"))
@@ -71,6 +88,18 @@ def test_a_fault_is_named(official, tmp_path, fault, part):
     try:
         mutation.plant(site)
         found = {c.part for c in red(OurSubject(site.checkpoint, mutation.numerics))}
+    finally:
+        site.undo()
+    assert part in found, found
+
+
+@pytest.mark.parametrize("fault, part", GQA_FAULTS, ids=lambda value: value.replace(" ", "-"))
+def test_a_fault_of_a_gqa_model_is_named(tmp_path, fault, part):
+    mutation = next(m for m in catalogue() if m.name == fault)
+    site = Site(write_gqa(tmp_path / "c", mutation.profile))
+    try:
+        mutation.plant(site)
+        found = {c.part for c in red(open_ours(site.checkpoint, mutation.numerics))}
     finally:
         site.undo()
     assert part in found, found

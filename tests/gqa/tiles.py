@@ -1,0 +1,42 @@
+"""A contiguous cache with as many slots as pages give a step: sums over slots are then split alike, and bits can be compared."""
+
+import torch
+
+from dsv4.generate import sample
+from probes.gqa.fitted import FittedCache
+
+
+class Grown:
+    """One row of a contiguous cache that fits its tokens."""
+
+    def __init__(self, model):
+        self.model, self.cache = model, FittedCache(model, model.config.max_position_embeddings)
+
+    @property
+    def length(self) -> int:
+        return self.cache.lengths[0]
+
+    def append(self, ids: list[int], prompt: bool = False, logits: str = "all") -> torch.Tensor:
+        """Logits [len(ids) or 1, vocab] of more tokens, in one piece."""
+        return self.model.append(torch.tensor([ids]), self.cache, prompt=prompt, logits=logits)[0]
+
+    def read(self, ids: list[int], logits: str = "all") -> torch.Tensor:
+        """The same of a prompt whose beginning may be here, in pieces that end at multiples of 128: logits of the last piece."""
+        while self.length < len(ids):
+            found = self.append(ids[self.length:(self.length // 128 + 1) * 128], True, logits)
+        return found
+
+    def rewind(self, n: int) -> None:
+        self.cache.rewind(n)
+
+
+def cold(model, request) -> tuple[list[int], torch.Tensor]:
+    """Tokens of a request by itself, and the logits [n, vocab] that each was chosen from."""
+    row, generator, seen, ids = Grown(model), torch.Generator().manual_seed(request.sampling.seed), [], []
+    logits = row.read(list(request.prompt_ids), "last")
+    while True:
+        seen.append(logits[-1])
+        ids.append(sample(logits[-1], request.sampling, generator))
+        if len(ids) == request.max_tokens:
+            return ids, torch.stack(seen)
+        logits = row.append(ids[-1:])
