@@ -95,6 +95,8 @@ def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[i
     def encode(text: str) -> list[int]:
         if tokenizer is None:
             raise InputError(f"{path} has no tokenizer.json; give token_ids")
+        if not text:
+            raise InputError("the prompt is empty; give it text, or token_ids")
         if isinstance(model, GQAModel):
             return templated_ids(tokenizer, text)
         return plain_ids(tokenizer, text, model.config.bos_token_id)
