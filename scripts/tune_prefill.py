@@ -45,7 +45,7 @@ def main() -> int:
     shape = lambda heads: (1, heads, args.tokens, D)
     q = torch.randn(shape(H), device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous()
     k, v = (torch.randn(shape(KV), device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    lengths, usual = torch.tensor([args.tokens], device="cuda"), prefill.tiles(False, D, cut.chunk, torch.cuda.get_device_capability())
+    lengths, usual = torch.tensor([args.tokens], device="cuda"), prefill.tiles(False, D, cut, torch.cuda.get_device_capability())
     run = lambda: prefill.chunked_prefill(q, k, v, 0, lengths, cut, D ** -0.5)
     wanted = run()[0]
     whole = Counter()
