@@ -41,10 +41,12 @@ def chunk_mass(Q, K, LSE, LENGTHS, GIVEN, scale, start, T, H, G, q_b, q_t, q_h, 
     if FP32:
         k = widen(k)
     acc, LSE, Q = tl.zeros((BK, BQ), tl.float32), LSE + bh.to(tl.int64) * T + c0, Q + b * q_b + c0.to(tl.int64) * q_t + h * q_h
-    for first in range(n0, n0 + BK, BQ):  # queries among the keys
-        acc = add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ, True, FP32)
-    for first in tl.range(n0 + BK, S, BQ, num_stages=STAGES):
-        acc = add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ, False, FP32)
+    FEW: tl.constexpr = S <= 8 * BK  # steps: then a mask in each costs less than to begin a second loop
+    if not FEW:
+        for first in range(n0, n0 + BK, BQ):  # queries among the keys
+            acc = add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ, True, FP32)
+    for first in tl.range(n0 if FEW else n0 + BK, S, BQ, num_stages=STAGES):
+        acc = add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ, FEW, FP32)
     tl.store(GIVEN + bh.to(tl.int64) * T + c0 + key, tl.sum(acc, 1))
 
 
