@@ -74,10 +74,12 @@ def check(q, keys, values, start: int, lengths, chunking: Chunking, scale: float
 
 def empty_memory(q, KV: int, chunking: Chunking, before: Memory | None) -> Memory:
     """A Memory for q [B, T, H, D] with nothing in it but what a call before left."""
-    B, T = q.shape[:2]
-    shape, device = (chunking.chunks(T) + 1, B, KV, chunking.memory), q.device
-    memory = Memory(torch.full(shape, -1, dtype=torch.int32, device=device), torch.zeros(shape, device=device),
-                    torch.zeros(B, KV, T, device=device), torch.zeros(B, KV, dtype=torch.int64, device=device))
+    (B, T), device = q.shape[:2], q.device
+    positions = torch.full((chunking.chunks(T) + 1, B, KV, chunking.memory), -1, dtype=torch.int32, device=device)
+    each, begin = B * KV, -(-B * KV // 2) * 4  # a count takes two fp32; scores begin at 16 bytes
+    zeros = torch.zeros(begin + positions.numel() + each * T, device=device)  # one fill: a launch takes as long as a short prompt's kernel
+    scores, mass = zeros[begin:].split((positions.numel(), each * T))
+    memory = Memory(positions, scores.view_as(positions), mass.view(B, KV, T), zeros[:2 * each].view(torch.int64).view(B, KV))
     if before is not None:
         memory.positions[0].copy_(before.positions[-1])
         memory.scores[0].copy_(before.scores[-1])

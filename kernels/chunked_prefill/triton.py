@@ -18,10 +18,13 @@ from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreti
 
 LOG2E = 1 / math.log(2)
 MAX_CANDIDATES = 1 << 15  # of one KV head, that one program selects among
+AT_ONCE = 256             # tokens of a memory whose logits a program may hold in registers
 
 
 class Tile(NamedTuple):
-    """Rows × columns that a program multiplies at a time: queries × keys in attention, keys × queries in column sums."""
+    """Rows × columns that a program multiplies at a time: queries × keys in attention, keys × queries in column sums.
+
+    Of a memory that has no more tokens than `columns`, a program fetches all at once and computes each logit once."""
 
     rows: int
     columns: int
@@ -44,7 +47,7 @@ def chunked_prefill(q, keys, values, start: int, lengths, chunking: Chunking, sc
     if not q.numel():
         return out, kept
     call = _Call(q, keys, values, out, start, lengths, chunking, scale * LOG2E)
-    call.phase_one(kept)
+    call.phase_one()
     S, first = chunking.chunk, 0 if start else 1
     for i in range(chunking.chunks(q.shape[1])):
         if i >= first:
@@ -65,16 +68,16 @@ class _Call:
         self.q, self.keys, self.values, self.out, self.lengths, self.chunking = q, keys, values, out, lengths, chunking
         self.start, self.scale, self.T, self.KV, self.heads = start, scale, T, KV, (H, H // KV)
         self.fp32, self.steps, self.cache = dot_in_fp32(q), q.stride()[:3], keys.stride()[:2]
-        self.tiles = tiles(q.dtype is torch.float32, D, chunking.chunk, capability(q.device))
+        self.tiles = tiles(q.dtype is torch.float32, D, chunking, capability(q.device))
         self.dependent = dependent_launch(q.device)
-        self.lse = torch.empty(B, H, T, device=q.device)
+        self.lse, self.given = (torch.empty(B, H, T, device=q.device) for _ in range(2))
         self.splits = splits(self.tiles, chunking, H // KV)
         self.part = torch.empty(B, KV, self.splits, M, device=q.device)
 
     def options(self, warps: int) -> dict:
         return {"num_warps": warps, "launch_pdl": self.dependent}
 
-    def phase_one(self, kept: Memory) -> None:
+    def phase_one(self) -> None:
         q, tile, T, (H, G), S = self.q, self.tiles.within, self.T, self.heads, self.chunking.chunk
         B, D = q.shape[0], q.shape[3]
         within_chunks[(-(-T // tile.rows), B * H)](
@@ -82,8 +85,8 @@ class _Call:
             tile.rows, tile.columns, self.fp32, tile.stages, self.dependent, **self.options(tile.warps))
         tile = self.tiles.sums
         if T // S:
-            chunk_mass[(T // S * S // tile.rows, B * self.KV)](
-                q, self.keys, self.lse, self.lengths, kept.mass, self.scale, self.start, T, H, G, self.KV, *self.steps, *self.cache, S, D,
+            chunk_mass[(T // S * S // tile.rows, B * H)](
+                q, self.keys, self.lse, self.lengths, self.given, self.scale, self.start, T, H, G, *self.steps, *self.cache, S, D,
                 tile.rows, tile.columns, self.fp32, tile.stages, self.dependent, **self.options(tile.warps))
 
     def phase_two(self, i: int, kept: Memory) -> None:
@@ -100,8 +103,8 @@ class _Call:
         T, c, c0, past = self.T, self.chunking, i * self.chunking.chunk, self.chunking.memory if had_memory else 0
         candidates = next_power(max(past + c.chunk - c.local, c.local))
         choose[(self.q.shape[0] * self.KV,)](
-            kept.positions[i], kept.scores[i], kept.mass, self.part, self.lengths, kept.updates, self.start, T, c0, self.splits,
-            kept.positions.stride(0), self.KV, c.chunk, c.local, c.heavy, past, candidates, self.dependent,
+            kept.positions[i], kept.scores[i], self.given, kept.mass, self.part, self.lengths, kept.updates, self.start, T, c0,
+            kept.positions.stride(0), self.KV, self.heads[1], c.chunk, c.local, c.heavy, past, self.splits, candidates, self.dependent,
             **self.options(min(16, max(1, candidates // 256))))
 
 
@@ -121,19 +124,25 @@ def _refuse(q, keys, values, chunking: Chunking) -> None:
                                "contiguous [S, D] and the same in both")
 
 
-def tiles(fp32: bool, D: int, chunk: int, capability: tuple[int, int]) -> Tiles:
+def tiles(fp32: bool, D: int, chunking: Chunking, capability: tuple[int, int]) -> Tiles:
     """Tiles that fit 99 KB of shared memory, or 163 KB and more on 8.0, 9.0 and 10.0; their sides divide the chunk."""
+    roomy = capability[0] in (9, 10)
     if fp32:
         found = Tiles(Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1))
     elif interpreting():
         found = Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1))
-    elif capability in ((8, 0), (8, 7)) or capability[0] in (9, 10):
+    elif roomy and chunking.chunk <= 512:  # programs are short: two or three on a multiprocessor hide each other's loads
+        found = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
+    elif roomy or capability in ((8, 0), (8, 7)):
         found = Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))
     else:
         found = Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2))
-    side = chunk & -chunk  # the largest power of two that divides it
+    side = chunking.chunk & -chunking.chunk  # the largest power of two that divides it
     fit = lambda t: t._replace(rows=min(t.rows, side), columns=min(t.columns, side, t.rows))
-    return Tiles(*map(fit, found))
+    found = Tiles(*map(fit, found))
+    if chunking.memory <= AT_ONCE and D <= 128 and (roomy and not fp32 or interpreting()):
+        found = found._replace(memory=Tile(min(128, side), max(16, next_power(chunking.memory)), 8, 1))
+    return found
 
 
 def splits(tiles: Tiles, chunking: Chunking, group: int) -> int:

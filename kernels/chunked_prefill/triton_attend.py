@@ -1,5 +1,6 @@
 """Device code of both phases' attention: a program takes a tile of queries of one head. In phase 2 it also sums, key by key, what its
-queries gave the memory: the queries are at hand, and a launch of its own would cost more than the product that is computed again.
+queries gave the memory: the queries are at hand, and a launch of its own would cost more than the product that is computed again. Of a
+memory that one tile holds, nothing is computed or fetched twice.
 
 Logits are kept in powers of two (scale comes multiplied by log2 e). A finished softmax is (lse, o): its output, and m + log2 l.
 """
@@ -19,13 +20,19 @@ def load_queries(Q, b, h, first, t, live, d, q_b, q_t, q_h, FP32: tl.constexpr):
 
 
 @triton.jit
-def add_tile(q, k, v, seen, m, l, acc, scale, MASKED: tl.constexpr):
-    """One step of the running softmax: m [BM] maximum, l [BM] sum, acc [BM, D] weighted values."""
+def weigh(q, k, seen, m, scale, MASKED: tl.constexpr):
+    """Weights p [BM, BN] of a tile of keys below the largest logit so far: (that, what e^(s−m) of before shrinks by, both [BM], p)."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1) * scale)
-    keep, p = tl.exp2(m - top), tl.exp2(s * scale - top[:, None])
+    return top, tl.exp2(m - top), tl.exp2(s * scale - top[:, None])
+
+
+@triton.jit
+def add_tile(q, k, v, seen, m, l, acc, scale, MASKED: tl.constexpr):
+    """One step of the running softmax: m [BM] maximum, l [BM] sum, acc [BM, D] weighted values."""
+    top, keep, p = weigh(q, k, seen, m, scale, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
     return top, l * keep + tl.sum(p, 1), acc
 
@@ -74,14 +81,22 @@ def within_chunks(Q, K, V, OUT, LSE, LENGTHS, scale, start, T, H, G, q_b, q_t, q
 
 
 @triton.jit
-def rows_of(POOL, POSITIONS, n, d, M: tl.constexpr, D: tl.constexpr, FP32: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [len(n), D] of a cache, those of entries n of a memory; zeros beyond its M entries."""
+def entries(POSITIONS, n, M: tl.constexpr, MASKED: tl.constexpr):
+    """Positions of the entries n of a memory; 0 beyond its M entries."""
     if MASKED:
-        row = tl.load(POSITIONS + n, mask=n < M, other=0)
-        x = tl.load(POOL + row.to(tl.int64)[:, None] * D + d[None, :], mask=(n < M)[:, None], other=0.0)
+        return tl.load(POSITIONS + n, mask=n < M, other=0)
     else:
-        row = tl.load(POSITIONS + n)
-        x = tl.load(POOL + row.to(tl.int64)[:, None] * D + d[None, :])
+        return tl.load(POSITIONS + n)
+
+
+@triton.jit
+def rows_of(POOL, row, there, d, D: tl.constexpr, FP32: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [len(row), D] of a cache; zeros where not there."""
+    place = POOL + row.to(tl.int64)[:, None] * D + d[None, :]
+    if MASKED:
+        x = tl.load(place, mask=there[:, None], other=0.0)
+    else:
+        x = tl.load(place)
     return widen(x) if FP32 else x
 
 
@@ -92,38 +107,58 @@ def to_memory(Q, K, V, POSITIONS, OUT, LSE, LENGTHS, PART, scale, start, T, c0, 
     """Phase 2 of the chunk that begins at token c0 of the call: OUT and LSE of phase 1 become those of both.
 
     K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, KV, M] are read. Where another chunk follows, PART fp32 [B, KV, splits, M]
-    gets what these BM queries gave each key, by the fused softmax: split g · S / BM + tile of queries. BK keys at a time.
+    gets what these BM queries gave each key, by the fused softmax: split g · S / BM + tile of queries.
+    BN keys at a time: all M at once where BN holds them; otherwise the column sums take a second pass, of BK keys at a time.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first, bh = c0 + tl.program_id(0) * BM, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    t, d = first + tl.arange(0, BM), tl.arange(0, D)
+    head, n = b * KV + h // G, tl.arange(0, BN)
+    POSITIONS += head * M
+    if BN >= M:
+        row = entries(POSITIONS, n, M, BN != M)  # on its way together with the length
     length = tl.load(LENGTHS + b) - start
     end = tl.minimum(length, T).to(tl.int32)
     if first >= end:
         return
-    live = t < end
+    t, d = first + tl.arange(0, BM), tl.arange(0, D)
+    live, goes_on = t < end, length > c0 + S  # where the row goes on all queries are live
     q = load_queries(Q, b, h, first, t, live, d, q_b, q_t, q_h, FP32)
     place = OUT + (b * T + first) * (H * D) + h * D + (t - first)[:, None] * (H * D) + d[None, :]
     lse = LSE + bh.to(tl.int64) * T + t
     # fuse(total, part): the running softmax goes on from (m, l, o) = (lse, 1, out)
-    m, l = tl.load(lse, mask=live, other=0.0), tl.full((BM,), 1.0, tl.float32)
-    acc = widen(tl.load(place, mask=live[:, None], other=0.0))
-    head = b * KV + h // G
-    n, run, POSITIONS = tl.arange(0, BN), b * kv_b + (h // G).to(tl.int64) * kv_h, POSITIONS + head * M
-    for n0 in tl.range(0, M, BN, num_stages=2 * STAGES - 1):  # positions are one more load ahead
-        k = rows_of(K + run, POSITIONS, n0 + n, d, M, D, FP32, M % BN != 0)
-        v = rows_of(V + run, POSITIONS, n0 + n, d, M, D, FP32, M % BN != 0)
-        m, l, acc = add_tile(q, k, v, (n0 + n < M)[None, :], m, l, acc, scale, M % BN != 0)
-    tl.store(place, narrow(acc / l[:, None], OUT.dtype.element_ty), mask=live[:, None])
-    fused = m + tl.log2(l)
+    m = tl.load(lse, mask=live, other=0.0)
+    run = b * kv_b + (h // G).to(tl.int64) * kv_h
+    PART += (head * splits + h % G * (S // BM) + tl.program_id(0)) * M
+    if BN >= M:
+        k = rows_of(K + run, row, n < M, d, D, FP32, BN != M)
+        v = rows_of(V + run, row, n < M, d, D, FP32, BN != M)
+        top, keep, p = weigh(q, k, (n < M)[None, :], m, scale, BN != M)
+        l = keep + tl.sum(p, 1)
+        share, fused = 1 / l, top + tl.log2(l)
+        p *= share[:, None]
+        weights = p.to(v.dtype)
+        if goes_on:
+            tl.store(PART + n, tl.sum(p, 0), mask=n < M)
+        before = tl.load(place, mask=live[:, None], other=0.0)
+        out = tl.dot(weights, v, input_precision="ieee") + widen(before) * (keep * share)[:, None]
+    else:
+        l, acc = tl.full((BM,), 1.0, tl.float32), widen(tl.load(place, mask=live[:, None], other=0.0))
+        for n0 in tl.range(0, M, BN, num_stages=2 * STAGES - 1):  # positions are one more load ahead
+            row = entries(POSITIONS, n0 + n, M, M % BN != 0)
+            k = rows_of(K + run, row, n0 + n < M, d, D, FP32, M % BN != 0)
+            v = rows_of(V + run, row, n0 + n < M, d, D, FP32, M % BN != 0)
+            m, l, acc = add_tile(q, k, v, (n0 + n < M)[None, :], m, l, acc, scale, M % BN != 0)
+        fused, out = m + tl.log2(l), acc / l[:, None]
+    tl.store(place, narrow(out, OUT.dtype.element_ty), mask=live[:, None])
     tl.store(lse, fused, mask=live)
-    if length > c0 + S:  # then all queries are live
-        key = tl.arange(0, BK)
-        PART += (head * splits + h % G * (S // BM) + tl.program_id(0)) * M
-        for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
-            k = rows_of(K + run, POSITIONS, n0 + key, d, M, D, FP32, M % BK != 0)
-            s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - fused[None, :]
-            tl.store(PART + n0 + key, tl.sum(tl.exp2(s), 1), mask=n0 + key < M)
+    if BN < M:
+        if goes_on:
+            key = tl.arange(0, BK)
+            for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
+                row = entries(POSITIONS, n0 + key, M, M % BK != 0)
+                k = rows_of(K + run, row, n0 + key < M, d, D, FP32, M % BK != 0)
+                s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - fused[None, :]
+                tl.store(PART + n0 + key, tl.sum(tl.exp2(s), 1), mask=n0 + key < M)

@@ -1,7 +1,7 @@
 """Device code of what is kept: column sums of phase 1, and the selection.
 
-Sums are taken keys first, so that each key's is one program's (of a memory, a fixed number of programs'): no atomics, the same bits
-every time.
+Sums are taken keys first, so that what a head gives a key is one program's (of a memory, a fixed number of programs'), and added in a
+fixed order: no atomics, the same bits every time.
 """
 
 import triton
@@ -25,35 +25,75 @@ def add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ: tl.constexpr, MAS
 
 
 @triton.jit(do_not_specialize=["start", "T"])
-def chunk_mass(Q, K, LSE, LENGTHS, MASS, scale, start, T, H, G, KV, q_b, q_t, q_h, kv_b, kv_h, S: tl.constexpr, D: tl.constexpr,
+def chunk_mass(Q, K, LSE, LENGTHS, GIVEN, scale, start, T, H, G, q_b, q_t, q_h, kv_b, kv_h, S: tl.constexpr, D: tl.constexpr,
                BK: tl.constexpr, BQ: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
-    """MASS fp32 [B, KV, T]: what phase 1 gave BK keys; LSE is phase 1's. Left alone where no chunk follows. BK divides S, BQ divides BK."""
+    """GIVEN fp32 [B, H, T]: what one query head gave BK keys in phase 1; LSE is phase 1's. Left alone where no chunk follows.
+    BK divides S, BQ divides BK."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    c0, n0, bkv = tl.program_id(0) * BK // S * S, tl.program_id(0) * BK % S, tl.program_id(1)
-    b, kv = (bkv // KV).to(tl.int64), (bkv % KV).to(tl.int64)
+    c0, n0, bh = tl.program_id(0) * BK // S * S, tl.program_id(0) * BK % S, tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     if tl.load(LENGTHS + b) - start <= c0 + S:
         return
     key, d = n0 + tl.arange(0, BK), tl.arange(0, D)
-    k = tl.load(K + b * kv_b + kv * kv_h + (start + c0) * D + key[:, None] * D + d[None, :])
+    k = tl.load(K + b * kv_b + h // G * kv_h + (start + c0) * D + key[:, None] * D + d[None, :])
     if FP32:
         k = widen(k)
-    acc, LSE, Q = tl.zeros((BK, BQ), tl.float32), LSE + (b * H + kv * G) * T + c0, Q + b * q_b + c0.to(tl.int64) * q_t + kv * G * q_h
-    for i in range(0, G * (BK // BQ)):  # queries among the keys
-        g, first = i // (BK // BQ), n0 + i % (BK // BQ) * BQ
-        acc = add_queries(acc, k, Q + g * q_h, LSE + g * T, first, q_t, key, d, scale, BQ, True, FP32)
-    tiles = (S - n0 - BK) // BQ
-    for i in tl.range(0, G * tiles, num_stages=STAGES):
-        g = i // tiles
-        acc = add_queries(acc, k, Q + g * q_h, LSE + g * T, n0 + BK + (i - g * tiles) * BQ, q_t, key, d, scale, BQ, False, FP32)
-    tl.store(MASS + bkv.to(tl.int64) * T + c0 + key, tl.sum(acc, 1))
+    acc, LSE, Q = tl.zeros((BK, BQ), tl.float32), LSE + bh.to(tl.int64) * T + c0, Q + b * q_b + c0.to(tl.int64) * q_t + h * q_h
+    FEW: tl.constexpr = S <= 8 * BK  # steps: then a mask in each costs less than to begin a second loop
+    if not FEW:
+        for first in range(n0, n0 + BK, BQ):  # queries among the keys
+            acc = add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ, True, FP32)
+    for first in tl.range(n0 if FEW else n0 + BK, S, BQ, num_stages=STAGES):
+        acc = add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ, FEW, FP32)
+    tl.store(GIVEN + bh.to(tl.int64) * T + c0 + key, tl.sum(acc, 1))
 
 
-@triton.jit(do_not_specialize=["start", "T", "c0", "splits", "position_next"])
-def choose(POSITIONS, SCORES, MASS, PART, LENGTHS, UPDATES, start, T, c0, splits, position_next, KV, S: tl.constexpr, L: tl.constexpr,
-           HEAVY: tl.constexpr, PAST: tl.constexpr, C: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, KV, L + HEAVY], the next `position_next` further on.
+@triton.jit
+def of_group(GIVEN, T, there, G: tl.constexpr):
+    """What the G query heads of a group gave keys, summed in their order; GIVEN points at the first head's. 0 where not there."""
+    total = tl.load(GIVEN, mask=there, other=0.0)
+    for g in tl.static_range(1, G):
+        total += tl.load(GIVEN + g * T, mask=there, other=0.0)
+    return total
+
+
+@triton.jit
+def heaviest(score, candidate, HEAVY: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+    """scores.sort(descending=True, stable=True)[:HEAVY].sort() of the N of C that are candidates: (which, their places).
+
+    All above the HEAVY-th largest, and the first that equal it. Scores are not negative: as integers they have the same order; NaN is
+    above all, whatever its sign.
+    """
+    key = tl.where(score != score, 0x7FC00000, score.to(tl.int32, bitcast=True))
+    key = tl.where(candidate, key, -1)
+    count = tl.sum((key >= 1 << 30).to(tl.int32), 0)
+    least, found, shift = (count >= HEAVY).to(tl.int32) << 30, tl.where(count >= HEAVY, count, N), 28
+    # Two bits at a time: the three counts are one sum. found keys are not below least; when they are HEAVY, no bit that is left matters
+    BITS: tl.constexpr = 10 if N < 1024 else 16
+    for_counts = tl.zeros((C,), tl.int32 if N < 1024 else tl.int64)
+    while (shift >= 0) & (found != HEAVY):
+        counts = for_counts
+        for i in tl.static_range(3):
+            counts += (key >= least + (i + 1 << shift)).to(counts.dtype) << BITS * i
+        total = tl.sum(counts, 0)
+        for i in tl.static_range(3):
+            count = (total >> BITS * i & (1 << BITS) - 1).to(tl.int32)
+            found, least = tl.where(count >= HEAVY, count, found), least + ((count >= HEAVY).to(tl.int32) << shift)
+        shift -= 2
+    above, equal = key > least, key == least
+    spare = HEAVY - tl.sum(above.to(tl.int32), 0)
+    upto = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)  # both counts in one pass
+    ties = upto >> 16 & 0xFFFF
+    return above | (equal & (ties <= spare)), (upto & 0xFFFF) + tl.minimum(ties, spare) - 1
+
+
+@triton.jit(do_not_specialize=["start", "T", "c0", "position_next"])
+def choose(POSITIONS, SCORES, GIVEN, MASS, PART, LENGTHS, UPDATES, start, T, c0, position_next, KV, G: tl.constexpr, S: tl.constexpr,
+           L: tl.constexpr, HEAVY: tl.constexpr, PAST: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, KV, L + HEAVY], the next `position_next` further on;
+    and the chunk's part of MASS [B, KV, T], summed over the heads of GIVEN [B, KV · G, T].
 
     A program takes the C ≥ PAST + S − L candidates of one KV head: PAST of the old memory (0: there is none), then the chunk's.
     """
@@ -62,39 +102,28 @@ def choose(POSITIONS, SCORES, MASS, PART, LENGTHS, UPDATES, start, T, c0, splits
         tl.extra.cuda.gdc_launch_dependents()
     bkv = tl.program_id(0)
     b, M = (bkv // KV).to(tl.int64), L + HEAVY
-    if tl.load(LENGTHS + b) - start <= c0 + S:
-        return
-    POSITIONS, SCORES, MASS = POSITIONS + bkv * M, SCORES + bkv * M, MASS + bkv.to(tl.int64) * T + c0 - PAST
-    j = tl.arange(0, C)
+    length, updates = tl.load(LENGTHS + b), tl.load(UPDATES + bkv)  # all loads are on their way before one is waited for
+    POSITIONS, SCORES, PART = POSITIONS + bkv * M, SCORES + bkv * M, PART + bkv.to(tl.int64) * SPLITS * M
+    MASS, GIVEN = MASS + bkv.to(tl.int64) * T + c0, GIVEN + bkv.to(tl.int64) * G * T + c0
+    j, near = tl.arange(0, C), S - L + tl.arange(0, C)
     past, new = j < PAST, (j >= PAST) & (j < PAST + S - L)
     position = tl.where(past, tl.load(POSITIONS + j, mask=past, other=0), (start + c0 - PAST + j).to(tl.int32))
     score = tl.load(SCORES + j, mask=past, other=0.0)
-    part, PART = tl.arange(0, 8), PART + bkv.to(tl.int64) * splits * M
-    for split in range(0, splits if PAST else 0, 8):
-        there = (split + part < splits)[:, None] & past[None, :]
+    fresh, last = of_group(GIVEN + j - PAST, T, new, G), of_group(GIVEN + near, T, near < S, G)
+    part = tl.arange(0, 8)
+    for split in tl.range(0, SPLITS if PAST else 0, 8, loop_unroll_factor=2 if SPLITS <= 16 else 1):
+        there = (split + part < SPLITS)[:, None] & past[None, :]
         score += tl.sum(tl.load(PART + (split + part)[:, None] * M + j[None, :], mask=there, other=0.0), 0)
-    score += tl.load(MASS + j, mask=new, other=0.0)
-    # scores.sort(descending=True, stable=True)[:heavy].sort(): all above the HEAVY-th largest, and the first that equal it.
-    # Scores are not negative: as integers they have the same order; NaN is above all, whatever its sign.
-    key = tl.where(score != score, 0x7FC00000, score.to(tl.int32, bitcast=True))
-    key = tl.where(past | new, key, -1)
-    least = tl.sum((key >= 1 << 30).to(tl.int32), 0) >= HEAVY
-    least = least.to(tl.int32) << 30
-    for shift in tl.static_range(28, -1, -2):  # two bits at a time: the three counts are one sum, of 16 bits each
-        counts = tl.zeros((C,), tl.int64)
-        for i in tl.static_range(3):
-            counts += (key >= least + (i + 1 << shift)).to(tl.int64) << 16 * i
-        count = tl.sum(counts, 0)
-        for i in tl.static_range(3):
-            least += ((count >> 16 * i & 0xFFFF) >= HEAVY).to(tl.int32) << shift
-    above, equal = key > least, key == least
-    spare = HEAVY - tl.sum(above.to(tl.int32), 0)
-    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
-    slot = tl.cumsum(kept.to(tl.int32), 0) - 1
+    if length - start <= c0 + S:
+        return
+    score += fresh
+    kept, slot = heaviest(score, past | new, HEAVY, PAST + S - L, C)
     POSITIONS, SCORES = POSITIONS + position_next, SCORES + position_next
     tl.store(POSITIONS + slot, position, mask=kept)
     tl.store(SCORES + slot, score, mask=kept)
-    near = tl.arange(0, C)
-    tl.store(POSITIONS + HEAVY + near, (start + c0 + S - L + near).to(tl.int32), mask=near < L)
-    tl.store(SCORES + HEAVY + near, tl.load(MASS + PAST + S - L + near, mask=near < L, other=0.0), mask=near < L)
-    tl.store(UPDATES + bkv, tl.load(UPDATES + bkv) + 1)
+    tl.store(MASS + j - PAST, fresh, mask=new)
+    local = tl.arange(0, C)
+    tl.store(POSITIONS + HEAVY + local, (start + c0 + near).to(tl.int32), mask=near < S)
+    tl.store(SCORES + HEAVY + local, last, mask=near < S)
+    tl.store(MASS + near, last, mask=near < S)
+    tl.store(UPDATES + bkv, updates + 1)

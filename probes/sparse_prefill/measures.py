@@ -59,10 +59,10 @@ def memory_bytes(batch: int, tokens: int, kv_heads: int, chunking: Chunking) -> 
     return 8 * (chunking.chunks(tokens) + 1) * each * chunking.memory + 4 * each * tokens + 8 * each
 
 
-def extra_bytes(batch: int, tokens: int, kv_heads: int, chunking: Chunking, splits: int) -> int:
+def extra_bytes(batch: int, tokens: int, heads: int, kv_heads: int, chunking: Chunking, splits: int) -> int:
     """Bytes that one call takes beyond what dense attention does (its output, and fp32 lse of each query and head): `memory_bytes`, and
-    partial sums 4·B·KV·splits·M. splits: parts of the column sums."""
-    return memory_bytes(batch, tokens, kv_heads, chunking) + 4 * batch * kv_heads * splits * chunking.memory
+    partial sums, 4·B·H·T of phase 1 and 4·B·KV·splits·M of phase 2. splits: parts of the column sums of a memory."""
+    return memory_bytes(batch, tokens, kv_heads, chunking) + 4 * batch * (heads * tokens + kv_heads * splits * chunking.memory)
 
 
 def dense_bytes(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

@@ -19,11 +19,11 @@ def rows(model: CausalLM, cuts: list[Chunking], contexts: list[int], held: dict[
     heads, kv, D, itemsize = c.num_attention_heads, c.num_key_value_heads, c.head_dim, 2  # bf16
     layers = sum(window is None for window in c.windows)
     for cut in cuts:
-        parts = splits(tiles(False, D, cut.chunk, ASSUMED), cut, heads // kv)
+        parts = splits(tiles(False, D, cut, ASSUMED), cut, heads // kv)
         if cut in held and layers * memory_bytes(1, held[cut][0], kv, cut) != held[cut][1]:
             raise ValueError(f"the formula says {layers * memory_bytes(1, held[cut][0], kv, cut)} bytes, and {held[cut][1]} are held")
         for tokens in contexts:
-            more, dense = extra_bytes(1, tokens, kv, cut, parts), dense_bytes(1, tokens, heads, kv, D, itemsize)
+            more, dense = extra_bytes(1, tokens, heads, kv, cut, parts), dense_bytes(1, tokens, heads, kv, D, itemsize)
             kept = layers * memory_bytes(1, tokens, kv, cut)
             peak = measured(model, cut, tokens)
             found.append({"chunk": cut.chunk, "local": cut.local, "heavy": cut.heavy, "context": tokens, "call_extra": more,

@@ -11,6 +11,8 @@ from scripts.aot.linear import empty, launches
 SHAPES = [  # label, query heads, KV heads, columns, dtype, chunking
     ("32/8 × 128, chunk 2048", 32, 8, 128, torch.bfloat16, Chunking(2048, 256, 768)),
     ("28/4 × 128, chunk 1024", 28, 4, 128, torch.bfloat16, Chunking(1024, 128, 384)),
+    ("32/8 × 128, chunk 512", 32, 8, 128, torch.bfloat16, Chunking(512, 64, 192)),
+    ("28/4 × 128, chunk 512", 28, 4, 128, torch.bfloat16, Chunking(512, 64, 180)),
     ("14/2 × 64, chunk 2048", 14, 2, 64, torch.bfloat16, Chunking(2048, 256, 767)),
     ("32/8 × 128 fp32, chunk 512", 32, 8, 128, torch.float32, Chunking(512, 64, 192)),
     ("4/2 × 16, chunk 32", 4, 2, 16, torch.bfloat16, Chunking(32, 8, 12)),  # as tests have them

@@ -30,6 +30,7 @@ def rows(device: str) -> Iterator[Row]:
             flops = 4 * H * D * kept_pairs(T, c)
             peers = {f"SDPA {name}, whole": partial(_whole, T, backend, device) for name, backend in BACKENDS.items()}
             peers[f"SDPA flash, chunks of {DENSE_CHUNK}"] = partial(_in_chunks, T, device)
+            peers[f"SDPA cuDNN, chunks of {DENSE_CHUNK}"] = partial(_merged_chunks, T, device)
             yield Row("chunked_prefill", f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy", partial(_ours, T, c, device),
                       T * 4 * (H + KV) * D, flops, flops / WANTED * 1e6, peers, interleaved=True,
                       facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy))
@@ -92,3 +93,33 @@ def _in_chunks(T: int, device: str, i: int):
                                                           causal_lower_right(last - first, last), enable_gqa=True))
         return out
     return run
+
+
+def _merged_chunks(T: int, device: str, i: int):
+    """The same by cuDNN, whose causal mask begins at the first key: a chunk attends to itself and to all keys before it, and the two are
+    merged by their log-sum-exps. Nothing is copied: cuDNN reads grouped heads and slices of the cache as they are."""
+    q, k, v = _inputs(T, i, device)
+
+    def run():
+        out = []
+        for first in range(0, T, DENSE_CHUNK):
+            here = slice(first, min(first + DENSE_CHUNK, T))
+            mine = q[:, here].transpose(1, 2)
+            own = _with_lse(mine, k[:, :, here], v[:, :, here], True)
+            out.append(_merge(own, _with_lse(mine, k[:, :, :first], v[:, :, :first], False)) if first else own[0])
+        return out
+
+    def check():
+        return difference(torch.cat(run(), 2), _whole(T, SDPBackend.CUDNN_ATTENTION, device, i)()), TOLERANCE
+    return run, check
+
+
+def _with_lse(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [B, H, n, D], fp32 natural log-sum-exp [B, H, n, 1]) of q [B, H, n, D] over k and v [B, KV, m, D]."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True, is_causal=causal)
+    return out, lse.view(*out.shape[:3], 1)
+
+
+def _merge(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """One softmax over the keys of both: b has e^lse_b of e^lse_a + e^lse_b."""
+    return torch.lerp(a[0], b[0], torch.sigmoid(b[1] - a[1]).to(a[0].dtype))

@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from kernels.chunked_prefill import Chunking, Memory, chunked_prefill
+from kernels.chunked_prefill import triton as kernels
 from kernels.chunked_prefill.reference import Partial, attend, column_sums, fuse, select
 from kernels.errors import UnsupportedInput
 from tests.kernels.products import CUDA, DEVICE, distance, graphed, needs_gpu, poison, randn  # noqa: F401
 
-BACKENDS = ["reference", "triton"]
+BACKENDS = ["reference", "triton", "triton, memory in a loop"]
 SMALL = Chunking(32, 8, 12)
 CASES = {  # tokens, lengths, query heads, KV heads, columns, chunking
     "four chunks and a partial one": (150, [150], 4, 2, 16, SMALL),
@@ -19,6 +20,7 @@ CASES = {  # tokens, lengths, query heads, KV heads, columns, chunking
     "no heavy tokens": (96, [96, 70], 2, 2, 16, Chunking(32, 8, 0)),
     "heavy tokens alone, as many as there may be": (130, [130], 3, 1, 16, Chunking(32, 0, 31)),
     "chunk of no power of two": (150, [150, 101], 4, 4, 16, Chunking(48, 16, 20)),
+    "groups of seven, a memory of no multiple of 16": (150, [150, 64, 96], 7, 1, 16, Chunking(32, 3, 10)),
 }
 
 
@@ -63,12 +65,21 @@ def definition(q, k, v, n: int, c: Chunking, scale: float, sets=None):
 
 
 @pytest.fixture(params=BACKENDS)
-def run(request):
+def run(request, monkeypatch):
     """Function: prefill of a case's inputs."""
+    backend, _, loop = request.param.partition(", ")
+    if loop:
+        in_a_loop(monkeypatch)
+
     def call(q, k, v, lengths, c, start=0, memory=None, scale=None):
-        return chunked_prefill(q, k, v, start, lengths, c, scale or q.shape[-1] ** -0.5, memory, backend=request.param)
-    call.backend = request.param
+        return chunked_prefill(q, k, v, start, lengths, c, scale or q.shape[-1] ** -0.5, memory, backend=backend)
     return call
+
+
+def in_a_loop(monkeypatch):
+    """Memories are attended to 16 tokens at a time."""
+    usual = kernels.tiles
+    monkeypatch.setattr(kernels, "tiles", lambda *about: usual(*about)._replace(memory=kernels.Tile(16, 16, 4, 1)))
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0], ids=["logits of a few", "logits of ±100"])
@@ -272,9 +283,32 @@ def test_nothing_that_was_left_out_had_more(run, name):
         assert all(best_by_its_own_scores(kept, i, b, head, case[-1]) for i in range(1, case[-1].chunks(n)) for head in range(case[3]))
 
 
+@pytest.mark.parametrize("memory", [244, 256, 257])
+def test_memories_about_as_large_as_are_attended_to_at_once(memory):
+    c = Chunking(288, 60, memory - 60)
+    q, k, v, lengths = inputs((600, [600, 300], 2, 1, 16, c))
+    (out, kept), (again, theirs) = (chunked_prefill(q, k, v, 0, lengths, c, 0.25, backend="triton") for _ in range(2))
+    for b, n in enumerate((600, 300)):
+        wanted, chosen, _ = definition(q[b], k[b], v[b], n, c, 0.25)
+        assert {i: kept.positions[i, b].tolist() for i in chosen} == chosen and distance(out[b, :n], wanted) < 2e-6
+    assert torch.equal(out, again) and all(torch.equal(*pair) for pair in zip(kept, theirs))
+
+
+def test_where_a_memory_is_attended_to_at_once(monkeypatch):
+    def columns(memory, D=128, capability=(9, 0), fp32=False):
+        return kernels.tiles(fp32, D, Chunking(512, 64, memory - 64), capability).memory.columns
+    if kernels.interpreting():
+        assert columns(256, 16, (0, 0), True) == 256 and columns(257, 16, (0, 0), True) < 257
+    monkeypatch.setattr(kernels, "interpreting", lambda: False)
+    assert [columns(m) for m in (100, 129, 256, 257)] == [128, 256, 256, 64] and columns(256, 64, (10, 0)) == 256
+    assert max(columns(256, capability=other) for other in ((8, 0), (8, 6), (8, 9), (12, 0))) == 64
+    assert columns(256, 256) == 64 and columns(256, fp32=True) == 32  # keys and values, or logits, would not fit
+
+
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("H,KV,D,T,c", [(32, 8, 128, 8192, Chunking(2048, 256, 768)), (28, 4, 128, 6500, Chunking(1024, 128, 383)),
+@pytest.mark.parametrize("H,KV,D,T,c", [(32, 8, 128, 4096, Chunking(512, 64, 192)), (28, 4, 128, 4000, Chunking(512, 64, 180)),
+                                        (14, 2, 64, 4196, Chunking(512, 0, 100)), (32, 8, 128, 8192, Chunking(2048, 256, 768)), (28, 4, 128, 6500, Chunking(1024, 128, 383)),
                                         (14, 2, 64, 8292, Chunking(4096, 512, 1536)),
                                         (32, 8, 128, 4096, Chunking(1536, 100, 412))], ids=str)
 def test_production_shapes(H, KV, D, T, c):

@@ -113,14 +113,14 @@ def test_what_is_kept_of_each_place_adds_up_to_the_memory(prefilled):
 def test_extra_bytes_are_those_of_the_buffers(dtype):
     q, k = torch.zeros(2, 150, 4, 16, dtype=dtype), torch.zeros(2, 2, 160, 16, dtype=dtype)
     call = _Call(q, k, k, torch.empty_like(q), 0, torch.tensor([150, 70]), C, 1.0)
-    buffers = [call.part, *empty_memory(q, 2, C, None)]
+    buffers = [call.part, call.given, *empty_memory(q, 2, C, None)]
     assert memory_bytes(2, 150, 2, C) == sum(t.nbytes for t in empty_memory(q, 2, C, None))
-    assert extra_bytes(2, 150, 2, C, call.splits) == sum(t.nbytes for t in buffers)
+    assert extra_bytes(2, 150, 4, 2, C, call.splits) == sum(t.nbytes for t in buffers)
     assert dense_bytes(2, 150, 4, 2, 16, q.element_size()) == sum(t.nbytes for t in (q, q, k[:, :, :150], k[:, :, :150], call.lse))
 
 
 def test_it_takes_less_than_five_percent_more_than_dense():
     for T, c in ((131072, Chunking(2048, 256, 768)), (131072, Chunking(4096, 512, 1536)), (16384, Chunking(1024, 128, 384))):
-        tile = kernels.tiles(False, 128, c.chunk, (9, 0))
-        more = extra_bytes(1, T, 8, c, splits(tile, c, 4))
+        tile = kernels.tiles(False, 128, c, (9, 0))
+        more = extra_bytes(1, T, 32, 8, c, splits(tile, c, 4))
         assert more < 0.05 * dense_bytes(1, T, 32, 8, 128, 2), (T, c, more)
