@@ -77,7 +77,7 @@ def empty_memory(q, KV: int, chunking: Chunking, before: Memory | None) -> Memor
     (B, T), device = q.shape[:2], q.device
     positions = torch.full((chunking.chunks(T) + 1, B, KV, chunking.memory), -1, dtype=torch.int32, device=device)
     each, begin = B * KV, -(-B * KV // 2) * 4  # a count takes two fp32; scores begin at 16 bytes
-    zeros = torch.zeros(begin + positions.numel() + each * T, device=device)  # one fill: a launch takes as long as a short prompt's kernel
+    zeros = torch.zeros(begin + positions.numel() + each * T, device=device)  # one fill
     scores, mass = zeros[begin:].split((positions.numel(), each * T))
     memory = Memory(positions, scores.view_as(positions), mass.view(B, KV, T), zeros[:2 * each].view(torch.int64).view(B, KV))
     if before is not None:

@@ -100,6 +100,35 @@ def rows_of(POOL, row, there, d, D: tl.constexpr, FP32: tl.constexpr, MASKED: tl
     return widen(x) if FP32 else x
 
 
+@triton.jit
+def at_once(q, K, V, row, d, m, place, live, PART, goes_on, scale, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, FP32: tl.constexpr):
+    """Attention to all rows of a memory, fused with the output at place and its lse m; what they are given goes to PART. (lse, output)."""
+    n = tl.arange(0, BN)
+    k = rows_of(K, row, n < M, d, D, FP32, BN != M)
+    v = rows_of(V, row, n < M, d, D, FP32, BN != M)
+    top, keep, p = weigh(q, k, (n < M)[None, :], m, scale, BN != M)
+    l = keep + tl.sum(p, 1)
+    share = 1 / l
+    p *= share[:, None]
+    weights = p.to(v.dtype)
+    if goes_on:
+        tl.store(PART + n, tl.sum(p, 0), mask=n < M)
+    before = tl.load(place, mask=live[:, None], other=0.0)  # not before: registers hold p; and added last, so that none waits for it
+    return top + tl.log2(l), tl.dot(weights, v, input_precision="ieee") + widen(before) * (keep * share)[:, None]
+
+
+@triton.jit
+def give(q, K, POSITIONS, d, fused, PART, scale, D: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, FP32: tl.constexpr,
+         STAGES: tl.constexpr):
+    """PART [M]: what the queries give the rows of a memory, by the softmax whose lse is `fused`."""
+    key = tl.arange(0, BK)
+    for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
+        row = entries(POSITIONS, n0 + key, M, M % BK != 0)
+        k = rows_of(K, row, n0 + key < M, d, D, FP32, M % BK != 0)
+        s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - fused[None, :]
+        tl.store(PART + n0 + key, tl.sum(tl.exp2(s), 1), mask=n0 + key < M)
+
+
 @triton.jit(do_not_specialize=["start", "T", "c0", "splits"])
 def to_memory(Q, K, V, POSITIONS, OUT, LSE, LENGTHS, PART, scale, start, T, c0, splits, H, G, KV, q_b, q_t, q_h, kv_b, kv_h,
               S: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -133,17 +162,7 @@ def to_memory(Q, K, V, POSITIONS, OUT, LSE, LENGTHS, PART, scale, start, T, c0, 
     run = b * kv_b + (h // G).to(tl.int64) * kv_h
     PART += (head * splits + h % G * (S // BM) + tl.program_id(0)) * M
     if BN >= M:
-        k = rows_of(K + run, row, n < M, d, D, FP32, BN != M)
-        v = rows_of(V + run, row, n < M, d, D, FP32, BN != M)
-        top, keep, p = weigh(q, k, (n < M)[None, :], m, scale, BN != M)
-        l = keep + tl.sum(p, 1)
-        share, fused = 1 / l, top + tl.log2(l)
-        p *= share[:, None]
-        weights = p.to(v.dtype)
-        if goes_on:
-            tl.store(PART + n, tl.sum(p, 0), mask=n < M)
-        before = tl.load(place, mask=live[:, None], other=0.0)
-        out = tl.dot(weights, v, input_precision="ieee") + widen(before) * (keep * share)[:, None]
+        fused, out = at_once(q, K + run, V + run, row, d, m, place, live, PART, goes_on, scale, D, M, BN, FP32)
     else:
         l, acc = tl.full((BM,), 1.0, tl.float32), widen(tl.load(place, mask=live[:, None], other=0.0))
         for n0 in tl.range(0, M, BN, num_stages=2 * STAGES - 1):  # positions are one more load ahead
@@ -156,9 +175,4 @@ def to_memory(Q, K, V, POSITIONS, OUT, LSE, LENGTHS, PART, scale, start, T, c0, 
     tl.store(lse, fused, mask=live)
     if BN < M:
         if goes_on:
-            key = tl.arange(0, BK)
-            for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
-                row = entries(POSITIONS, n0 + key, M, M % BK != 0)
-                k = rows_of(K + run, row, n0 + key < M, d, D, FP32, M % BK != 0)
-                s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - fused[None, :]
-                tl.store(PART + n0 + key, tl.sum(tl.exp2(s), 1), mask=n0 + key < M)
+            give(q, K + run, POSITIONS, d, fused, PART, scale, D, M, BK, FP32, STAGES)

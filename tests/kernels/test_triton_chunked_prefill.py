@@ -307,10 +307,10 @@ def test_where_a_memory_is_attended_to_at_once(monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("H,KV,D,T,c", [(32, 8, 128, 4096, Chunking(512, 64, 192)), (28, 4, 128, 4000, Chunking(512, 64, 180)),
-                                        (14, 2, 64, 4196, Chunking(512, 0, 100)), (32, 8, 128, 8192, Chunking(2048, 256, 768)), (28, 4, 128, 6500, Chunking(1024, 128, 383)),
-                                        (14, 2, 64, 8292, Chunking(4096, 512, 1536)),
-                                        (32, 8, 128, 4096, Chunking(1536, 100, 412))], ids=str)
+@pytest.mark.parametrize("H,KV,D,T,c", [
+    (32, 8, 128, 4096, Chunking(512, 64, 192)), (28, 4, 128, 4000, Chunking(512, 64, 180)), (14, 2, 64, 4196, Chunking(512, 0, 100)),
+    (32, 8, 128, 8192, Chunking(2048, 256, 768)), (28, 4, 128, 6500, Chunking(1024, 128, 383)),
+    (14, 2, 64, 8292, Chunking(4096, 512, 1536)), (32, 8, 128, 4096, Chunking(1536, 100, 412))], ids=str)
 def test_production_shapes(H, KV, D, T, c):
     lengths = torch.tensor([T, T - 700], device="cuda")
     q, k, v = (torch.randn(2, *s, device="cuda", dtype=torch.bfloat16) for s in ((T, H, D), (KV, T + 60, D), (KV, T + 60, D)))
