@@ -2,15 +2,16 @@
 
     python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 1536,256,192]
                                         [--trace KIND=FILE ...] [--static 0,1,2,4,8] [--journal FILE] [--out DIR]
-    python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384] [--out DIR]
+    python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384]
+                                        [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
 
 Rounds run as CUDA graphs on random weights of published widths, their kernels compiled by all processors first; a trace says how many drafts are right. Costs of all sizes are
 measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes.
-`bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. With `--journal` a run that was cut off goes on where
-it stopped, when it is called again. `--checkpoint` runs them on a checkpoint's own
-text instead, greedily continued from this project's code and prose, and counts the rows that equal plain decoding. `--record` writes traces of a checkpoint's own text, greedily
-continued from this project's code and prose. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_]<device>.json, .md,
+`bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. `--checkpoint` runs them on a checkpoint's own text
+instead, greedily continued from this project's code and prose, and counts the rows that equal plain decoding. With `--journal` a run that
+was cut off goes on where it stopped (of a checkpoint's text: at the batch that it was at), when it is called again. `--record` writes
+traces of a checkpoint's own text. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_]<device>.json, .md,
 .svg and, with dummy weights, speculation_costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
@@ -31,6 +32,8 @@ from scripts.bench.speculation_journal import SpeculationJournal  # noqa: E402
 from scripts.bench_speculation_sim import named_trace  # noqa: E402
 
 SCRIPT = "scripts/bench_speculation.py"
+OWN_TEXT = ("its own text, greedily continued from this project's files. The oracle plans round by round with acceptance as it was recorded "
+            "before; once a draft comes out otherwise its plan is out of step, so here it is no bound")
 numbers = lambda text: [int(n) for n in text.split(",")]
 
 
@@ -70,8 +73,7 @@ def run(args: argparse.Namespace) -> None:
     from dsv4.dummy import load_dummy
     from scripts.bench.warm import warm_device
     about, resumed = report.provenance(SCRIPT), args.journal is not None and args.journal.exists()
-    journal = SpeculationJournal(args.journal, {key: str(value) for key, value in (vars(args) | about).items()
-                                                if key not in ("out", "journal", "command")})
+    journal = kept(args, about)
     if not resumed:
         say("{} rounds compiled ahead in {:.0f} s".format(*warm_device(args.dummy_weights, args.batch, args.context)))
     model = load_dummy(args.dummy_weights, args.layers, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
@@ -85,6 +87,12 @@ def run(args: argparse.Namespace) -> None:
         write(args.out, slug, journal.ran, about, costs, traces, what)
 
 
+def kept(args: argparse.Namespace, about: dict) -> SpeculationJournal:
+    """The run's journal, of these arguments, this commit and this machine. Raises InputError for one of another run."""
+    return SpeculationJournal(args.journal, {key: str(value) for key, value in (vars(args) | about).items()
+                                             if key not in ("out", "journal", "command")})
+
+
 def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
     """Its own text. Raises CheckpointError, InputError."""
     from dsv4 import load_model
@@ -93,17 +101,20 @@ def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
     backend = "triton" if device == "cuda" else "cpu"
     model = load_model(args.checkpoint, numerics=args.numerics, mtp=True, device=device, backend=backend)
     encode, about = Tokenizer(args.checkpoint, model.config.vocab_size).encode, report.provenance(SCRIPT)
+    journal = kept(args, about)
     name = args.checkpoint.resolve().name
     what = f"{name}, {args.numerics} numerics, {backend} backend"
-    costs = speculation_gpu.measure_costs(model, args.batch, 2 * speculation_traces.PROMPT, f"{what}; {report.headline(about)}", about, say)
-    ran: list[speculation_gpu.Timed] = []
+    costs = speculation_gpu.measure_costs(model, args.batch, 2 * speculation_traces.PROMPT, f"{what}; {report.headline(about)}", about, say,
+                                          journal)
     args.out.mkdir(parents=True, exist_ok=True)
     slug = report.device_slug(torch.cuda.get_device_name()) if device == "cuda" else device
     for batch, tokens in zip(args.batch, args.tokens):
         prompts = {kind: [ids for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(batch))]
                    for kind, pattern in speculation_traces.KINDS.items()}
-        ran += race_texts(model, prompts, costs, tokens, args.static, say)
-        write(args.out, f"{name}_{slug}", ran, about, costs, [], what, "its own text, greedily continued from this project's files")
+        if batch not in {timed.batch for timed in journal.ran}:  # of a text the whole batch: its rows are held against the first policy's
+            for timed in race_texts(model, prompts, costs, tokens, args.static, say):
+                journal.done(timed)
+        write(args.out, f"{name}_{slug}", journal.ran, about, costs, [], what, OWN_TEXT)
 
 
 def write(folder: Path, slug: str, ran, about: dict, costs, traces, what: str, judge: str = "the trace as the judge of its drafts") -> None:

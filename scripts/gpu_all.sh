@@ -12,7 +12,7 @@
 # speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the bill of both kinds of
 # model and its map; host_tier: caches in host memory. Parts run one after another, because some are timed; each at most LIMIT seconds (default
 # 600). Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
-# JOURNALS: a folder; kernels, matrix, selftest and speculation, cut off, go on where they stopped when called again with it.
+# JOURNALS: a folder; kernels, matrix, selftest and both parts of speculation, cut off, go on where they stopped when called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits}
@@ -45,7 +45,7 @@ part() {
     identity) "$python" scripts/measure_speculation.py --out "$OUT" ;;
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --journal "$JOURNALS/selftest.jsonl" --out "$OUT" ;;
     speculation) "$python" scripts/bench_speculation.py --journal "$JOURNALS/speculation.jsonl" --out "$OUT" ;;
-    speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --out "$OUT" ;;
+    speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --journal "$JOURNALS/speculation_text.jsonl" --out "$OUT" ;;
     gqa_decode) "$python" scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound --batch 1 --context 128K,1M --out "$OUT" ;;
     regime) "$python" -m dsv4 regime measure --out "$OUT"
       "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$OUT" ;;

@@ -90,8 +90,14 @@ def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, 
     costs = dataclasses.replace(moe(), batches={2: moe().of(1)})
     monkeypatch.setattr(speculation_gpu, "measure_costs", lambda *given: costs)
     args = bench_speculation.arguments(["--checkpoint", str(speculation_traces.ROOT / "demo"), "--numerics", "fp32", "--batch", "2",
-                                        "--tokens", "32", "--static", "3", "--out", str(tmp_path)])
+                                        "--tokens", "32", "--static", "3", "--out", str(tmp_path),
+                                        "--journal", str(tmp_path / "journal.jsonl")])
     bench_speculation.on_checkpoint(args, "cpu")
+    first = (tmp_path / "bench_speculation_demo_cpu.json").read_text()
+    from scripts.bench import speculation_text
+    monkeypatch.setattr(speculation_text, "race_texts", lambda *given: pytest.fail("a batch that the journal holds ran again"))
+    bench_speculation.on_checkpoint(args, "cpu")
+    assert (tmp_path / "bench_speculation_demo_cpu.json").read_text() == first
     ran = json.loads((tmp_path / "bench_speculation_demo_cpu.json").read_text())["setup"]["ran"]
     assert [r["policy"] for r in ran][::2] == ["no speculation", "static 3", "ASBS", "cost-aware", "oracle"]
     assert {r["trace"] for r in ran} == {"code", "prose"} and all(r["same"] == 2 and r["tokens"] >= 32 for r in ran)
