@@ -8,7 +8,8 @@ weights, captured steps, tokens a second. entries: those of Flash-width CSA laye
 packed 584-byte rows. flash: decode through layers of Flash widths. Choices of the attention rows come from a trace with a given
 locality: each distant block (entry) of a step is, with that probability, of the choice before, else drawn anew. Output of the tier is
 held against the resident path bit for bit before anything is timed. The link is measured in the same run: large cudaMemcpyAsync, each
-way. Host memory is pinned once, for grouped and decode together. Writes host_tier_<device>.{json,md,svg}, after each part.
+way. Host memory is pinned once, for grouped and decode together. Writes host_tier_<device>.{json,md,svg} after each part;
+host_tier_csa_<device> for entries and flash alone.
 """
 
 import argparse
@@ -91,7 +92,8 @@ def main() -> int:
 
 def write(report: dict, out: Path) -> str:
     """The three files of what is there so far; returns the markdown."""
-    name = f"host_tier_{device_slug(report['about']['device'])}"
+    grouped = {"grouped", "decode"} & set(report)  # of CSA alone they have files of their own, and those of GQA models stay
+    name = f"host_tier_{'' if grouped else 'csa_'}{device_slug(report['about']['device'])}"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     text = host_tier_report.markdown(report)

@@ -1,12 +1,12 @@
 """Times of every kernel beside its peers and its physical limits, on a GPU.
 
-    python scripts/bench_kernels.py [--only REGEX] [--quick] [--no-peers] [--without REGEX] [--list] [--journal FILE] [--out DIR]
+    python scripts/bench_kernels.py [--only REGEX] [--name PART] [--quick] [--no-peers] [--without REGEX] [--list] [--journal FILE] [--out DIR]
 
 Rows come from `scripts/bench/rows_*.py`. Each is first held against the reference; a row that fails prints RED and no time,
 and the exit code is 1. Then ours and each installed peer (`scripts/peers.sh` fetches them; their folder goes into the
 environment variable PEERS) are timed with a cold L2 as CUDA-graph replays; at the end the kernels of rows that missed their
 goal are profiled. With --journal a run that was cut off goes on where it stopped, when it is called again. Writes
-bench_kernels_<device>.json, .md and .svg to DIR (audits).
+bench_kernels_[PART_]<device>.json, .md and .svg to DIR (audits).
 """
 
 import argparse
@@ -59,6 +59,7 @@ def exit_code(results: Iterable[Result], broken: Iterable[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="regular expression; rows whose 'op shape' it is found in")
+    parser.add_argument("--name", help="of a part of the rows, in the names of its files")
     parser.add_argument("--quick", action="store_true", help="20 replays instead of 60")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--without", metavar="REGEX", help="peers to leave out: some tune themselves for a minute a row")
@@ -104,7 +105,7 @@ def run(args, journal: Journal) -> int:
     machine, about = measure_machine(clock), report.provenance(SCRIPT)
     print(f"{machine.device}: read {machine.bandwidth / 1e12:.2f} TB/s, copy {machine.copy / 1e12:.2f}, bf16 product "
           f"{machine.matmul / 1e12:.0f} TFLOPS, empty kernel {machine.empty_us:.1f} µs, dependent kernel {machine.dependent_us:.1f} µs; {len(rows)} rows", flush=True)
-    stem = f"bench_kernels_{report.device_slug(machine.device)}"
+    stem = "_".join(filter(None, ("bench_kernels", args.name, report.device_slug(machine.device))))
     ready = lambda: [journal.results[row.name] for row in rows if row.name in journal.results]
     for row in rows:
         if row.name in journal.results:
