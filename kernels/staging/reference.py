@@ -4,7 +4,7 @@ import torch
 
 from kernels.block_summaries.reference import summarise_blocks
 from kernels.errors import UnsupportedInput
-from kernels.staging.table import Pool, SlotTable
+from kernels.staging.table import OLDEST, Pool, SlotTable
 
 
 def check_lists(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool) -> None:
@@ -31,8 +31,9 @@ def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start
     wanted int32 or int64 [G, n]: items, each at most once, −1 = nothing, n ≤ slots. start int64 [rows], G a multiple of rows: a row's
     tokens from there on are new, so items from since = start // unit on have changed in host memory and are forgotten first. tail:
     item since[row] itself is being written and stands in the tail slot, number `slots`, which is neither a hit nor a miss. Wanted
-    items that a slot holds are hits; each miss, in the order of the list, is copied from host memory to the slot that was wanted
-    longest ago, of equals the lowest, and never one that is wanted now. run: slots of group g count from g · run on, so that the
+    items that a slot holds are hits; the misses are copied from host memory to the slots that were wanted longest ago, of equals the
+    lowest, and never to one that is wanted now: in the order of the list, to these slots from the lowest on. Slots that were never
+    wanted, or not for 255 fetches, are equals. run: slots of group g count from g · run on, so that the
     result addresses one pool of all groups. No host decision: what is copied is known on the device alone. Raises UnsupportedInput.
     """
     check_lists(table, pools, wanted, start, unit, tail)
@@ -46,9 +47,11 @@ def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start
     found = rest.unsqueeze(2) & (table.held.unsqueeze(1) == wanted.unsqueeze(2))                # [G, n, L]
     hit, now = found.any(2), table.clock.unsqueeze(1)
     table.used.copy_(torch.where(found.any(1), now, table.used))
-    miss, order = rest & ~hit, table.used.argsort(dim=1, stable=True)
-    victim = order.gather(1, (miss.cumsum(1) - 1).clamp(min=0))
-    taken = miss.unsqueeze(2) & (victim.unsqueeze(2) == torch.arange(L, device=wanted.device))
+    miss, age = rest & ~hit, torch.where(table.used == 0, OLDEST, (now - table.used).clamp(max=OLDEST))
+    order = age.argsort(dim=1, descending=True, stable=True)
+    free = order.argsort(dim=1) < miss.sum(1, keepdim=True)                                       # [G, L]: as many as there are misses
+    taken = miss.unsqueeze(2) & free.unsqueeze(1) & (miss.cumsum(1).unsqueeze(2) == free.cumsum(1).unsqueeze(1))
+    victim = taken.int().argmax(2)
     given = wanted.gather(1, taken.int().argmax(1))                                               # [G, L]: of the slots taken
     table.held.copy_(torch.where(taken.any(1), given.int(), table.held))
     table.used.copy_(torch.where(taken.any(1), now, table.used))

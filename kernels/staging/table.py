@@ -6,6 +6,7 @@ import torch
 
 from kernels.errors import UnsupportedInput
 
+OLDEST = 255   # steps since a slot was wanted, beyond which nobody counts; 8 bits
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 

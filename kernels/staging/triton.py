@@ -13,7 +13,7 @@ from kernels.errors import UnsupportedInput
 from kernels.launch import dependent_launch, next_power, require_device
 from kernels.quantize.triton_codes import narrow, widen
 from kernels.staging import reference
-from kernels.staging.table import Pool, SlotTable
+from kernels.staging.table import OLDEST, Pool, SlotTable
 
 CHUNK = 1024        # words that a program copies: 8 KB, as 16 B loads of 128 threads, four each in flight
 CHANNELS = 64       # that a program of `write_back` holds at a time
@@ -36,8 +36,8 @@ def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start
         return found
     size = max(16, next_power(n)), max(16, next_power(slots))
     _place[(G,)](wanted, start, table.held, table.used, table.clock, table.count, table.where, table.order, found, missing,
-                 G // start.shape[0], unit, n, slots, table.where.shape[1], run, *size, tail, pdl,
-                 num_warps=4 if max(size) <= 512 else 8, launch_pdl=pdl)
+                 G // start.shape[0], unit, n, slots, table.where.shape[1], run, *size, tail, OLDEST, pdl,
+                 num_warps=place_warps(max(size)), launch_pdl=pdl)
     first, second = pools[0], pools[-1]
     chunks = [min(CHUNK, max(1, next_power(p.host.shape[3]))) for p in pools]
     parts = [triton.cdiv(p.host.shape[3], c) for p, c in zip(pools, chunks)]
@@ -53,9 +53,27 @@ def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start
 fetch.__doc__ = f"{reference.fetch.__doc__}\n\n    {fetch.__doc__}"
 
 
+def place_warps(size: int) -> int:
+    """Of the program that finds slots for a group's list; size: of the list and the slots the larger. One warp needs no barriers."""
+    return 1 if size <= 64 else 4 if size <= 512 else 8
+
+
+@triton.jit
+def _oldest(age, wanted):
+    """(a, older): the largest age that at least `wanted` slots have or exceed, and how many exceed it. Four bits at a time: sorting
+    1024 slots would take 55 exchanges."""
+    bins = tl.arange(0, 16)
+    there = tl.sum(((age >> 4)[:, None] == bins[None, :]).to(tl.int32), 0)
+    high = tl.max(tl.where(tl.cumsum(there, 0, reverse=True) >= wanted, bins, 0), 0)
+    older = tl.sum(tl.where(bins > high, there, 0), 0)
+    there = tl.sum((age[:, None] == (high * 16 + bins)[None, :]).to(tl.int32), 0)
+    low = tl.max(tl.where(older + tl.cumsum(there, 0, reverse=True) >= wanted, bins, 0), 0)
+    return high * 16 + low, older + tl.sum(tl.where(bins > low, there, 0), 0)
+
+
 @triton.jit
 def _place(WANTED, START, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING, per_row, unit, n, slots, items, run,
-           NP: tl.constexpr, LP: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr):
+           NP: tl.constexpr, LP: tl.constexpr, TAIL: tl.constexpr, OLDEST: tl.constexpr, PDL: tl.constexpr):
     """One program a group: hits by the slot that an item had last, if it still holds it; misses to the slots wanted longest ago."""
     if PDL:
         gdc_launch_dependents()
@@ -81,9 +99,14 @@ def _place(WANTED, START, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING
     misses = tl.sum(miss.to(tl.int32), 0)
     if misses > 0:
         tl.debug_barrier()
-        used = tl.load(USED + g * slots + s, mask=s < slots, other=1 << 40)
-        order = (tl.sort(used * LP + s) % LP).to(tl.int32)   # table.used.argsort(dim=1, stable=True)
-        tl.store(ORDER + g * slots + s, order, mask=s < slots)
+        used = tl.load(USED + g * slots + s, mask=s < slots, other=0)
+        age = tl.where(used == 0, OLDEST, tl.minimum(now - used, OLDEST)).to(tl.int32)
+        bound, older = _oldest(tl.where(s < slots, age, 0), misses)
+        # how many before a slot are older than the bound, and as old: of those as old the lowest are taken, as many as are short
+        passed = tl.cumsum((age > bound).to(tl.int32) + ((age == bound).to(tl.int32) << 16), 0)
+        equal, short = passed >> 16, misses - older
+        taken = (s < slots) & ((age > bound) | ((age == bound) & (equal <= short)))
+        tl.store(ORDER + g * slots + (passed & 0xFFFF) + tl.minimum(equal, short) - 1, s, mask=taken)
         tl.debug_barrier()
         victim = tl.load(ORDER + g * slots + tl.cumsum(miss.to(tl.int32), 0) - 1, mask=miss, other=-1)
         tl.store(HELD + g * slots + victim, item, mask=miss)

@@ -1,6 +1,7 @@
 """Staging from host memory at the shapes of Qwen2.5-7B, Llama-3.1-8B and a V4 model's entries, to compile ahead of time."""
 
 from kernels.staging import triton as staging
+from kernels.staging.table import OLDEST
 from scripts.aot.small import case
 
 LISTS = {"FOUND": "i32", "MISSING": "i32", "WANTED": "i32", "START": "i64", "HELD": "i32", "USED": "i64", "CLOCK": "i64", "COUNT": "i64",
@@ -16,7 +17,7 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     pdl, found = {"PDL": capability >= (9, 0)}, []
     for n, slots, tail in ((32, 64, True), (32, 256, True), (256, 1024, True), (512, 1024, False), (512, 4096, False)):
         found.append(case(f"staging place {n} in {slots}{' + tail' * tail}", staging._place, {
-            "NP": n, "LP": slots, "TAIL": tail, **pdl}, 4 if max(n, slots) <= 512 else 8, LISTS))
+            "NP": n, "LP": slots, "TAIL": tail, "OLDEST": OLDEST, **pdl}, staging.place_warps(max(n, slots)), LISTS))
     for name, a, a_per, b, b_per in ITEMS:
         chunks = [min(staging.CHUNK, 1 << (w - 1).bit_length()) for w in (a, b or a)]
         parts = [-(-w // chunk) for w, chunk in zip((a, b or a), chunks)]

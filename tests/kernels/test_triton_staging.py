@@ -37,8 +37,9 @@ class Simulation:
         for i in (i for i in rest if i in self.held):
             self.used[self.held.index(i)] = self.clock
             self.hits += 1
-        for i in (i for i in rest if i not in self.held):
-            s = min(range(len(self.held)), key=lambda s: (self.used[s], s))
+        missing = [i for i in rest if i not in self.held]
+        oldest = sorted(range(len(self.held)), key=lambda s: (-min(255, self.clock - self.used[s] if self.used[s] else 255), s))
+        for s, i in zip(sorted(oldest[:len(missing)]), missing):
             self.held[s], self.used[s] = i, self.clock
             self.misses += 1
         return [len(self.held) if tail and i == since and i >= 0 else self.held.index(i) if i >= 0 else -1 for i in wanted]
@@ -52,9 +53,10 @@ def random_list(n, items, generator):
 
 @BACKENDS
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("n,slots,items", [(3, 3, 9), (5, 8, 20), (17, 20, 40)], ids=str)
+@pytest.mark.parametrize("n,slots,items", [(3, 3, 9), (5, 8, 20), (17, 20, 40), (17, 37, 80)], ids=str)
 def test_every_choice_is_staged_as_simulated(n, slots, items, tail, backend):
-    """Slots, counters and contents of three groups over forty steps whose lists change, with items that go stale."""
+    """Slots, counters and contents of three groups over forty steps whose lists change, with items that go stale. Between two of them
+    go as many fetches as make all slots equally old, and between others nearly as many."""
     rows, per_row, block, D = 3, 2, 4, 6
     G, g = rows * per_row, torch.Generator().manual_seed(n)
     keys, values = host(G, items * block, D), host(G, items * block, D)
@@ -63,6 +65,10 @@ def test_every_choice_is_staged_as_simulated(n, slots, items, tail, backend):
     table, told = new_table(G, items, slots, DEVICE), [Simulation(slots) for _ in range(G)]
     since = last = torch.empty(0)
     for step in range(40):
+        ages = {12: 13, 18: 60, 22: 200, 30: 300}.get(step, 0)
+        table.clock.add_(ages)
+        for one in told:
+            one.clock += ages
         since = torch.randint(items // 2, items, (rows,), generator=g) if step % 7 == 0 else since.clamp(max=items)
         for b in range(rows):  # what is stale has other rows now
             for x in (keys, values):
