@@ -29,11 +29,18 @@ def test_a_report_says_what_fell_short():
     about = {"device": "NVIDIA H100", "torch": "2", "triton": "3", "commit": "c", "command": "python x"}
     report = {"about": about, "link": {"to_device": 50e9, "to_host": 49e9, "together": 90e9, "kernel": 45e9}, "seconds": {"grouped": 3.2},
               "grouped": grouped, "entries": entries, "decode": model | {"rows": [way | {"way": "staged"}, way | {"way": "dense", "seconds": 0.2}]},
-              "flash": model | {"rows": [way | {"way": "staged", "device_cache_bytes": 4}]}}
+              "flash": model | {"rows": [{"way": "resident", "seconds": 0.009, "tokens_a_second": 111.1, "device_cache_bytes": 11},
+                                         way | {"way": "staged", "device_cache_bytes": 4}]}}
     text = host_tier_report.markdown(report)
     assert text.count("of the link: NOT reached: 80% at best") == 2 and "15.0×" in text and "90.0% | 65.5 kB | 4.00 | 40.0 GB/s | 80%" in text
     assert "reference 15×: NOT reached: 12.0× where every choice is new, up to 15.0×" in text and "| 100.0 | 20.0× |" in text
     assert "every choice new" in text and "nothing is missing: 142.9 µs with bf16, 142.9 µs with bf16, batch 8." in text and "| bf16, batch 8, 21 layers × 262144 |" in text and "grouped 3 s" in text
+    assert "device memory, goal 3×: NOT reached: 2.8× (14 over 5 bytes of caches)" in text and "goal 3×: NOT reached: 2.8× (11 over 4" in text
+    assert "takes 11.1% more with 50% of the choices staged; goal 5% with 90%: NOT reached: 11.1%." in text
+    entries[0]["host_bytes"] = entries[1]["host_bytes"] = 4 * 262144 * 4609
+    assert "a token, goal 4.5 KiB: NOT reached: 4.50 KiB with bf16." in host_tier_report.markdown(report)
+    entries[1]["host_bytes"] -= 4 * 262144
+    assert "a token, goal 4.5 KiB: reached (4.50 KiB with bf16)." in host_tier_report.markdown(report)
     assert host_tier_report.svg(report) == host_tier_report.svg(report)
     step["of_link"] = 0.9
     assert "link: reached (90% at best)" in host_tier_report.markdown(report)
