@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from dsv4.errors import InputError
-from probes.console import Json, Numerics, Policies, Rows, Seed, Text, Word, counts, errors, option, publish, report_in, show
+from probes.console import Device, Json, Numerics, Policies, Rows, Seed, Text, Word, counts, errors, option, publish, report_in, show
 from probes.fidelity.cli import names
 
 
@@ -28,13 +28,14 @@ def termination(
     looser: Annotated[Word, option("Further τ that needles are asked under, e.g. 1e-3,1e-2.")] = None,
     text: Text = None,
     numerics: Numerics = "native",
-    backend: Annotated[str, typer.Option(help="auto, reference or cpu.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    device: Device = "cpu",
     seed: Seed = 0,
     out: Annotated[Path | None, report_in("termination_NAME")] = None,
     as_json: Json = False,
 ):
-    """When attention may stop reading: tiles skipped, at what error, probe against oracle; dense attention, newest first, beside the policies. On
-    the host, in plain torch. Exit code 0: measured."""
+    """When attention may stop reading: tiles skipped, at what error, probe against oracle; dense attention, newest first, beside the policies.
+    Walks are fp64 on the host; needles are asked by the backend as it decodes, on a GPU over its splits. Exit code 0: measured."""
     from probes.fidelity.document import ModelSubject
     from probes.formats.json_report import dumped
     from probes.recall.plots import MISSING, available
@@ -44,7 +45,7 @@ def termination(
     from probes.terminating.settings import orders_of, rule_of, settle
     contexts, budgets, further = counts("--context", context), counts("--budget", budget), _numbers(looser)
     errors.print(f"loading {checkpoint.name}")
-    subject = ModelSubject(checkpoint, numerics, backend, "cpu")
+    subject = ModelSubject(checkpoint, numerics, backend, device)
     model = subject.model
     rule = rule_of(model, tau, phi, patience, tile)
     policies = orders_of(model, names(policy), budgets)

@@ -2,7 +2,7 @@
 
 A GQA model: dense, newest first after the sequence's first tile; a policy's keep-set, most important first. CSA: the window newest first,
 then the selected entries by falling index score. HCA: the window, then the entries, newest first. The sink logit of CSA and HCA is there
-from the beginning.
+from the beginning. Whatever device the model is on, walks are on the host.
 """
 
 import torch
@@ -34,6 +34,7 @@ def places(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, policy: Pol
 def heads(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, scale: float, policy: Policy, tile: int) -> Walk:
     """Walks of T queries of one row, T·KV groups. Arguments as `places` takes them, values like keys."""
     (_, T, H, _), KV = q.shape, keys.shape[1]
+    q, keys, values, start = (x.cpu() for x in (q, keys, values, start))
     order, groups = places(q, keys, start, policy, tile), q[0].double().view(T, KV, H // KV, -1)
     found = []
     for t in range(T):
@@ -51,28 +52,28 @@ def entries(attn, x, qr, q, window, window_index, step, cache, tile: int) -> Wal
     """Walks of a batch of one row through a CSA layer, from what `probes.recall.mass.watched` sees; all heads share the tiles."""
     n = step.max_visible(attn.ratio)
     if n > attn.indexer.topk:
-        order = topk_entries(attn.indexer.scores(x, qr, step, cache).float(), attn.indexer.topk)[0]
+        order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), attn.indexer.topk)[0]
     else:
-        order = topk_entries(attn.indexer.scores(x, qr, step, cache).float(), n)[0]
+        order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), n)[0]
     return _latents(attn, q, window, window_index, numbers(cache.main.entries.visible(step))[0], order, tile)
 
 
 def heavily_compressed(attn, q, window, window_index, step, cache, tile: int) -> Walk:
     """The same of an HCA layer, from what its `attend` is given."""
-    visible = step.visible(attn.ratio)[0].unsqueeze(-1)
+    visible = step.visible(attn.ratio)[0].unsqueeze(-1).cpu()
     order = (visible - 1 - torch.arange(max(1, step.max_visible(attn.ratio)))).clamp(min=-1)
     return _latents(attn, q, window, window_index, numbers(cache.main.entries.visible(step))[0], order, tile)
 
 
 def _latents(attn, q, window, window_index, rows, order, tile: int) -> Walk:
     """q [T, H, D]; entries rows [n, D], of which order int64 [T, K] are read, −1 where nothing is."""
-    near, absent = gather_rows(window, window_index.flip(-1))
-    found = []
+    near, absent = (x.cpu() for x in gather_rows(window, window_index.flip(-1)))
+    q, rows, sink, found = q.cpu(), rows.cpu(), attn.attn_sink.cpu(), []
     for t in range(len(q)):
         mine = order[t][order[t] >= 0]
         read = torch.cat((near[t][~absent[t]], rows[mine].float())).double()
         padded = F.pad(read, (0, 0, 0, -len(read) % tile))
         logits = (q[t].double() @ padded.T * attn.scale)
         logits[:, len(read):] = -torch.inf
-        found.append(walk(logits.unflatten(-1, (-1, tile)), padded.unflatten(0, (-1, tile)), attn.attn_sink))
+        found.append(walk(logits.unflatten(-1, (-1, tile)), padded.unflatten(0, (-1, tile)), sink))
     return joined(found)
