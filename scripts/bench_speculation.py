@@ -1,11 +1,11 @@
 """Speculative decoding on a GPU: what rounds of each size cost, and every block-size policy on acceptance traces.
 
     python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 1536,256,192]
-                                        [--trace KIND=FILE ...] [--static 0,1,2,3,4,5,6,7,8] [--journal FILE] [--out DIR]
+                                        [--trace default|KIND=FILE ...] [--static 0,1,2,3,4,5,6,7,8] [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384]
                                         [--trace default|KIND=FILE ... [--context 8K]] [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
-    python scripts/bench_speculation.py --from REPORT.json ... [--trace KIND=FILE ...] [--out DIR]
+    python scripts/bench_speculation.py --from REPORT.json ... [--trace default|KIND=FILE ...] [--out DIR]
 
 Rounds run as CUDA graphs on random weights of published widths, their kernels compiled by all processors first; a trace says how many drafts are right. Costs of all sizes are
 measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes. The best
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             say(f"wrote {path}")
         return
     if args.reports is not None:
-        found = speculation_race.read(args.reports, [*speculation_traces.default_traces(), *map(named_trace, args.trace)])
+        found = speculation_race.read(args.reports, [*speculation_traces.default_traces(), *given_traces(args)])
         found.write(args.out, args.reports[0].stem.removeprefix(speculation_race.STEM))
         return
     own_text = args.checkpoint is not None and not args.trace

@@ -91,15 +91,17 @@ def read(paths: Sequence[Path], traces: Sequence[tuple[str, Trace]]) -> Race:
         differ = [key for key in SAME if race.about[key] != first.about[key]] + ["title"] * (race.title != first.title)
         if differ:
             raise InputError(f"{paths[0]} and {path}: {', '.join(differ)} differ; expected runs of one model, commit and device")
-    batches = [batch for race in races for batch in race.costs.batches]
+    batches = [batch for race in races for batch in sorted({r.batch for r in race.ran})]
     if len(batches) > len(set(batches)):
         raise InputError(f"{', '.join(map(str, paths))} have batches {batches}; expected each in one file")
+    of_batches = lambda of: {n: value for race in races for n, value in of(race).items()} | {
+        n: of(race)[n] for race in races for n in {r.batch for r in race.ran} & of(race).keys()}  # of a batch that was cut off, the file's in which it ran
     command = lambda of: {"command": "; ".join(dict.fromkeys(of(race)["command"] for race in races))}
-    costs = CostTable(first.costs.name, first.costs.padding, {n: cost for race in races for n, cost in race.costs.batches.items()},
+    costs = CostTable(first.costs.name, first.costs.padding, of_batches(lambda race: race.costs.batches),
                       dict(first.costs.provenance) | command(lambda race: race.costs.provenance))
     whole = {trace.name: (kind, trace) for race in races for kind, trace in race.traces}
     return Race(first.title, dict(first.about) | command(lambda race: race.about), costs, list(whole.values()),
-                {n: count for race in races for n, count in race.tokens.items()}, [r for race in races for r in race.ran])
+                of_batches(lambda race: race.tokens), [r for race in races for r in race.ran])
 
 
 def _parsed(document: object, traces: Sequence[tuple[str, Trace]]) -> Race:

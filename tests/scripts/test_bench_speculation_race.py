@@ -88,6 +88,17 @@ def test_a_report_is_drawn_again_from_its_json(race, tmp_path):
     assert again("b", "c", *known(tmp_path)) == 0 and files("c") == files("a")
 
 
+@pytest.mark.parametrize("more, taken", [([], "on_checkpoint"), (["--trace", "default"], "traces_on_checkpoint")])
+def test_a_checkpoint_with_traces_is_judged_by_them(monkeypatch, more, taken):
+    called = []
+    monkeypatch.setattr(bench_speculation.torch.cuda, "is_available", lambda: True)
+    for name in ("on_checkpoint", "traces_on_checkpoint"):
+        monkeypatch.setattr(bench_speculation, name, lambda args, name=name: called.append((name, args.tokens)))
+    assert bench_speculation.main(["--checkpoint", "demo", *more]) == 0
+    assert called == [(taken, [1536, 256, 192] if more else [384] * 3)]
+    assert len(bench_speculation.given_traces(bench_speculation.arguments(more))) == 6
+
+
 def split(race: Race, batch: int) -> Race:
     return dataclasses.replace(race, tokens={batch: TOKENS[batch]}, ran=[r for r in race.ran if r.batch == batch],
                                costs=dataclasses.replace(COSTS, batches={batch: COSTS.of(batch)}))
@@ -96,8 +107,12 @@ def split(race: Race, batch: int) -> Race:
 def test_reports_of_several_batches_are_drawn_as_one(race, tmp_path):
     paths = [tmp_path / str(batch) / "bench_speculation_golden.json" for batch in TOKENS]
     race.write(tmp_path / "whole", "golden")
-    for batch, path in zip(TOKENS, paths):
-        split(race, batch).write(path.parent, "golden")
+    one, eight = (split(race, batch) for batch in TOKENS)
+    slower = dataclasses.replace(COSTS.of(1), draft=1.0)
+    eight.costs = dataclasses.replace(COSTS, batches={1: slower} | eight.costs.batches)  # measured, and cut off before it ran
+    eight.tokens = {1: 99} | eight.tokens
+    for found, path in zip((one, eight), paths):
+        found.write(path.parent, "golden")
     assert bench_speculation.main(["--from", *map(str, paths), "--out", str(tmp_path / "both"), *known(tmp_path)]) == 0
     whole, both = ((tmp_path / name / "bench_speculation_golden.md").read_text() for name in ("whole", "both"))
     assert both == whole and len(re.findall(r"^\| high \| [18] \| cost-aware", whole, re.M)) == 4  # its sizes, and as it ran
