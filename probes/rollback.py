@@ -23,7 +23,8 @@ SAME = "the same steps on the same numbers, with a rewind between or without: ro
 
 @dataclass(frozen=True)
 class Rollback(Probe):
-    """Drafts are appended, forgotten, and the true tokens appended: at every residue mod 4, across 128, in rows of a batch."""
+    """Drafts are appended, forgotten, and the true tokens appended: at every residue mod 4, across 128 and the window's end, in rows of
+    a batch."""
 
     name: ClassVar[str] = "rollback"
     title: ClassVar[str] = "a rewound cache equals a fresh one"
@@ -32,7 +33,7 @@ class Rollback(Probe):
     def run(self, subject: Subject) -> list[Check]:
         ids, checks = tokens(subject, LENGTH, self.seed), []
         mine = "cache" in subject.can and hasattr(subject, "model")
-        for at in PLACES:
+        for at in places(subject.config):
             for n in DRAFTS if not mine else DRAFTS[1:2] if at in (21, 128) else ():
                 where = f"{n} forgotten at {at}"
                 checks.append(attempted(NAME, where, "rewinding", lambda: self._again(subject, ids, at, n, where)))
@@ -145,6 +146,13 @@ class Rollback(Probe):
             model.mtp_logits(torch.cat((streams[:, at - 1:at], behind[:, :-1]), 1), wrong, cache)
             cache.rewind(rejected)
         return one_by_one(model, ids[:, at:T], cache), model.mtp_logits(streams[:, at - 1:T - 1], ids[:, at:T], cache)
+
+
+def places(config) -> list[int]:
+    """Where tokens are forgotten: PLACES, and one before, at and one behind the end of each window of a model (a ModelConfig or a
+    GQAConfig) that ends within the run."""
+    windows = set(config.windows) - {None} if hasattr(config, "windows") else {config.sliding_window}
+    return sorted({*PLACES, *(at for window in windows for at in (window - 1, window, window + 1) if 0 < at <= LENGTH - TAIL)})
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, where: str, part: str = "rewinding",

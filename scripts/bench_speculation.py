@@ -1,23 +1,25 @@
 """Speculative decoding on a GPU: what rounds of each size cost, and every block-size policy on acceptance traces.
 
     python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 1536,256,192]
-                                        [--trace KIND=FILE ...] [--static 0,1,2,4,8] [--journal FILE] [--out DIR]
+                                        [--trace default|KIND=FILE ...] [--static 0,1,2,3,4,5,6,7,8] [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384]
-                                        [--journal FILE] [--out DIR]
+                                        [--trace default|KIND=FILE ... [--context 8K]] [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --record CHECKPOINT [--record-out DIR]
+    python scripts/bench_speculation.py --from REPORT.json ... [--trace default|KIND=FILE ...] [--out DIR]
 
 Rounds run as CUDA graphs on random weights of published widths, their kernels compiled by all processors first; a trace says how many drafts are right. Costs of all sizes are
-measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes.
+measured, then each policy runs to `tokens` a row (one count for each batch) and must take the sizes that the specification takes. The best
+static size is that of all from 0 to 8: those not in --static take part as expected, by simulation with the costs of this run.
 `bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. `--checkpoint` runs them on a checkpoint's own text
-instead, greedily continued from this project's code and prose, and counts the rows that equal plain decoding. With `--journal` a run that
+instead, greedily continued from this project's code and prose, and counts the rows that equal plain decoding; with --trace ('default': those
+of dummy weights) its rounds are judged by traces, as with dummy weights. With `--journal` a run that
 was cut off goes on where it stopped (of a checkpoint's text: at the batch that it was at), when it is called again. `--record` writes
-traces of a checkpoint's own text. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_]<device>.json, .md,
-.svg and, with dummy weights, speculation_costs_<device>.json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
+traces of a checkpoint's own text. `--from` measures nothing: it draws the report of a race again, or that of several of one model, commit and
+device whose batches differ, under the first one's name. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_[traces_]]<device>.json, .md,
+.svg and, where traces judge, speculation_costs_… .json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
 import argparse
-import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -27,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.errors import InputError  # noqa: E402
 from dsv4.numerics import NUMERICS  # noqa: E402
-from scripts.bench import report, speculation, speculation_gpu, speculation_report, speculation_traces  # noqa: E402
+from dsv4.speculation import LARGEST, Trace  # noqa: E402
+from scripts.bench import report, speculation_gpu, speculation_race, speculation_traces  # noqa: E402
 from scripts.bench.speculation_journal import SpeculationJournal  # noqa: E402
+from scripts.bench.speculation_race import Race  # noqa: E402
 from scripts.bench_speculation_sim import named_trace  # noqa: E402
 
 SCRIPT = "scripts/bench_speculation.py"
-OWN_TEXT = ("its own text, greedily continued from this project's files. The oracle plans round by round with acceptance as it was recorded "
-            "before; once a draft comes out otherwise its plan is out of step, so here it is no bound")
 numbers = lambda text: [int(n) for n in text.split(",")]
 
 
@@ -47,10 +49,11 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--numerics", default="native", choices=tuple(NUMERICS))
-    parser.add_argument("--static", type=numbers, default=[0, 1, 2, 4, 8])
+    parser.add_argument("--static", type=numbers, default=list(range(LARGEST + 1)))
     parser.add_argument("--trace", action="append", default=[], metavar="KIND=FILE")
     parser.add_argument("--record", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--record-out", type=Path, default=speculation_traces.FOLDER)
+    parser.add_argument("--from", dest="reports", nargs="+", type=Path, metavar="REPORT.json")
     parser.add_argument("--journal", type=Path)
     parser.add_argument("--out", type=Path, default=Path("audits"))
     return parser.parse_args(given)
@@ -61,30 +64,44 @@ def run(args: argparse.Namespace) -> None:
         for path in speculation_traces.record_all(args.record, args.record_out, say):
             say(f"wrote {path}")
         return
-    args.tokens = args.tokens or ([1536, 256, 192] if args.checkpoint is None else [384] * len(args.batch))
+    if args.reports is not None:
+        found = speculation_race.read(args.reports, [*speculation_traces.default_traces(), *given_traces(args)])
+        found.write(args.out, args.reports[0].stem.removeprefix(speculation_race.STEM))
+        return
+    own_text = args.checkpoint is not None and not args.trace
+    args.tokens = args.tokens or ([384] * len(args.batch) if own_text else [1536, 256, 192])
     if len(args.tokens) != len(args.batch):
         raise InputError(f"--tokens has {len(args.tokens)} counts for {len(args.batch)} batches; expected one for each")
     if not torch.cuda.is_available():
         raise InputError("rounds are timed on a CUDA device; this machine has none (scripts/bench_speculation_sim.py simulates)")
     if args.checkpoint is not None:
-        on_checkpoint(args)
+        (on_checkpoint if own_text else traces_on_checkpoint)(args)
         return
-    traces = [named_trace(text) for text in args.trace] or speculation_traces.default_traces()
     from dsv4.dummy import load_dummy
     from scripts.bench.warm import warm_device
-    about, resumed = report.provenance(SCRIPT), args.journal is not None and args.journal.exists()
+    traces, about, resumed = given_traces(args), report.provenance(SCRIPT), args.journal is not None and args.journal.exists()
     journal = kept(args, about)
     if not resumed:
         say("{} rounds compiled ahead in {:.0f} s".format(*warm_device(args.dummy_weights, args.batch, args.context)))
     model = load_dummy(args.dummy_weights, args.layers, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True)
-    slug = report.device_slug(torch.cuda.get_device_name())
     what = f"{args.dummy_weights.capitalize()} widths, {args.layers} layers, the head and the MTP block, random weights, FP8 and FP4 caches"
+    on_traces(args, model, traces, what, about, journal, report.device_slug(torch.cuda.get_device_name()))
+
+
+def given_traces(args: argparse.Namespace) -> list[tuple[str, Trace]]:
+    """(kind, trace). Raises InputError."""
+    return [found for text in args.trace or ["default"]
+            for found in (speculation_traces.default_traces() if text == "default" else [named_trace(text)])]
+
+
+def on_traces(args: argparse.Namespace, model, traces: list[tuple[str, Trace]], what: str, about: dict, journal: SpeculationJournal,
+              name: str) -> None:
+    """Rounds of any model, judged by traces. name: of the report's files."""
     costs = speculation_gpu.measure_costs(model, args.batch, args.context, f"{what}; {report.headline(about)}", about, say, journal)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"speculation_costs_{slug}.json").write_text(json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")
+    speculation_race.write_costs(costs, args.out, name)
     for batch, tokens in zip(args.batch, args.tokens):
         speculation_gpu.race(model, traces, costs, batch, args.context, tokens, args.static, say, journal)
-        write(args.out, slug, journal.ran, about, costs, traces, what)
+        Race(what, about, costs, traces, dict(zip(args.batch, args.tokens)), journal.ran).write(args.out, name)
 
 
 def kept(args: argparse.Namespace, about: dict) -> SpeculationJournal:
@@ -93,41 +110,38 @@ def kept(args: argparse.Namespace, about: dict) -> SpeculationJournal:
                                              if key not in ("out", "journal", "command")})
 
 
+def loaded(args: argparse.Namespace, device: str):
+    """(model, its name, the model in words, the device in file names). Raises CheckpointError."""
+    from dsv4 import load_model
+    backend, name = "triton" if device == "cuda" else "cpu", args.checkpoint.resolve().name
+    model = load_model(args.checkpoint, numerics=args.numerics, mtp=True, device=device, backend=backend)
+    slug = report.device_slug(torch.cuda.get_device_name()) if device == "cuda" else device
+    return model, name, f"{name}, {args.numerics} numerics, {backend} backend", slug
+
+
+def traces_on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
+    """A checkpoint's rounds, judged by traces. Raises CheckpointError, InputError."""
+    traces, about = given_traces(args), report.provenance(SCRIPT)
+    model, name, what, slug = loaded(args, device)
+    on_traces(args, model, traces, what, about, kept(args, about), f"{name}_traces_{slug}")
+
+
 def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
     """Its own text. Raises CheckpointError, InputError."""
-    from dsv4 import load_model
     from dsv4.tokenizer import Tokenizer
     from scripts.bench.speculation_text import race_texts
-    backend = "triton" if device == "cuda" else "cpu"
-    model = load_model(args.checkpoint, numerics=args.numerics, mtp=True, device=device, backend=backend)
+    model, name, what, slug = loaded(args, device)
     encode, about = Tokenizer(args.checkpoint, model.config.vocab_size).encode, report.provenance(SCRIPT)
     journal = kept(args, about)
-    name = args.checkpoint.resolve().name
-    what = f"{name}, {args.numerics} numerics, {backend} backend"
     costs = speculation_gpu.measure_costs(model, args.batch, 2 * speculation_traces.PROMPT, f"{what}; {report.headline(about)}", about, say,
                                           journal)
-    args.out.mkdir(parents=True, exist_ok=True)
-    slug = report.device_slug(torch.cuda.get_device_name()) if device == "cuda" else device
     for batch, tokens in zip(args.batch, args.tokens):
         prompts = {kind: [ids for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(batch))]
                    for kind, pattern in speculation_traces.KINDS.items()}
         if batch not in {timed.batch for timed in journal.ran}:  # of a text the whole batch: its rows are held against the first policy's
             for timed in race_texts(model, prompts, costs, tokens, args.static, say):
                 journal.done(timed)
-        write(args.out, f"{name}_{slug}", journal.ran, about, costs, [], what, OWN_TEXT)
-
-
-def write(folder: Path, slug: str, ran, about: dict, costs, traces, what: str, judge: str = "the trace as the judge of its drafts") -> None:
-    points = [r.point() for r in ran]
-    notes = [f"{trace.name}: {dict(trace.provenance)}" for _, trace in traces]
-    setup = {"title": what, "notes": notes, "costs": costs.document(),
-             "how": f"{what}. Each policy ran on the device, round after round, with {judge}.",
-             "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces],
-             "ran": [dataclasses.asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in ran]}
-    line = speculation.timeline(costs) if 1 in costs.batches else None  # simulated
-    text = speculation_report.markdown(points, about, setup) + speculation_report.real(costs, ran)
-    report.write(folder, f"bench_speculation_{slug}", report.finite(speculation_report.document(points, about, setup, line)), text,
-                 speculation_report.svg(points, about, setup, line))
+        Race(what, about, costs, [], dict(zip(args.batch, args.tokens)), journal.ran).write(args.out, f"{name}_{slug}")
 
 
 def say(text: str) -> None:

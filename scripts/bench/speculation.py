@@ -20,7 +20,8 @@ BOUNDS = ("informed", "oracle", "bound")  # need the future; not candidates for 
 @dataclass(frozen=True)
 class Point:
     """One policy on one trace. kind: 'mixed' or 'stationary', which goal applies. tokens_per_second of all rows together.
-    The rest as in `dsv4.speculation.Run`, None where it was not recorded."""
+    The rest as in `dsv4.speculation.Run`, None where it was not recorded. expected: by simulation, beside points that were measured.
+    own_text: the model wrote its own text, so the oracle's plan, made of another run's, is out of step with it and no bound."""
 
     trace: str
     kind: str
@@ -32,6 +33,12 @@ class Point:
     acceptance: float | None = None
     mean_block_size: float | None = None
     block_size_variance: float | None = None
+    expected: bool = False
+    own_text: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.policy + ", expected" * self.expected
 
     @property
     def static(self) -> bool:
@@ -78,9 +85,10 @@ def groups(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
 
 
 def references(points: Sequence[Point]) -> tuple[Point, Point | None]:
-    """The best static size and the oracle (None where there is none) of one group. Raises ValueError without a static size."""
+    """The best static size, measured or expected, and the oracle (None where there is none, or where it is no bound) of one group.
+    Raises ValueError without a static size."""
     best = max((p for p in points if p.static), key=lambda p: p.tokens_per_second)
-    return best, next((p for p in points if p.policy == "oracle"), None)
+    return best, next((p for p in points if p.policy == "oracle" and not p.own_text), None)
 
 
 def ranked(points: Sequence[Point]) -> list[dict]:
@@ -88,22 +96,25 @@ def ranked(points: Sequence[Point]) -> list[dict]:
     rows = []
     for group in groups(points).values():
         best, oracle = references(group)
-        rows += [{**asdict(p), "best_static": best.policy, "of_static": p.tokens_per_second / best.tokens_per_second,
+        rows += [{**asdict(p), "best_static": best.policy, "best_static_expected": best.expected,
+                  "of_static": p.tokens_per_second / best.tokens_per_second,
                   "of_oracle": p.tokens_per_second / oracle.tokens_per_second if oracle else None} for p in group]
     return rows
 
 
 def verdicts(points: Sequence[Point]) -> list[dict]:
-    """Each goal for each judged policy, trace and batch. A goal whose oracle was not run is not judged: there is no row."""
+    """Each goal for each judged policy, trace and batch. A goal whose oracle was not run is not judged: there is no row.
+    reference: the policy that it was measured against, expected: whether that one's speed was simulated."""
     rows = []
     for row in ranked(points):
         if row["policy"] not in JUDGED:
             continue
-        goals = (("best static size", row["of_static"], GOALS[row["kind"]]), ("oracle", row["of_oracle"], GOALS["oracle"]))
-        for what, measured, goal in goals:
+        goals = (("best static size", row["of_static"], GOALS[row["kind"]], row["best_static"], row["best_static_expected"]),
+                 ("oracle", row["of_oracle"], GOALS["oracle"], "oracle", False))
+        for what, measured, goal, reference, expected in goals:
             if measured is not None:
-                rows.append({"policy": row["policy"], "trace": row["trace"], "batch": row["batch"], "of": what, "measured": measured,
-                             "goal": goal, "verdict": "met" if measured >= goal else "MISSED"})
+                rows.append({"policy": row["policy"], "trace": row["trace"], "batch": row["batch"], "of": what, "reference": reference,
+                             "expected": expected, "measured": measured, "goal": goal, "verdict": "met" if measured >= goal else "MISSED"})
     return rows
 
 

@@ -38,7 +38,7 @@ class Timed:
         drafted = [size for sizes in self.sizes for size in sizes]
         rate = (self.tokens - self.batch * len(self.rounds)) / sum(drafted) if sum(drafted) else None
         return Point(self.trace, self.kind, self.batch, self.policy, self.tokens_per_second, self.tokens, len(self.rounds), rate,
-                     fmean(drafted), pvariance(drafted))
+                     fmean(drafted), pvariance(drafted), own_text=self.same is not None)
 
 
 def name_of(policy: Policy | None) -> str:

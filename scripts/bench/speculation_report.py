@@ -8,6 +8,10 @@ from dsv4.speculation import LARGEST, CostTable
 from scripts.bench.report import headline
 from scripts.bench.speculation import BOUNDS, GOALS, JUDGED, Point, Timeline, groups, ranked, references, verdicts
 
+EXPECTED = " A size that did not run takes part as expected: by simulation of the same excerpt with the costs measured in this run."
+BOUNDED = ("Informed knows the true rates but not the outcomes: about what the best estimate from past acceptance could reach. "
+           "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond, "
+           "where the optimum lies between it and the bound, which no schedule exceeds.")
 COLORS = {"no speculation": "0.75", "ASBS": "#d9a300", "cost-aware": "#1f6feb", "informed": "#7a9e7e", "oracle": "0.25"}
 
 
@@ -18,34 +22,34 @@ def document(points: Sequence[Point], about: Mapping, setup: Mapping, line: Time
 
 def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
     """setup: 'how' says in a sentence how the points were obtained, 'notes' are lines for the end."""
+    bounded = any(not p.own_text for p in points)
     lines = ["# Block sizes of speculative decoding", "", f"{headline(about)}.", "", f"    {about['command']}", "", setup["how"], "",
-             "Relative to the best static size (no speculation is size 0 and competes); of oracle in brackets.", "",
+             "Relative to the best static size (no speculation is size 0 and competes)" + "; of oracle in brackets" * bounded + "."
+             + EXPECTED * any(p.expected for p in points), "",
              "| trace | batch | best static | tokens/s | no speculation | ASBS | cost-aware | informed | oracle | bound |",
              "|---|---:|---|" + "---:|" * 7]
     rows = {(r["trace"], r["batch"], r["policy"]): r for r in ranked(points)}
     for (trace, batch), group in groups(points).items():
         best, _ = references(group)
         cells = [_cell(rows.get((trace, batch, policy))) for policy in ("no speculation", *JUDGED, *BOUNDS)]
-        lines.append(f"| {trace} | {batch} | {best.policy} | {best.tokens_per_second:.0f} | " + " | ".join(cells) + " |")
-    lines += ["", "Informed knows the true rates but not the outcomes: about what the best estimate from past acceptance could reach. "
-                  "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond, "
-                  "where the optimum lies between it and the bound, which no schedule exceeds.",
-              "", f"Goals: {GOALS['mixed']} of the best static size on mixed traces, {GOALS['stationary']} on stationary ones, "
-                  f"{GOALS['oracle']} of the oracle.", "",
+        lines.append(f"| {trace} | {batch} | {best.label} | {best.tokens_per_second:.0f} | " + " | ".join(cells) + " |")
+    lines += ["", BOUNDED] if bounded else []
+    lines += ["", f"Goals: {GOALS['mixed']} of the best static size on mixed traces, {GOALS['stationary']} on stationary ones"
+                  + f", {GOALS['oracle']} of the oracle" * bounded + ".", "",
               "| policy | trace | batch | of | measured | goal | |", "|---|---|---:|---|---:|---:|---|"]
-    lines += [f"| {v['policy']} | {v['trace']} | {v['batch']} | {v['of']} | {v['measured']:.3f} | ≥ {v['goal']:.2f} | {v['verdict']} |"
+    lines += [f"| {v['policy']} | {v['trace']} | {v['batch']} | {v['of']}{_of_expected(v)} | {v['measured']:.3f} | ≥ {v['goal']:.2f} | {v['verdict']} |"
               for v in verdicts(points)]
     lines += ["", "| trace | batch | policy | tokens/s | passes | acceptance | mean block size | variance |",
               "|---|---:|---|" + "---:|" * 5]
-    lines += [f"| {p.trace} | {p.batch} | {p.policy} | {p.tokens_per_second:.0f} | {_or_dash(p.passes, 'd')} "
+    lines += [f"| {p.trace} | {p.batch} | {p.label} | {p.tokens_per_second:.0f} | {_or_dash(p.passes, 'd')} "
               f"| {_or_dash(p.acceptance, '.3f')} | {_or_dash(p.mean_block_size, '.2f')} | {_or_dash(p.block_size_variance, '.2f')} |"
               for p in points]
     notes = [f"- {note}" for note in setup.get("notes", ())]
     return "\n".join([*lines, "", *notes] if notes else lines) + "\n"
 
 
-def real(costs: CostTable, ran: Sequence) -> str:
-    """What rounds cost, and policies as they ran (`Timed`), as markdown."""
+def real(costs: CostTable, ran: Sequence, points: Sequence[Point]) -> str:
+    """What rounds cost, and policies as they ran (`Timed`), as markdown. points: theirs, and of sizes that did not run."""
     texts = any(r.same is not None for r in ran)
     lines = ["", "## What a round costs, ms", "", "Drafting k tokens, verifying k + 1, and the block again over what was verified.", "",
              "| batch | " + " | ".join(map(str, range(LARGEST + 1))) + " | one draft |", "|---:|" + "---:|" * (LARGEST + 2)]
@@ -57,10 +61,7 @@ def real(costs: CostTable, ran: Sequence) -> str:
               + ("The text is the checkpoint's own." if texts else "The sizes were those of the specification in every round."), "",
               "| trace | batch | policy | tokens | rounds | tokens/s | of the best static size | expected tokens/s | host waits |"
               + " rows with the plain text |" * texts, "|---|---:|---|" + "---:|" * (6 + texts)]
-    best: dict[tuple[str, int], float] = {}
-    for r in ran:
-        if r.policy.startswith(("static", "no ")):
-            best[r.trace, r.batch] = max(best.get((r.trace, r.batch), 0.0), r.tokens_per_second)
+    best = {place: references(group)[0].tokens_per_second for place, group in groups(points).items()}
     for r in sorted(ran, key=lambda r: (r.batch, r.trace)):
         lines.append(f"| {r.trace} | {r.batch} | {r.policy} | {r.tokens} | {len(r.rounds)} | {r.tokens_per_second:.0f} "
                      f"| {r.tokens_per_second / best[r.trace, r.batch]:.3f} | {r.expected:.0f} | {r.synchronisations} |" + f" {r.same} of {r.batch} |" * texts)
@@ -71,6 +72,10 @@ def _cell(row: dict | None) -> str:
     if row is None:
         return "–"
     return f"{row['of_static']:.3f}" + ("" if row["of_oracle"] is None else f" ({row['of_oracle']:.2f})")
+
+
+def _of_expected(verdict: Mapping) -> str:
+    return f" ({verdict['reference']}, expected)" if verdict["expected"] else ""
 
 
 def _or_dash(value, form: str) -> str:

@@ -1,5 +1,7 @@
 """Probes on whole runs: green on a sound model, red on one that is not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from probes.moe_edges import MoEEdges
 from probes.poison import Poison
 from probes.probe import execute
 from probes.result import Status, worst
-from probes.rollback import Rollback
+from probes.rollback import PLACES, Rollback, places
 from probes.schedules import Schedules
 from probes.subject import Subject
 from probes.subjects.ours import OurSubject
@@ -55,6 +57,22 @@ def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch):
     real = Cache.rewind
     monkeypatch.setattr(Cache, "rewind", lambda self, counts: real(self, [max(0, n - 1) for n in counts]))
     assert worst(execute(Rollback(), subject)[0]) in (Status.FAIL, Status.ERROR)
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_a_rewind_that_stops_short_at_the_window_s_end_alone_is_seen(subject, monkeypatch, beside):
+    from dsv4.cache import Cache
+    real, edge = Cache.rewind, subject.config.sliding_window + beside
+    monkeypatch.setattr(Cache, "rewind", lambda self, counts: real(
+        self, [n - (n > 0 and now - n == edge) for now, n in zip(self.lengths, [counts] * self.batch if isinstance(counts, int) else counts)]))
+    found = [c for c in execute(Rollback(), subject)[0] if c.status is not Status.PASS]
+    assert found and all(c.where.endswith(f" at {edge}") for c in found), found[:2]
+
+
+def test_windows_that_end_within_the_run_are_places():
+    of = lambda **config: sorted(set(places(SimpleNamespace(**config))) - set(PLACES))
+    assert of(sliding_window=64) == [63, 64, 65] and of(sliding_window=1) == [1, 2] and of(sliding_window=160) == [159, 160]
+    assert of(sliding_window=4096) == [] == of(windows=(None, None)) and of(windows=(None, 33, 50, 33)) == [32, 33, 34, 49, 50, 51]
 
 
 def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):

@@ -37,7 +37,7 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
     assert len(by["oracle"].rounds) < len(by["no speculation"].rounds) and len(set(by["ASBS"].rounds)) > 1
     point = by["static 3"].point()
     assert point.static and point.passes == len(by["static 3"].rounds) and 0 < point.acceptance < 1 and 2 < point.mean_block_size <= 3
-    text = speculation_report.real(COSTS, ran)
+    text = speculation_report.real(COSTS, ran, [r.point() for r in ran])
     assert "| m | 2 | oracle |" in text and "What a round costs" in text
     monkeypatch.setattr(speculation_gpu.Traced, "_accept", lambda self, logits, drafts, proposed: (proposed, logits.argmax(-1)))
     with pytest.raises(RuntimeError, match="chose other sizes than the specification"):
@@ -98,14 +98,18 @@ def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, 
     monkeypatch.setattr(speculation_text, "race_texts", lambda *given: pytest.fail("a batch that the journal holds ran again"))
     bench_speculation.on_checkpoint(args, "cpu")
     assert (tmp_path / "bench_speculation_demo_cpu.json").read_text() == first
-    ran = json.loads((tmp_path / "bench_speculation_demo_cpu.json").read_text())["setup"]["ran"]
+    document, text = json.loads((tmp_path / "bench_speculation_demo_cpu.json").read_text()), (tmp_path / "bench_speculation_demo_cpu.md").read_text()
+    ran = document["setup"]["ran"]
+    assert {v["of"] for v in document["goals"]} == {"best static size"} and all(p["of_oracle"] is None for p in document["points"])
+    assert " (1.00) |" not in text and "of the oracle" not in text and "of oracle" not in text  # it is no bound of a text's own
+    assert "static sizes 1, 2, 4, 5, 6, 7, 8 did not run" in text
     assert [r["policy"] for r in ran][::2] == ["no speculation", "static 3", "ASBS", "cost-aware", "oracle"]
     assert {r["trace"] for r in ran} == {"code", "prose"} and all(r["same"] == 2 and r["tokens"] >= 32 for r in ran)
     for r in ran:
         if r["policy"] == "static 3":  # of acceptance as it was recorded: what comes out is what was expected
             wanted = r["expected"] * sum(costs.seconds(2, s) for s in r["sizes"])
             assert len(r["rounds"]) < 24 and abs(r["tokens"] - wanted) <= 0.1 * wanted, (r["trace"], r["tokens"], wanted)
-    assert "2 of 2 |" in (tmp_path / "bench_speculation_demo_cpu.md").read_text()
+    assert "2 of 2 |" in text
 
 
 def test_rows_are_cut_one_after_another():

@@ -61,11 +61,22 @@ def test_right_k_then_wrong(model, continued, right):
     assert s.accepted == 29 - s.verify_passes
 
 
-def test_every_residue_of_128_while_drafting(model, continued):
-    """From one end of a window of 128 to the next, with every number of right drafts."""
-    want = continued(100, 140)
-    found = drafted(model, [prompt_of(model, 100)], 140, Scripted([want], lambda n: n % 5, model.config.vocab_size), 4)[0]
-    assert found.token_ids == want
+@pytest.mark.parametrize("right", range(5))
+def test_every_residue_of_128_while_drafting(model, continued, right):
+    """A pass of four drafts, so many of them right, from each place of a window of 128: rows that begin 0 … `right` tokens later pass
+    them all between them."""
+    ids, want = prompt_of(model, 100), continued(100, 150)
+    shifted = range(right + 1)
+    found = drafted(model, [ids + want[:i] for i in shifted], 140, Scripted([want[i:] for i in shifted], right, model.config.vocab_size), 4)
+    assert [out.token_ids for out in found] == [want[i:i + 140] for i in shifted]
+    seen = set()
+    for i, out in enumerate(found):
+        at = len(ids) + i
+        for size, accepted in zip(out.speculation.block_size_history, out.speculation.accepted_history):
+            if size == 4:  # the last passes of a row have room for less
+                seen.add((at % 128, accepted))
+            at += accepted + 1
+    assert seen == {(residue, right) for residue in range(128)}
 
 
 @pytest.mark.parametrize("max_rewind, right", [(5, 0), (5, 1), (6, 0)])
