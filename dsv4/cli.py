@@ -159,7 +159,7 @@ def generate(
 
 @app.command()
 def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line: prompt or token_ids; id, max_tokens, priority, seed, "
-                                                        "temperature, top_p.", show_default=False)],
+                                                        "temperature, top_p. -: from standard input.", show_default=False)],
           checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.", show_default=False)],
           rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
           max_context: Annotated[str | None, typer.Option(help="Tokens of one request (128K, 1M …); default: just enough.")] = None,

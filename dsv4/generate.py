@@ -1,5 +1,6 @@
 """Single-shot generation: prefill, then one token at a time."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -48,8 +49,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:  # NaN is neither
             raise InputError(f"temperature {self.temperature} and top_p {self.top_p} were asked for; expected at least 0, and 0 … 1")
+        if not -2**63 <= self.seed < 2**63:
+            raise InputError(f"seed {self.seed} was asked for; expected a number of 64 bits")
 
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

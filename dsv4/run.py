@@ -63,7 +63,10 @@ def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tok
     elif sys.stdin.isatty() and file is None:
         raise InputError("there is no prompt; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     else:
-        found = sys.stdin.read()
+        try:
+            found = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise InputError("cannot read the prompt from standard input: it is not UTF-8 text") from None
     if not found.strip():
         raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     return found

@@ -22,14 +22,22 @@ class Tokenizer:
         self.special = {t.content: i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text: names of special tokens in it are split up like any other text."""
-        self.backend.encode_special_tokens = True
-        return self.backend.encode(text, add_special_tokens=False).ids
+        """Token ids of plain text: names of special tokens in it are split up like any other text. Raises InputError for text that is no
+        Unicode."""
+        return self._encode(text, False)
 
     def encode_templated(self, text: str) -> list[int]:
-        """Token ids of plain text, with the control tokens that the tokenizer's own template puts around it (begin of text, say)."""
+        """Token ids of plain text, with the control tokens that the tokenizer's own template puts around it (begin of text, say).
+        Raises InputError as `encode`."""
+        return self._encode(text, True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()  # half of a surrogate pair, or a byte that was no UTF-8 where it was read, is no character
+        except UnicodeEncodeError as error:
+            raise InputError(f"the text has {text[error.start]!r} at character {error.start + 1}, which is no Unicode; expected UTF-8") from None
         self.backend.encode_special_tokens = True
-        return self.backend.encode(text, add_special_tokens=True).ids
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def control(self, token: str) -> int:
         """Id of a control token. Raises InputError naming it when the tokenizer has none."""

@@ -117,6 +117,9 @@ class BatchEngine:
             raise InputError("the prompt is empty")
         if request.policy is not None and self.drafter is None:
             raise InputError(f"the request has the policy {request.policy.name!r} and nothing drafts; give the engine a drafter")
+        if total > (most := self.model.config.max_position_embeddings):
+            raise ContextOverrun(f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over the {most} "
+                                 "(max_position_embeddings) that the checkpoint takes; shorten it, or lower max_tokens")
         if total > self.cache.max_context:
             raise ContextOverrun(f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over the "
                                  f"max_context of {self.cache.max_context}; shorten it, lower max_tokens, or raise --max-context")

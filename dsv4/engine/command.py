@@ -1,5 +1,6 @@
 """`dsv4 batch`: a file of requests against one checkpoint."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from dsv4.speculation.loop import DRAFT_TOKENS
 from dsv4.speculation.policy import PRESSURE_PERCENT
 from dsv4.tokenizer import Tokenizer
 
+STDIN = Path("-")
 PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
 
 
@@ -54,7 +56,7 @@ class Options:
 
 
 def run_batch(session: Session, file: Path, options: Options, write: Callable[[dict], None]) -> int:
-    """Run the requests of a file; `write` gets each result as a document as it ends, then {"figures": …}. Returns how many failed.
+    """Run the requests of a file, or of standard input ("-"); `write` gets each result as a document as it ends, then {"figures": …}. Returns how many failed.
 
     Raises InputError for a file that cannot be read, a drafter that the model cannot run, and a report that cannot be written.
     """
@@ -68,7 +70,7 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
         stopped = result.stop_reason == "eos"
         documents.append(result.document(tokenizer.decode(result.token_ids[:-1] if stopped else result.token_ids) if tokenizer else None))
         write(documents[-1])
-    found = list(read_requests(lines, encode))
+    found = list(read_requests(lines, encode, options.speculate))
     cache = _cache(session, [r for r in found if isinstance(r, Request)], options)
     engine = BatchEngine(session.model, cache, session.stop_ids, options.together, finish, **options.engine)
     for item in found:
@@ -77,13 +79,15 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
     figures = engine.figures() | {"notes": [] if options.speculate == "off" else speculation_notes(session.model, options.together)}
     write({"figures": figures})
     if options.report is not None:
-        write_report(options.report, file.stem, document(_about(session, file, options, figures["notes"]), figures, documents))
+        write_report(options.report, "stdin" if file == STDIN else file.stem, document(_about(session, file, options, figures["notes"]), figures, documents))
     return sum(d["error"] is not None for d in documents)
 
 
 def _read(file: Path) -> list[str]:
+    """Lines; "-" is standard input. Bytes that are no UTF-8 are kept for the line's own error; a byte order mark is not."""
     try:
-        return file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+        held = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
+        return held.decode("utf-8-sig", "surrogateescape").split("\n")
     except OSError as error:
         raise InputError(f"cannot read requests from {file}: {error.strerror}") from None
 

@@ -12,6 +12,7 @@ from dsv4.generate import Sampling
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.result import Speculation
 
+WORDS = {str: "a string", list: "a list", int: "an integer", dict: "an object", bool: "true or false", float: "a number", type(None): "null"}
 KEYS = {"id": str, "prompt": str, "token_ids": list, "max_tokens": int, "priority": (int, float), "seed": int,
         "temperature": (int, float), "top_p": (int, float)}
 PERCENTILES = (50, 95, 99)
@@ -71,10 +72,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} if len(values) else None
 
 
-def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[Request | Result]:
+def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]], method: str = "off") -> Iterator[Request | Result]:
     """One Request a line of JSON; a line that is none gives the Result that says why, and harms no other. Empty lines are skipped.
 
-    A request without an id is called after its line, from 1. encode(text) → token ids.
+    A request without an id is called after its line, from 1; so is one whose id another has, which keeps its answer to itself.
+    method: what the run drafts with, for results that never ran. encode(text) → token ids.
     """
     seen = set()
     for number, line in enumerate(lines, 1):
@@ -83,13 +85,13 @@ def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]]) -> I
         name = f"line {number}"
         try:
             fields = _fields(line, name)
+            if fields.get("id", name) in seen:
+                raise InputError(f"{name} has the id {fields.get('id', name)!r}, which was used before; ids are unique")
             name = fields.get("id", name)
-            if name in seen:
-                raise InputError(f"id {name!r} of line {number} was used before; ids are unique")
             seen.add(name)
             yield _request(name, fields, encode)
         except Dsv4Error as error:
-            yield Result(name, stop_reason="error", error=error)
+            yield Result(name, stop_reason="error", error=error, speculation=Speculation(method))
 
 
 def _fields(line: str, name: str) -> dict:
@@ -98,12 +100,12 @@ def _fields(line: str, name: str) -> dict:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is not JSON ({error}); expected an object with prompt or token_ids") from None
     if not isinstance(fields, dict):
-        raise InputError(f"{name} is a JSON {type(fields).__name__}; expected an object with prompt or token_ids")
+        raise InputError(f"{name} is {WORDS[type(fields)]}; expected an object with prompt or token_ids")
     for key, value in fields.items():
         if key not in KEYS:
             raise InputError(f"{name} has {key!r}; expected only {', '.join(KEYS)}")
         if not isinstance(value, KEYS[key]) or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-            raise InputError(f"{name} has {key} {value!r:.60}; expected {KEYS[key].__name__ if isinstance(KEYS[key], type) else 'a number'}")
+            raise InputError(f"{name} has {key} {json.dumps(value):.60}; expected {WORDS.get(KEYS[key], 'a number')}")
     return fields
 
 
@@ -115,8 +117,6 @@ def _request(name: str, fields: dict, encode) -> Request:
         raise InputError(f"{name} has token_ids that are no integers; expected a list of token ids")
     if fields.get("max_tokens", 1) < 1:
         raise InputError(f"{name} has max_tokens {fields['max_tokens']}; expected at least 1")
-    if not -2**63 <= fields.get("seed", 0) < 2**63:
-        raise InputError(f"{name} has seed {fields['seed']}; expected a number of 64 bits")
     if 0 < fields.get("temperature", 0.0) < 1e-3:
         raise InputError(f"{name} has temperature {fields['temperature']}; expected 0 (greedy) or at least 0.001")
     sampling = Sampling(fields.get("temperature", 0.0), fields.get("top_p", 1.0), fields.get("seed", 0))

@@ -96,6 +96,9 @@ def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
     (["--prompt", "a", "--device-map", "auto", "--max-memory", "lots"], "--max-memory has 'lots'"),
     (["--prompt", "a", "--device-map", "auto", "--max-memory", "cpu=1K"], "one block needs"),
     (["--prompt", "a", "--device-map", "round-robin"], "device map 'round-robin' is unknown"), (["--no-such-flag"], "No such option"),
+    (["--prompt", "\udcff"], "is no Unicode; expected UTF-8"), (["--prompt", "a", "--temperature", "nan"], "temperature nan"),
+    (["--prompt", "a", "--temperature", "inf"], "temperature inf"), (["--prompt", "a", "--top-p", "nan"], "top_p nan"),
+    (["--prompt", "a", "--seed", str(2**63)], "expected a number of 64 bits"),
 ], ids=lambda v: " ".join(v)[:40].replace("/", "|") if isinstance(v, list) else "")
 def test_bad_requests_are_one_line_and_exit_2(run, demo, args, message):
     code, out, err = run("generate", demo, *args)

@@ -1,5 +1,6 @@
 """The batch engine: outputs do not depend on neighbours, grafts or evictions, and a fault of one request harms no other."""
 
+import io
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
 from dsv4.generate import Sampling, sample
 from dsv4.paging import pool_pages
 from tests.engine.conftest import paged, prefill, random_ids, same
+from tests.test_names import ROOT
 
 SAMPLED = Sampling(0.8, 0.95, seed=3)
 
@@ -195,21 +197,41 @@ def test_stop_ids_end_a_request(model, asked):
 
 
 @pytest.mark.parametrize("line,match", [
-    ("{", "line 2 is not JSON"), ("[1]", "line 2 is a JSON list"), ('{"token_ids": [1], "max_tokens": 0}', "max_tokens 0; expected at least 1"),
+    ("{", "line 2 is not JSON"), ("[1]", "line 2 is a list; expected an object"), ('{"token_ids": [1], "max_tokens": 0}', "max_tokens 0; expected at least 1"),
     ('{"token_ids": [1], "maxtokens": 3}', "has 'maxtokens'; expected only id, prompt"), ("{}", "neither prompt and token_ids"),
-    ('{"token_ids": [1.5]}', "no integers"), ('{"token_ids": [1], "priority": NaN}', "priority nan; expected a number"),
+    ('{"token_ids": [1.5]}', "no integers"), ('{"token_ids": [1], "priority": NaN}', "priority NaN; expected a number"),
     ('{"token_ids": [1], "temperature": -1}', "temperature -1"), ('{"token_ids": [1], "id": "line 1"}', "was used before"),
-    ('{"prompt": 3}', "prompt 3; expected str"), ('{"token_ids": [1], "seed": 1e999}', "seed inf"), ('{"token_ids": [true]}', "no integers"),
+    ('{"prompt": 3}', "prompt 3; expected a string"), ('{"token_ids": [1], "seed": 1e999}', "seed Infinity; expected an integer"), ('{"token_ids": [true]}', "no integers"),
     ("[" * 100_000, "is not JSON"), ('{"token_ids": [1], "temperature": 1e-300}', "expected 0 .greedy. or at least 0.001"),
+    ('{"prompt": null}', "prompt null; expected a string"), ('{"token_ids": [1], "seed": 99999999999999999999}', "a number of 64 bits"),
 ])
 def test_a_bad_line_is_a_result_and_the_others_are_requests(line, match):
     good = '{"token_ids": [1, 2]}'
-    first, bad, last = read_requests([good, line, "", good], encode=lambda text: [1])
+    first, bad, last = read_requests([good, line, "", good], lambda text: [1], "mtp")
+    assert bad.id == "line 2" and bad.document()["speculation"] == "mtp"  # under no other request's name
     assert isinstance(first, Request) and isinstance(last, Request) and (first.id, last.id) == ("line 1", "line 4")
     assert bad.stop_reason == "error" and isinstance(bad.error, InputError)
     with pytest.raises(InputError, match=match):
         raise bad.error
     assert "\n" not in str(bad.error)
+
+
+@pytest.mark.parametrize("given", ["file", "-"])
+def test_text_that_is_no_unicode_is_its_lines_own_error(given, tmp_path, monkeypatch, capsys):
+    """Half of a surrogate pair, and a byte that is no UTF-8; the file begins with a byte order mark."""
+    from dsv4.cli import main
+    held = b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 2}\n{"prompt": "\\ud800"}\n{"prompt": "\xff"}\n{"token_ids": [1], "max_tokens": 140000}'
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(held)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(held)))
+    monkeypatch.setattr("sys.argv", ["dsv4", "batch", "-" if given == "-" else str(file), "--checkpoint", str(ROOT / "demo"), "--numerics", "fp32"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    errors = {d["id"]: d["error"] for d in found if "id" in d}
+    assert stopped.value.code == 1 and errors["line 1"] is None and len(found) == 5
+    assert "no Unicode; expected UTF-8" in errors["line 2"]["message"] and "'\\udcff' at character 1" in errors["line 3"]["message"]
+    assert "max_position_embeddings) that the checkpoint takes" in errors["line 4"]["message"]
 
 
 def test_the_command_writes_a_result_a_line_and_the_figures(long_golden, tmp_path, monkeypatch, capsys):
