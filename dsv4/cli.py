@@ -231,7 +231,8 @@ def convert(src: Checkpoint, dst: Annotated[Path, typer.Argument(help="Directory
 
 @app.command()
 def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, or flash or pro.", show_default=False)],
-         max_context: Annotated[str, typer.Option(help="Tokens a row: 128K, 1M …")] = "1M",
+         max_context: Annotated[str | None, typer.Option(help="Tokens a row: 128K, 1M …; default: the model's max_position_embeddings, at most "
+                                                         "1M.", show_default=False)] = None,
          batch: Annotated[int, typer.Option(min=1)] = 1,
          max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
          numerics: Numerics = NumericsChoice.native, device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",

@@ -9,11 +9,13 @@ from dsv4 import dummy, load_model
 from dsv4.dummy import fill_cache, load_dummy
 from dsv4.gqa import dummy as geometries
 from dsv4.gqa.choice import NAMES, attention_named
+from dsv4.gqa.config import GQAConfig
 from dsv4.graph import DecodeGraph
 from dsv4.planning import plan
 from kernels.block_choice import POLICIES, block_bounds
 from kernels.chunked_prefill import Chunking
 from kernels.grouped_attention import Termination
+from loaders.load import Inventory
 from tests.checkpoints import SMALL
 
 IDS = ",".join(map(str, range(3, 303)))
@@ -85,6 +87,8 @@ def test_plans_have_the_summaries(checkpoint, name, vectors):
 def test_a_plan_on_the_command_line(checkpoint, command_line):
     code, out, _ = command_line("plan", checkpoint, "--max-context", "512", "--attention", "block-mean", "--attention-tokens", "512")
     assert code == 0 and "full layers: mean" in out
+    code, out, _ = command_line("plan", checkpoint, "--attention", "block-bound")
+    assert code == 0 and f"of {GQAConfig.from_dict(Inventory.open(checkpoint).config).max_position_embeddings} tokens (the model's longest" in out
 
 
 @pytest.fixture
