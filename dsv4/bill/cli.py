@@ -10,6 +10,7 @@ import typer
 
 from dsv4.errors import InputError
 
+SUFFIXES = (".json", ".md", ".svg")
 regime_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -43,7 +44,7 @@ def measure(out: Out = Path("audits"),
     from dsv4.bill.measure import Timer
     from dsv4.bill.regime import Hardware
     from dsv4.load import resolve_device
-    target, stem = resolve_device(device), _stem(model, device)
+    target, stem = resolve_device(device), _stem(model, _short(device))
     _can_draw(out)
     source, sizes, rows = _source(model, heads, policies, budget, target), _counts(contexts), _counts(batches)
     about = _about(model, heads if model is Model.gqa else "V4-Flash", target)
@@ -63,11 +64,13 @@ def measure(out: Out = Path("audits"),
 
 @regime_app.command(name="map")
 def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)],
-             out: Out = Path("audits"), name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
+             out: Annotated[Path, typer.Option(help="Directory for regime_NAME.md, .json and .svg; of CSA regime_csa_NAME.*.")] = Path(),
+             name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
              bandwidth: Annotated[str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.",
                                                            show_default=False)] = None,
              capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
-             layers: Layers = 28, weights: Weights = "14G"):
+             layers: Layers = 28, weights: Weights = "14G",
+             force: Annotated[bool, typer.Option("--force", help="Replace files that are no map of the same source and hardware.")] = False):
     """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says so."""
     from dsv4.bill import regime, session
     from dsv4.speculation.documents import expect_header, read_document
@@ -78,7 +81,10 @@ def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that w
         remapped = session.remap(found, hardware)
     except (KeyError, TypeError) as error:
         raise InputError(f"{report} lacks {error}; expected a report that dsv4 regime measure wrote") from None
-    _write(remapped, out, "regime_" + "".join(c if c.isalnum() else "_" for c in name.lower()))
+    stem = _stem(Model(remapped["source"]["kind"]), name)
+    if not force:
+        _check_replaceable(out, stem, remapped)
+    _write(remapped, out, stem)
 
 
 def _source(model: Model, heads: str, policies: str, budget: str, device):
@@ -108,13 +114,40 @@ def _about(model: Model, heads: str, device) -> dict:
     return {"model": f"{model.value} {heads}", "device": where, "torch": torch.__version__}
 
 
-def _stem(model: Model, device: str) -> str:
+def _short(device: str) -> str:
+    """What files of a device are called after: 'cpu', 'H100'."""
     import re
 
     import torch
     name = "cpu" if not device.startswith("cuda") else torch.cuda.get_device_name(torch.device(device))
-    short = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+|T4)\b", name)
-    return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", (short[0] if short else name).lower())
+    found = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+|T4)\b", name)
+    return found[0] if found else name
+
+
+def _stem(model: Model, name: str) -> str:
+    """What files are called: of CSA with its family, so that no report of one kind of model replaces the other's."""
+    import re
+    return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", name.lower())
+
+
+def _check_replaceable(folder: Path, stem: str, report: dict) -> None:
+    """Raises InputError where one of the files is there and they are no map of the same source and hardware."""
+    there = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").exists()]
+    if not there:
+        return
+    try:
+        held = json.loads((folder / f"{stem}.json").read_text())
+        same = not held["rows"] and _drawn_of(held) == _drawn_of(report)
+    except (OSError, ValueError, KeyError, TypeError):  # no report, or none that this program wrote
+        same = False
+    if not same:
+        raise InputError(f"{there[0]} is there and is no map of this source and hardware; expected a free name: give another --out or --name, "
+                         "or --force to replace it")
+
+
+def _drawn_of(report: dict) -> list:
+    """What a map shows: formulas of bytes, where they were measured, and the hardware's name."""
+    return [report["source"], report["about"]["model"], report["about"]["device"], report["hardware"]["name"]]
 
 
 def _counts(text: str) -> list[int]:
@@ -158,7 +191,7 @@ def _write(report: dict, folder: Path, stem: str) -> None:
     from dsv4.bill.plot import svg
     from dsv4.bill.report import markdown
     from dsv4.speculation.documents import write_whole
-    texts = {".json": json.dumps(report, indent=1) + "\n", ".md": markdown(report, f"{stem}.svg"), ".svg": svg(report)}
-    for suffix, text in texts.items():
+    texts = json.dumps(report, indent=1) + "\n", markdown(report, f"{stem}.svg"), svg(report)
+    for suffix, text in zip(SUFFIXES, texts):
         write_whole(folder / f"{stem}{suffix}", text)
-    typer.echo(texts[".md"])
+    typer.echo(texts[1])

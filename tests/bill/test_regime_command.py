@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from dsv4.bill import measure
 
+AUDITS = Path(__file__).resolve().parents[2] / "audits"
 SMALL = ("regime", "measure", "--device", "cpu", "--contexts", "1K,2K,4K", "--batches", "1,2", "--heads", "4,2,16", "--budget", "512",
          "--rounds", "3", "--layers", "4", "--weights", "1M", "--capacity", "1G")
 
@@ -50,7 +53,34 @@ def test_the_map_of_other_hardware_says_that_nothing_was_measured_there(measured
     report = json.loads((tmp_path / "regime_big_one.json").read_text())
     assert code == 0 and report["bill"]["bandwidth"] == 4.8e12 and "Not measured on Big One" in out and report["hardware"]["layers"] == 9
     assert not any(c["fits"] for c in report["map"] if c["context"] > 2048)
-    assert "not measured" in out and (tmp_path / "regime_big_one.svg").exists()
+    assert out.startswith("# Regime: when gqa 4,2,16 decode should read sparsely on Big One\n") and (tmp_path / "regime_big_one.svg").exists()
+    assert "| policy | batch | predicted |\n" in out and "measured between" not in out and "| not measured |" not in out
+
+
+def test_a_map_replaces_only_a_map_of_the_same(measured, command_line, tmp_path, monkeypatch):
+    _, folder = measured
+    monkeypatch.chdir(tmp_path)
+    draw = lambda file, *args: command_line("regime", "map", file, "--name", "H200", *args)
+    assert draw(folder / "regime_cpu.json")[0] == 0 and (tmp_path / "regime_h200.json").exists() and not (tmp_path / "audits").exists()
+    assert draw(folder / "regime_cpu.json", "--capacity", "141G")[0] == 0  # the same, drawn again
+    for stem in ("a10", "host_processor"):  # measured reports, one of hardware that is called as the map's is
+        shutil.copy(folder / "regime_cpu.json", tmp_path / f"regime_{stem}.json")
+    (tmp_path / "regime_b200.md").write_text("mine")
+    for name in ("A10", "B200", "host processor"):
+        code, out, err = command_line("regime", "map", folder / "regime_cpu.json", "--name", name)
+        assert code == 2 and out == "" and err.count("\n") == 1 and "--out or --name" in err and f"regime_{name.lower().replace(' ', '_')}." in err
+    assert json.loads((tmp_path / "regime_a10.json").read_text())["rows"] and (tmp_path / "regime_b200.md").read_text() == "mine"
+    assert command_line("regime", "map", folder / "regime_cpu.json", "--name", "A10", "--force")[0] == 0
+    assert not json.loads((tmp_path / "regime_a10.json").read_text())["rows"]
+
+
+def test_a_map_of_csa_has_files_of_its_own(measured, command_line, tmp_path):
+    _, folder = measured
+    command_line("regime", "map", folder / "regime_cpu.json", "--name", "H200", "--out", tmp_path)
+    gqa = (tmp_path / "regime_h200.json").read_text()
+    code, out, _ = command_line("regime", "map", AUDITS / "regime_csa_h100.json", "--name", "H200", "--out", tmp_path)
+    assert code == 0 and "csa V4-Flash decode should read sparsely on H200" in out
+    assert (tmp_path / "regime_h200.json").read_text() == gqa and json.loads((tmp_path / "regime_csa_h200.json").read_text())["map"]
 
 
 @pytest.mark.parametrize("args,message", [
