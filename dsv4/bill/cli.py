@@ -1,6 +1,8 @@
 """`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading pays."""
 
 import json
+import sys
+import time
 from enum import Enum
 from math import isfinite
 from pathlib import Path
@@ -109,9 +111,15 @@ def _source(model: Model, heads: str, policies: str, budget: str, device):
 
 
 def _about(model: Model, heads: str, device) -> dict:
+    """What a report is of, and where it comes from: device, versions, commit, date and command."""
     import torch
+
+    from probes import provenance
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "host processor"
-    return {"model": f"{model.value} {heads}", "device": where, "torch": torch.__version__}
+    found = provenance.versions()
+    return {"model": f"{model.value} {heads}", "device": where, "torch": torch.__version__, "triton": found["triton"],
+            "python": found["python"], **provenance.commit(), "date": provenance.date(time.time()),
+            "command": provenance.command_line(sys.argv)}
 
 
 def _short(device: str) -> str:

@@ -48,9 +48,11 @@ def _headline(report: dict) -> list[str]:
     """The title, and where the figures come from. A map without rows is of hardware on which nothing was measured: its title says which."""
     about, measured = report["about"], bool(report["rows"])
     where = "" if measured else f" on {report['hardware']['name']}"
-    said = ", ".join(f"{k} {v}" for k, v in about.items()) + "."
+    shown = [f"{k} {v}" for k, v in about.items() if k not in ("command", "dirty") and v is not None]
+    said = ", ".join(shown + ["tracked files changed since"] * bool(about.get("dirty"))) + "."
+    command = ["", f"    {about['command']}"] if about.get("command") else []
     return [f"# Regime: when {about['model']} decode should read sparsely{where}", "",
-            said if measured else f"A map of {report['hardware']['name']}, where nothing was measured; the bill was measured as: {said}"]
+            said if measured else f"A map of {report['hardware']['name']}, where nothing was measured; the bill was measured as: {said}", *command]
 
 
 def _formula(bill: dict) -> str:

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import platform
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsv4.bill import measure
+from probes import provenance
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"
 SMALL = ("regime", "measure", "--device", "cpu", "--contexts", "1K,2K,4K", "--batches", "1,2", "--heads", "4,2,16", "--budget", "512",
@@ -44,6 +48,17 @@ def test_it_measures_fits_predicts_and_draws(measured):
     assert svg.startswith("<?xml") and "hatched" in svg and json.loads((folder / "regime_cpu.predictions.json").read_text())["rows"]
     from dsv4.bill.plot import svg as draw
     assert draw(report) == svg == draw(report)
+
+
+def test_a_report_says_where_it_comes_from(measured):
+    _, folder = measured
+    about = json.loads((folder / "regime_cpu.json").read_text())["about"]
+    text = (folder / "regime_cpu.md").read_text()
+    found = provenance.commit()
+    assert about["commit"] == found["commit"] and about["torch"] == torch.__version__ and about["python"] == platform.python_version()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", about["date"]) and {"triton", "dirty"} <= set(about)
+    assert about["command"].startswith("dsv4 regime measure --device cpu") and str(folder) not in about["command"]
+    assert f"    {about['command']}\n" in text and f"commit {found['commit']}" in text and f"date {about['date']}" in text
 
 
 def test_the_map_of_other_hardware_says_that_nothing_was_measured_there(measured, command_line, tmp_path):
