@@ -24,8 +24,10 @@ class Model(str, Enum):
 Out = Annotated[Path, typer.Option(help="Directory for regime_DEVICE.md, .json, .svg and .predictions.json.")]
 Capacity = Annotated[str | None, typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.",
                                               show_default=False)]
-Layers = Annotated[int, typer.Option(min=1, help="Layers whose caches share the capacity.")]
-Weights = Annotated[str, typer.Option(help="Bytes of weights that a step reads (14G …).")]
+Layers = Annotated[int | None, typer.Option(min=1, show_default=False, help="Layers whose caches share the capacity; default: 28, of CSA those "
+                                            "of V4-Flash.")]
+Weights = Annotated[str | None, typer.Option(show_default=False, help="Bytes of weights that a step reads; default: 14G, of CSA what a step of one "
+                                             "row reads of V4-Flash.")]
 
 
 @regime_app.command()
@@ -40,7 +42,7 @@ def measure(out: Out = Path("audits"),
             heads: Annotated[str, typer.Option(help="Query heads, KV heads, columns of a head.")] = "28,4,128",
             device: Annotated[str, typer.Option(help="cuda, cuda:N; cpu measures the reference there, and says so.")] = "cuda",
             rounds: Annotated[int, typer.Option(min=3, help="Times that each row runs; the median counts.")] = 30,
-            capacity: Capacity = None, layers: Layers = 28, weights: Weights = "14G"):
+            capacity: Capacity = None, layers: Layers = None, weights: Weights = None):
     """Measure, fit, write predictions down, measure what was held out, and report. Exit code 1 when a goal or a crossover FAILED."""
     from dsv4.bill import session
     from dsv4.bill.measure import Timer
@@ -50,10 +52,12 @@ def measure(out: Out = Path("audits"),
     _can_draw(out)
     source, sizes, rows = _source(model, heads, policies, budget, target), _counts(contexts), _counts(batches)
     about = _about(model, heads if model is Model.gqa else "V4-Flash", target)
-    hardware = Hardware(about["device"], _capacity(capacity, target), layers, _count(weights))
+    layers, size, note = _model(model, layers, weights)
+    hardware = Hardware(about["device"], _capacity(capacity, target), layers, size)
     say = lambda line: typer.echo(line, err=True)
     plan = session.Plan.of(rows, sizes)
     report = session.run(source, Timer(target, rounds), plan, hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say)
+    report["notes"] += note
     _write(report, out, stem)
     from dsv4.bill.report import verdict
     failed = [g["goal"] for g in report["quality"]["goals"] if g["verdict"] == "FAILED"]
@@ -71,7 +75,7 @@ def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that w
              bandwidth: Annotated[str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.",
                                                            show_default=False)] = None,
              capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
-             layers: Layers = 28, weights: Weights = "14G",
+             layers: Layers = None, weights: Weights = None,
              force: Annotated[bool, typer.Option("--force", help="Replace files that are no map of the same source and hardware.")] = False):
     """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says so."""
     from dsv4.bill import regime, session
@@ -79,11 +83,13 @@ def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that w
     _can_draw(out)
     found = read_document(report, lambda d: expect_header(d, "a report of dsv4 regime measure", session.FORMAT, session.VERSION))
     try:
-        hardware = regime.Hardware(name, _count(capacity), layers, _count(weights), None if bandwidth is None else _bandwidth(bandwidth))
+        layers, size, note = _model(_kind(found, report), layers, weights)
+        hardware = regime.Hardware(name, _count(capacity), layers, size, None if bandwidth is None else _bandwidth(bandwidth))
         remapped = session.remap(found, hardware)
+        remapped["notes"] += note
     except (KeyError, TypeError) as error:
         raise InputError(f"{report} lacks {error}; expected a report that dsv4 regime measure wrote") from None
-    stem = _stem(Model(remapped["source"]["kind"]), name)
+    stem = _stem(_kind(found, report), name)
     if not force:
         _check_replaceable(out, stem, remapped)
     _write(remapped, out, stem)
@@ -156,6 +162,22 @@ def _check_replaceable(folder: Path, stem: str, report: dict) -> None:
 def _drawn_of(report: dict) -> list:
     """What a map shows: formulas of bytes, where they were measured, and the hardware's name."""
     return [report["source"], report["about"]["model"], report["about"]["device"], report["hardware"]["name"]]
+
+
+def _kind(found: dict, file: Path) -> Model:
+    """The kind of model that a report is of. Raises KeyError, TypeError where it says none, InputError for another."""
+    kind = found["source"]["kind"]
+    if kind not in [m.value for m in Model]:
+        raise InputError(f"{file} is of a model of kind {kind!r}; expected one of {', '.join(m.value for m in Model)}")
+    return Model(kind)
+
+
+def _model(model: Model, layers: int | None, weights: str | None) -> tuple[int, int, list[str]]:
+    """Layers and bytes of weights, as given or as they are assumed, and what must be said of the latter."""
+    from dsv4.bill.defaults import assumed
+    found = assumed(model.value)
+    note = [found.note] * bool(found.note and layers is None and weights is None)
+    return layers or found.layers, found.weights if weights is None else _count(weights), note
 
 
 def _counts(text: str) -> list[int]:

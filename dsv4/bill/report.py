@@ -40,7 +40,7 @@ def markdown(report: dict, picture: str) -> str:
     hardware = report["hardware"]
     lines += ["", "## Map", "", f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
               f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention (whole step); – "
-              "where the caches do not fit.", "", *_map(report["map"]), "", f"![map]({picture})"]
+              "where the caches do not fit, † where only those of dense attention do not.", "", *_map(report["map"]), "", f"![map]({picture})"]
     return "\n".join([*lines, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"])]) + "\n"
 
 
@@ -123,7 +123,10 @@ def verdict(c: dict) -> str:
 def _cell(c: dict) -> str:
     if not c["fits"]:
         return "–"
-    return f"{c['best']} {times(c['attention_speedup'])} ({times(c['step_speedup'])})" if c["attention_speedup"] > 1 else "dense"
+    if c["best"] == "dense":
+        return "dense"
+    alone = "" if c["fits_by_policy"]["dense"] else " †"
+    return f"{c['best']} {times(c['attention_speedup'])} ({times(c['step_speedup'])}){alone}"
 
 
 def _map(cells: Sequence[dict]) -> list[str]:

@@ -96,6 +96,7 @@ def test_a_map_of_csa_has_files_of_its_own(measured, command_line, tmp_path):
     code, out, _ = command_line("regime", "map", AUDITS / "regime_csa_h100.json", "--name", "H200", "--out", tmp_path)
     assert code == 0 and "csa V4-Flash decode should read sparsely on H200" in out
     assert (tmp_path / "regime_h200.json").read_text() == gqa and json.loads((tmp_path / "regime_csa_h200.json").read_text())["map"]
+    assert "21 layers" in out and "- Layers are the CSA layers of V4-Flash (21 of 43)" in out and "28 layers" not in out
 
 
 @pytest.mark.parametrize("args,message", [
@@ -114,8 +115,10 @@ def test_bad_requests_are_one_line_and_exit_2(command_line, tmp_path, args, mess
 
 
 @pytest.mark.parametrize("content,message", [("{}", "expected a report"), ("no", "is not JSON"),
-                                             ('{"format": "dsv4-regime", "version": 1}', "lacks 'bill'")],
-                         ids=["empty", "no JSON", "nothing in it"])
+                                             ('{"format": "dsv4-regime", "version": 1}', "lacks 'source'"),
+                                             ('{"format": "dsv4-regime", "version": 1, "source": {"kind": "rnn"}}', "of kind 'rnn'; expected"),
+                                             ('{"format": "dsv4-regime", "version": 1, "source": {"kind": "csa", "index": "fp4"}}', "lacks 'bill'")],
+                         ids=["empty", "no JSON", "nothing in it", "another kind", "no bill"])
 def test_a_report_that_is_none_is_an_error(command_line, tmp_path, content, message):
     (tmp_path / "r.json").write_text(content)
     code, out, err = command_line("regime", "map", tmp_path / "r.json", "--out", tmp_path)
