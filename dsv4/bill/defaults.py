@@ -31,7 +31,8 @@ def flash() -> Assumed:
     return Assumed(kinds.count(LayerKind.CSA), weights,
                    f"Layers are the CSA layers of V4-Flash ({kinds.count(LayerKind.CSA)} of {len(kinds)}); weights are what a step of one row "
                    f"reads, {config.num_experts_per_tok} of {config.n_routed_experts} routed experts a layer. More rows read "
-                   "more and other layers take time too, so that whole-step factors are upper bounds; the capacity is taken to hold no other experts.")
+                   "more and other layers take time too, so that whole-step factors are upper bounds; the capacity is taken to hold no "
+                   "other experts.")
 
 
 def _read(row: Row, config: ModelConfig) -> int:

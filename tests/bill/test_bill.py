@@ -208,6 +208,9 @@ def test_what_fits_is_asked_of_each_way():
     tight, none, wide = drawn(room), drawn(room - 1), drawn((1 << 30) + 2 * latents)
     assert tight["fits"] and tight["best"] == "csa" and tight["fits_by_policy"] == {"dense": False, "csa": True}
     assert not none["fits"] and wide["fits_by_policy"] == {"dense": True, "csa": True} and wide["best"] == "csa"
+    slow, short = Bill(3e12, 1e-5, {csa.FINDING: Price(1e-3)}), 8 * way.held(1, 4096)
+    only = regime_map(slow, dense, [way], (4096,), (8,), Hardware("made up", short, 1))[0]
+    assert only["best"] == "csa" and only["attention_speedup"] < 1 and not only["fits_by_policy"]["dense"]  # what is faster does not fit
     cell = lambda c: _cell(c).replace(f"csa {times(c['attention_speedup'])} ({times(c['step_speedup'])})", "csa")
     assert (cell(tight), cell(none), cell(wide)) == ("csa †", "–", "csa")
     g = source()
