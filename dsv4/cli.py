@@ -84,6 +84,8 @@ Where = Annotated[KVMemory, typer.Option("--kv-memory", help="Where keys and val
                                          "device, or in pinned host memory, of which a step fetches what it reads. The output is the same.")]
 Staged = Annotated[int | None, typer.Option("--staged-blocks", min=1, show_default=False, help="With --kv-memory host: blocks of each KV head (of a "
                                             "DeepSeek-V4 model: entries) that stay on the device (twice what a step reads).")]
+Guess = Annotated[bool, typer.Option("--guess-ahead/--no-guess-ahead", help="With --kv-memory host and --attention: fetch what the next layer is "
+                                     "guessed to choose. Slower with random weights; not yet measured with trained ones.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
@@ -121,6 +123,7 @@ def generate(
                                                             "LOCAL and the heaviest HEAVY tokens before it; decoding reads all.", show_default=False)] = None,
     kv_memory: Where = KVMemory.device,
     staged_blocks: Staged = None,
+    guess_ahead: Guess = False,
     dummy_weights: Annotated[str | None, typer.Option(help="flash, pro, llama-8b or qwen2.5-7b: that geometry with random weights, without a "
                                                            "checkpoint.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
@@ -144,7 +147,7 @@ def generate(
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention and attention.value, attention_tokens, terminate, prefill_chunks, terminate_rule)
-    where = memory_named(kv_memory.value, staged_blocks)
+    where = memory_named(kv_memory.value, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
     with progress_bar("loading") as loading:
         choices = run.Choices(numerics.value, backend, device, cache, index_cache)
         session = run.Session(checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads, where)
