@@ -76,12 +76,16 @@ Reads = Annotated[AttentionChoice | None, typer.Option("--attention", show_defau
                                                        help="Of a GQA model: what decoding reads of the cache. dense: all. sink-window: the first and the "
                                                        "last tokens. page-bound, block-bound: and what may matter most, by bounds of pages of 16 or "
                                                        "blocks of 128. block-mean: by means, which lose short passages.")]
-ReadTokens = Annotated[int | None, typer.Option("--attention-tokens", min=1, show_default=False, help="With --attention: tokens that are kept (4096).")]
+ReadTokens = Annotated[str | None, typer.Option("--attention-tokens", show_default=False, help="With --attention: tokens that are kept (4K).")]
 Terminate = Annotated[bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")]
+Rule = Annotated[str | None, typer.Option("--terminate-rule", show_default=False, help="With --terminate: when it is, as tau=1e-5,phi=1e-3,patience=5 "
+                                          "(the defaults; any of them): how little it moves and turns, over how many tiles.")]
 Where = Annotated[KVMemory, typer.Option("--kv-memory", help="Where keys and values (of a DeepSeek-V4 model the entries of CSA layers) are: on the "
                                          "device, or in pinned host memory, of which a step fetches what it reads. The output is the same.")]
 Staged = Annotated[int | None, typer.Option("--staged-blocks", min=1, show_default=False, help="With --kv-memory host: blocks of each KV head (of a "
                                             "DeepSeek-V4 model: entries) that stay on the device (twice what a step reads).")]
+Guess = Annotated[bool, typer.Option("--guess-ahead/--no-guess-ahead", help="With --kv-memory host and --attention: fetch what the next layer is "
+                                     "guessed to choose. Slower with random weights; not yet measured with trained ones.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
@@ -114,10 +118,12 @@ def generate(
     attention: Reads = None,
     attention_tokens: ReadTokens = None,
     terminate: Terminate = False,
+    terminate_rule: Rule = None,
     prefill_chunks: Annotated[str | None, typer.Option(help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last "
                                                             "LOCAL and the heaviest HEAVY tokens before it; decoding reads all.", show_default=False)] = None,
     kv_memory: Where = KVMemory.device,
     staged_blocks: Staged = None,
+    guess_ahead: Guess = False,
     dummy_weights: Annotated[str | None, typer.Option(help="flash, pro, llama-8b or qwen2.5-7b: that geometry with random weights, without a "
                                                            "checkpoint.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
@@ -140,8 +146,8 @@ def generate(
         raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
-    reads = attention_named(attention and attention.value, attention_tokens, terminate, prefill_chunks)
-    where = memory_named(kv_memory.value, staged_blocks)
+    reads = attention_named(attention and attention.value, attention_tokens, terminate, prefill_chunks, terminate_rule)
+    where = memory_named(kv_memory.value, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
     with progress_bar("loading") as loading:
         choices = run.Choices(numerics.value, backend, device, cache, index_cache)
         session = run.Session(checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads, where)
@@ -176,7 +182,8 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
           numerics: Numerics = NumericsChoice.native,
           backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
           device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",
-          attention: Reads = None, attention_tokens: ReadTokens = None, terminate: Terminate = False, kv_memory: Where = KVMemory.device):
+          attention: Reads = None, attention_tokens: ReadTokens = None, terminate: Terminate = False, terminate_rule: Rule = None,
+          kv_memory: Where = KVMemory.device, prefill_chunks: Annotated[str | None, typer.Option(hidden=True)] = None):
     """Run many requests over one pool of pages: a JSON result a line as each ends, then the figures. Exit code 1 if any failed."""
     from dsv4 import run
     from dsv4.engine.command import Options, run_batch
@@ -184,8 +191,11 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
     if kv_memory is KVMemory.host:
         raise InputError("--kv-memory host was given; requests of a batch share the pages of one pool, which is on the device: leave it out, or "
                          "run single requests with dsv4 generate")
+    if prefill_chunks is not None:
+        raise InputError("--prefill-chunks was given; a batch reads prompts densely, since its requests share prefixes: leave it out, or run "
+                         "single requests with dsv4 generate")
     options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, report)
-    reads = attention_named(attention and attention.value, attention_tokens, terminate)
+    reads = attention_named(attention and attention.value, attention_tokens, terminate, rule=terminate_rule)
     with progress_bar("loading") as loading:
         choices = run.Choices(numerics.value, backend, device, cache, index_cache)
         session = run.Session(checkpoint, choices, progress=loading, attention=reads)
@@ -231,7 +241,8 @@ def convert(src: Checkpoint, dst: Annotated[Path, typer.Argument(help="Directory
 
 @app.command()
 def plan(checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, or flash or pro.", show_default=False)],
-         max_context: Annotated[str, typer.Option(help="Tokens a row: 128K, 1M …")] = "1M",
+         max_context: Annotated[str | None, typer.Option(help="Tokens a row: 128K, 1M …; default: the model's max_position_embeddings, at most "
+                                                         "1M.", show_default=False)] = None,
          batch: Annotated[int, typer.Option(min=1)] = 1,
          max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
          numerics: Numerics = NumericsChoice.native, device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",

@@ -20,44 +20,48 @@ from dsv4.streams import Stream, cache_streams
 from loaders.expected import official_tensors, preset
 from loaders.load import Inventory
 
+LONGEST = 1 << 20  # tokens a row that a plan is for unless told, where the model takes so many
 
-def plan(checkpoint: str, max_context: str, batch: int, max_rewind: int, numerics: str, device: str, cache: str = "auto",
+
+def plan(checkpoint: str, max_context: str | None, batch: int, max_rewind: int, numerics: str, device: str, cache: str = "auto",
          index_cache: str = "auto", attention: Attention | None = None, kv_memory: HostMemory | None = None) -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit, as JSON values.
 
-    checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). attention: of a GQA model, whose
-    policy's summaries are counted. kv_memory: caches in host memory, whose pinned bytes are no part of the total on the device.
+    checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). max_context: tokens a row ('128K'); None:
+    what the model takes (max_position_embeddings), at most 1M, and the document says that this was the default. attention: of a GQA
+    model, whose policy's summaries are counted. kv_memory: caches in host memory, whose pinned bytes are no part of the total on the device.
     Raises InputError when max_context exceeds the checkpoint's, never clamps it; CapacityError for fewer staged blocks than a step reads.
     """
-    target, context, per_token = resolve_device(device), parse_count(max_context), None
+    target, asked, per_token = resolve_device(device), None if max_context is None else parse_count(max_context), None
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
-    if inventory is not None and inventory.family == "gqa":
-        check_choices(numerics_named(numerics), None, False, cache, index_cache)
-        rows, per_token = _gqa_rows(inventory, numerics_named(numerics), batch, context, attention, kv_memory)
-    elif attention is not None:
+    grouped = inventory is not None and inventory.family == "gqa"
+    if attention is not None and not grouped:
         raise InputError(NOT_GQA)
+    config = (GQAConfig.from_dict if grouped else ModelConfig.from_official)(inventory.config if inventory else preset(checkpoint))
+    context = _context(asked, config)
+    if grouped:
+        check_choices(numerics_named(numerics), None, False, cache, index_cache)
+        rows, per_token = _gqa_rows(config, inventory, numerics_named(numerics), batch, context, attention, kv_memory)
     else:
-        rows = _rows(preset(checkpoint), inventory, numerics_named(numerics).with_caches(cache, index_cache), batch, context, max_rewind, kv_memory)
+        rows = _rows(config, inventory, numerics_named(numerics).with_caches(cache, index_cache), batch, context, max_rewind, kv_memory)
     sizes, free = Plan(tuple(rows)), free_bytes(target)
     here = sizes.total() - sizes.total("pinned")
-    return {"checkpoint": checkpoint, "max_context": context, "batch": batch, "max_rewind": max_rewind, "numerics": numerics,
-            "cache": cache, "index_cache": index_cache, "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
+    return {"checkpoint": checkpoint, "max_context": context, "max_context_default": asked is None, "batch": batch,
+            "max_rewind": max_rewind, "numerics": numerics, "cache": cache, "index_cache": index_cache,
+            "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
             "cache_bytes": sizes.total("cache"), "staging_bytes": sizes.total("staging"), "total_bytes": here, "free_bytes": free,
             "fits": here <= free, "pinned_bytes": sizes.total("pinned"), "host_free_bytes": free_bytes(torch.device("cpu")),
             "cache_bytes_per_token": per_token, "attention": attention.document() if attention else None}
 
 
-def _rows(official: dict | None, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int,
+def _rows(config: ModelConfig, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int,
           kv_memory: HostMemory | None) -> list[Row]:
     """Of a DeepSeek-V4 checkpoint, or of a published configuration where there is none."""
     if inventory is None:
-        config = ModelConfig.from_official(official)
         mtp, tensors = True, official_tensors(config)
     else:
-        config = ModelConfig.from_official(inventory.config)
         mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
         tensors = _stored(inventory)
-    _check_context(context, config)
     if choice.dense:
         tensors = official_tensors(config, mtp, dense="F32", experts="F32")
     if kv_memory is None:
@@ -74,11 +78,9 @@ def _shared(stream: Stream) -> Row:
     return Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula)
 
 
-def _gqa_rows(inventory: Inventory, choice: Numerics, batch: int, context: int, attention: Attention | None,
+def _gqa_rows(config: GQAConfig, inventory: Inventory, choice: Numerics, batch: int, context: int, attention: Attention | None,
               kv_memory: HostMemory | None) -> tuple[list[Row], dict]:
     """Of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
-    config = GQAConfig.from_dict(inventory.config)
-    _check_context(context, config)
     tensors = {name: ("F32" if choice.dense else dtype, shape) for name, (dtype, shape) in _stored(inventory).items()}
     nbytes, formula = gqa_cache.token_bytes(config, choice)
     policy, rows = attention and attention.policy, weight_rows(tensors)
@@ -95,7 +97,9 @@ def _stored(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (source.dtype, source.shape) for name, source in inventory.sources.items()}
 
 
-def _check_context(context: int, config) -> None:
-    if context > config.max_position_embeddings:
-        raise InputError(f"max_context {context} exceeds the checkpoint's max_position_embeddings {config.max_position_embeddings}; "
-                         "ask for at most that")
+def _context(asked: int | None, config: ModelConfig | GQAConfig) -> int:
+    """Tokens a row: as asked, or what the model takes, at most `LONGEST`. Raises InputError for more than it takes."""
+    longest = config.max_position_embeddings
+    if asked is not None and asked > longest:
+        raise InputError(f"max_context {asked} exceeds the checkpoint's max_position_embeddings {longest}; ask for at most that")
+    return min(LONGEST, longest) if asked is None else asked

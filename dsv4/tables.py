@@ -105,8 +105,9 @@ def conversion(document: dict, console: Console) -> None:
 
 
 def plan(document: dict, console: Console) -> None:
-    console.print(f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens, {document['max_rewind']} to rewind, "
-                  f"numerics {document['numerics']}")
+    chosen = " (the model's longest, at most 1M; --max-context sets it)" if document["max_context_default"] else ""
+    console.print(f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens{chosen}, "
+                  f"{document['max_rewind']} to rewind, numerics {document['numerics']}")
     for group in [g for g in GROUPS if any(row["group"] == g for row in document["rows"])]:
         table = _table(f"\n{GROUPS[group]}", ">bytes", ">", "part", "formula")
         for row in document["rows"]:

@@ -41,12 +41,26 @@ def provenance(subject, command: list[str], seeds: dict, started: float) -> dict
         "checkpoint": None if path is None else checkpoint(path, _inventory(subject)),
         "recorded": recorded(getattr(subject, "file", None)), **commit(),
         "device": device(getattr(subject, "device", None) or getattr(model, "device", None)),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
+        "versions": versions(),
         "numerics": subject.numerics, "backend": _backend(subject, model), "dispatch": _dispatch(subject, model),
-        "seeds": dict(seeds), "command": shlex.join(without_paths(part) for part in called(command)),
-        "date": datetime.fromtimestamp(started, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "seeds": dict(seeds), "command": command_line(command), "date": date(started),
         "seconds": round(max(0.0, time.time() - started), 3), "about": without_paths(dict(subject.provenance)),
     }
+
+
+def versions() -> dict:
+    """Of python and the libraries; None for one that is not installed."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
+
+
+def command_line(command: list[str]) -> str:
+    """argv as it would be typed, of paths the last parts."""
+    return shlex.join(without_paths(part) for part in called(command))
+
+
+def date(started: float) -> str:
+    """time.time() → '2026-01-31T12:00:00Z'."""
+    return datetime.fromtimestamp(started, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def called(command: list[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading pays."""
 
 import json
+import sys
+import time
 from enum import Enum
 from math import isfinite
 from pathlib import Path
@@ -10,6 +12,7 @@ import typer
 
 from dsv4.errors import InputError
 
+SUFFIXES = (".json", ".md", ".svg")
 regime_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -21,8 +24,10 @@ class Model(str, Enum):
 Out = Annotated[Path, typer.Option(help="Directory for regime_DEVICE.md, .json, .svg and .predictions.json.")]
 Capacity = Annotated[str | None, typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.",
                                               show_default=False)]
-Layers = Annotated[int, typer.Option(min=1, help="Layers whose caches share the capacity.")]
-Weights = Annotated[str, typer.Option(help="Bytes of weights that a step reads (14G …).")]
+Layers = Annotated[int | None, typer.Option(min=1, show_default=False, help="Layers whose caches share the capacity; default: 28, of CSA those "
+                                            "of V4-Flash.")]
+Weights = Annotated[str | None, typer.Option(show_default=False, help="Bytes of weights that a step reads; default: 14G, of CSA what a step of one "
+                                             "row reads of V4-Flash.")]
 
 
 @regime_app.command()
@@ -37,20 +42,22 @@ def measure(out: Out = Path("audits"),
             heads: Annotated[str, typer.Option(help="Query heads, KV heads, columns of a head.")] = "28,4,128",
             device: Annotated[str, typer.Option(help="cuda, cuda:N; cpu measures the reference there, and says so.")] = "cuda",
             rounds: Annotated[int, typer.Option(min=3, help="Times that each row runs; the median counts.")] = 30,
-            capacity: Capacity = None, layers: Layers = 28, weights: Weights = "14G"):
+            capacity: Capacity = None, layers: Layers = None, weights: Weights = None):
     """Measure, fit, write predictions down, measure what was held out, and report. Exit code 1 when a goal or a crossover FAILED."""
     from dsv4.bill import session
     from dsv4.bill.measure import Timer
     from dsv4.bill.regime import Hardware
     from dsv4.load import resolve_device
-    target, stem = resolve_device(device), _stem(model, device)
+    target, stem = resolve_device(device), _stem(model, _short(device))
     _can_draw(out)
     source, sizes, rows = _source(model, heads, policies, budget, target), _counts(contexts), _counts(batches)
     about = _about(model, heads if model is Model.gqa else "V4-Flash", target)
-    hardware = Hardware(about["device"], _capacity(capacity, target), layers, _count(weights))
+    layers, size, note = _model(model, layers, weights)
+    hardware = Hardware(about["device"], _capacity(capacity, target), layers, size)
     say = lambda line: typer.echo(line, err=True)
     plan = session.Plan.of(rows, sizes)
     report = session.run(source, Timer(target, rounds), plan, hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say)
+    report["notes"] += note
     _write(report, out, stem)
     from dsv4.bill.report import verdict
     failed = [g["goal"] for g in report["quality"]["goals"] if g["verdict"] == "FAILED"]
@@ -63,22 +70,29 @@ def measure(out: Out = Path("audits"),
 
 @regime_app.command(name="map")
 def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)],
-             out: Out = Path("audits"), name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
+             out: Annotated[Path, typer.Option(help="Directory for regime_NAME.md, .json and .svg; of CSA regime_csa_NAME.*.")] = Path(),
+             name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
              bandwidth: Annotated[str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.",
                                                            show_default=False)] = None,
              capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
-             layers: Layers = 28, weights: Weights = "14G"):
+             layers: Layers = None, weights: Weights = None,
+             force: Annotated[bool, typer.Option("--force", help="Replace files that are no map of the same source and hardware.")] = False):
     """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says so."""
     from dsv4.bill import regime, session
     from dsv4.speculation.documents import expect_header, read_document
     _can_draw(out)
     found = read_document(report, lambda d: expect_header(d, "a report of dsv4 regime measure", session.FORMAT, session.VERSION))
     try:
-        hardware = regime.Hardware(name, _count(capacity), layers, _count(weights), None if bandwidth is None else _bandwidth(bandwidth))
+        layers, size, note = _model(_kind(found, report), layers, weights)
+        hardware = regime.Hardware(name, _count(capacity), layers, size, None if bandwidth is None else _bandwidth(bandwidth))
         remapped = session.remap(found, hardware)
+        remapped["notes"] += note
     except (KeyError, TypeError) as error:
         raise InputError(f"{report} lacks {error}; expected a report that dsv4 regime measure wrote") from None
-    _write(remapped, out, "regime_" + "".join(c if c.isalnum() else "_" for c in name.lower()))
+    stem = _stem(_kind(found, report), name)
+    if not force:
+        _check_replaceable(out, stem, remapped)
+    _write(remapped, out, stem)
 
 
 def _source(model: Model, heads: str, policies: str, budget: str, device):
@@ -103,18 +117,67 @@ def _source(model: Model, heads: str, policies: str, budget: str, device):
 
 
 def _about(model: Model, heads: str, device) -> dict:
+    """What a report is of, and where it comes from: device, versions, commit, date and command."""
     import torch
+
+    from probes import provenance
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "host processor"
-    return {"model": f"{model.value} {heads}", "device": where, "torch": torch.__version__}
+    found = provenance.versions()
+    return {"model": f"{model.value} {heads}", "device": where, "torch": torch.__version__, "triton": found["triton"],
+            "python": found["python"], **provenance.commit(), "date": provenance.date(time.time()),
+            "command": provenance.command_line(sys.argv)}
 
 
-def _stem(model: Model, device: str) -> str:
+def _short(device: str) -> str:
+    """What files of a device are called after: 'cpu', 'H100'."""
     import re
 
     import torch
     name = "cpu" if not device.startswith("cuda") else torch.cuda.get_device_name(torch.device(device))
-    short = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+|T4)\b", name)
-    return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", (short[0] if short else name).lower())
+    found = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+|T4)\b", name)
+    return found[0] if found else name
+
+
+def _stem(model: Model, name: str) -> str:
+    """What files are called: of CSA with its family, so that no report of one kind of model replaces the other's."""
+    import re
+    return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", name.lower())
+
+
+def _check_replaceable(folder: Path, stem: str, report: dict) -> None:
+    """Raises InputError where one of the files is there and they are no map of the same source and hardware."""
+    there = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").exists()]
+    if not there:
+        return
+    try:
+        held = json.loads((folder / f"{stem}.json").read_text())
+        same = not held["rows"] and _drawn_of(held) == _drawn_of(report)
+    except (OSError, ValueError, KeyError, TypeError):  # no report, or none that this program wrote
+        same = False
+    if not same:
+        raise InputError(f"{there[0]} is there and is no map of this source and hardware; expected a free name: give another --out or --name, "
+                         "or --force to replace it")
+
+
+def _drawn_of(report: dict) -> list:
+    """What a map shows: formulas of bytes, where they were measured, and the hardware's name."""
+    return [report["source"], report["about"]["model"], report["about"]["device"], report["hardware"]["name"]]
+
+
+def _kind(found: dict, file: Path) -> Model:
+    """The kind of model that a report is of. Raises KeyError, TypeError where it says none, InputError for another."""
+    kind = found["source"]["kind"]
+    if kind not in [m.value for m in Model]:
+        raise InputError(f"{file} is of a model of kind {kind!r}; expected one of {', '.join(m.value for m in Model)}")
+    return Model(kind)
+
+
+def _model(model: Model, layers: int | None, weights: str | None) -> tuple[int, int, list[str]]:
+    """Layers and bytes of weights, as given or as they are assumed, and what must be said of the latter."""
+    from dsv4.bill.defaults import assumed
+    found = assumed(model.value)
+    note = [found.note] * bool(found.note and layers is None and weights is None)
+    return layers or found.layers, found.weights if weights is None else _count(weights), note
 
 
 def _counts(text: str) -> list[int]:
@@ -158,7 +221,7 @@ def _write(report: dict, folder: Path, stem: str) -> None:
     from dsv4.bill.plot import svg
     from dsv4.bill.report import markdown
     from dsv4.speculation.documents import write_whole
-    texts = {".json": json.dumps(report, indent=1) + "\n", ".md": markdown(report, f"{stem}.svg"), ".svg": svg(report)}
-    for suffix, text in texts.items():
+    texts = json.dumps(report, indent=1) + "\n", markdown(report, f"{stem}.svg"), svg(report)
+    for suffix, text in zip(SUFFIXES, texts):
         write_whole(folder / f"{stem}{suffix}", text)
-    typer.echo(texts[".md"])
+    typer.echo(texts[1])

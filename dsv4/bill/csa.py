@@ -28,6 +28,11 @@ def csa_bytes(batch: int, context: int, key: int = 68) -> int:
     return batch * ((min(TOPK, entries) + WINDOW) * 1024 + 131072 + entries * key + 16384 + 8 * entries)
 
 
+def latent_bytes(batch: int, context: int) -> int:
+    """What dense attention holds of a layer: a latent a token, 512 × 2 B."""
+    return batch * context * LATENT * 2
+
+
 def _entries(batch: int, context: int) -> int:
     """Entries that are scored."""
     return batch * -(-context // RATIO)
@@ -77,10 +82,14 @@ class CSA:
         return {"kind": "csa", "index": self.index}
 
     def cache_bytes(self, batch: int, context: int) -> int:
-        return batch * (context * 1024 + -(-context // RATIO) * (1024 + INDEX_KEYS[self.index][1]))
+        return latent_bytes(batch, context) + _entries(batch, context) * (1024 + INDEX_KEYS[self.index][1])
+
+    def _held(self, batch: int, context: int) -> int:
+        """Of CSA alone: rows of the window, entries and index keys."""
+        return latent_bytes(batch, min(WINDOW, context)) + _entries(batch, context) * (1024 + INDEX_KEYS[self.index][1])
 
     def ways(self) -> tuple[Way, list[Way]]:
-        return Way("dense", dense_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, _entries)]
+        return Way("dense", dense_bytes, held=latent_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, _entries, self._held)]
 
     def _csa_bytes(self, batch: int, context: int) -> int:
         return csa_bytes(batch, context, INDEX_KEYS[self.index][1])

@@ -52,9 +52,18 @@ def searched(g: Geometry, policy: Policy, batch: int, context: int) -> int:
     return 0 if policy.selector is None else batch * g.kv_heads * -(-context // policy.block)
 
 
-def policy_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
+def summary_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
     vectors = {"bound": 2, "mean": 1, None: 0}[policy.selector] * searched(g, policy, batch, context)
-    return g.cache(batch, min(policy.tokens, context)) + vectors * g.head_dim * g.itemsize + g.ends(batch)
+    return vectors * g.head_dim * g.itemsize
+
+
+def policy_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
+    return g.cache(batch, min(policy.tokens, context)) + summary_bytes(g, policy, batch, context) + g.ends(batch)
+
+
+def held_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
+    """What a layer's cache takes under a policy: all keys and values, and the summaries."""
+    return g.cache(batch, context) + summary_bytes(g, policy, batch, context)
 
 
 class Inputs:
@@ -105,9 +114,9 @@ class GQA:
 
     def ways(self) -> tuple[Way, list[Way]]:
         """Dense attention and the policies, as the bill sees them."""
-        ways = [Way(p.name, partial(policy_bytes, self.geometry, p), finding(p), p.tokens, partial(searched, self.geometry, p))
-                for p in self.policies.values()]
-        return Way("dense", self.dense_bytes), ways
+        ways = [Way(p.name, partial(policy_bytes, self.geometry, p), finding(p), p.tokens, partial(searched, self.geometry, p),
+                    partial(held_bytes, self.geometry, p)) for p in self.policies.values()]
+        return Way("dense", self.dense_bytes, held=self.geometry.cache), ways
 
     def inputs(self, batch: int, context: int, layers: int, distinct: int) -> Inputs:
         return Inputs(self.geometry, batch, context, layers, distinct, self.device, self.dtype)

@@ -35,14 +35,15 @@ def _draw_map(figure, axis, report: dict) -> None:
         x, y = contexts.index(c["context"]), batches.index(c["batch"])
         if not c["fits"]:
             axis.add_patch(Rectangle((x, y), 1, 1, facecolor="0.85", edgecolor="0.6", hatch="//", linewidth=0))
-        said = "" if not c["fits"] else "dense" if c["best"] == "dense" else f"{times(c['attention_speedup'])} {letters[c['best']]}"
+        alone = "" if c["fits_by_policy"]["dense"] else "†"
+        said = "" if not c["fits"] else "dense" if c["best"] == "dense" else f"{times(c['attention_speedup'])} {letters[c['best']]}{alone}"
         axis.text(x + 0.5, y + 0.5, said, ha="center", va="center", fontsize=6, color="white" if c["attention_speedup"] < 4 else "black")
     axis.set_xticks([i + 0.5 for i in range(len(contexts))], map(tokens, contexts))
     axis.set_yticks([i + 0.5 for i in range(len(batches))], map(str, batches))
     axis.set_xlabel("context, tokens", fontsize=7)
     axis.set_ylabel("batch", fontsize=7)
     axis.set_title(f"{report['about']['model']} on {hardware['name']}, fastest policy: " + ", ".join(f"{n} {p}" for p, n in letters.items())
-                   + f"\nhatched: the caches of {hardware['layers']} layers do not fit", fontsize=8)
+                   + f"\nhatched: the caches of {hardware['layers']} layers do not fit; †: those of dense attention do not", fontsize=8)
 
 
 def _draw_rows(axis, report: dict) -> None:

@@ -14,13 +14,14 @@ Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's a
 @dataclass(frozen=True)
 class Way:
     """A policy as the bill sees it. least: up to that context it keeps everything, and is dense attention. searched: how many things it
-    scores to find what it reads."""
+    scores to find what it reads. held: bytes that its cache of one layer takes, of all rows."""
 
     policy: str
     bytes: Bytes
     finding: str | None = None
     least: int = 0
     searched: Bytes = lambda batch, context: 0
+    held: Bytes = lambda batch, context: 0
 
     def seconds(self, bill: Bill, batch: int, context: int) -> float:
         return bill.seconds(self.bytes(batch, context), self.finding, self.searched(batch, context), batch)
@@ -64,13 +65,13 @@ def measured_crossover(rows: Iterable[Measured], policy: str, batch: int) -> tup
     return contexts[last] if last >= 0 else None, contexts[last + 1] if last + 1 < len(contexts) else None
 
 
-def regime_map(bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[int], batches: Iterable[int], hardware: Hardware,
-               cache_bytes: Bytes) -> list[dict]:
-    """A cell for each context and batch: seconds of one layer by policy, the fastest, how many times faster than dense its attention and
-    the whole step are, and whether weights and caches fit.
+def regime_map(bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[int], batches: Iterable[int],
+               hardware: Hardware) -> list[dict]:
+    """A cell for each context and batch: seconds of one layer by policy, which ways fit (the weights and what that way's caches take), the
+    fastest that does, and how many times faster than dense attention, which may not fit, its attention and the whole step are.
 
     The fastest is looked for among dense attention and the ways that search, if there are any: what forgets without looking is always
-    cheapest, and no answer to the same question.
+    cheapest, and no answer to the same question. Where none of them fits, `fits` is false, and the fastest is that of all.
     """
     if hardware.bandwidth is not None:
         bill = Bill(hardware.bandwidth, bill.c0, bill.finding)
@@ -78,10 +79,11 @@ def regime_map(bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[i
     for batch in batches:
         for context in contexts:
             seconds = {way.policy: way.seconds(bill, batch, context) for way in (dense, *ways)}
-            best = min((dense, *able), key=lambda way: (seconds[way.policy], way is not dense)).policy
+            fits = {way.policy: hardware.weights + hardware.layers * way.held(batch, context) <= hardware.capacity for way in (dense, *ways)}
+            best = min((dense, *able), key=lambda way: (not fits[way.policy], seconds[way.policy], way is not dense)).policy
             rest = hardware.weights / bill.bandwidth
             step = {policy: rest + hardware.layers * t for policy, t in seconds.items()}
             cells.append({"batch": batch, "context": context, "seconds": seconds, "best": best,
                           "attention_speedup": seconds[dense.policy] / seconds[best], "step_speedup": step[dense.policy] / step[best],
-                          "fits": hardware.weights + hardware.layers * cache_bytes(batch, context) <= hardware.capacity})
+                          "fits": fits[best], "fits_by_policy": fits})
     return cells

@@ -31,24 +31,53 @@ def priced(price: dict) -> str:
 
 
 def markdown(report: dict, picture: str) -> str:
-    about, bill, hardware = report["about"], report["bill"], report["hardware"]
-    lines = [f"# Regime: when {about['model']} decode should read sparsely", "", ", ".join(f"{k} {v}" for k, v in about.items()) + ".", "",
-             "One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first: a fixed price, one for each row "
-             "of the batch, and one for each block that is scored (of all rows and KV heads). β and c₀ are fitted on dense rows only, each c₁ on "
-             "its own rows, relative errors least squares; rows held out were predicted on disk before they ran.", "",
-             f"β = {bill['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(bill['c0'])} µs"
-             + "".join(f", c₁ ({name}) = {priced(price)}" for name, price in bill["finding"].items()) + ".", ""]
+    lines = [*_headline(report), "", _formula(report["bill"]), "", _fitted(report["bill"]), ""]
     if report["rows"]:
-        lines += _quality(report["quality"])
-    lines += ["", "## Crossovers", "", "The shortest context from which on the policy is not slower than dense attention; met: within a factor of two of where it was measured.", "",
-              "| policy | batch | predicted | measured between | |", "|---|---:|---:|---|---|"]
-    lines += [_crossover(c) for c in report["crossovers"]]
+        lines += [*_quality(report["quality"]), ""]
+    lines += _crossovers(report["crossovers"], bool(report["rows"]))
     if report["rows"]:
         lines += _rows(report["rows"])
+    hardware = report["hardware"]
     lines += ["", "## Map", "", f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
               f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention (whole step); – "
-              "where the caches do not fit.", "", *_map(report["map"]), "", f"![map]({picture})"]
+              "where the caches do not fit, † where only those of dense attention do not.", "", *_map(report["map"]), "", f"![map]({picture})"]
     return "\n".join([*lines, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"])]) + "\n"
+
+
+def _headline(report: dict) -> list[str]:
+    """The title, and where the figures come from. A map without rows is of hardware on which nothing was measured: its title says which."""
+    about, measured = report["about"], bool(report["rows"])
+    where = "" if measured else f" on {report['hardware']['name']}"
+    shown = [f"{k} {v}" for k, v in about.items() if k not in ("command", "dirty") and v is not None]
+    said = ", ".join(shown + ["tracked files changed since"] * bool(about.get("dirty"))) + "."
+    command = ["", f"    {about['command']}"] if about.get("command") else []
+    return [f"# Regime: when {about['model']} decode should read sparsely{where}", "",
+            said if measured else f"A map of {report['hardware']['name']}, where nothing was measured; the bill was measured as: {said}", *command]
+
+
+def _formula(bill: dict) -> str:
+    """What the bill has prices for, as it was fitted: without one for a row of the batch, none is spoken of."""
+    parts = ["a fixed price"] + ["one for each row of the batch"] * any(p.get("row") for p in bill["finding"].values())
+    parts.append("one for each block that is scored (of all rows and KV heads)")
+    said = ", ".join(parts[:-1]) + (", and " if len(parts) > 1 else "") + parts[-1]
+    return (f"One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first: {said}. β and c₀ are fitted on dense "
+            "rows only, each c₁ on its own rows, relative errors least squares; rows held out were predicted on disk before they ran.")
+
+
+def _fitted(bill: dict) -> str:
+    prices = "".join(f", c₁ ({name}) = {priced(price)}" for name, price in bill["finding"].items())
+    return f"β = {bill['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(bill['c0'])} µs{prices}."
+
+
+def _crossovers(crossovers: Sequence[dict], measured: bool) -> list[str]:
+    """The table; of a map without rows only what is predicted."""
+    said = "The shortest context from which on the policy is not slower than dense attention"
+    if not measured:
+        lines = [f"{said}, as the bill predicts it.", "", "| policy | batch | predicted |", "|---|---:|---:|"]
+    else:
+        lines = [f"{said}; met: within a factor of two of where it was measured.", "",
+                 "| policy | batch | predicted | measured between | |", "|---|---:|---:|---|---|"]
+    return ["## Crossovers", "", *lines, *(_crossover(c, measured) for c in crossovers)]
 
 
 def _quality(quality: dict) -> list[str]:
@@ -71,11 +100,13 @@ def _rows(rows: Sequence[dict]) -> list[str]:
     return lines
 
 
-def _crossover(c: dict) -> str:
+def _crossover(c: dict, measured: bool) -> str:
+    said = "never pays" if c["predicted"] is None else tokens(c["predicted"])
+    if not measured:
+        return f"| {c['policy']} | {c['batch']} | {said} |"
     below, above = c.get("measured_between", (None, None))
     seen = "not measured" if below is above is None else f"over {tokens(below)}, never ahead" if above is None else \
         f"up to {tokens(above)}, always ahead" if below is None else f"{tokens(below)} … {tokens(above)}"
-    said = "never pays" if c["predicted"] is None else tokens(c["predicted"])
     return f"| {c['policy']} | {c['batch']} | {said} | {seen} | {verdict(c)} |"
 
 
@@ -92,7 +123,10 @@ def verdict(c: dict) -> str:
 def _cell(c: dict) -> str:
     if not c["fits"]:
         return "–"
-    return f"{c['best']} {times(c['attention_speedup'])} ({times(c['step_speedup'])})" if c["attention_speedup"] > 1 else "dense"
+    if c["best"] == "dense":
+        return "dense"
+    alone = "" if c["fits_by_policy"]["dense"] else " †"
+    return f"{c['best']} {times(c['attention_speedup'])} ({times(c['step_speedup'])}){alone}"
 
 
 def _map(cells: Sequence[dict]) -> list[str]:

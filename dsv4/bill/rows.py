@@ -77,4 +77,4 @@ class Source(Protocol):
         """(dense, sparse policies) as `regime.Way`s."""
 
     def cache_bytes(self, batch: int, context: int) -> int:
-        """What one layer's inputs take on the device."""
+        """What one layer's inputs, of all ways together, take on the device while they are measured."""

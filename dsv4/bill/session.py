@@ -74,7 +74,7 @@ def run(source: Source, timer: ShapeTimer, plan: Plan, hardware: Hardware, conte
         c["measured_between"] = measured_crossover(measured, c["policy"], c["batch"])
     return {"format": FORMAT, "version": VERSION, "about": about, "source": source.document(), "bill": asdict(bill),
             "quality": qualities(measured, judged), "rows": judged, "crossovers": said["crossovers"], "hardware": asdict(hardware),
-            "notes": notes, "map": regime_map(bill, dense, ways, contexts, batches, hardware, source.cache_bytes)}
+            "notes": notes, "map": regime_map(bill, dense, ways, contexts, batches, hardware)}
 
 
 def check_priced(ways: Sequence, findings: Container[str]) -> None:
@@ -122,18 +122,23 @@ def qualities(measured: Sequence[Measured], judged: Sequence[dict]) -> dict:
 
 def remap(report: dict, hardware: Hardware) -> dict:
     """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as they were measured."""
-    bill, source = Bill.from_document(report["bill"]), _source_of(report["source"])
+    bill = Bill.from_document(report["bill"])
     if hardware.bandwidth is not None:
         bill = replace(bill, bandwidth=hardware.bandwidth)
-    dense, ways = source.ways()
-    cells, batches = report["map"], list(dict.fromkeys(c["batch"] for c in report["crossovers"]))
-    contexts, wide = (list(dict.fromkeys(c[key] for c in cells)) for key in ("context", "batch"))
+    dense, ways = _source_of(report["source"]).ways()
+    batches = list(dict.fromkeys(c["batch"] for c in report["crossovers"]))
     note = f"Not measured on {hardware.name}: the bill of {report['about']['device']}" + \
         (f" with β = {hardware.bandwidth / 1e12:.3f} TB/s" if hardware.bandwidth is not None else "") + "; c₀ and c₁ as they were there."
-    return report | {"bill": asdict(bill), "hardware": asdict(hardware), "notes": [note], "rows": [], "quality": None,
-                     "crossovers": [{"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)}
-                                    for way in ways for b in batches],
-                     "map": regime_map(bill, dense, ways, contexts, wide, hardware, source.cache_bytes)}
+    crossovers = [{"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)} for way in ways for b in batches]
+    return redraw(report | {"bill": asdict(bill), "notes": [note], "rows": [], "quality": None, "crossovers": crossovers}, hardware)
+
+
+def redraw(report: dict, hardware: Hardware) -> dict:
+    """A report with its map drawn again, of the contexts and batches that it had; all else, measured rows above all, stays as it is."""
+    dense, ways = _source_of(report["source"]).ways()
+    contexts, batches = (list(dict.fromkeys(c[key] for c in report["map"])) for key in ("context", "batch"))
+    return report | {"hardware": asdict(hardware),
+                     "map": regime_map(Bill.from_document(report["bill"]), dense, ways, contexts, batches, hardware)}
 
 
 def _source_of(document: dict) -> Source:

@@ -143,4 +143,6 @@ def _about(session: Session, file: Path, options: Options, notes: list[str]) -> 
 def _attention(reading: Attention) -> str:
     """What decoding reads, in words."""
     kept = "" if reading.policy.dense else f" of {reading.policy.tokens} tokens"
-    return f"{reading.policy.name}{kept}{', until stable' if reading.termination else ''}"
+    rule = reading.termination
+    until = "" if rule is None else f", until stable (tau={rule.tau:g}, phi={rule.phi:g}, patience={rule.patience})"
+    return f"{reading.policy.name}{kept}{until}"

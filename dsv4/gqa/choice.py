@@ -11,7 +11,8 @@ from kernels.grouped_attention import Termination
 
 NAMES = {name.replace("+", "-"): make for name, make in POLICIES.items()}  # of the command line
 NOT_GQA = ("another attention was asked for; a DeepSeek-V4 model has learnt what it reads (CSA, HCA): leave out --attention, --attention-tokens, "
-           "--terminate and --prefill-chunks")
+           "--terminate, --terminate-rule and --prefill-chunks")
+RULE = {"tau": float, "phi": float, "patience": int}  # what the command line sets of a termination
 TOKENS = 4096  # that a policy keeps, unless another number is asked for
 
 
@@ -45,21 +46,45 @@ class Attention:
                 "prefill": None if self.prefill is None else asdict(self.prefill)}
 
 
-def attention_named(name: str | None, tokens: int | None = None, terminate: bool = False, prefill_chunks: str | None = None) -> Attention | None:
+def attention_named(name: str | None, tokens: int | str | None = None, terminate: bool = False, prefill_chunks: str | None = None,
+                    rule: str | None = None) -> Attention | None:
     """What the options of the command line ask for; None where none was given.
 
-    name: one of NAMES (None: dense); tokens: that a policy keeps; prefill_chunks: 'CHUNK,LOCAL,HEAVY'. Raises InputError for what
-    contradicts itself, UnsupportedInput for chunks that are no such cut.
+    name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K'; prefill_chunks: 'CHUNK,LOCAL,HEAVY'; rule: of
+    terminating, 'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError for what contradicts itself or is no such option,
+    UnsupportedInput for chunks that are no such cut and for values that no rule has.
     """
-    if name is None and tokens is None and not terminate and prefill_chunks is None:
+    if name is None and tokens is None and not terminate and prefill_chunks is None and rule is None:
         return None
     if name is not None and name not in NAMES:
         raise InputError(f"--attention {name!r} is unknown; expected {', '.join(NAMES)}")
     if name in (None, "dense") and tokens is not None:
         raise InputError(f"--attention-tokens {tokens} was given, and dense attention reads every token; add --attention block-bound")
-    policy = dense() if name in (None, "dense") else _kept(name, TOKENS if tokens is None else tokens)
-    from_options = Termination() if terminate else None
-    return Attention(policy, from_options, None if prefill_chunks is None else _chunking(prefill_chunks))
+    if rule is not None and not terminate:
+        raise InputError(f"--terminate-rule {rule} was given, and nothing ends before its last token; add --terminate")
+    policy = dense() if name in (None, "dense") else _kept(name, TOKENS if tokens is None else _count("--attention-tokens", tokens))
+    return Attention(policy, _rule(rule or "") if terminate else None, None if prefill_chunks is None else _chunking(prefill_chunks))
+
+
+def _count(option: str, value: int | str) -> int:
+    try:
+        return value if isinstance(value, int) else parse_count(value)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None
+
+
+def _rule(text: str) -> Termination:
+    """'tau=1e-5,patience=5' → Termination; what is not named is as it is by default."""
+    found: dict[str, float] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = (t.strip() for t in part.partition("="))
+        if name not in RULE or name in found:
+            raise InputError(f"--terminate-rule has {part!r}; expected each of {', '.join(RULE)} at most once, such as tau=1e-5,phi=1e-3,patience=5")
+        try:
+            found[name] = RULE[name](value)
+        except ValueError:
+            raise InputError(f"--terminate-rule has {part!r}; expected {name}= and {'a whole' if RULE[name] is int else 'a'} number") from None
+    return Termination(**found)
 
 
 def _kept(name: str, tokens: int) -> Policy:

@@ -173,7 +173,7 @@ class GQAModel(CausalLM):
                 size = attn.reading.termination.tile
                 read, of = float(tiles.float().mean()), -(-path["tokens"] // size)
                 path = path | {"tiles_read": read, "of_tiles": of, "tile": size}
-                text += f"; stopped after {read:.1f} of {of} tiles of {size}, mean"
+                text += f"; read {read:.1f} of {of} tiles of {size}, mean"
             found.append({"layer": f"layer {i}", "kind": attn.kind.value, "experts": "–", **path, "path": text})
         return found
 

@@ -106,8 +106,7 @@ class HostCache(GroupedCache):
                                         ) from error
             self.far.append(layers[-1])
         self.stream = DenseStream([layer.rows for layer in self.far])
-        wanted = devices[0].type == "cuda" if self.choice.ahead is None else self.choice.ahead
-        self.ahead = Ahead(devices[0]) if wanted else None
+        self.ahead = Ahead(devices[0]) if self.choice.ahead else None
         for i, layer in enumerate(self.far):
             layer.stream, layer.index, layer.ahead = self.stream, i, self.ahead
         return layers

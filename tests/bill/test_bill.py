@@ -7,12 +7,14 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from dsv4 import planning
 from dsv4.bill import csa, session
+from dsv4.bill.defaults import assumed
 from dsv4.bill.fit import Bill, Price, Quality, fit, least_squares, r_squared
 from dsv4.bill.gqa import GQA, POLICIES, Geometry, Inputs, attend
 from dsv4.bill.measure import LAYERS, Timer, layers_that_fit
 from dsv4.bill.regime import Hardware, Way, crossover, measured_crossover, regime_map
-from dsv4.bill.report import markdown, priced, verdict
+from dsv4.bill.report import _cell, markdown, priced, times, verdict
 from dsv4.bill.rows import Measured
 from dsv4.errors import InputError
 from kernels.block_choice import block_scores
@@ -181,7 +183,7 @@ def test_what_is_held_out_lies_inside():
 
 def test_the_map_of_given_hardware():
     dense, ways = source().ways()
-    drawn = regime_map(TRUTH, dense, ways, (8192, 1 << 20), (1, 2, 64), HARDWARE, source().cache_bytes)
+    drawn = regime_map(TRUTH, dense, ways, (8192, 1 << 20), (1, 2, 64), HARDWARE)
     cells = {(c["batch"], c["context"]): c for c in drawn}
     cell = cells[1, 1 << 20]
     assert cell["best"] == "block-128 bound" and cell["fits"] and not cells[2, 1 << 20]["fits"]  # 28 × 2 GiB and 14; twice that
@@ -189,8 +191,46 @@ def test_the_map_of_given_hardware():
     rest = (14 << 30) / 3e12
     assert cell["step_speedup"] == pytest.approx((rest + 28 * cell["seconds"]["dense"]) / (rest + 28 * cell["seconds"]["block-128 bound"]))
     assert cells[1, 8192]["best"] == "dense" and cells[1, 8192]["attention_speedup"] == 1
-    fast = regime_map(TRUTH, dense, ways, (8192,), (64,), replace(HARDWARE, bandwidth=3e13), source().cache_bytes)[0]
+    fast = regime_map(TRUTH, dense, ways, (8192,), (64,), replace(HARDWARE, bandwidth=3e13))[0]
     assert fast["seconds"]["dense"] == pytest.approx(dense.bytes(64, 8192) / 3e13 + 5e-6)
+
+
+def test_what_fits_is_asked_of_each_way():
+    """1M × 8 of CSA beside dense latents: a layer's latents take 8 GiB, its entries, keys and window a quarter of that."""
+    of = csa.CSA(CPU, "reference")
+    dense, (way,) = of.ways()
+    latents, entries = dense.held(8, 1 << 20), way.held(8, 1 << 20)
+    assert latents == 8 << 30 and entries == 8 * (128 * 1024 + (1 << 18) * (1024 + 68)) and way.held(1, 64) == 64 * 1024 + 16 * 1092
+    assert of.cache_bytes(8, 1 << 20) == latents + 8 * (1 << 18) * (1024 + 68)  # what is measured holds both
+    bill = Bill(3e12, 1e-5, {csa.FINDING: Price(4e-6)})
+    drawn = lambda capacity: regime_map(bill, dense, [way], (1 << 20,), (8,), Hardware("made up", capacity, 2, 1 << 30))[0]
+    room = (1 << 30) + 2 * entries
+    tight, none, wide = drawn(room), drawn(room - 1), drawn((1 << 30) + 2 * latents)
+    assert tight["fits"] and tight["best"] == "csa" and tight["fits_by_policy"] == {"dense": False, "csa": True}
+    assert not none["fits"] and wide["fits_by_policy"] == {"dense": True, "csa": True} and wide["best"] == "csa"
+    slow, short = Bill(3e12, 1e-5, {csa.FINDING: Price(1e-3)}), 8 * way.held(1, 4096)
+    only = regime_map(slow, dense, [way], (4096,), (8,), Hardware("made up", short, 1))[0]
+    assert only["best"] == "csa" and only["attention_speedup"] < 1 and not only["fits_by_policy"]["dense"]  # what is faster does not fit
+    cell = lambda c: _cell(c).replace(f"csa {times(c['attention_speedup'])} ({times(c['step_speedup'])})", "csa")
+    assert (cell(tight), cell(none), cell(wide)) == ("csa †", "–", "csa")
+    g = source()
+    dense, (window, blocks) = g.ways()
+    assert dense.held(2, 8192) == window.held(2, 8192) == g.geometry.cache(2, 8192) == blocks.held(2, 8192) - 2 * 2 * 64 * 4 * 128 * 2
+
+
+def test_what_is_assumed_of_flash_is_its_preset():
+    flash, dense = assumed("csa"), assumed("gqa")
+    plan = {r["name"]: r["nbytes"] for r in planning.plan("flash", "4K", 1, 0, "native", "cpu")["rows"] if r["group"] == "weights"}
+    experts = plan.pop("routed experts")
+    assert flash.layers == 21 and flash.weights == sum(plan.values()) - plan["embedding"] - plan["MTP"] + experts * 6 // 256
+    assert "6 of 256 routed experts" in flash.note and (dense.layers, dense.weights, dense.note) == (28, 14 << 30, "")
+
+
+def test_a_map_drawn_again_leaves_what_was_measured():
+    found = report()
+    again = session.redraw(found, replace(HARDWARE, layers=1))
+    assert {k: v for k, v in again.items() if k not in ("map", "hardware")} == {k: v for k, v in found.items() if k not in ("map", "hardware")}
+    assert again["hardware"]["layers"] == 1 and again["map"] != found["map"] and session.redraw(again, HARDWARE) == found
 
 
 def test_bytes_are_those_of_the_formulas():

@@ -172,6 +172,14 @@ def test_plan_of_a_preset_and_of_a_directory(run, demo):
     assert code == 2 and "tiny is not a directory" in err
 
 
+def test_a_plan_is_for_what_the_model_takes_unless_told(run, demo):
+    code, out, _ = run("plan", str(demo))
+    assert code == 0 and "of 4096 tokens (the model's longest" in out and "the model's longest" not in run("plan", str(demo), "--max-context", "4K")[1]
+    document = json.loads(run("plan", str(demo), "--json")[1])
+    assert document["max_context"] == 4096 and document["max_context_default"]
+    assert json.loads(run("plan", "flash", "--json")[1])["max_context"] == 1 << 20
+
+
 def test_device_map_from_the_command_line(run, demo):
     plain = json.loads(run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "3", "--json")[1])
     spread = json.loads(run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "3", "--json", "--device-map", "auto",

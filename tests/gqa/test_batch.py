@@ -243,16 +243,17 @@ def test_the_command_says_what_generate_says(templated, asked, command_line, opt
 
 
 def test_the_report_says_what_was_read(checkpoint, asked, command_line, tmp_path):
-    reads = ("--attention", "page-bound", "--attention-tokens", "64")
+    reads = ("--attention", "page-bound", "--attention-tokens", "64", "--terminate", "--terminate-rule", "patience=2")
     code, _, err = command_line("batch", asked, "--checkpoint", checkpoint, *reads, "--report", tmp_path / "r")
     report = json.loads((tmp_path / "r" / "batch_requests.json").read_text())
-    assert code == 1 and err == "" and report["about"]["attention"] == "page-16 bound of 64 tokens"
+    assert code == 1 and err == "" and report["about"]["attention"] == "page-16 bound of 64 tokens, until stable (tau=1e-05, phi=0.001, patience=2)"
     assert "attention page-16 bound of 64 tokens" in (tmp_path / "r" / "batch_requests.md").read_text()
 
 
 @pytest.mark.parametrize("options, said", [
     (("--speculate", "mtp"), "use --speculate lookup"), (("--kv-memory", "host"), "which is on the device"),
     (("--attention", "block-bound", "--attention-tokens", "100"), "keeps whole blocks of 128 tokens"), (("--cache", "fp8"), "use auto"),
+    (("--prefill-chunks", "64,8,8"), "a batch reads prompts densely"), (("--terminate", "--terminate-rule", "rho=1"), "expected each of tau"),
 ], ids=lambda value: value if isinstance(value, str) else " ".join(value))
 def test_refusals_are_one_line(checkpoint, asked, command_line, options, said):
     code, out, err = command_line("batch", asked, "--checkpoint", checkpoint, *options)

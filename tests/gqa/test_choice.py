@@ -9,11 +9,13 @@ from dsv4 import dummy, load_model
 from dsv4.dummy import fill_cache, load_dummy
 from dsv4.gqa import dummy as geometries
 from dsv4.gqa.choice import NAMES, attention_named
+from dsv4.gqa.config import GQAConfig
 from dsv4.graph import DecodeGraph
 from dsv4.planning import plan
 from kernels.block_choice import POLICIES, block_bounds
 from kernels.chunked_prefill import Chunking
 from kernels.grouped_attention import Termination
+from loaders.load import Inventory
 from tests.checkpoints import SMALL
 
 IDS = ",".join(map(str, range(3, 303)))
@@ -25,6 +27,8 @@ def test_names_are_those_of_the_policies():
     assert attention_named(None) is None and attention_named("dense").plain
     got = attention_named("block-bound", 8192, True, "1K,128,384")
     assert (got.policy, got.termination, got.prefill) == (block_bounds(8192), Termination(), Chunking(1024, 128, 384))
+    assert attention_named("block-bound", "8K").policy == got.policy
+    assert attention_named(None, terminate=True, rule="patience=2, tau=1e-4").termination == Termination(tau=1e-4, patience=2)
     assert {name: attention_named(name).policy.tokens for name in NAMES if name != "dense"} == dict.fromkeys(list(NAMES)[1:], 4096)
 
 
@@ -34,7 +38,12 @@ def test_names_are_those_of_the_policies():
     (("--attention", "page-bound", "--attention-tokens", "48"), "a multiple of 16 from 64"),
     (("--attention", "sink-window", "--attention-tokens", "128"), "from 256"), (("--attention", "nearby"), "nearby"),
     (("--prefill-chunks", "64"), "CHUNK,LOCAL,HEAVY"), (("--prefill-chunks", "64,32,32"), "less than the chunk"),
-    (("--prefill-chunks", "a,2,3"), "not a size")])
+    (("--prefill-chunks", "a,2,3"), "not a size"), (("--attention", "block-bound", "--attention-tokens", "many"), "--attention-tokens: 'many' is not"),
+    (("--attention", "block-bound", "--attention-tokens", "0"), "from 512"),
+    (("--terminate-rule", "tau=1"), "add --terminate"), (("--terminate", "--terminate-rule", "p=5"), "'p=5'; expected each of tau, phi, patience"),
+    (("--terminate", "--terminate-rule", "tau=1,tau=2"), "at most once"), (("--terminate", "--terminate-rule", "tau"), "expected tau= and a number"),
+    (("--terminate", "--terminate-rule", "patience=1.5"), "patience= and a whole number"),
+    (("--terminate", "--terminate-rule", "phi=3"), "phi is 3.0; expected between 0 and 2")])
 def test_what_contradicts_itself_is_one_line(checkpoint, command_line, options, said):
     code, out, err = command_line("generate", checkpoint, "--token-ids", "3,4", *options)
     assert code == 2 and out == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
@@ -56,9 +65,12 @@ def test_what_was_read_is_reported(checkpoint, command_line):
     assert plain["attention"] == {"policy": {"name": "dense"}, "termination": None, "prefill": None}
     found = json.loads(command_line(*args, "--attention", "page-bound", "--attention-tokens", "96", "--terminate", "--json")[1])
     assert found["attention"]["policy"]["kept_tokens"] == 96 and found["attention"]["termination"]["patience"] == 5
+    ruled = json.loads(command_line(*args, "--terminate", "--terminate-rule", "tau=9,phi=2,patience=1", "--json")[1])
+    assert {k: ruled["attention"]["termination"][k] for k in ("tau", "phi", "patience")} == {"tau": 9, "phi": 2, "patience": 1}
+    assert ruled["layers"][0]["tiles_read"] < ruled["layers"][0]["of_tiles"]
     layer = found["layers"][0]
     assert (layer["blocks"], layer["of_blocks"], layer["tokens"]) == (6, 19, 80 + 14)
-    assert layer["tiles_read"] == layer["of_tiles"] == 1 and "6 of 19 blocks" in layer["path"] and "1.0 of 1 tiles" in layer["path"]
+    assert layer["tiles_read"] == layer["of_tiles"] == 1 and "6 of 19 blocks" in layer["path"] and "; read 1.0 of 1 tiles" in layer["path"]
     assert found["bytes"]["cache"] == plain["bytes"]["cache"] * 17 // 16  # bounds of pages: two vectors beside 32
     assert {row["operation"] for row in found["dispatch"] if row["calls"]} >= {"choose_blocks", "gather_attention", "summarise_blocks"}
     assert found["token_ids"][0] == plain["token_ids"][0]  # the prompt is read densely
@@ -85,6 +97,8 @@ def test_plans_have_the_summaries(checkpoint, name, vectors):
 def test_a_plan_on_the_command_line(checkpoint, command_line):
     code, out, _ = command_line("plan", checkpoint, "--max-context", "512", "--attention", "block-mean", "--attention-tokens", "512")
     assert code == 0 and "full layers: mean" in out
+    code, out, _ = command_line("plan", checkpoint, "--attention", "block-bound")
+    assert code == 0 and f"of {GQAConfig.from_dict(Inventory.open(checkpoint).config).max_position_embeddings} tokens (the model's longest" in out
 
 
 @pytest.fixture

@@ -58,6 +58,9 @@ def test_the_same_text(command_line, checkpoint, options):
     (["plan", "demo_gqa", "--kv-memory", "host", "--staged-blocks", "4", "--max-context", "1K"], "dense attention chooses no blocks"),
     (["plan", "demo_gqa", "--kv-memory", "host", "--attention", "block-bound", "--staged-blocks", "4", "--max-context", "1K"], "32 blocks.*4 slots"),
     (["plan", "flash", "--kv-memory", "host", "--staged-blocks", "100"], "512 entries.*100 rows"),
+    (["generate", "demo_gqa", "--prompt", "a", "--guess-ahead"], "on the device already; add --kv-memory host"),
+    (["generate", "demo_gqa", "--prompt", "a", "--kv-memory", "host", "--guess-ahead"], "none are chosen here.*add --attention block-bound"),
+    (["generate", "demo", "--prompt", "a", "--kv-memory", "host", "--guess-ahead"], "entries of CSA layers are not guessed"),
     (["batch", "r.jsonl", "--checkpoint", "demo", "--kv-memory", "host"], "share the pages of one pool"),
     (["generate", "demo", "--prompt", "a", "--kv-memory", "host", "--device-map", "auto"], "--device-map were given")], ids=lambda x: str(x)[:30])
 def test_refusals_are_one_line(command_line, args, message, monkeypatch):
@@ -65,6 +68,18 @@ def test_refusals_are_one_line(command_line, args, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     code, out, err = command_line(*args)
     assert code == 2 and out == "" and err.count("\n") == 1 and re.search(message, err), err
+
+
+def test_nothing_is_guessed_unless_asked_for(command_line, monkeypatch):
+    from dsv4.host_tier import layer
+    made, real = [], layer.Ahead
+    monkeypatch.setattr(layer, "Ahead", lambda device: made.append(device) or real(device))
+    ask = ["generate", ROOT / "demo_gqa", "--token-ids", PROMPT, "--max-new-tokens", "4", "--attention", "page-bound", "--attention-tokens", "64",
+           "--kv-memory", "host", "--json"]
+    runs = {options: json.loads(command_line(*ask, *options)[1]) for options in ((), ("--no-guess-ahead",), ("--guess-ahead",))}
+    assert [run["host_memory"]["guessed_bytes"] > 0 for run in runs.values()] == [False, False, True] and len(made) == 1
+    assert len({str(run["token_ids"]) for run in runs.values()}) == 1
+    assert HostMemory().ahead is False  # on a GPU too, which this one default serves
 
 
 def test_missing_memory_is_an_error_with_the_bytes(command_line, monkeypatch):
