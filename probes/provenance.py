@@ -41,7 +41,7 @@ def provenance(subject, command: list[str], seeds: dict, started: float) -> dict
         "checkpoint": None if path is None else checkpoint(path, _inventory(subject)),
         "recorded": recorded(getattr(subject, "file", None)), **commit(),
         "device": device(getattr(subject, "device", None) or getattr(model, "device", None)),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
+        "versions": versions(),
         "numerics": subject.numerics, "backend": _backend(subject, model), "dispatch": _dispatch(subject, model),
         "seeds": dict(seeds), "command": shlex.join(without_paths(part) for part in called(command)),
         "date": datetime.fromtimestamp(started, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -152,6 +152,11 @@ def commit() -> dict:
         return {"commit": None, "dirty": None}
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def versions() -> dict[str, str | None]:
+    """Of python and of the libraries that figures depend on."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
 
 
 def _git(*arguments: str) -> str | None:

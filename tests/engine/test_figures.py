@@ -5,16 +5,17 @@ from types import SimpleNamespace
 import pytest
 
 from dsv4.engine import BatchEngine, Request
-from dsv4.engine.report import document, markdown
+from dsv4.engine.report import document, markdown, request_document
 from dsv4.engine.requests import percentiles
-from dsv4.engine.watch import SAMPLED, Watch
+from dsv4.engine.watch import POINTS, SAMPLED, Watch
 from dsv4.paging import PagePool
 from dsv4.speculation import Static
 from dsv4.speculation.result import Speculation
 from tests.engine.conftest import paged, random_ids
 from tests.engine.test_speculation import knowing
 
-ABOUT = {"speculate": "mtp", "draft tokens": "4", "checkpoint": "c", "numerics": "fp32", "device": "cpu", "notes": []}
+ABOUT = {"speculate": "mtp", "draft tokens": "4", "checkpoint": "c", "numerics": "fp32", "device": "cpu", "notes": [], "commit": "0" * 40, "dirty": True,
+         "versions": {"python": "3", "triton": None}, "command": "dsv4 batch r.jsonl"}
 
 
 def prompt(model, tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -55,12 +56,12 @@ def test_latencies_are_those_of_the_clock(model):
     assert (short.first_token, short.between_tokens) == (0.25, [0.25])
     # linear between neighbours: 0.95 and 0.99 of the way over three gaps are 2.85 and 2.97
     assert long.document()["inter_token_percentiles_seconds"] == pytest.approx({"p50": 0.75, "p95": 1.85, "p99": 1.97})
-    report = document(ABOUT, engine.figures(), [r.document() for r in results.values()])
+    report = document(ABOUT, engine.figures(), [request_document(r) for r in results.values()])
     assert report["latency_seconds"]["time_to_first_token"] == pytest.approx({"p50": 0.75, "p95": 1.2, "p99": 1.24})
     assert report["latency_seconds"]["inter_token"] == pytest.approx({"p50": 0.5, "p95": 1.8, "p99": 1.96})  # of 0.25 0.25 0.5 1 2
     text = markdown("clock", report)
     assert "| time to first token | 750.0 | 1200.0 | 1240.0 |" in text and "| inter token | 500.0 | 1800.0 | 1960.0 |" in text
-    assert "| long | max_tokens | 5 | 4 | 0 | 0 | 0.00 | 0.00 | 0 | 1250.0 | 750.0 | 1850.0 | 1970.0 |" in text
+    assert "| long | max_tokens | 5 | 4 | 0 | 0 | 0.00 | 0.00 | 0% | 0 | 1250.0 | 750.0 | 1850.0 | 1970.0 |" in text
 
 
 def test_percentiles_are_the_50th_95th_and_99th():
@@ -74,7 +75,7 @@ def test_passes_block_sizes_and_acceptance_of_the_engine(model):
     engine, clock, results = timed_engine(model, rows=1, drafter=knowing(model, [request], right=2), policy=Static(4))
     engine.submit(request)
     step_at(engine, clock, 101.0, 101.5, 102.5, 104.5, 108.5)
-    found = results["r"].document()
+    found = request_document(results["r"])
     assert found["block_size_history"] == [4, 4, 4, 1] and found["accepted_history"] == [2, 2, 2, 1]
     assert (found["drafted"], found["accepted"], found["acceptance"]) == (13, 7, 7 / 13)
     assert (found["mean_block_size"], found["block_size_variance"]) == (3.25, 1.6875)  # (3 · 0.75² + 2.25²) / 4
@@ -82,7 +83,7 @@ def test_passes_block_sizes_and_acceptance_of_the_engine(model):
     assert found["inter_token_seconds"] == [0.5, 0, 0, 1.0, 0, 0, 2.0, 0, 0, 4.0, 0]
     report = document(ABOUT, engine.figures(), [found])
     assert report["totals"] == {"requests": 1, "failed": 0, "tokens": 12, "passes": 4, "drafted": 13, "accepted": 7, "acceptance": 7 / 13}
-    assert "| r | max_tokens | 12 | 4 | 13 | 7 (54%) | 3.25 | 1.69 | 0 | 1000.0 |" in markdown("passes", report)
+    assert "| r | max_tokens | 12 | 4 | 13 | 7 (54%) | 3.25 | 1.69 | – | 0 | 1000.0 |" in markdown("passes", report)
 
 
 def test_counts_of_speculation_by_hand():
@@ -119,3 +120,43 @@ def test_fragmentation_of_a_run_by_hand(model):
     engine.run()
     assert engine.steps == 3 and engine.cache.groups["csa entries"].rows == 64
     assert engine.figures()["pools"]["csa entries"]["mean_fragmentation"] == 1 - 25 / 64
+
+
+def test_fragmentation_is_kept_over_time():
+    watch = watched([0.5, 0.25, 0.75])
+    found = watch.document()
+    assert found["fragmentation"] == {"pool": [0.5, 0.25, 0.75]} and found["steps_a_look"] == SAMPLED
+
+
+def test_a_long_course_of_fragmentation_is_kept_coarser_with_the_same_mean():
+    looks = [i % 7 / 8 for i in range(2 * POINTS)]
+    watch = watched(looks)
+    twice = [(a + b) / 2 for a, b in zip(looks[:POINTS:2], looks[1:POINTS:2])]
+    later = looks[POINTS::2]  # from then on every other one is looked at
+    assert watch.looked_every == 4 * SAMPLED and len(watch.fragmentation["pool"]) == POINTS // 2
+    assert watch.fragmentation["pool"] == [(a + b) / 2 for course in (twice, later) for a, b in zip(course[::2], course[1::2])]
+
+
+def test_hit_rates_are_of_the_blocks_that_could_be_borrowed(model):
+    """Of each, and of all. 256 tokens leave one to run, so that one block of theirs can be borrowed."""
+    shared = prompt(model, 300)
+    engine, _, results = timed_engine(model, rows=1)
+    for name, ids in (("first", shared), ("same", shared), ("half", shared[:256]), ("other", shared[:128] + prompt(model, 172, 1)),
+                      ("short", shared[:128])):
+        engine.submit(Request(name, ids, 1))
+    engine.run()
+    rates = {name: request_document(r)["prefix_hit_rate"] for name, r in results.items()}
+    assert rates == {"first": 0.0, "same": 1.0, "half": 1.0, "other": 0.5, "short": None}
+    assert engine.figures()["prefix_hit_rate"] == (256 + 128 + 128) / (3 * 256 + 128)
+
+
+def test_what_a_request_gets_back_is_no_hit(model):
+    """Else it would have borrowed all that it could, and of nobody."""
+    engine, _, results = timed_engine(model, rows=1)
+    engine.submit(Request("r", prompt(model, 300), 8))
+    for _ in range(4):
+        engine.step()
+    engine._evict(engine.running[0])
+    engine.run()
+    assert results["r"].evictions == 1 and engine.prefixes.hit_tokens == engine.figures()["prefix_hit_rate"] == 0
+    assert request_document(results["r"])["prefix_hit_rate"] == 0 and engine.figures()["eviction_steps"] == [4]
