@@ -9,19 +9,21 @@ DRAWN = 8  # requests whose sizes are drawn: those with the most passes
 
 
 def svg(name: str, report: dict) -> str:
-    """Block sizes over committed tokens, acceptance, latency percentiles, and over steps live pages and their fragmentation. What is
+    """Block sizes over committed tokens, a strip a request, acceptance, latency percentiles, and over steps live pages and their fragmentation. What is
     drawn has an id, by which it can be found: `sizes-0`, `live-csa-entries`. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none", "text.parse_math": False}):
-        figure = Figure(figsize=(9, 11), layout="constrained")
-        axes = figure.subplot_mosaic([["sizes"] * 4, ["acceptance"] * 2 + ["time_to_first_token", "inter_token"], ["pages"] * 4,
-                                      ["fragmentation"] * 4], height_ratios=[3, 2, 2, 2])
-        about = report["about"]
-        axes["sizes"].set_title(f"{name}: {about['speculate']}, draft tokens {about['draft tokens']}; {about['checkpoint']}, "
-                                f"{about['numerics']}, {about['device']}", fontsize=8)
         drawn = [r for r in sorted(report["requests"], key=lambda r: -len(r["block_size_history"]))[:DRAWN] if r["block_size_history"]]
-        _draw_sizes(axes["sizes"], drawn, len(report["requests"]) - len(drawn))
+        strips = [f"request-{n}" for n in range(max(1, len(drawn)))]
+        heights = [0.75] * len(strips) + [2.2] * 3
+        figure = Figure(figsize=(9, sum(heights) + 1.2), layout="constrained")
+        axes = figure.subplot_mosaic([*([strip] * 4 for strip in strips), ["acceptance"] * 2 + ["time_to_first_token", "inter_token"],
+                                      ["pages"] * 4, ["fragmentation"] * 4], height_ratios=heights)
+        about = report["about"]
+        axes[strips[0]].set_title(f"{name}: {about['speculate']}, draft tokens {about['draft tokens']}; {about['checkpoint']}, "
+                                f"{about['numerics']}, {about['device']}", fontsize=8)
+        _draw_sizes([axes[strip] for strip in strips], drawn, len(report["requests"]) - len(drawn))
         _draw_acceptance(axes["acceptance"], drawn)
         for what, found in report["latency_seconds"].items():
             _draw_latency(axes[what], what.replace("_", " "), found)
@@ -45,18 +47,23 @@ def committed(request: dict) -> list[int]:
     return had[:-1]
 
 
-def _draw_sizes(axis, drawn: list[dict], omitted: int) -> None:
-    for n, r in enumerate(drawn):
-        at, sizes, color = committed(r), r["block_size_history"], f"C{n}"
-        axis.step([*at, len(r["token_ids"])], [*sizes, sizes[-1]], where="post", lw=1, color=color, label=_label(r["id"]), gid=f"sizes-{n}")
-        pressed = [i for i, under in enumerate(r["pressed_history"]) if under]
-        axis.plot([at[i] for i in pressed], [sizes[i] for i in pressed], "v", ms=3, color=color, gid=f"pressed-{n}")
+def _draw_sizes(strips, drawn: list[dict], omitted: int) -> None:
+    """drawn: requests, as many as strips or none."""
+    most = max((len(r["token_ids"]) for r in drawn), default=1)
+    for n, axis in enumerate(strips):
+        for r in drawn[n:n + 1]:
+            at, sizes, color = committed(r), r["block_size_history"], f"C{n}"
+            axis.step([*at, len(r["token_ids"])], [*sizes, sizes[-1]], where="post", lw=1, color=color, gid=f"sizes-{n}")
+            pressed = [i for i, under in enumerate(r["pressed_history"]) if under]
+            axis.plot([at[i] for i in pressed], [sizes[i] for i in pressed], "v", ms=3, color=color, gid=f"pressed-{n}")
+            axis.set_ylabel(_label(r["id"]), fontsize=6, rotation=0, ha="right", va="center")
+        axis.axhline(PRESSURE_CAP, color="#b3423c", lw=0.8, ls=":", label=f"most under pressure, {PRESSURE_CAP}")
+        axis.set(xlim=(0, most), ylim=(-0.3, LARGEST + 0.5), yticks=(0, 4, 8))
+        axis.tick_params(labelbottom=axis is strips[-1])
     axis.plot([], [], "v", ms=3, color="0.4", label="chosen under pressure")
-    axis.axhline(PRESSURE_CAP, color="#b3423c", lw=0.8, ls=":", label=f"most under pressure, {PRESSURE_CAP}")
-    axis.set_xlabel("tokens committed" + (f" ({omitted} requests with fewer passes or none are not drawn)" if omitted else ""), fontsize=8)
-    axis.set_ylabel("drafted tokens of a pass", fontsize=8)
-    axis.set(xlim=(0, max((len(r["token_ids"]) for r in drawn), default=1)), ylim=(-0.3, LARGEST + 0.5))
-    axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=5)
+    axis.set_xlabel("drafted tokens of a pass, over tokens committed"
+                    + (f" ({omitted} requests with fewer passes or none are not drawn)" if omitted else ""), fontsize=8)
+    axis.legend(fontsize=6, loc="upper right")
 
 
 def _draw_acceptance(axis, drawn: list[dict]) -> None:

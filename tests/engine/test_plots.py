@@ -19,7 +19,8 @@ FIGURES = {"steps": 20, "steps_a_point": 4, "live_share": {"csa entries": [0.25,
            "steps_a_look": 8, "fragmentation": {"csa entries": [0.75, 0.5, 0.25], "window": [0.0, 0.1, 0.0]}, "eviction_steps": [9, 11]}
 REPORT = {"about": ABOUT, "requests": [SHORT, FAILED, LONG], "figures": FIGURES,
           "latency_seconds": {"time_to_first_token": {"p50": 0.5, "p95": 1.5, "p99": 2.0}, "inter_token": None}}
-LIMITS = {"sizes": ((0, 12), (-0.3, 8.5)), "pages": ((0, 20), (0, 104)), "fragmentation": ((0, 20), (0, 104)), "acceptance": ((0, 110), (2 - 0.5, -0.5))}
+SIZES = ((0, 12), (-0.3, 8.5))
+LIMITS = {"request-0": SIZES, "request-1": SIZES, "pages": ((0, 20), (0, 104)), "fragmentation": ((0, 20), (0, 104)), "acceptance": ((0, 110), (2 - 0.5, -0.5))}
 
 
 class Drawing:
@@ -64,10 +65,11 @@ def near(points) -> object:
 
 def test_sizes_are_drawn_over_committed_tokens(drawing):
     """The first token came of prefill; passes of 3, 2, 0 and 2 right drafts begin at 1, 5, 8 and 9."""
-    assert drawing.points("sizes", "sizes-0") == near([(1, 8), (5, 8), (5, 4), (8, 4), (8, 1), (9, 1), (9, 2), (12, 2), (12, 2)])
-    assert drawing.points("sizes", "pressed-0") == near([(9, 2)])
-    assert drawing.points("sizes", "sizes-1") == near([(1, 1), (3, 1), (3, 0), (4, 0), (4, 0)])
-    assert "“long”" in drawing.words("sizes") and any("1 requests with fewer passes or none are not drawn" in word for word in drawing.words("sizes"))
+    assert drawing.points("request-0", "sizes-0") == near([(1, 8), (5, 8), (5, 4), (8, 4), (8, 1), (9, 1), (9, 2), (12, 2), (12, 2)])
+    assert drawing.points("request-0", "pressed-0") == near([(9, 2)])
+    assert drawing.points("request-1", "sizes-1") == near([(1, 1), (3, 1), (3, 0), (4, 0), (4, 0)])
+    assert "“long”" in drawing.words("request-0") and "“short”" in drawing.words("request-1")
+    assert any("(1 requests with fewer passes or none are not drawn)" in word for word in drawing.words("request-1"))
 
 
 def test_pages_and_their_fragmentation_are_drawn_over_steps(drawing):
