@@ -23,11 +23,22 @@ class Node:
     snapshot: Snapshot | None = None
 
 
+def borrowable(tokens: int) -> int:
+    """Of a prompt's tokens those that a kept prefix could hold: whole blocks that leave a token to run, whether anybody kept them or not."""
+    return max(0, tokens - 1) // BLOCK * BLOCK
+
+
+def hit_rate(borrowed: int, tokens: int) -> float | None:
+    """Prefix hit rate of one request, whose prompt has `tokens`: of the blocks that it could have borrowed, with their pages, those that
+    it did. None where it could have borrowed none."""
+    return borrowed / possible if (possible := borrowable(tokens)) else None
+
+
 class PrefixTree:
     """Snapshots of `cache` by the ids that led to them; drops them when the cache runs short of pages.
 
-    hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (whole blocks that leave a token to run).
-    A request that resumes hits again without asking again.
+    hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (`borrowable`). A request asks once: what
+    it gets when it resumes is no hit.
     """
 
     def __init__(self, cache: PagedCache):
@@ -38,24 +49,24 @@ class PrefixTree:
 
     def ask(self, ids: Sequence[int]) -> None:
         """Count a new request's prompt tokens that could be grafted."""
-        self.asked_tokens += self._limit(ids)
+        self.asked_tokens += borrowable(len(ids))
 
     def longest(self, b: int, ids: Sequence[int]) -> Node | None:
         """The longest kept prefix of `ids` that leaves a token to run, if it is longer than what row b holds."""
         best = None
-        for node in self._walk(ids[:self._limit(ids)]):
+        for node in self._walk(ids[:borrowable(len(ids))]):
             best = node if node.snapshot is not None else best
         return None if best is None or best.snapshot.length <= self.cache.lengths[b] else best
 
-    def graft(self, b: int, ids: Sequence[int]) -> int:
+    def graft(self, b: int, ids: Sequence[int], resumes: bool = False) -> int:
         """Let row b of the cache, which holds a prefix of `ids` or nothing, start from the `longest` kept prefix, if there is one.
-        Returns how many tokens were gained."""
+        Returns how many tokens were gained, which are no hit where the request resumes."""
         held, best = self.cache.lengths[b], self.longest(b, ids)
         if best is None:
             return 0
         self.cache.leave(b)
         self.cache.graft(b, best.snapshot)
-        self.hit_tokens += best.snapshot.length - held
+        self.hit_tokens += 0 if resumes else best.snapshot.length - held
         self._touch(best)
         return best.snapshot.length - held
 
@@ -98,10 +109,6 @@ class PrefixTree:
     @property
     def hit_rate(self) -> float:
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
-
-    @staticmethod
-    def _limit(ids: Sequence[int]) -> int:
-        return max(0, len(ids) - 1) // BLOCK * BLOCK
 
     def _walk(self, ids: Sequence[int]):
         node = self.root

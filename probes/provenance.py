@@ -168,6 +168,11 @@ def commit() -> dict:
     return {"commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
 
 
+def versions() -> dict[str, str | None]:
+    """Of python and of the libraries that figures depend on."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
+
+
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)

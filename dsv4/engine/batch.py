@@ -159,6 +159,7 @@ class BatchEngine:
         self._leave(work)
         self.waiting.append(work)
         self.evictions += 1
+        self.watch.evicted()
         work.result.evictions += 1
         self._tight = True
 
@@ -207,7 +208,7 @@ class BatchEngine:
         if self.cache.lengths[b] < prompt:
             if (kept := self.prefixes.longest(b, work.request.prompt_ids)) is not None:
                 work.streams = kept.snapshot.streams
-            gained = self.prefixes.graft(b, work.request.prompt_ids)
+            gained = self.prefixes.graft(b, work.request.prompt_ids, resumes=work.result.evictions > 0)
             work.result.grafted += 0 if work.result.evictions else gained
         start = self.cache.lengths[b]
         end = min(work.text, (start // BLOCK + 1) * BLOCK)

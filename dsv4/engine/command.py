@@ -1,16 +1,16 @@
 """`dsv4 batch`: a file of requests against one checkpoint."""
 
+import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from dsv4.causal import CausalLM
 from dsv4.chat import plain_ids, templated_ids
 from dsv4.engine.batch import REWIND, BatchEngine
-from dsv4.engine.report import check_can_report, document, write_report
+from dsv4.engine.report import check_can_report, document, request_document, write_report
 from dsv4.engine.requests import Request, Result, read_requests
 from dsv4.errors import InputError
 from dsv4.gqa.choice import Attention
@@ -22,6 +22,7 @@ from dsv4.run import Session, make_drafter, make_policy, speculation_notes
 from dsv4.speculation.loop import DRAFT_TOKENS
 from dsv4.speculation.policy import PRESSURE_PERCENT
 from dsv4.tokenizer import Tokenizer
+from probes import provenance  # as in the command line, whose part this is: below it nothing knows the probes
 
 STDIN = Path("-")
 PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
@@ -60,7 +61,7 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
 
     Raises InputError for a file that cannot be read, a drafter that the model cannot run, and a report that cannot be written.
     """
-    lines = _read(file)
+    lines, started = _read(file), time.time()
     if options.report is not None:
         check_can_report(options.report)
     tokenizer, encode = _encoder(session)
@@ -68,7 +69,8 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
 
     def finish(result: Result) -> None:
         stopped = result.stop_reason == "eos"
-        documents.append(result.document(tokenizer.decode(result.token_ids[:-1] if stopped else result.token_ids) if tokenizer else None))
+        text = tokenizer.decode(result.token_ids[:-1] if stopped else result.token_ids) if tokenizer else None
+        documents.append(request_document(result, text))
         write(documents[-1])
     found = list(read_requests(lines, encode, options.speculate))
     cache = _cache(session, [r for r in found if isinstance(r, Request)], options)
@@ -79,7 +81,8 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
     figures = engine.figures() | {"notes": [] if options.speculate == "off" else speculation_notes(session.model, options.together)}
     write({"figures": figures})
     if options.report is not None:
-        write_report(options.report, "stdin" if file == STDIN else file.stem, document(_about(session, file, options, figures["notes"]), figures, documents))
+        name = "stdin" if file == STDIN else file.stem
+        write_report(options.report, name, document(_about(session, file, options, figures["notes"], started), figures, documents))
     return sum(d["error"] is not None for d in documents)
 
 
@@ -130,14 +133,17 @@ def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind:
     return pages
 
 
-def _about(session: Session, file: Path, options: Options, notes: list[str]) -> dict:
-    """What a reader of the figures has to know of how they came about."""
+def _about(session: Session, file: Path, options: Options, notes: list[str], started: float) -> dict:
+    """What a reader of the figures has to know of how they came about, and what obtains them again; paths without their directories.
+    started: time.time() then."""
     model, drafts = session.model, options.speculate != "off"
     return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name,
-            "backend": model.backend, "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
-            "torch": torch.__version__, "rows": options.rows, "rows run": "together" if options.together else "alone",
+            "backend": model.backend, "device": provenance.device(model.device), "rows": options.rows, "rows run": "together" if options.together else "alone",
             "speculate": options.speculate, "draft tokens": (options.draft_tokens or str(DRAFT_TOKENS)) if drafts else "none",
-            **({} if model.attention is None else {"attention": _attention(model.attention)}), "notes": notes}
+            **({} if model.attention is None else {"attention": _attention(model.attention)}), "notes": notes,
+            **provenance.commit(), "versions": provenance.versions(),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+            "command": shlex.join(provenance.without_paths(part) for part in provenance.called(sys.argv))}
 
 
 def _attention(reading: Attention) -> str:

@@ -9,22 +9,29 @@ DRAWN = 8  # requests whose sizes are drawn: those with the most passes
 
 
 def svg(name: str, report: dict) -> str:
-    """Block sizes over committed tokens, latency percentiles, and live pages over steps. Raises ModuleNotFoundError without
-    matplotlib."""
+    """Block sizes over committed tokens, a strip a request, acceptance, latency percentiles, and over steps live pages and their fragmentation. What is
+    drawn has an id, by which it can be found: `sizes-0`, `live-csa-entries`. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none", "text.parse_math": False}):
-        figure = Figure(figsize=(9, 9), layout="constrained")
-        axes = figure.subplot_mosaic([["sizes", "sizes"], ["time_to_first_token", "inter_token"], ["pages", "pages"]])
+        drawn = [r for r in sorted(report["requests"], key=lambda r: -len(r["block_size_history"]))[:DRAWN] if r["block_size_history"]]
+        strips = [f"request-{n}" for n in range(max(1, len(drawn)))]
+        heights = [0.75] * len(strips) + [2.2] * 3
+        figure = Figure(figsize=(9, sum(heights) + 1.2), layout="constrained")
+        axes = figure.subplot_mosaic([*([strip] * 4 for strip in strips), ["acceptance"] * 2 + ["time_to_first_token", "inter_token"],
+                                      ["pages"] * 4, ["fragmentation"] * 4], height_ratios=heights)
         about = report["about"]
-        axes["sizes"].set_title(f"{name}: {about['speculate']}, draft tokens {about['draft tokens']}; {about['checkpoint']}, "
+        axes[strips[0]].set_title(f"{name}: {about['speculate']}, draft tokens {about['draft tokens']}; {about['checkpoint']}, "
                                 f"{about['numerics']}, {about['device']}", fontsize=8)
-        _draw_sizes(axes["sizes"], report["requests"])
+        _draw_sizes([axes[strip] for strip in strips], drawn, len(report["requests"]) - len(drawn))
+        _draw_acceptance(axes["acceptance"], drawn)
         for what, found in report["latency_seconds"].items():
             _draw_latency(axes[what], what.replace("_", " "), found)
-        _draw_pages(axes["pages"], report["figures"])
-        for axis in axes.values():
+        _draw_live(axes["pages"], report["figures"])
+        _draw_fragmentation(axes["fragmentation"], report["figures"])
+        for key, axis in axes.items():
             axis.tick_params(labelsize=7)
+            axis.set_gid(key)
         out = StringIO()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # an id may be in any script; only the width of its text is a guess then
@@ -40,20 +47,35 @@ def committed(request: dict) -> list[int]:
     return had[:-1]
 
 
-def _draw_sizes(axis, requests: list[dict]) -> None:
-    drawn = sorted(requests, key=lambda r: -len(r["block_size_history"]))[:DRAWN]
-    for n, r in enumerate(r for r in drawn if r["block_size_history"]):
-        at, sizes, color = committed(r), r["block_size_history"], f"C{n}"
-        axis.step([*at, len(r["token_ids"])], [*sizes, sizes[-1]], where="post", lw=1, color=color, label=_label(r["id"]))
-        pressed = [i for i, under in enumerate(r["pressed_history"]) if under]
-        axis.plot([at[i] for i in pressed], [sizes[i] for i in pressed], "v", ms=3, color=color)
+def _draw_sizes(strips, drawn: list[dict], omitted: int) -> None:
+    """drawn: requests, as many as strips or none."""
+    most = max((len(r["token_ids"]) for r in drawn), default=1)
+    for n, axis in enumerate(strips):
+        for r in drawn[n:n + 1]:
+            at, sizes, color = committed(r), r["block_size_history"], f"C{n}"
+            axis.step([*at, len(r["token_ids"])], [*sizes, sizes[-1]], where="post", lw=1, color=color, gid=f"sizes-{n}")
+            pressed = [i for i, under in enumerate(r["pressed_history"]) if under]
+            axis.plot([at[i] for i in pressed], [sizes[i] for i in pressed], "v", ms=3, color=color, gid=f"pressed-{n}")
+            axis.set_ylabel(_label(r["id"]), fontsize=6, rotation=0, ha="right", va="center")
+        axis.axhline(PRESSURE_CAP, color="#b3423c", lw=0.8, ls=":", label=f"most under pressure, {PRESSURE_CAP}")
+        axis.set(xlim=(0, most), ylim=(-0.3, LARGEST + 0.5), yticks=(0, 4, 8))
+        axis.tick_params(labelbottom=axis is strips[-1])
     axis.plot([], [], "v", ms=3, color="0.4", label="chosen under pressure")
-    axis.axhline(PRESSURE_CAP, color="#b3423c", lw=0.8, ls=":", label=f"most under pressure, {PRESSURE_CAP}")
-    omitted = len(requests) - len(drawn)
-    axis.set_xlabel("tokens committed" + (f" ({omitted} requests with fewer passes are not drawn)" if omitted else ""), fontsize=8)
-    axis.set_ylabel("drafted tokens of a pass", fontsize=8)
-    axis.set_ylim(-0.3, LARGEST + 0.5)
-    axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=5)
+    axis.set_xlabel("drafted tokens of a pass, over tokens committed"
+                    + (f" ({omitted} requests with fewer passes or none are not drawn)" if omitted else ""), fontsize=8)
+    axis.legend(fontsize=6, loc="upper right")
+
+
+def _draw_acceptance(axis, drawn: list[dict]) -> None:
+    """A bar each, in the colour of its sizes; a request that drafted nothing has none."""
+    axis.set_title("accepted, % of drafts", fontsize=8)
+    for n, r in enumerate(drawn):
+        share = 100 * (r["acceptance"] or 0.0)
+        [bar] = axis.barh(n, share, 0.7, color=f"C{n}")
+        bar.set_gid(f"acceptance-{n}")
+        axis.text(share + 1, n, "–" if r["acceptance"] is None else f"{share:.0f}", fontsize=6, va="center")
+    axis.set_yticks(range(len(drawn)), [_label(r["id"]) for r in drawn])
+    axis.set(xlim=(0, 110), ylim=(max(len(drawn), 1) - 0.5, -0.5))
 
 
 def _draw_latency(axis, what: str, found: dict | None) -> None:
@@ -66,15 +88,28 @@ def _draw_latency(axis, what: str, found: dict | None) -> None:
     axis.margins(y=0.15)
 
 
-def _draw_pages(axis, figures: dict) -> None:
-    every = figures["steps_a_point"]
-    for pool, course in figures["live_share"].items():
-        axis.plot([i * every for i in range(len(course))], [100 * share for share in course], lw=1, label=pool)
+def _draw_live(axis, figures: dict) -> None:
+    _draw_courses(axis, "live", figures["live_share"], figures["steps_a_point"], figures)
     axis.axhline(PRESSURE_PERCENT, color="#b3423c", lw=0.8, ls=":", label=f"pressure, over {PRESSURE_PERCENT} %")
-    axis.set_xlabel("steps", fontsize=8)
+    evicted = figures["eviction_steps"]
+    axis.plot(evicted, [101] * len(evicted), "x", ms=4, color="0.2", label="an eviction", gid="evictions", clip_on=False)
     axis.set_ylabel("live pages, % of the pool", fontsize=8)
-    axis.set_ylim(0, 104)
-    axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=7)
+    axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=8)
+
+
+def _draw_fragmentation(axis, figures: dict) -> None:
+    """In the colours of the live pages above it."""
+    _draw_courses(axis, "fragmentation", figures["fragmentation"], figures["steps_a_look"], figures)
+    axis.set_xlabel("steps", fontsize=8)
+    axis.set_ylabel("fragmentation: empty rows of\nlive pages, %", fontsize=8)
+
+
+def _draw_courses(axis, what: str, courses: dict[str, list[float]], every: int, figures: dict) -> None:
+    """Shares of each pool, one every `every` steps, as percentages over the steps of the run."""
+    for pool, course in courses.items():
+        axis.plot([i * every for i in range(len(course))], [100 * share for share in course], lw=1, label=pool,
+                  gid=f"{what}-{pool.replace(' ', '-')}")
+    axis.set(xlim=(0, max(figures["steps"], 1)), ylim=(0, 104))
 
 
 def _label(name: str) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dsv4.engine import plots
-from dsv4.engine.requests import percentiles
+from dsv4.engine.requests import Result, percentiles
+from dsv4.prefixes import hit_rate
 from dsv4.speculation.documents import check_can_draw, write_whole
 from dsv4.speculation.policy import PRESSURE_PERCENT
 
@@ -15,8 +16,13 @@ def check_can_report(directory: Path) -> None:
     check_can_draw(directory, "a report holds an SVG, and matplotlib is not installed; pip install 'dsv4[plots]', or run without --report")
 
 
+def request_document(result: Result, text: str | None = None) -> dict:
+    """JSON values of a result; prefix_hit_rate as in `dsv4.prefixes.hit_rate`, None where nothing could be borrowed."""
+    return result.document(text) | {"prefix_hit_rate": hit_rate(result.grafted, result.prompt_tokens)}
+
+
 def document(about: Mapping, figures: Mapping, requests: Sequence[Mapping]) -> dict:
-    """JSON values. requests: documents of results; latency: of all of them, seconds."""
+    """JSON values. requests: of `request_document`; latency: of all of them, seconds."""
     firsts = [r["time_to_first_token_seconds"] for r in requests if r["time_to_first_token_seconds"] is not None]
     drafted, accepted = (sum(r[key] for r in requests) for key in ("drafted", "accepted"))
     totals = {"requests": len(requests), "failed": sum(r["error"] is not None for r in requests),
@@ -39,7 +45,10 @@ def write_report(directory: Path, name: str, report: dict) -> list[Path]:
 
 def markdown(name: str, report: dict) -> str:
     about, totals, figures = report["about"], report["totals"], report["figures"]
-    lines = [f"# Batch run {name}", "", ", ".join(f"{key} {value}" for key, value in about.items() if key != "notes") + ".", "",
+    setting = [f"{key} {value}" for key, value in about.items() if key not in ("notes", "versions", "dirty", "command")]
+    versions = [f"{key} {value}" for key, value in about["versions"].items() if value is not None]
+    lines = [f"# Batch run {name}", "", ", ".join([*setting, *versions]) + (", with changes that were not committed." if about["dirty"] else "."), "",
+             f"    {about['command']}", "",
              f"{totals['requests']} requests, {totals['failed']} failed; {totals['tokens']} tokens in {totals['passes']} passes and "
              f"{figures['steps']} steps; {totals['accepted']} of {totals['drafted']} drafts accepted"
              + (f" ({totals['acceptance']:.1%})." if totals["drafted"] else "."),
@@ -48,12 +57,12 @@ def markdown(name: str, report: dict) -> str:
              "| latency, ms | p50 | p95 | p99 |", "|---|---:|---:|---:|"]
     lines += [f"| {what.replace('_', ' ')} | {_milliseconds(found)} |" for what, found in report["latency_seconds"].items()]
     lines += ["", "Tokens of one pass come at once: 0 ms apart.", "",
-              "| request | stopped | tokens | passes | drafted | accepted | mean block size | variance | evictions "
-              "| first token, ms | between tokens p50, ms | p95 | p99 |", "|---|---|" + "---:|" * 11]
+              "| request | stopped | tokens | passes | drafted | accepted | mean block size | variance | prefix hits | evictions "
+              "| first token, ms | between tokens p50, ms | p95 | p99 |", "|---|---|" + "---:|" * 12]
     lines += [_row(r) for r in report["requests"]]
     lines += ["", "| pool | pages | most live | mean fragmentation |", "|---|---:|---:|---:|"]
     lines += [f"| {pool} | {p['pages']} | {p['peak']} | {p['mean_fragmentation']:.1%} |" for pool, p in figures["pools"].items()]
-    lines += ["", f"![sizes, latency and live pages](batch_{name}.svg)"]
+    lines += ["", f"![sizes, acceptance, latency, live pages and their fragmentation](batch_{name}.svg)"]
     return "\n".join([*lines, *([""] if about["notes"] else []), *(f"- {note}" for note in about["notes"])]) + "\n"
 
 
@@ -62,7 +71,8 @@ def _row(r: Mapping) -> str:
     stopped = r["stop_reason"] if r["error"] is None else f"{r['error']['type']}: {r['error']['message']}"
     cells = [r["id"], stopped, len(r["token_ids"]), len(r["block_size_history"]), r["drafted"],
              r["accepted"] if r["acceptance"] is None else f"{r['accepted']} ({r['acceptance']:.0%})",
-             *(("–" if r[key] is None else f"{r[key]:.2f}") for key in ("mean_block_size", "block_size_variance")), r["evictions"],
+             *(("–" if r[key] is None else f"{r[key]:.2f}") for key in ("mean_block_size", "block_size_variance")),
+             "–" if r["prefix_hit_rate"] is None else f"{r['prefix_hit_rate']:.0%}", r["evictions"],
              "–" if first is None else f"{first * 1e3:.1f}"]
     safe = (str(cell).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
     return "| " + " | ".join(safe) + f" | {_milliseconds(r['inter_token_percentiles_seconds'])} |"

@@ -2,18 +2,19 @@
 
 from dsv4.paged_cache import PagedCache
 
-SAMPLED = 8  # steps between two looks at the fragmentation, which reads the state of every page
-POINTS = 1024  # of the course of live pages, at most: longer runs are kept coarser
+SAMPLED = 8  # steps between two looks at the fragmentation at first: each reads the state of every page
+POINTS = 1024  # of a course, at most: longer runs are kept coarser
 
 
 class Watch:
     """Looks at the pools of `cache` step by step. pressed: steps that began or ended under pressure or chose sizes
-    under it, of `steps`."""
+    under it, of `steps`; evictions: the step of each, from 0."""
 
     def __init__(self, cache: PagedCache):
         self.cache, self.steps, self.pressed, self.every = cache, 0, 0, 1
         self.live: dict[str, list[int]] = {name: [] for name in cache.pools}  # the most live pages of each `every` steps
-        self._fragmentation: list[dict[str, float]] = []
+        self.fragmentation: dict[str, list[float]] = {name: [] for name in cache.pools}  # after the first of each `looked_every` steps
+        self.looked_every, self.evictions = SAMPLED, []
         self._begun: dict[str, int] = {}
         self._seen = False
 
@@ -25,6 +26,10 @@ class Watch:
         """Sizes were chosen under pressure, or not."""
         self._seen |= pressed
 
+    def evicted(self) -> None:
+        """Somebody was evicted in this step."""
+        self.evictions.append(self.steps)
+
     def step(self) -> None:
         """A step has ended."""
         self.pressed += self._seen or self.cache.under_pressure
@@ -34,21 +39,27 @@ class Watch:
                 course.append(live)
             else:
                 course[-1] = max(course[-1], live)
-        if self.steps % SAMPLED == 0:
-            self._fragmentation.append({name: pool["fragmentation"] for name, pool in self.cache.figures().items()})
+        if self.steps % self.looked_every == 0:
+            for name, pool in self.cache.figures().items():
+                self.fragmentation[name].append(pool["fragmentation"])
         self.steps += 1
         if self.steps == self.every * POINTS:
             self.every *= 2
             self.live = {name: [max(course[i:i + 2]) for i in range(0, len(course), 2)] for name, course in self.live.items()}
+        if self.steps == self.looked_every * POINTS:
+            self.looked_every *= 2
+            self.fragmentation = {name: [sum(course[i:i + 2]) / 2 for i in range(0, len(course), 2)]
+                                  for name, course in self.fragmentation.items()}
 
     def mean_fragmentation(self) -> dict[str, float]:
-        """Of each pool, 0 before the first step."""
-        looks = self._fragmentation
-        return {name: sum(look[name] for look in looks) / len(looks) if looks else 0.0 for name in self.cache.pools}
+        """Of each pool over the steps, 0 before the first."""
+        return {name: sum(course) / len(course) if course else 0.0 for name, course in self.fragmentation.items()}
 
     def document(self) -> dict:
         """JSON values. live_share: of each pool, the largest share of its pages that was live when one of `steps_a_point` steps
-        began or ended."""
+        began or ended; fragmentation: of each pool, the share of rows of live pages that held nothing after one of `steps_a_look` steps,
+        or the mean of looks where the run was long; eviction_steps: the step of each eviction, from 0."""
         pools = self.cache.pools
         return {"share_of_steps_under_pressure": self.pressed / self.steps if self.steps else 0.0, "steps_a_point": self.every,
-                "live_share": {name: [n / pools[name].pages for n in course] for name, course in self.live.items()}}
+                "live_share": {name: [n / pools[name].pages for n in course] for name, course in self.live.items()},
+                "steps_a_look": self.looked_every, "fragmentation": self.fragmentation, "eviction_steps": self.evictions}

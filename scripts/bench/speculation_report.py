@@ -119,5 +119,6 @@ def _draw_timeline(axis, line: Timeline) -> None:
     for policy, sizes in line.sizes.items():
         at, size = zip(*sizes)
         axis.step(at, size, where="post", lw=1, color=COLORS.get(policy), label=policy)
+    axis.set_title("simulated: drafts of made-up acceptance, pressure by decree; nothing was run", fontsize=8)
     axis.set(xlabel="tokens committed, batch 1", ylabel="drafted tokens", xlim=(0, line.tokens), ylim=(-0.3, 8.5))
     axis.legend(fontsize=6, loc="lower left")

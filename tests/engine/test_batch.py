@@ -137,24 +137,38 @@ def test_decoding_together_agrees_up_to_rounding(model, asked):
     assert engine.evictions > 0 and nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("priorities,acceptance,first_evicted", [
-    ((1.0, 0.0, 1.0), (0.8, 0.8, 0.8), "r1"), ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), "r2"), ((0.0, 0.0, 0.0), (0.3, 0.8, 0.9), "r0"),
-    ((0.0, 1.0, 1.0), (0.9, 0.1, 0.1), "r0"),
-], ids=["the lowest priority", "the last of equals", "the lowest acceptance of equals", "priority before acceptance"])
-def test_who_gives_way(model, priorities, acceptance, first_evicted):
+@pytest.mark.parametrize("priorities,acceptance,used,first_evicted", [
+    ((1.0, 0.0, 1.0), (0.8, 0.8, 0.8), None, "r1"), ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), None, "r2"),
+    ((0.0, 0.0, 0.0), (0.3, 0.8, 0.9), None, "r0"), ((0.0, 1.0, 1.0), (0.9, 0.1, 0.1), None, "r0"),
+    ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (7, 5, 6), "r1"), ((0.0, 0.0, 0.0), (0.3, 0.8, 0.8), (7, 5, 6), "r0"),
+    ((0.0, 1.0, 1.0), (0.8, 0.8, 0.8), (7, 5, 6), "r0"), ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (5, 6, 6), "r0"),
+], ids=["the lowest priority", "the last of equals", "the lowest acceptance of equals", "priority before acceptance",
+        "the least recently advanced of equals", "acceptance before the least recent", "priority before the least recent",
+        "the least recent before the last"])
+def test_who_gives_way(model, priorities, acceptance, used, first_evicted):
     engine, results = engine_of(model, pages={"csa entries": 3})
     join = engine._join
 
     def joined():
         join()
-        for work in engine.running:
-            work.epsilon = acceptance[int(work.request.id[1:])]
+        for work in engine.running:  # the first of them is the first to need a page, so that these are still so then
+            at = int(work.request.id[1:])
+            work.epsilon, work.used = acceptance[at], work.used if used is None else used[at]
     engine._join = joined
     order, evict = [], engine._evict
     engine._evict = lambda work: (order.append(work.request.id), evict(work))
     run(engine, [Request(f"r{i}", tuple(random_ids(model, 250, seed=i).tolist()), 20, p) for i, p in enumerate(priorities)])
     assert order[0] == first_evicted and len(order) <= 3, "an evicted request joins only when another has left"
     assert len(results) == 3 and all(len(r.token_ids) == 20 for r in results.values())
+
+
+def test_who_advanced_in_this_step_stays(model):
+    """Rows that decode together come before a prompt that is still read: it needs a page when the other, though the last to come, has
+    just advanced."""
+    asked = [Request("reads", tuple(random_ids(model, 600).tolist()), 2), Request("decodes", tuple(random_ids(model, 20).tolist()), 12)]
+    engine, results = engine_of(model, rows=2, max_context=700, together=True, pages={"csa entries": 3})
+    run(engine, asked)
+    assert (results["reads"].evictions, results["decodes"].evictions) == (1, 0)
 
 
 def test_faults_of_some_requests_harm_no_other(model, asked):

@@ -107,7 +107,7 @@ def test_hostile_names_do_not_break_a_table_or_a_legend(run, tmp_path):
     ElementTree.fromstring((tmp_path / "batch_r.svg").read_text())
     report = json.loads((tmp_path / "batch_r.json").read_text())
     rows = [line for line in markdown("r", report).splitlines() if " max_tokens |" in line]
-    assert len(rows) == 5 and all(line.replace("\\|", "").count("|") == 14 for line in rows)
+    assert len(rows) == 5 and all(line.replace("\\|", "").count("|") == 15 for line in rows)
 
 
 @pytest.mark.parametrize("options, message", [

@@ -6,7 +6,7 @@ import pytest
 
 from scripts import bench_speculation_sim
 from scripts.bench import speculation, speculation_report
-from scripts.bench.speculation import Point, ranked, verdicts
+from scripts.bench.speculation import Point, Timeline, ranked, verdicts
 from scripts.bench.speculation_costs import moe
 
 ABOUT = {"device": "cpu", "torch": "t", "triton": "t", "commit": "c", "command": "x"}
@@ -49,6 +49,13 @@ def test_timeline_has_a_plateau_a_dip_and_a_collapse():
         dip = inside(line.low[0] + 50, line.low[1])
         assert sum(dip) / len(dip) < 2.5
         assert max(inside(*line.pressure)) <= 2 and max(inside(line.pressure[1] + 50, line.tokens)) >= 7
+
+
+def test_the_drawing_says_that_its_timeline_is_simulated():
+    """Under bars that were measured, too. Without a timeline it says nothing of it."""
+    drawn = [speculation_report.svg(points(110.0, 120.0), ABOUT, {"title": "Measured"}, line)
+             for line in (Timeline(50, (10, 20), (30, 40), {"ASBS": [(0, 8), (10, 1), (20, 8)]}), None)]
+    assert ["simulated" in text for text in drawn] == [True, False] and all("Measured" in text for text in drawn)
 
 
 def test_report_of_a_small_simulation(tmp_path, capsys):
