@@ -69,6 +69,11 @@ class Target(str, Enum):
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)]
 Numerics = Annotated[NumericsChoice, typer.Option(help="fp32: no quantisation. native: weights as stored, bf16 activations. "
                                                   "qat: the official quantisation simulation. qat:fp32: that, in fp32 arithmetic.")]
+Drafts = Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 3); adaptive: 1, 4 or 8 by how many were "
+                                                 "accepted (adaptive:weight=0.2,thresholds=0.5/0.8,sizes=1/4/8,…); cost-aware: by --draft-costs. In "
+                                                 "a batch at most 2 while over 85 % of the pages are in use.", show_default=False)]
+DraftCosts = Annotated[Path | None, typer.Option(help="What passes cost on this device: a table that scripts/bench_speculation.py measured.",
+                                                 show_default=False)]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Cache = Annotated[str, typer.Option(help="Format of window rows and entries: auto (as activations), bf16 or fp8 (584 B a row at 512 dims).")]
 IndexCache = Annotated[str, typer.Option(help="Format of index keys: auto, bf16, fp8 (132 B a key at 128 dims) or fp4 (68 B).")]
@@ -106,8 +111,8 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
     speculate: Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or "
                                                  "lookup (what followed the same words before).")] = Speculate.off,
-    draft_tokens: Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 3), or adaptive: 1, 4 or 8 "
-                                                          "by how many were accepted.", show_default=False)] = None,
+    draft_tokens: Drafts = None,
+    draft_costs: DraftCosts = None,
     together: Annotated[bool, typer.Option("--together", help="With --speculate: verify a pass as one append. Faster on a host processor, and "
                                                               "rounded otherwise: the text may leave plain decoding's.")] = False,
     numerics: Numerics = NumericsChoice.native,
@@ -139,11 +144,11 @@ def generate(
     request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
                           chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
                           sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or str(run.DRAFT_TOKENS),
-                          together=together)
+                          draft_costs=draft_costs, together=together)
     if together and speculate is Speculate.off:
         raise InputError("--together says how drafts are verified, and nothing drafts; add --speculate mtp or lookup")
-    if draft_tokens is not None and speculate is Speculate.off:
-        raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
+    if (draft_tokens is not None or draft_costs is not None) and speculate is Speculate.off:
+        raise InputError("--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or --speculate lookup")
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention and attention.value, attention_tokens, terminate, prefill_chunks, terminate_rule)
@@ -174,9 +179,7 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
                                                                     "up to rounding.")] = False,
           speculate: Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or "
                                                        "lookup (what followed the same words before).")] = Speculate.off,
-          draft_tokens: Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 3), or adaptive: 1, 4 "
-                                                                "or 8 by how many were accepted; at most 2 while over 85 % of the pages "
-                                                                "are in use.", show_default=False)] = None,
+          draft_tokens: Drafts = None, draft_costs: DraftCosts = None,
           report: Annotated[Path | None, typer.Option(help="Directory for batch_<name of the file>.json, .md and .svg: sizes, latencies, "
                                                            "pages.", show_default=False)] = None,
           numerics: Numerics = NumericsChoice.native,
@@ -194,7 +197,7 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
     if prefill_chunks is not None:
         raise InputError("--prefill-chunks was given; a batch reads prompts densely, since its requests share prefixes: leave it out, or run "
                          "single requests with dsv4 generate")
-    options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, report)
+    options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, draft_costs, report)
     reads = attention_named(attention and attention.value, attention_tokens, terminate, rule=terminate_rule)
     with progress_bar("loading") as loading:
         choices = run.Choices(numerics.value, backend, device, cache, index_cache)

@@ -18,9 +18,9 @@ from dsv4.graph import captures
 from dsv4.host_tier.choice import HostMemory
 from dsv4.load import load_model
 from dsv4.memory import parse_count, peak_bytes
+from dsv4.speculation.choice import policy_named
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
-from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import HOST, Append, default
 from dsv4.tokenizer import TextStream, Tokenizer
@@ -41,7 +41,8 @@ class Request:
     sampling: Sampling = Sampling()
     random_tokens: int | None = None  # a prompt of so many random ids instead
     speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
-    draft_tokens: str = str(DRAFT_TOKENS)  # of a verify pass, at most; or 'adaptive'
+    draft_tokens: str = str(DRAFT_TOKENS)  # of a verify pass, as `policy_named` takes it
+    draft_costs: Path | None = None  # of passes, for a policy that weighs them
     together: bool = False  # drafts are verified as one append, also where that rounds otherwise than plain decoding
 
 
@@ -168,7 +169,7 @@ class Session:
         """One row, with drafts or without."""
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
-        drafter, policy, self.together = make_drafter(request.speculate), make_policy(request.draft_tokens), request.together
+        drafter, policy, self.together = make_drafter(request.speculate), policy_named(request.draft_tokens, request.draft_costs), request.together
         if captures(self.model) and request.speculate == "mtp" and request.sampling.temperature == 0:
             return generate_resident(self.model, [ids], request.max_new_tokens, policy, context, self.stop_ids,
                                      lambda row, token: on_token(token), on_prefill)[0]
@@ -213,12 +214,3 @@ def make_drafter(name: str) -> Drafter:
     if name not in drafters:
         raise InputError(f"--speculate {name!r} is unknown; expected off, {' or '.join(drafters)}")
     return drafters[name]()
-
-
-def make_policy(text: str) -> Policy:
-    """How many tokens to draft. Raises InputError unless text is 'adaptive' or a number of 1 … 8."""
-    if text == "adaptive":
-        return Adaptive()
-    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
-        raise InputError(f"--draft-tokens is {text!r}; expected 1 to {LARGEST}, or adaptive")
-    return Static(int(text))

@@ -18,9 +18,10 @@ from dsv4.gqa.model import GQAModel
 from dsv4.memory import parse_count
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
-from dsv4.run import Session, make_drafter, make_policy, speculation_notes
+from dsv4.run import Session, make_drafter, speculation_notes
+from dsv4.speculation.choice import policy_named
 from dsv4.speculation.loop import DRAFT_TOKENS
-from dsv4.speculation.policy import PRESSURE_PERCENT
+from dsv4.speculation.policy import PRESSURE_PERCENT, Policy
 from dsv4.tokenizer import Tokenizer
 from probes import provenance  # as in the command line, whose part this is: below it nothing knows the probes
 
@@ -31,8 +32,8 @@ PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
 @dataclass(frozen=True)
 class Options:
     """Of a batch run. max_context and pool_tokens as in `parse_count`; by default what the largest request needs, within the
-    checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'; draft_tokens: '1' … '8' or 'adaptive', None: the
-    default; report: directory of the report, if one is wanted. Raises InputError for draft tokens that cannot be."""
+    checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'; draft_tokens and draft_costs as `policy_named` takes
+    them, None: the default; report: directory of the report, if one is wanted. Raises InputError for draft tokens that cannot be."""
 
     rows: int = 8
     max_context: str | None = None
@@ -40,20 +41,24 @@ class Options:
     together: bool = False
     speculate: str = "off"
     draft_tokens: str | None = None
+    draft_costs: Path | None = None
     report: Path | None = None
 
     def __post_init__(self):
-        if self.speculate == "off" and self.draft_tokens is not None:
-            raise InputError("--draft-tokens was given and nothing is drafted; add --speculate mtp or --speculate lookup")
-        if self.draft_tokens is not None:
-            make_policy(self.draft_tokens)
+        if self.speculate == "off" and (self.draft_tokens is not None or self.draft_costs is not None):
+            raise InputError("--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or --speculate lookup")
+        self._policy()
 
     @property
     def engine(self) -> dict:
         """What the engine is told of speculation."""
         if self.speculate == "off":
             return {}
-        return {"drafter": make_drafter(self.speculate), "policy": make_policy(self.draft_tokens or str(DRAFT_TOKENS))}
+        return {"drafter": make_drafter(self.speculate), "policy": self._policy()}
+
+    def _policy(self) -> Policy:
+        """Rows that run alone share a pass with nobody."""
+        return policy_named(self.draft_tokens or str(DRAFT_TOKENS), self.draft_costs, self.rows if self.together else 1)
 
 
 def run_batch(session: Session, file: Path, options: Options, write: Callable[[dict], None]) -> int:
