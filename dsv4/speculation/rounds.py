@@ -17,6 +17,7 @@ What verifying wrote beyond the new length is written again before it can be see
 chained drafts.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
@@ -55,8 +56,10 @@ class Counts:
     polls: int = 0
 
 
-SPARE = 8   # rounds that may run after the last that gives a row a token
-RING = 4    # rounds whose records the host can still read: as many as may be under way, and some more
+SPARE = 8     # rounds that may run after the last that gives a row a token
+NAP = 20e-6   # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
+SPIN = 4e-3   # seconds of polling without a nap while the device has nothing else to do: a nap is then little beside the round
+RING = 4      # rounds whose records the host can still read: as many as may be under way, and some more
 
 
 class Rounds:
@@ -283,11 +286,13 @@ class Rounds:
         return event
 
     def _ended(self, event: torch.cuda.Event | None) -> bool:
-        return event is None or event.query()
+        ended = event is None or event.query()
+        self.counts.polls += not ended
+        return ended
 
     def _read(self, on_tokens: Callable[[int, list[int]], None] | None) -> None:
         """Wait for the oldest round under way, and tell what it said. Before its event has passed nothing of its record is right."""
-        self._wait(self.under_way[0])
+        self._wait(self.under_way[0], idle=len(self.under_way) == 1)
         self.under_way.popleft()
         known = self.known
         record = self.ring.read(known.rounds)
@@ -297,15 +302,18 @@ class Rounds:
             if tokens and on_tokens is not None:
                 on_tokens(b, tokens)
 
-    def _wait(self, event: torch.cuda.Event | None) -> None:
-        """Poll until `event` has passed."""
+    def _wait(self, event: torch.cuda.Event | None, idle: bool) -> None:
+        """Poll until `event` has passed, with naps: the processor is others'. idle: the device then has nothing to do until the host goes on,
+        so naps begin only where the wait is long; else a round behind this one hides them."""
+        begun = time.perf_counter()
         while not self._ended(event):
-            self.counts.polls += 1
+            if not idle or time.perf_counter() - begun > SPIN:
+                time.sleep(NAP)
 
     def _settle(self) -> list[list[int]]:
         """The rows' tokens, copied once and whole; the host's lengths of the caches again what the device holds."""
         self.host_out.copy_(self.out, non_blocking=True)
-        self._wait(self._mark())
+        self._wait(self._mark(), idle=False)
         for lengths in (self.cache._main, self.cache._mtp):
             for b, n in enumerate(self.known.written):
                 lengths.advance(slice(b, b + 1), n)

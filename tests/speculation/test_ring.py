@@ -9,6 +9,7 @@ import torch
 from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.generate import generate
+from dsv4.speculation import rounds
 from dsv4.speculation.policy import Adaptive
 from dsv4.speculation.policy_device import on_device
 from dsv4.speculation.ring import HEAD, Ring
@@ -162,3 +163,44 @@ def test_a_record_of_another_round_is_not_taken_for_it():
     assert ring.read(1).tokens == [[6], [8, 9]]
     with pytest.raises(RuntimeError, match=r"round 0 was to be read, and rounds \[2\] are in its place in a ring of 2"):
         ring.read(0)
+
+
+class Clock:
+    """Time as `time` gives it: asking takes a µs, a nap what it says and 50 µs."""
+
+    def __init__(self):
+        self.now, self.naps = 0.0, []
+
+    def perf_counter(self):
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds):
+        self.naps.append(self.now)
+        self.now += seconds + 50e-6
+
+
+@pytest.mark.parametrize("idle, seconds, napped", [(False, 1e-3, True), (True, 3e-3, False), (True, 10e-3, True)])
+def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, napped):
+    """At once where another round is behind the one that is waited for, else only where it is long: then a nap's length does not matter."""
+    found, *_ = late(model, prompts(model), NEW, static(model, 3, 0), kind=Rounds)
+    clock = Clock()
+    monkeypatch.setattr(rounds, "time", clock)
+
+    class Timed:
+        def query(self):
+            return clock.perf_counter() >= seconds
+    found._wait(Timed(), idle)
+    assert bool(clock.naps) == napped and clock.now < seconds + 100e-6
+    assert (len(clock.naps) <= found.counts.polls < seconds / 1e-6) and (not napped or idle or found.counts.polls <= seconds / 70e-6 + 1)
+    assert all(at > rounds.SPIN for at in clock.naps) or not idle
+
+
+@pytest.mark.parametrize("ahead, naps", [(1, False), (2, True), (3, True)])
+def test_rounds_nap_where_another_is_behind(model, ahead, naps, monkeypatch):
+    found, *_ = late(model, prompts(model), NEW, static(model, 3, 2))
+    clock = Clock()
+    monkeypatch.setattr(rounds, "time", clock)
+    monkeypatch.setattr(found, "_settle", lambda: None)  # which naps: nothing comes after it
+    found.run(ahead=ahead)
+    assert bool(clock.naps) == naps and found.counts.polls > 10
