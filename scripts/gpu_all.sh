@@ -2,7 +2,7 @@
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
 #     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity selftest speculation speculation_text
-#                                   gqa_decode regime host_tier; all if none
+#                                   gqa_decode regime host_tier host_waits; all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
@@ -10,8 +10,9 @@
 # all numerics.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
 # speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the bill of both kinds of
-# model and its map; host_tier: caches in host memory. Parts run one after another, because some are timed; each at most LIMIT seconds (default
-# 600). Results go to ${OUT:-audits}. WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
+# model and its map; host_tier: caches in host memory; host_waits: how often the host waits while the demo decodes with drafts. Parts run one
+# after another, because some are timed; each at most LIMIT seconds (default 600). Results go to ${OUT:-audits}.
+# WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
 # JOURNALS: a folder; kernels, matrix, selftest and both parts of speculation, cut off, go on where they stopped when called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -20,7 +21,7 @@ export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
 mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity selftest speculation speculation_text gqa_decode regime host_tier)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity selftest speculation speculation_text gqa_decode regime host_tier host_waits)
 
 audit() {
   local wrong=0 running=()
@@ -50,6 +51,7 @@ part() {
     regime) "$python" -m dsv4 regime measure --out "$OUT"
       "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$OUT" ;;
     host_tier) "$python" scripts/bench_host_tier.py --out "$OUT" ;;
+    host_waits) "$python" scripts/measure_host_waits.py --out "$OUT" ;;
     *) echo "unknown part $1"; return 2 ;;
   esac
 }

@@ -4,6 +4,8 @@ Kernels of a captured step split their sums by what the cache could hold, not by
 pass has (up to 16). Passes of `Model.append` split them by what is visible, which moves within a pass.
 """
 
+import time
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
@@ -15,14 +17,16 @@ from dsv4.paged_row import PagedRow
 from dsv4.speculation.verify import Append
 
 
-class _OneRow:
+class OneRow:
     """Graphs of steps that run one row of a batch, each captured when that many tokens are first wanted. On pages one graph serves every
-    row; rows that share a step would write through the pages of rows that rest. On rings the batch must be of one row."""
+    row; rows that share a step would write through the pages of rows that rest. On rings the batch must be of one row.
+
+    capture_seconds: what captures took so far, those in the middle of a run too, which its time is then less."""
 
     mtp, graph = False, DecodeGraph
 
     def __init__(self, model: CausalLM, cache: TokenCache):
-        self.model, self.cache, self.graphs = model, cache, {}
+        self.model, self.cache, self.graphs, self.capture_seconds = model, cache, {}, 0.0
 
     @cached_property
     def row(self) -> PagedRow | None:
@@ -32,15 +36,27 @@ class _OneRow:
         """Whether rows that run counts[b] tokens each can be run here."""
         return sum(n > 0 for n in counts) == 1 and (self.row is not None or len(counts) == 1)
 
+    def of(self, width: int) -> DecodeGraph:
+        """The graph of so many tokens."""
+        if width not in self.graphs:
+            begun = time.perf_counter()
+            self.graphs[width] = self.graph(self.model, self.row or self.cache, width)
+            self.capture_seconds += time.perf_counter() - begun
+        return self.graphs[width]
+
+    def prepare(self, widths: Iterable[int]) -> None:
+        """Capture these widths now, where the batch is one row on rings: no step of others is run here, and pages are shown row by row."""
+        if self.row is None and self.takes([1] * self.cache.batch):
+            for width in sorted(set(widths)):
+                self.of(width)
+
     def run(self, ids: torch.Tensor, counts: list[int], streams: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """ids int64 [B, W]; streams [B, W, n, d] where the graph reads some. Returns logits and streams [B, …] that are right in the row
         that ran; logits last until the next run."""
         b, width = next((b, n) for b, n in enumerate(counts) if n)
         if self.row is not None:
             self.row.show(b, width, self.mtp)
-        if width not in self.graphs:
-            self.graphs[width] = self.graph(self.model, self.row or self.cache, width)
-        graph = self.graphs[width]
+        graph = self.of(width)
         if streams is not None:
             graph.fed.copy_(streams[b:b + 1, :width])
         logits = graph.step(ids[b:b + 1, :width])
@@ -50,7 +66,7 @@ class _OneRow:
         return tuple(t.expand(len(ids), *t.shape[1:]) for t in (logits, after))
 
 
-class Captured(_OneRow):
+class Captured(OneRow):
     """A way to run passes. Several rows at once are an append."""
 
     def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
@@ -61,7 +77,7 @@ class Captured(_OneRow):
         return self.run(ids, counts) if self.takes(counts) else self.append(ids, counts, want_streams)
 
 
-class CapturedBlock(_OneRow):
+class CapturedBlock(OneRow):
     """A way to run the MTP block: streams [B, T, n, d], next tokens ids [B, T] → logits [B, 1, vocab] after each row's last, streams
     [B, T, n, d]. captured: whether steps of one row are; all others are `Model.mtp_logits`."""
 
@@ -70,6 +86,10 @@ class CapturedBlock(_OneRow):
     def __init__(self, model: CausalLM, cache: TokenCache, captured: bool = True):
         super().__init__(model, cache)
         self.captured = captured
+
+    def prepare(self, widths: Iterable[int]) -> None:
+        if self.captured:
+            super().prepare(widths)
 
     def __call__(self, streams: torch.Tensor, ids: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         if self.captured and self.takes(counts) and max(counts) <= self.cache.max_rewind + 1:

@@ -36,6 +36,7 @@ class Drafter(ABC):
 
     name: str
     needs_streams = needs_mtp = False
+    captured: CapturedBlock | None = None  # what runs a drafting model, once a batch has begun
 
     @abstractmethod
     def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
@@ -80,7 +81,7 @@ class MTPDrafter(Drafter):
 
     def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
         self._model, self._cache, self._choose = model, cache, choose
-        self._run = CapturedBlock(model, cache, captures(model))
+        self._run = self.captured = CapturedBlock(model, cache, captures(model))
         self._due: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]  # (streams [c, n, d], next ids [c]) of a row
 
     def join(self, b: int, prompt: list[int]) -> None:

@@ -24,6 +24,7 @@ from dsv4.generate import Generation, Sampling, context_full, context_limit, wei
 from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
+from dsv4.speculation.captured import OneRow
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import Policy, Static, room
 from dsv4.speculation.prefill import prefill
@@ -71,6 +72,7 @@ def generate_speculative(model: CausalLM, prompts: list[list[int]], max_new_toke
     begun = time.perf_counter()
     batch.first(logits, streams)
     batch.seconds("decode_seconds", begun)
+    batch.prepare()
     while any(row.active for row in rows):
         batch.step(pressure())
         batch.seconds("decode_seconds", begun)
@@ -89,10 +91,25 @@ class _Batch:
         drafter.begin([row.out.prompt_ids for row in rows], model, cache, self._choose)
 
     def seconds(self, name: str, begun: float) -> None:
+        """Since `begun`, without what was captured meanwhile: that is told by itself."""
         if self.model.device.type == "cuda" and name == "prefill_seconds":
             torch.cuda.synchronize(self.model.device)  # the time of prefill ends when its work does
+        captured = sum(way.capture_seconds for way in self._captured())
         for row in self.rows:
-            setattr(row.out, name, time.perf_counter() - begun)
+            row.out.capture_seconds = captured
+            setattr(row.out, name, time.perf_counter() - begun - captured)
+
+    def _captured(self) -> list[OneRow]:
+        """What captures steps, if anything does."""
+        return [way for way in (self.verify, self.drafter.captured) if isinstance(way, OneRow)]
+
+    def prepare(self) -> None:
+        """Capture what passes of a single row will run, if it goes on; other widths are captured when they are wanted."""
+        if len(self.rows) > 1 or not self.rows[0].active or self.cache.lengths[0] == self.limit:
+            return
+        sizes = {0, *(self._cut(0, size) for size in self.policy.sizes)}
+        for way in self._captured():  # a pass has its drafts and one more; the block runs as many as a pass kept, and then one by one
+            way.prepare(range(1, max(sizes) + 2) if way is self.drafter.captured else (size + 1 for size in sizes))
 
     # ---- prefill ----------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable
 
-
 from dsv4.errors import InputError
 from dsv4.generate import Generation, context_full, context_limit
 from dsv4.graph import capacity
@@ -19,10 +18,11 @@ from dsv4.speculation.rounds import Rounds, primed
 
 def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: int, policy: Policy = Static(DRAFT_TOKENS),
                       max_context: int | None = None, stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
-                      on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2) -> list[Generation]:
+                      on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2,
+                      make: Callable[..., Rounds] = Rounds) -> list[Generation]:
     """As `generate_speculative` with the MTP block and temperature 0. on_token(row, id) as the host learns of tokens.
 
-    ahead: as `Rounds.run`. The cache holds as many tokens more than the context as a round may draft. Raises as
+    ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds as many tokens more than the context as a round may draft. Raises as
     `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
     check_can_speculate(model, MTPDrafter())
@@ -45,7 +45,7 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
     for b, token in enumerate(firsts):
         tell(b, [token])
     begun = time.perf_counter()
-    rounds = Rounds(model, cache, most, tokens, first, chained, left, stops, on_device(policy, len(prompts), model.device), policy.sizes)
+    rounds = make(model, cache, most, tokens, first, chained, left, stops, on_device(policy, len(prompts), model.device), policy.sizes)
     rounds.prepare()
     captured = time.perf_counter() - begun
     begun = time.perf_counter()

@@ -1,8 +1,8 @@
 """Speculative decoding that stays on the device: a round drafts, verifies, commits and chooses the next block sizes.
 
 A round with D drafts is captured once (a CUDA graph; on a CPU it runs as it is) and serves every position of a ragged batch. The
-host chooses which D to replay from sizes that earlier rounds left in pinned memory, a few rounds behind, and never waits for the
-device: rows that want fewer drafts than D have theirs refused, rows that want more get D.
+host chooses which D to replay from sizes that earlier rounds left in pinned memory (`ring`), a few rounds behind, and never waits
+for the device in a call: rows that want fewer drafts than D have theirs refused, rows that want more get D.
 
 A row holds `start` tokens in the caches; `token` is the last one that it has chosen, not yet in them. The MTP block's entry at
 position t is made of the main model's streams at t and the token at t + 1, so it holds `start` entries, and what it said last is
@@ -17,6 +17,8 @@ What verifying wrote beyond the new length is written again before it can be see
 chained drafts.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,13 +32,15 @@ from dsv4.model import Model
 from dsv4.speculation.accept import accept_greedy
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.prefill import prefill
+from dsv4.speculation.ring import Ring
 from dsv4.step import CapturedStep
 
 
 @dataclass
 class Progress:
-    """What the host knows of a batch, as of some round that has ended."""
+    """What the host knows of a batch, as of the last round that it has read. rounds: how many it has read."""
 
+    rounds: int
     written: list[int]
     sizes: list[int]
     done: list[bool]
@@ -45,15 +49,17 @@ class Progress:
 @dataclass
 class Counts:
     """Of one batch. sizes: what the host knew that rows wanted when it began each round. polls: how often the host asked
-    whether a round had ended; synchronisations: how often it waited for the device in a call that returns only then."""
+    whether a round had ended and heard that it had not."""
 
     rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
     sizes: list[list[int]] = field(default_factory=list)
     polls: int = 0
-    synchronisations: int = 0
 
 
-SPARE = 8  # rounds that may run after the last that gives a row a token
+SPARE = 8     # rounds that may run after the last that gives a row a token
+NAP = 20e-6   # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
+SPIN = 4e-3   # seconds of polling without a nap while the device has nothing else to do: a nap is then little beside the round
+RING = 4      # rounds whose records the host can still read: as many as may be under way, and some more
 
 
 class Rounds:
@@ -62,11 +68,12 @@ class Rounds:
     streams [B, n, d], tokens int64 [B]: the main model's streams at each row's last position and the token that it chose there;
     the MTP block must hold that position too, and first int64 [B], chained [B, n, d] are what it drafts after `tokens` and its
     streams there (`primed`). left: tokens that each row may still produce. stop_ids end a row, which keeps them. widths: drafts for
-    which a round is captured when it is first wanted (None: every number). Raises InputError where a round could reach beyond the cache.
+    which a round is captured when it is first wanted (None: every number). ring: rounds whose records are held for the host, at least as
+    many as `run` has under way. Raises InputError where a round could reach beyond the cache.
     """
 
     def __init__(self, model: Model, cache: Cache, most: int, tokens: torch.Tensor, first: torch.Tensor, chained: torch.Tensor,
-                 left: Sequence[int], stop_ids: Iterable[int], policy: DevicePolicy, widths: Sequence[int] | None = None):
+                 left: Sequence[int], stop_ids: Iterable[int], policy: DevicePolicy, widths: Sequence[int] | None = None, ring: int = RING):
         B, device = cache.batch, model.device
         if not model.mtp:
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
@@ -78,8 +85,8 @@ class Rounds:
         self.pressure = torch.zeros((), dtype=torch.bool, device=device)  # whether the cache is short of pages: whoever knows sets it
         self.stops = torch.tensor(sorted(set(stop_ids)) or [-1], device=device)
         self.out = torch.zeros(B, self.room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
-        pinned = lambda *shape: torch.zeros(*shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.host_out, self.host_state = pinned(B, self.room), pinned(3, B)
+        self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.ring = Ring(ring, B, most + 1, device)
         self.captures = captures(model)
         self.side = torch.cuda.Stream(device) if self.captures else None
         self.log = torch.zeros(self.room + SPARE, 3, B, dtype=torch.int64, device=device)  # of each round: drafted, accepted, tokens
@@ -107,10 +114,11 @@ class Rounds:
         self.written.zero_()
         self.round.zero_()
         self.log.zero_()
+        self.ring.clear()
         self.policy.reset(torch.ones_like(self.done))
         self._choose()
-        self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())))
-        self.counts = Counts()
+        self.under_way: deque[torch.cuda.Event | None] = deque()  # what ends with each round that is not read yet, the oldest first
+        self.known, self.counts = Progress(0, [0] * len(self.left), self.sizes.tolist(), self.done.tolist()), Counts()
 
     # ---- on the device -------------------------------------------------------------------
 
@@ -158,18 +166,22 @@ class Rounds:
             column = torch.where(place < count.unsqueeze(1), self.written.unsqueeze(1) + place, self.room + place)
             self.out.scatter_(1, column, chosen)
             self.log.index_copy_(0, self.round.clamp(max=len(self.log) - 1), torch.stack((proposed, torch.minimum(accepted, count), count)).unsqueeze(0))
-            self.round += 1
             self.written += count
             self.left -= count
             self.done |= (self.left == 0) | (first_stop < count)
             self.policy.observe(accepted, proposed)
             self._choose()
+            self._record(chosen, count)
         self._follow(streams, chosen, count)
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
         self.start += count
-        self.host_out.copy_(self.out[:, :self.room], non_blocking=True)
-        self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())), non_blocking=True)
+        self.ring.send()
+
+    def _record(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
+        """What this round says to the host: of chosen int64 [B, T] the first count[b] tokens, and how rows stand now."""
+        self.ring.put(self.round, chosen, count, self.sizes, self.done)
+        self.round += 1
 
     @contextmanager
     def _aside(self):
@@ -210,13 +222,13 @@ class Rounds:
     @contextmanager
     def _undisturbed(self):
         """Rounds that run meanwhile change nothing: every row counts as done, and what is chosen and learnt is put back."""
-        state = [self.done, self.sizes, self.round, *(t for t in vars(self.policy).values() if isinstance(t, torch.Tensor))]
+        state = [self.done, self.sizes, self.round, self.ring.records, *(t for t in vars(self.policy).values() if isinstance(t, torch.Tensor))]
         held = [t.clone() for t in state]
         self.done.fill_(True)
         yield
         for tensor, before in zip(state, held):
             tensor.copy_(before)
-        self.host_state.copy_(torch.stack((self.written, self.sizes, self.done.long())))
+        self.ring.send(wait=True)  # a round that was under way has ended, and its record may not be read yet
 
     # ---- on the host ---------------------------------------------------------------------
 
@@ -231,60 +243,81 @@ class Rounds:
         drafted, accepted, count = self.log[:, 0].T.tolist(), self.log[:, 1].T.tolist(), self.log[:, 2].T.tolist()
         return [[(d, a) for d, a, n in zip(*row) if n] for row in zip(drafted, accepted, count)]
 
-    def progress(self) -> Progress:
-        """As of the last round that was copied; a row's `written` tokens are in `host_out`."""
-        written, sizes, done = self.host_state.tolist()
-        return Progress(written, sizes, [bool(d) for d in done])
-
     def run(self, on_tokens: Callable[[int, list[int]], None] | None = None, ahead: int = 2,
             until: Callable[[Iterable[bool]], bool] = all) -> list[list[int]]:
-        """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens) as they are known.
+        """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens) as they are known:
+        every token once and in order, those of rounds that were under way at the end too.
 
-        ahead: rounds under way before the oldest is waited for by polling; 1 decides every size by the round just before.
+        ahead: rounds under way before the oldest is waited for by polling; 1 decides every size by the round just before. Raises
+        InputError where the ring holds fewer.
         """
-        told, under_way = [0] * len(self.token), []
-        while True:
-            now = self.progress()
-            for b, (old, new) in enumerate(zip(told, now.written)):
-                if new > old and on_tokens is not None:
-                    on_tokens(b, self.host_out[b, old:new].tolist())
-                told[b] = new
-            if until(now.done):
-                break
-            wanted = max(size for size, done in zip(now.sizes, now.done) if not done)
-            self.counts.sizes.append(now.sizes)
-            under_way.append(self._launch(min(wanted, self.most)))
-            while len(under_way) >= ahead or under_way and under_way[0] is None:
-                event = under_way.pop(0)
-                while event is not None and not event.query():
-                    self.counts.polls += 1
-        self._settle(under_way)
-        return [self.host_out[b, :n].tolist() for b, n in enumerate(self.progress().written)]
+        if not 1 <= ahead <= self.ring.rounds:
+            raise InputError(f"{ahead} rounds were to be under way; these were made with a ring of {self.ring.rounds}: expected 1 to that many")
+        while not until(self.known.done):
+            wanted = max(size for size, done in zip(self.known.sizes, self.known.done) if not done)
+            self.counts.sizes.append(self.known.sizes)
+            self._launch(min(wanted, self.most))
+            while len(self.under_way) >= ahead or self.under_way and self._ended(self.under_way[0]):
+                self._read(on_tokens)
+        while self.under_way:
+            self._read(on_tokens)
+        return self._settle()
 
-    def _launch(self, D: int) -> torch.cuda.Event | None:
+    def _launch(self, D: int) -> None:
+        """Begin a round of D drafts, or of the next width above."""
+        if len(self.under_way) == self.ring.rounds:  # its record would take the place of one that is not read
+            raise RuntimeError(f"{len(self.under_way)} rounds are not read yet, and the ring holds no more")
         self.counts.rounds.append(D)
-        if not self.captures:
+        if self.captures:
+            width = next(w for w in self.widths if w >= D)
+            if width not in self.graphs:
+                self.capture(width)
+            self.graphs[width].replay()
+        else:
             self._round(D)
-            if self.model.device.type == "cuda":
-                torch.cuda.synchronize(self.model.device)
-                self.counts.synchronisations += 1
+        self.under_way.append(self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What ends with all that was begun so far; None where that has ended."""
+        if self.model.device.type != "cuda":
             return None
-        width = next(w for w in self.widths if w >= D)
-        if width not in self.graphs:
-            self.capture(width)
-        self.graphs[width].replay()
         event = torch.cuda.Event()
         event.record()
         return event
 
-    def _settle(self, under_way: list) -> None:
-        """The host's lengths of the caches again what the device holds; rounds that ran for nothing are over."""
-        for event in under_way:
-            while event is not None and not event.query():
-                self.counts.polls += 1
+    def _ended(self, event: torch.cuda.Event | None) -> bool:
+        ended = event is None or event.query()
+        self.counts.polls += not ended
+        return ended
+
+    def _read(self, on_tokens: Callable[[int, list[int]], None] | None) -> None:
+        """Wait for the oldest round under way, and tell what it said. Before its event has passed nothing of its record is right."""
+        self._wait(self.under_way[0], idle=len(self.under_way) == 1)
+        self.under_way.popleft()
+        known = self.known
+        record = self.ring.read(known.rounds)
+        written = [n + len(tokens) for n, tokens in zip(known.written, record.tokens)]
+        self.known = Progress(known.rounds + 1, written, record.sizes, record.done)
+        for b, tokens in enumerate(record.tokens):
+            if tokens and on_tokens is not None:
+                on_tokens(b, tokens)
+
+    def _wait(self, event: torch.cuda.Event | None, idle: bool) -> None:
+        """Poll until `event` has passed, with naps: the processor is others'. idle: the device then has nothing to do until the host goes on,
+        so naps begin only where the wait is long; else a round behind this one hides them."""
+        begun = time.perf_counter()
+        while not self._ended(event):
+            if not idle or time.perf_counter() - begun > SPIN:
+                time.sleep(NAP)
+
+    def _settle(self) -> list[list[int]]:
+        """The rows' tokens, copied once and whole; the host's lengths of the caches again what the device holds."""
+        self.host_out.copy_(self.out, non_blocking=True)
+        self._wait(self._mark(), idle=False)
         for lengths in (self.cache._main, self.cache._mtp):
-            for b, n in enumerate(self.progress().written):
+            for b, n in enumerate(self.known.written):
                 lengths.advance(slice(b, b + 1), n)
+        return [self.host_out[b, :n].tolist() for b, n in enumerate(self.known.written)]
 
 
 def primed(model: Model, cache: Cache, prompts: list[list[int]],

@@ -158,25 +158,27 @@ def stop_id_beyond_the_accepted_prefix_ends_a_row(site: Site) -> None:
         return out
     accepts = site.patch(Rounds, "_accept", accept)
 
-    def a_round(found, D):
-        real(found, D)
+    def record(found, *args):
         found.done |= (found.seen.unsqueeze(-1) == found.stops).flatten(1).any(1)
-        found.host_state[2].copy_(found.done.long())
-    real = site.patch(Rounds, "_round", a_round)
+        real(found, *args)
+    real = site.patch(Rounds, "_record", record)
 
 
 @mutation("1.13", bugs=(), parts=("stop id",), probes=("speculation",))
 def stop_id_inside_a_round_is_passed_over(site: Site) -> None:
     """A round ends its row where its last token is a stop id: one inside the block goes by."""
     def a_round(found, D):
-        begun, stops = found.written.clone(), found.stops.clone()
+        found.ends = stops = found.stops.clone()
         found.stops.fill_(-1)
         real(found, D)
         found.stops.copy_(stops)
-        last = found.out.gather(1, (found.written - 1).clamp(min=0).unsqueeze(1))
-        found.done |= ((last == stops).any(1)) & (found.written > begun)
-        found.host_state[2].copy_(found.done.long())
     real = site.patch(Rounds, "_round", a_round)
+
+    def record(found, chosen, count):
+        last = chosen.gather(1, (count - 1).clamp(min=0).unsqueeze(1))
+        found.done |= ((last == found.ends).any(1)) & (count > 0)
+        records(found, chosen, count)
+    records = site.patch(Rounds, "_record", record)
 
 
 # ---- how many are drafted -----------------------------------------------------------------

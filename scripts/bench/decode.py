@@ -1,10 +1,8 @@
 """One decode step of a whole model: what it must move, and how long it takes as one CUDA graph."""
 
-import contextlib
 import gc
 import re
 import time
-import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -13,9 +11,9 @@ import torch
 
 from kernels.cache_rows import PackedRows
 from scripts.bench.timing import Machine, device_kernels, percentile
+from scripts.bench.waits import counted_syncs
 
 STEPS, WARM_UP = 48, 8
-A_SYNC = "called a synchronizing"  # torch's words for each one; another warning, once, says that this mode is a prototype
 TOP = 24            # kernels that the table of times shows
 
 
@@ -120,21 +118,6 @@ class Compiles:
 
     def __exit__(self, *failure):
         self.knobs.runtime.jit_post_compile_hook = self.before
-
-
-@contextlib.contextmanager
-def counted_syncs():
-    """A list that gets one message for every operation that makes the host wait for the device."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        found: list[str] = []
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-            found += [str(w.message).splitlines()[0] for w in seen if A_SYNC in str(w.message)]
 
 
 def allocations() -> int:

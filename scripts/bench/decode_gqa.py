@@ -8,9 +8,10 @@ from statistics import median
 
 import torch
 
-from scripts.bench.decode import WARM_UP, Compiles, Point, allocations, context_name, counted_syncs
+from scripts.bench.decode import WARM_UP, Compiles, Point, allocations, context_name
 from scripts.bench.report import headline
 from scripts.bench.timing import Machine, percentile
+from scripts.bench.waits import counted_syncs
 
 ROUNDS = 4                 # turns of each way
 REFERENCE = 1.77           # dense over sparse, end to end at 1M, batch 1, on an H100 (28 query and 4 KV heads): the figure to beat

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from dsv4.config import LayerKind
-from scripts.bench.decode import Compiles, context_name, counted_syncs, row_bytes
+from scripts.bench.decode import Compiles, context_name, row_bytes
 from scripts.bench.timing import Machine
+from scripts.bench.waits import counted_syncs
 
 
 NO_PRODUCT = ("scale", "tid2eid", "ape")  # parameters of two dims or more that nothing is multiplied with as a matrix

@@ -19,6 +19,7 @@ from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds
 from dsv4.speculation.trace import Request
 from scripts.bench.speculation_journal import SpeculationJournal, Timed, name_of
+from scripts.bench.waits import counted_syncs
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
 ROOM = 1024              # tokens; caches of rounds have a multiple of them
@@ -220,7 +221,8 @@ def _run(rounds: Traced, context: int, kind: str, trace: Trace, planned: Run, na
     again(rounds, context, np.stack([r.accepted for r in trace.requests]))
     wait(rounds)
     begun = time.perf_counter()
-    rounds.run(ahead=1, until=any)
+    with counted_syncs() as syncs:
+        rounds.run(ahead=1, until=any)
     wait(rounds)
     seconds, counts = time.perf_counter() - begun, rounds.counts
     wanted = [max(sizes) for sizes in zip(*planned.block_size_history.values())]
@@ -228,8 +230,8 @@ def _run(rounds: Traced, context: int, kind: str, trace: Trace, planned: Run, na
         at = next((i for i, (a, b) in enumerate(zip(counts.rounds, wanted)) if a != b), min(len(counts.rounds), len(wanted)))
         raise RuntimeError(f"{name} on {trace.name}: the device chose other sizes than the specification from round {at} on: "
                            f"{counts.rounds[at:at + 8]} of {len(counts.rounds)}, expected {wanted[at:at + 8]} of {len(wanted)}")
-    return Timed(name, trace.name, kind, batch, sum(rounds.progress().written), seconds, planned.tokens_per_second, counts.rounds,
-                 counts.sizes, counts.polls, counts.synchronisations)
+    return Timed(name, trace.name, kind, batch, sum(rounds.known.written), seconds, planned.tokens_per_second, counts.rounds,
+                 counts.sizes, counts.polls, len(syncs))
 
 
 def wait(rounds: Rounds) -> None:

@@ -8,6 +8,7 @@ from dsv4.speculation import LARGEST, CostTable, Request, Trace
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds, primed
 from scripts.bench.speculation_gpu import Timed, driver, name_of, planned_for, racers, record, wait
+from scripts.bench.waits import counted_syncs
 
 
 def race_texts(model: Model, prompts: Mapping[str, list[list[int]]], costs: CostTable, tokens: int, statics: Sequence[int],
@@ -54,10 +55,11 @@ def _ready(model: Model, rounds: Rounds | None, rows: list[list[int]], room: int
 def _timed(rounds: Rounds, kind: str, name: str, expected: float, plain: dict[str, list[list[int]]]) -> Timed:
     wait(rounds)
     begun = time.perf_counter()
-    out = rounds.run(ahead=1, until=any)
+    with counted_syncs() as syncs:
+        out = rounds.run(ahead=1, until=any)
     wait(rounds)
     seconds, counts = time.perf_counter() - begun, rounds.counts
     wanted = plain.setdefault(kind, out)  # the first policy drafts nothing
     same = sum(row[:len(other)] == other[:len(row)] for row, other in zip(out, wanted))
     return Timed(name, kind, "stationary", rounds.cache.batch, sum(map(len, out)), seconds, expected, counts.rounds, counts.sizes,
-                 counts.polls, counts.synchronisations, same)
+                 counts.polls, len(syncs), same)

@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 
-from scripts.bench.decode import Point, add_profile, counted_syncs
+from scripts.bench.decode import Point, add_profile
 from scripts.bench.decode_report import _kernel_table
 from scripts.bench.timing import what_each_adds
+from scripts.bench.waits import counted_syncs
 
 
 @pytest.fixture
@@ -19,6 +20,7 @@ def modes(monkeypatch):
         if mode == "warn":
             warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations")
         held.append(mode)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: held[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", put)
     return held

@@ -1,0 +1,62 @@
+"""What rounds leave for the host: the records of the last few, in pinned memory, so that what crosses does not grow with the response."""
+
+from dataclasses import dataclass
+
+import torch
+
+HEAD = 4  # numbers before a record's tokens: its round, how many tokens count, the size of the next round, whether the row is done
+
+
+@dataclass
+class Record:
+    """What one round did. tokens: of each row those that count; sizes: drafts that rows want next."""
+
+    tokens: list[list[int]]
+    sizes: list[int]
+    done: list[bool]
+
+
+class Ring:
+    """Records of the last `rounds` rounds of `batch` rows that get up to `tokens` tokens each: round n is at n mod `rounds`.
+
+    Everything that a round says is one record, and a record may be read when the copy behind it has ended, as the round's event tells:
+    then none of it is older than the rest. Later copies write the same numbers again, until round n + `rounds` takes the place. So
+    whoever launches rounds must have read n before.
+    """
+
+    def __init__(self, rounds: int, batch: int, tokens: int, device: torch.device):
+        self.records = torch.zeros(rounds, batch, HEAD + tokens, dtype=torch.int64, device=device)
+        self.host = torch.zeros(rounds, batch, HEAD + tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.clear()
+
+    def clear(self) -> None:
+        """No round's record is anywhere; none may be under way."""
+        self.records.fill_(-1)
+        self.host.fill_(-1)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.records)
+
+    @property
+    def nbytes(self) -> int:
+        """Copied to the host by every round."""
+        return self.host.nbytes
+
+    def put(self, number: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, sizes: torch.Tensor, done: torch.Tensor) -> None:
+        """On the device, round `number` int64 [1]: chosen int64 [B, T], of which count int64 [B] are the rows' next tokens; sizes int64 [B],
+        done bool [B]. T is up to the ring's tokens."""
+        head = torch.stack((number.expand_as(count), count, sizes, done.long()), 1)
+        rest = chosen.new_zeros(len(chosen), self.records.shape[2] - HEAD - chosen.shape[1])
+        self.records.index_copy_(0, number % self.rounds, torch.cat((head, chosen, rest), 1).unsqueeze(0))
+
+    def send(self, wait: bool = False) -> None:
+        """Copy what the device holds, behind what is already under way. wait: until it is there."""
+        self.host.copy_(self.records, non_blocking=not wait)
+
+    def read(self, number: int) -> Record:
+        """What round `number` said, whose copy has ended. Raises RuntimeError where another round's record is in its place."""
+        rows = self.host[number % self.rounds].tolist()
+        if any(row[0] != number for row in rows):
+            raise RuntimeError(f"round {number} was to be read, and rounds {sorted({row[0] for row in rows})} are in its place in a ring of {self.rounds}")
+        return Record([row[HEAD:HEAD + row[1]] for row in rows], [row[2] for row in rows], [bool(row[3]) for row in rows])
