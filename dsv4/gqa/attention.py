@@ -34,6 +34,7 @@ class SelfAttention(Module):
         self.reading = Attention()
         self.path: dict = {}
         self.tiles: torch.Tensor | None = None  # int32 [B, T, KV] that the last step read before it terminated
+        self.reach = 0                          # tokens that a query of that step could have read, by the memory that was there
 
     def forward(self, x: torch.Tensor, norm: RMSNorm, step: Step, cache: LayerRows) -> torch.Tensor:
         """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows, and summaries of their blocks, to the cache."""
@@ -41,6 +42,7 @@ class SelfAttention(Module):
         self.path, self.tiles = self.path_at(step.end, step.prompt), None
         rows = cache.staged(step, self.reading.policy)
         if rows is not None:
+            self.reach = self.reading.policy.tokens
             o, self.tiles = rows.decode(self.op, q, k, v, biases, step.cis("main"), self._places(rows, step), self.scale,
                                         self.reading.policy, self.reading.termination)
         else:
@@ -80,6 +82,7 @@ class SelfAttention(Module):
         policy, rule = self.reading.policy, self.reading.termination
         if step.prompt or self.window is not None or policy.dense and rule is None:
             return self.op.grouped_attention(q, keys, values, step.start, self.window, self.scale)
+        self.reach = keys.shape[2] if policy.dense else policy.tokens
         if policy.dense:
             o, self.tiles = self.op.grouped_attention(q, keys, values, step.start, None, self.scale, rule)
             return o

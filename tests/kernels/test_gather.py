@@ -289,9 +289,29 @@ def test_never_stopping_is_attention():
         assert read[:, :, 0].tolist() == [[7, 7], [2, 2]]
 
 
+def test_how_many_traversals_a_rule_has():
+    """Its own number where that is said, else the implementation's, or fewer, so that each has tiles enough."""
+    assert [Termination().dealt(own, 32) for own in (1, 32)] == [1, 32] and Termination(splits=3).dealt(32, 32) == 3
+    assert [Termination(least=12).dealt(own, 32) for own in (1, 2, 32)] == [1, 2, 2] and Termination(least=12).dealt(4, 7) == 1
+    assert (Termination().useful, Termination(persistence=False).useful) == (7, 3)
+
+
+def test_a_traversal_of_useful_tiles_leaves_one_out_and_a_shorter_one_none():
+    """Of an output that never changes: each block has the same keys and values."""
+    q, keys, values, start = cache(1, 1, 2, 1, 64 * 8, 16, [511])
+    keys, values = (x[:, :, :64].repeat(1, 1, 8, 1) for x in (keys, values))
+    for patience in (1, 2, 5):
+        rule = Termination(tau=1e-3, phi=1e-3, patience=patience, tile=64)
+        for tiles in (rule.useful - 1, rule.useful):
+            blocks = torch.arange(tiles, dtype=torch.int32, device=DEVICE).view(1, 1, 1, -1)
+            read = gather_attention(q, keys, values, blocks, start, None, 1.0, 64, rule)[1].item()
+            assert read == rule.useful - 1, (patience, tiles)
+
+
 def test_wrong_rules_are_named():
     for wrong, message in ((dict(tau=-1), "tau is -1"), (dict(phi=3), "phi is 3"), (dict(patience=0), "patience is 0"),
                            (dict(tile=100), "tile is 100"), (dict(splits=0), "splits is 0"),
+                           (dict(least=0), "least is 0"), (dict(least=8, splits=2), "least is 8"),
                            (dict(scale=False, direction=False), "neither")):
         with pytest.raises(UnsupportedInput, match=message):
             Termination(**wrong)
