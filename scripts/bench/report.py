@@ -142,7 +142,8 @@ def svg(results: Sequence[Result], about: dict) -> str | None:
         for i, r in enumerate(timed):
             name, best = r.best_peer or ("", None)
             bars = {"ours": r.timing.cold_us, "best peer": best, "goal": r.goal_us, "floor": r.floor_us}
-            said = f" {us(r.timing.cold_us)}{' MISSED' if r.verdict == 'MISSED' else ''}"
+            missed = [" MISSED"] * (r.verdict == "MISSED") + [f" MISSED: {beside.said(j.goal)}" for j in beside.judged(r) if j.verdict == "MISSED"]
+            said = f" {us(r.timing.cold_us)}{','.join(missed)}"
             for j, (kind, value) in enumerate(bars.items()):
                 if value:
                     at, label = i + 0.2 * (j - 1.5), {"ours": said, "best peer": f" {name}"}.get(kind, "")

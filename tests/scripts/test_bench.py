@@ -366,6 +366,7 @@ def test_goals_beside_peers_are_judged_in_the_same_run():
     assert "| 10.0, 2.3× as fast, 1.5× as fast, ≤ 1.02 of its time, 2× as fast | met, MISSED, MISSED, met, not judged |" in text
     assert "| `topk` 256K B1 | 2.3× as fast | SDPA b | 11.0 | 5.0 | 2.200 | MISSED |" in text
     assert "Beside peers of the same run: 1 goals met, 2 MISSED, 1 not judged." in text and "1 goals met, 0 MISSED, 0 RED" in text
+    assert "5.00 MISSED: 2.3× as fast, MISSED: 1.5× as fast<" in report.svg([r], ABOUT)
     assert "Goals beside" not in report.markdown([result()], MACHINE, ABOUT)
 
 
