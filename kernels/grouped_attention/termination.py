@@ -93,29 +93,27 @@ def probed_channels(D: int) -> torch.Tensor:
 
 
 def traverse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, position: torch.Tensor,
-             window: int | None, scale: float, rule: Termination) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over tiles of tokens, in their order, with termination. fp32.
+             window: int | None, scale: float, rule: Termination) -> torch.Tensor:
+    """Which tiles of tokens are read, in their order, with termination: bool [B, T, KV, n]; not those in which nothing is seen.
 
     q [B, T, H, D]; keys, values [B, KV, S, D]; tiles int64 [B, T, KV, n, tile]: positions, −1 = nothing there; position int64
-    [B, T]: of each query. Returns out fp32 [B, T, H, D] and the tiles read, int32 [B, T, KV].
+    [B, T]: of each query. The output is attention over what was read, as one softmax, so that a rule that never ends has its bits.
     """
-    n = tiles.shape[3]
-    splits = rule.dealt(1, n)
-    parts = [_traversal(q, keys, values, tiles[:, :, :, s::splits], position, window, scale, rule) for s in range(min(splits, n))]
-    lse = torch.stack([part[1] for part in parts])
-    weight = torch.softmax(lse, 0).nan_to_num()  # all −inf: nothing is seen
-    out = sum(w.unsqueeze(-1) * part[0] for w, part in zip(weight, parts))
-    return out.flatten(2, 3), sum(part[2] for part in parts)
+    read = torch.zeros(tiles.shape[:4], dtype=torch.bool, device=q.device)
+    splits = rule.dealt(1, tiles.shape[3])
+    for s in range(min(splits, tiles.shape[3])):
+        read[..., s::splits] = _traversal(q, keys, values, tiles[:, :, :, s::splits], position, window, scale, rule)
+    return read
 
 
 def _traversal(q, keys, values, tiles, position, window, scale, rule):
-    """One traversal: out [B, T, KV, G, D], the logarithm of its sum [B, T, KV, G], tiles read int32 [B, T, KV]."""
+    """The tiles that one traversal reads: bool [B, T, KV, n]."""
     (B, T, H, D), KV = q.shape, keys.shape[1]
     heads = q.float().view(B, T, KV, H // KV, D)
     top = heads.new_full(heads.shape[:-1], float("-inf"))
     total, acc, before = torch.zeros_like(top), torch.zeros_like(heads), None
     streak, stopped = torch.zeros_like(top, dtype=torch.int32), torch.zeros_like(top, dtype=torch.bool)
-    read, channels = torch.zeros(B, T, KV, dtype=torch.int32, device=q.device), probed_channels(D).to(q.device)
+    read, begun, channels = [], torch.zeros(B, T, KV, dtype=torch.bool, device=q.device), probed_channels(D).to(q.device)
     b, kv = torch.arange(B, device=q.device).view(B, 1, 1, 1), torch.arange(KV, device=q.device).view(KV, 1)
     for place in tiles.unbind(3):
         seen = (place >= 0) & (place <= position.view(B, T, 1, 1))
@@ -131,10 +129,11 @@ def _traversal(q, keys, values, tiles, position, window, scale, rule):
         keep, p = (top - safe).exp(), (logits - safe.unsqueeze(-1)).exp()
         top, total, acc = above, total * keep + p.sum(-1), acc * keep.unsqueeze(-1) + p @ v
         x = (acc / total.clamp(min=1e-38).unsqueeze(-1))[..., channels]
-        stable = rule.stable(x, before) & (read > 0).unsqueeze(-1) if before is not None else torch.zeros_like(stopped)
+        stable = rule.stable(x, before) & begun.unsqueeze(-1) if before is not None else torch.zeros_like(stopped)
         streak = torch.where(live.unsqueeze(-1), torch.where(stable, streak + 1, 0), streak)
-        stopped, before, read = stopped | (streak >= rule.wait), x, read + live.int()
-    return acc / total.clamp(min=1e-38).unsqueeze(-1), top + total.log(), read
+        stopped, before, begun = stopped | (streak >= rule.wait), x, begun | live
+        read.append(live)
+    return torch.stack(read, -1)
 
 
 def newest_first(position: torch.Tensor, first: torch.Tensor, n: int, tile: int) -> torch.Tensor:

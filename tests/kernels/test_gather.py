@@ -285,8 +285,24 @@ def test_never_stopping_is_attention():
     args = (*cache(2, 2, 6, 2, 512, 16, [400, 77]), None, 0.3)
     for splits in (None, 1, 3):
         out, read = grouped_attention(*args, Termination(tau=0, tile=64, splits=splits))
-        close(out, grouped_attention(*args), 1e-6)
-        assert read[:, :, 0].tolist() == [[7, 7], [2, 2]]
+        assert torch.equal(out, grouped_attention(*args)) and read[:, :, 0].tolist() == [[7, 7], [2, 2]]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("block", [16, 128])
+def test_never_stopping_over_kept_blocks_has_the_bits_of_none_in_any_order_of_the_list(backend, block):
+    q, keys, values, start = cache(2, 2, 6, 2, 1024, 16, [1000, 77])
+    order = torch.randperm(1024 // block, generator=torch.Generator().manual_seed(1))
+    blocks = order[:-1].int().expand(2, 2, 2, -1).clone()
+    blocks[..., 1] = -1
+    ascending = torch.where(blocks < 0, 99, blocks).sort(-1).values
+    ascending[ascending == 99] = -1
+    run = lambda listed, *rule: gather_attention(q, keys, values, listed, start, None, 0.3, block, *rule, backend=backend)
+    for splits in (None, 3):
+        out, read = run(blocks, Termination(tau=0, tile=64, splits=splits))
+        assert torch.equal(out, run(ascending)) and torch.equal(out, run(blocks)) and int(read.max()) >= 10
+    soon = run(blocks, Termination(tau=1e9, phi=2, patience=1, tile=64))  # what was left out is
+    assert not torch.allclose(soon[0], out, atol=1e-2) and soon[1].max() == 2
 
 
 def test_how_many_traversals_a_rule_has():
