@@ -179,7 +179,7 @@ class Session:
 
     def _notes(self, result: Generation) -> list[str]:
         """What a reader of this result has to know."""
-        return [] if result.speculation is None else speculation_notes(self.model, self.together)
+        return termination_notes(self.model) + ([] if result.speculation is None else speculation_notes(self.model, self.together))
 
     def document(self, result: Generation, text: str) -> dict:
         """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
@@ -206,6 +206,17 @@ def speculation_notes(model: CausalLM, together: bool = False) -> list[str]:
         return []
     return [f"on the {model.backend} backend numerics {model.numerics.name} may round a pass of several tokens otherwise than single steps: "
             "where two tokens are close, the text may leave that of plain decoding (dsv4/speculation/README.md)"]
+
+
+def termination_notes(model: CausalLM) -> list[str]:
+    """Where a rule to stop reading could leave nothing out in the last step, for want of tiles. Waits for the device."""
+    rule, found = model.attention and model.attention.termination, {}
+    for row in model.layer_paths() if rule else ():
+        if row.get("tiles_each", rule.useful) < rule.useful:
+            found.setdefault(tuple(row[key] for key in ("tiles_each", "batch", "of_tiles", "traversals")), []).append(row)
+    return [f"--terminate: {each} tile{'s' if each > 1 else ''} a split at batch {batch} ({of} of {rule.tile} tokens in {splits} "
+            f"split{'s' if splits > 1 else ''}): nothing can stop; a split can leave tiles out if it has {rule.useful} or more"
+            for each, batch, of, splits in found]
 
 
 def make_drafter(name: str) -> Drafter:

@@ -1,11 +1,13 @@
 """Times of every kernel beside its peers and its physical limits, on a GPU.
 
     python scripts/bench_kernels.py [--only REGEX] [--name PART] [--quick] [--no-peers] [--without REGEX] [--list] [--journal FILE] [--out DIR]
+    python scripts/bench_kernels.py --from FILE.json
 
 Rows come from `scripts/bench/rows_*.py`. Each is first held against the reference; a row that fails prints RED and no time,
 and the exit code is 1. Then ours and each installed peer (`scripts/peers.sh` fetches them; their folder goes into the
 environment variable PEERS) are timed with a cold L2 as CUDA-graph replays; at the end the kernels of rows that missed their
-goal are profiled. With --journal a run that was cut off goes on where it stopped, when it is called again. Writes
+goal are profiled. --from judges the figures of an earlier run by the present goals beside peers, and draws its report again,
+where it stands; it measures nothing. With --journal a run that was cut off goes on where it stopped, when it is called again. Writes
 bench_kernels_[PART_]<device>.json, .md and .svg to DIR (audits).
 """
 
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.errors import InputError  # noqa: E402
 from scripts import bench  # noqa: E402
-from scripts.bench import peers, report  # noqa: E402
+from scripts.bench import beside, peers, redrawn, report  # noqa: E402
 from probes.journal import claim  # noqa: E402
 from scripts.bench.journal import CRASHED, Journal, supervise  # noqa: E402
 from scripts.bench.measure import DeviceLost, Result, examine, measure  # noqa: E402
@@ -67,10 +69,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
     parser.add_argument("--out", type=Path, default=Path("audits"))
     parser.add_argument("--journal", type=Path, help="what is done, kept in FILE; absent or of the same run")
+    parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help="draw an earlier run's report again, from its JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.list:
         return show(args)
+    if args.source:
+        return report.exit_code(lambda: draw_again(args.source))
     if not torch.cuda.is_available():
         print("error: benchmarks need a CUDA device; --list works without one", file=sys.stderr)
         return 2
@@ -89,11 +94,20 @@ def main() -> int:
 def show(args) -> int:
     rows, broken = collect("cpu", args.only)
     for row in rows:
-        print(f"{row.name}: floor {report.us(row.floor_us())} µs, goal {report.us(row.goal_us)}, "
+        relative = "".join(f", {beside.said(goal)}" for goal in row.beside)
+        print(f"{row.name}: floor {report.us(row.floor_us())} µs, goal {report.us(row.goal_us)}{relative}, "
               f"peers {', '.join([*row.peers, *peers.for_row(row)]) or 'none'}")
     for line in broken:
         print(f"BROKEN  {line}")
     return exit_code((), broken)
+
+
+def draw_again(source: Path) -> None:
+    """Raises InputError for a file that is no report."""
+    results, machine, about = redrawn.read(source, collect("cpu")[0])
+    about = about | {"redrawn": f"python {SCRIPT} --from {source}"}
+    report.write(source.parent, source.stem, report.document(results, machine, about), report.markdown(results, machine, about),
+                 report.svg(results, about))
 
 
 def run(args, journal: Journal) -> int:

@@ -18,7 +18,7 @@ from dsv4.gqa.model import GQAModel
 from dsv4.memory import parse_count
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
-from dsv4.run import Session, make_drafter, speculation_notes
+from dsv4.run import Session, make_drafter, speculation_notes, termination_notes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.loop import DRAFT_TOKENS
 from dsv4.speculation.policy import PRESSURE_PERCENT, Policy
@@ -83,7 +83,8 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
     engine.run()
-    figures = engine.figures() | {"notes": [] if options.speculate == "off" else speculation_notes(session.model, options.together)}
+    notes = [] if options.speculate == "off" else speculation_notes(session.model, options.together)
+    figures = engine.figures() | {"notes": termination_notes(session.model) + notes}
     write({"figures": figures})
     if options.report is not None:
         name = "stdin" if file == STDIN else file.stem

@@ -17,6 +17,11 @@ class SelfAttention(Module):
     """softmax(q·kᵀ/√D)·v with H query heads over KV heads of keys and values, rotated by position, causal, perhaps in a window.
 
     reading: what decoding tokens and prompts read of the cache. A layer with a window reads just that, whatever `reading` says.
+
+    A rule that never stops loses no bit of attention without one that adds the same tiles in the same order, dealt to as many splits: on a
+    GPU that is dense attention in tiles of 128, or one list of blocks. A policy's blocks are listed by importance under a rule, and
+    ascending without one, so on a GPU those two may differ by rounding. Plain torch adds what was read in ascending order under either, so
+    there they are equal.
     """
 
     def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
@@ -34,6 +39,7 @@ class SelfAttention(Module):
         self.reading = Attention()
         self.path: dict = {}
         self.tiles: torch.Tensor | None = None  # int32 [B, T, KV] that the last step read before it terminated
+        self.reach = 0                          # tokens that a query of that step could have read, by the memory that was there
 
     def forward(self, x: torch.Tensor, norm: RMSNorm, step: Step, cache: LayerRows) -> torch.Tensor:
         """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows, and summaries of their blocks, to the cache."""
@@ -41,6 +47,7 @@ class SelfAttention(Module):
         self.path, self.tiles = self.path_at(step.end, step.prompt), None
         rows = cache.staged(step, self.reading.policy)
         if rows is not None:
+            self.reach = self.reading.policy.tokens
             o, self.tiles = rows.decode(self.op, q, k, v, biases, step.cis("main"), self._places(rows, step), self.scale,
                                         self.reading.policy, self.reading.termination)
         else:
@@ -80,6 +87,7 @@ class SelfAttention(Module):
         policy, rule = self.reading.policy, self.reading.termination
         if step.prompt or self.window is not None or policy.dense and rule is None:
             return self.op.grouped_attention(q, keys, values, step.start, self.window, self.scale)
+        self.reach = keys.shape[2] if policy.dense else policy.tokens
         if policy.dense:
             o, self.tiles = self.op.grouped_attention(q, keys, values, step.start, None, self.scale, rule)
             return o

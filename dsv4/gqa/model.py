@@ -23,6 +23,7 @@ from dsv4.numerics import Numerics
 from dsv4.step import CapturedStep, Step
 from kernels.dispatch import bind
 from kernels.fusions import COMPOSITIONS
+from kernels.grouped_attention import traversals
 from kernels.operations import GQA_OPERATIONS
 from kernels.quantize import PackedWeight, WeightFormat
 
@@ -172,10 +173,17 @@ class GQAModel(CausalLM):
             if tiles is not None:
                 size = attn.reading.termination.tile
                 read, of = float(tiles.float().mean()), -(-path["tokens"] // size)
-                path = path | {"tiles_read": read, "of_tiles": of, "tile": size}
+                splits = min(of, self._traversals(attn, tiles))
+                each = -(-of // splits)
+                path = path | {"tiles_read": read, "of_tiles": of, "tile": size, "batch": len(tiles), "traversals": splits, "tiles_each": each}
                 text += f"; read {read:.1f} of {of} tiles of {size}, mean"
+                text += f", {splits} traversals of {each}" if splits > 1 else ""
+                text += "; so few cannot stop" if each < attn.reading.termination.useful else ""
             found.append({"layer": f"layer {i}", "kind": attn.kind.value, "experts": "–", **path, "path": text})
         return found
+
+    def _traversals(self, attn, tiles: torch.Tensor) -> int:
+        return traversals(self.backend, tiles, attn.reach, attn.D, self.numerics.activation, attn.reading.termination)
 
     def _run_pieces(self, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, prompt: bool) -> None:
         if prompt and self.attention.prefill is not None:

@@ -6,14 +6,26 @@ The reference gathers token by token, of all queries at once: for 16 queries of 
 import torch
 
 from kernels.gather_attention import reference
-from kernels.gather_attention.reference import positions_of
+from kernels.gather_attention.reference import absent_last, positions_of, tiles_read, tokens_of
 from kernels.grouped_attention.termination import Termination
 
 
 def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, start: torch.Tensor,
                      window: int | None, scale: float, block: int, termination: Termination | None = None):
-    if termination is not None or keys.shape[2] % block or not blocks.numel():
+    if keys.shape[2] % block or not blocks.numel():
         return reference.gather_attention(q, keys, values, blocks, start, window, scale, block, termination)
+    ascending, read = absent_last(blocks), None
+    if termination is not None:
+        place, position = positions_of(blocks, block), start.unsqueeze(1) + torch.arange(q.shape[1])
+        tiles = tiles_read(q, keys, values, place, position, window, scale, termination)
+        read = tokens_of(tiles, place, termination.tile).unflatten(-1, (-1, block))
+        read = read.gather(-2, ascending.unsqueeze(-1).expand_as(read)).flatten(-2)
+    out = _attended(q, keys, values, blocks.gather(-1, ascending), start, window, scale, block, read)
+    return out if termination is None else (out, tiles.sum(-1, dtype=torch.int32))
+
+
+def _attended(q, keys, values, blocks, start, window, scale, block, read) -> torch.Tensor:
+    """read: bool [B, T, KV, n·block], the tokens that count (None: all)."""
     out, (H, D), KV = torch.empty_like(q), q.shape[2:], keys.shape[1]
     for b, first in enumerate(start.tolist()):
         place = positions_of(blocks[b], block)                                                          # [T, KV, n·block]
@@ -21,6 +33,8 @@ def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
         seen = (place >= 0) & (place <= position)
         if window is not None:
             seen &= place > position - window
+        if read is not None:
+            seen &= read[b]
         for t, (kept, visible) in enumerate(zip(blocks[b].clamp(min=0), seen)):
             k, v = (torch.where(visible.unsqueeze(-1), _copied(x[b], kept, block), 0) for x in (keys, values))
             logits = (q[b, t].float().view(KV, H // KV, D) @ k.transpose(-1, -2) * scale).masked_fill(~visible.unsqueeze(1), float("-inf"))

@@ -18,16 +18,16 @@ def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     q [B, T, H, D]; keys, values [B, KV, S, D]; blocks int32 [B, T, KV, n]: numbers of blocks of `block` tokens, each at most once,
     −1 anywhere = nothing there; start int64 [B], window and scale as in `grouped_attention`. A query that sees no key gives 0.
     Returns [B, T, H, D] in q.dtype; fp32 softmax. With `termination` returns (out, tiles read int32 [B, T, KV]): tiles of
-    `termination.tile` tokens in the order of the list.
+    `termination.tile` tokens in the order of the list. `out` is one softmax over those that were read, its sums in ascending order of
+    positions: where none is left out it has the bits of the same blocks without a rule, in whatever order they are listed.
     """
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T, device=q.device)
-    place = positions_of(blocks, block)
+    place, tiles = positions_of(blocks, block), None
     if termination is not None:
-        tile = termination.tile
-        padded = torch.nn.functional.pad(place, (0, -place.shape[-1] % tile), value=-1)
-        out, read = traverse(q, keys, values, padded.unflatten(-1, (-1, tile)), position, window, scale, termination)
-        return out.to(q.dtype), read
+        read = tiles_read(q, keys, values, place, position, window, scale, termination)
+        tiles, place = read.sum(-1, dtype=torch.int32), torch.where(tokens_of(read, place, termination.tile), place, -1)
+    place = place.gather(-1, absent_last(place))
     seen = (place >= 0) & (place <= position.view(B, T, 1, 1))
     if window is not None:
         seen &= place > position.view(B, T, 1, 1) - window
@@ -35,4 +35,21 @@ def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     k, v = (torch.where(seen.unsqueeze(-1), x[b, kv, place.clamp(min=0)].float(), 0) for x in (keys, values))
     logits = (q.float().view(B, T, KV, H // KV, D) @ k.transpose(-1, -2) * scale).masked_fill(~seen.unsqueeze(3), float("-inf"))
     p = torch.softmax(logits, -1).masked_fill(~seen.any(-1)[..., None, None], 0)
-    return (p @ v).flatten(2, 3).to(q.dtype)
+    out = (p @ v).flatten(2, 3).to(q.dtype)
+    return out if tiles is None else (out, tiles)
+
+
+def tiles_read(q, keys, values, place: torch.Tensor, position: torch.Tensor, window: int | None, scale: float, rule: Termination) -> torch.Tensor:
+    """bool [B, T, KV, tiles] of place int64 [B, T, KV, tokens], which is cut into tiles in its order."""
+    padded = torch.nn.functional.pad(place, (0, -place.shape[-1] % rule.tile), value=-1)
+    return traverse(q, keys, values, padded.unflatten(-1, (-1, rule.tile)), position, window, scale, rule)
+
+
+def tokens_of(read: torch.Tensor, place: torch.Tensor, tile: int) -> torch.Tensor:
+    """bool as `place`: whether a token's tile was read."""
+    return read.repeat_interleave(tile, -1)[..., :place.shape[-1]]
+
+
+def absent_last(numbers: torch.Tensor) -> torch.Tensor:
+    """The order in which numbers [..., n] ascend, negative ones at the end: that of all sums, so that the order of a list is none of bits."""
+    return torch.where(numbers < 0, torch.iinfo(numbers.dtype).max, numbers).argsort(dim=-1, stable=True)

@@ -14,14 +14,27 @@ def grouped_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]: query t of row b stands at p = start[b] + t, and its own key is in
     the cache. Query head h reads KV head h // (H // KV). Returns [B, T, H, D] in q.dtype; fp32 softmax.
     With `termination` returns (out, tiles read int32 [B, T, KV]) instead: the first tile of the sequence, then the newest first.
+    `out` is one softmax over the tiles that were read: without any left out, to the bit that without a rule.
     """
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T, device=q.device)
     first = torch.zeros_like(position) if window is None else (position - window + 1).clamp(min=0)
     if termination is not None:
         tiles = newest_first(position, first, -(-S // termination.tile), termination.tile).expand(B, T, KV, -1, -1)
-        out, read = traverse(q, keys, values, tiles, position, window, scale, termination)
-        return out.to(q.dtype), read
+        read = traverse(q, keys, values, tiles, position, window, scale, termination)
+        return _attend(q, keys, values, position, first, scale, _marked(tiles, read, S)), read.sum(-1, dtype=torch.int32)
+    return _attend(q, keys, values, position, first, scale)
+
+
+def _marked(tiles: torch.Tensor, read: torch.Tensor, S: int) -> torch.Tensor:
+    """bool [B, T, KV, S]: whether a position is in a tile that was read."""
+    at = torch.where(read.unsqueeze(-1) & (tiles >= 0), tiles, S).clamp(max=S).flatten(-2)
+    return torch.zeros(*at.shape[:3], S + 1, dtype=torch.bool, device=at.device).scatter_(-1, at, True)[..., :S]
+
+
+def _attend(q, keys, values, position, first, scale, read=None) -> torch.Tensor:
+    """One softmax over positions `first` … `position` [B, T], of these only such as are in `read`."""
+    (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     out, place = torch.empty_like(q), torch.arange(S, device=q.device)
     written = (place <= position[:, -1:]).view(B, 1, S, 1)
     k, v = (torch.where(written, x.float(), 0) for x in (keys, values))  # 0 · NaN is NaN
@@ -30,7 +43,8 @@ def grouped_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
         s = slice(t, t + step)
         heads = q[:, s].float().view(B, -1, KV, H // KV, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, KV, G·t, D]
         seen = (place <= position[:, s].unsqueeze(-1)) & (place >= first[:, s].unsqueeze(-1))     # [B, t, S]
-        logits = (heads @ k.transpose(-1, -2) * scale).unflatten(2, (H // KV, -1)).masked_fill(~seen[:, None, None], float("-inf"))
+        seen = seen[:, None, None] if read is None else (seen.unsqueeze(2) & read[:, s]).transpose(1, 2).unsqueeze(2)
+        logits = (heads @ k.transpose(-1, -2) * scale).unflatten(2, (H // KV, -1)).masked_fill(~seen, float("-inf"))
         o = torch.softmax(logits, -1).flatten(2, 3) @ v
         out[:, s] = o.unflatten(2, (H // KV, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
     return out

@@ -28,7 +28,10 @@ class Termination:
     scale, direction, persistence: False leaves out the test of ‖Δx‖, of the cosine, or the wait for p stable tiles (then p = 1).
     tile: tokens of a tile, a multiple of 64. splits: a query's tiles are dealt out to so many traversals like cards, each of which
     terminates by itself on the output over its own tiles, and their outputs are merged by their sums; 1 is the definition. None
-    leaves the number to the implementation (1 in the reference).
+    leaves the number to the implementation: 1 in the reference; on a GPU as many as without a rule (`dealt`).
+    least: tiles that a traversal should have, so that it can stop; where the implementation's own number of traversals would leave
+    each fewer, there are fewer. None: its own number. Tiles are counted over what a row may hold, since a captured step knows no
+    length. Not together with splits.
     """
 
     tau: float = 1e-5
@@ -39,13 +42,15 @@ class Termination:
     persistence: bool = True
     tile: int = 128
     splits: int | None = None
+    least: int | None = None
 
     def __post_init__(self):
         for name, value, fits, wanted in (
                 ("tau", self.tau, self.tau >= 0, "0 (never stop) or more"), ("phi", self.phi, 0 <= self.phi <= 2, "between 0 and 2"),
                 ("patience", self.patience, self.patience >= 1, "1 or more"),
                 ("tile", self.tile, self.tile > 0 and self.tile % 64 == 0, "a multiple of 64"),
-                ("splits", self.splits, self.splits is None or self.splits >= 1, "1 or more, or None")):
+                ("splits", self.splits, self.splits is None or self.splits >= 1, "1 or more, or None"),
+                ("least", self.least, self.least is None or self.least >= 1 and self.splits is None, "1 or more, without splits, or None")):
             if not fits:
                 raise UnsupportedInput(f"termination: {name} is {value}; expected {wanted}")
         if not self.scale and not self.direction:
@@ -55,6 +60,22 @@ class Termination:
     def wait(self) -> int:
         """Stable tiles in a row after which a head stops."""
         return self.patience if self.persistence else 1
+
+    @property
+    def useful(self) -> int:
+        """Tiles from which on a traversal may leave some out: its first, `wait` stable ones, and one that is not read."""
+        return self.wait + 2
+
+    def dealt(self, own: int, tiles: int) -> int:
+        """Traversals of a query that has up to `tiles` tiles, where the implementation would make `own` without a rule.
+
+        Its own number by default, for two reasons. A rule that never ends then has the bits of no rule, and nearly its time. And a
+        device deals so many because it has processors for them: what they read at once should take no longer than a traversal of few
+        tiles, so that fewer, which can stop, cost time wherever the device would else have been filled (reasoned, not measured).
+        """
+        if self.splits is not None:
+            return self.splits
+        return own if self.least is None else max(1, min(own, tiles // self.least))
 
     def stable(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Whether the probe x [..., channels] fp32 is stable after `before`: bool [...]. Zeros have no direction, so are not."""
@@ -72,28 +93,27 @@ def probed_channels(D: int) -> torch.Tensor:
 
 
 def traverse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, position: torch.Tensor,
-             window: int | None, scale: float, rule: Termination) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over tiles of tokens, in their order, with termination. fp32.
+             window: int | None, scale: float, rule: Termination) -> torch.Tensor:
+    """Which tiles of tokens are read, in their order, with termination: bool [B, T, KV, n]; not those in which nothing is seen.
 
     q [B, T, H, D]; keys, values [B, KV, S, D]; tiles int64 [B, T, KV, n, tile]: positions, −1 = nothing there; position int64
-    [B, T]: of each query. Returns out fp32 [B, T, H, D] and the tiles read, int32 [B, T, KV].
+    [B, T]: of each query. The output is attention over what was read, as one softmax, so that a rule that never ends has its bits.
     """
-    splits, n = rule.splits or 1, tiles.shape[3]
-    parts = [_traversal(q, keys, values, tiles[:, :, :, s::splits], position, window, scale, rule) for s in range(min(splits, n))]
-    lse = torch.stack([part[1] for part in parts])
-    weight = torch.softmax(lse, 0).nan_to_num()  # all −inf: nothing is seen
-    out = sum(w.unsqueeze(-1) * part[0] for w, part in zip(weight, parts))
-    return out.flatten(2, 3), sum(part[2] for part in parts)
+    read = torch.zeros(tiles.shape[:4], dtype=torch.bool, device=q.device)
+    splits = rule.dealt(1, tiles.shape[3])
+    for s in range(min(splits, tiles.shape[3])):
+        read[..., s::splits] = _traversal(q, keys, values, tiles[:, :, :, s::splits], position, window, scale, rule)
+    return read
 
 
 def _traversal(q, keys, values, tiles, position, window, scale, rule):
-    """One traversal: out [B, T, KV, G, D], the logarithm of its sum [B, T, KV, G], tiles read int32 [B, T, KV]."""
+    """The tiles that one traversal reads: bool [B, T, KV, n]."""
     (B, T, H, D), KV = q.shape, keys.shape[1]
     heads = q.float().view(B, T, KV, H // KV, D)
     top = heads.new_full(heads.shape[:-1], float("-inf"))
     total, acc, before = torch.zeros_like(top), torch.zeros_like(heads), None
     streak, stopped = torch.zeros_like(top, dtype=torch.int32), torch.zeros_like(top, dtype=torch.bool)
-    read, channels = torch.zeros(B, T, KV, dtype=torch.int32, device=q.device), probed_channels(D).to(q.device)
+    read, begun, channels = [], torch.zeros(B, T, KV, dtype=torch.bool, device=q.device), probed_channels(D).to(q.device)
     b, kv = torch.arange(B, device=q.device).view(B, 1, 1, 1), torch.arange(KV, device=q.device).view(KV, 1)
     for place in tiles.unbind(3):
         seen = (place >= 0) & (place <= position.view(B, T, 1, 1))
@@ -109,10 +129,11 @@ def _traversal(q, keys, values, tiles, position, window, scale, rule):
         keep, p = (top - safe).exp(), (logits - safe.unsqueeze(-1)).exp()
         top, total, acc = above, total * keep + p.sum(-1), acc * keep.unsqueeze(-1) + p @ v
         x = (acc / total.clamp(min=1e-38).unsqueeze(-1))[..., channels]
-        stable = rule.stable(x, before) & (read > 0).unsqueeze(-1) if before is not None else torch.zeros_like(stopped)
+        stable = rule.stable(x, before) & begun.unsqueeze(-1) if before is not None else torch.zeros_like(stopped)
         streak = torch.where(live.unsqueeze(-1), torch.where(stable, streak + 1, 0), streak)
-        stopped, before, read = stopped | (streak >= rule.wait), x, read + live.int()
-    return acc / total.clamp(min=1e-38).unsqueeze(-1), top + total.log(), read
+        stopped, before, begun = stopped | (streak >= rule.wait), x, begun | live
+        read.append(live)
+    return torch.stack(read, -1)
 
 
 def newest_first(position: torch.Tensor, first: torch.Tensor, n: int, tile: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Together(Termination):
 
 
 def together(rule: Termination, **more) -> Termination:
-    names = ("tau", "phi", "patience", "scale", "direction", "persistence", "tile", "splits")
+    names = ("tau", "phi", "patience", "scale", "direction", "persistence", "tile", "splits", "least")
     return Together(**{name: getattr(rule, name) for name in names}, **more)
 
 

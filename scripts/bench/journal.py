@@ -12,6 +12,7 @@ from pathlib import Path
 from probes.journal import append, lines_of
 from scripts.bench.limits import Kernel
 from scripts.bench.measure import PeerResult, Result
+from scripts.bench.row import Beside
 from scripts.bench.timing import Timing
 
 CRASHED = 3     # exit code of a child whose device is lost
@@ -53,7 +54,7 @@ def restore(values: dict) -> Result:
     found = {name: PeerResult(**{**p, "timing": timing(p["timing"]), "beside": timing(p.get("beside"))})
              for name, p in values["peers"].items()}
     return Result(**{**values, "timing": timing(values["timing"]), "peers": found,
-                     "limits": [Kernel(**k) for k in values.get("limits", ())]})
+                     "limits": [Kernel(**k) for k in values.get("limits", ())], "beside": [Beside(**g) for g in values.get("beside", ())]})
 
 
 def supervise(path: Path, command: list[str]) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from scripts.bench import peers
 from scripts.bench.limits import Kernel, look
-from scripts.bench.row import Row
+from scripts.bench.row import Beside, Row
 from scripts.bench.timing import FLUSH_BYTES, Clock, Machine, Timing, capture
 
 SETS = 3  # input sets that are rotated, where one does not fill L2 by itself
@@ -47,6 +47,7 @@ class Result:
     timing: Timing | None = None
     peers: dict[str, PeerResult] = field(default_factory=dict)
     limits: list[Kernel] = field(default_factory=list)  # of a row that missed its goal
+    beside: list[Beside] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: 
     begin(part) is told what runs next: "" for the row itself, or a peer's name; parts in `crashed` are not run, and neither
     are peers in whose name the expression `left_out` is found.
     """
-    result = Result(row.op, row.shape, row.bytes, row.flops, row.floor_us(machine.bandwidth, machine.matmul), row.goal_us)
+    result = Result(row.op, row.shape, row.bytes, row.flops, row.floor_us(machine.bandwidth, machine.matmul), row.goal_us, beside=list(row.beside))
     begin("")
     if "" in crashed:
         result.why = "crashed the process"

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dsv4.errors import Dsv4Error
-from scripts.bench import assembled, limits
+from scripts.bench import assembled, beside, limits
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Machine
 
@@ -58,7 +58,8 @@ def size(count: int) -> str:
 
 
 def document(results: Sequence[Result], machine: Machine, about: dict) -> dict:
-    return finite({"about": about, "machine": asdict(machine), "rows": [r.document() for r in results]})
+    judged = lambda r: [asdict(j) | {"verdict": j.verdict} for j in beside.judged(r)]
+    return finite({"about": about, "machine": asdict(machine), "rows": [r.document() | {"judged": judged(r)} for r in results]})
 
 
 def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
@@ -66,6 +67,8 @@ def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
         "# Kernels: ours, the published ones, and the physical limits", "",
         f"{headline(about)}.", "",
         f"    {about['command']}", "",
+        *([f"Drawn again from its JSON, with goals beside peers that came later; nothing was measured anew: `{about['redrawn']}`", ""]
+          if "redrawn" in about else []),
         "Medians in µs of CUDA-graph replays; cold: L2 flushed before each and input sets rotated, hot: the same inputs again. "
         f"Floor: the longer of the bytes at {machine.bandwidth / 1e12:.2f} TB/s (1 GiB read, measured here; a copy moves "
         f"{machine.copy / 1e12:.2f}) and the products at "
@@ -76,7 +79,7 @@ def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
         "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
     ]
     lines += [_line(result) for result in results]
-    lines += ["", _tally(results), "", *assembled.markdown(results, machine), *limits.markdown(results, machine)]
+    lines += ["", _tally(results), "", *beside.markdown(results), *assembled.markdown(results, machine), *limits.markdown(results, machine)]
     notes = [f"- {r.name}: {r.why}" for r in results if r.why]
     silent = [(r, name, p) for r in results for name, p in r.peers.items() if p.why]
     left = sorted({name for _, name, p in silent if p.why.startswith("left out")})
@@ -90,7 +93,10 @@ def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
 def _line(r: Result) -> str:
     head = f"| `{r.op}` | {r.shape} "
     share = "–" if r.red else f"{r.share_of_floor:.0%}"
-    tail = f"| {size(r.bytes)} | {us(r.floor_us)} | {share} | {us(r.goal_us)} | {r.verdict} |"
+    relative = beside.judged(r)
+    goals = ", ".join([us(r.goal_us)] * (r.goal_us is not None or not relative) + [f"{beside.said(j.goal)}" for j in relative])
+    verdicts = ", ".join(filter(None, [r.verdict, *(j.verdict for j in relative if not r.red)]))
+    tail = f"| {size(r.bytes)} | {us(r.floor_us)} | {share} | {goals} | {verdicts} |"
     if r.red:
         return f"{head}| – | – | – | – {tail}"
     kernels = "–" if r.timing.kernels is None else str(r.timing.kernels)
@@ -107,7 +113,7 @@ def _tally(results: Sequence[Result]) -> str:
     ahead = [r for r in results if not r.red and r.best_peer]
     won = sum(r.timing.cold_us < r.best_peer[1] for r in ahead)
     return (f"{len(results)} rows: {count('met')} goals met, {count('MISSED')} MISSED, {count('RED')} RED; ahead of the "
-            f"fastest peer in {won} of {len(ahead)} rows that have one.")
+            f"fastest peer in {won} of {len(ahead)} rows that have one." + beside.tally(results))
 
 
 def console(r: Result) -> str:
@@ -116,6 +122,7 @@ def console(r: Result) -> str:
         return f"RED     {r.name}: {r.why}"
     goal = "" if r.goal_us is None else f", goal {us(r.goal_us)}"
     peers = "" if r.best_peer is None else f"; {_peers(r.peers)}"
+    goal += "".join(f", {beside.said(j.goal)}: {j.verdict}" for j in beside.judged(r))
     return (f"{r.verdict or 'ok':7} {r.name}: {us(r.timing.cold_us)} µs cold, {us(r.timing.hot_us)} hot, "
             f"{r.share_of_floor:.0%} of the floor{goal}{peers}")
 
@@ -135,7 +142,8 @@ def svg(results: Sequence[Result], about: dict) -> str | None:
         for i, r in enumerate(timed):
             name, best = r.best_peer or ("", None)
             bars = {"ours": r.timing.cold_us, "best peer": best, "goal": r.goal_us, "floor": r.floor_us}
-            said = f" {us(r.timing.cold_us)}{' MISSED' if r.verdict == 'MISSED' else ''}"
+            missed = [" MISSED"] * (r.verdict == "MISSED") + [f" MISSED: {beside.said(j.goal)}" for j in beside.judged(r) if j.verdict == "MISSED"]
+            said = f" {us(r.timing.cold_us)}{','.join(missed)}"
             for j, (kind, value) in enumerate(bars.items()):
                 if value:
                     at, label = i + 0.2 * (j - 1.5), {"ours": said, "best peer": f" {name}"}.get(kind, "")

@@ -31,6 +31,15 @@ Check = Callable[[], tuple[float, float]]
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A goal relative to peers of the same run: at least `times` as fast as the fastest peer in whose name the expression `peers` is found.
+    Below 1 it is a price: 1 / 1.02 allows 2 % more than the peer's time."""
+
+    times: float
+    peers: str = ""
+
+
+@dataclass(frozen=True)
 class Row:
     """One operation at one shape.
 
@@ -40,7 +49,8 @@ class Row:
         must not share their large buffers, since they are rotated to keep L2 cold. check() → (error, tolerance) against the
         reference; it calls run itself, may sync, and is red when error > tolerance or error is NaN.
     bytes, flops: what one run must read and write and multiply (2 per multiply-add), by the formulas of perf.md §2.
-    goal_us: µs with a cold L2, or None where the row has no goal.
+    goal_us: µs with a cold L2, or None where the row has no such goal.
+    beside: goals relative to peers of the same run, judged beside goal_us.
     peers: name → make(i), as above, except that it may return only run.
     interleaved: ours and each peer are replayed in turns, and ours is reported as timed beside the fastest of them.
     facts: what adapters of peers need to build the same inputs, for example {"batch": 8, "entries": 262144}.
@@ -55,6 +65,7 @@ class Row:
     peers: dict[str, Callable[[int], Run | tuple[Run, Check]]] = field(default_factory=dict)
     facts: dict[str, int | str] = field(default_factory=dict)
     interleaved: bool = False
+    beside: tuple[Beside, ...] = ()
 
     @property
     def name(self) -> str:

@@ -11,12 +11,13 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kernels.chunked_prefill import Chunking, chunked_prefill
 from scripts.bench.inputs import difference, normal
-from scripts.bench.row import Row
+from scripts.bench.row import Beside, Row
 
 H, KV, D = 32, 8, 128
 TOLERANCE = 5e-3     # relative Frobenius error of sampled queries against fp32 under the mask; bf16 rounding twice is 3e-3
 SAMPLED = 48
 WANTED = 0.55 * 800e12   # FLOP/s on kept pairs
+FASTER = {4096: 1.5, 131072: 5.0}  # times as fast as the best dense peer of the same run
 DENSE_CHUNK = 2048       # tokens a call of dense chunked prefill
 LENGTHS = {4096: ((512, 64, 192), (1024, 128, 384)), 16384: ((1024, 128, 384), (2048, 256, 768)),
            65536: ((2048, 256, 768), (4096, 512, 1536)), 131072: ((2048, 256, 768), (4096, 512, 1536))}
@@ -33,6 +34,7 @@ def rows(device: str) -> Iterator[Row]:
             peers[f"SDPA cuDNN, chunks of {DENSE_CHUNK}"] = partial(_merged_chunks, T, device)
             yield Row("chunked_prefill", f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy", partial(_ours, T, c, device),
                       T * 4 * (H + KV) * D, flops, flops / WANTED * 1e6, peers, interleaved=True,
+                      beside=(Beside(FASTER[T]),) if T in FASTER else (),
                       facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy))
 
 

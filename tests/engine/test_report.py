@@ -111,7 +111,7 @@ def test_hostile_names_do_not_break_a_table_or_a_legend(run, tmp_path):
 
 
 @pytest.mark.parametrize("options, message", [
-    (["--draft-tokens", "3"], "add --speculate"), (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, or adaptive"),
+    (["--draft-tokens", "3"], "add --speculate"), (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),
     (["--speculate", "lookup", "--draft-tokens", "9"], "expected 1 to 8"), (["--speculate", "eagle"], "'eagle' is not one of"),
 ])
 def test_bad_options_are_one_line(run, requests, options, message):

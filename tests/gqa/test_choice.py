@@ -71,6 +71,9 @@ def test_what_was_read_is_reported(checkpoint, command_line):
     layer = found["layers"][0]
     assert (layer["blocks"], layer["of_blocks"], layer["tokens"]) == (6, 19, 80 + 14)
     assert layer["tiles_read"] == layer["of_tiles"] == 1 and "6 of 19 blocks" in layer["path"] and "; read 1.0 of 1 tiles" in layer["path"]
+    assert (layer["traversals"], layer["tiles_each"]) == (1, 1) and "so few cannot stop" in layer["path"] and not plain["notes"]
+    assert found["notes"] == ["--terminate: 1 tile a split at batch 1 (1 of 128 tokens in 1 split): nothing can stop; a split can leave tiles "
+                              "out if it has 7 or more"]
     assert found["bytes"]["cache"] == plain["bytes"]["cache"] * 17 // 16  # bounds of pages: two vectors beside 32
     assert {row["operation"] for row in found["dispatch"] if row["calls"]} >= {"choose_blocks", "gather_attention", "summarise_blocks"}
     assert found["token_ids"][0] == plain["token_ids"][0]  # the prompt is read densely

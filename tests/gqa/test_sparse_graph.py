@@ -1,5 +1,7 @@
 """Policies, termination and chunked prefill on the triton backend: captured steps against the reference, and on a GPU what a step may not do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,12 +10,13 @@ from dsv4.dummy import fill_cache, load_dummy
 from dsv4.generate import generate
 from dsv4.gqa.choice import Attention, attention_named
 from dsv4.graph import DecodeGraph, captures
+from dsv4.run import termination_notes
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from kernels.block_choice import Policy, block_bounds, dense
 from kernels.chunked_prefill import Chunking
-from kernels.grouped_attention import Termination
+from kernels.grouped_attention import Termination, triton_decode
 from tests.gqa import oracle
 from tests.parity import assert_quiet, assert_repeats
 
@@ -48,9 +51,33 @@ def test_captured_steps_equal_the_reference(folder, name, numerics):
         error = (found - want).norm() / want.norm()
         assert error < (1e-5 if numerics == "fp32" else 0.03), (step, error)
         for mine, theirs in zip(ours.layer_paths(), reference.layer_paths()):
-            assert mine == theirs and a.lengths == b.lengths
+            assert _read(mine) == _read(theirs) and a.lengths == b.lengths
     ran = {row["operation"]: row["implementation"] for row in ours.dispatch.rows() if row["calls"]}
     assert "reference" not in ran.values() and ("choose_blocks" in ran) == ("gather_attention" in ran) == ("dense" not in name)
+
+
+def _read(path: dict) -> dict:
+    """Without the traversals of a rule, of which a GPU has more than the reference's one."""
+    if "traversals" not in path:
+        return path
+    return {key: value for key, value in path.items() if key not in ("traversals", "tiles_each", "path")}
+
+
+@pytest.mark.parametrize("name", ["terminating", "dense, terminating"])
+def test_the_traversals_that_are_said_are_those_of_the_launch(folder, name, monkeypatch):
+    real, launched = triton_decode.traversals, []
+    monkeypatch.setattr(triton_decode, "processors", lambda device: 64)
+    monkeypatch.setattr(triton_decode, "traversals", lambda *given: given[-1] and launched.append(real(*given)[1]) or real(*given))
+    for rule, most in ((NEVER, 99), (replace(NEVER, least=2), 3)):
+        model = load_model(folder, numerics="fp32", backend="triton", device=DEVICE, attention=replace(WAYS[name], termination=rule))
+        reference, cache = load_model(folder, numerics="fp32", backend="reference", device=DEVICE, attention=model.attention), model.new_cache(1, 300)
+        reference.append(torch.randint(0, 384, (1, 270), generator=torch.Generator().manual_seed(5)), cache, logits="none", prompt=True)
+        launched.clear()
+        model.append(torch.tensor([[3]]), cache)
+        said = [path for path in model.layer_paths() if "traversals" in path]
+        assert said and all(path["traversals"] == min(path["of_tiles"], launched[-1]) <= most for path in said)
+        assert all(path["tiles_each"] == -(-path["of_tiles"] // path["traversals"]) and "cannot stop" in path["path"] for path in said)
+        assert f"in {said[0]['traversals']} split" in termination_notes(model)[0]
 
 
 def test_chunked_prefill_equals_the_reference(folder):

@@ -285,13 +285,49 @@ def test_never_stopping_is_attention():
     args = (*cache(2, 2, 6, 2, 512, 16, [400, 77]), None, 0.3)
     for splits in (None, 1, 3):
         out, read = grouped_attention(*args, Termination(tau=0, tile=64, splits=splits))
-        close(out, grouped_attention(*args), 1e-6)
-        assert read[:, :, 0].tolist() == [[7, 7], [2, 2]]
+        assert torch.equal(out, grouped_attention(*args)) and read[:, :, 0].tolist() == [[7, 7], [2, 2]]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("block", [16, 128])
+def test_never_stopping_over_kept_blocks_has_the_bits_of_none_in_any_order_of_the_list(backend, block):
+    q, keys, values, start = cache(2, 2, 6, 2, 1024, 16, [1000, 77])
+    order = torch.randperm(1024 // block, generator=torch.Generator().manual_seed(1))
+    blocks = order[:-1].int().expand(2, 2, 2, -1).clone()
+    blocks[..., 1] = -1
+    ascending = torch.where(blocks < 0, 99, blocks).sort(-1).values
+    ascending[ascending == 99] = -1
+    run = lambda listed, *rule: gather_attention(q, keys, values, listed, start, None, 0.3, block, *rule, backend=backend)
+    for splits in (None, 3):
+        out, read = run(blocks, Termination(tau=0, tile=64, splits=splits))
+        assert torch.equal(out, run(ascending)) and torch.equal(out, run(blocks)) and int(read.max()) >= 10
+    soon = run(blocks, Termination(tau=1e9, phi=2, patience=1, tile=64))  # what was left out is
+    assert not torch.allclose(soon[0], out, atol=1e-2) and soon[1].max() == 2
+
+
+def test_how_many_traversals_a_rule_has():
+    """Its own number where that is said, else the implementation's, or fewer, so that each has tiles enough."""
+    assert [Termination().dealt(own, 32) for own in (1, 32)] == [1, 32] and Termination(splits=3).dealt(32, 32) == 3
+    assert [Termination(least=12).dealt(own, 32) for own in (1, 2, 32)] == [1, 2, 2] and Termination(least=12).dealt(4, 7) == 1
+    assert (Termination().useful, Termination(persistence=False).useful) == (7, 3)
+
+
+def test_a_traversal_of_useful_tiles_leaves_one_out_and_a_shorter_one_none():
+    """Of an output that never changes: each block has the same keys and values."""
+    q, keys, values, start = cache(1, 1, 2, 1, 64 * 8, 16, [511])
+    keys, values = (x[:, :, :64].repeat(1, 1, 8, 1) for x in (keys, values))
+    for patience in (1, 2, 5):
+        rule = Termination(tau=1e-3, phi=1e-3, patience=patience, tile=64)
+        for tiles in (rule.useful - 1, rule.useful):
+            blocks = torch.arange(tiles, dtype=torch.int32, device=DEVICE).view(1, 1, 1, -1)
+            read = gather_attention(q, keys, values, blocks, start, None, 1.0, 64, rule)[1].item()
+            assert read == rule.useful - 1, (patience, tiles)
 
 
 def test_wrong_rules_are_named():
     for wrong, message in ((dict(tau=-1), "tau is -1"), (dict(phi=3), "phi is 3"), (dict(patience=0), "patience is 0"),
                            (dict(tile=100), "tile is 100"), (dict(splits=0), "splits is 0"),
+                           (dict(least=0), "least is 0"), (dict(least=8, splits=2), "least is 8"),
                            (dict(scale=False, direction=False), "neither")):
         with pytest.raises(UnsupportedInput, match=message):
             Termination(**wrong)

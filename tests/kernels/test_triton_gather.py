@@ -8,7 +8,7 @@ from kernels.block_choice import triton as choice
 from kernels.block_summaries import summarise_blocks
 from kernels.errors import UnsupportedInput
 from kernels.gather_attention import gather_attention
-from kernels.grouped_attention import Termination, grouped_attention, triton_decode
+from kernels.grouped_attention import Termination, grouped_attention, traversals, triton_decode
 from kernels.grouped_attention import triton as grouped
 from tests.kernels.gqa_inputs import DEVICE, NAN, cache, close, concentrated, newest_first, randn, terminated, written_out
 from tests.kernels.test_triton_attention import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
@@ -163,6 +163,25 @@ def test_never_stopping_has_the_bits_of_attention_without_it(splits):
     blocks = listed(2, 2, 2, 4, [402, 79], 128)
     args = *args[:3], blocks, *args[3:], 128
     assert torch.equal(gather_attention(*args, never, backend="triton")[0], gather_attention(*args, backend="triton"))
+
+
+@pytest.mark.parametrize("listing", [False, True], ids=["dense", "by a list"])
+def test_a_traversal_may_be_given_tiles_enough_to_stop(listing, monkeypatch):
+    """The launch has a processor for each of the row's eight tiles. So nothing can stop, unless the rule asks for longer traversals."""
+    monkeypatch.setattr(triton_decode, "processors", lambda device: 64)
+    q, keys, values, start = concentrated()
+    blocks = torch.tensor([0, 7, 6, 5, 4, 3, 2, 1], dtype=torch.int32, device=DEVICE).view(1, 1, 1, -1)
+    call = gather_attention if listing else grouped_attention
+    args = (q, keys, values, *([blocks] if listing else []), start, None, 1.0, *([128] if listing else []))
+    read = lambda **rule: call(*args, Termination(patience=1, **rule), backend="triton")
+    assert read()[1].item() == 8 and torch.equal(read()[0], call(*args, backend="triton"))  # eight traversals of a tile
+    for least, splits in ((1, 8), (2, 4), (3, 2), (4, 2), (5, 1), (100, 1)):
+        out, count = read(least=least)
+        wanted, tiles = read(splits=splits)
+        assert torch.equal(out, wanted) and torch.equal(count, tiles), least
+        assert traversals("triton", count, 1024, 32, torch.float32, Termination(least=least)) == splits
+    assert read(least=8)[1].item() == 6  # the second head has seen all that it looks at
+    assert traversals("triton", count, 1024, 32, torch.float32, Termination()) == 8
 
 
 # Summaries and choice ---------------------------------------------------------------------------------------------------------------

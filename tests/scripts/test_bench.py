@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from scripts import bench_kernels
-from scripts.bench import assembled, decode, decode_report, fatbin, limits, measure, peers, report
+from scripts.bench import assembled, beside, decode, decode_report, fatbin, limits, measure, peers, report
 from scripts.bench.journal import Journal, restore, supervise
 from scripts.bench.measure import PeerResult, Result
-from scripts.bench.row import Row
+from scripts.bench.row import Beside, Row
 from scripts.bench.timing import Machine, Timing, percentile, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,3 +342,62 @@ def test_tf32_is_seen_in_every_kind_of_product():
                  "@%p1 tcgen05.mma.cta_group::1.kind::tf32 [ %r1 ], %rd1;"):
         assert check_aot.re.search(check_aot.TF32, line)
     assert not check_aot.re.search(check_aot.TF32, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1}; cvt.rna.tf32.f32 %r1;")
+
+
+def beside_peers(ours, us, wanted, **turns):
+    """A result of `ours` µs beside peers of `us`, with goals `wanted`; turns: ours as timed in turn with a peer."""
+    timing = lambda value: None if value is None else Timing(value, math.nan, 0.0, 30, 1)
+    found = {name: PeerResult(timing(value), beside=timing(turns.get(name))) for name, value in us.items()}
+    return Result("topk", "256K B1", 3_000_000, 1000, 1.0, 10.0, 0.0, 1e-3, "", timing(ours), found, beside=wanted)
+
+
+def test_goals_beside_peers_are_judged_in_the_same_run():
+    """Against the fastest peer that the goal names, and with ours as timed in turn with that one."""
+    r = beside_peers(5.0, {"SDPA a": 20.0, "SDPA b": 11.0, "other": 6.0, "SDPA broken": None},
+                     [Beside(2.3, "^SDPA"), Beside(1.5), Beside(1 / 1.02, "other"), Beside(2.0, "absent")])
+    first, second, third, none = beside.judged(r)
+    assert (first.peer, first.times, first.verdict) == ("SDPA b", pytest.approx(2.2), "MISSED")
+    assert (second.peer, second.times, second.verdict) == ("other", pytest.approx(1.2), "MISSED")
+    assert third.verdict == "met" and (none.times, none.verdict) == (None, "not judged")
+    for ours, verdict in ((102.0, "met"), (102.1, "MISSED")):  # in turn with the peer; what it took alone is of another moment
+        assert beside.judged(beside_peers(90.0, {"x": 100.0}, [Beside(1 / 1.02)], x=ours))[0].verdict == verdict
+    assert beside.judged(beside_peers(None, {"x": 100.0}, [Beside(2.0)]))[0].verdict == "not judged"
+    text = report.markdown([r], MACHINE, ABOUT)
+    assert "| 10.0, 2.3× as fast, 1.5× as fast, ≤ 1.02 of its time, 2× as fast | met, MISSED, MISSED, met, not judged |" in text
+    assert "| `topk` 256K B1 | 2.3× as fast | SDPA b | 11.0 | 5.0 | 2.200 | MISSED |" in text
+    assert "Beside peers of the same run: 1 goals met, 2 MISSED, 1 not judged." in text and "1 goals met, 0 MISSED, 0 RED" in text
+    assert "5.00 MISSED: 2.3× as fast, MISSED: 1.5× as fast<" in report.svg([r], ABOUT)
+    assert "Goals beside" not in report.markdown([result()], MACHINE, ABOUT)
+
+
+def test_the_goals_of_gqa_rows_beside_their_peers():
+    goals = {r.name: r.beside for r in bench_kernels.collect("cpu", "^gqa_|^chunked")[0] if r.beside}
+    times = {name: g[0].times for name, g in goals.items()}
+    assert {name.split(",")[0]: t for name, t in times.items() if name.startswith("gqa_gather 1")} == {
+        "gqa_gather 128K B1 28q/4kv/128": 2.3, "gqa_gather 1M B1 28q/4kv/128": 10.2, "gqa_gather 1M B8 28q/4kv/128": 41.9}
+    never = [name for name in goals if "never_stopping" in name]
+    assert len(never) == 4 and sum("4096 kept" in name for name in never) == 2 and all(times[name] == 1 / 1.02 for name in never)
+    assert {t for name, t in times.items() if "chunked_prefill 4096 " in name} == {1.5}
+    assert {t for name, t in times.items() if "chunked_prefill 131072 " in name} == {5.0}
+
+
+def test_a_report_is_drawn_again_from_its_json(tmp_path, monkeypatch, capsys):
+    """The figures of the run, the goals of today; what stands on disk is as it was where nothing is new."""
+    late = beside_peers(5.0, {"theirs": 20.0}, [], theirs=8.0)
+    late.limits = [limits.Kernel("_scores", 2, 12.3, 168, sass={"wgmma": 4})]
+    rows = [late, result(None, shape="wrong one", why="error")]
+    report.write(tmp_path, "bench", report.document(rows, MACHINE, ABOUT), report.markdown(rows, MACHINE, ABOUT), None)
+    before, old = json.loads((tmp_path / "bench.json").read_text()), (tmp_path / "bench.md").read_text()
+    monkeypatch.setattr(bench_kernels, "collect", lambda device: ([row(beside=(Beside(3.0),))], []))
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--from", str(tmp_path / "bench.json")])
+    assert bench_kernels.main() == 0
+    after, text = json.loads((tmp_path / "bench.json").read_text()), (tmp_path / "bench.md").read_text()
+    assert after["rows"][0]["judged"] == [{"goal": {"times": 3.0, "peers": ""}, "peer": "theirs", "peer_us": 20.0, "ours_us": 8.0, "times": 2.5,
+                                           "verdict": "MISSED"}]
+    for was, now in zip(before["rows"], after["rows"], strict=True):
+        assert all(now[key] == was[key] for key in was if key not in ("beside", "judged"))
+    assert before["machine"] == after["machine"] and after["about"]["command"] == ABOUT["command"] and "--from" in after["about"]["redrawn"]
+    assert "| 10.0, 3× as fast | met, MISSED |" in text and "| 10.0 | met |" in old and "nothing was measured anew" in text
+    assert (tmp_path / "bench.svg").is_file()
+    (tmp_path / "bench.json").write_text('{"rows": [{}]}')
+    assert bench_kernels.main() == 2 and "is no report of kernels" in capsys.readouterr().err
