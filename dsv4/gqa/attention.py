@@ -18,10 +18,9 @@ class SelfAttention(Module):
 
     reading: what decoding tokens and prompts read of the cache. A layer with a window reads just that, whatever `reading` says.
 
-    A rule that never stops loses no bit of attention without one that adds the same tiles in the same order, dealt to as many splits: on a
-    GPU that is dense attention in tiles of 128, or one list of blocks. A policy's blocks are listed by importance under a rule, and
-    ascending without one, so on a GPU those two may differ by rounding. Plain torch adds what was read in ascending order under either, so
-    there they are equal.
+    A rule that never stops loses no bit of attention without one that adds the same tiles in the same order, on a GPU dealt to as many
+    splits: of dense attention (there in tiles of 128), and of one list of blocks given to both. But a policy's blocks are listed by
+    importance under a rule, and ascending without one, so between those two logits may differ by rounding, on every backend.
     """
 
     def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):

@@ -6,7 +6,7 @@ The reference gathers token by token, of all queries at once: for 16 queries of 
 import torch
 
 from kernels.gather_attention import reference
-from kernels.gather_attention.reference import absent_last, positions_of, tiles_read, tokens_of
+from kernels.gather_attention.reference import positions_of, tiles_read, tokens_of
 from kernels.grouped_attention.termination import Termination
 
 
@@ -14,13 +14,12 @@ def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
                      window: int | None, scale: float, block: int, termination: Termination | None = None):
     if keys.shape[2] % block or not blocks.numel():
         return reference.gather_attention(q, keys, values, blocks, start, window, scale, block, termination)
-    ascending, read = absent_last(blocks), None
+    read = None
     if termination is not None:
         place, position = positions_of(blocks, block), start.unsqueeze(1) + torch.arange(q.shape[1])
         tiles = tiles_read(q, keys, values, place, position, window, scale, termination)
-        read = tokens_of(tiles, place, termination.tile).unflatten(-1, (-1, block))
-        read = read.gather(-2, ascending.unsqueeze(-1).expand_as(read)).flatten(-2)
-    out = _attended(q, keys, values, blocks.gather(-1, ascending), start, window, scale, block, read)
+        read = tokens_of(tiles, place, termination.tile)
+    out = _attended(q, keys, values, blocks, start, window, scale, block, read)
     return out if termination is None else (out, tiles.sum(-1, dtype=torch.int32))
 
 

@@ -18,8 +18,9 @@ def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     q [B, T, H, D]; keys, values [B, KV, S, D]; blocks int32 [B, T, KV, n]: numbers of blocks of `block` tokens, each at most once,
     −1 anywhere = nothing there; start int64 [B], window and scale as in `grouped_attention`. A query that sees no key gives 0.
     Returns [B, T, H, D] in q.dtype; fp32 softmax. With `termination` returns (out, tiles read int32 [B, T, KV]): tiles of
-    `termination.tile` tokens in the order of the list. `out` is one softmax over those that were read, its sums in ascending order of
-    positions: where none is left out it has the bits of the same blocks without a rule, in whatever order they are listed.
+    `termination.tile` tokens in the order of the list. `out` is one softmax over those that were read: where none is left
+    out it has the bits of the same list without a rule. Sums run in the order of the list, which a staged cache relies on, whose blocks
+    have other numbers; so lists in another order may differ by rounding.
     """
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T, device=q.device)
@@ -27,7 +28,6 @@ def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     if termination is not None:
         read = tiles_read(q, keys, values, place, position, window, scale, termination)
         tiles, place = read.sum(-1, dtype=torch.int32), torch.where(tokens_of(read, place, termination.tile), place, -1)
-    place = place.gather(-1, absent_last(place))
     seen = (place >= 0) & (place <= position.view(B, T, 1, 1))
     if window is not None:
         seen &= place > position.view(B, T, 1, 1) - window
@@ -48,8 +48,3 @@ def tiles_read(q, keys, values, place: torch.Tensor, position: torch.Tensor, win
 def tokens_of(read: torch.Tensor, place: torch.Tensor, tile: int) -> torch.Tensor:
     """bool as `place`: whether a token's tile was read."""
     return read.repeat_interleave(tile, -1)[..., :place.shape[-1]]
-
-
-def absent_last(numbers: torch.Tensor) -> torch.Tensor:
-    """The order in which numbers [..., n] ascend, negative ones at the end: that of all sums, so that the order of a list is none of bits."""
-    return torch.where(numbers < 0, torch.iinfo(numbers.dtype).max, numbers).argsort(dim=-1, stable=True)

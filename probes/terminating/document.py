@@ -15,7 +15,7 @@ from probes.provenance import provenance
 from probes.recall.needles import Limits
 from probes.recall.text import Text, rows_of
 from probes.terminating import measure
-from probes.terminating.settings import Settings
+from probes.terminating.settings import WHOLE, Settings
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"termination-{VERSION}.json"
@@ -48,6 +48,20 @@ def verdicts(rows: list[dict]) -> list[dict]:
     """By order and context, all layers: whether the rule pays: skips at least PAYS of the tiles and keeps 99 % of heads within FAITHFUL."""
     return [{"order": r["order"], "context": r["context"], "skipped": r["skipped"], "error_p99": r["error_p99"],
              "pays": r["skipped"] >= PAYS and r["error_p99"] <= FAITHFUL} for r in rows if r["layer"] is None]
+
+
+def idle(varied: list[dict]) -> list[dict]:
+    """By order and context, what was left out of the rule, or swept, and changed no figure: so this measurement cannot tell whether that part
+    of the rule matters. varied: of `measure.varied`."""
+    found, names = [], ("order", "context", "varied", "tau", "phi", "patience")
+    figures = lambda row: {key: value for key, value in row.items() if key not in names}
+    for order, context in dict.fromkeys((r["order"], r["context"]) for r in varied):
+        rows = [r for r in varied if (r["order"], r["context"]) == (order, context)]
+        whole = figures(next(r for r in rows if r["varied"] == WHOLE))
+        for name in dict.fromkeys(r["varied"] for r in rows if r["varied"] != WHOLE):
+            if all(figures(r) == whole for r in rows if r["varied"] == name):
+                found.append({"order": order, "context": context, "varied": name})
+    return found
 
 
 def geometries(settings: Settings) -> list[dict]:

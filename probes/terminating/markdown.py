@@ -5,7 +5,7 @@ from urllib.parse import quote
 from probes.formats import words
 from probes.formats.markdown import escape, fence, table
 from probes.recall.markdown import percent
-from probes.terminating.document import FAITHFUL, PAYS
+from probes.terminating.document import FAITHFUL, PAYS, idle
 
 REMARKS = """Walks: the last queries of each context along the exact run, in fp64, so nothing of layers below enters. Tiles skipped: those that
 no head of a group needs any more, which is what saves bytes. Error: ‖o − o⁽ᵀ⁾‖ / ‖o⁽ᵀ⁾‖ of what comes out, held against the same order read
@@ -23,7 +23,7 @@ def render(document: dict, plots: dict[str, str]) -> str:
     parts = [f"# {escape(document['title'])}", _reading(document), escape(head), escape(" ".join(REMARKS.split())),
              *(f"![{escape(title)}]({quote(file)})" for title, file in plots.items()),
              "## By order and context", table(*together(document)), "## The bound", table(*bound(document)),
-             "## Ablations, longest context", table(*ablations(document)), "## By layer: probe against oracle", table(*layers(document)),
+             "## Ablations, longest context", *without_effect(document), table(*ablations(document)), "## By layer: probe against oracle", table(*layers(document)),
              "## Sweeps, longest context", table(*sweeps(document))]
     if document["geometries"]:
         parts += ["## What the rule can skip at most of published keep-sets", table(*geometries(document))]
@@ -86,6 +86,18 @@ def ablations(document: dict) -> tuple[list[str], list[list[str]]]:
                ">offset, median", ">5 %", ">95 %"]
     return columns, [[escape(r["order"]), escape(r["varied"]), percent(r["skipped"]), percent(r["skipped_alone"]), number(r["error_mean"]),
                       number(r["error_p99"]), number(r["error_max"]), *_agreement(r)] for r in longest(document) if r["varied"] not in SWEPT]
+
+
+def without_effect(document: dict) -> list[str]:
+    """A list of what could have been left out of the rule with no figure changed; empty where every part changed some."""
+    contexts: dict[tuple[str, str], list[int]] = {}
+    for row in idle(document["varied"]):
+        contexts.setdefault((row["varied"], row["order"]), []).append(row["context"])
+    orders = {(name, tuple(found)): [o for (n, o), f in contexts.items() if (n, f) == (name, found)] for (name, _), found in contexts.items()}
+    label = lambda name: f"sweeping {SWEPT[name]}" if name in SWEPT else name
+    lines = [f"- **{label(name)}**: {'; '.join(map(escape, of))} at {', '.join(f'{c:,}' for c in found)} tokens."
+             for (name, found), of in sorted(orders.items())]
+    return ["Changed no figure, so that this measurement cannot tell whether that part of the rule matters:\n\n" + "\n".join(lines)] if lines else []
 
 
 SWEPT = {"tau": "τ", "phi": "φ", "patience": "p"}

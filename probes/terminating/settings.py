@@ -10,7 +10,8 @@ from probes.recall.measure import QUESTION
 from probes.recall.needles import reach
 
 SWEEPS = {"tau": (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1), "phi": (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1), "patience": (1, 2, 3, 5, 8)}
-ABLATIONS = {"as it is": {}, "without scale": {"scale": False}, "without direction": {"direction": False}, "without patience": {"persistence": False}}
+WHOLE = "as it is"
+ABLATIONS = {WHOLE: {}, "without scale": {"scale": False}, "without direction": {"direction": False}, "without patience": {"persistence": False}}
 POLICIES = ["sink-window", "page-bound", "block-bound"]
 ENTRY_TILE = 16  # rows of a tile of CSA and HCA, unless another is asked for: as many tiles in a checkpoint's narrow keep-set as Flash has of 64
 

@@ -9,7 +9,7 @@ from kernels.grouped_attention import Termination
 from probes.fidelity.variants import of_policy
 from probes.recall.mass import watched
 from probes.recall.needles import Asked, Limits, replies_by
-from probes.terminating import document, measure, orders, plots
+from probes.terminating import document, markdown, measure, orders, plots
 from tests.fidelity.conftest import csa, csa_path, gqa, gqa_path, run, text  # noqa: F401  (fixtures)
 
 
@@ -80,6 +80,20 @@ def test_a_report_of_csa_says_what_published_keep_sets_allow(run, csa_path, tmp_
     flash = {g["tile"]: g for g in found["geometries"] if g["name"].startswith("CSA of flash")}
     assert (flash[128]["tiles"], flash[128]["skipped_at_most"]) == (5, 0) and (flash[64]["tiles"], flash[64]["read_at_least"]) == (10, 6)
     assert "CSA of flash" in out and "published keep-sets" in (tmp_path / "termination_csa.md").read_text()
+
+
+def test_what_changes_no_figure_is_said():
+    """An ablation in which no row differs, and a sweep along which none does; not one that differs in one figure of one value."""
+    row = lambda order, varied, skipped, phi=1e-3, **more: {"order": order, "context": 2048, "varied": varied, "tau": 1e-5, "phi": phi, "patience": 5,
+                                                           "skipped": skipped, "error_max": 0.5} | more
+    rows = [row("a", "as it is", 0.1), row("a", "without scale", 0.2), row("a", "without direction", 0.1), row("a", "without patience", 0.1, error_max=0.6),
+            row("a", "phi", 0.1, 1e-6), row("a", "phi", 0.1, 0.1), row("b", "as it is", 0.2), row("b", "without direction", 0.2),
+            row("b", "phi", 0.1, 1e-6), row("b", "phi", 0.2, 0.1)]
+    assert document.idle(rows) == [{"order": o, "context": 2048, "varied": name} for o, name in (
+        ("a", "without direction"), ("a", "phi"), ("b", "without direction"))]
+    (said,) = markdown.without_effect({"varied": rows})
+    assert said.splitlines()[2:] == ["- **sweeping φ**: a at 2,048 tokens.", "- **without direction**: a; b at 2,048 tokens."]
+    assert markdown.without_effect({"varied": rows[:2]}) == [] and "cannot tell" in said
 
 
 def test_terminated_variants_stop_and_are_put_back(gqa):  # noqa: F811
