@@ -187,7 +187,7 @@ def test_where_rounding_may_choose_otherwise_it_is_said(run, golden_path, option
 
 @pytest.mark.parametrize("args, message", [(["--speculate", "eagle"], "'eagle' is not one of"), (["--draft-tokens", "3"], "add --speculate"),
                                            (["--together"], "add --speculate"),
-                                           (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, or adaptive"),
+                                           (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),
                                            (["--speculate", "mtp", "--draft-tokens", "many"], "'many'")])
 def test_bad_options_are_one_line(run, golden_path, args, message):
     code, out, err = run(golden_path, "--token-ids", "5,6", *args)
