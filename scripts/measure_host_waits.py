@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from dsv4 import load_model  # noqa: E402
 from dsv4.chat import plain_ids  # noqa: E402
 from dsv4.graph import captures  # noqa: E402
-from dsv4.run import make_policy  # noqa: E402
+from dsv4.speculation.choice import policy_named  # noqa: E402
 from dsv4.speculation.resident import generate_resident  # noqa: E402
 from dsv4.speculation.rounds import Rounds  # noqa: E402
 from dsv4.tokenizer import Tokenizer  # noqa: E402
@@ -94,7 +94,7 @@ def main() -> int:
     torch.set_num_threads(1)
     model = load_model(args.checkpoint, numerics=args.numerics, mtp=True, device=args.device)
     ids = plain_ids(Tokenizer(args.checkpoint, model.config.vocab_size), PROMPT, model.config.bos_token_id)
-    policy, rows = make_policy(args.draft_tokens), []
+    policy, rows = policy_named(args.draft_tokens), []
     for tokens in map(int, args.tokens.split(",")):
         rows.append(measure(model, ids, tokens, policy))
         print(f"{tokens} tokens: {rows[-1]['synchronisations']} synchronisations, {rows[-1]['polls']} polls, "
