@@ -85,9 +85,10 @@ def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]], meth
         name = f"line {number}"
         try:
             fields = _fields(line, name)
-            if fields.get("id", name) in seen:
-                raise InputError(f"{name} has the id {fields.get('id', name)!r}, which was used before; ids are unique")
-            name = fields.get("id", name)
+            own = fields.get("id", name)
+            if own in seen:
+                raise InputError(f"{name} has the id {own!r}, which was used before; ids are unique")
+            name = own
             seen.add(name)
             yield _request(name, fields, encode)
         except Dsv4Error as error:
