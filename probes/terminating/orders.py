@@ -51,10 +51,7 @@ def heads(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torc
 def entries(attn, x, qr, q, window, window_index, step, cache, tile: int) -> Walk:
     """Walks of a batch of one row through a CSA layer, from what `probes.recall.mass.watched` sees; all heads share the tiles."""
     n = step.max_visible(attn.ratio)
-    if n > attn.indexer.topk:
-        order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), attn.indexer.topk)[0]
-    else:
-        order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), n)[0]
+    order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), min(n, attn.indexer.topk))[0]
     return _latents(attn, q, window, window_index, numbers(cache.main.entries.visible(step))[0], order, tile)
 
 
