@@ -46,13 +46,14 @@ def plan(rows: int, units: int, width: int, fp32: bool, capability: tuple[int, i
 
 
 def traversals(B: int, T: int, KV: int, tokens: int, D: int, fp32: bool, device: torch.device, window: int | None,
-               rule: Termination | None) -> tuple[Tile, int]:
-    """The tile, and the number of splits that each query's tokens (up to `tokens`, of which `window` are seen) are dealt to. Up to FEW
-    tokens a row count as one."""
+               rule: Termination | None) -> tuple[Tile, int, int]:
+    """The tile, the number of splits that each query's tokens (up to `tokens`, of which `window` are seen) are dealt to, and the units
+    that one of them has at most. Up to FEW tokens a row count as one."""
     unit = rule.tile if rule else UNIT
     units = -(-(tokens if window is None else min(tokens, window + 2 * unit)) // unit)
     tile, own = plan(B * KV * (1 if T <= FEW else T), units, max(16, next_power(D)), fp32, capability(device), processors(device))
-    return tile, own if rule is None else rule.dealt(own, units)
+    splits = own if rule is None else rule.dealt(own, units)
+    return tile, splits, -(-units // splits)
 
 
 def attend_queries(name: str, q, keys, values, blocks, start, window: int | None, scale: float, block: int,
@@ -70,7 +71,7 @@ def attend_queries(name: str, q, keys, values, blocks, start, window: int | None
     if out.numel() and (blocks is None or n):
         width, N = max(16, next_power(D)), B * T
         listed = blocks is not None
-        tile, splits = traversals(B, T, KV, n * block if listed else S, D, fp32, q.device, None if listed else window, rule)
+        tile, splits, most = traversals(B, T, KV, n * block if listed else S, D, fp32, q.device, None if listed else window, rule)
         paged = listed and block < tile.keys  # positions are one more load ahead of keys and values
         partial, lse, read, dependent = out, out, tiles, dependent_launch(q.device)
         if splits > 1:
@@ -81,6 +82,7 @@ def attend_queries(name: str, q, keys, values, blocks, start, window: int | None
             q, keys, values, start if blocks is None else blocks, start, partial, lse, start if read is None else read, scale * LOG2E,
             window or 0, *_rule(rule, D), T, S, KV, n, splits, *q.stride()[:3], H // KV, D, width, max(16, next_power(H // KV)),
             tile.keys, unit, listed, block, window is not None, splits > 1, rule is not None,
+            rule is not None and most >= rule.useful,
             rule is None or rule.scale, rule is None or rule.direction, *_probed(D), CHUNK, fp32,
             2 * tile.stages - 1 if paged else tile.stages, dependent,
             num_warps=tile.warps, launch_pdl=dependent)

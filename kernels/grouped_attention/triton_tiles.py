@@ -98,14 +98,15 @@ def probe(l, acc, probed, before, norm, tau, cosine, SCALE: tl.constexpr, DIRECT
 def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, cosine, patience, T, S, KV, n, splits, q_b, q_t, q_h,
            G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
            LISTED: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, ART: tl.constexpr,
-           SCALE: tl.constexpr, DIRECTION: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, PROBED: tl.constexpr,
-           CHUNK: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
+           ENDS: tl.constexpr, SCALE: tl.constexpr, DIRECTION: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr,
+           PROBED: tl.constexpr, CHUNK: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
     """Attention of token t of row b to its keys under one KV head: axis 0 is (b·T + t)·KV + kv, axis 1 the split.
 
     Q [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; BLOCKS int32 [B, T, KV, n] if LISTED; START int64 [B]. OUT [B·T, splits, H, D] in
-    fp32 with LSE fp32 [B·T, H, splits] (base 2, −inf of an empty split) if SPLIT, else OUT [B·T, H, D]. ART: terminates, and READ
-    int32 [B·T·KV, splits] gets the units that were added; channel d is probed if ((d − OFFSET)·STEP) mod D < PROBED. Keys are fetched
-    CHUNK units at a time: those behind the end, in the same stretch, are fetched and not added.
+    fp32 with LSE fp32 [B·T, H, splits] (base 2, −inf of an empty split) if SPLIT, else OUT [B·T, H, D]. ART: READ int32 [B·T·KV,
+    splits] gets the units that were added. ENDS: terminates (some split may have units enough to leave one out); channel d is probed if
+    ((d − OFFSET)·STEP) mod D < PROBED, and only while ending could still leave a unit out. Keys are then fetched CHUNK units at a time:
+    those behind the end, in the same stretch, are fetched and not added.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -131,11 +132,12 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
     m = tl.full((BH,), float("-inf"), tl.float32)
     l, acc = tl.zeros((BH, BN), tl.float32), tl.zeros((BH, DP), tl.float32)
     SUB: tl.constexpr = UNIT // BN
-    if ART:
+    read, met = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)  # units of which something was seen; of this unit: 1 if it was
+    if ENDS:
         probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
-        before, norm = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32)
-        streak, stopped = tl.zeros((BH,), tl.int32), h >= G
-        read, running, met = tl.full((), 0, tl.int32), mine > 0, tl.full((), 0, tl.int32)
+        before, norm, streak = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32), tl.zeros((BH,), tl.int32)
+        stopped, running = h >= G, mine > 0
+        need = patience + tl.full((), 0, tl.int32)  # stable units until all heads have stopped, at the least
         for c in tl.range(0, tl.cdiv(mine, CHUNK), num_stages=1):  # Triton (3.7) fails on this as a while; what is skipped costs a branch
             if running:  # a stretch whose tiles are on their way before it is known whether they are wanted: all of it is read
                 for j in tl.range(c * (CHUNK * SUB), tl.minimum((c + 1) * CHUNK, mine) * SUB, num_stages=STAGES):
@@ -147,16 +149,16 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
                     seen = seen & running
                     m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
                     met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
-                    if j % SUB == SUB - 1:
-                        if met > 0:  # the end of a unit of which something is seen
+                    if j % SUB == SUB - 1:  # the end of a unit
+                        if (met > 0) & (j // SUB + need < mine):  # of which something is seen, and ending may leave some out
                             stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
                             streak = tl.where(stable & (read > 0), streak + 1, 0)
                             before, norm = x, square
                             stopped = stopped | (streak >= patience)
-                            running = tl.min(stopped.to(tl.int32), 0) == 0
-                            read += 1
+                            need = tl.max(tl.where(stopped, 0, patience - streak), 0)
+                            running = need > 0
+                        read += met
                         met = tl.full((), 0, tl.int32)
-        tl.store(READ + row * splits + split, read)
     else:
         for j in tl.range(0, mine * SUB, num_stages=STAGES):  # a number of a block carried from tile to tile would undo the pipeline
             base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
@@ -165,6 +167,12 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
             k = load_tile(KEYS, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
             v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
             m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
+            if ART:
+                met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
+                ended = j % SUB == SUB - 1
+                read, met = read + tl.where(ended, met, 0), tl.where(ended, 0, met)
+    if ART:
+        tl.store(READ + row * splits + split, read)
     total = tl.sum(l, 1)
     out = acc / tl.where(total == 0, 1.0, total)[:, None]  # no key: 0
     heads = KV * G
@@ -187,8 +195,11 @@ def merge(PARTIAL, LSE, READ, OUT, TILES, H, splits, G: tl.constexpr, D: tl.cons
     lses, parts = LSE + nh.to(tl.int64) * splits, PARTIAL + n.to(tl.int64) * splits * H * D + h * D
     top = tl.full((), float("-inf"), tl.float32)
     total, acc = tl.full((), 0.0, tl.float32), tl.zeros((BD,), tl.float32)
+    count = tl.zeros((BS,), tl.int32)
     for s0 in range(0, splits, BS):
         lse = tl.load(lses + s0 + s, mask=s0 + s < splits, other=float("-inf"))
+        if ART:  # on its way with what is waited for anyway
+            count += tl.load(READ + (nh // G).to(tl.int64) * splits + s0 + s, mask=s0 + s < splits, other=0)
         live = (lse != float("-inf"))[:, None] & (d < D)[None, :]  # NaN is live
         part = tl.load(parts + ((s0 + s) * (H * D))[:, None] + d[None, :], mask=live, other=0.0)
         above = tl.maximum(top, tl.max(lse, 0))
@@ -199,7 +210,4 @@ def merge(PARTIAL, LSE, READ, OUT, TILES, H, splits, G: tl.constexpr, D: tl.cons
     tl.store(OUT + nh.to(tl.int64) * D + d, narrow(acc / tl.where(total == 0, 1.0, total), OUT.dtype.element_ty), mask=d < D)
     if ART:
         if (h % G == 0) & (tl.program_id(1) == 0):
-            count = tl.zeros((BS,), tl.int32)
-            for s0 in range(0, splits, BS):
-                count += tl.load(READ + (nh // G).to(tl.int64) * splits + s0 + s, mask=s0 + s < splits, other=0)
             tl.store(TILES + nh // G, tl.sum(count, 0))

@@ -58,7 +58,10 @@ def test_more_splits_than_the_merge_takes_at_a_time(splits):
     q = q * torch.tensor([1.0, 40.0], device=DEVICE).view(1, 1, 2, 1)
     keys = keys * torch.linspace(4, 0.1, 72 * 128, device=DEVICE).view(1, 1, -1, 1)
     args = q, keys, values, start, None, 0.3
-    close(grouped_attention(*args, backend="triton"), written_out(*args), 1e-4)
+    plain = grouped_attention(*args, backend="triton")
+    close(plain, written_out(*args), 1e-4)
+    out, read = grouped_attention(*args, Termination(tau=0), backend="triton")
+    assert torch.equal(out, plain) and read.item() == 72
 
 
 def test_tokens_of_a_row_have_the_bits_that_each_has_alone(monkeypatch):
@@ -155,9 +158,11 @@ def test_termination_by_a_list(block, tile):
     close(out, wanted)
 
 
+@pytest.mark.parametrize("patience", [1, 5], ids=lambda p: f"patience {p}")
 @pytest.mark.parametrize("splits", [1, 3], indirect=True)
-def test_never_stopping_has_the_bits_of_attention_without_it(splits):
-    never, args = Termination(tau=0), (*cache(2, 2, 6, 2, 512, 24, [400, 77]), None, 0.3)
+def test_never_stopping_has_the_bits_of_attention_without_it(splits, patience):
+    """Of four tiles: a rule of patience 1 probes, one of 5 has nothing to decide and counts."""
+    never, args = Termination(tau=0, patience=patience), (*cache(2, 2, 6, 2, 512, 24, [400, 77]), None, 0.3)
     out, read = grouped_attention(*args, never, backend="triton")
     assert torch.equal(out, grouped_attention(*args, backend="triton")) and read[:, :, 1].tolist() == [[4, 4], [1, 1]]
     blocks = listed(2, 2, 2, 4, [402, 79], 128)
