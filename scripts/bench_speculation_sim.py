@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.trace:
         notes.append("the defaults of the cost-aware policy were chosen on traces of the same generators, with other seeds, and on every "
                      "other recorded request")
-    setup = {"title": costs.name, "how": how, "notes": notes,
+    setup = {"title": f"simulated: {costs.name}", "how": how, "notes": notes,
              "costs": costs.document(), "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces]}
     about = report.provenance(SCRIPT)
     report.write(args.out, f"speculation_sim_{stem}", speculation_report.document(points, about, setup, line),
