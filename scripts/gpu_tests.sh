@@ -6,7 +6,8 @@
 # triton: kernels at production shapes. small: the small shapes that CI interprets, compiled. gpu: the other tests marked gpu,
 # the whole model's among them. graph: training gradients, replayed against eager. training: the fused training kernels.
 # greedy: the same text from `reference` and `triton`, by the command line. host: the other tests, here. Tests run in JOBS
-# processes (default: most of the processors) where pytest-xdist is installed.
+# processes where pytest-xdist is installed; default: most of the processors, and no more than one for 10 GiB of GPU memory (twelve on
+# 80 GiB left two tests of long contexts without).
 #
 # A suite that fails or runs over LIMIT seconds (default 540) does not stop the others. Results go to ${OUT:-audits}:
 # gpu_tests.json, and the logs as gpu_tests_logs.tar.gz. Needs the packages of pyproject.toml (torch >= 2.11) and, for the
@@ -21,7 +22,12 @@ mkdir -p "$out"
 suites=("$@")
 [ ${#suites[@]} -gt 0 ] || suites=(triton gpu small graph training greedy)
 jobs=()
-"$python" -c 'import xdist' 2> /dev/null && jobs=(-n "${JOBS:-$(( ($(nproc) * 3 + 3) / 4 ))}")
+if "$python" -c 'import xdist' 2> /dev/null; then
+  most=$(( ($(nproc) * 3 + 3) / 4 ))
+  memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -n 1)
+  [[ $memory =~ ^[0-9]+$ ]] && fit=$(( memory / 10240 )) && [ "$fit" -ge 1 ] && [ "$fit" -lt "$most" ] && most=$fit
+  jobs=(-n "${JOBS:-$most}")
+fi
 
 tests() {  # NAME ARGUMENTS…: pytest, its counts left as JUnit XML
   local name=$1; shift
