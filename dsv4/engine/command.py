@@ -94,11 +94,14 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
 
 def _read(file: Path) -> list[str]:
     """Lines; "-" is standard input. Bytes that are no UTF-8 are kept for the line's own error; a byte order mark is not."""
+    if file == STDIN and sys.stdin is None:
+        raise InputError("cannot read requests from standard input: it is closed; pipe requests into it, or name a file")
     try:
         held = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
         return held.decode("utf-8-sig", "surrogateescape").split("\n")
     except OSError as error:
-        raise InputError(f"cannot read requests from {file}: {error.strerror}") from None
+        raise InputError(f"cannot read requests from {'standard input' if file == STDIN else file}: {error.strerror or error}; name a "
+                         "file that can be read, or pipe them in") from None
 
 
 def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[int]]]:
