@@ -199,10 +199,11 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
                          "single requests with dsv4 generate")
     options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, draft_costs, report)
     reads = attention_named(attention and attention.value, attention_tokens, terminate, rule=terminate_rule)
-    with progress_bar("loading") as loading:
-        choices = run.Choices(numerics.value, backend, device, cache, index_cache)
-        session = run.Session(checkpoint, choices, progress=loading, attention=reads)
-    failed = run_batch(session, requests, options, lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
+
+    def load() -> run.Session:
+        with progress_bar("loading") as loading:
+            return run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading, attention=reads)
+    failed = run_batch(load, requests, options, lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
     if failed:
         raise typer.Exit(1)
 
