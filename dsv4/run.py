@@ -90,7 +90,8 @@ def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tok
         try:
             found = sys.stdin.read()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read the prompt from standard input: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
+            raise InputError(f"cannot read the prompt from standard input: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}; pass "
+                             "--prompt TEXT or --prompt-file FILE") from None
     if not found.strip():
         raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     return found

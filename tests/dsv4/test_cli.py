@@ -123,6 +123,16 @@ def test_closed_standard_input_is_one_line(run, demo, monkeypatch):
     assert code == 2 and out == "" and err.count("\n") == 1 and "there is no prompt" in err
 
 
+@pytest.mark.parametrize("held", ["not open for reading", "not UTF-8"])
+def test_standard_input_that_cannot_be_read_is_one_line(run, demo, monkeypatch, tmp_path, held):
+    import io
+    write_only = open(tmp_path / "w", "wb")
+    stream = io.BytesIO(b"\xff") if held == "not UTF-8" else io.BufferedReader(io.FileIO(os.dup(write_only.fileno()), "r"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream, encoding="utf-8"))
+    code, out, err = run("generate", demo)
+    assert code == 2 and out == "" and err.count("\n") == 1 and "standard input: " + ("it is not UTF-8" if held == "not UTF-8" else "Bad file") in err
+
+
 def test_overrun_while_generating_keeps_the_text_and_exits_2(run, demo):
     code, out, err = run("generate", demo, "--token-ids", "1,2,3", "--max-new-tokens", "20", "--max-context", "6")
     assert code == 2 and out.strip() != ""
