@@ -1,15 +1,13 @@
 """Policies by name, and that the command line runs the one it was asked for."""
 
 import json
-import os
 import sys
-import threading
 from dataclasses import fields
 
 import pytest
 
 from dsv4.errors import InputError
-from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, Static
+from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, Static, read_costs
 from dsv4.speculation.choice import PARAMETERS, policy_named
 from scripts.bench.speculation_costs import moe
 from tests.test_names import ROOT
@@ -147,18 +145,16 @@ def test_a_damaged_table_is_one_line_that_says_what_was_found(command_line, cost
 
 
 @pytest.mark.parametrize("command", ["generate", "batch"])
-def test_a_table_may_come_from_a_pipe_and_is_named_by_the_report(command_line, command, costs, tmp_path):
-    """A pipe can be read once."""
+def test_a_table_is_read_once_and_named_by_the_report(command_line, command, costs, tmp_path, monkeypatch):
+    """Once: it may be a pipe."""
     (tmp_path / "r.jsonl").write_text('{"token_ids": [1, 5, 9], "max_tokens": 4}')
     given = ["generate", ROOT / "demo", "--token-ids", "1,5,9", "--max-new-tokens", "4"] if command == "generate" else \
         ["batch", tmp_path / "r.jsonl", "--checkpoint", ROOT / "demo", "--report", tmp_path]
-    os.mkfifo(pipe := tmp_path / "table")
-    text, written = costs.read_text(), []
-    thread = threading.Thread(target=lambda: written.append(pipe.write_text(text)), daemon=True)
-    thread.start()
-    code, _, err = command_line(*given, "--numerics", "fp32", "--speculate", "mtp", "--draft-tokens", "cost-aware", "--draft-costs", pipe)
-    assert code == 0, err
+    table, paths = read_costs(costs), []
+    monkeypatch.setattr("dsv4.speculation.choice.read_costs", lambda path: paths.append(path) or table)
+    code, _, err = command_line(*given, "--numerics", "fp32", "--speculate", "mtp", "--draft-tokens", "cost-aware", "--draft-costs", costs)
+    assert code == 0 and paths == [costs], err
     if command == "batch":
         about = json.loads((tmp_path / "batch_r.json").read_text())["about"]
-        assert (about["draft tokens"], about["draft costs"]) == ("cost-aware", "table")
-        assert "draft costs table" in (tmp_path / "batch_r.md").read_text()
+        assert (about["draft tokens"], about["draft costs"]) == ("cost-aware", "costs.json")
+        assert "draft costs costs.json" in (tmp_path / "batch_r.md").read_text()
