@@ -5,7 +5,6 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from dsv4 import tables
 from dsv4.bill.cli import regime_app
 from dsv4.errors import Dsv4Error, InputError
+from dsv4.options import (AsJson, Backend, Cache, Checkpoint, Device, DraftCosts, Drafting, Drafts, Guess, IndexCache, KVMemory, Numerics,
+                          NumericsChoice, Reads, ReadTokens, Rule, Speculate, Staged, Target, Terminate, Where)
 from probes.cli import audit_app  # the command line alone knows the engine and the probes above it
 from probes.fidelity.cli import fidelity
 from probes.recall.cli import recall
@@ -33,67 +34,6 @@ app.command()(termination)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
-class NumericsChoice(str, Enum):
-    fp32 = "fp32"
-    native = "native"
-    qat = "qat"
-    qat_fp32 = "qat:fp32"
-
-
-class Speculate(str, Enum):
-    off = "off"
-    mtp = "mtp"
-    lookup = "lookup"
-
-
-class AttentionChoice(str, Enum):
-    dense = "dense"
-    sink_window = "sink-window"
-    page_bound = "page-bound"
-    block_bound = "block-bound"
-    block_mean = "block-mean"
-
-
-class KVMemory(str, Enum):
-    device = "device"
-    host = "host"
-
-
-class Target(str, Enum):
-    official = "official"
-    nvfp4 = "nvfp4"
-    transformers = "transformers"
-    bf16 = "bf16"
-
-
-Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)]
-Numerics = Annotated[NumericsChoice, typer.Option(help="fp32: no quantisation. native: weights as stored, bf16 activations. "
-                                                  "qat: the official quantisation simulation. qat:fp32: that, in fp32 arithmetic.")]
-Drafts = Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 3); adaptive: 1, 4 or 8 by how many were "
-                                                 "accepted (adaptive:weight=0.2,thresholds=0.5/0.8,sizes=1/4/8,…); cost-aware: by --draft-costs. In "
-                                                 "a batch at most 2 while over 85 % of the pages are in use.", show_default=False)]
-DraftCosts = Annotated[Path | None, typer.Option(help="What passes cost on this device: a table that scripts/bench_speculation.py measured.",
-                                                 show_default=False)]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
-Cache = Annotated[str, typer.Option(help="Format of window rows and entries: auto (as activations), bf16 or fp8 (584 B a row at 512 dims).")]
-IndexCache = Annotated[str, typer.Option(help="Format of index keys: auto, bf16, fp8 (132 B a key at 128 dims) or fp4 (68 B).")]
-Reads = Annotated[AttentionChoice | None, typer.Option("--attention", show_default=False,
-                                                       help="Of a GQA model: what decoding reads of the cache. dense: all. sink-window: the first and the "
-                                                       "last tokens. page-bound, block-bound: and what may matter most, by bounds of pages of 16 or "
-                                                       "blocks of 128. block-mean: by means, which lose short passages.")]
-ReadTokens = Annotated[str | None, typer.Option("--attention-tokens", show_default=False, help="With --attention: tokens that are kept (4K).")]
-Terminate = Annotated[bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")]
-Rule = Annotated[str | None, typer.Option("--terminate-rule", show_default=False, help="With --terminate: when it is, as tau=1e-5,phi=1e-3,patience=5 "
-                                          "(the defaults; any of them): how little it moves and turns, over how many tiles.")]
-Where = Annotated[KVMemory, typer.Option("--kv-memory", help="Where keys and values (of a DeepSeek-V4 model the entries of CSA layers) are: on the "
-                                         "device, or in pinned host memory, of which a step fetches what it reads. The output is the same.")]
-Staged = Annotated[int | None, typer.Option("--staged-blocks", min=1, show_default=False, help="With --kv-memory host: blocks of each KV head (of a "
-                                            "DeepSeek-V4 model: entries) that stay on the device (twice what a step reads).")]
-Guess = Annotated[bool, typer.Option("--guess-ahead/--no-guess-ahead", help="With --kv-memory host and --attention: fetch what the next layer is "
-                                     "guessed to choose. Slower with random weights; not yet measured with trained ones.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
-
-
 @app.command()
 def generate(
     checkpoint: Annotated[Path | None, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)] = None,
@@ -106,17 +46,16 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: system message.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     max_context: Annotated[str | None, typer.Option(help="Tokens the cache holds (128K, 1M …); default: just enough.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; else 0.001 to 1000000.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
-    speculate: Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or "
-                                                 "lookup (what followed the same words before).")] = Speculate.off,
+    speculate: Drafting = Speculate.off,
     draft_tokens: Drafts = None,
     draft_costs: DraftCosts = None,
     together: Annotated[bool, typer.Option("--together", help="With --speculate: verify a pass as one append. Faster on a host processor, and "
                                                               "rounded otherwise: the text may leave plain decoding's.")] = False,
     numerics: Numerics = NumericsChoice.native,
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    backend: Backend = "auto",
     device: Device = "cpu",
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
@@ -177,13 +116,12 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
           pool_tokens: Annotated[str | None, typer.Option(help="Tokens that all requests hold at once; default: every row full.")] = None,
           together: Annotated[bool, typer.Option("--together", help="Decode all rows as one batch: faster, and equal to running alone "
                                                                     "up to rounding.")] = False,
-          speculate: Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or "
-                                                       "lookup (what followed the same words before).")] = Speculate.off,
+          speculate: Drafting = Speculate.off,
           draft_tokens: Drafts = None, draft_costs: DraftCosts = None,
           report: Annotated[Path | None, typer.Option(help="Directory for batch_<name of the file>.json, .md and .svg: sizes, latencies, "
                                                            "pages.", show_default=False)] = None,
           numerics: Numerics = NumericsChoice.native,
-          backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+          backend: Backend = "auto",
           device: Device = "cpu", cache: Cache = "auto", index_cache: IndexCache = "auto",
           attention: Reads = None, attention_tokens: ReadTokens = None, terminate: Terminate = False, terminate_rule: Rule = None,
           kv_memory: Where = KVMemory.device, prefill_chunks: Annotated[str | None, typer.Option(hidden=True)] = None):
@@ -199,10 +137,11 @@ def batch(requests: Annotated[Path, typer.Argument(help="One JSON object a line:
                          "single requests with dsv4 generate")
     options = Options(rows, max_context, pool_tokens, together, speculate.value, draft_tokens, draft_costs, report)
     reads = attention_named(attention and attention.value, attention_tokens, terminate, rule=terminate_rule)
-    with progress_bar("loading") as loading:
-        choices = run.Choices(numerics.value, backend, device, cache, index_cache)
-        session = run.Session(checkpoint, choices, progress=loading, attention=reads)
-    failed = run_batch(session, requests, options, lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
+
+    def load() -> run.Session:
+        with progress_bar("loading") as loading:
+            return run.Session(checkpoint, run.Choices(numerics.value, backend, device, cache, index_cache), progress=loading, attention=reads)
+    failed = run_batch(load, requests, options, lambda document: _show(json.dumps(document, ensure_ascii=False) + "\n"))
     if failed:
         raise typer.Exit(1)
 

@@ -4,8 +4,14 @@ from kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
 
 __all__ = [
     "BackendUnavailable", "CapacityError", "ConfigError", "ContextOverrun", "Dsv4Error",
-    "InputError", "MissingSelection", "MissingSummaries", "NotFinite", "OutOfPages", "PageError", "RewindError", "UnsupportedInput",
+    "InputError", "MissingSelection", "MissingSummaries", "NotFinite", "OutOfPages", "PageError", "RewindError", "UnsupportedInput", "brief",
 ]
+
+
+def brief(value: object, most: int = 40) -> str:
+    """A value in a message: its first `most` characters."""
+    text = str(value)
+    return text if len(text) <= most else text[:most] + "…"
 
 
 class ConfigError(Dsv4Error):

@@ -1,17 +1,18 @@
 """Single-shot generation: prefill, then one token at a time."""
 
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dsv4.causal import CausalLM
-from dsv4.errors import ContextOverrun, InputError
+from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.graph import DecodeGraph, capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.result import Speculation
+
+COLDEST, HOTTEST = 1e-3, 1_000_000  # below, logits over it overflow; long before above, every token is as likely as another
 
 
 @dataclass
@@ -42,17 +43,20 @@ class Generation:
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability."""
+    """temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability; seed of 64 bits. Raises InputError for
+    what no token can be drawn by."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:  # NaN is neither
-            raise InputError(f"temperature {self.temperature} and top_p {self.top_p} were asked for; expected at least 0, and 0 … 1")
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:  # NaN is neither
+            raise InputError(f"temperature {brief(self.temperature)} was asked for; expected 0 (greedy), or {COLDEST} to {HOTTEST}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p {brief(self.top_p)} was asked for; expected a number over 0 and up to 1")
         if not -2**63 <= self.seed < 2**63:
-            raise InputError(f"seed {self.seed} was asked for; expected a number of 64 bits")
+            raise InputError(f"seed {brief(self.seed)} was asked for; expected a number of 64 bits, -2^63 to 2^63 - 1")
 
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -80,8 +84,9 @@ def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sam
 
     max_context: tokens the cache holds; by default just enough. The last token is not fed back, so a prompt of P
     tokens and N new ones need P + N − 1. on_token(id) as tokens appear; on_prefill(done, total) during prefill.
-    Raises InputError for an empty prompt or id outside the vocabulary; ContextOverrun when the prompt does not fit
-    max_context, and, while generating, when the next token would not: tokens so far have been passed to on_token.
+    Raises InputError for an empty prompt or id outside the vocabulary; ContextOverrun when the prompt does not fit max_context, or all
+    that was asked for the checkpoint, and, while generating, when the next token would not fit max_context: tokens so far have been
+    passed to on_token.
     """
     limit = context_limit(model, [ids], max_new_tokens, max_context)
     cache = model.new_cache(1, capacity(model, limit))
@@ -113,21 +118,44 @@ def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sam
 
 
 def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:
-    """Tokens that the cache of this request holds. Raises InputError for an empty prompt, ContextOverrun for one that is too long."""
+    """Tokens that the cache of this request holds: max_context, or just enough.
+
+    Raises InputError for an empty prompt and ids outside the vocabulary, ContextOverrun for a prompt that is too long for max_context or,
+    with all that may follow it, for the checkpoint: then no max_context would help.
+    """
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
-    longest = max(map(len, prompts))
+    longest, most = max(map(len, prompts)), model.config.max_position_embeddings
     limit = max_context if max_context is not None else model.max_context
+    if longest + max_new_tokens - 1 > most:
+        raise beyond_checkpoint(longest, max_new_tokens, most, "--max-new-tokens")
     limit = limit if limit is not None else longest + max_new_tokens - 1
     if longest > limit:
-        raise ContextOverrun(f"the prompt has {longest} tokens, max_context is {limit}; shorten it or raise --max-context")
+        raise ContextOverrun(f"the prompt has {longest} tokens, max_context is {limit}; shorten it or raise --max-context (at most {most})")
+    for ids in prompts:
+        check_ids(ids, model.config.vocab_size)
     return limit
 
 
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InputError for a token id that the model has not, of any size: tensors hold 64 bits."""
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        raise InputError(f"token id {brief(low if low < 0 else high)} is outside the vocabulary of {vocab_size}; expected 0 to "
+                         f"{vocab_size - 1}, as the checkpoint's own tokenizer gives them")
+
+
+def beyond_checkpoint(prompt_tokens: int, max_tokens: int, most: int, option: str) -> ContextOverrun:
+    """The error of a request that no --max-context would help. option: what sets its max_tokens."""
+    lower = "shorten it" if prompt_tokens > most else f"shorten it, or lower {option}"
+    return ContextOverrun(f"the prompt has {prompt_tokens} tokens and {brief(max_tokens)} more were asked for, over the {most} "
+                          f"(max_position_embeddings) that the checkpoint takes; {lower}")
+
+
 def context_full(limit: int, generated: int) -> ContextOverrun:
-    """The error of a next token that the context has no room for."""
+    """The error of a next token that the context has no room for; the checkpoint's has, or `context_limit` had refused the request."""
     return ContextOverrun(f"the context of {limit} tokens is full after {generated} new tokens; raise --max-context or lower --max-new-tokens")
 
 

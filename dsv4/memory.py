@@ -31,6 +31,14 @@ def parse_count(text: str) -> int:
     return int(match[1]) * UNITS[match[2].upper()]
 
 
+def count_named(option: str, value: int | str) -> int:
+    """`parse_count` of an option's value; a number is itself. Raises InputError that names the option."""
+    try:
+        return value if isinstance(value, int) else parse_count(value)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None
+
+
 def format_bytes(n: int) -> str:
     """'12.3 GiB', with the unit that leaves three digits or so."""
     for unit in ("B", "KiB", "MiB", "GiB"):

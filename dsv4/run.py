@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,17 +11,18 @@ import torch
 from dsv4.causal import CausalLM
 from dsv4.chat import chat_ids, plain_ids, templated_ids
 from dsv4.dummy import load_dummy
-from dsv4.errors import ContextOverrun, InputError
+from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.generate import Generation, Sampling, generate
 from dsv4.gqa.choice import Attention
 from dsv4.gqa.model import GQAModel
 from dsv4.graph import captures
 from dsv4.host_tier.choice import HostMemory
 from dsv4.load import load_model
-from dsv4.memory import parse_count, peak_bytes
+from dsv4.memory import count_named, peak_bytes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
+from dsv4.speculation.policy import Policy
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import HOST, Append, default
 from dsv4.tokenizer import TextStream, Tokenizer
@@ -29,7 +31,8 @@ from loaders.files import read_json
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. `prompt` is text, or comma-separated ids when `is_ids`."""
+    """What the user asked for. `prompt` is text, or comma-separated ids when `is_ids`. Raises InputError for options that are none, before
+    a checkpoint is loaded."""
 
     prompt: str
     is_ids: bool = False
@@ -44,6 +47,26 @@ class Request:
     draft_tokens: str = str(DRAFT_TOKENS)  # of a verify pass, as `policy_named` takes it
     draft_costs: Path | None = None  # of passes, for a policy that weighs them
     together: bool = False  # drafts are verified as one append, also where that rounds otherwise than plain decoding
+
+    def __post_init__(self):
+        self.ids, self.context, self.policy  # each is read once: a file of costs may be a pipe
+
+    @cached_property
+    def ids(self) -> list[int] | None:
+        """Of the prompt, where it is token ids."""
+        try:
+            return [int(part) for part in self.prompt.split(",")] if self.is_ids else None
+        except ValueError:
+            raise InputError(f"--token-ids is {brief(self.prompt)!r}; expected numbers separated by commas") from None
+
+    @cached_property
+    def context(self) -> int | None:
+        return None if self.max_context is None else count_named("--max-context", self.max_context)
+
+    @cached_property
+    def policy(self) -> Policy | None:
+        """How many tokens it drafts, where it drafts."""
+        return None if self.speculate == "off" else policy_named(self.draft_tokens, self.draft_costs)
 
 
 def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
@@ -61,13 +84,14 @@ def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tok
             found = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the prompt from {file}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
-    elif sys.stdin.isatty() and file is None:
+    elif sys.stdin is None or sys.stdin.isatty() and file is None:  # None: it is closed
         raise InputError("there is no prompt; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     else:
         try:
             found = sys.stdin.read()
-        except UnicodeDecodeError:
-            raise InputError("cannot read the prompt from standard input: it is not UTF-8 text") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read the prompt from standard input: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}; pass "
+                             "--prompt TEXT or --prompt-file FILE") from None
     if not found.strip():
         raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     return found
@@ -81,9 +105,10 @@ def parse_max_memory(text: str | None) -> dict | None:
     for part in text.split(","):
         device, equals, size = part.partition("=")
         device = device.strip().removeprefix("cuda:")
-        if not equals or not (device.isdigit() or device == "cpu"):
-            raise InputError(f"--max-memory has {part!r}; expected e.g. cpu=4GiB,0=70GiB")
-        limits[int(device) if device.isdigit() else device] = parse_count(size)
+        name = int(device) if device.isdecimal() else device
+        if not equals or name in limits or not (device.isdecimal() or device == "cpu"):
+            raise InputError(f"--max-memory has {brief(part)!r}; expected cpu and numbers of GPUs, each at most once, e.g. cpu=4GiB,0=70GiB")
+        limits[name] = count_named("--max-memory", size)
     return limits
 
 
@@ -133,10 +158,7 @@ class Session:
             g = torch.Generator().manual_seed(request.sampling.seed)
             return torch.randint(self.model.config.vocab_size, (request.random_tokens,), generator=g).tolist()
         if request.is_ids:
-            try:
-                return [int(part) for part in request.prompt.split(",")]
-            except ValueError:
-                raise InputError(f"--token-ids is {request.prompt[:40]!r}; expected numbers separated by commas") from None
+            return request.ids
         if request.chat:
             system = [] if request.system is None else [{"role": "system", "content": request.system}]
             return chat_ids(self.tokenizer, [*system, {"role": "user", "content": request.prompt}], request.think)
@@ -154,9 +176,8 @@ class Session:
             shown.append(token)
             show(stream.push(token) if stream else f"{token} ")
 
-        context = None if request.max_context is None else parse_count(request.max_context)
         try:
-            result = self._run(ids, request, context, on_token, on_prefill)
+            result = self._run(ids, request, request.context, on_token, on_prefill)
         except ContextOverrun:
             if shown:  # what was generated stays; the error comes on a line of its own
                 show((stream.finish() if stream else "") + "\n")
@@ -169,7 +190,7 @@ class Session:
         """One row, with drafts or without."""
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
-        drafter, policy, self.together = make_drafter(request.speculate), policy_named(request.draft_tokens, request.draft_costs), request.together
+        drafter, policy, self.together = make_drafter(request.speculate), request.policy, request.together
         if captures(self.model) and request.speculate == "mtp" and request.sampling.temperature == 0:
             return generate_resident(self.model, [ids], request.max_new_tokens, policy, context, self.stop_ids,
                                      lambda row, token: on_token(token), on_prefill)[0]

@@ -15,8 +15,9 @@ instead, greedily continued from this project's code and prose, and counts the r
 of dummy weights) its rounds are judged by traces, as with dummy weights. With `--journal` a run that
 was cut off goes on where it stopped (of a checkpoint's text: at the batch that it was at), when it is called again. `--record` writes
 traces of a checkpoint's own text. `--from` measures nothing: it draws the report of a race again, or that of several of one model, commit and
-device whose batches differ, under the first one's name. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_[traces_]]<device>.json, .md,
-.svg and, where traces judge, speculation_costs_… .json to DIR (audits). Exit code 0 whatever the verdicts, 2 for input that cannot be used.
+device whose batches differ, under the first one's name. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_[traces_]]<device>.json, .md
+and .svg and speculation_costs_[<checkpoint>_[traces_]]<device>.json, a table for `dsv4 generate --draft-costs`, to DIR (audits).
+Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
 import argparse
@@ -135,6 +136,7 @@ def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
     journal = kept(args, about)
     costs = speculation_gpu.measure_costs(model, args.batch, 2 * speculation_traces.PROMPT, f"{what}; {report.headline(about)}", about, say,
                                           journal)
+    speculation_race.write_costs(costs, args.out, f"{name}_{slug}")
     for batch, tokens in zip(args.batch, args.tokens):
         prompts = {kind: [ids for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(batch))]
                    for kind, pattern in speculation_traces.KINDS.items()}

@@ -27,7 +27,7 @@ from dsv4.engine.requests import Request, Result
 from dsv4.engine.watch import Watch
 from dsv4.engine.work import Work
 from dsv4.errors import ContextOverrun, Dsv4Error, InputError, NotFinite, OutOfPages
-from dsv4.generate import sample
+from dsv4.generate import beyond_checkpoint, check_ids, sample
 from dsv4.paged_cache import PagedCache
 from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
@@ -118,14 +118,11 @@ class BatchEngine:
         if request.policy is not None and self.drafter is None:
             raise InputError(f"the request has the policy {request.policy.name!r} and nothing drafts; give the engine a drafter")
         if total > (most := self.model.config.max_position_embeddings):
-            raise ContextOverrun(f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over the {most} "
-                                 "(max_position_embeddings) that the checkpoint takes; shorten it, or lower max_tokens")
+            raise beyond_checkpoint(len(request.prompt_ids), request.max_tokens, most, "max_tokens")
         if total > self.cache.max_context:
             raise ContextOverrun(f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over the "
-                                 f"max_context of {self.cache.max_context}; shorten it, lower max_tokens, or raise --max-context")
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= self.model.config.vocab_size:
-            raise InputError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.model.config.vocab_size}")
+                                 f"max_context of {self.cache.max_context}; shorten it, lower max_tokens, or raise --max-context (at most {most})")
+        check_ids(request.prompt_ids, self.model.config.vocab_size)
 
     def _join(self) -> None:
         taken = {w.row for w in self.running}

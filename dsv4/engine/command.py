@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from dsv4.causal import CausalLM
@@ -15,7 +16,7 @@ from dsv4.engine.requests import Request, Result, read_requests
 from dsv4.errors import InputError
 from dsv4.gqa.choice import Attention
 from dsv4.gqa.model import GQAModel
-from dsv4.memory import parse_count
+from dsv4.memory import count_named
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
 from dsv4.run import Session, make_drafter, speculation_notes, termination_notes
@@ -33,7 +34,7 @@ PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
 class Options:
     """Of a batch run. max_context and pool_tokens as in `parse_count`; by default what the largest request needs, within the
     checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'; draft_tokens and draft_costs as `policy_named` takes
-    them, None: the default; report: directory of the report, if one is wanted. Raises InputError for draft tokens that cannot be."""
+    them, None: the default; report: directory of the report, if one is wanted. Raises InputError for options that are none."""
 
     rows: int = 8
     max_context: str | None = None
@@ -47,28 +48,40 @@ class Options:
     def __post_init__(self):
         if self.speculate == "off" and (self.draft_tokens is not None or self.draft_costs is not None):
             raise InputError("--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or --speculate lookup")
-        self._policy()
+        self.context, self.tokens, self.policy  # each is read once: a file of costs may be a pipe
+
+    @cached_property
+    def context(self) -> int | None:
+        return None if self.max_context is None else count_named("--max-context", self.max_context)
+
+    @cached_property
+    def tokens(self) -> int | None:
+        return None if self.pool_tokens is None else count_named("--pool-tokens", self.pool_tokens)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """Rows that run alone share a pass with nobody."""
+        return policy_named(self.draft_tokens or str(DRAFT_TOKENS), self.draft_costs, self.rows if self.together else 1)
 
     @property
     def engine(self) -> dict:
         """What the engine is told of speculation."""
         if self.speculate == "off":
             return {}
-        return {"drafter": make_drafter(self.speculate), "policy": self._policy()}
-
-    def _policy(self) -> Policy:
-        """Rows that run alone share a pass with nobody."""
-        return policy_named(self.draft_tokens or str(DRAFT_TOKENS), self.draft_costs, self.rows if self.together else 1)
+        return {"drafter": make_drafter(self.speculate), "policy": self.policy}
 
 
-def run_batch(session: Session, file: Path, options: Options, write: Callable[[dict], None]) -> int:
-    """Run the requests of a file, or of standard input ("-"); `write` gets each result as a document as it ends, then {"figures": …}. Returns how many failed.
+def run_batch(load: Callable[[], Session], file: Path, options: Options, write: Callable[[dict], None]) -> int:
+    """Run the requests of a file, or of standard input ("-"); `write` gets each result as a document as it ends, then {"figures": …}.
+    Returns how many failed.
 
-    Raises InputError for a file that cannot be read, a drafter that the model cannot run, and a report that cannot be written.
+    Raises InputError for a file that cannot be read and a report that cannot be written, before `load` is called, and for a drafter that
+    the model cannot run.
     """
     lines, started = _read(file), time.time()
     if options.report is not None:
         check_can_report(options.report)
+    session = load()
     tokenizer, encode = _encoder(session)
     documents = []
 
@@ -94,11 +107,14 @@ def run_batch(session: Session, file: Path, options: Options, write: Callable[[d
 
 def _read(file: Path) -> list[str]:
     """Lines; "-" is standard input. Bytes that are no UTF-8 are kept for the line's own error; a byte order mark is not."""
+    if file == STDIN and sys.stdin is None:
+        raise InputError("cannot read requests from standard input: it is closed; pipe requests into it, or name a file")
     try:
         held = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
         return held.decode("utf-8-sig", "surrogateescape").split("\n")
     except OSError as error:
-        raise InputError(f"cannot read requests from {file}: {error.strerror}") from None
+        raise InputError(f"cannot read requests from {'standard input' if file == STDIN else file}: {error.strerror or error}; name a "
+                         "file that can be read, or pipe them in") from None
 
 
 def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[int]]]:
@@ -119,10 +135,9 @@ def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[i
 def _cache(session: Session, asked: Sequence[Request], options: Options) -> PagedCache:
     limit = session.model.config.max_position_embeddings
     needed = max((n for r in asked if (n := len(r.prompt_ids) + r.max_tokens - 1) <= limit), default=1)
-    context = min(needed, limit) if options.max_context is None else parse_count(options.max_context)
-    tokens = None if options.pool_tokens is None else parse_count(options.pool_tokens)
+    context = min(needed, limit) if options.context is None else options.context
     rewind = 0 if options.speculate == "off" else REWIND
-    pages = _pages(session.model, options.rows, context, tokens, rewind)
+    pages = _pages(session.model, options.rows, context, options.tokens, rewind)
     return new_paged_cache(session.model, options.rows, context, max_rewind=rewind, pages=pages)
 
 
@@ -144,8 +159,10 @@ def _about(session: Session, file: Path, options: Options, notes: list[str], sta
     started: time.time() then."""
     model, drafts = session.model, options.speculate != "off"
     return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name,
-            "backend": model.backend, "device": provenance.device(model.device), "rows": options.rows, "rows run": "together" if options.together else "alone",
+            "backend": model.backend, "device": provenance.device(model.device),
+            "rows": options.rows, "rows run": "together" if options.together else "alone",
             "speculate": options.speculate, "draft tokens": (options.draft_tokens or str(DRAFT_TOKENS)) if drafts else "none",
+            **({} if options.draft_costs is None else {"draft costs": options.draft_costs.name}),
             **({} if model.attention is None else {"attention": _attention(model.attention)}), "notes": notes,
             **provenance.commit(), "versions": provenance.versions(),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),

@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsv4.errors import Dsv4Error, InputError
+from dsv4.errors import Dsv4Error, InputError, brief
 from dsv4.generate import Sampling
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.result import Speculation
@@ -15,6 +16,7 @@ from dsv4.speculation.result import Speculation
 WORDS = {str: "a string", list: "a list", int: "an integer", dict: "an object", bool: "true or false", float: "a number", type(None): "null"}
 KEYS = {"id": str, "prompt": str, "token_ids": list, "max_tokens": int, "priority": (int, float), "seed": int,
         "temperature": (int, float), "top_p": (int, float)}
+DEFAULT = re.compile(r"line \d+")  # what a request without an id is called
 PERCENTILES = (50, 95, 99)
 
 
@@ -75,8 +77,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]], method: str = "off") -> Iterator[Request | Result]:
     """One Request a line of JSON; a line that is none gives the Result that says why, and harms no other. Empty lines are skipped.
 
-    A request without an id is called after its line, from 1; so is one whose id another has, which keeps its answer to itself.
-    method: what the run drafts with, for results that never ran. encode(text) → token ids.
+    A request without an id is called after its line, from 1; so is one whose id another has, or is the name of another line, which keeps
+    its answer to itself: ids of results are unique. method: what the run drafts with, for results that never ran. encode(text) → token ids.
     """
     seen = set()
     for number, line in enumerate(lines, 1):
@@ -88,6 +90,8 @@ def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]], meth
             own = fields.get("id", name)
             if own in seen:
                 raise InputError(f"{name} has the id {own!r}, which was used before; ids are unique")
+            if own != name and DEFAULT.fullmatch(own):
+                raise InputError(f"{name} has the id {own!r}, which names another line; choose one of another form")
             name = own
             seen.add(name)
             yield _request(name, fields, encode)
@@ -106,7 +110,7 @@ def _fields(line: str, name: str) -> dict:
         if key not in KEYS:
             raise InputError(f"{name} has {key!r}; expected only {', '.join(KEYS)}")
         if not isinstance(value, KEYS[key]) or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-            raise InputError(f"{name} has {key} {json.dumps(value):.60}; expected {WORDS.get(KEYS[key], 'a number')}")
+            raise InputError(f"{name} has {key} {brief(json.dumps(value), 60)}; expected {WORDS.get(KEYS[key], 'a number')}")
     return fields
 
 
@@ -117,8 +121,9 @@ def _request(name: str, fields: dict, encode) -> Request:
     if any(type(i) is not int for i in ids):
         raise InputError(f"{name} has token_ids that are no integers; expected a list of token ids")
     if fields.get("max_tokens", 1) < 1:
-        raise InputError(f"{name} has max_tokens {fields['max_tokens']}; expected at least 1")
-    if 0 < fields.get("temperature", 0.0) < 1e-3:
-        raise InputError(f"{name} has temperature {fields['temperature']}; expected 0 (greedy) or at least 0.001")
-    sampling = Sampling(fields.get("temperature", 0.0), fields.get("top_p", 1.0), fields.get("seed", 0))
+        raise InputError(f"{name} has max_tokens {brief(fields['max_tokens'])}; expected at least 1")
+    try:
+        sampling = Sampling(fields.get("temperature", 0.0), fields.get("top_p", 1.0), fields.get("seed", 0))
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
     return Request(name, tuple(ids), fields.get("max_tokens", Request.max_tokens), fields.get("priority", Request.priority), sampling)

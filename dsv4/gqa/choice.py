@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 
 from dsv4.errors import InputError
 from dsv4.gqa.cache import BLOCK
-from dsv4.memory import parse_count
+from dsv4.memory import count_named, parse_count
+from dsv4.named_values import NUMBER, WHOLE, named_values
 from kernels.block_choice import POLICIES, Policy, dense
 from kernels.chunked_prefill import Chunking
 from kernels.grouped_attention import Termination
@@ -12,7 +13,7 @@ from kernels.grouped_attention import Termination
 NAMES = {name.replace("+", "-"): make for name, make in POLICIES.items()}  # of the command line
 NOT_GQA = ("another attention was asked for; a DeepSeek-V4 model has learnt what it reads (CSA, HCA): leave out --attention, --attention-tokens, "
            "--terminate, --terminate-rule and --prefill-chunks")
-RULE = {"tau": float, "phi": float, "patience": int}  # what the command line sets of a termination
+RULE = {"tau": NUMBER, "phi": NUMBER, "patience": WHOLE}  # what the command line sets of a termination
 TOKENS = 4096  # that a policy keeps, unless another number is asked for
 
 
@@ -62,29 +63,9 @@ def attention_named(name: str | None, tokens: int | str | None = None, terminate
         raise InputError(f"--attention-tokens {tokens} was given, and dense attention reads every token; add --attention block-bound")
     if rule is not None and not terminate:
         raise InputError(f"--terminate-rule {rule} was given, and nothing ends before its last token; add --terminate")
-    policy = dense() if name in (None, "dense") else _kept(name, TOKENS if tokens is None else _count("--attention-tokens", tokens))
-    return Attention(policy, _rule(rule or "") if terminate else None, None if prefill_chunks is None else _chunking(prefill_chunks))
-
-
-def _count(option: str, value: int | str) -> int:
-    try:
-        return value if isinstance(value, int) else parse_count(value)
-    except InputError as error:
-        raise InputError(f"{option}: {error}") from None
-
-
-def _rule(text: str) -> Termination:
-    """'tau=1e-5,patience=5' → Termination; what is not named is as it is by default."""
-    found: dict[str, float] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, _, value = (t.strip() for t in part.partition("="))
-        if name not in RULE or name in found:
-            raise InputError(f"--terminate-rule has {part!r}; expected each of {', '.join(RULE)} at most once, such as tau=1e-5,phi=1e-3,patience=5")
-        try:
-            found[name] = RULE[name](value)
-        except ValueError:
-            raise InputError(f"--terminate-rule has {part!r}; expected {name}= and {'a whole' if RULE[name] is int else 'a'} number") from None
-    return Termination(**found)
+    policy = dense() if name in (None, "dense") else _kept(name, TOKENS if tokens is None else count_named("--attention-tokens", tokens))
+    stops = Termination(**named_values("--terminate-rule", rule or "", RULE, "tau=1e-5,phi=1e-3,patience=5")) if terminate else None
+    return Attention(policy, stops, None if prefill_chunks is None else _chunking(prefill_chunks))
 
 
 def _kept(name: str, tokens: int) -> Policy:

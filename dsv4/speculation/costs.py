@@ -1,15 +1,15 @@
 """What a pass costs: seconds of a draft step and of a verify pass by batch and size, from a JSON file."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4.errors import InputError
+from dsv4.errors import InputError, brief
 from dsv4.speculation.documents import expect_header, read_document
 from dsv4.speculation.policy import LARGEST
 
 FORMAT, VERSION = "dsv4-speculation-costs", 1
+SHORTEST, LONGEST = 1e-9, 1e9  # seconds: what is less or more, infinity included, was not measured
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ def read_costs(path: str | Path) -> CostTable:
 
 
 def parse_costs(document: object) -> CostTable:
-    """Raises InputError for another format, missing fields, or costs that are not positive and finite."""
+    """Raises InputError for another format, missing fields, or costs that no clock gave: not positive, not finite, or out of all measure."""
     document = expect_header(document, "a cost table", FORMAT, VERSION)
     if document.get("unit") != "seconds":
-        raise InputError(f"unit is {document.get('unit')!r}; expected 'seconds'")
+        raise InputError(f"unit is {brief(document.get('unit'))}; expected 'seconds'")
     padding, batches, provenance = (document.get(key) for key in ("padding", "batches", "provenance"))
     if not _number(padding) or not 0 <= padding <= 1:
-        raise InputError(f"padding is {padding!r}; expected a share from 0 to 1")
+        raise InputError(f"padding is {brief(padding)}; expected a share from 0 to 1")
     if not isinstance(provenance, dict) or not provenance:
-        raise InputError(f"provenance is {provenance!r}; expected an object that says how the figures were obtained")
+        raise InputError(f"provenance is {brief(provenance)}; expected an object that says how the figures were obtained")
     if not isinstance(batches, dict) or not batches or not all(n.isdecimal() and int(n) > 0 for n in batches):
         raise InputError("batches is not an object from batch sizes to costs; expected at least one, like \"1\"")
     return CostTable(str(document.get("name", "")), float(padding), {int(n): _batch(n, c) for n, c in batches.items()}, provenance)
@@ -100,14 +100,14 @@ def _batch(batch: str, cost: object) -> BatchCost:
     cost = cost if isinstance(cost, dict) else {}
     draft, verify, measured = (cost.get(key) for key in ("draft", "verify", "measured"))
     if not _number(draft) or draft < 0:
-        raise InputError(f"draft of batch {batch} is {draft!r}; expected seconds, 0 or more")
-    if not isinstance(verify, list) or len(verify) != LARGEST + 1 or not all(_number(t) and t > 0 for t in verify):
-        raise InputError(f"verify of batch {batch} is {verify!r}; expected {LARGEST + 1} positive numbers of seconds, for 0 … {LARGEST} "
+        raise InputError(f"draft of batch {batch} is {brief(draft)}; expected seconds, 0 or more")
+    if not isinstance(verify, list) or len(verify) != LARGEST + 1 or not all(_number(t) and t >= SHORTEST for t in verify):
+        raise InputError(f"verify of batch {batch} is {brief(verify, 80)}; expected {LARGEST + 1} positive numbers of seconds, for 0 … {LARGEST} "
                          "drafted tokens")
     if not isinstance(measured, list) or len(measured) != LARGEST + 1 or not all(isinstance(m, bool) for m in measured):
-        raise InputError(f"measured of batch {batch} is {measured!r}; expected true or false for each of the {LARGEST + 1} figures")
+        raise InputError(f"measured of batch {batch} is {brief(measured, 80)}; expected true or false for each of the {LARGEST + 1} figures")
     return BatchCost(float(draft), tuple(map(float, verify)), tuple(measured))
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LONGEST  # NaN is not

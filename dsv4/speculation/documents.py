@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dsv4.errors import InputError
+from dsv4.errors import InputError, brief
 
 T = TypeVar("T")
 
@@ -16,11 +16,11 @@ def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
     """`parse` of a JSON file. Raises InputError naming the file when it cannot be read, is not JSON, or `parse` refuses it."""
     path = Path(path)
     try:
-        return parse(json.loads(path.read_text()))
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # UnicodeDecodeError too
-        raise InputError(f"{path} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError too; lists in lists without end
+        raise InputError(f"{path} is not JSON: {brief(error, 80)}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

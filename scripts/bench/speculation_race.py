@@ -8,7 +8,7 @@ from pathlib import Path
 from dsv4.errors import InputError
 from dsv4.speculation import LARGEST, CostTable, Static, Trace, simulate
 from dsv4.speculation.costs import parse_costs
-from dsv4.speculation.documents import read_document
+from dsv4.speculation.documents import read_document, write_whole
 from scripts.bench import report, speculation, speculation_report
 from scripts.bench.speculation import Point
 from scripts.bench.speculation_gpu import part
@@ -60,19 +60,19 @@ class Race:
                 "ran": [asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in self.ran]}
 
     def write(self, folder: Path, name: str) -> None:
-        """STEM NAME.json, .md and .svg, and where traces judged, speculation_costs_NAME.json."""
+        """STEM NAME.json, .md and .svg, and speculation_costs_NAME.json."""
         points, setup = self.points(), self.setup()
         line = speculation.timeline(self.costs) if 1 in self.costs.batches else None  # simulated
         text = speculation_report.markdown(points, self.about, setup) + speculation_report.real(self.costs, self.ran, points)
         report.write(folder, STEM + name, report.finite(speculation_report.document(points, self.about, setup, line)), text,
                      speculation_report.svg(points, self.about, setup, line))
-        if self.traces:
-            write_costs(self.costs, folder, name)
+        write_costs(self.costs, folder, name)
 
 
 def write_costs(costs: CostTable, folder: Path, name: str) -> None:
+    """A table as `--draft-costs` takes it, whole or not at all. Raises InputError when it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"speculation_costs_{name}.json").write_text(json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / f"speculation_costs_{name}.json", json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")
 
 
 def _about_trace(kind: str, trace: Trace) -> dict:

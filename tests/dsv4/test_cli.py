@@ -98,12 +98,39 @@ def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
     (["--prompt", "a", "--device-map", "round-robin"], "device map 'round-robin' is unknown"), (["--no-such-flag"], "No such option"),
     (["--prompt", "\udcff"], "is no Unicode; expected UTF-8"), (["--prompt", "a", "--temperature", "nan"], "temperature nan"),
     (["--prompt", "a", "--temperature", "inf"], "temperature inf"), (["--prompt", "a", "--top-p", "nan"], "top_p nan"),
-    (["--prompt", "a", "--seed", str(2**63)], "expected a number of 64 bits"),
+    (["--prompt", "a", "--seed", str(2**63)], "expected a number of 64 bits"), (["--prompt", "a", "--seed", "-" + "9" * 4000], "seed -9999"),
+    (["--prompt", "a", "--temperature", "1" + 400 * "0"], "temperature inf"), (["--prompt", "a", "--temperature", "1000001"], "or 0.001 to 1000000"),
+    (["--prompt", "a", "--temperature", "1e-300"], "temperature 1e-300"), (["--prompt", "a", "--temperature", "-1"], "temperature -1.0"),
+    (["--token-ids", "1," + "9" * 23], "is outside the vocabulary of 320; expected 0 to 319"), (["--token-ids", "-1"], "token id -1 is outside"),
+    (["--token-ids", "9" * 5000], "expected numbers separated by commas"),
+    (["--prompt", "a", "--max-new-tokens", "4096"], "4096 (max_position_embeddings) that the checkpoint takes; shorten it, or lower --max-new-tokens"),
+    (["--prompt", "a", "--max-new-tokens", "4096", "--max-context", "4096"], "that the checkpoint takes; shorten it, or lower --max-new-tokens"),
+    (["--prompt-tokens", "4097", "--max-context", "4096", "--max-new-tokens", "1"], "that the checkpoint takes; shorten it"),
+    (["--token-ids", "1,2,3,4", "--max-context", "3"], "shorten it or raise --max-context (at most 4096)"),
+    (["--token-ids", "1,2", "--speculate", "lookup", "--max-new-tokens", "9" * 30], "that the checkpoint takes; shorten it, or lower --max-new"),
+    (["--prompt", "a", "--device-map", "auto", "--max-memory", "0=1G,cuda:0=2G"], "'cuda:0=2G'; expected cpu and numbers of GPUs, each at most once"),
+    (["--prompt", "a", "--device-map", "auto", "--max-memory", "²=1G"], "expected cpu and numbers of GPUs"),
 ], ids=lambda v: " ".join(v)[:40].replace("/", "|") if isinstance(v, list) else "")
 def test_bad_requests_are_one_line_and_exit_2(run, demo, args, message):
     code, out, err = run("generate", demo, *args)
     assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def test_closed_standard_input_is_one_line(run, demo, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of it
+    code, out, err = run("generate", demo)
+    assert code == 2 and out == "" and err.count("\n") == 1 and "there is no prompt" in err
+
+
+@pytest.mark.parametrize("held", ["not open for reading", "not UTF-8"])
+def test_standard_input_that_cannot_be_read_is_one_line(run, demo, monkeypatch, tmp_path, held):
+    import io
+    write_only = open(tmp_path / "w", "wb")
+    stream = io.BytesIO(b"\xff") if held == "not UTF-8" else io.BufferedReader(io.FileIO(os.dup(write_only.fileno()), "r"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream, encoding="utf-8"))
+    code, out, err = run("generate", demo)
+    assert code == 2 and out == "" and err.count("\n") == 1 and "standard input: " + ("it is not UTF-8" if held == "not UTF-8" else "Bad file") in err
 
 
 def test_overrun_while_generating_keeps_the_text_and_exits_2(run, demo):

@@ -22,13 +22,13 @@ IDS = ",".join(map(str, range(3, 303)))
 
 
 def test_names_are_those_of_the_policies():
-    from dsv4.cli import AttentionChoice
+    from dsv4.options import AttentionChoice
     assert [c.value for c in AttentionChoice] == list(NAMES) and len(NAMES) == len(POLICIES)
     assert attention_named(None) is None and attention_named("dense").plain
     got = attention_named("block-bound", 8192, True, "1K,128,384")
     assert (got.policy, got.termination, got.prefill) == (block_bounds(8192), Termination(), Chunking(1024, 128, 384))
     assert attention_named("block-bound", "8K").policy == got.policy
-    assert attention_named(None, terminate=True, rule="patience=2, tau=1e-4").termination == Termination(tau=1e-4, patience=2)
+    assert attention_named(None, terminate=True, rule=" patience = 2, , tau=1e-4").termination == Termination(tau=1e-4, patience=2)
     assert {name: attention_named(name).policy.tokens for name in NAMES if name != "dense"} == dict.fromkeys(list(NAMES)[1:], 4096)
 
 

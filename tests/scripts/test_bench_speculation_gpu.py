@@ -10,7 +10,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.errors import InputError
-from dsv4.speculation import Request, Static, Trace, on_device
+from dsv4.speculation import Request, Static, Trace, on_device, read_costs
 from dsv4.speculation.trace import mixed
 from scripts import bench_speculation
 from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces, warm
@@ -94,6 +94,7 @@ def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, 
                                         "--journal", str(tmp_path / "journal.jsonl")])
     bench_speculation.on_checkpoint(args, "cpu")
     first = (tmp_path / "bench_speculation_demo_cpu.json").read_text()
+    assert read_costs(tmp_path / "speculation_costs_demo_cpu.json") == costs, "as --draft-costs takes it"
     from scripts.bench import speculation_text
     monkeypatch.setattr(speculation_text, "race_texts", lambda *given: pytest.fail("a batch that the journal holds ran again"))
     bench_speculation.on_checkpoint(args, "cpu")
