@@ -57,13 +57,8 @@ def plan(checkpoint: str, max_context: str | None, batch: int, max_rewind: int, 
 def _rows(config: ModelConfig, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int,
           kv_memory: HostMemory | None) -> list[Row]:
     """Of a DeepSeek-V4 checkpoint, or of a published configuration where there is none."""
-    if inventory is None:
-        mtp, tensors = True, official_tensors(config)
-    else:
-        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
-        tensors = _stored(inventory)
-    if choice.dense:
-        tensors = official_tensors(config, mtp, dense="F32", experts="F32")
+    mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
+    tensors = held_tensors(config, inventory, choice)
     if kv_memory is None:
         return [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
     layers = cache_streams(config, batch, context, max_rewind, choice, mtp)
@@ -81,7 +76,7 @@ def _shared(stream: Stream) -> Row:
 def _gqa_rows(config: GQAConfig, inventory: Inventory, choice: Numerics, batch: int, context: int, attention: Attention | None,
               kv_memory: HostMemory | None) -> tuple[list[Row], dict]:
     """Of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
-    tensors = {name: ("F32" if choice.dense else dtype, shape) for name, (dtype, shape) in _stored(inventory).items()}
+    tensors = held_tensors(config, inventory, choice)
     nbytes, formula = gqa_cache.token_bytes(config, choice)
     policy, rows = attention and attention.policy, weight_rows(tensors)
     if kv_memory is None:
@@ -93,8 +88,14 @@ def _gqa_rows(config: GQAConfig, inventory: Inventory, choice: Numerics, batch: 
     return rows, {"nbytes": nbytes, "formula": formula}
 
 
-def _stored(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (source.dtype, source.shape) for name, source in inventory.sources.items()}
+def held_tensors(config: ModelConfig | GQAConfig, inventory: Inventory | None, choice: Numerics) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Official name → (dtype, shape) of a checkpoint's tensors as `choice` holds them; without one, of the published formats."""
+    if isinstance(config, GQAConfig):
+        return {name: ("F32" if choice.dense else source.dtype, source.shape) for name, source in inventory.sources.items()}
+    if choice.dense:
+        mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
+        return official_tensors(config, mtp, dense="F32", experts="F32")
+    return official_tensors(config, True) if inventory is None else {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}
 
 
 def _context(asked: int | None, config: ModelConfig | GQAConfig) -> int:

@@ -46,6 +46,7 @@ SECTIONS = {  # of the list of known bugs
     "1.11": "MTP, parallelism, the harness", "1.12": "Pages and borrowed prefixes", "1.13": "Speculative decoding",
     "1.14": "GQA models",
     "1.15": "Block gather-decode", "1.16": "Run-time termination", "1.17": "Chunked sparse prefill", "1.18": "Caches in host memory",
+    "1.19": "The bill of a decode step",
 }
 
 

@@ -16,10 +16,10 @@ from kernels.errors import Dsv4Error
 from probes.result import Check, Status, vacuous
 from probes.subject import FAMILIES, Subject
 
-CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P25 (P17 is beside it)
+CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P26 (P17 is beside it)
     "load_ledger", "config_ledger", "format_decode", "dtype_ledger", "rope", "index_oracle", "schedules", "influence", "edges",
     "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc", "captured", "grafting", "speculation", "decoder",
-    "sparse_reading", "termination", "chunked_prefill", "host_tier",
+    "sparse_reading", "termination", "chunked_prefill", "host_tier", "bill",
 )
 BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 

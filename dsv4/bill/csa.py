@@ -1,15 +1,18 @@
 """Decode attention of a CSA layer beside dense attention to the uncompressed latent: the indexer is the price of finding.
 
-Bytes a layer, S tokens of context and N = ⌈S / 4⌉ entries: dense B·(S·1024 + 131072); CSA B·(K·1024 + 131072) with K = min(512, N) + 128
-rows, and for the index B·(N·b + 16384), b = 68 (FP4), 132 (FP8) or 256 (bf16) bytes a key, and 8·N for scores written and read.
+Bytes a layer, S tokens of context and N = ⌊S / 4⌋ entries: dense B·(S·1024 + 131072); CSA as `dsv4.bill.latent` has it, with V4-Flash's
+sizes B·(K·1024 + 131072) with K = min(512, N) + min(128, S) rows, and, where N > 512 so that there is a choice, for the index
+B·(N·b + 16384), b = 68 (FP4), 132 (FP8) or 256 (bf16) bytes a key, and 8·N for scores written and read.
 """
 
 from collections.abc import Mapping
 
 import torch
 
+from dsv4.bill.latent import LatentGeometry
 from dsv4.bill.regime import Way
 from dsv4.bill.rows import Row, Run
+from dsv4.config import LayerKind
 from kernels.attention import hca_attention, sparse_attention
 from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
 from kernels.indexer import index_scores, topk_entries
@@ -24,8 +27,7 @@ def dense_bytes(batch: int, context: int) -> int:
 
 
 def csa_bytes(batch: int, context: int, key: int = 68) -> int:
-    entries = -(-context // RATIO)
-    return batch * ((min(TOPK, entries) + WINDOW) * 1024 + 131072 + entries * key + 16384 + 8 * entries)
+    return sum(LatentGeometry(key=key).parts(LayerKind.CSA, batch, context).values())
 
 
 def latent_bytes(batch: int, context: int) -> int:
@@ -34,15 +36,20 @@ def latent_bytes(batch: int, context: int) -> int:
 
 
 def _entries(batch: int, context: int) -> int:
-    """Entries that are scored."""
-    return batch * -(-context // RATIO)
+    """Entries, of all rows: of complete windows."""
+    return batch * (context // RATIO)
+
+
+def searched(batch: int, context: int) -> int:
+    """Entries that are scored: all, or none where all are selected."""
+    return _entries(batch, context) if context // RATIO > TOPK else 0
 
 
 class Inputs:
     """Queries of every layer; latents, entries and index keys of the distinct ones."""
 
     def __init__(self, batch: int, context: int, layers: int, distinct: int, index: str, device: torch.device):
-        make, entries = torch.Generator(device=device).manual_seed(batch * 1000 + context), -(-context // RATIO)
+        make, entries = torch.Generator(device=device).manual_seed(batch * 1000 + context), context // RATIO
         normal = lambda *shape: torch.randn(*shape, generator=make, device=device, dtype=torch.bfloat16)
         self.batch, self.distinct, self.entries = batch, distinct, entries
         self.queries = [normal(batch, 1, HEADS, LATENT) for _ in range(layers)]
@@ -89,7 +96,7 @@ class CSA:
         return latent_bytes(batch, min(WINDOW, context)) + _entries(batch, context) * (1024 + INDEX_KEYS[self.index][1])
 
     def ways(self) -> tuple[Way, list[Way]]:
-        return Way("dense", dense_bytes, held=latent_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, _entries, self._held)]
+        return Way("dense", dense_bytes, held=latent_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, searched, self._held)]
 
     def _csa_bytes(self, batch: int, context: int) -> int:
         return csa_bytes(batch, context, INDEX_KEYS[self.index][1])
@@ -98,8 +105,10 @@ class CSA:
         return Inputs(batch, context, layers, distinct, self.index, self.device)
 
     def rows(self, batch: int, context: int) -> list[Row]:
-        return [Row("dense", batch, context, dense_bytes(batch, context), True, make=self._dense),
-                Row("csa", batch, context, self._csa_bytes(batch, context), False, FINDING, _entries(batch, context), self._csa)]
+        rows = [Row("dense", batch, context, dense_bytes(batch, context), True, make=self._dense)]
+        if searched(batch, context):  # else CSA reads every entry, and does not search
+            rows.append(Row("csa", batch, context, self._csa_bytes(batch, context), False, FINDING, searched(batch, context), self._csa))
+        return rows
 
     def _dense(self, inputs: Inputs) -> Mapping[str, Run]:
         def run(i):

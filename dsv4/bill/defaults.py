@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
+from dsv4.bill.step import weights_read
 from dsv4.config import LayerKind, ModelConfig
-from dsv4.memory import Row, weight_rows
 from loaders.expected import official_tensors, preset
-
-NOT_IN_A_STEP = ("embedding", "MTP")  # a row of the table; drafts are no part of a plain step
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,9 @@ def flash() -> Assumed:
     """CSA layers of V4-Flash, and what a step of one row reads of its weights: of routed experts those of one token."""
     config = ModelConfig.from_official(preset("flash"))
     kinds = [config.kind(i) for i in range(config.num_hidden_layers)]
-    weights = sum(_read(row, config) for row in weight_rows(official_tensors(config)))
+    weights = sum(weights_read(official_tensors(config), config).values())
     return Assumed(kinds.count(LayerKind.CSA), weights,
                    f"Layers are the CSA layers of V4-Flash ({kinds.count(LayerKind.CSA)} of {len(kinds)}); weights are what a step of one row "
                    f"reads, {config.num_experts_per_tok} of {config.n_routed_experts} routed experts a layer. More rows read "
                    "more and other layers take time too, so that whole-step factors are upper bounds; the capacity is taken to hold no "
                    "other experts.")
-
-
-def _read(row: Row, config: ModelConfig) -> int:
-    """Bytes of one part of the model that a step of one row reads."""
-    if row.name in NOT_IN_A_STEP:
-        return 0
-    return row.nbytes * config.num_experts_per_tok // config.n_routed_experts if row.name == "routed experts" else row.nbytes

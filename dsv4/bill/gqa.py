@@ -1,7 +1,8 @@
 """Decode attention of a GQA layer: what each policy reads, and how it is run.
 
-Bytes a layer: keys and values of the tokens that are kept, the summaries of all blocks where blocks are searched (one vector a block
-and KV head for means, two for bounds), queries and outputs.
+Bytes a layer, by part: keys and values of the tokens that are kept (B·n·KV·D numbers each, n as `read_tokens`), the summaries of the blocks
+that are scored (one vector a block and KV head for means, two for bounds), queries and outputs (2·B·H·D). What a step writes of its own
+token, lists of blocks and their scores are left out.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dsv4.bill.regime import Way
 from dsv4.bill.rows import Row, Run
 from dsv4.errors import InputError
+from dsv4.gqa.config import GQAConfig
+from dsv4.numerics import Numerics
 from kernels.block_choice import Policy, block_bounds, block_means, choose_blocks, page_bounds, sink_window
 from kernels.gather_attention import gather_attention
 from kernels.grouped_attention import grouped_attention
@@ -31,8 +34,18 @@ class Geometry:
     head_dim: int = 128
     itemsize: int = 2
 
+    @classmethod
+    def of(cls, config: GQAConfig, numerics: Numerics) -> "Geometry":
+        """Of a checkpoint, whose caches hold numbers as activations do."""
+        return cls(config.num_attention_heads, config.num_key_value_heads, config.head_dim, numerics.cache.itemsize)
+
+    def rows(self, batch: int, tokens: int) -> int:
+        """Keys, or values, of so many tokens."""
+        return batch * tokens * self.kv_heads * self.head_dim * self.itemsize
+
     def cache(self, batch: int, tokens: int) -> int:
-        return 2 * batch * tokens * self.kv_heads * self.head_dim * self.itemsize
+        """Keys and values."""
+        return 2 * self.rows(batch, tokens)
 
     def ends(self, batch: int) -> int:
         """Queries and outputs."""
@@ -47,23 +60,47 @@ def finding(policy: Policy) -> str | None:
     return None if policy.selector is None else f"{policy.selector} of {policy.block}"
 
 
+def blocks_of(policy: Policy, context: int) -> int:
+    """Blocks of a text, the last of which may have just begun."""
+    return -(-context // policy.block)
+
+
+def read_tokens(policy: Policy, context: int) -> int:
+    """Tokens of the kept blocks that the last token of a text of `context` tokens sees: the block of its position ends with itself."""
+    kept = min(policy.kept, blocks_of(policy, context))
+    return context if policy.dense else kept * policy.block - -context % policy.block
+
+
 def searched(g: Geometry, policy: Policy, batch: int, context: int) -> int:
-    """Blocks that a layer's step scores, of all rows and KV heads."""
-    return 0 if policy.selector is None else batch * g.kv_heads * -(-context // policy.block)
+    """Blocks that a layer's step scores, of all rows and KV heads: the distant ones. Sinks and local blocks are kept unseen."""
+    return 0 if policy.selector is None else batch * g.kv_heads * max(0, blocks_of(policy, context) - policy.local - policy.sink)
 
 
-def summary_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
-    vectors = {"bound": 2, "mean": 1, None: 0}[policy.selector] * searched(g, policy, batch, context)
-    return vectors * g.head_dim * g.itemsize
+def summary_bytes(g: Geometry, policy: Policy, blocks: int) -> int:
+    """Of so many blocks, of all rows and KV heads."""
+    return {"bound": 2, "mean": 1, None: 0}[policy.selector] * blocks * g.head_dim * g.itemsize
+
+
+def dense_parts(g: Geometry, batch: int, tokens: int) -> dict[str, int]:
+    """Part → bytes of attention to the last `tokens` tokens."""
+    return {"keys": g.rows(batch, tokens), "values": g.rows(batch, tokens), "queries and outputs": g.ends(batch)}
+
+
+def policy_parts(g: Geometry, policy: Policy, batch: int, context: int) -> dict[str, int]:
+    """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token among them, and writes."""
+    if policy.dense:
+        return dense_parts(g, batch, context)
+    found = summary_bytes(g, policy, searched(g, policy, batch, context))
+    return dense_parts(g, batch, read_tokens(policy, context)) | {"block summaries": found}
 
 
 def policy_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
-    return g.cache(batch, min(policy.tokens, context)) + summary_bytes(g, policy, batch, context) + g.ends(batch)
+    return sum(policy_parts(g, policy, batch, context).values())
 
 
 def held_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
-    """What a layer's cache takes under a policy: all keys and values, and the summaries."""
-    return g.cache(batch, context) + summary_bytes(g, policy, batch, context)
+    """What a layer's cache takes under a policy: all keys and values, and the summaries of all blocks."""
+    return g.cache(batch, context) + summary_bytes(g, policy, batch * g.kv_heads * blocks_of(policy, context))
 
 
 class Inputs:
@@ -107,7 +144,7 @@ class GQA:
         return {"kind": "gqa", "geometry": asdict(self.geometry), "policies": [asdict(p) for p in self.policies.values()]}
 
     def dense_bytes(self, batch: int, context: int) -> int:
-        return self.geometry.cache(batch, context) + self.geometry.ends(batch)
+        return sum(dense_parts(self.geometry, batch, context).values())
 
     def cache_bytes(self, batch: int, context: int) -> int:
         return self.geometry.cache(batch, context)

@@ -23,7 +23,7 @@ from probes.subject import GQA_POINTS
 from tests.gqa import oracle as theirs
 
 OF_CACHES = {"sparse_reading", "termination", "chunked_prefill"}  # of GQA models alone, as decoder is
-APPLY = {*OF_CACHES, "host_tier", "load_ledger", "config_ledger", "dtype_ledger", "rope", "schedules", "influence", "backend_matrix", "poison", "isolation",
+APPLY = {*OF_CACHES, "host_tier", "bill", "load_ledger", "config_ledger", "dtype_ledger", "rope", "schedules", "influence", "backend_matrix", "poison", "isolation",
          "rollback", "memory_map", "captured", "grafting", "decoder"}
 
 

@@ -31,7 +31,7 @@ FAST = (  # one or two of each section whose first probe is quick
     "fused linears without their norm", "graft of one block fewer", "weights of the mean exchanged on the device",
     "rotary scaling ignored", "kv heads dealt out in turn", "sliding window one longer", "qkv bias never added",
     "rewind forgets one too few", "sink block lost", "termination ignores direction", "fusion without scaling",
-    "slot table not updated on eviction",
+    "slot table not updated on eviction", "hca billed at the ratio of csa",
 )
 BY_NAME = {m.name: m for m in catalogue()}
 ROOT = Path(__file__).resolve().parents[2]
