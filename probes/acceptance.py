@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from dsv4.speculation import loop, rounds
+from dsv4.speculation import choosing, loop
 from dsv4.speculation.cost_aware import CostAware
 from dsv4.speculation.costs import BatchCost, CostTable
 from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Policy, Static
@@ -26,7 +26,7 @@ EQUAL = "the same choices by definition"
 
 def acceptance(seed: int, device: torch.device) -> Iterator[Check]:
     """Greedy and sampled acceptance, and the policies on `device`."""
-    for module, where in ((loop, "generate_speculative"), (rounds, "Rounds")):
+    for module, where in ((loop, "generate_speculative"), (choosing, "Rounds")):
         yield from greedy(module.accept_greedy, where, seed)
     for name, q in PROPOSALS.items():
         yield from sampled(name, q, seed)

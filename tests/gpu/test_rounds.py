@@ -9,7 +9,8 @@ from dsv4.speculation import Adaptive, CostAware, Static, on_device
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.resident import generate_resident
-from dsv4.speculation.rounds import Rounds, primed
+from dsv4.speculation.resident_drafters import primed
+from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_costs import moe
 from scripts.bench.waits import counted_syncs
 
@@ -102,4 +103,4 @@ def test_the_demo_checkpoint_says_what_it_says_without_drafts(numerics):
     plain = [generate(model, ids, 48).token_ids for ids in texts]
     assert [generate_resident(model, [ids], 48)[0].token_ids for ids in texts] == plain
     if numerics == "fp32":  # rows that share a step round as they do, with drafts and without
-        assert [out.token_ids for out in generate_resident(model, texts, 48, Adaptive())] == plain
+        assert [out.token_ids for out in generate_resident(model, texts, 48, policy=Adaptive())] == plain

@@ -133,7 +133,8 @@ def test_what_is_recorded_is_what_drafts_would_do(model):
     seen = speculation_gpu.record(model, cache(), ids, 20)
     assert seen.shape == (2, 20) and 0 <= seen.min() and seen.max() <= 8
     for k in (1, 3):
-        from dsv4.speculation.rounds import Rounds, primed
+        from dsv4.speculation.resident_drafters import primed
+        from dsv4.speculation.rounds import Rounds
         held = cache()
         rounds = Rounds(model, held, 8, *primed(model, held, ids), [30, 30], (), on_device(Static(k), 2, "cpu"))
         at = np.zeros(2, int)

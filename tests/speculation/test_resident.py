@@ -21,7 +21,7 @@ def model(golden_path):
 def test_tokens_and_counts_are_those_of_the_loop(model, policy):
     prompts = [prompt_of(model, n) for n in (5, 130, 31)]
     told = [[] for _ in prompts]
-    found = generate_resident(model, prompts, 17, policy, on_token=lambda row, token: told[row].append(token), ahead=1)
+    found = generate_resident(model, prompts, 17, policy=policy, on_token=lambda row, token: told[row].append(token), ahead=1)
     others = generate_speculative(model, prompts, 17, MTPDrafter(), policy=policy)
     for ids, out, other, heard in zip(prompts, found, others, told):
         assert out.token_ids == other.token_ids == generate(model, ids, 17).token_ids == heard
@@ -41,7 +41,7 @@ def test_stops(model):
     prompts = [prompt_of(model, n) for n in (5, 40)]
     plain = [generate(model, ids, 15).token_ids for ids in prompts]
     for stop in (plain[0][0], plain[0][6]):
-        found, told = generate_resident(model, prompts, 15, Static(8), stop_ids=[stop], on_token=lambda row, token: told.append(token)), []
+        found, told = generate_resident(model, prompts, 15, policy=Static(8), stop_ids=[stop], on_token=lambda row, token: told.append(token)), []
         for out, row in zip(found, plain):
             want = row[:row.index(stop) + 1] if stop in row else row
             assert out.token_ids == want and out.stop_reason == ("eos" if stop in row else "max_new_tokens")
