@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4.cache import Cache
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.graph import WARM_UP, captures
-from dsv4.model import Model
 from dsv4.speculation.resident_drafters import RoundDrafter
 from dsv4.speculation.ring import Ring
 
@@ -44,14 +43,16 @@ RING = 4      # rounds whose records the host can still read: as many as may be 
 
 class HostHalf(ABC):
     """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a round does is the
-    subclass's, as are `done` bool [B], `log` and `drafter`. widths, ring: as for `Rounds`."""
+    subclass's, as are `done` bool [B], `log` and `drafter`. widths, ring: as for `Rounds`. Raises InputError where layers lie on several devices."""
 
     done: torch.Tensor
     log: torch.Tensor
     drafter: RoundDrafter
 
-    def __init__(self, model: Model, cache: Cache, most: int, room: int, widths: Sequence[int] | None, ring: int):
+    def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int):
         device = model.device
+        if model.layer_devices is not None:
+            raise InputError("rounds cannot be captured while layers are spread over devices; load without --device-map")
         self.model, self.cache, self.most, self.room = model, cache, most, room
         self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -61,6 +62,7 @@ class HostHalf(ABC):
         self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.tiles: dict[int, list[torch.Tensor | None] | None] = {}  # that each graph's attention read: each replay writes them again
 
     def _anew(self, sizes: list[int], done: list[bool]) -> None:
         """No round has run."""
@@ -88,6 +90,7 @@ class HostHalf(ABC):
                 self.graphs[D] = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graphs[D], stream=stream, pool=self.pool):
                     self._round(D)
+            self.tiles[D] = self.model.tiles
             torch.cuda.current_stream().wait_stream(stream)
 
     @contextmanager
@@ -145,6 +148,7 @@ class HostHalf(ABC):
             if width not in self.graphs:
                 self.capture(width)
             self.graphs[width].replay()
+            self.model.tiles = self.tiles[width]
         else:
             self._round(D)
         self.under_way.append(self._mark())
@@ -189,4 +193,5 @@ class HostHalf(ABC):
         for lengths in (self.cache._main, *self.drafter.lengths):
             for b, n in enumerate(self.known.written):
                 lengths.advance(slice(b, b + 1), n)
+        self.model.replayed = max(self.cache.lengths)
         return [self.host_out[b, :n].tolist() for b, n in enumerate(self.known.written)]

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Iterable
 
+from dsv4.causal import CausalLM
 from dsv4.errors import InputError
 from dsv4.generate import Generation, Sampling, context_full, context_limit
 from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
-from dsv4.model import Model
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.draft import Drafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
@@ -18,7 +18,7 @@ from dsv4.speculation.result import Speculation
 from dsv4.speculation.rounds import Rounds
 
 
-def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter = MTPDrafter(),
+def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter = MTPDrafter(),
                       sampling: Sampling = Sampling(), policy: Policy = Static(DRAFT_TOKENS), max_context: int | None = None,
                       stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
                       on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2,
@@ -26,15 +26,15 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
     """As `generate_speculative`, with the MTP block or prompt lookup. on_token(row, id) as the host learns of tokens.
 
     Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed, of the same distribution.
-    ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds as many tokens more than the context as a round
-    may draft. Raises as `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
+    ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
+    round may draft. Raises as `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
     check_can_speculate(model, drafter)
     limit, stops, most = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), max(policy.sizes)
-    if limit + most > model.config.max_position_embeddings:
-        raise InputError(f"a context of {limit} tokens and {most} more for drafts are over the checkpoint's {model.config.max_position_embeddings}; "
+    if limit + most + 1 > model.config.max_position_embeddings:
+        raise InputError(f"a context of {limit} tokens and {most + 1} more for drafts are over the checkpoint's {model.config.max_position_embeddings}; "
                          "lower --max-context or --max-new-tokens, or draft fewer")
-    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most), max_rewind=max(most, 1))
+    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, 1))
     outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)) for ids in prompts]
     choice, begun = choice_of(sampling, len(prompts), model.device), time.perf_counter()
     tokens, drafts = primed(model, cache, prompts, on_prefill, choice, drafter)
@@ -51,7 +51,8 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
     begun = time.perf_counter()
     widths = policy.sizes if drafter.needs_mtp else (0, *policy.sizes)  # a text that repeats nothing drafts nothing
     rounds = make(model, cache, most, tokens, drafts, left, stops, on_device(policy, len(prompts), model.device), widths, choice=choice)
-    rounds.prepare()
+    if any(left):
+        rounds.prepare()
     captured = time.perf_counter() - begun
     begun = time.perf_counter()
     found = rounds.run(tell, ahead)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.cache import Cache, Lengths
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.model import Model
 from dsv4.speculation.choosing import Choice, Greedy
@@ -143,7 +144,7 @@ class LookupDrafts(RoundDrafter):
         self.offered.copy_((best >= 0) * LARGEST)
 
 
-def primed(model: Model, cache: Cache, prompts: list[list[int]], on_prefill: Callable[[int, int], None] | None = None,
+def primed(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_prefill: Callable[[int, int], None] | None = None,
            choice: Choice = Greedy(), drafter: Drafter = MTPDrafter()) -> tuple[torch.Tensor, RoundDrafter]:
     """Append prompts to an empty cache, and to the MTP block's own if it drafts.
 
@@ -156,7 +157,7 @@ def primed(model: Model, cache: Cache, prompts: list[list[int]], on_prefill: Cal
     logits, streams = prefill(model, cache, prompts, tell if drafter.needs_mtp else None, on_prefill)
     tokens = choice.own(logits, torch.tensor(cache.lengths, device=model.device)).squeeze(1)
     if isinstance(drafter, LookupDrafter):
-        room = cache.max_context + 2  # a row that is done stands one behind the caches' last token, and rounds still write there
+        room = cache.max_context + 1  # the last token that a round writes is not in the caches
         return tokens, LookupDrafts(prompts, tokens, room, drafter.longest, drafter.shortest)
     said, after = model.mtp_logits(streams, tokens.unsqueeze(1), cache, return_streams=True)
     return tokens, MTPDrafts(model, cache, said[:, -1], after[:, -1], choice)

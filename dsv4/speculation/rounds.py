@@ -23,9 +23,8 @@ from contextlib import contextmanager
 
 import torch
 
-from dsv4.cache import Cache
+from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
-from dsv4.model import Model
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy
 from dsv4.speculation.host_half import RING, HostHalf
@@ -42,10 +41,10 @@ class Rounds(HostHalf):
     tokens int64 [B], drafter: the token that was chosen after each prompt, and what drafts what follows (`primed`). left: tokens that
     each row may still produce. stop_ids end a row, which keeps them. widths: drafts for which a round is captured when it is first wanted
     (None: every number). ring: rounds whose records are held for the host, at least as many as `run` has under way. choice: how tokens
-    are chosen of logits. Raises InputError where a round could reach beyond the cache.
+    are chosen of logits. Raises InputError where a round could reach beyond the cache, or layers lie on several devices.
     """
 
-    def __init__(self, model: Model, cache: Cache, most: int, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int],
+    def __init__(self, model: CausalLM, cache: TokenCache, most: int, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int],
                  stop_ids: Iterable[int], policy: DevicePolicy, widths: Sequence[int] | None = None, ring: int = RING,
                  choice: Choice = Greedy()):
         B, device = cache.batch, model.device
@@ -66,7 +65,7 @@ class Rounds(HostHalf):
         Raises InputError where a round could reach beyond the cache, or a row could write more than any did when this was made.
         """
         lengths = self.cache.lengths
-        reach = max(length + n for length, n in zip(lengths, left)) + self.most
+        reach = max(length + n for length, n in zip(lengths, left)) + self.most + 1  # rows that are done run on, behind their last token
         if reach > self.cache.max_context or self.most > self.cache.max_rewind:
             raise InputError(f"rounds of {self.most} drafts reach {reach} tokens and rewind {self.most}; the cache has max_context "
                              f"{self.cache.max_context} and max_rewind {self.cache.max_rewind}; build it larger or draft fewer")
