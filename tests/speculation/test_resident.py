@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dsv4 import load_model
+from dsv4 import load_model, run
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.generate import Sampling, generate
+from dsv4.generate import Generation, Sampling, generate
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
@@ -116,3 +116,20 @@ def test_refusals(model, official):
     most = model.config.max_position_embeddings
     with pytest.raises(InputError, match="draft fewer"):
         generate_resident(model, [[5]], most)
+
+
+def test_where_steps_are_captured_requests_run_as_rounds(golden_path, monkeypatch):
+    """With either drafter at any temperature, unless passes are to be appends; elsewhere as passes that the host waits for."""
+    called = []
+    for name in ("generate_resident", "generate_speculative"):
+        monkeypatch.setattr(run, name, lambda model, prompts, n, drafter, sampling, *rest, name=name, **more: called.append(
+            (name, drafter.name, sampling.temperature)) or [Generation(prompts[0])])
+    session = run.Session(golden_path, run.Choices(numerics="fp32"))
+    for captured, together in ((True, False), (True, True), (False, False)):
+        monkeypatch.setattr(run, "captures", lambda model, captured=captured: captured)
+        for drafter in ("mtp", "lookup"):
+            for temperature in (0, 0.8):
+                request = run.Request("1", is_ids=True, sampling=Sampling(temperature), speculate=drafter, together=together)
+                session.generate([1], request, lambda text: None)
+                wanted = "generate_resident" if captured and not together else "generate_speculative"
+                assert called.pop() == (wanted, drafter, temperature) and not called
