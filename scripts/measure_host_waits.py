@@ -1,6 +1,6 @@
 """How often the host waits for the device in speculative generation, and what crosses to it, by the length of the response.
 
-    python scripts/measure_host_waits.py [CHECKPOINT] [--tokens 16,64,256,1024] [--draft-tokens 3 adaptive]
+    python scripts/measure_host_waits.py [CHECKPOINT] [--tokens 16,128,1024] [--draft-tokens 3 adaptive]
                                          [--speculate mtp,lookup] [--temperatures 0,0.8] [--numerics native] [--device cuda] [--out DIR]
 
 Runs what `dsv4 generate --speculate …` runs on a GPU, without a stop: either drafter, each policy, greedily and sampled. Writes host_waits_<device>.json and
@@ -38,7 +38,7 @@ ON_HOST = "These rounds ran on the host and had ended when the call returned: no
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=ROOT / "demo")
-    parser.add_argument("--tokens", default="16,64,256,1024")
+    parser.add_argument("--tokens", default="16,128,1024")
     parser.add_argument("--draft-tokens", nargs="+", default=["3", "adaptive"])
     parser.add_argument("--speculate", default="mtp,lookup")
     parser.add_argument("--temperatures", default="0,0.8")

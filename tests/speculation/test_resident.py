@@ -5,10 +5,12 @@ import torch
 
 from dsv4 import load_model, run
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.generate import Generation, Sampling, generate
+from dsv4.generate import Generation, Sampling, distribution, generate
 from dsv4.speculation import Adaptive, Static
+from dsv4.speculation.accept import draw
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.noise import OWN, row_seeds, uniforms
 from dsv4.speculation.resident import generate_resident
 from tests.speculation.scripted import prompt_of
 
@@ -50,10 +52,21 @@ def test_lookup_needs_no_block(official):
 SAMPLING = Sampling(0.9, 0.95, 21)
 
 
+def drawn(model, ids: list[int], n: int, seed: int) -> list[int]:
+    """Tokens of plain decoding of one row, drawn by the noise of `seed` at their positions."""
+    cache, fed, out = model.new_cache(1, len(ids) + n), ids, []
+    for t in range(len(ids), len(ids) + n):
+        p = distribution(model.append(torch.tensor([fed]), cache, logits="last")[:, 0], SAMPLING)
+        fed = draw(p, uniforms(row_seeds(seed, 1, "cpu"), torch.tensor([t]), OWN)).tolist()
+        out += fed
+    return out
+
+
 def test_sampled_lookup_says_what_sampling_without_drafts_says(model):
     """Whatever is drafted, and for a row by itself as in a batch."""
     prompts = [prompt_of(model, 5), every(model)]
     plain = [out.token_ids for out in generate_resident(model, prompts, 20, LookupDrafter(), SAMPLING, Static(0))]
+    assert plain == [drawn(model, ids, 20, 21 + b) for b, ids in enumerate(prompts)]
     for policy in (Static(4), Adaptive()):
         found = generate_resident(model, prompts, 20, LookupDrafter(1, 1), SAMPLING, policy)
         assert [out.token_ids for out in found] == plain and found[1].speculation.proposed

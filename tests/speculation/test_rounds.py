@@ -228,7 +228,7 @@ def test_chained_drafts_feed_the_blocks_own_streams(model):
 def test_what_does_not_fit_is_refused(model):
     ids = prompts(model, (9,))
     with pytest.raises(InputError, match="max_context"):
-        rounds(model, ids, (12,), static(model, 1, 3), room=-2)
+        rounds(model, ids, (12,), static(model, 1, 3), room=-1)  # rows that are done run on, behind their last token
     cache = model.new_cache(1, 64, 4)
     with pytest.raises(InputError, match="max_rewind"):
         Rounds(model, cache, 8, *primed(model, cache, ids), [3], (), static(model, 1, 3))

@@ -132,14 +132,15 @@ def test_texts_do_not_depend_on_how_far_the_host_is_behind():
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.parametrize("lookup", [False, True], ids=["mtp", "lookup"])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_texts_do_not_depend_on_the_clock(ahead, monkeypatch):
+def test_texts_do_not_depend_on_the_clock(ahead, lookup, monkeypatch):
     """Sizes that adapt decide how many are drafted, by records that arrive early or late."""
     texts = []
     for at_once in (1, 40, 10_000):
         monkeypatch.setattr(Late, "at_once", at_once)
         told = [[] for _ in range(4)]
-        found = chained(PROPOSALS["some of it"], 4, 60, POLICIES["adaptive"](4), kind=Late)
+        found = chained(PROPOSALS["some of it"], 4, 60, POLICIES["adaptive"](4), lookup=lookup, kind=Late)
         texts.append(found.run(lambda row, tokens: told[row].extend(tokens), ahead))
         assert told == texts[-1] and len(set(found.counts.rounds)) > 1  # every token once, in order
     assert texts[0] == texts[1] == texts[2]
