@@ -70,6 +70,12 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return p
 
 
+def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """`weights`, normalised: what a token of plain decoding is distributed as, fp32 [..., vocab]."""
+    p = weights(logits, sampling)
+    return p if sampling.top_p == 1 else p / p.sum(-1, keepdim=True)
+
+
 def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """A token id from logits [vocab]."""
     if sampling.temperature == 0:

@@ -19,8 +19,9 @@ def captures(model: CausalLM) -> bool:
 
 def capacity(model: CausalLM, limit: int) -> int:
     """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by it: so text with
-    drafts, which runs beyond the limit before it is cut, and text without get caches of one size."""
-    return max(limit, min(limit + LARGEST, model.config.max_position_embeddings)) if captures(model) else limit
+    drafts, which runs beyond the limit before it is cut, and text without get caches of one size. Rows of a batch that are done still run,
+    one token behind their last."""
+    return max(limit, min(limit + LARGEST + 1, model.config.max_position_embeddings)) if captures(model) else limit
 
 
 class DecodeGraph:

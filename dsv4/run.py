@@ -191,8 +191,8 @@ class Session:
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
         drafter, policy, self.together = make_drafter(request.speculate), request.policy, request.together
-        if captures(self.model) and request.speculate == "mtp" and request.sampling.temperature == 0:
-            return generate_resident(self.model, [ids], request.max_new_tokens, policy, context, self.stop_ids,
+        if captures(self.model) and not request.together:
+            return generate_resident(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context, self.stop_ids,
                                      lambda row, token: on_token(token), on_prefill)[0]
         return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context,
                                     self.stop_ids, lambda row, token: on_token(token), on_prefill,

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from dsv4.speculation import loop, rounds
+from dsv4.generate import Sampling
+from dsv4.speculation import choosing, loop
+from dsv4.speculation.accept import Accepted
 from dsv4.speculation.cost_aware import CostAware
 from dsv4.speculation.costs import BatchCost, CostTable
 from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Policy, Static
@@ -26,7 +28,7 @@ EQUAL = "the same choices by definition"
 
 def acceptance(seed: int, device: torch.device) -> Iterator[Check]:
     """Greedy and sampled acceptance, and the policies on `device`."""
-    for module, where in ((loop, "generate_speculative"), (rounds, "Rounds")):
+    for module, where in ((loop, "generate_speculative"), (choosing, "Rounds")):
         yield from greedy(module.accept_greedy, where, seed)
     for name, q in PROPOSALS.items():
         yield from sampled(name, q, seed)
@@ -57,15 +59,35 @@ def greedy(accept, where: str, seed: int) -> Iterator[Check]:
 
 def sampled(name: str, q: torch.Tensor | None, seed: int) -> Iterator[Check]:
     """Many rows of two drafts: the token at each place must have the target's distribution, and as many drafts stay as may."""
+    for decoder, decided in (("generate_speculative", by_generator), ("Rounds", by_counted_noise)):
+        yield from distributed(f"{decoder}, drafts: {name}", q, *decided(q, seed))
+
+
+def by_generator(q: torch.Tensor | None, seed: int) -> Accepted:
+    """DRAWS rows as `generate_speculative` decides them."""
     g = torch.Generator().manual_seed(seed)
     if q is None:
         drafts = torch.tensor([[0, 2]]).expand(DRAWS, 2)
     else:
         drafts = torch.stack([torch.multinomial(row, DRAWS, True, generator=g) for row in q], 1)
     u = torch.rand(DRAWS, 3, generator=g, dtype=torch.float64)
-    count, tokens = loop.accept_sampled(TARGET.expand(DRAWS, 3, 5), None if q is None else q.expand(DRAWS, 2, 5), drafts,
-                                        torch.full((DRAWS,), 2), u[:, 1:], u[:, 0])
-    about = dict(where=f"drafts: {name}", part="rejection sampling")
+    return loop.accept_sampled(TARGET.expand(DRAWS, 3, 5), None if q is None else q.expand(DRAWS, 2, 5), drafts,
+                               torch.full((DRAWS,), 2), u[:, 1:], u[:, 0])
+
+
+def by_counted_noise(q: torch.Tensor | None, seed: int) -> Accepted:
+    """DRAWS rows as `Rounds` drafts and decides them, at neighbouring seeds."""
+    choice, at = choosing.Sampled(Sampling(1.0, seed=seed), DRAWS, "cpu"), torch.zeros(DRAWS, dtype=torch.int64)
+    if q is None:
+        drafts = torch.tensor([[0, 2]]).expand(DRAWS, 2)
+    else:
+        drafts = torch.stack([choice.draft(row.log().expand(DRAWS, 5), at + place)[0] for place, row in enumerate(q)], 1)
+    return choice.accept(TARGET.log().expand(DRAWS, 3, 5), drafts, None if q is None else q.expand(DRAWS, 2, 5), torch.full((DRAWS,), 2), at)
+
+
+def distributed(where: str, q: torch.Tensor | None, count: torch.Tensor, tokens: torch.Tensor) -> Iterator[Check]:
+    """What was accepted of drafts of q against the target."""
+    about = dict(where=where, part="rejection sampling")
     worst, samples = 0.0, 0
     for place in range(3):
         emitted = tokens[count >= place, place]

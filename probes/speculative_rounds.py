@@ -8,7 +8,8 @@ from dsv4.cache import Cache
 from dsv4.graph import DecodeGraph
 from dsv4.speculation.policy import Static
 from dsv4.speculation.policy_device import on_device
-from dsv4.speculation.rounds import Rounds, primed
+from dsv4.speculation.resident_drafters import Drafted, primed
+from dsv4.speculation.rounds import Rounds
 from probes.captured import exactly
 from probes.measure import agreeing, token_errors, tokens
 from probes.result import Check, compare
@@ -34,8 +35,8 @@ class Plain:
     def __init__(self, subject: Subject, ids: torch.Tensor, lengths: list[int], limit: int, rejected: bool):
         self.subject, self.model, self.rejected = subject, subject.model, rejected
         self.cache: Cache = subject.model.new_cache(len(lengths), limit)
-        self.tokens, self.first, self.chained = primed(self.model, self.cache, cut(ids, lengths))
-        self.said: torch.Tensor | None = None  # logits [B, vocab] of `first`
+        self.tokens, drafter = primed(self.model, self.cache, cut(ids, lengths))
+        self.said, self.chained = drafter.said, drafter.chained  # logits [B, vocab] of the first draft, the block's streams [B, n, d] there
         self.graph: DecodeGraph | None = None
 
     def rows(self) -> list[Rows]:
@@ -47,15 +48,12 @@ class Plain:
         [B, D]; an error e of the logits, relative in norm, explains no more than e. Leaves nothing behind."""
         logits, streams, found = self.said, self.chained.unsqueeze(1), []
         for j in range(drafts.shape[1]):
-            token = drafts[:, j:j + 1].to(self.first.device)
+            token = drafts[:, j:j + 1].to(logits.device)
             if j:
                 logits, streams = self.model.mtp_logits(streams, drafts[:, j - 1:j], self.cache, return_streams=True)
                 logits = logits[:, 0]
-            if logits is None:  # of the prompt: the same call, so the same token
-                found.append(torch.where(token.squeeze(1) == self.first, 0.0, torch.inf).double())
-            else:
-                lost = logits.amax(1) - logits.gather(1, token).squeeze(1)
-                found.append(lost.double() / (2 * logits.double().norm(dim=1)))
+            lost = logits.amax(1) - logits.gather(1, token).squeeze(1)
+            found.append(lost.double() / (2 * logits.double().norm(dim=1)))
         self.cache.rewind_mtp(drafts.shape[1] - 1)
         return torch.stack(found, 1).cpu()
 
@@ -75,7 +73,6 @@ class Plain:
             self.cache.rewind_mtp([W - 1 - n for n in kept])
         rows, last = torch.arange(len(kept), device=said.device), torch.tensor(kept, device=said.device)
         self.said, self.chained = said[rows, last], after[rows, last]
-        self.first = self.said.argmax(-1)
         return logits
 
 
@@ -104,9 +101,9 @@ def _run(subject: Subject, rounds: Rounds, script: Script, D: int, kept: list[li
     for right in kept:
         lengths, begun = rounds.start.tolist(), at()
 
-        def steered(D: int) -> torch.Tensor:
-            said.append(real(D).cpu())
-            return script.drafts(begun, [D] * len(right), right).to(rounds.token.device)
+        def steered(D: int) -> Drafted:
+            said.append(real(D).tokens.cpu())
+            return Drafted(script.drafts(begun, [D] * len(right), right).to(rounds.token.device))
         rounds._drafts = steered
         rows = [visible(subject, rounds.cache, b, n, n) for b, n in enumerate(lengths)]
         with obeying(subject.model, script, at, lambda ids, streams, logits: passed.append((ids.clone(), logits.clone()))):
@@ -150,10 +147,10 @@ def outputs(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     rounds = Rounds(subject.model, cache, drafts, first, *start, [most - 1] * B, (STOP,), policy)
     at, live, observe = lambda: [1 + n for n in rounds.written.tolist()], [], policy.observe
 
-    def steered(D: int) -> torch.Tensor:
+    def steered(D: int) -> Drafted:
         live.append((~rounds.done).tolist())
         now = [row[min(len(told[b]), len(row) - 1)] for b, row in enumerate(right)]
-        return script.drafts(at(), [D] * B, now).to(first.device)
+        return Drafted(script.drafts(at(), [D] * B, now).to(first.device))
 
     def noted(accepted: torch.Tensor, proposed: torch.Tensor) -> None:
         for b, (n, there) in enumerate(zip(accepted.tolist(), live[-1])):

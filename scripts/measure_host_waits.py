@@ -1,14 +1,17 @@
 """How often the host waits for the device in speculative generation, and what crosses to it, by the length of the response.
 
-    python scripts/measure_host_waits.py [CHECKPOINT] [--tokens 16,64,256,1024] [--draft-tokens 3] [--numerics native] [--device cuda] [--out DIR]
+    python scripts/measure_host_waits.py [CHECKPOINT] [--tokens 16,128,1024] [--draft-tokens 3 adaptive]
+                                         [--speculate mtp,lookup] [--temperatures 0,0.8] [--numerics native] [--device cuda] [--out DIR]
 
-Runs what `dsv4 generate --speculate mtp` runs on a GPU, greedily and without a stop. Writes host_waits_<device>.json and .md to DIR (audits);
-exit code 1 where a response that is longer made the host wait more often, or copies more a round.
+Runs what `dsv4 generate --speculate …` runs on a GPU, without a stop: either drafter, each policy, greedily and sampled. Writes host_waits_<device>.json and
+.md to DIR (audits); exit code 1 where a response that is longer made the host wait more often, or copies more a round.
 """
 
 import argparse
 import sys
 import time
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
@@ -18,7 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model  # noqa: E402
 from dsv4.chat import plain_ids  # noqa: E402
+from dsv4.generate import Sampling  # noqa: E402
 from dsv4.graph import captures  # noqa: E402
+from dsv4.run import make_drafter  # noqa: E402
 from dsv4.speculation.choice import policy_named  # noqa: E402
 from dsv4.speculation.resident import generate_resident  # noqa: E402
 from dsv4.speculation.rounds import Rounds  # noqa: E402
@@ -33,8 +38,10 @@ ON_HOST = "These rounds ran on the host and had ended when the call returned: no
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=ROOT / "demo")
-    parser.add_argument("--tokens", default="16,64,256,1024")
-    parser.add_argument("--draft-tokens", default="3")
+    parser.add_argument("--tokens", default="16,128,1024")
+    parser.add_argument("--draft-tokens", nargs="+", default=["3", "adaptive"])
+    parser.add_argument("--speculate", default="mtp,lookup")
+    parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--numerics", default="native")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("audits"))
@@ -52,19 +59,20 @@ class Watched(Rounds):
         return out
 
 
-def measure(model, ids: list[int], tokens: int, policy) -> dict:
+def measure(model, ids: list[int], tokens: int, policy: str, drafter: str, temperature: float) -> dict:
     """One row. The whole request is counted in a run of its own, because counts do not nest, and after one in which kernels compile."""
-    generate_resident(model, [ids], tokens, policy)
+    run = partial(generate_resident, model, [ids], tokens, make_drafter(drafter), Sampling(temperature), policy_named(policy))
+    run()
     with counted_syncs() as whole:
-        generate_resident(model, [ids], tokens, policy)
+        run()
     made: list[Watched] = []
 
-    def make(*of) -> Rounds:
-        made.append(Watched(*of))
+    def make(*of, **more) -> Rounds:
+        made.append(Watched(*of, **more))
         return made[0]
-    out, = generate_resident(model, [ids], tokens, policy, make=make)
+    out, = run(make=make)
     rounds, = made
-    return {"tokens": len(out.token_ids), "rounds": len(rounds.counts.rounds), "synchronisations": len(rounds.waits),
+    return {"drafter": drafter, "policy": policy, "temperature": temperature, "tokens": len(out.token_ids), "rounds": len(rounds.counts.rounds), "synchronisations": len(rounds.waits),
             "synchronisations_of_the_request": len(whole), "polls": rounds.counts.polls, "seconds": rounds.seconds,
             "polls_per_second": rounds.counts.polls / rounds.seconds, "bytes_a_round": rounds.ring.nbytes, "bytes_at_the_end": rounds.host_out.nbytes,
             "tokens_per_second": out.decode_rate, "why": sorted(set(rounds.waits))}
@@ -72,21 +80,28 @@ def measure(model, ids: list[int], tokens: int, policy) -> dict:
 
 def markdown(about: dict, setup: dict, rows: list[dict]) -> str:
     lines = ["# Waits of the host in speculative generation", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
-             f"{setup['checkpoint']}, numerics {setup['numerics']}, backend {setup['backend']} on {setup['device']}, up to {setup['draft_tokens']} drafts "
-             "of the MTP block a round, one row, greedy. Synchronisations: copies and calls that return only when the device has ended, while decoding, "
+             f"{setup['checkpoint']}, numerics {setup['numerics']}, backend {setup['backend']} on {setup['device']}, one row, without a stop. "
+             "Policy: drafts a round. Synchronisations: copies and calls that return only when the device has ended, while decoding, "
              "and in the whole request with its prompt and captures. Polls: how often the host asked whether a round had ended and it had not. "
              "The ring crosses every round; the whole output once, at the end.", ""]
     lines += [] if setup["captured"] else [ON_HOST, ""]
-    lines += ["| tokens | rounds | synchronisations, decoding | of the request | polls | polls a second | bytes a round | at the end | tokens/s |",
-              "|" + "---:|" * 9]
-    lines += [f"| {r['tokens']} | {r['rounds']} | {r['synchronisations']} | {r['synchronisations_of_the_request']} | {r['polls']} "
-              f"| {r['polls_per_second']:.0f} | {r['bytes_a_round']} | {r['bytes_at_the_end']} | {r['tokens_per_second']:.0f} |" for r in rows]
+    lines += ["| drafter | policy | temperature | tokens | rounds | synchronisations, decoding | of the request | polls | polls a second | bytes a round "
+              "| at the end | tokens/s |", "|---|---|" + "---:|" * 10]
+    lines += [f"| {r['drafter']} | {r['policy']} | {r['temperature']:g} | {r['tokens']} | {r['rounds']} | {r['synchronisations']} "
+              f"| {r['synchronisations_of_the_request']} | {r['polls']} | {r['polls_per_second']:.0f} | {r['bytes_a_round']} | {r['bytes_at_the_end']} | {r['tokens_per_second']:.0f} |" for r in rows]
     return "\n".join(lines) + "\n"
 
 
 def grows(rows: list[dict]) -> list[str]:
-    """What is not the same for every length and must be."""
-    return [name for name in ("synchronisations", "synchronisations_of_the_request", "bytes_a_round") if len({r[name] for r in rows}) > 1]
+    """What is not the same for every length and must be, a line each."""
+    found = []
+    for way, some in groupby(rows, lambda r: (r["drafter"], r["policy"], r["temperature"])):
+        some = list(some)
+        for name in ("synchronisations", "synchronisations_of_the_request", "bytes_a_round"):
+            if len({r[name] for r in some}) > 1:
+                found.append(f"{way[0]}, {way[1]}, at temperature {way[2]:g}, {name}: {[r[name] for r in some]} for {[r['tokens'] for r in some]} tokens; "
+                             "expected the same for all")
+    return found
 
 
 def main() -> int:
@@ -94,10 +109,11 @@ def main() -> int:
     torch.set_num_threads(1)
     model = load_model(args.checkpoint, numerics=args.numerics, mtp=True, device=args.device)
     ids = plain_ids(Tokenizer(args.checkpoint, model.config.vocab_size), PROMPT, model.config.bos_token_id)
-    policy, rows = policy_named(args.draft_tokens), []
-    for tokens in map(int, args.tokens.split(",")):
-        rows.append(measure(model, ids, tokens, policy))
-        print(f"{tokens} tokens: {rows[-1]['synchronisations']} synchronisations, {rows[-1]['polls']} polls, "
+    rows = []
+    each = lambda given, kind=str: map(kind, given.split(","))
+    for drafter, policy, temperature, tokens in product(each(args.speculate), args.draft_tokens, each(args.temperatures, float), each(args.tokens, int)):
+        rows.append(measure(model, ids, tokens, policy, drafter, temperature))
+        print(f"{drafter}, {policy}, at temperature {temperature:g}, {tokens} tokens: {rows[-1]['synchronisations']} synchronisations, {rows[-1]['polls']} polls, "
               f"{rows[-1]['bytes_a_round']} bytes a round", flush=True)
     about = report.provenance(SCRIPT)
     setup = {"checkpoint": args.checkpoint.name, "numerics": model.numerics.name, "backend": model.backend, "device": str(model.device),
@@ -105,8 +121,8 @@ def main() -> int:
     name = report.device_slug(about["device"] if model.device.type == "cuda" else "cpu")
     for path in report.write(args.out, f"host_waits_{name}", {"about": about, "setup": setup, "rows": rows}, markdown(about, setup, rows), None):
         print(f"wrote {path}")
-    for name in grows(rows):
-        print(f"{name}: {[r[name] for r in rows]} for {[r['tokens'] for r in rows]} tokens; expected the same for all")
+    for said in grows(rows):
+        print(said)
     return int(bool(grows(rows)))
 
 

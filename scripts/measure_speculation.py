@@ -23,6 +23,7 @@ from dsv4 import load_model  # noqa: E402
 from dsv4.engine import BatchEngine, Request  # noqa: E402
 from dsv4.engine.batch import REWIND  # noqa: E402
 from dsv4.generate import generate  # noqa: E402
+from dsv4.graph import captures  # noqa: E402
 from dsv4.paged_cache import new_paged_cache  # noqa: E402
 from dsv4.speculation import Static  # noqa: E402
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter  # noqa: E402
@@ -72,8 +73,8 @@ def alone(model, texts: list[list[int]], tokens: int, size: int, verify, name: s
 
 def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
     """The Generation of one text with drafts."""
-    if name == "mtp" and model.backend == "triton":
-        return generate_resident(model, [ids], tokens, Static(size))[0]
+    if captures(model) and verify is default:
+        return generate_resident(model, [ids], tokens, DRAFTERS[name](), policy=Static(size))[0]
     return generate_speculative(model, [ids], tokens, DRAFTERS[name](), policy=Static(size), verify=verify)[0]
 
 

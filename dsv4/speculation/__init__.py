@@ -1,7 +1,7 @@
 """Speculative generation: drafts from a cheap source, one pass of the model that verifies them all, and rewinding of what was wrong.
 
 - `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `loop`: the generation;
-  `rounds`: the same without the host; `result`: what is counted.
+  `rounds`: the same without the host, with `resident_drafters`, `choosing` and `noise`; `result`: what is counted.
 - `policy`: how many tokens to draft, the specification; `policy_device`: the same for a batch on the device; `costs`, `trace`,
   `oracle`, `simulate`: what sizes cost, what would have been accepted, and what each policy makes of it.
 """

@@ -6,7 +6,7 @@ Sampling is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorit
 x ~ q stays with probability min(1, p(x) / q(x)); in place of the first that does not, a token is drawn from the residual
 max(p − q, 0), normalised; when all stay, the bonus token is drawn from p. Each emitted token is then distributed as p, whatever q.
 
-`accept_drawn` is rejection sampling of drafts that were chosen (q is 1 at the draft), with the draws of plain decoding: y ~ p comes
+`accept_drawn`, and `accept_chosen` of draws, is rejection sampling of drafts that were chosen (q is 1 at the draft), with the draws of plain decoding: y ~ p comes
 out, and the draft stays if it is y. That is with probability p(x), and else y has the residual's distribution. Tokens then do not
 depend on how many were drafted where, which the uniforms of `accept_sampled` do.
 """
@@ -26,9 +26,12 @@ class Accepted(NamedTuple):
 
 def accept_greedy(logits: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
     """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; sizes int64 [B] drafts a row has."""
-    best = logits.argmax(-1)
-    count = _prefix(best[:, :-1] == drafts, sizes)
-    return Accepted(count, best)  # an accepted draft is the argmax, so the argmax of every place is what comes out there
+    return accept_chosen(logits.argmax(-1), drafts, sizes)
+
+
+def accept_chosen(chosen: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
+    """Drafts that are each what decoding without drafts says in their place: chosen int64 [B, W + 1], drafts int64 [B, W], sizes int64 [B]."""
+    return Accepted(_prefix(chosen[:, :-1] == drafts, sizes), chosen)  # an accepted draft is what was chosen, which so comes out everywhere
 
 
 def accept_sampled(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor, sizes: torch.Tensor, u: torch.Tensor,

@@ -20,7 +20,7 @@ import torch
 from dsv4.cache import DEFAULT_MAX_REWIND
 from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
-from dsv4.generate import Generation, Sampling, context_full, context_limit, weights
+from dsv4.generate import Generation, Sampling, context_full, context_limit, distribution
 from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
@@ -158,7 +158,7 @@ class _Batch:
             if row.active:  # as many draws as the row has drafts, so that its own draws are the same beside any neighbour
                 u[b, :size + 1] = torch.rand(size + 1, dtype=torch.float64, generator=row.generator)
         u = u.to(logits.device, non_blocking=True)
-        return accept_sampled(self._distribution(logits), drafts.q, drafted, sizes, u[:, 1:], u[:, 0])
+        return accept_sampled(distribution(logits, self.sampling), drafts.q, drafted, sizes, u[:, 1:], u[:, 0])
 
     def _keep(self, accepted: Accepted, drafts: Drafts, streams: torch.Tensor | None) -> list[int]:
         """Give out what was accepted, up to a stop; tell the drafter. Returns how many tokens of each row came out.
@@ -193,13 +193,9 @@ class _Batch:
         """Tokens int64 [M] of a drafting model's logits [M, vocab] for `rows`, and what they were drawn from."""
         if self.sampling.temperature == 0:
             return logits.argmax(-1), None
-        q = self._distribution(logits)
+        q = distribution(logits, self.sampling)
         u = torch.stack([torch.rand((), dtype=torch.float64, generator=self.rows[b].generator) for b in rows])
         return draw(q, u.to(q.device, non_blocking=True)), q
-
-    def _distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        p = weights(logits, self.sampling)
-        return p if self.sampling.top_p == 1 else p / p.sum(-1, keepdim=True)
 
 
 def check_can_speculate(model: CausalLM, drafter: Drafter) -> None:

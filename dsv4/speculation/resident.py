@@ -1,39 +1,43 @@
-"""Greedy generation with MTP drafts whose rounds stay on the device: the host launches graphs and reads what earlier ones left."""
+"""Speculative generation whose rounds stay on the device: the host launches graphs and reads what earlier ones left."""
 
 import time
 from collections.abc import Callable, Iterable
 
+from dsv4.causal import CausalLM
 from dsv4.errors import InputError
-from dsv4.generate import Generation, context_full, context_limit
+from dsv4.generate import Generation, Sampling, context_full, context_limit
 from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
-from dsv4.model import Model
-from dsv4.speculation.draft import MTPDrafter
+from dsv4.speculation.choosing import choice_of
+from dsv4.speculation.draft import Drafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.policy_device import on_device
+from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.result import Speculation
-from dsv4.speculation.rounds import Rounds, primed
+from dsv4.speculation.rounds import Rounds
 
 
-def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: int, policy: Policy = Static(DRAFT_TOKENS),
-                      max_context: int | None = None, stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
+def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter = MTPDrafter(),
+                      sampling: Sampling = Sampling(), policy: Policy = Static(DRAFT_TOKENS), max_context: int | None = None,
+                      stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
                       on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2,
                       make: Callable[..., Rounds] = Rounds) -> list[Generation]:
-    """As `generate_speculative` with the MTP block and temperature 0. on_token(row, id) as the host learns of tokens.
+    """As `generate_speculative`, with the MTP block or prompt lookup. on_token(row, id) as the host learns of tokens.
 
-    ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds as many tokens more than the context as a round may draft. Raises as
-    `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
+    Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed, of the same distribution.
+    ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
+    round may draft. Raises as `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
-    check_can_speculate(model, MTPDrafter())
+    check_can_speculate(model, drafter)
     limit, stops, most = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), max(policy.sizes)
-    if limit + most > model.config.max_position_embeddings:
-        raise InputError(f"a context of {limit} tokens and {most} more for drafts are over the checkpoint's {model.config.max_position_embeddings}; "
+    if limit + most + 1 > model.config.max_position_embeddings:
+        raise InputError(f"a context of {limit} tokens and {most + 1} more for drafts are over the checkpoint's {model.config.max_position_embeddings}; "
                          "lower --max-context or --max-new-tokens, or draft fewer")
-    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most), max_rewind=max(most, 1))
-    outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(MTPDrafter.name)) for ids in prompts]
-    begun = time.perf_counter()
-    tokens, first, chained = primed(model, cache, prompts, on_prefill)
+    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, 1))
+    outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)) for ids in prompts]
+    choice, begun = choice_of(sampling, len(prompts), model.device), time.perf_counter()
+    tokens, drafts = primed(model, cache, prompts, on_prefill, choice, drafter)
     firsts = tokens.tolist()  # waits for the prompts: their time ends here
     seconds = time.perf_counter() - begun
     left = [0 if token in stops else min(max_new_tokens - 1, limit - len(ids)) for token, ids in zip(firsts, prompts)]
@@ -45,8 +49,10 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
     for b, token in enumerate(firsts):
         tell(b, [token])
     begun = time.perf_counter()
-    rounds = make(model, cache, most, tokens, first, chained, left, stops, on_device(policy, len(prompts), model.device), policy.sizes)
-    rounds.prepare()
+    widths = policy.sizes if drafter.needs_mtp else (0, *policy.sizes)  # a text that repeats nothing drafts nothing
+    rounds = make(model, cache, most, tokens, drafts, left, stops, on_device(policy, len(prompts), model.device), widths, choice=choice)
+    if any(left):
+        rounds.prepare()
     captured = time.perf_counter() - begun
     begun = time.perf_counter()
     found = rounds.run(tell, ahead)
@@ -54,7 +60,7 @@ def generate_resident(model: Model, prompts: list[list[int]], max_new_tokens: in
         out.token_ids, out.host = [token, *rest], host_use(cache)
         out.prefill_seconds, out.capture_seconds, out.decode_seconds = seconds, captured, time.perf_counter() - begun
         for proposed, accepted in history:
-            out.speculation.passed(proposed, accepted, proposed)
+            out.speculation.passed(proposed, accepted, proposed if drafter.needs_mtp else 0)
         out.stop_reason = "eos" if out.token_ids[-1] in stops else "max_new_tokens"
         if out.stop_reason == "max_new_tokens" and len(out.token_ids) < max_new_tokens:
             raise context_full(limit, len(out.token_ids))

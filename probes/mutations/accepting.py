@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from dsv4.speculation import loop, rounds
+from dsv4.speculation import choosing, loop
 from dsv4.speculation.accept import Accepted, draw
 from dsv4.speculation.loop import _Batch
 from dsv4.speculation.policy import Adaptive
@@ -14,15 +14,17 @@ from probes.mutations import Site, mutation
 
 def greedy(site: Site, change) -> None:
     """Greedy acceptance of both decoders is change(what it gave, logits, drafts, sizes)."""
-    for module in (loop, rounds):
+    for module in (loop, choosing):
         real = module.accept_greedy
         site.patch(module, "accept_greedy", lambda logits, drafts, sizes, real=real: change(real(logits, drafts, sizes), logits, drafts,
                                                                                             sizes))
 
 
 def sampled(site: Site, change) -> None:
-    """Rejection sampling is change(what it was, its arguments)."""
-    real = site.patch(loop, "accept_sampled", lambda *args: change(real, *args))
+    """Rejection sampling of both decoders is change(what it was, its arguments)."""
+    for module in (loop, choosing):
+        real = module.accept_sampled
+        site.patch(module, "accept_sampled", lambda *args, real=real: change(real, *args))
 
 
 def of_rejected(found: Accepted, p, q, drafts, sizes, u_last, residual) -> Accepted:

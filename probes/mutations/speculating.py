@@ -4,8 +4,10 @@ import torch
 
 from dsv4.cache import Cache, LayerCache
 from dsv4.rows import Entries, Ring
+from dsv4.speculation.accept import Accepted
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import _Batch
+from dsv4.speculation.resident_drafters import MTPDrafts
 from dsv4.speculation.rounds import Rounds
 from probes.mutations import Site, mutation
 
@@ -95,10 +97,10 @@ def one_rejected_draft_stays_in_the_cache(site: Site) -> None:
 @mutation("1.13", bugs=(143,), parts=("after a round, MTP window",), probes=("speculation",))
 def block_follows_a_round_by_its_own_streams(site: Site) -> None:
     """After verification the block's entries are made of the streams that it had drafted with, not of the model's."""
-    def follow(found, streams, chosen, count):
+    def follow(found, streams, chosen, *rest):
         own = found.chained.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1).flatten(0, 1)
-        real(found, own.to(streams.dtype).contiguous(), chosen, count)
-    real = site.patch(Rounds, "_follow", follow)
+        real(found, own.to(streams.dtype).contiguous(), chosen, *rest)
+    real = site.patch(MTPDrafts, "follow", follow)
 
 
 @mutation("1.13", bugs=(143,), parts=("after a pass, MTP window",), probes=("speculation",))
@@ -132,7 +134,7 @@ def streams_of_a_pass_one_token_late(site: Site) -> None:
 @mutation("1.13", bugs=(143,), parts=("after a round, next drafts",), probes=("speculation",))
 def chain_begins_at_the_last_verified_place(site: Site) -> None:
     """The next drafts go on from the block's streams after the last draft, not after the last token that counts."""
-    def follow(found, streams, chosen, count):
+    def follow(found, streams, chosen, *rest):
         held = found._block
         last: dict = {}
 
@@ -142,11 +144,11 @@ def chain_begins_at_the_last_verified_place(site: Site) -> None:
             return features, after
         found._block = block
         try:
-            real(found, streams, chosen, count)
+            real(found, streams, chosen, *rest)
         finally:
             del found._block
         found.chained.copy_(last["after"])
-    real = site.patch(Rounds, "_follow", follow)
+    real = site.patch(MTPDrafts, "follow", follow)
 
 
 @mutation("1.13", bugs=(), parts=("after a round, window rows",), probes=("speculation",))
@@ -164,5 +166,5 @@ def a_round_keeps_what_all_rows_keep(site: Site) -> None:
     """Every row moves on by as many drafts as the row that accepts least."""
     def accept(found, logits, drafts, proposed):
         count, tokens = real(found, logits, drafts, proposed)
-        return count.amin().expand_as(count), tokens
+        return Accepted(count.amin().expand_as(count), tokens)
     real = site.patch(Rounds, "_accept", accept)

@@ -14,8 +14,11 @@ import torch
 from dsv4.cache import Cache
 from dsv4.model import Model
 from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Oracle, Policy, Run, Static, Trace, on_device, simulate
+from dsv4.speculation.accept import Accepted
+from dsv4.speculation.choosing import Choice
 from dsv4.speculation.costs import BatchCost
 from dsv4.speculation.policy_device import DevicePolicy
+from dsv4.speculation.resident_drafters import MTPDrafts, primed
 from dsv4.speculation.rounds import Rounds
 from dsv4.speculation.trace import Request
 from scripts.bench.speculation_journal import SpeculationJournal, Timed, name_of
@@ -25,30 +28,29 @@ REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what
 ROOM = 1024              # tokens; caches of rounds have a multiple of them
 
 
-class Traced(Rounds):
-    """Rounds in which a trace says how many drafts are right: accepted int64 [B, T], by tokens written so far.
+class Traced(Choice):
+    """A trace says how many drafts are right: accepted int64 [B, T], by tokens written so far, the first at position `begun` of every row.
 
     The text is random: a model with random weights soon says one token again and again, and the same experts come back, whose
     weights are then faster to read than those of any real text."""
 
-    def __init__(self, *arguments, accepted: torch.Tensor):
-        self.accepted = accepted
-        super().__init__(*arguments)
+    def __init__(self, accepted: torch.Tensor, begun: int, vocab: int):
+        self.accepted, self.begun = accepted, begun
         g = torch.Generator(accepted.device).manual_seed(2)
-        self.text = torch.randint(self.model.config.vocab_size, (len(accepted), accepted.shape[1] + LARGEST + 1), generator=g,
-                                  device=accepted.device)
+        self.text = torch.randint(vocab, (len(accepted), accepted.shape[1] + LARGEST + 1), generator=g, device=accepted.device)
 
-    def _of_text(self, said: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Tokens int64 [B, T] of the text in place of those [B, T] that the model said, which are still waited for."""
-        at = self.written.unsqueeze(1) + ahead + torch.arange(said.shape[1], device=said.device)
-        return self.text.gather(1, at.clamp(max=self.text.shape[1] - 1)) + 0 * said
+    def own(self, logits, at):
+        """Tokens of the text in place of those that the model says, which are still waited for."""
+        said = logits.argmax(-1)
+        place = (at - self.begun).unsqueeze(1) + torch.arange(said.shape[1], device=said.device)
+        return self.text.gather(1, place.clamp(0, self.text.shape[1] - 1)) + 0 * said
 
-    def _draft(self, said, ahead):
-        return self._of_text(said.unsqueeze(1), ahead).squeeze(1)
+    def draft(self, logits, at):
+        return self.own(logits.unsqueeze(1), at).squeeze(1), None
 
-    def _accept(self, logits, drafts, proposed):
-        right = self.accepted.gather(1, self.written.clamp(max=self.accepted.shape[1] - 1).unsqueeze(1)).squeeze(1)
-        return torch.minimum(right, proposed), self._of_text(logits.argmax(-1), 0)
+    def accept(self, logits, drafts, q, sizes, at):
+        right = self.accepted.gather(1, (at - self.begun).clamp(0, self.accepted.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        return Accepted(torch.minimum(right, sizes), self.own(logits, at))
 
 
 class Recording(Rounds):
@@ -59,10 +61,10 @@ class Recording(Rounds):
         self.seen = torch.zeros_like(self.out)
 
     def _accept(self, logits, drafts, proposed):
-        count, chosen = super()._accept(logits, drafts, torch.full_like(proposed, drafts.shape[1]))
+        count, chosen = super()._accept(logits, drafts, torch.full_like(proposed, drafts.tokens.shape[1]))
         at = torch.where(self.done, self.room, self.written).unsqueeze(1)
         self.seen.scatter_(1, at, count.unsqueeze(1))
-        return torch.zeros_like(count), chosen
+        return Accepted(torch.zeros_like(count), chosen)
 
 
 class Scheduled(DevicePolicy):
@@ -88,7 +90,7 @@ def room(model: Model, needed: int) -> int:
     return max(needed, min(-(-needed // ROOM) * ROOM, model.config.max_position_embeddings))
 
 
-def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy, widths: Sequence[int] | None = None) -> Traced:
+def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy, widths: Sequence[int] | None = None) -> Rounds:
     """Rows at `context` tokens of a cache full of plausible numbers, each to write `tokens`."""
     from dsv4.dummy import fill_cache
     g = torch.Generator(model.device).manual_seed(1)
@@ -97,17 +99,18 @@ def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePo
     ids = lambda: torch.randint(model.config.vocab_size, (batch,), generator=g, device=model.device)
     n, d = model.config.hc_mult, model.config.hidden_size
     streams = torch.randn(batch, n, d, generator=g, device=model.device).to(model.numerics.activation)
-    none = torch.zeros(batch, tokens, dtype=torch.int64, device=model.device)
+    said = torch.zeros(batch, model.config.vocab_size, device=model.device)
+    choice = Traced(torch.zeros(batch, tokens, dtype=torch.int64, device=model.device), context + 1, model.config.vocab_size)
     most = LARGEST if widths is None else max(widths)
-    return Traced(model, cache, most, ids(), ids(), streams, [tokens] * batch, (), policy, widths, accepted=none)
+    return Rounds(model, cache, most, ids(), MTPDrafts(model, cache, said, streams, choice), [tokens] * batch, (), policy, widths, choice=choice)
 
 
-def again(rounds: Traced, context: int, accepted: np.ndarray) -> None:
+def again(rounds: Rounds, context: int, accepted: np.ndarray) -> None:
     """The same rows at the same context, with another trace."""
     for held in (rounds.cache._main, rounds.cache._mtp):
         held.now = [context] * rounds.cache.batch  # what lies there is random, and as good as before
-    rounds.accepted.copy_(torch.from_numpy(accepted))
-    rounds.restart(rounds.token, rounds.first, rounds.chained, [accepted.shape[1]] * rounds.cache.batch)
+    rounds.choice.accepted.copy_(torch.from_numpy(accepted))
+    rounds.restart(rounds.token, rounds.drafter, [accepted.shape[1]] * rounds.cache.batch)
 
 
 def measure_costs(model: Model, batches: Sequence[int], context: int, name: str, about: dict,
@@ -216,7 +219,7 @@ def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, ba
     return found
 
 
-def _run(rounds: Traced, context: int, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
+def _run(rounds: Rounds, context: int, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
     batch = rounds.cache.batch
     again(rounds, context, np.stack([r.accepted for r in trace.requests]))
     wait(rounds)
@@ -241,7 +244,6 @@ def wait(rounds: Rounds) -> None:
 
 def record(model: Model, cache: Cache, ids: list[list[int]], tokens: int) -> np.ndarray:
     """Of each of `tokens` greedy tokens after each prompt how many of 8 drafts are right, int64 [B, tokens]."""
-    from dsv4.speculation.rounds import primed
     start = primed(model, cache, ids)
     rounds = Recording(model, cache, LARGEST, *start, [tokens] * len(ids), (), on_device(Static(LARGEST), len(ids), model.device))
     for _ in range(tokens):

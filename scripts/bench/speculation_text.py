@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dsv4.model import Model
 from dsv4.speculation import LARGEST, CostTable, Request, Trace
 from dsv4.speculation.policy_device import DevicePolicy
-from dsv4.speculation.rounds import Rounds, primed
+from dsv4.speculation.resident_drafters import primed
+from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_gpu import Timed, driver, name_of, planned_for, racers, record, wait
 from scripts.bench.waits import counted_syncs
 

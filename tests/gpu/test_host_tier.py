@@ -159,7 +159,7 @@ def test_captured_steps_of_a_model(gqa_folder, name, ahead):
     assert (caches[1].traffic(guessed=True).misses > 0) == (ahead and name != "dense")
 
 
-@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("speculate", [None, "passes", "rounds"])
 def test_text_of_a_model(gqa_folder, speculate):
     from dsv4 import load_model
     from dsv4.generate import generate
@@ -167,13 +167,15 @@ def test_text_of_a_model(gqa_folder, speculate):
     from dsv4.host_tier.choice import HostMemory
     from dsv4.speculation.draft import LookupDrafter
     from dsv4.speculation.loop import generate_speculative
+    from dsv4.speculation.resident import generate_resident
     from kernels.block_choice import Policy
     model = load_model(gqa_folder, numerics="native", device="cuda", attention=Attention(Policy("bound", "bound", 16, 1, 2, 3)))
     ids = torch.randint(0, 384, (60,), generator=torch.Generator().manual_seed(7)).tolist() * 4
     found = []
     for choice in (None, HostMemory()):
         model.kv_memory = choice
-        found.append(generate_speculative(model, [ids], 60, LookupDrafter())[0] if speculate else generate(model, ids, 60))
+        drafted = generate_speculative if speculate == "passes" else generate_resident
+        found.append(drafted(model, [ids], 60, LookupDrafter())[0] if speculate else generate(model, ids, 60))
     assert found[0].token_ids == found[1].token_ids and found[1].host["misses"] > 0
 
 

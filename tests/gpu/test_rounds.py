@@ -4,18 +4,23 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.generate import generate
+from dsv4.generate import Sampling, generate
 from dsv4.speculation import Adaptive, CostAware, Static, on_device
-from dsv4.speculation.draft import LookupDrafter
+from dsv4.speculation.choosing import choice_of
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.noise import ROLES, uniforms
 from dsv4.speculation.resident import generate_resident
-from dsv4.speculation.rounds import Rounds, primed
+from dsv4.speculation.resident_drafters import primed
+from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_costs import moe
 from scripts.bench.waits import counted_syncs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS, NEW = (5, 131, 30, 64, 127, 2, 9, 128), (21, 9, 14, 40, 3, 22, 33, 12)
+WAYS = pytest.mark.parametrize("drafter, temperature", [(d, t) for d in (MTPDrafter(), LookupDrafter(1, 1)) for t in (0, 0.9)],
+                               ids=lambda v: getattr(v, "name", str(v)))
 POLICIES = {**{f"static {k}": Static(k) for k in (0, 1, 2, 3, 8)}, "adaptive": Adaptive(), "cost-aware": CostAware(moe(), len(LENGTHS))}
 
 
@@ -34,12 +39,14 @@ def plain(model):
     return [generate(model, row, n).token_ids for row, n in zip(prompts(model, LENGTHS), NEW)]
 
 
-def ready(model, ids, new, policy, **more):
+def ready(model, ids, new, policy, drafter=MTPDrafter(), sampling=Sampling(), **more):
     """Rounds over the prompts, and each row's first token."""
     lengths = [len(row) for row in ids]
     cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + 8, 16)
-    tokens, *start = primed(model, cache, ids)
-    return Rounds(model, cache, 8, tokens, *start, [n - 1 for n in new], (), on_device(policy, len(ids), "cuda"), **more), tokens.tolist()
+    choice = choice_of(sampling, len(ids), "cuda")
+    tokens, *start = primed(model, cache, ids, None, choice, drafter)
+    found = Rounds(model, cache, 8, tokens, *start, [n - 1 for n in new], (), on_device(policy, len(ids), "cuda"), choice=choice, **more)
+    return found, tokens.tolist()
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -67,10 +74,39 @@ def test_captures_of_lookup_are_no_time_of_decoding(model):
     assert out.token_ids == generate(model, ids, 24).token_ids and out.capture_seconds > 0 and out.decode_seconds > 0
 
 
-def test_the_host_waits_no_more_for_a_long_response_than_for_a_short_one(model):
+@WAYS
+@pytest.mark.parametrize("policy", [Static(3), Adaptive()], ids=["static", "adaptive"])
+def test_graphs_draw_what_rounds_without_graphs_draw(model, policy, drafter, temperature):
+    ids, texts = prompts(model, (5, 131, 400)), []
+    for captured in (True, False):
+        found, first = ready(model, ids, (40, 30, 35), policy, drafter, Sampling(temperature, 0.95, 4))
+        if not captured:
+            found.captures, found.side = False, None
+        told = [[] for _ in ids]
+        out = found.run(lambda row, tokens: told[row].extend(tokens), ahead=1)
+        assert bool(found.graphs) == captured and told == out
+        texts.append((first, out))
+    assert texts[0] == texts[1]
+
+
+def test_noise_is_the_processor_s():
+    seeds, at = torch.tensor([0, 5, -1, 2 ** 62]), torch.arange(4 * 50).view(4, 50) * 977
+    for role in range(ROLES):
+        assert torch.equal(uniforms(seeds.cuda(), at.cuda(), role).cpu(), uniforms(seeds, at, role))
+
+
+def test_sampled_lookup_says_what_sampling_without_drafts_says(model):
+    ids, sampling = [prompts(model, (300,))[0]], Sampling(0.9, 0.95, 2)
+    plain = generate_resident(model, ids, 60, LookupDrafter(), sampling, Static(0))[0]
+    found = generate_resident(model, ids, 60, LookupDrafter(1, 1), sampling, Static(4))[0]
+    assert found.token_ids == plain.token_ids and found.speculation.proposed
+
+
+@WAYS
+def test_the_host_waits_no_more_for_a_long_response_than_for_a_short_one(model, drafter, temperature):
     waits = []
     for new in (16, 160):
-        found, _ = ready(model, prompts(model, (20, 33)), (new, new), Static(3))
+        found, _ = ready(model, prompts(model, (20, 33)), (new, new), Static(3), drafter, Sampling(temperature))
         found.capture(3), found.capture(2), found.capture(1), found.capture(0)
         with counted_syncs() as syncs:
             out = found.run()
@@ -100,6 +136,7 @@ def test_the_demo_checkpoint_says_what_it_says_without_drafts(numerics):
     encode = Tokenizer(demo, model.config.vocab_size).encode
     texts = [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(4))]
     plain = [generate(model, ids, 48).token_ids for ids in texts]
-    assert [generate_resident(model, [ids], 48)[0].token_ids for ids in texts] == plain
+    for drafter in (MTPDrafter(), LookupDrafter()):
+        assert [generate_resident(model, [ids], 48, drafter)[0].token_ids for ids in texts] == plain
     if numerics == "fp32":  # rows that share a step round as they do, with drafts and without
-        assert [out.token_ids for out in generate_resident(model, texts, 48, Adaptive())] == plain
+        assert [out.token_ids for out in generate_resident(model, texts, 48, policy=Adaptive())] == plain

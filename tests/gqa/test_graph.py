@@ -12,6 +12,7 @@ from dsv4.graph import DecodeGraph, captures
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.captured import Captured
+from dsv4.speculation.resident import generate_resident
 from kernels import operations
 from kernels.dispatch import Operation
 from tests.gqa import oracle
@@ -127,6 +128,7 @@ def test_generation_on_the_triton_backend(folder):
     want = generate(reference, ids, n := 20 if GPU else 3).token_ids
     assert generate(ours, ids, n).token_ids == want
     assert generate_speculative(ours, [ids], n, LookupDrafter())[0].token_ids == want
+    assert generate_resident(ours, [ids], n, LookupDrafter())[0].token_ids == want
     assert all("tokens" in row["path"] for row in ours.layer_paths())
 
 

@@ -14,6 +14,7 @@ from dsv4.run import termination_notes
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.resident import generate_resident
 from kernels.block_choice import Policy, block_bounds, dense
 from kernels.chunked_prefill import Chunking
 from kernels.grouped_attention import Termination, triton_decode
@@ -100,6 +101,7 @@ def test_passes_of_drafts_change_nothing_in_any_numerics(folder, name):
         ids = torch.randint(0, 384, (60,), generator=torch.Generator().manual_seed(7)).tolist() * 4
         plain = generate(model, ids, 60).token_ids
         assert generate_speculative(model, [ids], 60, LookupDrafter())[0].token_ids == plain
+        assert generate_resident(model, [ids], 60, LookupDrafter())[0].token_ids == plain
         a, b = model.new_cache(1, 300), model.new_cache(1, 300)
         for cache in (a, b):
             model.append(torch.tensor([ids]), cache, logits="none")

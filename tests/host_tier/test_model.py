@@ -13,6 +13,7 @@ from dsv4.host_tier.grouped import host_use
 from dsv4.host_tier.layer import HostLayer
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import Append
 from kernels.block_choice import Policy, dense
 from kernels.chunked_prefill import Chunking
@@ -107,15 +108,16 @@ def test_captured_steps_of_the_triton_backend(folders, name):
 
 
 def test_drafts_give_the_text_of_the_resident_cache(folders):
-    """Greedy text with and without drafts, verified one by one and at once."""
+    """Greedy text with and without drafts, in passes that are one append and in rounds."""
     model = load_model(folders[0], numerics="fp32", device=DEVICE, attention=WAYS["bound"])
     ids = torch.randint(0, VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist() * 3
     found = []
     for choice in (None, HostMemory(7)):
         model.kv_memory = choice
-        found += [generate(model, ids, 40), *generate_speculative(model, [ids], 40, LookupDrafter(), verify=Append)]
-    assert all(f.token_ids == found[0].token_ids for f in found) and found[3].speculation.proposed > 5
-    assert found[0].host is None and found[2].host["misses"] > 0 and found[3].host["pinned_bytes"] > 0
+        found += [generate(model, ids, 40), *generate_speculative(model, [ids], 40, LookupDrafter(), verify=Append),
+                  *generate_resident(model, [ids], 40, LookupDrafter())]
+    assert all(f.token_ids == found[0].token_ids for f in found) and found[4].speculation.proposed == found[5].speculation.proposed > 5
+    assert found[0].host is None and found[3].host["misses"] > 0 and all(f.host["pinned_bytes"] > 0 for f in found[4:])
 
 
 def test_another_policy_for_a_filled_cache(folders):

@@ -11,6 +11,7 @@ import torch
 from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.speculation import Request, Static, Trace, on_device, read_costs
+from dsv4.speculation.accept import Accepted
 from dsv4.speculation.trace import mixed
 from scripts import bench_speculation
 from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces, warm
@@ -39,7 +40,7 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
     assert point.static and point.passes == len(by["static 3"].rounds) and 0 < point.acceptance < 1 and 2 < point.mean_block_size <= 3
     text = speculation_report.real(COSTS, ran, [r.point() for r in ran])
     assert "| m | 2 | oracle |" in text and "What a round costs" in text
-    monkeypatch.setattr(speculation_gpu.Traced, "_accept", lambda self, logits, drafts, proposed: (proposed, logits.argmax(-1)))
+    monkeypatch.setattr(speculation_gpu.Traced, "accept", lambda self, logits, drafts, q, sizes, at: Accepted(sizes, logits.argmax(-1)))
     with pytest.raises(RuntimeError, match="chose other sizes than the specification"):
         speculation_gpu.race(model, traces, COSTS, 2, 24, 40, (3,), lambda line: None)
 
@@ -134,7 +135,8 @@ def test_what_is_recorded_is_what_drafts_would_do(model):
     seen = speculation_gpu.record(model, cache(), ids, 20)
     assert seen.shape == (2, 20) and 0 <= seen.min() and seen.max() <= 8
     for k in (1, 3):
-        from dsv4.speculation.rounds import Rounds, primed
+        from dsv4.speculation.resident_drafters import primed
+        from dsv4.speculation.rounds import Rounds
         held = cache()
         rounds = Rounds(model, held, 8, *primed(model, held, ids), [30, 30], (), on_device(Static(k), 2, "cpu"))
         at = np.zeros(2, int)

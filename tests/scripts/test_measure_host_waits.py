@@ -1,6 +1,7 @@
 """Waits of the host are counted, written, and red where they grow with the response; on a CPU there is nothing to wait for, and that is said."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -21,10 +22,14 @@ def run(monkeypatch, tmp_path):
 
 
 def test_what_is_counted_on_a_cpu(run):
+    """Both drafters and policies, greedily and sampled."""
     code, found, text = run()
     rows = found["rows"]
-    assert code == 0 and [r["tokens"] for r in rows] == [5, 18] and rows[0]["rounds"] < rows[1]["rounds"] < 18
-    assert all(r["synchronisations"] == r["polls"] == 0 and r["bytes_a_round"] == 4 * 8 * 8 for r in rows)  # 4 rounds of 4 + 4 numbers
+    ways = [(r["drafter"], r["policy"], r["temperature"], r["tokens"]) for r in rows]
+    assert code == 0 and ways == list(product(("mtp", "lookup"), ("3", "adaptive"), (0, 0.8), (5, 18)))
+    assert all(a["rounds"] < b["rounds"] <= 18 for a, b in zip(rows[::2], rows[1::2])) and rows[1]["rounds"] < 18
+    bytes_of = {"3": 4 * 8 * 8, "adaptive": 4 * 13 * 8}  # 4 rounds of 4 numbers and as many tokens as a round can give
+    assert all(r["synchronisations"] == r["polls"] == 0 and r["bytes_a_round"] == bytes_of[r["policy"]] for r in rows)
     assert rows[0]["bytes_at_the_end"] < rows[1]["bytes_at_the_end"] and rows[1]["seconds"] > 0
     assert not found["setup"]["captured"] and "say nothing of a GPU" in text and "| 18 |" in text
 
@@ -38,9 +43,9 @@ def test_waits_that_grow_with_the_response_are_red(run, monkeypatch, capsys):
         torch.cuda.synchronize()
         real(self, D)
     monkeypatch.setattr(Rounds, "_launch", launch)
-    code, found, _ = run()
+    code, found, _ = run("--speculate", "lookup", "--temperatures", "0.8", "--draft-tokens", "3")
     assert code == 1 and all(r["synchronisations"] == r["rounds"] == r["synchronisations_of_the_request"] for r in found["rows"])
-    assert found["rows"][0]["why"] == ["torch.cuda.synchronize"] and "expected the same for all" in capsys.readouterr().out
+    assert found["rows"][0]["why"] == ["torch.cuda.synchronize"] and "lookup, 3, at temperature 0.8, synchronisations:" in capsys.readouterr().out
 
 
 def test_counts_end_with_the_block(monkeypatch):

@@ -1,13 +1,16 @@
 """Generation by rounds on the device says what plain generation says, in the same words; on a CPU nothing is captured."""
 
 import pytest
+import torch
 
-from dsv4 import load_model
+from dsv4 import load_model, run
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.generate import generate
+from dsv4.generate import Generation, Sampling, distribution, generate
 from dsv4.speculation import Adaptive, Static
-from dsv4.speculation.draft import MTPDrafter
+from dsv4.speculation.accept import draw
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.noise import OWN, row_seeds, uniforms
 from dsv4.speculation.resident import generate_resident
 from tests.speculation.scripted import prompt_of
 
@@ -17,16 +20,79 @@ def model(golden_path):
     return load_model(golden_path, numerics="fp32", mtp=True)
 
 
+DRAFTERS = pytest.mark.parametrize("drafter", [MTPDrafter(), LookupDrafter(1, 1)], ids=lambda d: d.name)
+
+
+def every(model, seed: int = 0) -> list[int]:
+    """A prompt in which lookup of single tokens finds whatever the model says."""
+    return torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@DRAFTERS
 @pytest.mark.parametrize("policy", [Static(0), Static(1), Static(3), Adaptive()], ids=lambda p: p.name)
-def test_tokens_and_counts_are_those_of_the_loop(model, policy):
-    prompts = [prompt_of(model, n) for n in (5, 130, 31)]
+def test_tokens_and_counts_are_those_of_the_loop(model, policy, drafter):
+    prompts = [prompt_of(model, 5), every(model), prompt_of(model, 31)]
     told = [[] for _ in prompts]
-    found = generate_resident(model, prompts, 17, policy, on_token=lambda row, token: told[row].append(token), ahead=1)
-    others = generate_speculative(model, prompts, 17, MTPDrafter(), policy=policy)
+    found = generate_resident(model, prompts, 17, drafter, policy=policy, on_token=lambda row, token: told[row].append(token), ahead=1)
+    others = generate_speculative(model, prompts, 17, drafter, policy=policy)
     for ids, out, other, heard in zip(prompts, found, others, told):
         assert out.token_ids == other.token_ids == generate(model, ids, 17).token_ids == heard
         assert out.speculation.document(17) == other.speculation.document(17) and out.stop_reason == other.stop_reason == "max_new_tokens"
         assert out.max_context == other.max_context and out.prefill_seconds > 0 and out.decode_seconds > 0
+    assert found[1].speculation.proposed or policy.sizes == (0,)
+
+
+def test_lookup_needs_no_block(official):
+    model = load_model(official, numerics="fp32", mtp=False)
+    ids = every(model)
+    out = generate_resident(model, [ids], 30, LookupDrafter(1, 1))[0]
+    assert out.token_ids == generate(model, ids, 30).token_ids and out.speculation.proposed and out.speculation.draft_steps == 0
+
+
+SAMPLING = Sampling(0.9, 0.95, 21)
+
+
+def drawn(model, ids: list[int], n: int, seed: int) -> list[int]:
+    """Tokens of plain decoding of one row, drawn by the noise of `seed` at their positions."""
+    cache, fed, out = model.new_cache(1, len(ids) + n), ids, []
+    for t in range(len(ids), len(ids) + n):
+        p = distribution(model.append(torch.tensor([fed]), cache, logits="last")[:, 0], SAMPLING)
+        fed = draw(p, uniforms(row_seeds(seed, 1, "cpu"), torch.tensor([t]), OWN)).tolist()
+        out += fed
+    return out
+
+
+def test_sampled_lookup_says_what_sampling_without_drafts_says(model):
+    """Whatever is drafted, and for a row by itself as in a batch."""
+    prompts = [prompt_of(model, 5), every(model)]
+    plain = [out.token_ids for out in generate_resident(model, prompts, 20, LookupDrafter(), SAMPLING, Static(0))]
+    assert plain == [drawn(model, ids, 20, 21 + b) for b, ids in enumerate(prompts)]
+    for policy in (Static(4), Adaptive()):
+        found = generate_resident(model, prompts, 20, LookupDrafter(1, 1), SAMPLING, policy)
+        assert [out.token_ids for out in found] == plain and found[1].speculation.proposed
+    alone = generate_resident(model, prompts[1:], 20, LookupDrafter(), Sampling(0.9, 0.95, 22))[0]
+    assert alone.token_ids == plain[1]
+    assert generate_resident(model, prompts[:1], 20, MTPDrafter(), SAMPLING, Static(0))[0].token_ids == plain[0]
+
+
+def test_sampled_drafts_of_the_block(model):
+    """Seeds decide, not neighbours; a sharp temperature says what greedy decoding says."""
+    prompts = [prompt_of(model, 5), prompt_of(model, 40)]
+    found = generate_resident(model, prompts, 20, MTPDrafter(), SAMPLING)
+    assert found[1].token_ids == generate_resident(model, prompts[1:], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
+    assert found[0].token_ids != generate_resident(model, prompts[:1], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
+    assert found[0].speculation.proposed and found[0].speculation.draft_steps == found[0].speculation.proposed
+    sharp = generate_resident(model, prompts, 20, MTPDrafter(), Sampling(1e-4))
+    assert [out.token_ids for out in sharp] == [generate(model, ids, 20).token_ids for ids in prompts]
+
+
+@DRAFTERS
+def test_a_sampled_row_ends_at_its_stop_id_and_tells_every_token_once(model, drafter):
+    ids = every(model)
+    whole = generate_resident(model, [ids], 20, drafter, SAMPLING)[0].token_ids
+    stop, told = whole[9], []
+    out = generate_resident(model, [ids], 20, drafter, SAMPLING, stop_ids=[stop], on_token=lambda row, token: told.append(token))[0]
+    assert out.token_ids == whole[:whole.index(stop) + 1] and told == out.token_ids[:-1] and out.stop_reason == "eos"
 
 
 def test_long_prompts_in_pieces(model, monkeypatch):
@@ -41,7 +107,7 @@ def test_stops(model):
     prompts = [prompt_of(model, n) for n in (5, 40)]
     plain = [generate(model, ids, 15).token_ids for ids in prompts]
     for stop in (plain[0][0], plain[0][6]):
-        found, told = generate_resident(model, prompts, 15, Static(8), stop_ids=[stop], on_token=lambda row, token: told.append(token)), []
+        found, told = generate_resident(model, prompts, 15, policy=Static(8), stop_ids=[stop], on_token=lambda row, token: told.append(token)), []
         for out, row in zip(found, plain):
             want = row[:row.index(stop) + 1] if stop in row else row
             assert out.token_ids == want and out.stop_reason == ("eos" if stop in row else "max_new_tokens")
@@ -63,3 +129,20 @@ def test_refusals(model, official):
     most = model.config.max_position_embeddings
     with pytest.raises(InputError, match="draft fewer"):
         generate_resident(model, [[5]], most)
+
+
+def test_where_steps_are_captured_requests_run_as_rounds(golden_path, monkeypatch):
+    """With either drafter at any temperature, unless passes are to be appends; elsewhere as passes that the host waits for."""
+    called = []
+    for name in ("generate_resident", "generate_speculative"):
+        monkeypatch.setattr(run, name, lambda model, prompts, n, drafter, sampling, *rest, name=name, **more: called.append(
+            (name, drafter.name, sampling.temperature)) or [Generation(prompts[0])])
+    session = run.Session(golden_path, run.Choices(numerics="fp32"))
+    for captured, together in ((True, False), (True, True), (False, False)):
+        monkeypatch.setattr(run, "captures", lambda model, captured=captured: captured)
+        for drafter in ("mtp", "lookup"):
+            for temperature in (0, 0.8):
+                request = run.Request("1", is_ids=True, sampling=Sampling(temperature), speculate=drafter, together=together)
+                session.generate([1], request, lambda text: None)
+                wanted = "generate_resident" if captured and not together else "generate_speculative"
+                assert called.pop() == (wanted, drafter, temperature) and not called

@@ -9,11 +9,12 @@ import torch
 from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.generate import generate
-from dsv4.speculation import rounds
+from dsv4.speculation import host_half
 from dsv4.speculation.policy import Adaptive
 from dsv4.speculation.policy_device import on_device
 from dsv4.speculation.ring import HEAD, Ring
-from dsv4.speculation.rounds import Rounds, primed
+from dsv4.speculation.resident_drafters import primed
+from dsv4.speculation.rounds import Rounds
 from tests.speculation.test_rounds import NEW, forced, prompts, static
 
 DONE_FIRST = [3, 2, *range(HEAD, HEAD + 9), 1, 0]  # columns of a record as they arrive: whether a row is done before what it wrote
@@ -185,7 +186,7 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
     """At once where another round is behind the one that is waited for, else only where it is long: then a nap's length does not matter."""
     found, *_ = late(model, prompts(model), NEW, static(model, 3, 0), kind=Rounds)
     clock = Clock()
-    monkeypatch.setattr(rounds, "time", clock)
+    monkeypatch.setattr(host_half, "time", clock)
 
     class Timed:
         def query(self):
@@ -193,14 +194,14 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
     found._wait(Timed(), idle)
     assert bool(clock.naps) == napped and clock.now < seconds + 100e-6
     assert (len(clock.naps) <= found.counts.polls < seconds / 1e-6) and (not napped or idle or found.counts.polls <= seconds / 70e-6 + 1)
-    assert all(at > rounds.SPIN for at in clock.naps) or not idle
+    assert all(at > host_half.SPIN for at in clock.naps) or not idle
 
 
 @pytest.mark.parametrize("ahead, naps", [(1, False), (2, True), (3, True)])
 def test_rounds_nap_where_another_is_behind(model, ahead, naps, monkeypatch):
     found, *_ = late(model, prompts(model), NEW, static(model, 3, 2))
     clock = Clock()
-    monkeypatch.setattr(rounds, "time", clock)
+    monkeypatch.setattr(host_half, "time", clock)
     monkeypatch.setattr(found, "_settle", lambda: None)  # which naps: nothing comes after it
     found.run(ahead=ahead)
     assert bool(clock.naps) == naps and found.counts.polls > 10

@@ -11,7 +11,8 @@ from dsv4.generate import generate
 from dsv4.speculation import CostAware
 from dsv4.speculation.policy import Adaptive, Static
 from dsv4.speculation.policy_device import DevicePolicy, on_device
-from dsv4.speculation.rounds import Rounds, primed
+from dsv4.speculation.resident_drafters import Drafted, primed
+from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_costs import flat
 
 NEW = (21, 9, 14)
@@ -92,7 +93,7 @@ def forced(found, ids, plain, wrong):
             rows.append((row[at:] + [0] * D)[:D])
             if wrong[b] < D:
                 rows[b][wrong[b]] = (rows[b][wrong[b]] + 1) % found.model.config.vocab_size
-        return torch.tensor(rows, dtype=torch.int64)
+        return Drafted(torch.tensor(rows, dtype=torch.int64))
     found._drafts = drafts
 
 
@@ -128,7 +129,7 @@ def test_drafts_after_a_round_are_as_if_all_had_been_appended(model, wrong):
     for _ in range(2):
         found._round(3)
     assert found.written.tolist() == [2 * (w + 1) for w in wrong]
-    drafts = real(4).tolist()
+    drafts = real(4).tokens.tolist()
     for row, text, w, got in zip(ids, plain, wrong, drafts):
         assert got == chain(model, row + text[:1 + 2 * (w + 1)], 4)
 
@@ -140,7 +141,7 @@ def test_every_residue(model, length):
     plain = generate(model, ids[0], 12).token_ids
     assert run(model, ids, (12,), static(model, 1, 3))[0] == [plain]
     found, first = rounds(model, ids, (12,), static(model, 1, 3))
-    found._drafts = lambda D: torch.tensor([plain[1 + int(found.written):][:D] + [0] * max(0, D - 11 + int(found.written))], dtype=torch.int64)
+    found._drafts = lambda D: Drafted(torch.tensor([plain[1 + int(found.written):][:D] + [0] * max(0, D - 11 + int(found.written))], dtype=torch.int64))
     assert [first + found.run()[0]] == [plain] and len(found.counts.rounds) == 3  # eleven tokens, four a round
 
 
@@ -152,7 +153,7 @@ def test_only_what_is_right_is_accepted(model):
 
         def drafts(D):
             following = torch.tensor([(plain[1 + int(found.written):] + [0] * D)[:D]], dtype=torch.int64)
-            return torch.where(torch.arange(D) == wrong, (following + 1) % model.config.vocab_size, following)
+            return Drafted(torch.where(torch.arange(D) == wrong, (following + 1) % model.config.vocab_size, following))
         found._drafts = drafts
         assert first + found.run()[0] == plain
         assert len(found.counts.rounds) == -(-11 // (wrong + 1))
@@ -221,13 +222,13 @@ def test_drafts_are_those_of_the_block(model):
 def test_chained_drafts_feed_the_blocks_own_streams(model):
     ids = prompts(model, (17,), seed=4)
     found, first = rounds(model, ids, (12,), static(model, 1, 4))
-    assert found._drafts(4)[0].tolist() == chain(model, ids[0] + first, 4)
+    assert found._drafts(4).tokens[0].tolist() == chain(model, ids[0] + first, 4)
 
 
 def test_what_does_not_fit_is_refused(model):
     ids = prompts(model, (9,))
     with pytest.raises(InputError, match="max_context"):
-        rounds(model, ids, (12,), static(model, 1, 3), room=-2)
+        rounds(model, ids, (12,), static(model, 1, 3), room=-1)  # rows that are done run on, behind their last token
     cache = model.new_cache(1, 64, 4)
     with pytest.raises(InputError, match="max_rewind"):
         Rounds(model, cache, 8, *primed(model, cache, ids), [3], (), static(model, 1, 3))
@@ -269,7 +270,7 @@ def test_rounds_of_a_capture_change_nothing(model):
     found, first = rounds(model, ids, NEW, on_device(CostAware(COSTS, 3), 3, model.device))
     plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
     found._launch(4)
-    kept = [(holder, name, t.clone()) for holder in (found, found.policy) for name, t in vars(holder).items() if isinstance(t, torch.Tensor)]
+    kept = [(holder, name, t.clone()) for holder in (found, found.policy, found.drafter) for name, t in vars(holder).items() if isinstance(t, torch.Tensor)]
     with found._undisturbed():
         found._round(2)
         found._round(7)

@@ -1,0 +1,75 @@
+"""How the tokens of rounds are chosen: greedily, or drawn by noise that is counted. All of it runs inside a captured round."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from dsv4.generate import Sampling, distribution
+from dsv4.speculation.accept import Accepted, accept_chosen, accept_greedy, accept_sampled, draw
+from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
+
+
+class Choice(ABC):
+    """The interface. `at` int64 [B]: each row's position in its text of the token that the first place of logits is about. draws: whether
+    drafts of a model are drawn, not chosen."""
+
+    draws = False
+
+    @abstractmethod
+    def own(self, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """What decoding without drafts says, int64 [B, W] of logits fp32 [B, W, V]."""
+
+    @abstractmethod
+    def draft(self, logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts int64 [B] of a drafting model's logits fp32 [B, V], and what they were drawn from fp32 [B, V]; None if they were chosen."""
+
+    @abstractmethod
+    def accept(self, logits: torch.Tensor, drafts: torch.Tensor, q: torch.Tensor | None, sizes: torch.Tensor, at: torch.Tensor) -> Accepted:
+        """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; q [B, W, V] as `draft` gave it;
+        sizes int64 [B]: drafts that each row has."""
+
+
+class Greedy(Choice):
+    def own(self, logits, at):
+        return logits.argmax(-1)
+
+    def draft(self, logits, at):
+        return logits.argmax(-1), None
+
+    def accept(self, logits, drafts, q, sizes, at):
+        return accept_greedy(logits, drafts, sizes)
+
+
+class Sampled(Choice):
+    """At a temperature over 0. Row b's noise is that of sampling.seed + b.
+
+    Drafts that were chosen stay where they are what decoding without drafts draws with the same noise: with probability p(x), as by
+    rejection sampling, and the text then does not depend on what was drafted. Drafts that were drawn go through rejection sampling, which keeps more of
+    them than any rule whose text does not depend on drafts (Daliri et al. 2024, arXiv 2408.07978); the token that a round adds to them
+    is drawn by the number of the round's first position, which no other round begins at."""
+
+    draws = True
+
+    def __init__(self, sampling: Sampling, batch: int, device: torch.device | str):
+        self.sampling, self.seeds = sampling, row_seeds(sampling.seed, batch, device)
+
+    def own(self, logits, at):
+        return draw(distribution(logits, self.sampling), self._noise(at, logits.shape[1], OWN))
+
+    def draft(self, logits, at):
+        q = distribution(logits, self.sampling)
+        return draw(q, uniforms(self.seeds, at, DRAFT)), q
+
+    def accept(self, logits, drafts, q, sizes, at):
+        if q is None:
+            return accept_chosen(self.own(logits, at), drafts, sizes)
+        u, u_last = self._noise(at, drafts.shape[1], KEEP), uniforms(self.seeds, at, OWN)
+        return accept_sampled(distribution(logits, self.sampling), q, drafts, sizes, u, u_last)
+
+    def _noise(self, at: torch.Tensor, width: int, role: int) -> torch.Tensor:
+        return uniforms(self.seeds, at.unsqueeze(1) + torch.arange(width, device=at.device), role)
+
+
+def choice_of(sampling: Sampling, batch: int, device: torch.device | str) -> Choice:
+    """For `batch` rows on a device: `Greedy` at temperature 0."""
+    return Greedy() if sampling.temperature == 0 else Sampled(sampling, batch, device)

@@ -1,0 +1,197 @@
+"""The host's half of rounds: it captures them, launches them, polls for what they left and tells it; it waits for the device in no call."""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from dsv4.causal import CausalLM, TokenCache
+from dsv4.errors import InputError
+from dsv4.graph import WARM_UP, captures
+from dsv4.speculation.resident_drafters import RoundDrafter
+from dsv4.speculation.ring import Ring
+
+
+@dataclass
+class Progress:
+    """What the host knows of a batch, as of the last round that it has read. rounds: how many it has read."""
+
+    rounds: int
+    written: list[int]
+    sizes: list[int]
+    done: list[bool]
+
+
+@dataclass
+class Counts:
+    """Of one batch. sizes: what the host knew that rows wanted when it began each round. polls: how often the host asked
+    whether a round had ended and heard that it had not."""
+
+    rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
+    sizes: list[list[int]] = field(default_factory=list)
+    polls: int = 0
+
+
+NAP = 20e-6   # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
+SPIN = 4e-3   # seconds of polling without a nap while the device has nothing else to do: a nap is then little beside the round
+RING = 4      # rounds whose records the host can still read: as many as may be under way, and some more
+
+
+class HostHalf(ABC):
+    """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a round does is the
+    subclass's, as are `done` bool [B], `log` and `drafter`. widths, ring: as for `Rounds`. Raises InputError where layers lie on several devices."""
+
+    done: torch.Tensor
+    log: torch.Tensor
+    drafter: RoundDrafter
+
+    def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int):
+        device = model.device
+        if model.layer_devices is not None:
+            raise InputError("rounds cannot be captured while layers are spread over devices; load without --device-map")
+        self.model, self.cache, self.most, self.room = model, cache, most, room
+        self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
+        self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.ring = Ring(ring, cache.batch, most + 1, device)
+        self.captures = captures(model)
+        self.side = torch.cuda.Stream(device) if self.captures else None
+        self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
+        self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.tiles: dict[int, list[torch.Tensor | None] | None] = {}  # that each graph's attention read: each replay writes them again
+
+    def _anew(self, sizes: list[int], done: list[bool]) -> None:
+        """No round has run."""
+        self.under_way: deque[torch.cuda.Event | None] = deque()  # what ends with each round that is not read yet, the oldest first
+        self.known, self.counts = Progress(0, [0] * len(done), sizes, done), Counts()
+
+    # ---- what a round is -----------------------------------------------------------------
+
+    @abstractmethod
+    def _round(self, D: int) -> None:
+        """One round of D drafts, on the device alone. Rows that are done change nothing."""
+
+    @abstractmethod
+    def _state(self) -> list[torch.Tensor]:
+        """Tensors that a round changes though every row is done."""
+
+    def capture(self, D: int) -> None:
+        """Capture the round of D drafts, also between rounds. It runs a few times."""
+        with self._undisturbed():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    self._round(D)
+                self.graphs[D] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[D], stream=stream, pool=self.pool):
+                    self._round(D)
+            self.tiles[D] = self.model.tiles
+            torch.cuda.current_stream().wait_stream(stream)
+
+    @contextmanager
+    def _undisturbed(self):
+        """Rounds that run meanwhile change nothing: every row counts as done, and what is chosen and learnt is put back."""
+        state = self._state()
+        held = [t.clone() for t in state]
+        self.done.fill_(True)
+        yield
+        for tensor, before in zip(state, held):
+            tensor.copy_(before)
+        self.ring.send(wait=True)  # a round that was under way has ended, and its record may not be read yet
+
+    # ---- running them --------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Capture the rounds of all widths now, so that none is captured in the middle of a run."""
+        for D in self.widths if self.captures else ():
+            if D not in self.graphs:
+                self.capture(D)
+
+    def history(self) -> list[list[tuple[int, int]]]:
+        """Of each row (drafted, accepted) of the rounds in which it got tokens. Waits for the device."""
+        drafted, accepted, count = self.log[:, 0].T.tolist(), self.log[:, 1].T.tolist(), self.log[:, 2].T.tolist()
+        return [[(d, a) for d, a, n in zip(*row) if n] for row in zip(drafted, accepted, count)]
+
+    def run(self, on_tokens: Callable[[int, list[int]], None] | None = None, ahead: int = 2,
+            until: Callable[[Iterable[bool]], bool] = all) -> list[list[int]]:
+        """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens) as they are known:
+        every token once and in order, those of rounds that were under way at the end too.
+
+        ahead: rounds under way before the oldest is waited for by polling; 1 decides every size by the round just before. Raises
+        InputError where the ring holds fewer. Records that came early are read early, but not where drafts are drawn: which draws make a token then
+        depends on how many are drafted, and that is decided by the record `ahead` rounds before and not by the clock.
+        """
+        if not 1 <= ahead <= self.ring.rounds:
+            raise InputError(f"{ahead} rounds were to be under way; these were made with a ring of {self.ring.rounds}: expected 1 to that many")
+        while not until(self.known.done):
+            wanted = max(size for size, done in zip(self.known.sizes, self.known.done) if not done)
+            self.counts.sizes.append(self.known.sizes)
+            self._launch(min(wanted, self.most))
+            while len(self.under_way) >= ahead or not self.drafter.draws and self.under_way and self._ended(self.under_way[0]):
+                self._read(on_tokens)
+        while self.under_way:
+            self._read(on_tokens)
+        return self._settle()
+
+    def _launch(self, D: int) -> None:
+        """Begin a round of D drafts, or of the next width above."""
+        if len(self.under_way) == self.ring.rounds:  # its record would take the place of one that is not read
+            raise RuntimeError(f"{len(self.under_way)} rounds are not read yet, and the ring holds no more")
+        self.counts.rounds.append(D)
+        if self.captures:
+            width = next(w for w in self.widths if w >= D)
+            if width not in self.graphs:
+                self.capture(width)
+            self.graphs[width].replay()
+            self.model.tiles = self.tiles[width]
+        else:
+            self._round(D)
+        self.under_way.append(self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What ends with all that was begun so far; None where that has ended."""
+        if self.model.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _ended(self, event: torch.cuda.Event | None) -> bool:
+        ended = event is None or event.query()
+        self.counts.polls += not ended
+        return ended
+
+    def _read(self, on_tokens: Callable[[int, list[int]], None] | None) -> None:
+        """Wait for the oldest round under way, and tell what it said. Before its event has passed nothing of its record is right."""
+        self._wait(self.under_way[0], idle=len(self.under_way) == 1)
+        self.under_way.popleft()
+        known = self.known
+        record = self.ring.read(known.rounds)
+        written = [n + len(tokens) for n, tokens in zip(known.written, record.tokens)]
+        self.known = Progress(known.rounds + 1, written, record.sizes, record.done)
+        for b, tokens in enumerate(record.tokens):
+            if tokens and on_tokens is not None:
+                on_tokens(b, tokens)
+
+    def _wait(self, event: torch.cuda.Event | None, idle: bool) -> None:
+        """Poll until `event` has passed, with naps: the processor is others'. idle: the device then has nothing to do until the host goes on,
+        so naps begin only where the wait is long; else a round behind this one hides them."""
+        begun = time.perf_counter()
+        while not self._ended(event):
+            if not idle or time.perf_counter() - begun > SPIN:
+                time.sleep(NAP)
+
+    def _settle(self) -> list[list[int]]:
+        """The rows' tokens, copied once and whole; the host's lengths of the caches again what the device holds."""
+        self.host_out.copy_(self.out, non_blocking=True)
+        self._wait(self._mark(), idle=False)
+        for lengths in (self.cache._main, *self.drafter.lengths):
+            for b, n in enumerate(self.known.written):
+                lengths.advance(slice(b, b + 1), n)
+        self.model.replayed = max(self.cache.lengths)
+        return [self.host_out[b, :n].tolist() for b, n in enumerate(self.known.written)]

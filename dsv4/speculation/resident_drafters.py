@@ -1,0 +1,163 @@
+"""Drafters of rounds: what `draft` drafts, as tensor operations without the host, so that a round with them can be captured."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dsv4.cache import Cache, Lengths
+from dsv4.causal import CausalLM, TokenCache
+from dsv4.errors import InputError
+from dsv4.model import Model
+from dsv4.speculation.choosing import Choice, Greedy
+from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
+from dsv4.speculation.policy import LARGEST
+from dsv4.speculation.prefill import prefill
+from dsv4.step import CapturedStep
+
+
+class Drafted(NamedTuple):
+    """tokens int64 [B, D]; q fp32 [B, D, V]: what they were drawn from; None if they were chosen."""
+
+    tokens: torch.Tensor
+    q: torch.Tensor | None = None
+
+
+class RoundDrafter(ABC):
+    """The interface. A row holds `start` int64 [B] tokens in the model's caches and one more that is chosen, not yet in them.
+
+    offered int64 [B]: drafts that the next round can have of each row. lengths: of caches of its own, which the host moves on with the
+    model's. draws: whether drafts are drawn. All tensors are updated in place, so that replays follow each other.
+    """
+
+    offered: torch.Tensor
+    lengths: tuple[Lengths, ...] = ()
+    draws = False
+
+    @abstractmethod
+    def take(self, other: "RoundDrafter") -> None:
+        """Go on from where another of this kind stands, which was made for as many rows of the same cache."""
+
+    @abstractmethod
+    def drafts(self, D: int, start: torch.Tensor) -> Drafted:
+        """D of each row; those of a row that offers none mean nothing."""
+
+    def told(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
+        """Of chosen int64 [B, T] the first count int64 [B] are the rows' next tokens; before the sizes of the next round are chosen."""
+
+    def follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, start: torch.Tensor) -> None:
+        """The same, beside what follows `told`. streams [B·T, n, d]: the main model's at positions start … start + T − 1."""
+
+
+class MTPDrafts(RoundDrafter):
+    """Chained drafts of the MTP block, which holds as many entries as the model's caches hold tokens.
+
+    said fp32 [B, V], chained [B, n, d]: logits of the block for what follows the last token, and its streams there. choice: how drafts
+    come of logits.
+    """
+
+    def __init__(self, model: Model, cache: Cache, said: torch.Tensor, chained: torch.Tensor, choice: Choice = Greedy()):
+        if not model.mtp:
+            raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
+        self.model, self.cache, self.choice, self.lengths, self.draws = model, cache, choice, (cache._mtp,), choice.draws
+        self.said, self.chained = said.clone(), chained.clone()
+        self.offered = torch.full((cache.batch,), LARGEST, device=model.device)
+
+    def take(self, other):
+        self.said.copy_(other.said)
+        self.chained.copy_(other.chained)
+
+    def drafts(self, D, start):
+        tokens, drawn_from, logits, streams = [], [], self.said, self.chained
+        for j in range(D):
+            if j:
+                features, streams = self._block(streams, tokens[-1].unsqueeze(1), start + (j - 1))
+                logits = self.model.head(features)
+            token, q = self.choice.draft(logits, start + (j + 1))
+            tokens.append(token)
+            drawn_from += [] if q is None else [q]
+        if not D:
+            return Drafted(start.new_empty(len(start), 0))
+        return Drafted(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)
+
+    def follow(self, streams, chosen, count, start):
+        """The block over what was verified, and what it says after the last token that counts; other rows stay as they were."""
+        B, T = chosen.shape
+        features, after = self._block(streams, chosen, start)
+        row = torch.arange(B, device=chosen.device) * T + (count - 1).clamp(min=0)
+        moved = (count > 0).unsqueeze(1)
+        self.said.copy_(torch.where(moved, self.model.head(features.index_select(0, row)), self.said))
+        self.chained.copy_(torch.where(moved.unsqueeze(2), after.index_select(0, row), self.chained))
+
+    def _block(self, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams."""
+        step = CapturedStep(ids, start, self.cache.max_context, self.model.rope_frequencies())
+        embedded = self.model.embed(step.ids).to(self.model.numerics.activation)
+        return self.model.mtp[0](streams, embedded, step, self.cache.mtp_layers[0])
+
+
+class LookupDrafts(RoundDrafter):
+    """Prompt lookup as `LookupDrafter` defines it, over texts on the device: the longest suffix of `longest` to `shortest` tokens that
+    stands earlier and has a follower there, of those the latest; a match that reaches the end goes on in what it drafts.
+
+    text int64 [B, longest + room]: pads of −1, the row's length tokens, and what means nothing. A round looks through all of it, in about a
+    dozen operations over B · room numbers: no index is kept. tokens int64 [B]: each row's first after its prompt.
+    """
+
+    def __init__(self, prompts: list[list[int]], tokens: torch.Tensor, room: int, longest: int, shortest: int):
+        self.longest, self.shortest = longest, shortest
+        held = torch.full((len(prompts), longest + room), -1, dtype=torch.int64)
+        for row, ids in zip(held, prompts):
+            row[longest:longest + len(ids)] = torch.tensor(ids)
+        self.text = held.to(tokens.device)
+        self.length = torch.tensor(list(map(len, prompts)), device=tokens.device)
+        self.behind, self.offered = torch.zeros_like(self.length), torch.zeros_like(self.length)
+        self.told(tokens.unsqueeze(1), torch.ones_like(self.length))
+
+    def take(self, other):
+        for name in ("text", "length", "behind", "offered"):
+            getattr(self, name).copy_(getattr(other, name))
+
+    def drafts(self, D, start):
+        period = (self.length - self.behind).unsqueeze(1)  # a draft beyond the end is one of those before it
+        place = self.longest + self.behind.unsqueeze(1) + torch.arange(D, device=start.device) % period
+        return Drafted(self.text.gather(1, place))
+
+    def told(self, chosen, count):
+        place = self.longest + self.length.unsqueeze(1) + torch.arange(chosen.shape[1], device=chosen.device)
+        self.text.scatter_(1, place, chosen)  # beyond what counts too: it lies behind the length
+        self.length += count
+        self._find()
+
+    def _find(self) -> None:
+        """Where each row's match goes on (0 where there is none)."""
+        room = self.text.shape[1] - self.longest
+        place, length = torch.arange(room, device=self.text.device), self.length.unsqueeze(1)
+        alike, run = place < length, torch.zeros_like(place)  # a token at `place` follows; of how many tokens back all agree
+        for back in range(1, self.longest + 1):
+            last = self.text.gather(1, self.longest + length - back)
+            alike = alike & (self.text[:, self.longest - back:self.longest - back + room] == last)
+            run = run + alike
+        best = torch.where(run >= self.shortest, run * room + place, -1).amax(1)  # the longest, and of those the latest
+        self.behind.copy_(best.clamp(min=0) % room)
+        self.offered.copy_((best >= 0) * LARGEST)
+
+
+def primed(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_prefill: Callable[[int, int], None] | None = None,
+           choice: Choice = Greedy(), drafter: Drafter = MTPDrafter()) -> tuple[torch.Tensor, RoundDrafter]:
+    """Append prompts to an empty cache, and to the MTP block's own if it drafts.
+
+    Returns what `Rounds` starts from: the tokens chosen after the prompts int64 [B], and what `drafter` is on the device. Raises
+    InputError for a drafter that is nothing there.
+    """
+    if not isinstance(drafter, (MTPDrafter, LookupDrafter)):
+        raise InputError(f"drafter {drafter.name} has no device implementation; expected {MTPDrafter.name} or {LookupDrafter.name}")
+    tell = lambda streams, following, known: model.mtp_logits(streams, following, cache, n_new=known, logits="none")
+    logits, streams = prefill(model, cache, prompts, tell if drafter.needs_mtp else None, on_prefill)
+    tokens = choice.own(logits, torch.tensor(cache.lengths, device=model.device)).squeeze(1)
+    if isinstance(drafter, LookupDrafter):
+        room = cache.max_context + 1  # the last token that a round writes is not in the caches
+        return tokens, LookupDrafts(prompts, tokens, room, drafter.longest, drafter.shortest)
+    said, after = model.mtp_logits(streams, tokens.unsqueeze(1), cache, return_streams=True)
+    return tokens, MTPDrafts(model, cache, said[:, -1], after[:, -1], choice)
