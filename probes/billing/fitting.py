@@ -102,5 +102,5 @@ def _session() -> Iterator[Check]:
     error = max((abs((1 + r["error"]) * 9 - 1) for r in held), default=None)
     yield compare("what the errors of held-out rows are off by, relative", error, "<=", CLOSE, "a ninth of what is measured is predicted", len(held),
                   **about)
-    yield compare("held-out shapes that ran before they were predicted", machine.early, "==", 0, "predictions stand on disk first", len(plan.held_out),
-                  **about)
+    yield compare("held-out shapes that ran before they were predicted", machine.early, "==", 0, "predictions stand on disk first",
+                  len(plan.held_out), **about)

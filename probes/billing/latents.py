@@ -5,8 +5,8 @@ from collections import Counter
 import torch
 
 from dsv4.config import ModelConfig
-from probes.billing.watching import Called, Calls, changed, read_rows, row_bytes, spoiled
 from kernels.cache_rows import PAGE, PackedRows
+from probes.billing.watching import Called, Calls, changed, read_rows, row_bytes, spoiled
 
 OPERATIONS = ("sparse_attention", "hca_attention")
 

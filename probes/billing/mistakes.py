@@ -42,8 +42,8 @@ def _grouped(c: GQAConfig, numerics: Numerics, batch: int, context: int, policy:
             "windows ignored": KV * (full * kept + (len(c.windows) - full) * context), "keys and values together": 2 * KV * (full * kept + near)}
     distant = max(0, blocks - policy.sink - policy.local)
     vectors = {"bound": 2, "mean": 1, None: 0}[policy.selector] * KV * full
-    summaries = {"not counted": 0, "every block": vectors * blocks, "one vector of two": vectors // 2 * distant, "two vectors of one": 2 * vectors * distant,
-                 "query heads in place of KV heads": vectors * distant * H // KV}
+    summaries = {"not counted": 0, "every block": vectors * blocks, "one vector of two": vectors // 2 * distant,
+                 "two vectors of one": 2 * vectors * distant, "query heads in place of KV heads": vectors * distant * H // KV}
     sized = lambda causes: {cause: n * vector for cause, n in causes.items()}
     return {"keys": sized(rows), "values": sized(rows), "block summaries": sized(summaries)}
 

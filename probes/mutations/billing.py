@@ -51,7 +51,8 @@ def finding_is_free_in_the_bill(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("one vector of two",), **GROUPED)
 def one_bound_of_two_is_billed(site: Site) -> None:
     """A bound is counted as one vector a block; minimum and maximum are two."""
-    billed(site, "summary_bytes", lambda real: lambda g, policy, blocks: real(g, replace(policy, selector="mean") if policy.selector else policy, blocks))
+    mean = lambda policy: policy if policy.selector is None else replace(policy, selector="mean")
+    billed(site, "summary_bytes", lambda real: lambda g, policy, blocks: real(g, mean(policy), blocks))
 
 
 @mutation("1.19", bugs=(), parts=("block summaries, every block",), **GROUPED)
