@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ if not torch.cuda.is_available():
 
 from dsv4 import cli, load_model  # noqa: E402
 from tests import checkpoints, oracle  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from tests.interpreter import lighten
+    lighten()
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
 TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that order their sums differently
