@@ -1,5 +1,6 @@
 """Shared fixtures. Models are loaded once a session and not changed by tests."""
 
+import gc
 import os
 import sys
 from importlib.util import find_spec
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    """What was made until here stays: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
