@@ -1,17 +1,24 @@
 """Shared fixtures. Models are loaded once a session and not changed by tests."""
 
+import gc
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, for the reason of `one_thread`
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything that imports one
 
 from dsv4 import cli, load_model  # noqa: E402
 from tests import checkpoints, oracle  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from tests.interpreter import lighten
+    lighten()
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
 TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that order their sums differently
@@ -30,6 +37,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    """What was made until here stays: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

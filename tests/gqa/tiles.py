@@ -1,5 +1,7 @@
 """A contiguous cache with as many slots as pages give a step: sums over slots are then split alike, and bits can be compared."""
 
+from functools import cache
+
 import torch
 
 from dsv4.generate import sample
@@ -31,12 +33,18 @@ class Grown:
 
 
 def cold(model, request) -> tuple[list[int], torch.Tensor]:
-    """Tokens of a request by itself, and the logits [n, vocab] that each was chosen from."""
-    row, generator, seen, ids = Grown(model), torch.Generator().manual_seed(request.sampling.seed), [], []
-    logits = row.read(list(request.prompt_ids), "last")
+    """Tokens of a request by itself, and the logits [n, vocab] that each was chosen from; found once for each way of reading."""
+    ids, logits = _cold(model, model.attention, request.prompt_ids, request.max_tokens, request.sampling)
+    return list(ids), logits.clone()
+
+
+@cache
+def _cold(model, attention, prompt: tuple[int, ...], tokens: int, sampling) -> tuple[list[int], torch.Tensor]:
+    row, generator, seen, ids = Grown(model), torch.Generator().manual_seed(sampling.seed), [], []
+    logits = row.read(list(prompt), "last")
     while True:
         seen.append(logits[-1])
-        ids.append(sample(logits[-1], request.sampling, generator))
-        if len(ids) == request.max_tokens:
+        ids.append(sample(logits[-1], sampling, generator))
+        if len(ids) == tokens:
             return ids, torch.stack(seen)
         logits = row.append(ids[-1:])

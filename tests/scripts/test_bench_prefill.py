@@ -7,7 +7,7 @@ import torch
 
 from scripts.bench import decode_prefill, decode_report, report
 from scripts.bench.decode_prefill import Prefill, causal
-from tests.scripts.test_bench import ABOUT, MACHINE, SETUP, point
+from tests.scripts.bench_rows import ABOUT, MACHINE, SETUP, point
 
 
 def test_what_queries_see_together():

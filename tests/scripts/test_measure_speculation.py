@@ -26,17 +26,18 @@ def test_texts_are_compared_and_written(run):
     names = ["mtp", "lookup", "mtp, in the engine", "lookup, in the engine"]
     assert code == 0 and [(r["drafter"], r["same"], r["left_at"]) for r in rows] == [(name, 2, []) for name in names]
     assert "| native | mtp | 2 of 2 | – |" in (folder / "speculation_identity_cpu.md").read_text()
-    assert run("--together")[0] == 0 and (folder / "speculation_identity_cpu_together.md").exists()
+    assert run("--together", "--texts", "1", "--tokens", "2")[0] == 0 and (folder / "speculation_identity_cpu_together.md").exists()
 
 
 def test_a_text_that_leaves_plain_decoding_is_red(run, monkeypatch):
-    steps = verify.SingleSteps.__call__
-
-    def wrong(self, ids, counts, want_streams):
-        logits, streams = steps(self, ids, counts, want_streams)
-        return logits.roll(1, -1), streams
-    monkeypatch.setattr(verify.SingleSteps, "__call__", wrong)
-    code, folder = run()
-    rows = json.loads((folder / "speculation_identity_cpu.json").read_text())["rows"]
-    wrong = [r for r in rows if "engine" not in r["drafter"]]  # plain decoding of the engine runs passes too
-    assert code == 1 and len(wrong) == 2 and all(r["same"] == 0 and r["left_at"] for r in wrong)
+    """Where it must not: rows together may."""
+    for kind in (verify.SingleSteps, verify.Append):
+        def wrong(self, ids, counts, want_streams, right=kind.__call__):
+            logits, streams = right(self, ids, counts, want_streams)
+            return logits.roll(1, -1), streams
+        monkeypatch.setattr(kind, "__call__", wrong)
+    for more, name, expected in (((), "", 1), (("--together",), "_together", 0)):
+        code, folder = run("--texts", "1", "--tokens", "3", *more)
+        rows = json.loads((folder / f"speculation_identity_cpu{name}.json").read_text())["rows"]
+        left = [r for r in rows if "engine" not in r["drafter"]]  # plain decoding of the engine runs passes too
+        assert code == expected and len(left) == 2 and all(r["same"] == 0 and r["left_at"] for r in left)

@@ -1,0 +1,107 @@
+"""Triton's interpreter without the work whose result it throws away: the same values and the same errors in a third of the time.
+
+tests/kernels/test_interpreter.py holds it against the interpreter as it comes.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+PLAIN: dict[tuple[object, str], object] = {}  # what `lighten` replaced: (object, name) → as it comes
+
+
+def lighten() -> None:
+    """Make the interpreter of this process light."""
+    builder, of = interpreter.interpreter_builder, lambda thing, name: PLAIN.setdefault((thing, name), getattr(thing, name))
+    options = of(builder, "options")
+    if not options.debug:  # every sum of integers is taken again in int64, for an assertion that returns at once
+        builder.options = replace(options, sanitize_overflow=False)
+    interpreter._get_np_dtype = _numpy_types(of(interpreter, "_get_np_dtype"))
+    interpreter._patch_lang = Patches(of(interpreter, "_patch_lang"))
+    tl.block_type.__init__ = _block_types(of(tl.block_type, "__init__"))
+    tl.tensor.__init__ = _tensors(of(tl.tensor, "__init__"))
+
+
+def _numpy_types(plain):
+    """_get_np_dtype, which makes a dictionary of all types for each look-up."""
+    known = {}
+
+    def found(kind):
+        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if isinstance(scalar, tl.pointer_type):
+            return np.dtype(np.uint64)
+        if scalar.name not in known:
+            known[scalar.name] = plain(scalar)
+        return known[scalar.name]
+    return found
+
+
+def _block_types(plain):
+    """block_type.__init__, which checks its shape and writes its name: the same for each shape."""
+    known = {}
+
+    def made(self, element_ty, shape):
+        sizes = tuple([n.value if type(n) is tl.constexpr else n for n in shape])
+        if not all(type(n) is int for n in sizes):
+            plain(self, element_ty, shape)
+        elif sizes not in known:
+            plain(self, element_ty, shape)
+            known[sizes] = self.shape, self.numel, str(self.shape)
+        else:
+            self.element_ty, (self.shape, self.numel, said) = element_ty, known[sizes]
+            self.name = f"<{said}, {element_ty}>"
+    return made
+
+
+def _tensors(plain):
+    """tensor.__init__, which wraps each number of its shape: the same for each shape."""
+    known = {}
+
+    def made(self, handle, type):
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in known:
+            plain(self, handle, type)
+            known[sizes] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known[sizes]
+    return made
+
+
+class Patches:
+    """_patch_lang, which looks through triton.language for what to replace at each launch and at each call of a function by a
+    kernel: looked through once, replaced at each launch, and not again while it lasts."""
+
+    def __init__(self, plain):
+        self.plain = plain
+        self.replaced: dict[frozenset, list] = {}  # by the modules that a function sees: (object, name, replacement)
+        self.launch: _Launch | None = None
+
+    def __call__(self, function):
+        seen = frozenset(value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core)
+        launching = self.launch is None
+        if not launching and seen in self.launch.seen:
+            return interpreter._LangPatchScope()
+        scope = _Launch(self) if launching else interpreter._LangPatchScope()  # as it comes, nobody restores what a call replaced
+        if seen in self.replaced:
+            for thing, name, value in self.replaced[seen]:
+                scope.set_attr(thing, name, value)
+        else:
+            scope._changes = self.plain(function)._changes
+            self.replaced[seen] = [(thing, name, vars(thing)[name]) for thing, name, _ in scope._changes]
+        if launching:
+            self.launch = scope
+        self.launch.seen.add(seen)
+        return scope
+
+
+class _Launch(interpreter._LangPatchScope):
+    def __init__(self, patches: Patches):
+        super().__init__()
+        self.patches, self.seen = patches, set()
+
+    def restore(self) -> None:
+        super().restore()
+        self.patches.launch = None
