@@ -46,7 +46,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: system message.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     max_context: Annotated[str | None, typer.Option(help="Tokens the cache holds (128K, 1M …); default: just enough.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; else 0.001 to 1000000.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; else 1e-06 to 1000000.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     speculate: Drafting = Speculate.off,

@@ -12,7 +12,7 @@ from dsv4.graph import DecodeGraph, capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.result import Speculation
 
-COLDEST, HOTTEST = 1e-3, 1_000_000  # below, logits over it overflow; long before above, every token is as likely as another
+COLDEST, HOTTEST = 1e-6, 1_000_000  # logits over less may overflow; long before more, every token is as likely as another
 
 
 @dataclass

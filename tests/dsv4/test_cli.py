@@ -99,7 +99,7 @@ def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
     (["--prompt", "\udcff"], "is no Unicode; expected UTF-8"), (["--prompt", "a", "--temperature", "nan"], "temperature nan"),
     (["--prompt", "a", "--temperature", "inf"], "temperature inf"), (["--prompt", "a", "--top-p", "nan"], "top_p nan"),
     (["--prompt", "a", "--seed", str(2**63)], "expected a number of 64 bits"), (["--prompt", "a", "--seed", "-" + "9" * 4000], "seed -9999"),
-    (["--prompt", "a", "--temperature", "1" + 400 * "0"], "temperature inf"), (["--prompt", "a", "--temperature", "1000001"], "or 0.001 to 1000000"),
+    (["--prompt", "a", "--temperature", "1" + 400 * "0"], "temperature inf"), (["--prompt", "a", "--temperature", "1000001"], "or 1e-06 to 1000000"),
     (["--prompt", "a", "--temperature", "1e-300"], "temperature 1e-300"), (["--prompt", "a", "--temperature", "-1"], "temperature -1.0"),
     (["--token-ids", "1," + "9" * 23], "is outside the vocabulary of 320; expected 0 to 319"), (["--token-ids", "-1"], "token id -1 is outside"),
     (["--token-ids", "9" * 5000], "expected numbers separated by commas"),

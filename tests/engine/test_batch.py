@@ -216,7 +216,7 @@ def test_stop_ids_end_a_request(model, asked):
     ('{"token_ids": [1.5]}', "no integers"), ('{"token_ids": [1], "priority": NaN}', "priority NaN; expected a number"),
     ('{"token_ids": [1], "temperature": -1}', "temperature -1"), ('{"token_ids": [1], "id": "line 1"}', "was used before"),
     ('{"prompt": 3}', "prompt 3; expected a string"), ('{"token_ids": [1], "seed": 1e999}', "seed Infinity; expected an integer"), ('{"token_ids": [true]}', "no integers"),
-    ("[" * 100_000, "is not JSON"), ('{"token_ids": [1], "temperature": 1e-300}', "expected 0 .greedy., or 0.001 to 1000000"),
+    ("[" * 100_000, "is not JSON"), ('{"token_ids": [1], "temperature": 1e-300}', "expected 0 .greedy., or 1e-06 to 1000000"),
     ('{"prompt": null}', "prompt null; expected a string"), ('{"token_ids": [1], "seed": 99999999999999999999}', "a number of 64 bits"),
 ])
 def test_a_bad_line_is_a_result_and_the_others_are_requests(line, match):

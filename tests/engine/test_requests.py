@@ -63,7 +63,7 @@ def test_errors_are_in_the_words_of_json(line, message):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("temperature", "1" + 400 * "0", "line 1: temperature 1000"), ("temperature", "1000001", "expected 0 (greedy), or 0.001 to 1000000"),
+    ("temperature", "1" + 400 * "0", "line 1: temperature 1000"), ("temperature", "1000001", "expected 0 (greedy), or 1e-06 to 1000000"),
     ("temperature", "1e-300", "temperature 1e-300"), ("temperature", "-1", "temperature -1"), ("top_p", "1" + 400 * "0", "line 1: top_p 1000"),
     ("seed", 99 * "9", "line 1: seed 9999"), ("max_tokens", "-" + 400 * "9", "max_tokens -9999"), ("top_p", "0", "top_p 0 was asked for"),
 ])
