@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from dsv4.bill.step import FORMULAS, step_parts
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.gqa import cache as gqa_cache
@@ -17,6 +18,7 @@ from dsv4.load import resolve_device
 from dsv4.memory import Plan, Row, cache_rows, free_bytes, parse_count, stream_rows, weight_rows
 from dsv4.numerics import Numerics, numerics_named
 from dsv4.streams import Stream, cache_streams
+from kernels.block_choice import dense
 from loaders.expected import official_tensors, preset
 from loaders.load import Inventory
 
@@ -25,7 +27,7 @@ LONGEST = 1 << 20  # tokens a row that a plan is for unless told, where the mode
 
 def plan(checkpoint: str, max_context: str | None, batch: int, max_rewind: int, numerics: str, device: str, cache: str = "auto",
          index_cache: str = "auto", attention: Attention | None = None, kv_memory: HostMemory | None = None) -> dict:
-    """Bytes of weights and caches, their formulas, and whether they fit, as JSON values.
+    """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context. As JSON values.
 
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). max_context: tokens a row ('128K'); None:
     what the model takes (max_position_embeddings), at most 1M, and the document says that this was the default. attention: of a GQA
@@ -39,11 +41,14 @@ def plan(checkpoint: str, max_context: str | None, batch: int, max_rewind: int, 
         raise InputError(NOT_GQA)
     config = (GQAConfig.from_dict if grouped else ModelConfig.from_official)(inventory.config if inventory else preset(checkpoint))
     context = _context(asked, config)
+    choice = numerics_named(numerics)
     if grouped:
-        check_choices(numerics_named(numerics), None, False, cache, index_cache)
-        rows, per_token = _gqa_rows(config, inventory, numerics_named(numerics), batch, context, attention, kv_memory)
+        check_choices(choice, None, False, cache, index_cache)
+        rows, per_token = _gqa_rows(config, inventory, choice, batch, context, attention, kv_memory)
     else:
-        rows = _rows(config, inventory, numerics_named(numerics).with_caches(cache, index_cache), batch, context, max_rewind, kv_memory)
+        choice = choice.with_caches(cache, index_cache)
+        rows = _rows(config, inventory, choice, batch, context, max_rewind, kv_memory)
+    read = step_parts(config, choice, held_tensors(config, inventory, choice), batch, context, attention.policy if attention else dense())
     sizes, free = Plan(tuple(rows)), free_bytes(target)
     here = sizes.total() - sizes.total("pinned")
     return {"checkpoint": checkpoint, "max_context": context, "max_context_default": asked is None, "batch": batch,
@@ -51,7 +56,8 @@ def plan(checkpoint: str, max_context: str | None, batch: int, max_rewind: int, 
             "device": device, "rows": [asdict(r) for r in rows], "weights_bytes": sizes.total("weights"),
             "cache_bytes": sizes.total("cache"), "staging_bytes": sizes.total("staging"), "total_bytes": here, "free_bytes": free,
             "fits": here <= free, "pinned_bytes": sizes.total("pinned"), "host_free_bytes": free_bytes(torch.device("cpu")),
-            "cache_bytes_per_token": per_token, "attention": attention.document() if attention else None}
+            "cache_bytes_per_token": per_token, "attention": attention.document() if attention else None,
+            "step": [{"name": name, "nbytes": nbytes, "formula": FORMULAS[name]} for name, nbytes in read.items() if nbytes]}
 
 
 def _rows(config: ModelConfig, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int,

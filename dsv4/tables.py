@@ -104,18 +104,23 @@ def conversion(document: dict, console: Console) -> None:
         console.print(f"  {len(document['rounded_tensors'])} dense tensors were rounded to bf16, first {document['rounded_tensors'][0]}")
 
 
+def _parts(title: str, rows: list[dict]) -> Table:
+    """Bytes of each part with their formula, and their sum."""
+    table = _table(f"\n{title}", ">bytes", ">", "part", "formula")
+    for row in rows:
+        table.add_row(str(row["nbytes"]), format_bytes(row["nbytes"]), row["name"], row["formula"])
+    total = sum(row["nbytes"] for row in rows)
+    table.add_row(str(total), format_bytes(total), "sum", "")
+    return table
+
+
 def plan(document: dict, console: Console) -> None:
     chosen = " (the model's longest, at most 1M; --max-context sets it)" if document["max_context_default"] else ""
     console.print(f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens{chosen}, "
                   f"{document['max_rewind']} to rewind, numerics {document['numerics']}")
     for group in [g for g in GROUPS if any(row["group"] == g for row in document["rows"])]:
-        table = _table(f"\n{GROUPS[group]}", ">bytes", ">", "part", "formula")
-        for row in document["rows"]:
-            if row["group"] == group:
-                table.add_row(str(row["nbytes"]), format_bytes(row["nbytes"]), row["name"], row["formula"])
-        total = sum(row["nbytes"] for row in document["rows"] if row["group"] == group)
-        table.add_row(str(total), format_bytes(total), "sum", "")
-        console.print(table)
+        console.print(_parts(GROUPS[group], [row for row in document["rows"] if row["group"] == group]))
+    console.print(_parts("a decode step of all rows reads, their caches full", document["step"]))
     if token := document["cache_bytes_per_token"]:
         console.print(f"\nkeys and values of one token of one row: {token['nbytes']} B = {token['formula']}")
     verdict = "fits" if document["fits"] else "does NOT fit"

@@ -21,6 +21,19 @@ GROUPS = (  # first match names the part of the weights a tensor belongs to; Non
     (r".*\.ffn\.experts\..*", "routed experts"), (r".*\.tid2eid", "hash tables"), (r".*", "layers and norms"),
 )
 
+FORMULAS = {  # of each part, in words; rows: of the batch
+    "layers and norms": "each tensor once", "output head": "once", "embedding": "a row a token",
+    "routed experts": "num_experts_per_tok of n_routed_experts a layer and row, at most all", "hash tables": "a row a token and layer",
+    "keys": "layers × rows × tokens read × KV heads × head_dim × bytes a number", "values": "as keys",
+    "block summaries": "layers × scored blocks of all rows and KV heads × vectors × head_dim × bytes a number",
+    "queries and outputs": "layers × 2 × rows × heads × width × bytes a number",
+    "window": "layers × rows × min(window, context) × bytes a cached row",
+    "csa entries": "CSA layers × rows × min(topk, ⌊context / 4⌋) × bytes a cached row",
+    "hca entries": "HCA layers × rows × ⌊context / 128⌋ × bytes a cached row",
+    "index keys": "CSA layers × rows × ⌊context / 4⌋ × bytes a key, where that is more than topk",
+    "index scores": "8 B an index key: written and read", "index queries": "CSA layers × rows × index heads × index_head_dim × bytes a number",
+}
+
 
 def weights_read(tensors: Tensors, config: ModelConfig | GQAConfig, rows: int = 1) -> dict[str, int]:
     """Part → bytes of weights that a step of one token each of `rows` rows reads, each once, of tensors as they are held.
