@@ -1,5 +1,6 @@
 """Section 1.12: pages, and prefixes that requests borrow."""
 
+from dsv4 import prefixes
 from dsv4.paged_cache import PagedCache
 from dsv4.paging import BLOCK, NOWHERE, PagePool
 from dsv4.prefixes import PrefixTree
@@ -109,7 +110,7 @@ def graft_of_one_block_fewer(site: Site) -> None:
 @mutation("1.12", bugs=(130,), parts=("graft length",), probes=("grafting",))
 def graft_leaves_no_token_to_run(site: Site) -> None:
     """A prompt of whole blocks is grafted to its last token: there is none left to take logits from."""
-    site.patch(PrefixTree, "_limit", staticmethod(lambda ids: len(ids) // BLOCK * BLOCK))
+    site.patch(prefixes, "borrowable", lambda tokens: tokens // BLOCK * BLOCK)
 
 
 @mutation("1.12", bugs=(130,), parts=("graft length", "graft, window rows"), probes=("grafting",))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,21 @@ def test_a_mutation_that_cannot_be_planted_is_a_gap(bench, quick):
     for plant in (lambda site: 1 / 0, lambda site: site.after_load(lambda subject: 1 / 0)):
         found = look(planted(plant), bench).found
         assert not found.caught and "could not be planted: ZeroDivisionError" in found.note
+
+
+def test_every_fault_can_be_planted_before_loading(bench, tmp_path):
+    """What a fault replaces may have got another name: found here, not first in a self-test of all faults."""
+    failed = []
+    for number, one in enumerate(catalogue()):
+        site = Site(Path(shutil.copytree(bench.profiles / one.profile, tmp_path / str(number))))
+        try:
+            one.plant(site)
+        except Exception as error:
+            failed.append(f"{one.name}: {error}")
+        finally:
+            site.undo()
+            shutil.rmtree(site.checkpoint)
+    assert not failed
 
 
 def test_words_that_match_everything_show_as_chance():
