@@ -27,13 +27,15 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
 
     Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed, of the same distribution.
     ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
-    round may draft. Raises as `generate_speculative`; ContextOverrun when the context ends before the request, after all tokens that fit.
+    round may draft, which is less than the policy wants where the context ends near the checkpoint's. Raises as `generate_speculative`, and
+    InputError where the context is the checkpoint's; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
     check_can_speculate(model, drafter)
-    limit, stops, most = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), max(policy.sizes)
-    if limit + most + 1 > model.config.max_position_embeddings:
-        raise InputError(f"a context of {limit} tokens and {most + 1} more for drafts are over the checkpoint's {model.config.max_position_embeddings}; "
-                         "lower --max-context or --max-new-tokens, or draft fewer")
+    limit, stops, longest = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), model.config.max_position_embeddings
+    most = min(max(policy.sizes), longest - limit - 1)
+    if most < 0:
+        raise InputError(f"a context of {limit} tokens is all that the checkpoint takes; rounds with drafts run one token behind it: "
+                         "lower --max-context or --max-new-tokens by one, or leave out --speculate")
     cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, 1))
     outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)) for ids in prompts]
     choice, begun = choice_of(sampling, len(prompts), model.device), time.perf_counter()
@@ -49,7 +51,7 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
     for b, token in enumerate(firsts):
         tell(b, [token])
     begun = time.perf_counter()
-    widths = policy.sizes if drafter.needs_mtp else (0, *policy.sizes)  # a text that repeats nothing drafts nothing
+    widths = [n for n in (policy.sizes if drafter.needs_mtp else (0, *policy.sizes)) if n <= most]  # a text that repeats nothing drafts nothing
     rounds = make(model, cache, most, tokens, drafts, left, stops, on_device(policy, len(prompts), model.device), widths, choice=choice)
     if any(left):
         rounds.prepare()

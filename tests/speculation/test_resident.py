@@ -1,5 +1,7 @@
 """Generation by rounds on the device says what plain generation says, in the same words; on a CPU nothing is captured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.noise import OWN, row_seeds, uniforms
 from dsv4.speculation.resident import generate_resident
+from dsv4.speculation.rounds import Rounds
 from tests.speculation.scripted import prompt_of
 
 
@@ -93,6 +96,20 @@ def test_a_sampled_row_ends_at_its_stop_id_and_tells_every_token_once(model, dra
     stop, told = whole[9], []
     out = generate_resident(model, [ids], 20, drafter, SAMPLING, stop_ids=[stop], on_token=lambda row, token: told.append(token))[0]
     assert out.token_ids == whole[:whole.index(stop) + 1] and told == out.token_ids[:-1] and out.stop_reason == "eos"
+
+
+@DRAFTERS
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_a_context_near_the_checkpoint_s_end_leaves_room_for_fewer_drafts(model, drafter, room, monkeypatch):
+    ids = every(model)
+    plain, limit = generate(model, ids, 20).token_ids, len(ids) + 19
+    monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=limit + 1 + room))
+    made = []
+    out = generate_resident(model, [ids], 20, drafter, policy=Static(8), make=lambda *of, **more: made.append(Rounds(*of, **more)) or made[0])[0]
+    assert out.token_ids == plain and max(out.speculation.block_size_history) == room == max(made[0].widths)  # no wider round is captured
+    monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=limit))
+    with pytest.raises(InputError, match=f"{limit} tokens is all that the checkpoint takes.*by one"):
+        generate_resident(model, [ids], 20, drafter)
 
 
 def test_long_prompts_in_pieces(model, monkeypatch):
