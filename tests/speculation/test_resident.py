@@ -144,7 +144,7 @@ def test_refusals(model, official):
     with pytest.raises(InputError, match="use --speculate lookup"):
         generate_resident(without, [[5]], 3)
     most = model.config.max_position_embeddings
-    with pytest.raises(InputError, match="draft fewer"):
+    with pytest.raises(InputError, match="by one, or leave out --speculate"):
         generate_resident(model, [[5]], most)
 
 
