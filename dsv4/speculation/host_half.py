@@ -34,6 +34,7 @@ class Counts:
     rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
     sizes: list[list[int]] = field(default_factory=list)
     polls: int = 0
+    caught_up: list[int] = field(default_factory=list)  # rounds without drafts behind each step in which the drafter followed them
 
 
 NAP = 20e-6   # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
@@ -43,11 +44,14 @@ RING = 4      # rounds whose records the host can still read: as many as may be 
 
 class HostHalf(ABC):
     """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a round does is the
-    subclass's, as are `done` bool [B], `log` and `drafter`. widths, ring: as for `Rounds`. Raises InputError where layers lie on several devices."""
+    subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`, and `rests`: rounds without drafts, a power of two, after which the drafter catches
+    up (0: it never does). widths, ring: as for `Rounds`. Raises InputError where layers lie on several devices."""
 
     done: torch.Tensor
+    start: torch.Tensor
     log: torch.Tensor
     drafter: RoundDrafter
+    rests: int
 
     def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int):
         device = model.device
@@ -62,12 +66,14 @@ class HostHalf(ABC):
         self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.catching_up: dict[int, torch.cuda.CUDAGraph] = {}  # by how many tokens a row
         self.tiles: dict[int, list[torch.Tensor | None] | None] = {}  # that each graph's attention read: each replay writes them again
 
     def _anew(self, sizes: list[int], done: list[bool]) -> None:
         """No round has run."""
         self.under_way: deque[torch.cuda.Event | None] = deque()  # what ends with each round that is not read yet, the oldest first
         self.known, self.counts = Progress(0, [0] * len(done), sizes, done), Counts()
+        self.rested = 0  # rounds without drafts since the drafter followed
 
     # ---- what a round is -----------------------------------------------------------------
 
@@ -82,16 +88,19 @@ class HostHalf(ABC):
     def capture(self, D: int) -> None:
         """Capture the round of D drafts, also between rounds. It runs a few times."""
         with self._undisturbed():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    self._round(D)
-                self.graphs[D] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[D], stream=stream, pool=self.pool):
-                    self._round(D)
+            self.graphs[D] = self._captured(lambda: self._round(D))
             self.tiles[D] = self.model.tiles
-            torch.cuda.current_stream().wait_stream(stream)
+
+    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                run()
+            with torch.cuda.graph(graph, stream=stream, pool=self.pool):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
 
     @contextmanager
     def _undisturbed(self):
@@ -111,6 +120,17 @@ class HostHalf(ABC):
         for D in self.widths if self.captures else ():
             if D not in self.graphs:
                 self.capture(D)
+        for n in range(self.rests.bit_length()) if self.captures and 0 in self.widths else ():
+            self._capture_catching_up(1 << n)
+
+    def _capture_catching_up(self, width: int) -> None:
+        if width not in self.catching_up:
+            self.catching_up[width] = self._captured(lambda: self._catch_up(width))
+
+    @torch.inference_mode()
+    def _catch_up(self, width: int) -> None:
+        """The drafter follows rounds without drafts, up to `width` tokens a row: changes nothing where it is done again."""
+        self.drafter.catch_up(width, self.start)
 
     def history(self) -> list[list[tuple[int, int]]]:
         """Of each row (drafted, accepted) of the rounds in which it got tokens. Waits for the device."""
@@ -143,15 +163,32 @@ class HostHalf(ABC):
         if len(self.under_way) == self.ring.rounds:  # its record would take the place of one that is not read
             raise RuntimeError(f"{len(self.under_way)} rounds are not read yet, and the ring holds no more")
         self.counts.rounds.append(D)
+        width = next(w for w in self.widths if w >= D) if self.captures else D
+        if width or self.rested == self.rests:
+            self._follow_rests()
         if self.captures:
-            width = next(w for w in self.widths if w >= D)
             if width not in self.graphs:
                 self.capture(width)
             self.graphs[width].replay()
             self.model.tiles = self.tiles[width]
         else:
-            self._round(D)
+            self._round(width)
+        self.rested += bool(self.rests) and not width
         self.under_way.append(self._mark())
+
+    def _follow_rests(self) -> None:
+        """The drafter catches up with rounds that drafted nothing, if there were any."""
+        if not self.rested:
+            return
+        width = 1 << (self.rested - 1).bit_length()
+        self.counts.caught_up.append(self.rested)
+        if self.captures:
+            self._capture_catching_up(width)
+            self.catching_up[width].replay()
+        else:
+            self._catch_up(width)
+        self.drafter.caught_up()
+        self.rested = 0
 
     def _mark(self) -> torch.cuda.Event | None:
         """What ends with all that was begun so far; None where that has ended."""
@@ -189,8 +226,9 @@ class HostHalf(ABC):
     def _settle(self) -> list[list[int]]:
         """The rows' tokens, copied once and whole; the host's lengths of the caches again what the device holds."""
         self.host_out.copy_(self.out, non_blocking=True)
+        self._follow_rests()
         self._wait(self._mark(), idle=False)
-        for lengths in (self.cache._main, *self.drafter.lengths):
+        for lengths in (self.cache._main, *(self.drafter.lengths if self.most else ())):
             for b, n in enumerate(self.known.written):
                 lengths.advance(slice(b, b + 1), n)
         self.model.replayed = max(self.cache.lengths)

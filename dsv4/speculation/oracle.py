@@ -5,39 +5,50 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv4.errors import InputError
-from dsv4.speculation.costs import CostTable
+from dsv4.speculation.costs import BatchCost, CostTable
 from dsv4.speculation.policy import LARGEST, Policy, checked
 from dsv4.speculation.trace import Request, Trace
 
 
 def potential(request: Request, costs: CostTable, batch: int, width: int | None = None) -> np.ndarray:
-    """Seconds from each position to the end, fp64 [T + 1], for a row that pays its share (1 / batch) of passes.
+    """Seconds from each position to the end, fp64 [T + 1, R + 1], for a row that pays its share (1 / batch) of passes.
 
     width None: the least possible, by dynamic programming from the end, when all rows always draft alike. Otherwise: when every
-    pass is `width` wide, whatever the row itself could use.
+    pass is `width` wide, whatever the row itself could use. The second dimension, at batch 1 without a width: how many passes without
+    drafts wait to be followed; else R is 0, and such a pass has its share of following many (`CostTable.uniform`).
     """
     T, share = len(request), [costs.uniform(batch, k) / batch for k in range(LARGEST + 1)]
-    left = np.zeros(T + 1)
-    accepted = request.accepted.tolist()
+    cost, accepted = costs.of(batch), request.accepted.tolist()
+    R = cost.rests if batch == 1 and width is None else 0
+    rest = cost.verify[0] if R else share[0]
+    left = np.zeros((T + 1, R + 1))
     for t in range(T - 1, -1, -1):
         most = min(accepted[t], T - t - 1)  # drafts beyond cost and bring nothing
-        if width is None:
-            left[t] = min(share[k] + left[t + k + 1] for k in range(most + 1))
-        else:
+        if width is not None:
             left[t] = share[width] + left[t + min(most, width) + 1]
+            continue
+        drafting = min((share[k] + left[t + k + 1, 0] for k in range(1, most + 1)), default=np.inf)
+        for r in range(R + 1):
+            left[t, r] = min(drafting + cost.following(r), rest + resting(left[t + 1], r, cost))
     return left
 
 
+def resting(left: np.ndarray, rested: int, cost: BatchCost) -> float:
+    """Seconds to the end after one more pass without drafts: left fp64 [R + 1] of the position behind it."""
+    full = rested == len(left) - 1
+    return left[min(1, rested) if full else rested + 1] + (cost.following(rested) if full else 0.0)
+
+
 def bound(trace: Trace, costs: CostTable, batch: int) -> float:
-    """tokens/s that no schedule exceeds: every row pays at least its share of its own sizes.
+    """tokens/s that no schedule of a drafter exceeds: every row pays at least its share of its own sizes.
 
     Holds at padding 1 when verify grows with the size; at less padding when it is also concave in the size (tokens that share
     a pass are never dearer than apart)."""
-    return trace.tokens / sum(potential(r, costs, batch)[0] for r in trace.requests)
+    return trace.tokens / sum(potential(r, costs, batch)[0, 0] for r in trace.requests)
 
 
 class Oracle(Policy):
-    """Knows how many drafts each position accepts. State: (potential, accepted, position).
+    """Knows how many drafts each position accepts. State: (potential, accepted, position, passes without drafts that wait).
 
     Assumes that acceptance at a position does not depend on how it was reached, and that costs add up. At batch 1 (width None)
     its time is the least possible one, exactly: it follows the dynamic programme. In a larger batch rows are coupled by their
@@ -55,22 +66,23 @@ class Oracle(Policy):
         self.price = costs.linear(batch)[1]
         self._potentials: dict[int, tuple[Request, np.ndarray]] = {}
 
-    def initial(self, request: Request | None = None) -> tuple[np.ndarray, np.ndarray, int]:
+    def initial(self, request: Request | None = None) -> tuple[np.ndarray, np.ndarray, int, int]:
         if request is None:
             raise InputError("the oracle needs the acceptance trace of its request; it cannot run in an engine")
         if id(request) not in self._potentials:  # the request is kept: an id is only its own while it lives
             self._potentials[id(request)] = request, potential(request, self.costs, self.batch, self.width)
-        return self._potentials[id(request)][1], request.accepted, 0
+        return self._potentials[id(request)][1], request.accepted, 0, 0
 
     def observe(self, state, accepted: int, proposed: int):
         checked(accepted, proposed)
-        left, counts, t = state
-        return left, counts, t + accepted + 1
+        left, counts, t, rested = state
+        waiting = 0 if proposed else rested % max(1, left.shape[1] - 1) + 1
+        return left, counts, t + accepted + 1, min(waiting, left.shape[1] - 1)
 
     def choose(self, states: Sequence, pressure: bool = False) -> list[int]:
         if pressure:
             raise InputError("the oracle is not defined under pressure; rank policies without it")
-        rows = [(left[t + 1:t + LARGEST + 2], min(int(counts[t]), len(counts) - t - 1)) for left, counts, t in states]
+        rows = [(self._after(left, t, rested), min(int(counts[t]), len(counts) - t - 1)) for left, counts, t, rested in states]
         plans = {}
         for m in range(LARGEST + 1):
             plans[tuple(min(m, most) for _, most in rows)] = None
@@ -79,6 +91,13 @@ class Oracle(Policy):
                             for after, most in rows)] = None
         cost = lambda plan: self.costs.seconds(self.batch, plan) + sum(after[k] for k, (after, _) in zip(plan, rows))
         return list(min(plans, key=cost))
+
+    def _after(self, left: np.ndarray, t: int, rested: int) -> np.ndarray:
+        """Seconds to the end by how many drafts come out of the next pass, fp64 [up to 9], with those of following the passes before it."""
+        cost = self.costs.of(self.batch)
+        after = left[t + 1:t + LARGEST + 2, 0] + cost.following(rested)
+        after[0] = resting(left[t + 1], rested, cost)
+        return after
 
 
 class Informed(Policy):

@@ -28,12 +28,14 @@ class RoundDrafter(ABC):
     """The interface. A row holds `start` int64 [B] tokens in the model's caches and one more that is chosen, not yet in them.
 
     offered int64 [B]: drafts that the next round can have of each row. lengths: of caches of its own, which the host moves on with the
-    model's. draws: whether drafts are drawn. All tensors are updated in place, so that replays follow each other.
+    model's. draws: whether drafts are drawn. keeps: tokens of a row, of rounds without drafts, that it can keep before it must `catch_up`, as it must
+    before it drafts; 0 where it has nothing to catch up with. All tensors are updated in place, so that replays follow each other.
     """
 
     offered: torch.Tensor
     lengths: tuple[Lengths, ...] = ()
     draws = False
+    keeps = 0
 
     @abstractmethod
     def take(self, other: "RoundDrafter") -> None:
@@ -47,54 +49,94 @@ class RoundDrafter(ABC):
         """Of chosen int64 [B, T] the first count int64 [B] are the rows' next tokens; before the sizes of the next round are chosen."""
 
     def follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, start: torch.Tensor) -> None:
-        """The same, beside what follows `told`. streams [B·T, n, d]: the main model's at positions start … start + T − 1."""
+        """The same, beside what follows `told`, in a round with drafts. streams [B·T, n, d]: the main model's at positions start … start + T − 1."""
+
+    def keep(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
+        """The same in a round without drafts: T is 1, streams [B, n, d]. To be caught up with."""
+
+    def catch_up(self, width: int, start: torch.Tensor) -> None:
+        """Follow what was kept, up to `width` tokens a row. Doing so again changes nothing until `caught_up`."""
+
+    def caught_up(self) -> None:
+        """Nothing is kept any more."""
 
 
 class MTPDrafts(RoundDrafter):
-    """Chained drafts of the MTP block, which holds as many entries as the model's caches hold tokens.
+    """Chained drafts of the MTP block, which holds as many entries as the model's caches hold tokens, less those that are kept.
 
-    said fp32 [B, V], chained [B, n, d]: logits of the block for what follows the last token, and its streams there. choice: how drafts
-    come of logits.
+    features [B, d], chained [B, n, d]: of the block at the last token that it followed, what its head says the next draft of, and its streams there.
+    choice: how drafts come of logits.
+
+    A round without drafts leaves the block and its head alone: its token and the main model's streams are kept, and go through the block as one
+    step with others, before the next draft or when no more can wait.
     """
 
-    def __init__(self, model: Model, cache: Cache, said: torch.Tensor, chained: torch.Tensor, choice: Choice = Greedy()):
+    keeps = LARGEST
+
+    def __init__(self, model: Model, cache: Cache, features: torch.Tensor, chained: torch.Tensor, choice: Choice = Greedy()):
         if not model.mtp:
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
         self.model, self.cache, self.choice, self.lengths, self.draws = model, cache, choice, (cache._mtp,), choice.draws
-        self.said, self.chained = said.clone(), chained.clone()
+        self.features, self.chained = features.clone(), chained.clone()
         self.offered = torch.full((cache.batch,), LARGEST, device=model.device)
+        self.first = torch.arange(cache.batch, device=model.device) * (self.keeps + 1)  # of each row among all that may be kept:
+        kept = cache.batch * (self.keeps + 1)  # one place more than it keeps is of rounds that are captured while all others are taken
+        self.kept = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
+        self.kept_ids, self.kept_streams = self.kept.new_zeros(kept), chained.new_zeros(kept, *chained.shape[1:])
+
+    @property
+    def said(self) -> torch.Tensor:
+        """Logits fp32 [B, V] of the first draft, when nothing is kept."""
+        return self.model.head(self.features)
 
     def take(self, other):
-        self.said.copy_(other.said)
-        self.chained.copy_(other.chained)
+        for name in ("features", "chained", "kept_ids", "kept_streams", "kept"):
+            getattr(self, name).copy_(getattr(other, name))
 
     def drafts(self, D, start):
-        tokens, drawn_from, logits, streams = [], [], self.said, self.chained
+        if not D:
+            return Drafted(start.new_empty(len(start), 0))
+        tokens, drawn_from, features, streams = [], [], self.features, self.chained
         for j in range(D):
             if j:
                 features, streams = self._block(streams, tokens[-1].unsqueeze(1), start + (j - 1))
-                logits = self.model.head(features)
-            token, q = self.choice.draft(logits, start + (j + 1))
+            token, q = self.choice.draft(self.model.head(features), start + (j + 1))
             tokens.append(token)
             drawn_from += [] if q is None else [q]
-        if not D:
-            return Drafted(start.new_empty(len(start), 0))
         return Drafted(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)
 
     def follow(self, streams, chosen, count, start):
-        """The block over what was verified, and what it says after the last token that counts; other rows stay as they were."""
+        """The block over what was verified; it stands after the last token that counts then. Other rows stay as they were."""
         B, T = chosen.shape
         features, after = self._block(streams, chosen, start)
         row = torch.arange(B, device=chosen.device) * T + (count - 1).clamp(min=0)
         moved = (count > 0).unsqueeze(1)
-        self.said.copy_(torch.where(moved, self.model.head(features.index_select(0, row)), self.said))
+        self.features.copy_(torch.where(moved, features.index_select(0, row), self.features))
         self.chained.copy_(torch.where(moved.unsqueeze(2), after.index_select(0, row), self.chained))
 
+    def keep(self, streams, chosen, count):
+        place = self.first + self.kept
+        self.kept_ids.index_copy_(0, place, chosen.flatten())
+        self.kept_streams.index_copy_(0, place, streams.to(self.kept_streams.dtype))
+        self.kept += count
+
+    def catch_up(self, width, start):
+        some = lambda held: held.view(len(self.kept), -1, *held.shape[1:])[:, :width]
+        self.follow(some(self.kept_streams).flatten(0, 1), some(self.kept_ids), self.kept, start - self.kept)
+
+    def caught_up(self):
+        self.kept.zero_()
+
     def _block(self, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams."""
-        step = CapturedStep(ids, start, self.cache.max_context, self.model.rope_frequencies())
-        embedded = self.model.embed(step.ids).to(self.model.numerics.activation)
-        return self.model.mtp[0](streams, embedded, step, self.cache.mtp_layers[0])
+        """`run_block` on this model and cache."""
+        return run_block(self.model, self.cache, streams, ids, start)
+
+
+def run_block(model: Model, cache: Cache, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The MTP block at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams."""
+    step = CapturedStep(ids, start, cache.max_context, model.rope_frequencies())
+    embedded = model.embed(step.ids).to(model.numerics.activation)
+    return model.mtp[0](streams, embedded, step, cache.mtp_layers[0])
 
 
 class LookupDrafts(RoundDrafter):
@@ -159,5 +201,7 @@ def primed(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_pref
     if isinstance(drafter, LookupDrafter):
         room = cache.max_context + 1  # the last token that a round writes is not in the caches
         return tokens, LookupDrafts(prompts, tokens, room, drafter.longest, drafter.shortest)
-    said, after = model.mtp_logits(streams, tokens.unsqueeze(1), cache, return_streams=True)
-    return tokens, MTPDrafts(model, cache, said[:, -1], after[:, -1], choice)
+    with torch.inference_mode():
+        features, after = run_block(model, cache, streams.flatten(0, 1), tokens.unsqueeze(1), torch.tensor(cache.mtp_lengths, device=model.device))
+    cache._mtp.advance(slice(0, len(prompts)), 1)
+    return tokens, MTPDrafts(model, cache, features, after, choice)

@@ -9,10 +9,11 @@ A row holds `start` tokens in the caches; `token` is the last one that it has ch
     d_1 … d_D: drafts of what follows `token` (`resident_drafters`: the MTP block, or the text itself)
     verify token, d_1 … d_D at start … start + D: what the model itself says after each
     a = how many drafts stay, and which token follows them (`choosing`: greedily, or sampled):  c_0 … c_a are the row's next tokens
-    the drafter is told what really follows; the MTP block again at start … start + D, with the model's streams
+    the drafter is told what really follows; the MTP block again at start … start + D, with the model's streams, or, where nothing
+    was drafted, later together with others (`RoundDrafter.keep`)
 
 With the block as drafter, its entry at position t is made of the main model's streams at t and the token at t + 1, so it holds
-`start` entries; d_1 comes of what it said last, d_2 … d_D of its own streams fed back, from position `start` on.
+`start` entries before it drafts; d_1 comes of where it stood last, d_2 … d_D of its own streams fed back, from position `start` on.
 
 What verifying wrote beyond the new length is written again before it can be seen (`dsv4.cache`); so are the block's entries of
 chained drafts.
@@ -50,6 +51,8 @@ class Rounds(HostHalf):
         B, device = cache.batch, model.device
         super().__init__(model, cache, most, max(left), widths, ring)
         self.drafter, self.policy, self.choice = drafter, policy, choice
+        some = min(drafter.keeps, most + 1) if most else 0  # catching up with more writes further than a round, over what is still needed
+        self.rests = 1 << (some.bit_length() - 1) if some else 0
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
         self.done = torch.zeros(B, dtype=torch.bool, device=device)
@@ -108,7 +111,10 @@ class Rounds(HostHalf):
         count = torch.minimum(torch.minimum(accepted + 1, self.left), first_stop + 1).masked_fill(self.done, 0)
         with self._aside():  # dozens of tiny kernels, beside the block's few
             self._commit(chosen, accepted, proposed, count, count > first_stop)
-        self.drafter.follow(streams, chosen, count, self.start)
+        if D:
+            self.drafter.follow(streams, chosen, count, self.start)
+        elif self.rests:
+            self.drafter.keep(streams, chosen, count)
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
         self.start += count

@@ -67,17 +67,23 @@ def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressur
     """Decode the requests of `trace` in `batch` rows; a row whose request has ended takes the next one.
 
     Ends when a row finds none left: so every pass has all its rows, and all of the trace is decoded at batch 1. pressure(tokens
-    committed so far) says whether the cache is under pressure in the next pass. Raises InputError with fewer requests than rows.
+    committed so far) says whether the cache is under pressure in the next pass. A policy that never drafts needs no drafter, and passes
+    without drafts of the others are followed as on a device (`BatchCost.catch_up`). Raises InputError with fewer requests than rows.
     """
     if len(trace.requests) < batch:
         raise InputError(f"trace {trace.name!r} has {len(trace.requests)} requests for {batch} rows; expected at least one a row")
-    run, waiting = Run(policy.name, trace.name, batch), iter(trace.requests)
+    run, waiting, cost, rested = Run(policy.name, trace.name, batch), iter(trace.requests), costs.of(batch), 0
     rows = [_begin(policy, next(waiting), run) for _ in range(batch)]
     while True:
         chosen = policy.choose([row.state for row in rows], pressure(run.tokens))
         sizes = [min(size, room(len(row.request) - row.at, len(row.request) - row.at)) for size, row in zip(chosen, rows)]
         run.passes += 1
-        run.seconds += costs.seconds(batch, sizes)
+        if policy.sizes == (0,):
+            run.seconds += cost.step
+        else:
+            follows = any(sizes) or rested == cost.rests
+            run.seconds += costs.seconds(batch, sizes) + (cost.following(rested) if follows else 0.0)
+            rested = (0 if follows else rested) + (not any(sizes))
         for b, (row, size) in enumerate(zip(rows, sizes)):
             accepted = min(size, int(row.request.accepted[row.at]))
             row.at += accepted + 1
@@ -86,6 +92,7 @@ def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressur
             if row.at < len(row.request):
                 row.state = policy.observe(row.state, accepted, size)
                 continue
+            rested = rested if batch > 1 else 0  # a prompt is followed before anything is decoded
             following = next(waiting, None)
             rows[b] = _begin(policy, following, run) if following is not None else None
         if None in rows:

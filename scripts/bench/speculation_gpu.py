@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dsv4.cache import Cache
+from dsv4.graph import DecodeGraph
 from dsv4.model import Model
 from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Oracle, Policy, Run, Static, Trace, on_device, simulate
 from dsv4.speculation.accept import Accepted
@@ -99,10 +100,10 @@ def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePo
     ids = lambda: torch.randint(model.config.vocab_size, (batch,), generator=g, device=model.device)
     n, d = model.config.hc_mult, model.config.hidden_size
     streams = torch.randn(batch, n, d, generator=g, device=model.device).to(model.numerics.activation)
-    said = torch.zeros(batch, model.config.vocab_size, device=model.device)
+    features = torch.zeros(batch, d, device=model.device, dtype=model.numerics.activation)
     choice = Traced(torch.zeros(batch, tokens, dtype=torch.int64, device=model.device), context + 1, model.config.vocab_size)
     most = LARGEST if widths is None else max(widths)
-    return Rounds(model, cache, most, ids(), MTPDrafts(model, cache, said, streams, choice), [tokens] * batch, (), policy, widths, choice=choice)
+    return Rounds(model, cache, most, ids(), MTPDrafts(model, cache, features, streams, choice), [tokens] * batch, (), policy, widths, choice=choice)
 
 
 def again(rounds: Rounds, context: int, accepted: np.ndarray) -> None:
@@ -115,8 +116,8 @@ def again(rounds: Rounds, context: int, accepted: np.ndarray) -> None:
 
 def measure_costs(model: Model, batches: Sequence[int], context: int, name: str, about: dict,
                   said: Callable[[str], None], journal: SpeculationJournal | None = None) -> CostTable:
-    """Whole rounds of every size, and one step of the MTP block, as medians of graph replays. journal: its
-    batches are not measured again."""
+    """Whole rounds of every size, one step of the MTP block, the block's following of rounds without drafts, and a step of plain
+    decoding, as medians of graph replays. journal: its batches are not measured again."""
     journal = journal or SpeculationJournal()
     found = {batch: journal.costs[batch] for batch in batches if batch in journal.costs}
     for batch in batches:
@@ -125,9 +126,13 @@ def measure_costs(model: Model, batches: Sequence[int], context: int, name: str,
         rounds = traced(model, batch, context, 4 * REPLAYS * (LARGEST + 2), on_device(Static(LARGEST), batch, model.device))
         whole = [_median(rounds, k) for k in range(LARGEST + 1)]
         draft = (_drafting(rounds, 5) - _drafting(rounds, 1)) / 4
-        found[batch] = BatchCost(draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1))
+        rounds.prepare()
+        following = tuple(_replays(rounds.catching_up[1 << n]) for n in range(rounds.rests.bit_length()))
+        plain = _replays(DecodeGraph(model, rounds.cache).graph)
+        found[batch] = BatchCost(draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1), following, plain)
         journal.cost(batch, found[batch])
-        said(f"batch {batch}: " + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole)) + f" ms a round; {draft * 1e3:.3f} ms a draft")
+        said(f"batch {batch}: " + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole)) + f" ms a round; {draft * 1e3:.3f} ms a draft; "
+             + ", ".join(f"{1 << n}: {t * 1e3:.3f}" for n, t in enumerate(following)) + f" ms to follow rounds without drafts; {plain * 1e3:.3f} ms a plain step")
         del rounds
     return CostTable(name, 1.0, found, {"kind": "measured", "context": context, **about})
 
@@ -208,20 +213,50 @@ def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, ba
             continue
         on = driver(policy, tokens, batch, model.device)
         rounds = traced(model, batch, context, tokens, on, sizes)
-        rounds.prepare()
+        steps = PlainSteps(model, rounds.cache) if without_drafts(policy) else None
+        if steps is None:
+            rounds.prepare()
         for kind, trace in (p for p in parts if p[1].name in left):
             planned = planned_for(policy, trace, costs, batch, on)
-            found.append(_run(rounds, context, kind, trace, planned, name_of(policy)))
+            again(rounds, context, np.stack([r.accepted for r in trace.requests]))
+            found.append(_run(rounds, kind, trace, planned, name_of(policy)) if steps is None else
+                         steps.timed(rounds.token.tolist(), tokens, trace.name, kind, planned.tokens_per_second, rounds.choice.text.tolist())[0])
             journal.done(found[-1])
             said(f"batch {batch}, {trace.name}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, "
                  f"{found[-1].expected:.0f} expected")
-        del rounds
+        del rounds, steps
     return found
 
 
-def _run(rounds: Rounds, context: int, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
+def without_drafts(policy: Policy | None) -> bool:
+    """Whether it never drafts: what it is held against then is decoding without a drafter, not rounds that could draft."""
+    return policy is not None and policy.sizes == (0,)
+
+
+class PlainSteps:
+    """Decoding without a drafter, as `dsv4 generate` does it without --speculate: each step is a graph, the host waits for what it says and feeds it."""
+
+    def __init__(self, model: Model, cache: Cache):
+        self.cache, self.graph = cache, DecodeGraph(model, cache)
+
+    def timed(self, first: list[int], tokens: int, trace: str, kind: str, expected: float,
+              text: list[list[int]] | None = None) -> tuple[Timed, list[list[int]]]:
+        """`tokens` steps behind the token `first` of each row, and what came out. text: rows of tokens that are fed in place of those that the model says,
+        which are waited for all the same."""
+        wait(self.graph)
+        ids, said, begun = first, [], time.perf_counter()
+        with counted_syncs() as syncs:
+            for at in range(tokens):
+                logits = self.graph.step(torch.tensor(ids).unsqueeze(1))
+                said.append(logits[:, -1].argmax(-1).tolist())
+                ids = said[-1] if text is None else [row[at] for row in text]
+        seconds, batch = time.perf_counter() - begun, self.cache.batch
+        return Timed(Static(0).name, trace, kind, batch, tokens * batch, seconds, expected, [0] * tokens, [[0] * batch] * tokens, 0,
+                     len(syncs)), [list(row) for row in zip(*said)]
+
+
+def _run(rounds: Rounds, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
     batch = rounds.cache.batch
-    again(rounds, context, np.stack([r.accepted for r in trace.requests]))
     wait(rounds)
     begun = time.perf_counter()
     with counted_syncs() as syncs:
@@ -237,7 +272,7 @@ def _run(rounds: Rounds, context: int, kind: str, trace: Trace, planned: Run, na
                  counts.sizes, counts.polls, len(syncs))
 
 
-def wait(rounds: Rounds) -> None:
+def wait(rounds: Rounds | DecodeGraph) -> None:
     if rounds.model.device.type == "cuda":
         torch.cuda.synchronize()
 

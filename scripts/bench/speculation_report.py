@@ -13,6 +13,7 @@ BOUNDED = ("Informed knows the true rates but not the outcomes: about what the b
            "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond, "
            "where the optimum lies between it and the bound, which no schedule exceeds.")
 COLORS = {"no speculation": "0.75", "ASBS": "#d9a300", "cost-aware": "#1f6feb", "informed": "#7a9e7e", "oracle": "0.25"}
+PLAINLY = "; no speculation is decoding as without --speculate: no drafter, a step is a graph whose token the host waits for"
 
 
 def document(points: Sequence[Point], about: Mapping, setup: Mapping, line: Timeline | None) -> dict:
@@ -51,13 +52,9 @@ def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
 def real(costs: CostTable, ran: Sequence, points: Sequence[Point]) -> str:
     """What rounds cost, and policies as they ran (`Timed`), as markdown. points: theirs, and of sizes that did not run."""
     texts = any(r.same is not None for r in ran)
-    lines = ["", "## What a round costs, ms", "", "Drafting k tokens, verifying k + 1, and the block again over what was verified.", "",
-             "| batch | " + " | ".join(map(str, range(LARGEST + 1))) + " | one draft |", "|---:|" + "---:|" * (LARGEST + 2)]
-    for batch, cost in sorted(costs.batches.items()):
-        cells = (f"{costs.uniform(batch, k) * 1e3:.3f}" for k in range(LARGEST + 1))
-        lines.append(f"| {batch} | " + " | ".join(cells) + f" | {cost.draft * 1e3:.3f} |")
+    lines = _costs(costs)
     lines += ["", "## As it really ran", "", "Each round is a graph replay that the host launches when the one before has ended; it runs until the first "
-              "row has its tokens. Expected: by simulation with the costs above. "
+              "row has its tokens" + (PLAINLY if any(c.plain for c in costs.batches.values()) else "") + ". Expected: by simulation with the costs above. "
               + ("The text is the checkpoint's own." if texts else "The sizes were those of the specification in every round."), "",
               "| trace | batch | policy | tokens | rounds | tokens/s | of the best static size | expected tokens/s | host waits |"
               + " rows with the plain text |" * texts, "|---|---:|---|" + "---:|" * (6 + texts)]
@@ -66,6 +63,20 @@ def real(costs: CostTable, ran: Sequence, points: Sequence[Point]) -> str:
         lines.append(f"| {r.trace} | {r.batch} | {r.policy} | {r.tokens} | {len(r.rounds)} | {r.tokens_per_second:.0f} "
                      f"| {r.tokens_per_second / best[r.trace, r.batch]:.3f} | {r.expected:.0f} | {r.synchronisations} |" + f" {r.same} of {r.batch} |" * texts)
     return "\n".join(lines) + "\n"
+
+
+def _costs(costs: CostTable) -> list[str]:
+    """Of whole rounds; beside them, where a table has them, of a plain step and of following rounds without drafts."""
+    batches = sorted(costs.batches.items())
+    following, plain = max(len(c.catch_up) for _, c in batches), any(c.plain for _, c in batches)
+    heads = [*map(str, range(LARGEST + 1)), "one draft", *[f"following {1 << n}" for n in range(following)], *["plain step"] * plain]
+    lines = ["", "## What a round costs, ms", "", "Drafting k tokens, verifying k + 1, and the block again over what was verified"
+             + (": after rounds without drafts over several at once, before the next draft" if following else "") + ".", "",
+             f"| batch | {' | '.join(heads)} |", "|---:|" + "---:|" * len(heads)]
+    for batch, cost in batches:
+        found = [*(cost.draft * k + t for k, t in enumerate(cost.verify)), cost.draft, *cost.catch_up, *[cost.step] * plain]
+        lines.append(f"| {batch} | " + " | ".join(f"{t * 1e3:.3f}" for t in found) + " |")
+    return lines
 
 
 def _cell(row: dict | None) -> str:

@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from dsv4.model import Model
 from dsv4.speculation import LARGEST, CostTable, Request, Trace
 from dsv4.speculation.policy_device import DevicePolicy
+from dsv4.speculation.prefill import prefill
 from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
-from scripts.bench.speculation_gpu import Timed, driver, name_of, planned_for, racers, record, wait
+from scripts.bench.speculation_gpu import PlainSteps, Timed, driver, name_of, planned_for, racers, record, wait, without_drafts
 from scripts.bench.waits import counted_syncs
 
 
@@ -27,8 +29,12 @@ def race_texts(model: Model, prompts: Mapping[str, list[list[int]]], costs: Cost
         on, rounds = driver(policy, tokens, batch, model.device), None
         for kind, rows in prompts.items():
             planned = planned_for(policy, recorded[kind], costs, batch, on)
-            rounds = _ready(model, rounds, rows, room, tokens, on, sizes)
-            found.append(_timed(rounds, kind, name_of(policy), planned.tokens_per_second, plain))
+            if without_drafts(policy):  # the first
+                timed, plain[kind] = _plainly(model, kind, rows, room, tokens, planned.tokens_per_second)
+                found.append(replace(timed, same=batch))
+            else:
+                rounds = _ready(model, rounds, rows, room, tokens, on, sizes)
+                found.append(_timed(rounds, kind, name_of(policy), planned.tokens_per_second, plain[kind]))
             said(f"batch {batch}, {kind}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, {found[-1].expected:.0f} expected, "
                  f"{found[-1].same} of {batch} rows the plain text")
     return found
@@ -53,14 +59,20 @@ def _ready(model: Model, rounds: Rounds | None, rows: list[list[int]], room: int
     return rounds
 
 
-def _timed(rounds: Rounds, kind: str, name: str, expected: float, plain: dict[str, list[list[int]]]) -> Timed:
+def _plainly(model: Model, kind: str, rows: list[list[int]], room: int, tokens: int, expected: float) -> tuple[Timed, list[list[int]]]:
+    """Without a drafter, as if each row were generated plainly, all in one step."""
+    cache = model.new_cache(len(rows), room, max_rewind=LARGEST)
+    first = prefill(model, cache, rows)[0].argmax(-1).flatten().tolist()
+    return PlainSteps(model, cache).timed(first, tokens, kind, "stationary", expected)
+
+
+def _timed(rounds: Rounds, kind: str, name: str, expected: float, plain: list[list[int]]) -> Timed:
     wait(rounds)
     begun = time.perf_counter()
     with counted_syncs() as syncs:
         out = rounds.run(ahead=1, until=any)
     wait(rounds)
     seconds, counts = time.perf_counter() - begun, rounds.counts
-    wanted = plain.setdefault(kind, out)  # the first policy drafts nothing
-    same = sum(row[:len(other)] == other[:len(row)] for row, other in zip(out, wanted))
+    same = sum(row[:len(other)] == other[:len(row)] for row, other in zip(out, plain))
     return Timed(name, kind, "stationary", rounds.cache.batch, sum(map(len, out)), seconds, expected, counts.rounds, counts.sizes,
                  counts.polls, len(syncs), same)

@@ -55,5 +55,5 @@ def chained(q, seeds, new, policy, sampling=Sampling(1.0), p=TARGET, lookup=Fals
     if lookup:
         drafter = LookupDrafts([[1, 2, 0][:length]] * seeds, tokens, cache.max_context + 1, 2, 1)
     else:
-        drafter = MTPDrafts(model, cache, model.q[tokens], torch.zeros(seeds, 1, 1), choice)
+        drafter = MTPDrafts(model, cache, model.embed(tokens), torch.zeros(seeds, 1, 1), choice)
     return kind(model, cache, 8, tokens, drafter, [new] * seeds, stop_ids, policy, choice=choice, **more)

@@ -1,5 +1,6 @@
 """Simulation and oracles: sums by hand, and the oracle against every schedule."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,9 @@ from dsv4.speculation.trace import mixed, stationary
 from scripts.bench.speculation_costs import flat, moe
 
 MOE, FLAT = moe(), flat()
+RESTING = replace(MOE, batches={n: replace(cost, verify=(0.84 * cost.verify[0], *cost.verify[1:]), catch_up=(0.3e-3, 0.4e-3, 0.5e-3, 0.7e-3),
+                                           plain=0.8 * cost.verify[0])
+                                for n, cost in MOE.batches.items()})
 
 
 def trace_of(*counts) -> Trace:
@@ -33,6 +37,21 @@ def test_no_speculation_is_a_token_a_pass():
     assert run.tokens == run.passes == 80 and run.acceptance is None and run.seconds == pytest.approx(80 * 2.62e-3)
 
 
+def test_passes_without_drafts_are_followed_before_a_draft_or_when_no_more_may_wait():
+    class Pattern(Static):
+        sizes = (0, 2)
+
+        def choose(self, states, pressure=False):
+            return [next(wanted)]
+    wanted, pass_of, cost = iter([0] * 3 + [2] + [0] * 9 + [2, 2] + [0] * 4), lambda k: RESTING.seconds(1, [k]), RESTING.of(1)
+    run = simulate(Pattern(2), trace_of([0] * 19), RESTING, 1)
+    assert run.seconds == pytest.approx(16 * cost.verify[0] + 3 * pass_of(2) + cost.catch_up[2] + cost.catch_up[3] + cost.catch_up[0])
+    assert [cost.following(n) for n in (0, 1, 2, 3, 4, 5, 8)] == [0, 0.3e-3, 0.4e-3, 0.5e-3, 0.5e-3, 0.7e-3, 0.7e-3] and cost.rests == 8
+    assert RESTING.uniform(1, 0) == pytest.approx(cost.verify[0] + 0.7e-3 / 8) and RESTING.uniform(1, 2) == MOE.uniform(1, 2)
+    run = simulate(Static(0), trace_of([3] * 10), RESTING, 1)
+    assert run.seconds == pytest.approx(10 * cost.plain)  # of decoding without a drafter
+
+
 def test_rows_take_the_next_request_and_it_ends_when_there_is_none():
     run = simulate(Static(0), trace_of([0] * 3, [0] * 5, [0] * 2, [0] * 9), MOE, 1)
     assert run.tokens == 19
@@ -43,29 +62,41 @@ def test_rows_take_the_next_request_and_it_ends_when_there_is_none():
         simulate(Static(0), trace_of([0]), MOE, 8)
 
 
-@pytest.mark.parametrize("costs", [MOE, FLAT], ids=["moe", "flat"])
+FEW = replace(RESTING, batches={1: replace(RESTING.of(1), catch_up=(0.9e-3, 1.5e-3))})  # two may wait, and following is dear
+
+
+@pytest.mark.parametrize("costs", [MOE, FLAT, RESTING, FEW], ids=["moe", "flat", "resting", "two may wait"])
 def test_oracle_at_batch_1_is_the_best_of_all_schedules(costs):
-    rng = np.random.default_rng(0)
+    rng, cost, taken = np.random.default_rng(0), costs.of(1), set()
     for _ in range(20):
-        counts = rng.integers(0, 9, 9).tolist()
+        counts = (rng.integers(0, 9, 14) * (rng.random(14) < 0.4)).tolist()
 
         @lru_cache(maxsize=None)
-        def best(t):
+        def best(t, rested):
             if t >= len(counts):
                 return 0.0
             sizes = range(min(8, len(counts) - t - 1) + 1)
-            return min(costs.uniform(1, k) + best(t + min(k, counts[t]) + 1) for k in sizes)
+            found = []
+            for k in sizes:
+                follows = k > 0 or rested == cost.rests
+                after = (0 if follows else rested) + (not k) * bool(cost.rests)
+                found.append(cost.draft * k + cost.verify[k] + follows * cost.following(rested) + best(t + min(k, counts[t]) + 1, after))
+            return min(found)
 
         run = simulate(Oracle(costs, 1), trace_of(counts), costs, 1)
-        assert run.seconds == pytest.approx(best(0)) and run.tokens == 9
-        assert potential(Request("r", np.array(counts)), costs, 1)[0] == pytest.approx(best(0))
+        assert run.seconds == pytest.approx(best(0, 0)) and run.tokens == 14
+        assert potential(Request("r", np.array(counts)), costs, 1)[0, 0] == pytest.approx(best(0, 0))
+        taken |= set(run.block_size_history["0"])
+    assert 0 in taken and len(taken) > 2
 
 
-@pytest.mark.parametrize("costs,batch", [(MOE, 1), (FLAT, 1), (MOE, 8), (moe(0.0), 8)], ids=["moe 1", "flat 1", "moe 8", "live tokens 8"])
+@pytest.mark.parametrize("costs,batch", [(MOE, 1), (FLAT, 1), (MOE, 8), (moe(0.0), 8), (RESTING, 1), (RESTING, 8)],
+                         ids=["moe 1", "flat 1", "moe 8", "live tokens 8", "resting 1", "resting 8"])
 def test_nobody_passes_the_bound_and_the_oracle_passes_the_static_sizes(costs, batch):
     trace = mixed(requests=16, tokens=200, seed=3)
     limit = bound(trace, costs, batch)
-    speed = {k: simulate(Static(k), trace, costs, batch).tokens_per_second for k in (0, 1, 2, 4, 8)}
+    drafting = (1, 2, 4, 8) if costs.of(batch).plain else (0, 1, 2, 4, 8)  # no drafter at all may beat all who have one
+    speed = {k: simulate(Static(k), trace, costs, batch).tokens_per_second for k in drafting}
     widths = [None] if batch == 1 else [0, 2, 8]
     oracle = max(simulate(Oracle(costs, batch, w), trace, costs, batch).tokens_per_second for w in widths)
     assert max(speed.values()) < oracle

@@ -1,6 +1,7 @@
 """Traces and cost tables: files, errors, synthetic texts."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,7 +117,8 @@ def test_costs_of_a_pass():
 COSTS = json.loads(json.dumps(moe().document()))
 ONE = COSTS["batches"]["1"]
 BAD_BATCH = {"draft": {"draft": -1}, "zero": {"verify": [0] * 9}, "short": {"verify": [1] * 8}, "nan": {"verify": [float("nan")] * 9},
-             "measured": {"measured": [1] * 9}}
+             "measured": {"measured": [1] * 9}, "catch_up": {"catch_up": [1] * 5}, "negative": {"catch_up": [-1]}, "plain": {"plain": 0},
+             "no plain": {"plain": "fast"}}
 BAD_COSTS = {"unit": {"unit": "ms"}, "padding": {"padding": 2}, "provenance": {"provenance": {}}, "batches": {"batches": {}},
              "key": {"batches": {"x": {}}}, **{name: {"batches": {"1": {**ONE, **change}}} for name, change in BAD_BATCH.items()}}
 
@@ -124,6 +126,8 @@ BAD_COSTS = {"unit": {"unit": "ms"}, "padding": {"padding": 2}, "provenance": {"
 @pytest.mark.parametrize("change", BAD_COSTS.values(), ids=BAD_COSTS)
 def test_bad_costs_raise_one_line(change):
     assert parse_costs(COSTS) == moe()
+    resting = replace(moe(), batches={1: replace(moe().of(1), catch_up=(1e-3, 2e-3), plain=3e-3)})
+    assert parse_costs(json.loads(json.dumps(resting.document()))) == resting
     with pytest.raises(InputError, match="expected") as error:
         parse_costs({**COSTS, **change})
     assert "\n" not in str(error.value)
