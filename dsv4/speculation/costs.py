@@ -17,24 +17,24 @@ class BatchCost:
     """Of passes of one batch. draft: seconds of one draft step; verify[k]: seconds of a pass in which every row verifies k
     drafted tokens and its own, k = 0 … 8; measured[k]: whether verify[k] was, rather than modelled.
 
-    catch_up[i]: seconds in which a drafter follows 2^i passes in a row that drafted nothing, before the next draft or when the last of these
-    is reached; none where it follows every pass. plain: seconds of a step without a drafter; None where that was not measured, and verify[0]
-    stands for it."""
+    catch_up: (n, seconds) ascending: of a step in which a drafter follows up to n passes in a row that drafted nothing, before the next draft
+    or when the last n is reached; none where it follows every pass. plain: seconds of a step without a drafter; None where that was not measured,
+    and verify[0] stands for it."""
 
     draft: float
     verify: tuple[float, ...]
     measured: tuple[bool, ...]
-    catch_up: tuple[float, ...] = ()
+    catch_up: tuple[tuple[int, float], ...] = ()
     plain: float | None = None
 
     @property
     def rests(self) -> int:
         """Passes without drafts in a row that wait until a drafter follows them; 0: it follows each."""
-        return 1 << (len(self.catch_up) - 1) if self.catch_up else 0
+        return self.catch_up[-1][0] if self.catch_up else 0
 
     def following(self, rested: int) -> float:
-        """Seconds of following that many passes without drafts: a step as wide as the next power of two."""
-        return self.catch_up[(rested - 1).bit_length()] if rested and self.catch_up else 0.0
+        """Seconds of following that many passes without drafts."""
+        return next((seconds for n, seconds in self.catch_up if n >= rested), 0.0) if rested else 0.0
 
     @property
     def step(self) -> float:
@@ -65,7 +65,7 @@ class CostTable:
         """Seconds of drafting and verifying `size` tokens in every row, and of a pass without drafts among many: with its share of following
         as many as may wait."""
         cost = self.of(batch)
-        share = 0.0 if size or not cost.catch_up else cost.catch_up[-1] / cost.rests
+        share = 0.0 if size or not cost.catch_up else cost.following(cost.rests) / cost.rests
         return cost.draft * size + cost.verify[size] + share
 
     def seconds(self, batch: int, sizes: Sequence[int]) -> float:
@@ -94,7 +94,7 @@ class CostTable:
 
     def document(self) -> dict:
         batches = {str(n): {"draft": c.draft, "verify": list(c.verify), "measured": list(c.measured)}
-                   | ({"catch_up": list(c.catch_up)} if c.catch_up else {}) | ({} if c.plain is None else {"plain": c.plain})
+                   | ({"catch_up": list(map(list, c.catch_up))} if c.catch_up else {}) | ({} if c.plain is None else {"plain": c.plain})
                    for n, c in sorted(self.batches.items())}
         return {"format": FORMAT, "version": VERSION, "unit": "seconds", "name": self.name, "provenance": dict(self.provenance),
                 "padding": self.padding, "batches": batches}
@@ -131,12 +131,19 @@ def _batch(batch: str, cost: object) -> BatchCost:
     if not isinstance(measured, list) or len(measured) != LARGEST + 1 or not all(isinstance(m, bool) for m in measured):
         raise InputError(f"measured of batch {batch} is {brief(measured, 80)}; expected true or false for each of the {LARGEST + 1} figures")
     catch_up, plain = cost.get("catch_up", []), cost.get("plain")
-    if not isinstance(catch_up, list) or len(catch_up) > LARGEST.bit_length() or not all(_number(t) and t >= 0 for t in catch_up):
-        raise InputError(f"catch_up of batch {batch} is {brief(catch_up, 80)}; expected up to {LARGEST.bit_length()} numbers of seconds, of following 1, 2, "
-                         "4, … passes")
+    if not _ascending_pairs(catch_up):
+        raise InputError(f"catch_up of batch {batch} is {brief(catch_up, 80)}; expected pairs [passes, seconds], more passes in each than in the one before")
     if plain is not None and not (_number(plain) and plain >= SHORTEST):
         raise InputError(f"plain of batch {batch} is {brief(plain)}; expected a positive number of seconds")
-    return BatchCost(float(draft), tuple(map(float, verify)), tuple(measured), tuple(map(float, catch_up)), None if plain is None else float(plain))
+    return BatchCost(float(draft), tuple(map(float, verify)), tuple(measured), tuple((n, float(t)) for n, t in catch_up),
+                     None if plain is None else float(plain))
+
+
+def _ascending_pairs(found: object) -> bool:
+    if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
+        return False
+    counts = [0, *(n for n, _ in found)]
+    return all(type(n) is int for n in counts) and all(a < b for a, b in zip(counts, counts[1:])) and all(_number(t) and t >= 0 for _, t in found)
 
 
 def _number(value: object) -> bool:

@@ -44,16 +44,16 @@ RING = 4      # rounds whose records the host can still read: as many as may be 
 
 class HostHalf(ABC):
     """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a round does is the
-    subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`, and `rests`: rounds without drafts, a power of two, after which the drafter catches
-    up (0: it never does). widths, ring: as for `Rounds`. Raises InputError where layers lie on several devices."""
+    subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring: as for `Rounds`. follows: as a drafter's, none where it need
+    not follow rounds without drafts. Raises InputError where layers lie on several devices."""
 
     done: torch.Tensor
     start: torch.Tensor
     log: torch.Tensor
     drafter: RoundDrafter
-    rests: int
 
-    def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int):
+    def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int,
+                 follows: Sequence[int] = ()):
         device = model.device
         if model.layer_devices is not None:
             raise InputError("rounds cannot be captured while layers are spread over devices; load without --device-map")
@@ -61,6 +61,7 @@ class HostHalf(ABC):
         self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.ring = Ring(ring, cache.batch, most + 1, device)
+        self.follows = follows
         self.captures = captures(model)
         self.side = torch.cuda.Stream(device) if self.captures else None
         self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
@@ -120,8 +121,8 @@ class HostHalf(ABC):
         for D in self.widths if self.captures else ():
             if D not in self.graphs:
                 self.capture(D)
-        for n in range(self.rests.bit_length()) if self.captures and 0 in self.widths else ():
-            self._capture_catching_up(1 << n)
+        for width in self.follows if self.captures and 0 in self.widths else ():
+            self._capture_catching_up(width)
 
     def _capture_catching_up(self, width: int) -> None:
         if width not in self.catching_up:
@@ -164,7 +165,7 @@ class HostHalf(ABC):
             raise RuntimeError(f"{len(self.under_way)} rounds are not read yet, and the ring holds no more")
         self.counts.rounds.append(D)
         width = next(w for w in self.widths if w >= D) if self.captures else D
-        if width or self.rested == self.rests:
+        if width or self.follows and self.rested == self.follows[-1]:
             self._follow_rests()
         if self.captures:
             if width not in self.graphs:
@@ -173,14 +174,14 @@ class HostHalf(ABC):
             self.model.tiles = self.tiles[width]
         else:
             self._round(width)
-        self.rested += bool(self.rests) and not width
+        self.rested += bool(self.follows) and not width
         self.under_way.append(self._mark())
 
     def _follow_rests(self) -> None:
         """The drafter catches up with rounds that drafted nothing, if there were any."""
         if not self.rested:
             return
-        width = 1 << (self.rested - 1).bit_length()
+        width = next(n for n in self.follows if n >= self.rested)
         self.counts.caught_up.append(self.rested)
         if self.captures:
             self._capture_catching_up(width)

@@ -13,7 +13,7 @@ from dsv4.speculation.draft import Drafter, MTPDrafter
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.policy_device import on_device
-from dsv4.speculation.resident_drafters import primed
+from dsv4.speculation.resident_drafters import FOLLOWS, primed
 from dsv4.speculation.result import Speculation
 from dsv4.speculation.rounds import Rounds
 
@@ -36,7 +36,8 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
     if most < 0:
         raise InputError(f"a context of {limit} tokens is all that the checkpoint takes; rounds with drafts run one token behind it: "
                          "lower --max-context or --max-new-tokens by one, or leave out --speculate")
-    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, 1))
+    back = FOLLOWS[-1] - 1 if drafter.needs_mtp and 0 in policy.sizes else 1  # so that the block may follow many rounds without drafts at once
+    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, back))
     outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)) for ids in prompts]
     choice, begun = choice_of(sampling, len(prompts), model.device), time.perf_counter()
     tokens, drafts = primed(model, cache, prompts, on_prefill, choice, drafter)

@@ -1,7 +1,7 @@
 """Drafters of rounds: what `draft` drafts, as tensor operations without the host, so that a round with them can be captured."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,11 @@ from dsv4.speculation.prefill import prefill
 from dsv4.step import CapturedStep
 
 
+# By how many tokens of a row the MTP block follows rounds without drafts: a step over many has hardly more experts to read than one over a few.
+# Few sizes, because each is compiled and captured.
+FOLLOWS = (2, 8, 32)
+
+
 class Drafted(NamedTuple):
     """tokens int64 [B, D]; q fp32 [B, D, V]: what they were drawn from; None if they were chosen."""
 
@@ -28,14 +33,15 @@ class RoundDrafter(ABC):
     """The interface. A row holds `start` int64 [B] tokens in the model's caches and one more that is chosen, not yet in them.
 
     offered int64 [B]: drafts that the next round can have of each row. lengths: of caches of its own, which the host moves on with the
-    model's. draws: whether drafts are drawn. keeps: tokens of a row, of rounds without drafts, that it can keep before it must `catch_up`, as it must
-    before it drafts; 0 where it has nothing to catch up with. All tensors are updated in place, so that replays follow each other.
+    model's. draws: whether drafts are drawn. follows: tokens of a row, ascending, by which it can `catch_up` with rounds without drafts, as it must
+    before it drafts and when it keeps as many as the last says; none where it has nothing to catch up with. All tensors are updated in place, so
+    that replays follow each other.
     """
 
     offered: torch.Tensor
     lengths: tuple[Lengths, ...] = ()
     draws = False
-    keeps = 0
+    follows: Sequence[int] = ()
 
     @abstractmethod
     def take(self, other: "RoundDrafter") -> None:
@@ -68,10 +74,9 @@ class MTPDrafts(RoundDrafter):
     choice: how drafts come of logits.
 
     A round without drafts leaves the block and its head alone: its token and the main model's streams are kept, and go through the block as one
-    step with others, before the next draft or when no more can wait.
+    step with others, before the next draft or when no more can wait. A step over more tokens than the cache can be rewound would write over what
+    the block's window still needs.
     """
-
-    keeps = LARGEST
 
     def __init__(self, model: Model, cache: Cache, features: torch.Tensor, chained: torch.Tensor, choice: Choice = Greedy()):
         if not model.mtp:
@@ -79,8 +84,9 @@ class MTPDrafts(RoundDrafter):
         self.model, self.cache, self.choice, self.lengths, self.draws = model, cache, choice, (cache._mtp,), choice.draws
         self.features, self.chained = features.clone(), chained.clone()
         self.offered = torch.full((cache.batch,), LARGEST, device=model.device)
-        self.first = torch.arange(cache.batch, device=model.device) * (self.keeps + 1)  # of each row among all that may be kept:
-        kept = cache.batch * (self.keeps + 1)  # one place more than it keeps is of rounds that are captured while all others are taken
+        self.follows = [n for n in FOLLOWS if n <= cache.max_rewind + 1] or [1]
+        places = self.follows[-1] + 1  # of a row; the last is of rounds that are captured while all others are taken
+        self.first, kept = torch.arange(cache.batch, device=model.device) * places, cache.batch * places
         self.kept = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.kept_ids, self.kept_streams = self.kept.new_zeros(kept), chained.new_zeros(kept, *chained.shape[1:])
 

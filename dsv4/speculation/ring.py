@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-HEAD = 4  # numbers before a record's tokens: its round, how many tokens count, the size of the next round, whether the row is done
+from kernels.commit_rows import HEAD, record
 
 
 @dataclass
@@ -43,12 +43,10 @@ class Ring:
         """Copied to the host by every round."""
         return self.host.nbytes
 
-    def put(self, number: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, sizes: torch.Tensor, done: torch.Tensor) -> None:
-        """On the device, round `number` int64 [1]: chosen int64 [B, T], of which count int64 [B] are the rows' next tokens; sizes int64 [B],
-        done bool [B]. T is up to the ring's tokens."""
-        head = torch.stack((number.expand_as(count), count, sizes, done.long()), 1)
-        rest = chosen.new_zeros(len(chosen), self.records.shape[2] - HEAD - chosen.shape[1])
-        self.records.index_copy_(0, number % self.rounds, torch.cat((head, chosen, rest), 1).unsqueeze(0))
+    def put(self, chosen: torch.Tensor, count: torch.Tensor, wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor, done: torch.Tensor,
+            sizes: torch.Tensor, number: torch.Tensor) -> None:
+        """On the device, what round `number` int64 [1] did, which counts on; sizes int64 [B] become those of the next. As `kernels.commit_rows.record`."""
+        record(chosen, count, wanted, offered, left, done, sizes, number, self.records)
 
     def send(self, wait: bool = False) -> None:
         """Copy what the device holds, behind what is already under way. wait: until it is there."""

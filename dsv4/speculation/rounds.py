@@ -32,6 +32,7 @@ from dsv4.speculation.host_half import RING, HostHalf
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident_drafters import Drafted, RoundDrafter
 from dsv4.step import CapturedStep
+from kernels.commit_rows import commit
 
 SPARE = 8     # rounds that may run after the last that gives a row a token
 
@@ -49,10 +50,8 @@ class Rounds(HostHalf):
                  stop_ids: Iterable[int], policy: DevicePolicy, widths: Sequence[int] | None = None, ring: int = RING,
                  choice: Choice = Greedy()):
         B, device = cache.batch, model.device
-        super().__init__(model, cache, most, max(left), widths, ring)
+        super().__init__(model, cache, most, max(left), widths, ring, drafter.follows if most else ())
         self.drafter, self.policy, self.choice = drafter, policy, choice
-        some = min(drafter.keeps, most + 1) if most else 0  # catching up with more writes further than a round, over what is still needed
-        self.rests = 1 << (some.bit_length() - 1) if some else 0
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
         self.done = torch.zeros(B, dtype=torch.bool, device=device)
@@ -103,43 +102,26 @@ class Rounds(HostHalf):
         B, drafts = len(self.token), self._drafts(D)
         ids = torch.cat((self.token.unsqueeze(1), drafts.tokens), 1)
         streams, logits = self.model.captured(CapturedStep(ids, self.start, self.cache.max_context, self.model.rope_frequencies()), self.cache)
-        place = torch.arange(D + 1, device=ids.device)
         proposed = self.sizes.clamp(0, D).masked_fill(self.done, 0)
         accepted, chosen = self._accept(logits.view(B, D + 1, -1), drafts, proposed)
-        stopping = (chosen.unsqueeze(-1) == self.stops).any(-1)
-        first_stop = torch.where(stopping, place, D + 1).amin(1)
-        count = torch.minimum(torch.minimum(accepted + 1, self.left), first_stop + 1).masked_fill(self.done, 0)
-        with self._aside():  # dozens of tiny kernels, beside the block's few
-            self._commit(chosen, accepted, proposed, count, count > first_stop)
+        count = commit(chosen, accepted, proposed, self.stops, self.room, self.token, self.left, self.written, self.done, self.out, self.log, self.round)
+        with self._aside():  # a dozen tiny kernels, beside the block's
+            self.policy.observe(accepted, proposed)
+            self.drafter.told(chosen, count)
+            self._record(chosen, count)
         if D:
             self.drafter.follow(streams, chosen, count, self.start)
-        elif self.rests:
+        elif self.follows:
             self.drafter.keep(streams, chosen, count)
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
         self.start += count
         self.ring.send()
 
-    def _commit(self, chosen: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor, count: torch.Tensor, stopped: torch.Tensor) -> None:
-        """Of chosen int64 [B, D + 1] the first count [B] come out; what that leaves of each row, and what it wants next."""
-        last = chosen.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        self.token.copy_(torch.where(count > 0, last, self.token))
-        place = torch.arange(chosen.shape[1], device=chosen.device)
-        column = torch.where(place < count.unsqueeze(1), self.written.unsqueeze(1) + place, self.room + place)
-        self.out.scatter_(1, column, chosen)
-        self.log.index_copy_(0, self.round.clamp(max=len(self.log) - 1), torch.stack((proposed, torch.minimum(accepted, count), count)).unsqueeze(0))
-        self.written += count
-        self.left -= count
-        self.done |= (self.left == 0) | stopped
-        self.policy.observe(accepted, proposed)
-        self.drafter.told(chosen, count)
-        self._choose()
-        self._record(chosen, count)
-
     def _record(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """What this round says to the host: of chosen int64 [B, T] the first count[b] tokens, and how rows stand now."""
-        self.ring.put(self.round, chosen, count, self.sizes, self.done)
-        self.round += 1
+        """What this round says to the host: of chosen int64 [B, T] the first count[b] tokens, how rows stand now, and what they want next."""
+        wanted = self.policy.choose(self.pressure, ~self.done)
+        self.ring.put(chosen, count, wanted, self.drafter.offered, self.left, self.done, self.sizes, self.round)
 
     @contextmanager
     def _aside(self):

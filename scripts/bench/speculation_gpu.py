@@ -19,7 +19,7 @@ from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice
 from dsv4.speculation.costs import BatchCost
 from dsv4.speculation.policy_device import DevicePolicy
-from dsv4.speculation.resident_drafters import MTPDrafts, primed
+from dsv4.speculation.resident_drafters import FOLLOWS, MTPDrafts, primed
 from dsv4.speculation.rounds import Rounds
 from dsv4.speculation.trace import Request
 from scripts.bench.speculation_journal import SpeculationJournal, Timed, name_of
@@ -27,6 +27,7 @@ from scripts.bench.waits import counted_syncs
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
 ROOM = 1024              # tokens; caches of rounds have a multiple of them
+REWIND = max(LARGEST, FOLLOWS[-1] - 1)  # tokens; of those caches
 
 
 class Traced(Choice):
@@ -95,7 +96,7 @@ def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePo
     """Rows at `context` tokens of a cache full of plausible numbers, each to write `tokens`."""
     from dsv4.dummy import fill_cache
     g = torch.Generator(model.device).manual_seed(1)
-    cache = model.new_cache(batch, room(model, context + tokens + LARGEST + SPARE), max_rewind=LARGEST)
+    cache = model.new_cache(batch, room(model, context + tokens + LARGEST + SPARE), max_rewind=REWIND)
     fill_cache(cache, context)
     ids = lambda: torch.randint(model.config.vocab_size, (batch,), generator=g, device=model.device)
     n, d = model.config.hc_mult, model.config.hidden_size
@@ -127,12 +128,12 @@ def measure_costs(model: Model, batches: Sequence[int], context: int, name: str,
         whole = [_median(rounds, k) for k in range(LARGEST + 1)]
         draft = (_drafting(rounds, 5) - _drafting(rounds, 1)) / 4
         rounds.prepare()
-        following = tuple(_replays(rounds.catching_up[1 << n]) for n in range(rounds.rests.bit_length()))
+        following = tuple((n, _replays(graph)) for n, graph in rounds.catching_up.items())
         plain = _replays(DecodeGraph(model, rounds.cache).graph)
         found[batch] = BatchCost(draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1), following, plain)
         journal.cost(batch, found[batch])
         said(f"batch {batch}: " + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole)) + f" ms a round; {draft * 1e3:.3f} ms a draft; "
-             + ", ".join(f"{1 << n}: {t * 1e3:.3f}" for n, t in enumerate(following)) + f" ms to follow rounds without drafts; {plain * 1e3:.3f} ms a plain step")
+             + ", ".join(f"{n}: {t * 1e3:.3f}" for n, t in following) + f" ms to follow rounds without drafts; {plain * 1e3:.3f} ms a plain step")
         del rounds
     return CostTable(name, 1.0, found, {"kind": "measured", "context": context, **about})
 

@@ -55,7 +55,8 @@ class SpeculationJournal:
         self.kept, self.costs, self.ran = Kept(path, what), {}, []
         for kind, *held in self.kept.held:
             if kind == "costs":
-                self.costs[held[0]] = BatchCost(**{k: tuple(v) if isinstance(v, list) else v for k, v in held[1].items()})
+                self.costs[held[0]] = BatchCost(**{k: tuple(v) if isinstance(v, list) else v for k, v in held[1].items()}
+                                                | {"catch_up": tuple(map(tuple, held[1].get("catch_up", [])))})
             else:
                 self.ran.append(Timed(**held[0]))
 

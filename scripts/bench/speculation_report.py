@@ -68,13 +68,13 @@ def real(costs: CostTable, ran: Sequence, points: Sequence[Point]) -> str:
 def _costs(costs: CostTable) -> list[str]:
     """Of whole rounds; beside them, where a table has them, of a plain step and of following rounds without drafts."""
     batches = sorted(costs.batches.items())
-    following, plain = max(len(c.catch_up) for _, c in batches), any(c.plain for _, c in batches)
-    heads = [*map(str, range(LARGEST + 1)), "one draft", *[f"following {1 << n}" for n in range(following)], *["plain step"] * plain]
+    following, plain = sorted({n for _, c in batches for n, _ in c.catch_up}), any(c.plain for _, c in batches)
+    heads = [*map(str, range(LARGEST + 1)), "one draft", *[f"following {n}" for n in following], *["plain step"] * plain]
     lines = ["", "## What a round costs, ms", "", "Drafting k tokens, verifying k + 1, and the block again over what was verified"
              + (": after rounds without drafts over several at once, before the next draft" if following else "") + ".", "",
              f"| batch | {' | '.join(heads)} |", "|---:|" + "---:|" * len(heads)]
     for batch, cost in batches:
-        found = [*(cost.draft * k + t for k, t in enumerate(cost.verify)), cost.draft, *cost.catch_up, *[cost.step] * plain]
+        found = [*(cost.draft * k + t for k, t in enumerate(cost.verify)), cost.draft, *map(cost.following, following), *[cost.step] * plain]
         lines.append(f"| {batch} | " + " | ".join(f"{t * 1e3:.3f}" for t in found) + " |")
     return lines
 

@@ -10,7 +10,7 @@ from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.prefill import prefill
 from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
-from scripts.bench.speculation_gpu import PlainSteps, Timed, driver, name_of, planned_for, racers, record, wait, without_drafts
+from scripts.bench.speculation_gpu import REWIND, PlainSteps, Timed, driver, name_of, planned_for, racers, record, wait, without_drafts
 from scripts.bench.waits import counted_syncs
 
 
@@ -50,7 +50,7 @@ def _ready(model: Model, rounds: Rounds | None, rows: list[list[int]], room: int
     """Rounds over the prompts: new ones with all their graphs, or those of another text begun again."""
     left = [tokens] * len(rows)
     if rounds is None:
-        cache = model.new_cache(len(rows), room, max_rewind=LARGEST)
+        cache = model.new_cache(len(rows), room, max_rewind=REWIND)
         rounds = Rounds(model, cache, max(sizes), *primed(model, cache, rows), left, (), on, sizes)
         rounds.prepare()
     else:
@@ -61,7 +61,7 @@ def _ready(model: Model, rounds: Rounds | None, rows: list[list[int]], room: int
 
 def _plainly(model: Model, kind: str, rows: list[list[int]], room: int, tokens: int, expected: float) -> tuple[Timed, list[list[int]]]:
     """Without a drafter, as if each row were generated plainly, all in one step."""
-    cache = model.new_cache(len(rows), room, max_rewind=LARGEST)
+    cache = model.new_cache(len(rows), room, max_rewind=REWIND)
     first = prefill(model, cache, rows)[0].argmax(-1).flatten().tolist()
     return PlainSteps(model, cache).timed(first, tokens, kind, "stationary", expected)
 

@@ -54,9 +54,11 @@ def _begin(load: Callable[[], Model]) -> None:
 def _round(batch: int, size: int, context: int) -> None:
     import torch
     from scripts.bench.speculation_gpu import traced
-    rounds = traced(_model, batch, context, 4 * (LARGEST + 2), on_device(Static(size), batch, _model.device), [size])
+    rounds = traced(_model, batch, context, 4 * (LARGEST + 2), on_device(Static(size), batch, _model.device), [size or LARGEST])
     with torch.inference_mode():
         rounds._round(size)
+        for n in () if size else rounds.follows:
+            rounds._catch_up(n)
 
 
 def warm(load: Callable[[], Model], batches: Sequence[int], context: int, jobs: int, seconds: float = 150.0) -> tuple[int, float]:

@@ -10,6 +10,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.errors import InputError
+from dsv4.generate import generate
 from dsv4.speculation import Request, Static, Trace, on_device, read_costs
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.trace import mixed
@@ -43,6 +44,28 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
     monkeypatch.setattr(speculation_gpu.Traced, "accept", lambda self, logits, drafts, q, sizes, at: Accepted(sizes, logits.argmax(-1)))
     with pytest.raises(RuntimeError, match="chose other sizes than the specification"):
         speculation_gpu.race(model, traces, COSTS, 2, 24, 40, (3,), lambda line: None)
+
+
+def test_no_speculation_is_plain_decoding(model, monkeypatch):
+    """Without the block and without rounds; of a given text, the text is fed and what the model says is still waited for."""
+    g = torch.Generator().manual_seed(3)
+    ids = [torch.randint(model.config.vocab_size, (20,), generator=g).tolist() for _ in range(2)]
+    plain = [generate(model, row, 13).token_ids for row in ids]
+    monkeypatch.setattr(model.mtp[0], "forward", lambda *given: pytest.fail("the block ran"))
+
+    def steps():
+        cache = model.new_cache(2, 64, max_rewind=8)
+        model.append(torch.tensor(ids), cache)
+        return speculation_gpu.PlainSteps(model, cache)
+    timed, said = steps().timed([row[0] for row in plain], 12, "t", "mixed", 5.0)
+    assert said == [row[1:] for row in plain] and (timed.policy, timed.tokens, timed.rounds) == ("no speculation", 24, [0] * 12)
+    text = [row[1:] for row in plain][::-1]
+    _, other = steps().timed([row[0] for row in plain], 12, "t", "mixed", 5.0, text)
+    for row, first, fed, out in zip(ids, plain, text, other):
+        cache = model.new_cache(1, 64)
+        model.append(torch.tensor([row]), cache)
+        wanted = model.append(torch.tensor([[first[0], *fed[:11]]]), cache).argmax(-1)[0].tolist()
+        assert out == wanted
 
 
 def test_a_run_that_was_cut_off_goes_on_where_it_stopped(model, tmp_path, monkeypatch):

@@ -157,7 +157,7 @@ def test_no_round_takes_the_place_of_one_that_is_not_read(model):
 def test_a_record_of_another_round_is_not_taken_for_it():
     ring, two = Ring(2, 2, 3, torch.device("cpu")), torch.tensor([1, 2])
     for n in range(3):
-        ring.put(torch.tensor([n]), torch.tensor([[5, 6], [7, 8]]) + n, two, two + n, two == n)
+        ring.put(torch.tensor([[5, 6], [7, 8]]) + n, two, two + n, two + 9, two + 20, two == n, torch.zeros(2, dtype=torch.int64), torch.tensor([n]))
         ring.send()
     read = ring.read(2)
     assert (read.tokens, read.sizes, read.done) == ([[7], [9, 10]], [3, 4], [False, True])

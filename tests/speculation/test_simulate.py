@@ -13,7 +13,7 @@ from dsv4.speculation.trace import mixed, stationary
 from scripts.bench.speculation_costs import flat, moe
 
 MOE, FLAT = moe(), flat()
-RESTING = replace(MOE, batches={n: replace(cost, verify=(0.84 * cost.verify[0], *cost.verify[1:]), catch_up=(0.3e-3, 0.4e-3, 0.5e-3, 0.7e-3),
+RESTING = replace(MOE, batches={n: replace(cost, verify=(0.84 * cost.verify[0], *cost.verify[1:]), catch_up=((1, 0.3e-3), (2, 0.4e-3), (4, 0.5e-3), (8, 0.7e-3)),
                                            plain=0.8 * cost.verify[0])
                                 for n, cost in MOE.batches.items()})
 
@@ -45,9 +45,12 @@ def test_passes_without_drafts_are_followed_before_a_draft_or_when_no_more_may_w
             return [next(wanted)]
     wanted, pass_of, cost = iter([0] * 3 + [2] + [0] * 9 + [2, 2] + [0] * 4), lambda k: RESTING.seconds(1, [k]), RESTING.of(1)
     run = simulate(Pattern(2), trace_of([0] * 19), RESTING, 1)
-    assert run.seconds == pytest.approx(16 * cost.verify[0] + 3 * pass_of(2) + cost.catch_up[2] + cost.catch_up[3] + cost.catch_up[0])
+    assert run.seconds == pytest.approx(16 * cost.verify[0] + 3 * pass_of(2) + 0.5e-3 + 0.7e-3 + 0.3e-3)
     assert [cost.following(n) for n in (0, 1, 2, 3, 4, 5, 8)] == [0, 0.3e-3, 0.4e-3, 0.5e-3, 0.5e-3, 0.7e-3, 0.7e-3] and cost.rests == 8
     assert RESTING.uniform(1, 0) == pytest.approx(cost.verify[0] + 0.7e-3 / 8) and RESTING.uniform(1, 2) == MOE.uniform(1, 2)
+    wanted = iter([0, 0, 2, 0, 2])
+    run = simulate(Pattern(2), trace_of([0] * 2, [0] * 3), RESTING, 1)
+    assert run.seconds == pytest.approx(4 * cost.verify[0] + pass_of(2))  # a prompt is followed; the last token leaves no room to draft
     run = simulate(Static(0), trace_of([3] * 10), RESTING, 1)
     assert run.seconds == pytest.approx(10 * cost.plain)  # of decoding without a drafter
 
@@ -62,7 +65,7 @@ def test_rows_take_the_next_request_and_it_ends_when_there_is_none():
         simulate(Static(0), trace_of([0]), MOE, 8)
 
 
-FEW = replace(RESTING, batches={1: replace(RESTING.of(1), catch_up=(0.9e-3, 1.5e-3))})  # two may wait, and following is dear
+FEW = replace(RESTING, batches={1: replace(RESTING.of(1), catch_up=((1, 0.9e-3), (2, 1.5e-3)))})  # two may wait, and following is dear
 
 
 @pytest.mark.parametrize("costs", [MOE, FLAT, RESTING, FEW], ids=["moe", "flat", "resting", "two may wait"])

@@ -117,7 +117,8 @@ def test_costs_of_a_pass():
 COSTS = json.loads(json.dumps(moe().document()))
 ONE = COSTS["batches"]["1"]
 BAD_BATCH = {"draft": {"draft": -1}, "zero": {"verify": [0] * 9}, "short": {"verify": [1] * 8}, "nan": {"verify": [float("nan")] * 9},
-             "measured": {"measured": [1] * 9}, "catch_up": {"catch_up": [1] * 5}, "negative": {"catch_up": [-1]}, "plain": {"plain": 0},
+             "measured": {"measured": [1] * 9}, "catch_up": {"catch_up": [1] * 5}, "negative": {"catch_up": [[1, -1]]}, "order": {"catch_up": [[2, 1], [2, 1]]},
+             "nothing": {"catch_up": [[0, 1]]}, "part": {"catch_up": [[1.5, 1]]}, "plain": {"plain": 0},
              "no plain": {"plain": "fast"}}
 BAD_COSTS = {"unit": {"unit": "ms"}, "padding": {"padding": 2}, "provenance": {"provenance": {}}, "batches": {"batches": {}},
              "key": {"batches": {"x": {}}}, **{name: {"batches": {"1": {**ONE, **change}}} for name, change in BAD_BATCH.items()}}
@@ -126,7 +127,7 @@ BAD_COSTS = {"unit": {"unit": "ms"}, "padding": {"padding": 2}, "provenance": {"
 @pytest.mark.parametrize("change", BAD_COSTS.values(), ids=BAD_COSTS)
 def test_bad_costs_raise_one_line(change):
     assert parse_costs(COSTS) == moe()
-    resting = replace(moe(), batches={1: replace(moe().of(1), catch_up=(1e-3, 2e-3), plain=3e-3)})
+    resting = replace(moe(), batches={1: replace(moe().of(1), catch_up=((2, 1e-3), (8, 2e-3)), plain=3e-3)})
     assert parse_costs(json.loads(json.dumps(resting.document()))) == resting
     with pytest.raises(InputError, match="expected") as error:
         parse_costs({**COSTS, **change})
