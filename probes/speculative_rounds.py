@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from torch.nn.functional import pad
 
 from dsv4.cache import Cache
 from dsv4.graph import DecodeGraph
@@ -37,7 +38,7 @@ class Plain:
         self.cache: Cache = subject.model.new_cache(len(lengths), limit)
         self.tokens, drafter = primed(self.model, self.cache, cut(ids, lengths))
         self.said, self.chained = drafter.said, drafter.chained  # logits [B, vocab] of the first draft, the block's streams [B, n, d] there
-        self.graph: DecodeGraph | None = None
+        self.graphs: dict[int, DecodeGraph] = {}  # by the tokens of a step
 
     def rows(self) -> list[Rows]:
         lengths = self.cache.lengths
@@ -57,48 +58,52 @@ class Plain:
         self.cache.rewind_mtp(drafts.shape[1] - 1)
         return torch.stack(found, 1).cpu()
 
-    def go_on(self, ids: torch.Tensor, chosen: torch.Tensor, kept: list[int]) -> torch.Tensor:
-        """ids int64 [B, W]: the pending token and drafts, of which kept[b] stay; chosen int64 [B, W]: what follows each. Logits
-        [B, W, vocab], of places that stay."""
+    def go_on(self, ids: torch.Tensor, chosen: torch.Tensor, kept: list[int], width: int) -> torch.Tensor:
+        """ids int64 [B, W]: the pending token and drafts, of which kept[b] stay; chosen int64 [B, W]: what follows each. width: tokens of the
+        block's step, W or more, of which those behind W mean nothing. Logits [B, W, vocab], of places that stay."""
         W, counts = ids.shape[1], None if self.rejected else [n + 1 for n in kept]
         if self.rejected:
-            self.graph = self.graph or DecodeGraph(self.model, self.cache, W)
-            logits = self.graph.step(ids)
-            streams = self.graph.streams.view(*ids.shape, *self.graph.streams.shape[1:])
+            graph = self.graphs[W] = self.graphs.get(W) or DecodeGraph(self.model, self.cache, W)
+            logits = graph.step(ids)
+            streams = graph.streams.view(*ids.shape, *graph.streams.shape[1:])
             self.cache.rewind([W - 1 - n for n in kept])
+            streams, chosen = pad(streams, (0, 0, 0, 0, 0, width - W)), pad(chosen, (0, width - W))
         else:
             logits, streams = self.model.append(ids, self.cache, n_new=counts, return_streams=True, chunk=W)
-        said, after = self.model.mtp_logits(streams, chosen, self.cache, n_new=counts, return_streams=True, chunk=W)
+        said, after = self.model.mtp_logits(streams, chosen, self.cache, n_new=counts, return_streams=True, chunk=width)
         if self.rejected:
-            self.cache.rewind_mtp([W - 1 - n for n in kept])
+            self.cache.rewind_mtp([width - 1 - n for n in kept])
         rows, last = torch.arange(len(kept), device=said.device), torch.tensor(kept, device=said.device)
         self.said, self.chained = said[rows, last], after[rows, last]
         return logits
 
 
 def states(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
-    """Three rounds of rows that keep 0, 1, … drafts, and then others; the block drafts, and the script decides."""
+    """Three rounds of rows that keep 0, 1, … drafts, and then others; the block drafts, and the script decides. Between them rounds without drafts, which
+    the block follows afterwards."""
     B = drafts + 1
-    lengths, limit = list(LENGTHS[:B]), max(LENGTHS) + (ROUNDS + 1) * (drafts + 1)
+    lengths, room = list(LENGTHS[:B]), (ROUNDS + 1) * (drafts + 1) + ROUNDS
+    limit = max(LENGTHS) + room
     ids = tokens(subject, max(lengths), seed, rows=B)
-    script = Script(subject.config.vocab_size, B, (ROUNDS + 1) * (drafts + 1), seed)
+    script = Script(subject.config.vocab_size, B, room, seed)
     others = [(REWOUND, exactly(subject), Plain(subject, ids, lengths, limit, True))]
     if subject.numerics == "fp32":  # elsewhere a rounding may move a choice, and what follows is another text
         others.append((NEVER, False, Plain(subject, ids, lengths, limit, False)))
     cache = subject.model.new_cache(B, limit)
-    rounds = Rounds(subject.model, cache, drafts, *primed(subject.model, cache, cut(ids, lengths)), [ROUNDS * (drafts + 1)] * B, (),
+    rounds = Rounds(subject.model, cache, drafts, *primed(subject.model, cache, cut(ids, lengths)), [room - drafts - 1] * B, (),
                     on_device(Static(drafts), B, subject.model.device))
-    kept = [[(b + 2 * number) % B for b in range(B)] for number in range(ROUNDS)]
-    seen = list(_run(subject, rounds, script, drafts, kept))
+    passes = [passed for number in range(ROUNDS) for passed in ((drafts, [(b + 2 * number) % B for b in range(B)]), (0, [0] * B))][:-1]
+    seen = list(_run(subject, rounds, script, passes))
     for name, exact, other in others:
-        yield from _compared(subject, seen, kept, other, name, exact)
+        yield from _compared(subject, seen, passes, other, name, exact, rounds.follows[0])
 
 
-def _run(subject: Subject, rounds: Rounds, script: Script, D: int, kept: list[list[int]]) -> Iterator[tuple]:
-    """(rows before it, its ids, logits [B, D + 1, vocab], drafts that the block really made, what was chosen) of each round."""
+def _run(subject: Subject, rounds: Rounds, script: Script, passes: list[tuple[int, list[int]]]) -> Iterator[tuple]:
+    """passes: (drafts, how many of each row stay). (rows before it, its ids, logits [B, D + 1, vocab], drafts that the block really made, what was
+    chosen) of each round."""
     said, passed, real = [], [], rounds._drafts
     at = lambda: [1 + n for n in rounds.written.tolist()]
-    for right in kept:
+    for D, right in passes:
         lengths, begun = rounds.start.tolist(), at()
 
         def steered(D: int) -> Drafted:
@@ -108,16 +113,21 @@ def _run(subject: Subject, rounds: Rounds, script: Script, D: int, kept: list[li
         rows = [visible(subject, rounds.cache, b, n, n) for b, n in enumerate(lengths)]
         with obeying(subject.model, script, at, lambda ids, streams, logits: passed.append((ids.clone(), logits.clone()))):
             rounds._round(D)
+        if not D:
+            rounds._catch_up(rounds.follows[0])
+            rounds.drafter.caught_up()
         ids, logits = passed[-1]
         yield rows, ids, logits.view(*ids.shape, -1), said[-1], script.chosen(ids, begun)
 
 
-def _compared(subject: Subject, seen: list[tuple], kept: list[list[int]], other: Plain, name: str, exact: bool) -> Iterator[Check]:
+def _compared(subject: Subject, seen: list[tuple], passes: list[tuple[int, list[int]]], other: Plain, name: str, exact: bool,
+              following: int) -> Iterator[Check]:
+    """following: tokens of the step by which the block follows a round without drafts."""
     pairs, logits, lost = [], [], []
-    for number, ((rows, ids, found, said, chosen), right) in enumerate(zip(seen, kept)):
+    for number, ((rows, ids, found, said, chosen), (D, right)) in enumerate(zip(seen, passes)):
         pairs += [(f"before round {number}, row {b}", mine, theirs) for b, (mine, theirs) in enumerate(zip(rows, other.rows()))]
-        lost.append(other.regrets(said))
-        wanted = other.go_on(ids, chosen.to(ids.device), right)
+        lost += [other.regrets(said)] if D else []
+        wanted = other.go_on(ids, chosen.to(ids.device), right, D + 1 if D else following)
         logits += [(found[b, :n + 1].cpu(), wanted[b, :n + 1].cpu()) for b, n in enumerate(right)]
     where, names = "Rounds", [text.format(name) for text in NAMES]
     yield from rows_checks(names[0], where, "after a round", subject, pairs, exact)

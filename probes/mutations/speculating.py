@@ -131,6 +131,22 @@ def streams_of_a_pass_one_token_late(site: Site) -> None:
     real = site.patch(MTPDrafter, "commit", late)
 
 
+@mutation("1.13", bugs=(143,), parts=("after a round, MTP window",), probes=("speculation",))
+def block_never_follows_rounds_without_drafts(site: Site) -> None:
+    """Tokens of rounds that drafted nothing never go through the block: its window has a hole where they were."""
+    site.patch(MTPDrafts, "catch_up", lambda found, width, start: None)
+
+
+@mutation("1.13", bugs=(), parts=("after a round, next drafts",), probes=("speculation",))
+def block_follows_a_round_without_drafts_one_token_late(site: Site) -> None:
+    """What was kept of such rounds goes to the place behind its own."""
+    def late(found, width, start):
+        found.kept -= 1
+        real(found, width, start)
+        found.kept += 1
+    real = site.patch(MTPDrafts, "catch_up", late)
+
+
 @mutation("1.13", bugs=(143,), parts=("after a round, next drafts",), probes=("speculation",))
 def chain_begins_at_the_last_verified_place(site: Site) -> None:
     """The next drafts go on from the block's streams after the last draft, not after the last token that counts."""

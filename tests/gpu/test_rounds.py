@@ -12,8 +12,10 @@ from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.noise import ROLES, uniforms
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.resident_drafters import primed
+from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_costs import moe
+from scripts.bench.speculation_gpu import Scheduled
 from scripts.bench.waits import counted_syncs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,7 +47,8 @@ def ready(model, ids, new, policy, drafter=MTPDrafter(), sampling=Sampling(), **
     cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + 8, 16)
     choice = choice_of(sampling, len(ids), "cuda")
     tokens, *start = primed(model, cache, ids, None, choice, drafter)
-    found = Rounds(model, cache, 8, tokens, *start, [n - 1 for n in new], (), on_device(policy, len(ids), "cuda"), choice=choice, **more)
+    policy = policy if isinstance(policy, DevicePolicy) else on_device(policy, len(ids), "cuda")
+    found = Rounds(model, cache, 8, tokens, *start, [n - 1 for n in new], (), policy, choice=choice, **more)
     return found, tokens.tolist()
 
 
@@ -89,6 +92,48 @@ def test_graphs_draw_what_rounds_without_graphs_draw(model, policy, drafter, tem
     assert texts[0] == texts[1]
 
 
+PATTERN = (0, 3, 0, 0, 1, 8, *(0,) * 13, 2, 0, 0, 4, 0)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_rounds_that_rest(model, temperature):
+    """Rounds without drafts, which the block follows by graphs of their own: plain decoding's text greedily, and what comes without graphs."""
+    ids, new, found = prompts(model, (5, 131)), (60, 60), []
+    for captured in (True, False):
+        sizes = Scheduled(torch.tensor([[n, n] for n in PATTERN * 4], device="cuda"))
+        rounds, first = ready(model, ids, new, sizes, sampling=Sampling(temperature, 0.95, 4))
+        if captured:
+            rounds.prepare()
+            assert set(rounds.catching_up) == set(rounds.follows) == {2, 8}  # of a cache that can be rewound by 16
+        else:
+            rounds.captures, rounds.side = False, None
+        with counted_syncs() as syncs:
+            out = rounds.run(ahead=1)
+        assert not captured or not syncs
+        found.append((first, out, rounds.history(), rounds.counts.caught_up))
+    assert found[0] == found[1] and max(found[0][3]) == 8 and sum(a for row in found[0][2] for _, a in row)
+    if not temperature:
+        assert [[t, *row] for t, row in zip(*found[0][:2])] == [generate(model, row, n).token_ids for row, n in zip(ids, new)]
+
+
+def test_following_many_at_once_gives_the_bits_of_following_each(model):
+    """Up to 16 tokens of all rows together."""
+    held = []
+    for each in (True, False):
+        rounds, _ = ready(model, prompts(model, (5, 131)), (40, 40), Static(0))
+        rounds.prepare()
+        for _ in range(7):
+            rounds._launch(0)
+            rounds._read(None)
+            if each:
+                rounds._follow_rests()
+        rounds._follow_rests()
+        assert rounds.counts.caught_up == ([1] * 7 if each else [7])
+        held.append((rounds.drafter.features.clone(), rounds.drafter.chained.clone(), rounds._drafts(4).tokens))
+    for one, other in zip(*held):
+        assert torch.equal(one, other)
+
+
 def test_noise_is_the_processor_s():
     seeds, at = torch.tensor([0, 5, -1, 2 ** 62]), torch.arange(4 * 50).view(4, 50) * 977
     for role in range(ROLES):
@@ -107,7 +152,7 @@ def test_the_host_waits_no_more_for_a_long_response_than_for_a_short_one(model, 
     waits = []
     for new in (16, 160):
         found, _ = ready(model, prompts(model, (20, 33)), (new, new), Static(3), drafter, Sampling(temperature))
-        found.capture(3), found.capture(2), found.capture(1), found.capture(0)
+        found.prepare()
         with counted_syncs() as syncs:
             out = found.run()
         assert [len(row) for row in out] == [new - 1] * 2
