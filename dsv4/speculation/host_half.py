@@ -42,6 +42,12 @@ SPIN = 4e-3   # seconds of polling without a nap while the device has nothing el
 RING = 4      # rounds whose records the host can still read: as many as may be under way, and some more
 
 
+def check_one_device(model: CausalLM) -> None:
+    """Raises InputError where layers lie on several devices."""
+    if model.layer_devices is not None:
+        raise InputError("rounds cannot be captured while layers are spread over devices; load without --device-map")
+
+
 class HostHalf(ABC):
     """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a round does is the
     subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring: as for `Rounds`. follows: as a drafter's, none where it need
@@ -55,8 +61,7 @@ class HostHalf(ABC):
     def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int,
                  follows: Sequence[int] = ()):
         device = model.device
-        if model.layer_devices is not None:
-            raise InputError("rounds cannot be captured while layers are spread over devices; load without --device-map")
+        check_one_device(model)
         self.model, self.cache, self.most, self.room = model, cache, most, room
         self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")

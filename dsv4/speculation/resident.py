@@ -10,6 +10,7 @@ from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.draft import Drafter, MTPDrafter
+from dsv4.speculation.host_half import check_one_device
 from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.policy_device import on_device
@@ -28,9 +29,10 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
     Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed, of the same distribution.
     ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
     round may draft, which is less than the policy wants where the context ends near the checkpoint's. Raises as `generate_speculative`, and
-    InputError where the context is the checkpoint's; ContextOverrun when the context ends before the request, after all tokens that fit.
+    InputError where the context is the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
     check_can_speculate(model, drafter)
+    check_one_device(model)
     limit, stops, longest = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), model.config.max_position_embeddings
     most = min(max(policy.sizes), longest - limit - 1)
     if most < 0:

@@ -52,6 +52,13 @@ def test_lookup_needs_no_block(official):
     assert out.token_ids == generate(model, ids, 30).token_ids and out.speculation.proposed and out.speculation.draft_steps == 0
 
 
+def test_layers_on_several_devices_are_refused_before_the_prompt_runs(model, monkeypatch):
+    monkeypatch.setattr(model, "layer_devices", [torch.device("cpu")] * 9)
+    monkeypatch.setattr(model, "new_cache", lambda *given, **more: pytest.fail("something was made"))
+    with pytest.raises(InputError, match="spread over devices; load without --device-map"):
+        generate_resident(model, [[5, 6, 7]], 4)
+
+
 SAMPLING = Sampling(0.9, 0.95, 21)
 
 
