@@ -11,8 +11,10 @@ import torch
 from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.generate import generate
+from dsv4.graph import DecodeGraph
 from dsv4.speculation import Request, Static, Trace, on_device, read_costs
 from dsv4.speculation.accept import Accepted
+from dsv4.speculation.host_half import HostHalf
 from dsv4.speculation.trace import mixed
 from scripts import bench_speculation
 from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces, warm
@@ -85,6 +87,46 @@ def test_a_run_that_was_cut_off_goes_on_where_it_stopped(model, tmp_path, monkey
     assert speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, print, again).of(2) == COSTS.of(2)
     with pytest.raises(InputError, match="commit differ"):
         SpeculationJournal(file, {"commit": "d"})
+
+
+class Played:
+    """A graph by calls."""
+
+    def __init__(self, run):
+        self.replay = run
+
+
+def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch):
+    """As on a GPU, with graphs that are played and a clock that counts tokens of the model and of the block."""
+    clock, step, block = [0], model.captured, model.mtp[0].forward
+    monkeypatch.setattr(model, "captured", lambda given, cache: clock.__setitem__(0, clock[0] + given.N) or step(given, cache))
+    monkeypatch.setattr(model.mtp[0], "forward", lambda streams, *given: clock.__setitem__(0, clock[0] + 100 * len(streams)) or block(streams, *given))
+
+    def replays(graph):
+        for _ in range(speculation_gpu.REPLAYS + 3):
+            begun = clock[0]
+            graph.replay()
+        return float(clock[0] - begun)
+
+    def captured(self, run):
+        for _ in range(3):
+            run()
+        return Played(run)
+
+    class Steps(DecodeGraph):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.graph = Played(self._run)
+    real = speculation_gpu.traced
+    monkeypatch.setattr(speculation_gpu, "traced", lambda *given: [rounds := real(*given), setattr(rounds, "captures", True)][0])
+    monkeypatch.setattr(speculation_gpu, "_replays", replays)
+    monkeypatch.setattr(speculation_gpu, "_drafting", lambda rounds, n: 100.0 * 2 * (n - 1))
+    monkeypatch.setattr(speculation_gpu, "DecodeGraph", Steps)
+    monkeypatch.setattr(HostHalf, "_captured", captured)
+    cost = speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, lambda line: None).of(2)
+    assert cost.plain == cost.verify[0] == 2 and cost.draft == 200  # a token of each row through the model, none through the block
+    assert cost.catch_up == ((2, 400), (8, 1600), (32, 6400))
+    assert cost.verify[3] + 3 * cost.draft == 2 * 4 + 200 * 2 + 200 * 4  # four of each row through the model; two chained drafts; four that were verified
 
 
 def test_rounds_are_compiled_ahead_by_several_processes(golden_path):
