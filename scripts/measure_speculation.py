@@ -60,7 +60,7 @@ def measure(model, texts: list[list[int]], tokens: int, size: int, verify) -> li
             left = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in zip(found, plain) if pair[0] != pair[1]]
             rows.append({"numerics": model.numerics.name, "drafter": name + where, "texts": len(texts), "same": len(texts) - len(left),
                          "left_at": left, "tokens_a_pass": sum(len(ids) - 1 for ids in found) / sum(s.verify_passes for s in counted),
-                         "speed": spent / seconds})
+                         "speed": spent / seconds, "plain_tokens_per_second": sum(len(ids) - 1 for ids in plain) / spent})
             print(line(rows[-1]), flush=True)
     return rows
 
@@ -96,7 +96,7 @@ def in_engine(model, texts: list[list[int]], tokens: int, size: int, verify, nam
 
 def line(row: dict) -> str:
     return (f"| {row['numerics']} | {row['drafter']} | {row['same']} of {row['texts']} | {', '.join(map(str, row['left_at'])) or '–'} "
-            f"| {row['tokens_a_pass']:.2f} | {row['speed']:.2f} |")
+            f"| {row['tokens_a_pass']:.2f} | {row['speed']:.2f} | {row['plain_tokens_per_second']:.0f} |")
 
 
 def main() -> int:
@@ -115,7 +115,7 @@ def main() -> int:
             f"{args.texts} texts of this project (code and prose by turns), {speculation_traces.PROMPT} tokens each, {args.tokens} more, greedy; "
             f"{args.draft_tokens} drafts a pass, backend {model.backend}, one thread. Left at: the first token that differs. Speed: plain decoding's time "
             "over that with drafts: of decoding, and in the engine (four requests at a time, each alone in its steps) of everything.", "",
-            "| numerics | drafter | same text | left at | tokens a pass | speed |", "|---|---|---:|---|---:|---:|", *map(line, rows)]
+            "| numerics | drafter | same text | left at | tokens a pass | speed | plain tokens/s |", "|---|---|---:|---|---:|---:|---:|", *map(line, rows)]
     name = f"speculation_identity_{report.device_slug(about['device'])}" + ("_together" if args.together else "")
     for path in report.write(args.out, name, {"about": about, "rows": rows}, "\n".join(text), None):
         print(f"wrote {path}")

@@ -25,6 +25,8 @@ def test_texts_are_compared_and_written(run):
     rows = json.loads((folder / "speculation_identity_cpu.json").read_text())["rows"]
     names = ["mtp", "lookup", "mtp, in the engine", "lookup, in the engine"]
     assert code == 0 and [(r["drafter"], r["same"], r["left_at"]) for r in rows] == [(name, 2, []) for name in names]
+    assert all(r["plain_tokens_per_second"] > 0 and r["speed"] > 0 for r in rows)
+    assert len({r["plain_tokens_per_second"] for r in rows}) == 2, "of decoding, and in the engine of everything"
     assert "| native | mtp | 2 of 2 | – |" in (folder / "speculation_identity_cpu.md").read_text()
     assert run("--together", "--texts", "1", "--tokens", "2")[0] == 0 and (folder / "speculation_identity_cpu_together.md").exists()
 
