@@ -82,7 +82,7 @@ def generate(
     from dsv4.host_tier.choice import memory_named
     request = run.Request(prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens), is_ids=token_ids is not None,
                           chat=chat, think=think, system=system, random_tokens=prompt_tokens, max_new_tokens=max_new_tokens, max_context=max_context,
-                          sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens or str(run.DRAFT_TOKENS),
+                          sampling=Sampling(temperature, top_p, seed), speculate=speculate.value, draft_tokens=draft_tokens,
                           draft_costs=draft_costs, together=together)
     if together and speculate is Speculate.off:
         raise InputError("--together says how drafts are verified, and nothing drafts; add --speculate mtp or lookup")

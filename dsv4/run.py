@@ -21,7 +21,7 @@ from dsv4.load import load_model
 from dsv4.memory import count_named, peak_bytes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import DRAFT_TOKENS, generate_speculative
+from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import HOST, Append, default
@@ -44,7 +44,7 @@ class Request:
     sampling: Sampling = Sampling()
     random_tokens: int | None = None  # a prompt of so many random ids instead
     speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
-    draft_tokens: str = str(DRAFT_TOKENS)  # of a verify pass, as `policy_named` takes it
+    draft_tokens: str | None = None  # of a verify pass, as `policy_named` takes it; None: the drafter's own
     draft_costs: Path | None = None  # of passes, for a policy that weighs them
     together: bool = False  # drafts are verified as one append, also where that rounds otherwise than plain decoding
 
@@ -66,7 +66,7 @@ class Request:
     @cached_property
     def policy(self) -> Policy | None:
         """How many tokens it drafts, where it drafts."""
-        return None if self.speculate == "off" else policy_named(self.draft_tokens, self.draft_costs)
+        return None if self.speculate == "off" else policy_named(self.draft_tokens or default_draft_tokens(self.speculate), self.draft_costs)
 
 
 def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
@@ -246,3 +246,8 @@ def make_drafter(name: str) -> Drafter:
     if name not in drafters:
         raise InputError(f"--speculate {name!r} is unknown; expected off, {' or '.join(drafters)}")
     return drafters[name]()
+
+
+def default_draft_tokens(drafter: str) -> str:
+    """As `policy_named` takes them, where none were asked for. Raises as `make_drafter`."""
+    return str(make_drafter(drafter).draft_tokens)

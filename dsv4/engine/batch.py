@@ -33,7 +33,7 @@ from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
 from dsv4.speculation.accept import accept_drawn
 from dsv4.speculation.draft import Drafter
-from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
+from dsv4.speculation.loop import check_can_speculate
 from dsv4.speculation.policy import LARGEST, PRESSURE_PERCENT, Policy, Static, under_pressure
 from dsv4.speculation.result import Speculation
 from dsv4.speculation.verify import default
@@ -59,7 +59,7 @@ class BatchEngine:
         elif policy is not None:
             raise InputError(f"the policy {policy.name!r} was given and nothing drafts; give a drafter too")
         self.model, self.cache, self.prefixes = model, cache, PrefixTree(cache)
-        self.drafter, self.policy = drafter, policy or Static(DRAFT_TOKENS if drafter else 0)
+        self.drafter, self.policy = drafter, policy or Static(drafter.draft_tokens if drafter else 0)
         self.passes, self.watch = Passes(model, cache, drafter, verify), Watch(cache)
         self.stop_ids, self.together = frozenset(stop_ids), together
         self.on_result, self.clock = on_result or (lambda result: None), clock

@@ -19,9 +19,8 @@ from dsv4.gqa.model import GQAModel
 from dsv4.memory import count_named
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
-from dsv4.run import Session, make_drafter, speculation_notes, termination_notes
+from dsv4.run import Session, default_draft_tokens, make_drafter, speculation_notes, termination_notes
 from dsv4.speculation.choice import policy_named
-from dsv4.speculation.loop import DRAFT_TOKENS
 from dsv4.speculation.policy import PRESSURE_PERCENT, Policy
 from dsv4.tokenizer import Tokenizer
 from probes import provenance  # as in the command line, whose part this is: below it nothing knows the probes
@@ -59,9 +58,9 @@ class Options:
         return None if self.pool_tokens is None else count_named("--pool-tokens", self.pool_tokens)
 
     @cached_property
-    def policy(self) -> Policy:
-        """Rows that run alone share a pass with nobody."""
-        return policy_named(self.draft_tokens or str(DRAFT_TOKENS), self.draft_costs, self.rows if self.together else 1)
+    def policy(self) -> Policy | None:
+        """Rows that run alone share a pass with nobody. None where nothing drafts."""
+        return None if self.speculate == "off" else policy_named(self.draft_tokens or default_draft_tokens(self.speculate), self.draft_costs, self.rows if self.together else 1)
 
     @property
     def engine(self) -> dict:
@@ -161,7 +160,7 @@ def _about(session: Session, file: Path, options: Options, notes: list[str], sta
     return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name,
             "backend": model.backend, "device": provenance.device(model.device),
             "rows": options.rows, "rows run": "together" if options.together else "alone",
-            "speculate": options.speculate, "draft tokens": (options.draft_tokens or str(DRAFT_TOKENS)) if drafts else "none",
+            "speculate": options.speculate, "draft tokens": (options.draft_tokens or default_draft_tokens(options.speculate)) if drafts else "none",
             **({} if options.draft_costs is None else {"draft costs": options.draft_costs.name}),
             **({} if model.attention is None else {"attention": _attention(model.attention)}), "notes": notes,
             **provenance.commit(), "versions": provenance.versions(),

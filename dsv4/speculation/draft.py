@@ -32,9 +32,11 @@ Choose = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, torch.Tensor | 
 
 
 class Drafter(ABC):
-    """Drafts for a batch. `needs_streams`: whether it wants the main model's streams before the head; `needs_mtp`: the MTP block."""
+    """Drafts for a batch. `needs_streams`: whether it wants the main model's streams before the head; `needs_mtp`: the MTP block.
+    `draft_tokens`: of a pass, where nothing else is asked for."""
 
     name: str
+    draft_tokens = 3
     needs_streams = needs_mtp = False
     captured: CapturedBlock | None = None  # what runs a drafting model, once a batch has begun
 
@@ -78,6 +80,7 @@ class MTPDrafter(Drafter):
     """
 
     name, needs_streams, needs_mtp = "mtp", True, True
+    draft_tokens = 1  # the best static size, or next to it, wherever it was measured: each draft is a layer and a head, and the first is right the most often
 
     def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
         self._model, self._cache, self._choose = model, cache, choose

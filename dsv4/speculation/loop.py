@@ -32,9 +32,6 @@ from dsv4.speculation.result import Speculation
 from dsv4.speculation import verify as ways
 from dsv4.speculation.verify import Verify
 
-DRAFT_TOKENS = 3  # of a pass by default
-
-
 @dataclass
 class _Row:
     """One row: what came out, and what decides how it goes on. state: of the policy."""
@@ -49,18 +46,19 @@ class _Row:
 
 
 def generate_speculative(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter, sampling: Sampling = Sampling(),
-                         policy: Policy = Static(DRAFT_TOKENS), max_context: int | None = None, stop_ids: Iterable[int] = (),
+                         policy: Policy | None = None, max_context: int | None = None, stop_ids: Iterable[int] = (),
                          on_token: Callable[[int, int], None] | None = None, on_prefill: Callable[[int, int], None] | None = None,
                          pressure: Callable[[], bool] = lambda: False, max_rewind: int = DEFAULT_MAX_REWIND,
                          verify: Callable[[CausalLM, TokenCache], Verify] = ways.default) -> list[Generation]:
     """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does of one.
 
-    policy: chooses how many tokens each row drafts. on_token(row, id) as tokens become final. Row b draws from a generator of seed sampling.seed + b
-    of its own, so that its tokens do not depend on its neighbours; a pass drafts at most max_rewind − 1 tokens. verify: makes what
-    runs a pass, by default one append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError
+    policy: chooses how many tokens each row drafts (None: always the drafter's `draft_tokens`). on_token(row, id) as tokens become final. Row b
+    draws from a generator of seed sampling.seed + b of its own, so that its tokens do not depend on its neighbours; a pass drafts at most
+    max_rewind − 1 tokens. verify: makes what runs a pass, by default one append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError
     where the model cannot draft.
     """
     check_can_speculate(model, drafter)
+    policy = policy or Static(drafter.draft_tokens)
     limit = context_limit(model, prompts, max_new_tokens, max_context)
     cache = model.new_cache(len(prompts), capacity(model, limit), max_rewind)
     rows = [_Row(Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)), policy.initial(),

@@ -11,7 +11,7 @@ from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.draft import Drafter, MTPDrafter
 from dsv4.speculation.host_half import check_one_device
-from dsv4.speculation.loop import DRAFT_TOKENS, check_can_speculate
+from dsv4.speculation.loop import check_can_speculate
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.policy_device import on_device
 from dsv4.speculation.resident_drafters import FOLLOWS, primed
@@ -20,7 +20,7 @@ from dsv4.speculation.rounds import Rounds
 
 
 def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter = MTPDrafter(),
-                      sampling: Sampling = Sampling(), policy: Policy = Static(DRAFT_TOKENS), max_context: int | None = None,
+                      sampling: Sampling = Sampling(), policy: Policy | None = None, max_context: int | None = None,
                       stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
                       on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2,
                       make: Callable[..., Rounds] = Rounds) -> list[Generation]:
@@ -32,6 +32,7 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
     InputError where the context is the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
     check_can_speculate(model, drafter)
+    policy = policy or Static(drafter.draft_tokens)
     check_one_device(model)
     limit, stops, longest = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), model.config.max_position_embeddings
     most = min(max(policy.sizes), longest - limit - 1)

@@ -65,7 +65,7 @@ def test_the_report_holds_the_figures_of_the_run(run, requests, tmp_path):
                                 "drafted": greedy["drafted"] + sampled["drafted"], "accepted": greedy["accepted"] + sampled["accepted"],
                                 "acceptance": (greedy["accepted"] + sampled["accepted"]) / (greedy["drafted"] + sampled["drafted"])}
     assert report["latency_seconds"]["inter_token"] == percentiles(greedy["inter_token_seconds"] + sampled["inter_token_seconds"])
-    assert report["about"]["speculate"] == "mtp" and report["about"]["draft tokens"] == "3" and report["about"]["rows"] == 2
+    assert report["about"]["speculate"] == "mtp" and report["about"]["draft tokens"] == "1" and report["about"]["rows"] == 2
     shares = report["figures"]["live_share"]
     assert all(len(course) == report["figures"]["steps"] and 0 <= min(course) <= max(course) <= 1 for course in shares.values())
     assert min(shares["window"]) > 0 and max(shares["mtp window"]) > 0

@@ -6,9 +6,17 @@ from dataclasses import fields
 
 import pytest
 
+from dsv4 import load_model
+from dsv4.engine import BatchEngine
+from dsv4.engine.command import Options
 from dsv4.errors import InputError
+from dsv4.paged_cache import new_paged_cache
+from dsv4.run import Request
 from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, Static, read_costs
 from dsv4.speculation.choice import PARAMETERS, policy_named
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter
+from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.resident import generate_resident
 from scripts.bench.speculation_costs import moe
 from tests.test_names import ROOT
 
@@ -158,3 +166,19 @@ def test_a_table_is_read_once_and_named_by_the_report(command_line, command, cos
         about = json.loads((tmp_path / "batch_r.json").read_text())["about"]
         assert (about["draft tokens"], about["draft costs"]) == ("cost-aware", "costs.json")
         assert "draft costs costs.json" in (tmp_path / "batch_r.md").read_text()
+
+
+def test_what_is_drafted_where_nothing_is_asked_for(golden_path):
+    """One draft of the block, three that are looked up: by the command line, by either decoder and in the engine."""
+    for name, drafter, size in (("mtp", MTPDrafter(), 1), ("lookup", LookupDrafter(1, 1), 3)):
+        assert Request("a", speculate=name).policy.sizes[-1] == size == drafter.draft_tokens
+        assert Request("a", speculate=name, draft_tokens="2").policy.size == 2
+        assert Options(speculate=name).policy.size == size
+    assert Request("a").policy is None and Options().policy is None
+    model = load_model(golden_path, numerics="fp32", mtp=True)
+    ids = list(range(model.config.vocab_size))
+    for decode in (generate_speculative, generate_resident):
+        for drafter in (MTPDrafter(), LookupDrafter(1, 1)):
+            assert max(decode(model, [ids], 12, drafter)[0].speculation.block_size_history) == drafter.draft_tokens
+    cache = new_paged_cache(model, 1, 64, max_rewind=9)
+    assert BatchEngine(model, cache, drafter=MTPDrafter()).policy.size == 1
