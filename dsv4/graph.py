@@ -1,5 +1,7 @@
 """A decode step as one CUDA graph: captured once, replayed at every position of a ragged batch."""
 
+from collections.abc import Callable
+
 import torch
 
 from dsv4.cache import Lengths
@@ -22,6 +24,20 @@ def capacity(model: CausalLM, limit: int) -> int:
     drafts, which runs beyond the limit before it is cut, and text without get caches of one size. Rows of a batch that are done still run,
     one token behind their last."""
     return max(limit, min(limit + LARGEST + 1, model.config.max_position_embeddings)) if captures(model) else limit
+
+
+def captured_graph(run: Callable[[], None], pool=None, undo: Callable[[], None] = lambda: None) -> torch.cuda.CUDAGraph:
+    """What `run` launches, as a graph, after it ran a few times; undo: after each of those. pool: of graphs that never run at once."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            run()
+            undo()
+        with torch.cuda.graph(graph, stream=stream, pool=pool):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 class DecodeGraph:
@@ -108,17 +124,8 @@ class DecodeGraph:
         if max(self.lengths.now) + self.tokens > self.cache.max_context:
             return  # full: `step` will say so
         self._place(self.lengths.now)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self._run()
-                self.start -= self.tokens
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=stream):
-                self._run()
+        self.graph = captured_graph(self._run, undo=lambda: self.start.sub_(self.tokens))
         self.tiles = self.model.tiles  # the graph's own: each replay writes them again
-        torch.cuda.current_stream().wait_stream(stream)
 
     def _place(self, lengths: list[int]) -> None:
         """Set `start` on the device without waiting for it."""

@@ -46,8 +46,8 @@ Numerics = Annotated[NumericsChoice, typer.Option(help="fp32: no quantisation. n
 Backend = Annotated[str, typer.Option(help="auto, reference, cpu or triton.")]
 Drafting = Annotated[Speculate, typer.Option(help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or lookup (what "
                                              "followed the same words before).")]
-Drafts = Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 1 with mtp, 3 with lookup); adaptive: 1, 4 or 8 by how many were "
-                                                 "accepted (adaptive:weight=0.2,thresholds=0.5/0.8,sizes=1/4/8,…); cost-aware: by --draft-costs. In "
+Drafts = Annotated[str | None, typer.Option(help="With --speculate: drafts of a pass, 1 to 8 (default 1 with mtp, 3 with lookup); adaptive: 1, 4 or 8 by "
+                                                 "how many were accepted (adaptive:weight=0.2,thresholds=0.5/0.8,sizes=1/4/8,…); cost-aware: by --draft-costs. In "
                                                  "a batch at most 2 while over 85 % of the pages are in use.", show_default=False)]
 DraftCosts = Annotated[Path | None, typer.Option(help="What passes cost on this device: a table that scripts/bench_speculation.py measured.",
                                                  show_default=False)]

@@ -66,7 +66,7 @@ class Request:
     @cached_property
     def policy(self) -> Policy | None:
         """How many tokens it drafts, where it drafts."""
-        return None if self.speculate == "off" else policy_named(self.draft_tokens or default_draft_tokens(self.speculate), self.draft_costs)
+        return None if self.speculate == "off" else policy_named(drafts_asked(self.draft_tokens, self.speculate), self.draft_costs)
 
 
 def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
@@ -248,6 +248,6 @@ def make_drafter(name: str) -> Drafter:
     return drafters[name]()
 
 
-def default_draft_tokens(drafter: str) -> str:
-    """As `policy_named` takes them, where none were asked for. Raises as `make_drafter`."""
-    return str(make_drafter(drafter).draft_tokens)
+def drafts_asked(draft_tokens: str | None, drafter: str) -> str:
+    """As `policy_named` takes them: None is what the drafter does where nothing is asked for. Raises as `make_drafter`."""
+    return draft_tokens or str(make_drafter(drafter).draft_tokens)

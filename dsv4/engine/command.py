@@ -19,7 +19,7 @@ from dsv4.gqa.model import GQAModel
 from dsv4.memory import count_named
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
-from dsv4.run import Session, default_draft_tokens, make_drafter, speculation_notes, termination_notes
+from dsv4.run import Session, drafts_asked, make_drafter, speculation_notes, termination_notes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.policy import PRESSURE_PERCENT, Policy
 from dsv4.tokenizer import Tokenizer
@@ -60,7 +60,9 @@ class Options:
     @cached_property
     def policy(self) -> Policy | None:
         """Rows that run alone share a pass with nobody. None where nothing drafts."""
-        return None if self.speculate == "off" else policy_named(self.draft_tokens or default_draft_tokens(self.speculate), self.draft_costs, self.rows if self.together else 1)
+        if self.speculate == "off":
+            return None
+        return policy_named(drafts_asked(self.draft_tokens, self.speculate), self.draft_costs, self.rows if self.together else 1)
 
     @property
     def engine(self) -> dict:
@@ -160,7 +162,7 @@ def _about(session: Session, file: Path, options: Options, notes: list[str], sta
     return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name,
             "backend": model.backend, "device": provenance.device(model.device),
             "rows": options.rows, "rows run": "together" if options.together else "alone",
-            "speculate": options.speculate, "draft tokens": (options.draft_tokens or default_draft_tokens(options.speculate)) if drafts else "none",
+            "speculate": options.speculate, "draft tokens": drafts_asked(options.draft_tokens, options.speculate) if drafts else "none",
             **({} if options.draft_costs is None else {"draft costs": options.draft_costs.name}),
             **({} if model.attention is None else {"attention": _attention(model.attention)}), "notes": notes,
             **provenance.commit(), "versions": provenance.versions(),

@@ -42,6 +42,11 @@ class BatchCost:
         return self.verify[0] if self.plain is None else self.plain
 
 
+def after_rest(rested: int, most: int) -> int:
+    """Passes without drafts that wait to be followed after one more, where up to `most` may: they are followed before it when there are so many."""
+    return rested % most + 1 if most else 0
+
+
 @dataclass(frozen=True)
 class CostTable:
     """padding: the share of their cost that tokens still have which a row does not use, because the pass is as wide as its
@@ -117,10 +122,11 @@ def parse_costs(document: object) -> CostTable:
         raise InputError(f"provenance is {brief(provenance)}; expected an object that says how the figures were obtained")
     if not isinstance(batches, dict) or not batches or not all(n.isdecimal() and int(n) > 0 for n in batches):
         raise InputError("batches is not an object from batch sizes to costs; expected at least one, like \"1\"")
-    return CostTable(str(document.get("name", "")), float(padding), {int(n): _batch(n, c) for n, c in batches.items()}, provenance)
+    return CostTable(str(document.get("name", "")), float(padding), {int(n): parse_batch(n, c) for n, c in batches.items()}, provenance)
 
 
-def _batch(batch: str, cost: object) -> BatchCost:
+def parse_batch(batch: str, cost: object) -> BatchCost:
+    """Of one batch in a document. Raises InputError, naming the batch and the field."""
     cost = cost if isinstance(cost, dict) else {}
     draft, verify, measured = (cost.get(key) for key in ("draft", "verify", "measured"))
     if not _number(draft) or draft < 0:

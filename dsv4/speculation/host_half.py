@@ -11,7 +11,7 @@ import torch
 
 from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
-from dsv4.graph import WARM_UP, captures
+from dsv4.graph import captured_graph, captures
 from dsv4.speculation.resident_drafters import RoundDrafter
 from dsv4.speculation.ring import Ring
 
@@ -94,19 +94,8 @@ class HostHalf(ABC):
     def capture(self, D: int) -> None:
         """Capture the round of D drafts, also between rounds. It runs a few times."""
         with self._undisturbed():
-            self.graphs[D] = self._captured(lambda: self._round(D))
+            self.graphs[D] = captured_graph(lambda: self._round(D), self.pool)
             self.tiles[D] = self.model.tiles
-
-    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                run()
-            with torch.cuda.graph(graph, stream=stream, pool=self.pool):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph
 
     @contextmanager
     def _undisturbed(self):
@@ -131,7 +120,7 @@ class HostHalf(ABC):
 
     def _capture_catching_up(self, width: int) -> None:
         if width not in self.catching_up:
-            self.catching_up[width] = self._captured(lambda: self._catch_up(width))
+            self.catching_up[width] = captured_graph(lambda: self._catch_up(width), self.pool)
 
     @torch.inference_mode()
     def _catch_up(self, width: int) -> None:

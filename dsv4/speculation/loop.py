@@ -32,6 +32,7 @@ from dsv4.speculation.result import Speculation
 from dsv4.speculation import verify as ways
 from dsv4.speculation.verify import Verify
 
+
 @dataclass
 class _Row:
     """One row: what came out, and what decides how it goes on. state: of the policy."""
@@ -54,8 +55,8 @@ def generate_speculative(model: CausalLM, prompts: list[list[int]], max_new_toke
 
     policy: chooses how many tokens each row drafts (None: always the drafter's `draft_tokens`). on_token(row, id) as tokens become final. Row b
     draws from a generator of seed sampling.seed + b of its own, so that its tokens do not depend on its neighbours; a pass drafts at most
-    max_rewind − 1 tokens. verify: makes what runs a pass, by default one append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError
-    where the model cannot draft.
+    max_rewind − 1 tokens. verify: makes what runs a pass, by default one append. Raises as `generate` does (ContextOverrun as soon as one
+    row's next token has no room), and InputError where the model cannot draft.
     """
     check_can_speculate(model, drafter)
     policy = policy or Static(drafter.draft_tokens)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv4.errors import InputError
-from dsv4.speculation.costs import BatchCost, CostTable
+from dsv4.speculation.costs import BatchCost, CostTable, after_rest
 from dsv4.speculation.policy import LARGEST, Policy, checked
 from dsv4.speculation.trace import Request, Trace
 
@@ -35,8 +35,8 @@ def potential(request: Request, costs: CostTable, batch: int, width: int | None 
 
 def resting(left: np.ndarray, rested: int, cost: BatchCost) -> float:
     """Seconds to the end after one more pass without drafts: left fp64 [R + 1] of the position behind it."""
-    full = rested == len(left) - 1
-    return left[min(1, rested) if full else rested + 1] + (cost.following(rested) if full else 0.0)
+    most = len(left) - 1
+    return left[after_rest(rested, most)] + (cost.following(rested) if rested == most else 0.0)
 
 
 def bound(trace: Trace, costs: CostTable, batch: int) -> float:
@@ -76,8 +76,7 @@ class Oracle(Policy):
     def observe(self, state, accepted: int, proposed: int):
         checked(accepted, proposed)
         left, counts, t, rested = state
-        waiting = 0 if proposed else rested % max(1, left.shape[1] - 1) + 1
-        return left, counts, t + accepted + 1, min(waiting, left.shape[1] - 1)
+        return left, counts, t + accepted + 1, 0 if proposed else after_rest(rested, left.shape[1] - 1)
 
     def choose(self, states: Sequence, pressure: bool = False) -> list[int]:
         if pressure:

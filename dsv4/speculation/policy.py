@@ -37,6 +37,11 @@ class Policy:
     sizes: tuple[int, ...]
     pressure_cap: int | None = PRESSURE_CAP
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it may ever draft."""
+        return any(self.sizes)
+
     def initial(self, request: Any = None) -> Any:
         """State of a new request. request: its trace, for policies that know the future; the others ignore it."""
         raise NotImplementedError

@@ -29,11 +29,12 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
     Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed, of the same distribution.
     ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
     round may draft, which is less than the policy wants where the context ends near the checkpoint's. Raises as `generate_speculative`, and
-    InputError where the context is the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the request, after all tokens that fit.
+    InputError where the context is the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the
+    request, after all tokens that fit.
     """
     check_can_speculate(model, drafter)
-    policy = policy or Static(drafter.draft_tokens)
     check_one_device(model)
+    policy = policy or Static(drafter.draft_tokens)
     limit, stops, longest = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), model.config.max_position_embeddings
     most = min(max(policy.sizes), longest - limit - 1)
     if most < 0:

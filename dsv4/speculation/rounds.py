@@ -32,7 +32,7 @@ from dsv4.speculation.host_half import RING, HostHalf
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident_drafters import Drafted, RoundDrafter
 from dsv4.step import CapturedStep
-from kernels.commit_rows import commit
+from kernels.commit_rows import commit, next_sizes
 
 SPARE = 8     # rounds that may run after the last that gives a row a token
 
@@ -82,16 +82,15 @@ class Rounds(HostHalf):
         self.log.zero_()
         self.ring.clear()
         self.policy.reset(torch.ones_like(self.done))
-        self._choose()
+        self.sizes.copy_(next_sizes(self._wanted(), self.drafter.offered, self.left))
         self._anew(self.sizes.tolist(), self.done.tolist())
 
     def _drafts(self, D: int) -> Drafted:
         return self.drafter.drafts(D, self.start)
 
-    def _choose(self) -> None:
-        """Sizes of the next round: the policy's, and no more than the drafter offers and what a row may still write."""
-        wanted = torch.minimum(self.policy.choose(self.pressure, ~self.done), self.drafter.offered)
-        self.sizes.copy_(torch.minimum(wanted, (self.left - 1).clamp(min=0)))
+    def _wanted(self) -> torch.Tensor:
+        """Drafts of the next round that the policy wants, int64 [B]."""
+        return self.policy.choose(self.pressure, ~self.done)
 
     def _accept(self, logits: torch.Tensor, drafts: Drafted, proposed: torch.Tensor) -> Accepted:
         """How many drafts stay, and the tokens that come out; logits fp32 [B, D + 1, V], proposed int64 [B]."""
@@ -120,8 +119,7 @@ class Rounds(HostHalf):
 
     def _record(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
         """What this round says to the host: of chosen int64 [B, T] the first count[b] tokens, how rows stand now, and what they want next."""
-        wanted = self.policy.choose(self.pressure, ~self.done)
-        self.ring.put(chosen, count, wanted, self.drafter.offered, self.left, self.done, self.sizes, self.round)
+        self.ring.put(chosen, count, self._wanted(), self.drafter.offered, self.left, self.done, self.sizes, self.round)
 
     @contextmanager
     def _aside(self):

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, pvariance
 
 from dsv4.errors import InputError
-from dsv4.speculation.costs import CostTable
+from dsv4.speculation.costs import CostTable, after_rest
 from dsv4.speculation.policy import Policy, room
 from dsv4.speculation.trace import Request, Trace
 
@@ -78,12 +78,11 @@ def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressur
         chosen = policy.choose([row.state for row in rows], pressure(run.tokens))
         sizes = [min(size, room(len(row.request) - row.at, len(row.request) - row.at)) for size, row in zip(chosen, rows)]
         run.passes += 1
-        if policy.sizes == (0,):
-            run.seconds += cost.step
+        if policy.drafts:
+            run.seconds += costs.seconds(batch, sizes) + (cost.following(rested) if any(sizes) or rested == cost.rests else 0.0)
+            rested = 0 if any(sizes) else after_rest(rested, cost.rests)
         else:
-            follows = any(sizes) or rested == cost.rests
-            run.seconds += costs.seconds(batch, sizes) + (cost.following(rested) if follows else 0.0)
-            rested = (0 if follows else rested) + (not any(sizes))
+            run.seconds += cost.step
         for b, (row, size) in enumerate(zip(rows, sizes)):
             accepted = min(size, int(row.request.accepted[row.at]))
             row.at += accepted + 1

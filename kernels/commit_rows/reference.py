@@ -70,17 +70,22 @@ def commit(chosen: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor,
     return count
 
 
+def next_sizes(wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Drafts of the next round, int64 [B]: the least of what the policy wants, what the drafter has, and what a row may write beside the token
+    that every round adds. All int64 [B]."""
+    return torch.minimum(torch.minimum(wanted, offered), (left - 1).clamp(min=0))
+
+
 def record(chosen: torch.Tensor, count: torch.Tensor, wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor, done: torch.Tensor,
            sizes: torch.Tensor, round: torch.Tensor, records: torch.Tensor) -> None:
     """Sizes of the next round, and what this one says to the host.
 
     chosen int64 [B, T], of which the first count int64 [B] came out; wanted, offered int64 [B]: drafts that the policy wants and that the
-    drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: sizes int64 [B], the least of wanted, offered and what a
-    row may write beside the token that every round adds; records int64 [R, B, HEAD + T or more], whose entry at round mod R becomes
+    drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: sizes int64 [B], as `next_sizes`; records int64 [R, B, HEAD + T or more], whose entry at round mod R becomes
     round, count, sizes, done, the chosen tokens and zeros; then round int64 [1] (≥ 0) counts one more. Raises UnsupportedInput.
     """
     check_record(chosen, count=count, wanted=wanted, offered=offered, left=left, done=done, sizes=sizes, round=round, records=records)
-    sizes.copy_(torch.minimum(torch.minimum(wanted, offered), (left - 1).clamp(min=0)))
+    sizes.copy_(next_sizes(wanted, offered, left))
     head = torch.stack((round.expand_as(count), count, sizes, done.long()), 1)
     rest = chosen.new_zeros(len(chosen), records.shape[2] - HEAD - chosen.shape[1])
     records.index_copy_(0, round % len(records), torch.cat((head, chosen, rest), 1).unsqueeze(0))

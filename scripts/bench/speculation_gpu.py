@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dsv4.cache import Cache
-from dsv4.graph import DecodeGraph
+from dsv4.graph import DecodeGraph, captured_graph
 from dsv4.model import Model
 from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Oracle, Policy, Run, Static, Trace, on_device, simulate
 from dsv4.speculation.accept import Accepted
@@ -160,15 +160,8 @@ def _replays(graph) -> float:
 
 def _drafting(rounds: Rounds, size: int) -> float:
     """Seconds of `size` − 1 chained steps of the block."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.inference_mode():
-        for _ in range(2):
-            rounds._drafts(size)
-        with torch.cuda.graph(graph, stream=stream, pool=rounds.pool):
-            rounds._drafts(size)
-    torch.cuda.current_stream().wait_stream(stream)
-    return _replays(graph)
+    with torch.inference_mode():
+        return _replays(captured_graph(lambda: rounds._drafts(size), rounds.pool))
 
 
 def best_oracle(trace: Trace, costs: CostTable, batch: int) -> Run:
@@ -235,7 +228,7 @@ def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, ba
 
 def without_drafts(policy: Policy | None) -> bool:
     """Whether it never drafts: what it is held against then is decoding without a drafter, not rounds that could draft."""
-    return policy is not None and policy.sizes == (0,)
+    return policy is not None and not policy.drafts
 
 
 class PlainSteps:

@@ -7,7 +7,7 @@ from statistics import fmean, pvariance
 from types import MappingProxyType
 
 from dsv4.speculation import Policy
-from dsv4.speculation.costs import BatchCost
+from dsv4.speculation.costs import BatchCost, parse_batch
 from probes.journal import Kept
 from scripts.bench.speculation import Point
 
@@ -55,8 +55,7 @@ class SpeculationJournal:
         self.kept, self.costs, self.ran = Kept(path, what), {}, []
         for kind, *held in self.kept.held:
             if kind == "costs":
-                self.costs[held[0]] = BatchCost(**{k: tuple(v) if isinstance(v, list) else v for k, v in held[1].items()}
-                                                | {"catch_up": tuple(map(tuple, held[1].get("catch_up", [])))})
+                self.costs[held[0]] = parse_batch(str(held[0]), held[1])
             else:
                 self.ran.append(Timed(**held[0]))
 

@@ -12,9 +12,8 @@ from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.generate import generate
 from dsv4.graph import DecodeGraph
-from dsv4.speculation import Request, Static, Trace, on_device, read_costs
+from dsv4.speculation import Request, Static, Trace, host_half, on_device, read_costs
 from dsv4.speculation.accept import Accepted
-from dsv4.speculation.host_half import HostHalf
 from dsv4.speculation.trace import mixed
 from scripts import bench_speculation
 from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces, warm
@@ -108,10 +107,10 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
             graph.replay()
         return float(clock[0] - begun)
 
-    def captured(self, run):
+    def captured(run, pool):
         for _ in range(3):
             run()
-        return Played(run)
+        return Played(torch.inference_mode()(run))
 
     class Steps(DecodeGraph):
         def __init__(self, *given):
@@ -120,9 +119,9 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
     real = speculation_gpu.traced
     monkeypatch.setattr(speculation_gpu, "traced", lambda *given: [rounds := real(*given), setattr(rounds, "captures", True)][0])
     monkeypatch.setattr(speculation_gpu, "_replays", replays)
-    monkeypatch.setattr(speculation_gpu, "_drafting", lambda rounds, n: 100.0 * 2 * (n - 1))
     monkeypatch.setattr(speculation_gpu, "DecodeGraph", Steps)
-    monkeypatch.setattr(HostHalf, "_captured", captured)
+    for module in (host_half, speculation_gpu):
+        monkeypatch.setattr(module, "captured_graph", captured)
     cost = speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, lambda line: None).of(2)
     assert cost.plain == cost.verify[0] == 2 and cost.draft == 200  # a token of each row through the model, none through the block
     assert cost.catch_up == ((2, 400), (8, 1600), (32, 6400))
