@@ -14,8 +14,11 @@ from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds
+from dsv4.tokenizer import Tokenizer
+from scripts.bench import speculation_traces
 from scripts.bench.speculation_costs import moe
 from scripts.bench.speculation_gpu import Scheduled
+from scripts.bench.speculation_traces import KINDS, ROOT
 from scripts.bench.waits import counted_syncs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -29,6 +32,16 @@ POLICIES = {**{f"static {k}": Static(k) for k in (0, 1, 2, 3, 8)}, "adaptive": A
 @pytest.fixture(scope="module")
 def model(golden_path):
     return load_model(golden_path, numerics="fp32", mtp=True, device="cuda", backend="triton")
+
+
+def demo_model(numerics):
+    return load_model(ROOT / "demo", numerics=numerics, mtp=True, device="cuda", backend="triton")
+
+
+def demo_texts(model):
+    """Token ids of four texts of code and four of prose."""
+    encode = Tokenizer(ROOT / "demo", model.config.vocab_size).encode
+    return [ids for pattern in KINDS.values() for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(4))]
 
 
 def prompts(model, lengths, seed=0):
@@ -96,9 +109,12 @@ PATTERN = (0, 3, 0, 0, 1, 8, *(0,) * 13, 2, 0, 0, 4, 0)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_rounds_that_rest(model, temperature):
-    """Rounds without drafts, which the block follows by graphs of their own: plain decoding's text greedily, and what comes without graphs."""
-    ids, new, found = prompts(model, (5, 131)), (60, 60), []
+def test_rounds_that_rest(temperature):
+    """Rounds without drafts, which the block follows by graphs of their own: plain decoding's text greedily, and what comes without graphs. On
+    trained weights, whose drafts are sometimes right."""
+    model = demo_model("fp32")
+    texts = demo_texts(model)
+    ids, new, found = [texts[0][:5], texts[-1]], (60, 60), []
     for captured in (True, False):
         sizes = Scheduled(torch.tensor([[n, n] for n in PATTERN * 4], device="cuda"))
         rounds, first = ready(model, ids, new, sizes, sampling=Sampling(temperature, 0.95, 4))
@@ -111,14 +127,15 @@ def test_rounds_that_rest(model, temperature):
             out = rounds.run(ahead=1)
         assert not captured or not syncs
         found.append((first, out, rounds.history(), rounds.counts.caught_up))
-    assert found[0] == found[1] and max(found[0][3]) == 8 and sum(a for row in found[0][2] for _, a in row)
+    assert found[0] == found[1] and max(found[0][3]) == 8 and sum(a for row in found[0][2] for _, a in row) > 5
     if not temperature:
         assert [[t, *row] for t, row in zip(*found[0][:2])] == [generate(model, row, n).token_ids for row, n in zip(ids, new)]
 
 
-@pytest.mark.parametrize("lengths, rested, back", [((5, 131), 7, 16), (LENGTHS, 32, 31)], ids=["16 tokens", "256 tokens"])
-def test_following_many_at_once_is_following_each(model, lengths, rested, back):
-    """Bit for bit for up to 16 tokens of all rows together."""
+@pytest.mark.parametrize("lengths, rested, back, within", [((5, 131), 2, 16, 0), ((5, 131), 7, 16, 1e-4), (LENGTHS, 32, 31, 1e-4)],
+                         ids=["4 tokens", "16 tokens", "256 tokens"])
+def test_following_many_at_once_is_following_each(model, lengths, rested, back, within):
+    """Bit for bit for up to 4 tokens of all rows together, whose four streams are 16 rows of h_proj."""
     held = []
     for each in (True, False):
         rounds, _ = ready(model, prompts(model, lengths), (40,) * len(lengths), Static(0), back=back)
@@ -132,7 +149,7 @@ def test_following_many_at_once_is_following_each(model, lengths, rested, back):
         assert rounds.counts.caught_up == ([1] * rested if each else [rested])
         held.append((rounds.drafter.features.clone(), rounds.drafter.chained.clone()))
     for one, other in zip(*held):
-        torch.testing.assert_close(one, other, atol=0 if len(lengths) == 2 else 1e-4, rtol=0 if len(lengths) == 2 else 1e-4)
+        torch.testing.assert_close(one, other, atol=within, rtol=within)
 
 
 def test_noise_is_the_processor_s():
@@ -175,12 +192,8 @@ def test_other_requests_on_the_same_graphs(model, plain):
 @pytest.mark.parametrize("numerics", ["fp32", "native", "qat"])
 def test_the_demo_checkpoint_says_what_it_says_without_drafts(numerics):
     """By graphs of rounds against graphs of single steps; code and prose, several rows and each by itself."""
-    from dsv4.tokenizer import Tokenizer
-    from scripts.bench.speculation_traces import KINDS, ROOT, prompts
-    demo = ROOT / "demo"
-    model = load_model(demo, numerics=numerics, mtp=True, device="cuda", backend="triton")
-    encode = Tokenizer(demo, model.config.vocab_size).encode
-    texts = [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(4))]
+    model = demo_model(numerics)
+    texts = demo_texts(model)
     plain = [generate(model, ids, 48).token_ids for ids in texts]
     for drafter in (MTPDrafter(), LookupDrafter()):
         assert [generate_resident(model, [ids], 48, drafter)[0].token_ids for ids in texts] == plain
