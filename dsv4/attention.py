@@ -102,6 +102,10 @@ class WindowAttention(Module):
         kv = self.op.rotate(self.kv_norm(kv), cis)
         return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate_kv else kv
 
+    def remember(self, x: torch.Tensor, step: Step, cache: LayerCache) -> None:
+        """x [N, d] (normalised): what `forward` writes to a cache that is a window alone, and no attention."""
+        cache.window.extend(step, self.latent(x, step))
+
     def path_at(self, end: int) -> dict:
         """What the attention of a row that then holds `end` tokens reads: tokens of its window, entries visible and selected."""
         return {"window": min(self.W, end)}

@@ -31,7 +31,24 @@ class MTPBlock(Block):
 
     def forward(self, streams: torch.Tensor, embedded: torch.Tensor, step: Step, cache: LayerCache):
         """streams [N, n, d], embedded next tokens [N, d] → (features [N, d] for the shared head, streams [N, n, d])."""
+        return self._said(super().forward(self._mixed(streams, embedded), step, cache))
+
+    def follow(self, streams: torch.Tensor, embedded: torch.Tensor, step: Step, cache: LayerCache, row: torch.Tensor, last: Step):
+        """`forward`, of which only some tokens' results are wanted: row int64 [M], which of the N tokens, and `last`, the step of these alone.
+
+        Other tokens leave nothing but their latents in the cache, which a block without attention before it can write of its input; so the
+        experts, most of what the block reads, run for M tokens. Returns (features [M, d], streams [M, n, d]).
+        """
+        mixed = self._mixed(streams, embedded)
+        _, x, *_ = self._read((mixed,), self.hc_attn, self.attn_norm)
+        self.attn.remember(x, step, cache)
+        return self._said(super().forward(mixed.index_select(0, row), last, cache))
+
+    def _mixed(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """The block's input [N, n, d]."""
         N, n, d = streams.shape
         h = self.h_proj(self.hnorm(streams).view(N * n, d)).view(N, n, d)
-        streams = super().forward(h + self.e_proj(self.enorm(embedded)).unsqueeze(1), step, cache)
+        return h + self.e_proj(self.enorm(embedded)).unsqueeze(1)
+
+    def _said(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.norm(self.hc_head(streams)), streams

@@ -17,9 +17,11 @@ from dsv4.speculation.prefill import prefill
 from dsv4.step import CapturedStep
 
 
-# By how many tokens of a row the MTP block follows rounds without drafts: a step over many has hardly more experts to read than one over a few.
-# Few sizes, because each is compiled and captured.
+# By how many tokens of a row the MTP block follows rounds without drafts: a step over many costs little more than one over a few, since experts run
+# for the last token alone. Few sizes, because each is compiled and captured.
 FOLLOWS = (2, 8, 32)
+# Tokens that are spared most of the block, for its second, shorter step to pay: that is some 20 small launches, about as long as one token's experts.
+APART = 2
 
 
 class Drafted(NamedTuple):
@@ -105,7 +107,7 @@ class MTPDrafts(RoundDrafter):
         tokens, drawn_from, features, streams = [], [], self.features, self.chained
         for j in range(D):
             if j:
-                features, streams = self._block(streams, tokens[-1].unsqueeze(1), start + (j - 1))
+                features, streams = run_block(self.model, self.cache, streams, tokens[-1].unsqueeze(1), start + (j - 1))
             token, q = self.choice.draft(self.model.head(features), start + (j + 1))
             tokens.append(token)
             drawn_from += [] if q is None else [q]
@@ -113,12 +115,10 @@ class MTPDrafts(RoundDrafter):
 
     def follow(self, streams, chosen, count, start):
         """The block over what was verified; it stands after the last token that counts then. Other rows stay as they were."""
-        B, T = chosen.shape
-        features, after = self._block(streams, chosen, start)
-        row = torch.arange(B, device=chosen.device) * T + (count - 1).clamp(min=0)
+        features, after = run_block(self.model, self.cache, streams, chosen, start, (count - 1).clamp(min=0))
         moved = (count > 0).unsqueeze(1)
-        self.features.copy_(torch.where(moved, features.index_select(0, row), self.features))
-        self.chained.copy_(torch.where(moved.unsqueeze(2), after.index_select(0, row), self.chained))
+        self.features.copy_(torch.where(moved, features, self.features))
+        self.chained.copy_(torch.where(moved.unsqueeze(2), after, self.chained))
 
     def keep(self, streams, chosen, count):
         place = self.first + self.kept
@@ -133,16 +133,23 @@ class MTPDrafts(RoundDrafter):
     def caught_up(self):
         self.kept.zero_()
 
-    def _block(self, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run_block` on this model and cache."""
-        return run_block(self.model, self.cache, streams, ids, start)
 
+def run_block(model: Model, cache: Cache, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor,
+              last: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The MTP block at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams.
 
-def run_block(model: Model, cache: Cache, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The MTP block at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams."""
-    step = CapturedStep(ids, start, cache.max_context, model.rope_frequencies())
+    last int64 [B]: only what it says at that token of each row is wanted: → features [B, d], streams [B, n, d].
+    """
+    (B, T), block, place = ids.shape, model.mtp[0], cache.mtp_layers[0]
+    step_of = lambda ids, start: CapturedStep(ids, start, cache.max_context, model.rope_frequencies())
+    step = step_of(ids, start)
     embedded = model.embed(step.ids).to(model.numerics.activation)
-    return model.mtp[0](streams, embedded, step, cache.mtp_layers[0])
+    if last is None:
+        return block(streams, embedded, step, place)
+    row = torch.arange(B, device=ids.device) * T + last
+    if B * (T - 1) < APART:
+        return tuple(said.index_select(0, row) for said in block(streams, embedded, step, place))
+    return block.follow(streams, embedded, step, place, row, step_of(ids.gather(1, last.unsqueeze(1)), start + last))
 
 
 class LookupDrafts(RoundDrafter):

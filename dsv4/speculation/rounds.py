@@ -9,8 +9,8 @@ A row holds `start` tokens in the caches; `token` is the last one that it has ch
     d_1 … d_D: drafts of what follows `token` (`resident_drafters`: the MTP block, or the text itself)
     verify token, d_1 … d_D at start … start + D: what the model itself says after each
     a = how many drafts stay, and which token follows them (`choosing`: greedily, or sampled):  c_0 … c_a are the row's next tokens
-    the drafter is told what really follows; the MTP block again at start … start + D, with the model's streams, or, where nothing
-    was drafted, later together with others (`RoundDrafter.keep`)
+    the drafter is told what really follows; the MTP block again at start … start + D, with the model's streams: latents of all, the
+    rest of the block for the last that stays alone; or, where nothing was drafted, later together with others (`RoundDrafter.keep`)
 
 With the block as drafter, its entry at position t is made of the main model's streams at t and the token at t + 1, so it holds
 `start` entries before it drafts; d_1 comes of where it stood last, d_2 … d_D of its own streams fed back, from position `start` on.

@@ -11,7 +11,8 @@ from scripts.bench.speculation import BOUNDS, GOALS, JUDGED, Point, Timeline, gr
 EXPECTED = " A size that did not run takes part as expected: by simulation of the same excerpt with the costs measured in this run."
 BOUNDED = ("Informed knows the true rates but not the outcomes: about what the best estimate from past acceptance could reach. "
            "The oracle knows each outcome: exact at batch 1, one step of policy iteration from the best static size beyond, "
-           "where the optimum lies between it and the bound, which no schedule exceeds.")
+           "where the optimum lies between it and the bound, which no schedule of a drafter exceeds. No speculation has no drafter, "
+           "so it may be faster than either.")
 COLORS = {"no speculation": "0.75", "ASBS": "#d9a300", "cost-aware": "#1f6feb", "informed": "#7a9e7e", "oracle": "0.25"}
 PLAINLY = "; no speculation is decoding as without --speculate: no drafter, a step is a graph whose token the host waits for"
 

@@ -96,10 +96,12 @@ class Played:
 
 
 def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch):
-    """As on a GPU, with graphs that are played and a clock that counts tokens of the model and of the block."""
-    clock, step, block = [0], model.captured, model.mtp[0].forward
+    """As on a GPU, with graphs that are played and a clock that counts tokens of the model, of the block's experts, and those that the block only remembers."""
+    clock, step, block = [0], model.captured, model.mtp[0]
+    experts, remember = block.ffn.forward, block.attn.remember
     monkeypatch.setattr(model, "captured", lambda given, cache: clock.__setitem__(0, clock[0] + given.N) or step(given, cache))
-    monkeypatch.setattr(model.mtp[0], "forward", lambda streams, *given: clock.__setitem__(0, clock[0] + 100 * len(streams)) or block(streams, *given))
+    monkeypatch.setattr(block.ffn, "forward", lambda x, *given: clock.__setitem__(0, clock[0] + 100 * len(x)) or experts(x, *given))
+    monkeypatch.setattr(block.attn, "remember", lambda x, *given: clock.__setitem__(0, clock[0] + 10 * len(x)) or remember(x, *given))
 
     def replays(graph):
         for _ in range(speculation_gpu.REPLAYS + 3):
@@ -124,8 +126,8 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
         monkeypatch.setattr(module, "captured_graph", captured)
     cost = speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, lambda line: None).of(2)
     assert cost.plain == cost.verify[0] == 2 and cost.draft == 200  # a token of each row through the model, none through the block
-    assert cost.catch_up == ((2, 400), (8, 1600), (32, 6400))
-    assert cost.verify[3] + 3 * cost.draft == 2 * 4 + 200 * 2 + 200 * 4  # four of each row through the model; two chained drafts; four that were verified
+    assert cost.catch_up == ((2, 200 + 40), (8, 200 + 160), (32, 200 + 640))
+    assert cost.verify[3] + 3 * cost.draft == 2 * 4 + 200 * 2 + 200 + 80  # four of each row through the model; two chained drafts; the last of four that were verified
 
 
 def test_rounds_are_compiled_ahead_by_several_processes(golden_path):

@@ -19,6 +19,16 @@ PROPOSALS = {"the target": TARGET, "some of it": 0.5 * TARGET + 0.5 * TARGET.rol
              "none of it": TARGET.roll(1, 0) * 0 + torch.eye(V)[[4, 4, 0, 0, 2]]}
 
 
+class Words:
+    """The block: its features are the tokens that it is given."""
+
+    def __call__(self, streams, embedded, step, cache):
+        return embedded, streams
+
+    def follow(self, streams, embedded, step, cache, row, last):
+        return embedded.index_select(0, row), streams.index_select(0, row)
+
+
 class Chain:
     """p [V, V], q [V, V]: of the next token by the last one; q's is the block's."""
 
@@ -27,7 +37,7 @@ class Chain:
 
     def __init__(self, p: torch.Tensor, q: torch.Tensor):
         self.p, self.q = p.log(), q.log()
-        self.mtp = [lambda streams, embedded, step, cache: (embedded, streams)]
+        self.mtp = [Words()]
 
     def rope_frequencies(self):
         return {}

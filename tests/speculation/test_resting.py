@@ -87,17 +87,20 @@ def test_rows_that_end_while_others_rest(model):
 
 def test_the_block_and_its_head_do_not_run(model, monkeypatch):
     found, ids, first = seldom(model, (5, 30), 30, 8)
-    ran, heads = [], []
-    block, head = model.mtp[0].forward, model.head
-    monkeypatch.setattr(model.mtp[0], "forward", lambda *given: ran.append(len(given[0])) or block(*given))
+    ran, written, heads = [], [], []
+    block, head = model.mtp[0], model.head
+    experts, remember = block.ffn.forward, block.attn.remember
+    monkeypatch.setattr(block.ffn, "forward", lambda *given: ran.append(len(given[0])) or experts(*given))
+    monkeypatch.setattr(block.attn, "remember", lambda *given: written.append(len(given[0])) or remember(*given))
     monkeypatch.setattr(found.drafter, "model", type("Heads", (), {"__getattr__": lambda self, name: getattr(model, name),
                                                                   "head": lambda self, x: heads.append(len(x)) or head(x)})())
     rest(found, 8)
-    assert ran == heads == []
+    assert ran == written == heads == []
     rest(found, 1)
-    assert ran == [2 * 8] and heads == []  # followed, and nothing asked
+    assert written == [2 * 8] and ran == [2] and heads == []  # followed, and nothing asked
     found._launch(2)
-    assert ran == [2 * 8, 2 * 2, 2 * 1, 2 * 3] and heads == [2, 2]  # the one that waited, by two; a chained draft, what was verified; two drafts
+    assert written == [2 * 8, 2 * 2, 2 * 3] and heads == [2, 2]  # the one that waited, by two; what was verified; two drafts
+    assert ran == [2, 2, 2, 2]  # the last token of each row, and one that was chained
 
 
 def test_what_never_drafts_has_nothing_to_follow(model, monkeypatch):
