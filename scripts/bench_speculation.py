@@ -1,6 +1,6 @@
 """Speculative decoding on a GPU: what rounds of each size cost, and every block-size policy on acceptance traces.
 
-    python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 1536,256,192]
+    python scripts/bench_speculation.py [--dummy-weights flash] [--layers 16] [--context 8K] [--batch 1,8,32] [--tokens 1536,256,256]
                                         [--trace default|KIND=FILE ...] [--static 0,1,2,3,4,5,6,7,8] [--journal FILE] [--out DIR]
     python scripts/bench_speculation.py --checkpoint CHECKPOINT [--numerics native] [--batch 1,8,32] [--tokens 384,384,384]
                                         [--trace default|KIND=FILE ... [--context 8K]] [--journal FILE] [--out DIR]
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         found.write(args.out, args.reports[0].stem.removeprefix(speculation_race.STEM))
         return
     own_text = args.checkpoint is not None and not args.trace
-    args.tokens = args.tokens or ([384] * len(args.batch) if own_text else [1536, 256, 192])
+    args.tokens = args.tokens or ([384] * len(args.batch) if own_text else [1536, 256, 256])
     if len(args.tokens) != len(args.batch):
         raise InputError(f"--tokens has {len(args.tokens)} counts for {len(args.batch)} batches; expected one for each")
     if not torch.cuda.is_available():

@@ -55,7 +55,7 @@ class Oracle(Policy):
     common pass, and the exact optimum would need the product of all rows' positions; there it looks one pass ahead: the sizes
     that minimise the cost of the pass and the sum of the rows' potentials after it. With the potentials of passes of one width,
     that is one step of policy iteration from the static size, and not slower in the long run: rank the best over all widths.
-    `bound` is what no schedule exceeds. Needs traces, so it only exists in simulation.
+    `bound` is what no schedule of a drafter exceeds. Needs traces, so it only exists in simulation.
     """
 
     pressure_cap = None  # of speed only: the others are ranked against it without pressure

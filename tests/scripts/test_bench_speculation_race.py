@@ -95,7 +95,7 @@ def test_a_checkpoint_with_traces_is_judged_by_them(monkeypatch, more, taken):
     for name in ("on_checkpoint", "traces_on_checkpoint"):
         monkeypatch.setattr(bench_speculation, name, lambda args, name=name: called.append((name, args.tokens)))
     assert bench_speculation.main(["--checkpoint", "demo", *more]) == 0
-    assert called == [(taken, [1536, 256, 192] if more else [384] * 3)]
+    assert called == [(taken, [1536, 256, 256] if more else [384] * 3)]
     assert len(bench_speculation.given_traces(bench_speculation.arguments(more))) == 6
 
 
