@@ -109,7 +109,11 @@ def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sam
         out.capture_seconds = time.perf_counter() - begun
     begun = time.perf_counter()
     while True:
-        token = sample(logits[0, -1], sampling, generator)
+        ahead = graph is not None and sampling.temperature == 0  # a token that stops is then appended for nothing
+        if ahead:
+            (token,), logits = graph.greedy(logits, len(out.token_ids) + 1 < max_new_tokens and cache.lengths[0] < limit)
+        else:
+            token = sample(logits[0, -1], sampling, generator)
         out.token_ids.append(token)
         if on_token is not None and token not in stops:
             on_token(token)
@@ -117,10 +121,11 @@ def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sam
         if token in stops or len(out.token_ids) == max_new_tokens:
             out.stop_reason, out.host = "eos" if token in stops else "max_new_tokens", host_use(cache)
             return out
-        if cache.lengths[0] == limit:
+        if logits is None or not ahead and cache.lengths[0] == limit:
             raise context_full(limit, len(out.token_ids))
-        fed = torch.tensor([[token]])
-        logits = model.append(fed, cache, logits="last") if graph is None else graph.step(fed)
+        if not ahead:
+            fed = torch.tensor([[token]])
+            logits = model.append(fed, cache, logits="last") if graph is None else graph.step(fed)
 
 
 def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:

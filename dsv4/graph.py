@@ -60,6 +60,7 @@ class DecodeGraph:
         self.start = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self._gpu = model.device.type == "cuda"
         self._staged = torch.zeros(cache.batch, dtype=torch.int64, pin_memory=self._gpu)
+        self._said = torch.zeros(cache.batch, 1, dtype=torch.int64, pin_memory=self._gpu)
         self._copied: torch.cuda.Event | None = None
         self._held: list[int] | None = None  # what `start` holds, as far as the host knows
         self.graph, self.logits, self.streams, self.tiles = None, None, None, None
@@ -96,6 +97,22 @@ class DecodeGraph:
             if moves:
                 lengths.advance(slice(b, b + 1), self.tokens)
         return self.logits
+
+    def greedy(self, logits: torch.Tensor, more: bool, feed: torch.Tensor | None = None) -> tuple[list[int], torch.Tensor | None]:
+        """The likeliest token of each row of logits [batch, …, vocab] and, if there is `more`, the logits after it (`step`; of one token).
+
+        That step is under way before the host knows the tokens: the device does not wait until they have been read and fed. feed int64
+        [batch, 1], on the device: appended in their place.
+        """
+        said = logits[:, -1:].argmax(-1)
+        self._said.copy_(said, non_blocking=True)
+        known = torch.cuda.Event() if self._gpu else None
+        if known is not None:
+            known.record()
+        after = self.step(said if feed is None else feed) if more else None
+        if known is not None:
+            known.synchronize()
+        return self._said.flatten().tolist(), after
 
     @property
     def lengths(self) -> Lengths:

@@ -232,7 +232,7 @@ def without_drafts(policy: Policy | None) -> bool:
 
 
 class PlainSteps:
-    """Decoding without a drafter, as `dsv4 generate` does it without --speculate: each step is a graph, the host waits for what it says and feeds it."""
+    """Decoding without a drafter, as `dsv4 generate` does it without --speculate: each step is a graph, and under way before the host knows the token before."""
 
     def __init__(self, model: Model, cache: Cache):
         self.cache, self.graph = cache, DecodeGraph(model, cache)
@@ -241,13 +241,14 @@ class PlainSteps:
               text: list[list[int]] | None = None) -> tuple[Timed, list[list[int]]]:
         """`tokens` steps behind the token `first` of each row, and what came out. text: rows of tokens that are fed in place of those that the model says,
         which are waited for all the same."""
+        fed = None if text is None else torch.tensor(text, device=self.graph.ids.device)
         wait(self.graph)
-        ids, said, begun = first, [], time.perf_counter()
+        said, begun = [], time.perf_counter()
         with counted_syncs() as syncs:
+            logits = self.graph.step(torch.tensor(first).unsqueeze(1))
             for at in range(tokens):
-                logits = self.graph.step(torch.tensor(ids).unsqueeze(1))
-                said.append(logits[:, -1].argmax(-1).tolist())
-                ids = said[-1] if text is None else [row[at] for row in text]
+                tokens_at, logits = self.graph.greedy(logits, at + 1 < tokens, None if fed is None else fed[:, at:at + 1])
+                said.append(tokens_at)
         seconds, batch = time.perf_counter() - begun, self.cache.batch
         return Timed(Static(0).name, trace, kind, batch, tokens * batch, seconds, expected, [0] * tokens, [[0] * batch] * tokens, 0,
                      len(syncs)), [list(row) for row in zip(*said)]

@@ -5,6 +5,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.errors import ContextOverrun, InputError
+from dsv4.generate import Sampling, generate
 from dsv4.graph import DecodeGraph
 from dsv4.numerics import NUMERICS
 from tests import checkpoints
@@ -150,6 +151,47 @@ def test_several_tokens_a_step(checkpoint):
         assert (found - model.append(new, eager)).abs().max() < 2e-4
         after = DecodeGraph(model, captured).step(new[:, :1])
         assert (after - model.append(new[:, :1], eager)).abs().max() < 2e-4
+
+
+def test_greedy_steps_say_what_append_says(checkpoint):
+    """Of a ragged batch; without more to come nothing runs, and what is fed is what was given to be."""
+    model = loaded(checkpoint)
+    ids, counts = prompts(model, 5, 126, 150)
+    eager, captured = model.new_cache(3, 180), model.new_cache(3, 180)
+    first = [model.append(ids, c, n_new=counts, logits="last") for c in (eager, captured)][1]
+    graph, want = DecodeGraph(model, captured), first
+    said, logits = graph.greedy(first, more=True)
+    for _ in range(5):
+        assert said == want[:, -1].argmax(-1).tolist()
+        want = model.append(want[:, -1:].argmax(-1).cpu(), eager)
+        assert torch.equal(want, logits) and eager.lengths == captured.lengths
+        said, logits = graph.greedy(logits, more=True)
+    lengths, fed = captured.lengths, torch.tensor([[1], [2], [3]])
+    assert graph.greedy(logits, more=False)[1] is None and captured.lengths == lengths
+    said, logits = graph.greedy(logits, True, fed.to(DEVICE))
+    want = model.append(want[:, -1:].argmax(-1).cpu(), eager)
+    assert said == want[:, -1].argmax(-1).tolist() and torch.equal(logits, model.append(fed, eager))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9, 3)], ids=["greedy", "sampled"])
+def test_text_of_steps_that_are_under_way_before_their_token_is_known(checkpoint, monkeypatch, sampling):
+    """To the last token, to one that stops, and to the end of the context; greedily one step too many runs where a token stops, and none elsewhere."""
+    model, ids, ran = loaded(checkpoint), [3, 1, 4, 1, 5], []
+    want, step = generate(model, ids, 12, sampling).token_ids, DecodeGraph.step
+    monkeypatch.setattr(model, "backend", "triton")  # the steps, without a graph of them
+    monkeypatch.setattr(DecodeGraph, "step", lambda *given: ran.append(1) or step(*given))
+    assert generate(model, ids, 12, sampling, max_context=100).token_ids == want and len(ran) == 11
+    ran.clear()
+    at = next(i for i in range(3, 12) if want[i] not in want[:i])
+    told = []
+    out = generate(model, ids, 12, sampling, stop_ids=[want[at]], on_token=told.append)
+    assert out.token_ids == want[:at + 1] and told == want[:at] and out.stop_reason == "eos" and len(ran) == at + (sampling.temperature == 0) * (at < 11)
+    ran.clear()
+    told = []
+    with pytest.raises(ContextOverrun, match="full after 6 new tokens"):
+        generate(model, ids, 12, sampling, max_context=10, on_token=told.append)
+    assert told == want[:6] and len(ran) == 5
+    assert generate(model, ids, 1, sampling).token_ids == want[:1] and len(ran) == 5
 
 
 def test_what_nobody_has_written_is_not_read(checkpoint):

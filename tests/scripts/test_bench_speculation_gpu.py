@@ -58,7 +58,8 @@ def test_no_speculation_is_plain_decoding(model, monkeypatch):
         cache = model.new_cache(2, 64, max_rewind=8)
         model.append(torch.tensor(ids), cache)
         return speculation_gpu.PlainSteps(model, cache)
-    timed, said = steps().timed([row[0] for row in plain], 12, "t", "mixed", 5.0)
+    timed, said = (ran := steps()).timed([row[0] for row in plain], 12, "t", "mixed", 5.0)
+    assert ran.cache.lengths == [32, 32]
     assert said == [row[1:] for row in plain] and (timed.policy, timed.tokens, timed.rounds) == ("no speculation", 24, [0] * 12)
     text = [row[1:] for row in plain][::-1]
     _, other = steps().timed([row[0] for row in plain], 12, "t", "mixed", 5.0, text)
