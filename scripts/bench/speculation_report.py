@@ -14,7 +14,7 @@ BOUNDED = ("Informed knows the true rates but not the outcomes: about what the b
            "where the optimum lies between it and the bound, which no schedule of a drafter exceeds. No speculation has no drafter, "
            "so it may be faster than either.")
 COLORS = {"no speculation": "0.75", "ASBS": "#d9a300", "cost-aware": "#1f6feb", "informed": "#7a9e7e", "oracle": "0.25"}
-PLAINLY = "; no speculation is decoding as without --speculate: no drafter, a step is a graph"
+PLAINLY = "; no speculation is decoding as without --speculate: no drafter, a step is a graph whose token the host waits for"
 
 
 def document(points: Sequence[Point], about: Mapping, setup: Mapping, line: Timeline | None) -> dict:
