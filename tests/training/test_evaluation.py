@@ -38,8 +38,9 @@ def test_window_only_cuts_the_compressed_branches_off_and_restores_them(model):
         cut, moved = model(ids), model(other)
         raise ZeroDivisionError
     first_entry = min(r for r in CONFIG["compress_ratios"] if r) - 1
-    assert torch.equal(cut[0, :first_entry], before[0, :first_entry])
-    assert ((cut - before).abs().amax(-1) > 1e-3)[0, CONFIG["sliding_window"]:].all()
+    changed = (cut - before).abs().amax(-1)[0]
+    assert changed[:first_entry].max() < 1e-5 < 0.1 < changed[first_entry]  # BLAS may round products of other shapes otherwise
+    assert (changed > 1e-3)[CONFIG["sliding_window"]:].all()
     assert not torch.equal(cut[0, :reach(model) // 2], moved[0, :reach(model) // 2])
     moved_by = lambda a, b: (a - b)[0, reach(model):].abs().max()
     assert moved_by(cut, moved) < 1e-4 < 1e-2 < moved_by(before, model(other))  # token 0 gets no further without entries
