@@ -7,6 +7,8 @@ import torch
 from dsv4.cache import Lengths
 from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import ContextOverrun, InputError
+from dsv4.mtp import run_block
+from dsv4.sending import send
 from dsv4.speculation.policy import LARGEST
 from dsv4.step import CapturedStep
 
@@ -59,9 +61,7 @@ class DecodeGraph:
         self.ids = torch.zeros(cache.batch, tokens, dtype=torch.int64, device=model.device)
         self.start = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self._gpu = model.device.type == "cuda"
-        self._staged = torch.zeros(cache.batch, dtype=torch.int64, pin_memory=self._gpu)
         self._said = torch.zeros(cache.batch, 1, dtype=torch.int64, pin_memory=self._gpu)
-        self._copied: torch.cuda.Event | None = None
         self._held: list[int] | None = None  # what `start` holds, as far as the host knows
         self.graph, self.logits, self.streams, self.tiles = None, None, None, None
         self._attention = model.attention
@@ -83,7 +83,7 @@ class DecodeGraph:
                 raise ContextOverrun(f"row {b} holds {length} tokens and would get {self.tokens} more, over the cache's max_context of "
                                      f"{self.cache.max_context}; ask for a larger --max-context or fewer tokens")
         if ids is not None:
-            self.ids.copy_(ids, non_blocking=True)
+            send(ids, self.ids)
         if self._held != lengths.now:
             self._place(lengths.now)
         if self.graph is None:
@@ -126,13 +126,13 @@ class DecodeGraph:
     @torch.inference_mode()
     def _run(self) -> None:
         """One captured step; `start` is moved on at its end, so that the next replay follows without the host."""
-        step = CapturedStep(self.ids, self.start, self.cache.max_context, self.model.rope_frequencies())
-        self.streams, logits = self._forward(step)
+        self.streams, logits = self._forward()
         self.logits = logits.view(self.cache.batch, -1, logits.shape[-1])  # of the graph: each replay writes it again
         self.start += self.tokens
 
-    def _forward(self, step: CapturedStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams before the head [B·T, n, d], and logits fp32."""
+        step = CapturedStep(self.ids, self.start, self.cache.max_context, self.model.rope_frequencies())
         return self.model.captured(step, self.cache)
 
     @torch.inference_mode()
@@ -146,26 +146,30 @@ class DecodeGraph:
 
     def _place(self, lengths: list[int]) -> None:
         """Set `start` on the device without waiting for it."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the staging tensor may still be read; only after a rewind, or when rows rest
-        self._staged.copy_(torch.tensor(lengths))
-        self.start.copy_(self._staged, non_blocking=True)
-        if self._gpu:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        send(lengths, self.start)
         self._held = list(lengths)
 
 
 class BlockGraph(DecodeGraph):
-    """The same of the MTP block: appends `tokens` entries to rows of its own cache. `logits` [batch, 1, vocab] are after the last of them.
+    """The same of the MTP block: appends `tokens` entries to rows of its own cache. `streams` [batch, n, d] and `logits` [batch, 1, vocab] are
+    those after the last entry of each row that counts.
 
-    fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too.
+    fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too; so is last int64 [batch], which entry that is: of `tokens` the last,
+    unless `ends` said otherwise.
     """
 
     def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
         c = model.config
         self.fed = torch.zeros(cache.batch, tokens, c.hc_mult, c.hidden_size, dtype=model.numerics.activation, device=model.device)
+        self._ends = [tokens] * cache.batch
+        self.last = torch.full((cache.batch,), tokens - 1, device=model.device)
         super().__init__(model, cache, tokens)
+
+    def ends(self, counts: list[int]) -> None:
+        """Of each row's entries in the next step the first counts[b] count, or none does."""
+        if counts != self._ends:
+            self._ends = list(counts)
+            send([max(0, n - 1) for n in counts], self.last)
 
     @property
     def lengths(self) -> Lengths:
@@ -174,9 +178,7 @@ class BlockGraph(DecodeGraph):
     def _ran(self, tokens: int) -> None:
         pass  # the main model has not run
 
-    def _forward(self, step: CapturedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        model = self.model
-        embedded = model.embed(step.ids).to(model.numerics.activation)
-        features, streams = model.mtp[0](self.fed.flatten(0, 1), embedded, step, self.cache.mtp_layers[0])
-        last = features.view(step.B, step.T, -1)[:, -1]
-        return streams, model.head(last.contiguous())
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        last = self.last if self.tokens > 1 else None
+        features, streams = run_block(self.model, self.cache, self.fed.flatten(0, 1), self.ids, self.start, last)
+        return streams, self.model.head(features)

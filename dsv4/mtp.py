@@ -3,13 +3,17 @@
 import torch
 
 from dsv4.block import Block
-from dsv4.cache import LayerCache
+from dsv4.cache import Cache, LayerCache
+from dsv4.causal import CausalLM
 from dsv4.config import ModelConfig
 from dsv4.hyper_connections import HyperHead
 from dsv4.linear import Linear
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
-from dsv4.step import Step
+from dsv4.step import CapturedStep, Step
+
+# Tokens that are spared most of the block, for its second, shorter step to pay: that is some 20 small launches, about as long as one token's experts.
+APART = 2
 
 
 class MTPBlock(Block):
@@ -52,3 +56,21 @@ class MTPBlock(Block):
 
     def _said(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.norm(self.hc_head(streams)), streams
+
+
+def run_block(model: CausalLM, cache: Cache, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor,
+              last: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The MTP block as a captured step at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams.
+
+    last int64 [B]: only what it says at that token of each row is wanted: → features [B, d], streams [B, n, d].
+    """
+    (B, T), block, place = ids.shape, model.mtp[0], cache.mtp_layers[0]
+    step_of = lambda ids, start: CapturedStep(ids, start, cache.max_context, model.rope_frequencies())
+    step = step_of(ids, start)
+    embedded = model.embed(step.ids).to(model.numerics.activation)
+    if last is None:
+        return block(streams, embedded, step, place)
+    row = torch.arange(B, device=ids.device) * T + last
+    if B * (T - 1) < APART:
+        return tuple(said.index_select(0, row) for said in block(streams, embedded, step, place))
+    return block.follow(streams, embedded, step, place, row, step_of(ids.gather(1, last.unsqueeze(1)), start + last))

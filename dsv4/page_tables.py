@@ -25,12 +25,19 @@ RAW_ROWS = {LayerKind.CSA: 8, LayerKind.HCA: 32}  # a page: what CSA's overlap s
 
 
 class PageTable:
-    """Table int64 [batch, logical pages] of one group on the device; NOWHERE where a batch row holds no page."""
+    """Table int64 [batch, logical pages] of one group on the device; NOWHERE where a batch row holds no page. with_nobody: the same, and
+    the table of nobody behind the last row. changes: how often a page was pointed to."""
 
     def __init__(self, group: PageGroup, batch: int, max_context: int, device: torch.device):
-        self.group, self.R = group, group.rows
+        self.group, self.R, self.changes = group, group.rows, 0
         logical = -(-max_context // (group.rows * group.tokens))
-        self.physical = torch.full((batch, logical), NOWHERE, dtype=torch.int64, device=device)
+        self.with_nobody = torch.full((batch + 1, logical), NOWHERE, dtype=torch.int64, device=device)
+        self.physical = self.with_nobody[:batch]
+
+    def point(self, b: int, logical: int, page: int) -> None:
+        """Rows of that logical page of batch row b are in physical page `page` from now on."""
+        self.physical[b, logical] = page
+        self.changes += 1
 
     def index(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the pool for rows int64 [B, ...] of the batch rows of a step.

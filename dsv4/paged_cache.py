@@ -9,7 +9,7 @@ model has, and in which groups of pages, its `PageLayout` says. What differs is 
 - `speculate` … `commit` marks tokens as drafts: their pages can be discarded at once. `fits` says whether pages are free for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -112,17 +112,16 @@ class PagedCache(Cache):
             for b, logical, old in lacking:
                 self._take(name, b, logical, old)
 
-    def fits(self, b: int, tokens: int, mtp: bool = False) -> bool:
-        """Whether `tokens` more tokens of row b find room on its own pages and free ones: what `make_room` gives without asking
-        `on_shortage`. Takes none; gives back those behind what the row may read."""
-        lengths = self._mtp if mtp else self._main
-        for name, group in self.groups.items():
-            if group.mtp is mtp:
-                self._give_back(name, b, group.needed(max(0, lengths.high[b] - self.max_rewind)))
-                lacking = sum(not own for *_, own in self._touched(name, b, lengths.now[b], lengths.now[b] + tokens))
-                if lacking > len(self.pools[name].free):
-                    return False
-        return True
+    def fits(self, rows: Iterable[int], tokens: int, mtp: bool = False) -> bool:
+        """Whether `tokens` more tokens of each of `rows` find room on their own pages and free ones: what `make_room` gives without asking
+        `on_shortage`. Takes none; gives back those behind what the rows may read."""
+        lengths, lacking = self._mtp if mtp else self._main, dict.fromkeys(self.groups, 0)
+        for b in rows:
+            for name, group in self.groups.items():
+                if group.mtp is mtp:
+                    self._give_back(name, b, group.needed(max(0, lengths.high[b] - self.max_rewind)))
+                    lacking[name] += sum(not own for *_, own in self._touched(name, b, lengths.now[b], lengths.now[b] + tokens))
+        return all(n <= len(self.pools[name].free) for name, n in lacking.items())
 
     def _lacking(self, name: str, b: int, first: int, end: int) -> list[tuple[int, int, int]]:
         """(row, logical page, page to copy or NOWHERE) of what row b must get to write tokens first … end − 1."""
@@ -154,7 +153,7 @@ class PagedCache(Cache):
             del self._held[b][name][logical]
         else:
             self._held[b][name][logical] = page
-        self.tables[name].physical[b, logical] = page
+        self.tables[name].point(b, logical, page)
 
     def _give_back(self, name: str, b: int, needed: int) -> None:
         """Let go of row b's pages that end before token `needed`."""

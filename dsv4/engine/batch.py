@@ -9,8 +9,8 @@ densely, whatever a GQA model's decoding tokens read (`model.attention`). Pressu
 that requests hold: where kept prefixes add up to it, they go.
 
 Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its pieces, and its
-output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows as one batch instead, and
-resumes in chunks where decoding reads all that a prompt does: faster, and equal up to rounding. Speculation adds one thing that
+output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows as one batch instead (a captured
+step, where steps are captured), and resumes in chunks where decoding reads all that a prompt does: faster, and equal up to rounding. Speculation adds one thing that
 neighbours decide: how many drafts a pass has when pages are short or under pressure. Given equal logits that changes no token, greedy
 or sampled (`accept_drawn`); that passes of several tokens round otherwise than single steps is said in dsv4/speculation/README.md.
 """
@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from dsv4.causal import CausalLM
-from dsv4.engine.passes import Passes
+from dsv4.engine.passes import Logits, Passes
 from dsv4.engine.requests import Request, Result
 from dsv4.engine.watch import Watch
 from dsv4.engine.work import Work
@@ -215,7 +215,7 @@ class BatchEngine:
         if end % BLOCK == 0 and end <= prompt:
             self.prefixes.remember(b, work.ids[:end], work.streams)
         if new:
-            tokens, error = self._accept(work, logits.unsqueeze(0), [])
+            tokens, error = self._accept(work, logits, [])
             if self._give(work, tokens, error):
                 self.passes.follow(work, tokens[0])
         elif end == work.text:  # it resumes
@@ -243,17 +243,15 @@ class BatchEngine:
             if self._give(work, tokens, error):
                 self.passes.keep(work, taken, tokens)
 
-    def _accept(self, work: Work, logits: torch.Tensor, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
-        """Tokens that come out of logits [W + 1, vocab] after what a request has and after each of its drafts, up to a stop id or to
+    def _accept(self, work: Work, logits: Logits, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
+        """Tokens that come out of logits [W + 1] after what a request has and after each of its drafts, up to a stop id or to
         logits that are not finite: then also the error."""
-        logits, tokens = logits[:len(drafts) + 1], []
-        finite, best = logits.isfinite().all(-1).tolist(), logits.argmax(-1).tolist()
-        greedy = work.request.sampling.temperature == 0
+        tokens, greedy = [], work.request.sampling.temperature == 0
 
         def draw(place: int) -> int:
-            if not finite[place]:
+            if not logits.finite[place]:
                 raise NotFinite(f"the logits after {len(work.ids) + place} tokens are not finite; audit the checkpoint and numerics")
-            return best[place] if greedy else sample(logits[place], work.request.sampling, work.generator)
+            return logits.best[place] if greedy else sample(logits.values[place], work.request.sampling, work.generator)
         try:
             for token in accept_drawn(drafts, draw):
                 tokens.append(token)

@@ -8,6 +8,7 @@ Drafts get pages that are free, and are as few as those allow: nobody gives way 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,22 +17,38 @@ from dsv4.engine.work import Pass, Work
 from dsv4.generate import sample
 from dsv4.paged_cache import PagedCache
 from dsv4.paging import BLOCK
+from dsv4.sending import sent
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import room
 
 
 @dataclass
 class Taken:
-    """A pass that was run. logits fp32 [B, W + 1, vocab] after each row's last token and after each of its drafts; streams
-    [B, W + 1, n, d], None where nobody wants them; drafts: of each row; steps: of the drafting model; pressed: whether sizes were chosen
-    under pressure; broken: rows whose draft logits were not finite."""
+    """A pass that was run. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n, d], None where nobody
+    wants them; drafts: of each row; steps: of the drafting model; pressed: whether sizes were chosen under pressure; broken: rows whose
+    draft logits were not finite."""
 
-    logits: torch.Tensor
+    logits: dict[int, "Logits"]
     streams: torch.Tensor | None
     drafts: dict[int, list[int]]
     steps: dict[int, int]
     pressed: bool
     broken: set[int]
+
+
+class Logits(NamedTuple):
+    """values fp32 [M, vocab]; of each of the M the likeliest token, and whether all of them are finite."""
+
+    values: torch.Tensor
+    best: list[int]
+    finite: list[bool]
+
+
+def read(values: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[list[Logits], list[list[int]]]:
+    """Of values [N, M, vocab] those of each row; beside int64 [N, …] as lists. Here the host waits for the device, once for all of them."""
+    M = values.shape[1]
+    told = torch.cat((values.argmax(-1), values.isfinite().all(-1), *([] if beside is None else [beside])), 1).tolist()
+    return [Logits(own, row[:M], list(map(bool, row[M:2 * M]))) for own, row in zip(values, told)], [row[2 * M:] for row in told]
 
 
 class Passes:
@@ -54,8 +71,8 @@ class Passes:
 
     # ---- text ----------------------------------------------------------------------------
 
-    def read(self, work: Work, start: int, end: int, last: bool) -> torch.Tensor | None:
-        """Run tokens start … end − 1 of a row's text; logits [vocab] after the last of them if wanted. Raises OutOfPages before
+    def read(self, work: Work, start: int, end: int, last: bool) -> Logits | None:
+        """Run tokens start … end − 1 of a row's text; logits [1] after the last of them if wanted. Raises OutOfPages before
         anything is run."""
         b, row = work.row, slice(work.row, work.row + 1)
         begun = work.streams is not None
@@ -72,7 +89,7 @@ class Passes:
             if len(behind) > 1:
                 following, counts = self._alone(b, torch.tensor(work.ids[end - len(behind) + 1:end]))
                 self.drafter.prefilled(self._alone(b, behind[:-1])[0], following, counts)
-        return logits[b, 0] if last else None
+        return read(logits[b:b + 1])[0][0] if last else None
 
     def follow(self, work: Work, token: int) -> None:
         """`token` comes after the text, all of which was run."""
@@ -95,11 +112,14 @@ class Passes:
         for work in works:  # of all rows before any drafts: what is final comes first
             self.cache.make_room(slice(work.row, work.row + 1), 1)
         pressed = self.cache.under_pressure
-        drafts, broken = self._draft(works, self._sizes(works, pressed))
-        logits, streams = self._verify(works, drafts)
-        tokens = drafts.tokens.tolist()
-        return Taken(logits, streams, {w.row: tokens[w.row][:drafts.sizes[w.row]] for w in works},
-                     {w.row: drafts.steps[w.row] for w in works}, pressed, broken)
+        drafts, finite = self._draft(works, self._sizes(works, pressed))
+        ids, counts = self._pending(works, drafts)
+        values, streams = self.verify(ids, counts, self.wants_streams)
+        rows = slice(works[0].row, works[0].row + 1) if len(works) == 1 else slice(0, self.cache.batch)
+        logits, told = read(values[rows], torch.cat((finite.unsqueeze(1), ids[:, 1:]), 1)[rows])
+        of = dict(zip(range(rows.start, rows.stop), zip(logits, told)))
+        return Taken({w.row: of[w.row][0] for w in works}, streams, {w.row: of[w.row][1][1:1 + drafts.sizes[w.row]] for w in works},
+                     {w.row: drafts.steps[w.row] for w in works}, pressed, {w.row for w in works if not of[w.row][1][0]})
 
     def again(self, work: Work) -> None:
         """Run the next pass of a row that resumes as it first ran. Raises OutOfPages before anything is run."""
@@ -147,7 +167,7 @@ class Passes:
         """Take pages for up to `size` drafts; for how many there were free ones."""
         b, row, due = work.row, slice(work.row, work.row + 1), self.drafter.due(work.row)
         block = self.drafter.needs_mtp
-        while size > 0 and not (self.cache.fits(b, 1 + size) and (not block or self.cache.fits(b, due + size - 1, mtp=True))):
+        while size > 0 and not (self.cache.fits([b], 1 + size) and (not block or self.cache.fits([b], due + size - 1, mtp=True))):
             size -= 1
         if size <= 0:
             return 0
@@ -159,34 +179,32 @@ class Passes:
             self.cache.make_room(row, due + size - 1, mtp=True)
         return size
 
-    def _draft(self, works: list[Work], sizes: list[int]) -> tuple[Drafts, set[int]]:
-        none = Drafts(torch.zeros(self.cache.batch, 0, dtype=torch.int64), sizes, None, sizes)
+    def _draft(self, works: list[Work], sizes: list[int]) -> tuple[Drafts, torch.Tensor]:
+        """Drafts of these sizes, and of which rows all logits that they were drawn from are finite, bool [B]."""
+        finite = self._finite = torch.ones(self.cache.batch, dtype=torch.bool, device=self.model.device)
         if not any(sizes):
-            return none, set()
+            return Drafts(torch.zeros(self.cache.batch, 0, dtype=torch.int64), sizes, None, sizes), finite
         # a draft is drawn as the token in its place will be, so that equal logits give equal tokens; the request's own generator stays
         self._drawing = {w.row: (w, _copy(w.generator)) for w in works}
-        self._finite = torch.ones(self.cache.batch, dtype=torch.bool, device=self.model.device)
-        drafts = self.drafter.draft(sizes)
-        finite = self._finite.tolist()
-        return drafts, {work.row for work in works if not finite[work.row]}
+        return self.drafter.draft(sizes), finite
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, None]:
         """Tokens int64 [M] of a drafting model's logits [M, vocab] for `rows`."""
         tokens, finite = logits.argmax(-1), logits.isfinite().all(-1)
-        self._finite[rows] &= finite
+        self._finite[sent(rows, finite.device)] &= finite
         for i, b in enumerate(rows):
             work, generator = self._drawing[b]
             if work.request.sampling.temperature and finite[i]:
                 tokens[i] = sample(logits[i], work.request.sampling, generator)
         return tokens, None
 
-    def _verify(self, works: list[Work], drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _pending(self, works: list[Work], drafts: Drafts) -> tuple[torch.Tensor, list[int]]:
+        """What a pass runs: each row's last token and its drafts int64 [B, W + 1], on the device, and how many of them."""
         pending = torch.zeros(self.cache.batch, 1, dtype=torch.int64)
         counts = [0] * self.cache.batch
         for work in works:
             pending[work.row, 0], counts[work.row] = work.ids[-1], 1 + drafts.sizes[work.row]
-        ids = torch.cat((pending.to(drafts.tokens.device), drafts.tokens), 1)
-        return self.verify(ids, counts, self.wants_streams)
+        return torch.cat([sent(ids, self.model.device) for ids in (pending, drafts.tokens)], 1), counts
 
 
 def _copy(generator: torch.Generator) -> torch.Generator:

@@ -12,6 +12,7 @@ import torch
 from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.graph import captures
+from dsv4.sending import sent
 from dsv4.speculation.captured import CapturedBlock
 
 
@@ -113,13 +114,12 @@ class MTPDrafter(Drafter):
         for i in range(width):
             rows = [b for b in range(B) if sizes[b] > i]
             logits, streams = self._run(streams, step_ids, counts)
-            ends = torch.tensor([max(0, n - 1) for n in counts], device=streams.device)
-            streams = streams[torch.arange(B, device=streams.device), ends].unsqueeze(1)
-            chosen, from_ = self._choose(logits[rows, 0], rows)
-            tokens[rows, i] = chosen
+            which = sent(rows, logits.device)
+            chosen, from_ = self._choose(logits[which, 0], rows)
+            tokens[which, i] = chosen
             if from_ is not None:
                 q = from_.new_zeros(B, width, from_.shape[-1]) if q is None else q
-                q[rows, i] = from_
+                q[which, i] = from_
             step_ids, counts = tokens[:, i:i + 1], [int(size > i + 1) for size in sizes]
         self._cache.rewind_mtp([max(0, size - 1) for size in sizes])  # all but the first were made of the block's own streams
         return Drafts(tokens, list(sizes), q, list(sizes))

@@ -24,7 +24,7 @@ from dsv4.generate import Generation, Sampling, context_full, context_limit, dis
 from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
-from dsv4.speculation.captured import OneRow
+from dsv4.speculation.captured import Steps
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import Policy, Static, room
 from dsv4.speculation.prefill import prefill
@@ -98,9 +98,9 @@ class _Batch:
             row.out.capture_seconds = captured
             setattr(row.out, name, time.perf_counter() - begun - captured)
 
-    def _captured(self) -> list[OneRow]:
+    def _captured(self) -> list[Steps]:
         """What captures steps, if anything does."""
-        return [way for way in (self.verify, self.drafter.captured) if isinstance(way, OneRow)]
+        return [way for way in (self.verify, self.drafter.captured) if isinstance(way, Steps)]
 
     def prepare(self) -> None:
         """Capture what passes of a single row will run, if it goes on; other widths are captured when they are wanted."""

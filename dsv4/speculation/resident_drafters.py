@@ -10,18 +10,15 @@ from dsv4.cache import Cache, Lengths
 from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.model import Model
+from dsv4.mtp import run_block
 from dsv4.speculation.choosing import Choice, Greedy
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.policy import LARGEST
 from dsv4.speculation.prefill import prefill
-from dsv4.step import CapturedStep
-
 
 # By how many tokens of a row the MTP block follows rounds without drafts: a step over many costs little more than one over a few, since experts run
 # for the last token alone. Few sizes, because each is compiled and captured.
 FOLLOWS = (2, 8, 32)
-# Tokens that are spared most of the block, for its second, shorter step to pay: that is some 20 small launches, about as long as one token's experts.
-APART = 2
 
 
 class Drafted(NamedTuple):
@@ -132,24 +129,6 @@ class MTPDrafts(RoundDrafter):
 
     def caught_up(self):
         self.kept.zero_()
-
-
-def run_block(model: Model, cache: Cache, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor,
-              last: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The MTP block at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams.
-
-    last int64 [B]: only what it says at that token of each row is wanted: → features [B, d], streams [B, n, d].
-    """
-    (B, T), block, place = ids.shape, model.mtp[0], cache.mtp_layers[0]
-    step_of = lambda ids, start: CapturedStep(ids, start, cache.max_context, model.rope_frequencies())
-    step = step_of(ids, start)
-    embedded = model.embed(step.ids).to(model.numerics.activation)
-    if last is None:
-        return block(streams, embedded, step, place)
-    row = torch.arange(B, device=ids.device) * T + last
-    if B * (T - 1) < APART:
-        return tuple(said.index_select(0, row) for said in block(streams, embedded, step, place))
-    return block.follow(streams, embedded, step, place, row, step_of(ids.gather(1, last.unsqueeze(1)), start + last))
 
 
 class LookupDrafts(RoundDrafter):

@@ -130,8 +130,8 @@ class Windows(NamedTuple):
     """One compressor's part of a step: rows into their ring, then windows of rows into entries.
 
     raw, ape, phase, ring, slots as in `store_rows`; rows, overlap, weight, cis, simulate as in `pool_entries`. live bool [M]:
-    windows that this step completes; those that it does not may be left alone. Entries go to rows `entry_slots` int64 [M] of
-    `entries` (a tensor [R, D], or flat PackedRows). Where M > 0, tokens and windows of a batch row lie side by side.
+    windows that this step completes; entries of those that it does not stay as they are: on pages they may be another's. Entries go to
+    rows `entry_slots` int64 [M] of `entries` (a tensor [R, D], or flat PackedRows). Where M > 0, tokens and windows of a batch row lie side by side.
     """
 
     raw: torch.Tensor
@@ -164,7 +164,7 @@ def attention_inputs(op, batch: int, q: torch.Tensor, cis: torch.Tensor, eps: fl
     for w in windows:
         _part(op, "store_rows")(w.raw, w.ape, w.phase, w.ring, w.slots)
         entries = _part(op, "pool_entries")(w.ring, w.rows, w.overlap, q.dtype, w.weight, eps, w.cis, w.simulate)
-        _put(op, w.entries, w.entry_slots, entries)
+        _put(op, w.entries, w.entry_slots[w.live], entries[w.live])
     pools = (latents.pool, *(pool for w in windows for pool in (w.ring, w.entries)))
     return *found, *(pool.data if isinstance(pool, PackedRows) else pool for pool in pools)
 
@@ -175,6 +175,8 @@ def _part(op, name: str):
 
 
 def _put(op, pool: torch.Tensor | PackedRows, slots: torch.Tensor, values: torch.Tensor) -> None:
+    if not len(slots):
+        return
     if isinstance(pool, PackedRows):
         op.write_rows(pool, slots, values)
     else:

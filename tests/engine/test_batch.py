@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4.engine import BatchEngine, Request, read_requests
+from dsv4.engine.passes import read
 from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
 from dsv4.generate import Sampling, sample
 from dsv4.paging import pool_pages
@@ -42,7 +43,7 @@ def watched(engine) -> dict[str, list]:
 
     def watch(work, logits, drafts):
         tokens, error = accept(work, logits, drafts)
-        seen.setdefault(work.request.id, []).extend(logits[:len(tokens)].clone())
+        seen.setdefault(work.request.id, []).extend(logits.values[:len(tokens)].clone())
         return tokens, error
     engine._accept = watch
     return seen
@@ -196,7 +197,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(model, asked):
     engine, results = engine_of(model)
     accept = engine._accept
     spoiled = lambda work: float("nan") if work.request.id == "r1" and work.result.token_ids else 1.0
-    engine._accept = lambda work, logits, drafts: accept(work, logits * spoiled(work), drafts)
+    engine._accept = lambda work, logits, drafts: accept(work, read((logits.values * spoiled(work)).unsqueeze(0))[0][0], drafts)
     run(engine, requests[:3])
     assert isinstance(results["r1"].error, NotFinite) and len(results["r1"].token_ids) == 1
     assert results["r0"].token_ids == expected["r0"] and results["r2"].token_ids == expected["r2"]

@@ -165,7 +165,7 @@ def test_drafts_fit_where_pages_are_free_and_final_tokens_lie_on_no_draft_page(m
     ids = random_ids(model, 1, 400)
     model.append(ids[:, :251], cache, chunk=128)
     live = {name: pool.live for name, pool in cache.pools.items()}
-    assert cache.fits(0, 8) and not cache.fits(0, 9), "the 260th token completes an entry of another page"
+    assert cache.fits([0], 8) and not cache.fits([0], 9), "the 260th token completes an entry of another page"
     assert all(pool.live <= live[name] for name, pool in cache.pools.items()), "asking takes no page"
     model.append(ids[:, 251:256], cache)
     cache.make_room(slice(0, 1), 1)
@@ -174,7 +174,7 @@ def test_drafts_fit_where_pages_are_free_and_final_tokens_lie_on_no_draft_page(m
     assert cache.pools["window"].drafts == 0, "the page of the final token holds the drafts too"
     model.append(ids[:, 256:259], cache)
     cache.discard(0)
-    assert cache.lengths == [257] and not cache.fits(0, 3) and cache.fits(0, 2)
+    assert cache.lengths == [257] and not cache.fits([0], 3) and cache.fits([0], 2)
     cache.speculate(0, final=1)
     cache.discard(0)
     assert cache.lengths == [257], "nothing was appended"

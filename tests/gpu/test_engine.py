@@ -15,6 +15,7 @@ from dsv4.speculation.loop import generate_speculative
 from dsv4.tokenizer import Tokenizer
 from kernels.block_choice import Policy
 from scripts.bench.speculation_traces import KINDS, ROOT, prompts
+from scripts.bench.waits import counted_syncs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -33,10 +34,10 @@ def texts(model):
     return [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(3))]
 
 
-def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling=Sampling()):
+def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling=Sampling(), **how):
     cache = new_paged_cache(model, 3, 320, max_rewind=REWIND, prefixes=4, pages=pages)
     found = {}
-    engine = BatchEngine(model, cache, on_result=lambda r: found.update({r.id: r}), drafter=drafter, policy=policy)
+    engine = BatchEngine(model, cache, on_result=lambda r: found.update({r.id: r}), drafter=drafter, policy=policy, **how)
     for i, ids in enumerate(texts):
         engine.submit(Request(str(i), tuple(ids), 48, sampling=sampling))
     engine.run()
@@ -53,6 +54,41 @@ def test_tokens_are_those_without_drafts(model, texts, drafter, policy, sampling
     assert found == plain
     assert all(graph.graph is not None for e in (bare, engine) for graph in e.passes.verify.graphs.values())
     assert len(engine.passes.verify.graphs) > 1 and (drafter is LookupDrafter or engine.passes.drafter._run.graphs)
+
+
+@pytest.mark.parametrize("drafter,policy", [(None, None), (MTPDrafter, Static(1)), (MTPDrafter, Adaptive()), (LookupDrafter, Static(4))],
+                         ids=["plain", "mtp", "mtp, adaptive", "lookup"])
+def test_rows_together_share_captured_passes(model, texts, drafter, policy):
+    """In fp32 their text is that of rows alone; joins, leaves and a prefix of two blocks that all borrow."""
+    prefix = (texts[0] * 3)[:256]
+    asked = [prefix + ids[:9 + 5 * i] for i, ids in enumerate(texts)]
+    found, engine = through_engine(model, asked, drafter and drafter(), policy, together=True)
+    graphs = engine.passes.verify.graphs
+    assert {rows for rows, _ in graphs} >= {3} and all(graph.graph is not None for graph in graphs.values())
+    if drafter is MTPDrafter:
+        assert {rows for rows, _ in engine.passes.drafter._run.graphs} >= {3}
+    if model.numerics.name == "fp32":
+        assert found == through_engine(model, asked)[0]
+    engine.prefixes.clear()
+    assert all(pool.live == 0 for pool in engine.cache.pools.values())
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+@pytest.mark.parametrize("drafter,policy", [(None, None), (MTPDrafter, Static(1)), (LookupDrafter, Static(3))], ids=["plain", "mtp", "lookup"])
+def test_the_host_waits_once_a_pass(model, texts, drafter, policy, together):
+    """Greedy rows in the midst of their answers, whose graphs have all been captured."""
+    _, engine = through_engine(model, texts[:3], drafter and drafter(), policy, together=together)
+    for i, ids in enumerate(texts[:3]):
+        engine.submit(Request(f"again {i}", tuple(ids), 48))
+    while not (len(engine.running) == 3 and all(len(w.result.token_ids) > 4 for w in engine.running)):
+        engine.step()
+    passes, take = [], engine.passes.take
+    engine.passes.take = lambda works: (passes.append(len(works)), take(works))[1]
+    with counted_syncs() as waits:
+        for _ in range(5):
+            engine.step()
+    assert len(engine.running) == 3 and sum(passes) == 15 and len(passes) == (5 if together else 15)
+    assert len(waits) == len(passes), waits
 
 
 def test_prefixes_and_rows_leave_no_trace(model, texts):
