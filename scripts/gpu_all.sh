@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
-#     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity selftest speculation speculation_text
+#     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity together selftest speculation speculation_text
 #                                   gqa_decode regime host_tier host_waits; all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
 # side. matrix: the demo's audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in
-# all numerics.
+# all numerics; together: the same with rows of the batch engine as one batch.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
 # speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the bill of both kinds of
 # model and its map; host_tier: caches in host memory; host_waits: how often the host waits while the demo decodes with drafts. Parts run one
@@ -21,7 +21,7 @@ export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
 mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity selftest speculation speculation_text gqa_decode regime host_tier host_waits)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode regime host_tier host_waits)
 
 audit() {
   local wrong=0 running=()
@@ -44,6 +44,7 @@ part() {
     audit) audit ;;
     matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$(nproc)" --limit "$LIMIT" --journal "$JOURNALS/matrix.jsonl" --out "$OUT" ;;
     identity) "$python" scripts/measure_speculation.py --out "$OUT" ;;
+    together) "$python" scripts/measure_speculation.py --together --rows 8 --texts 16 --out "$OUT" ;;
     selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --journal "$JOURNALS/selftest.jsonl" --out "$OUT" ;;
     speculation) "$python" scripts/bench_speculation.py --journal "$JOURNALS/speculation.jsonl" --out "$OUT" ;;
     speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --journal "$JOURNALS/speculation_text.jsonl" --out "$OUT" ;;

@@ -28,7 +28,9 @@ def test_texts_are_compared_and_written(run):
     assert all(r["plain_tokens_per_second"] > 0 and r["speed"] > 0 for r in rows)
     assert len({r["plain_tokens_per_second"] for r in rows}) == 2, "of decoding, and in the engine of everything"
     assert "| native | mtp | 2 of 2 | – |" in (folder / "speculation_identity_cpu.md").read_text()
-    assert run("--together", "--texts", "1", "--tokens", "2")[0] == 0 and (folder / "speculation_identity_cpu_together.md").exists()
+    assert run("--together", "--texts", "2", "--tokens", "3", "--rows", "2")[0] == 0 and (folder / "speculation_identity_cpu_together.md").exists()
+    rows = json.loads((folder / "speculation_identity_cpu_together.json").read_text())["rows"]
+    assert [r["drafter"] for r in rows] == ["mtp", "lookup", "off, in the engine", "mtp, in the engine", "lookup, in the engine"]
 
 
 def test_a_text_that_leaves_plain_decoding_is_red(run, monkeypatch):
