@@ -15,6 +15,7 @@ from kernels.block_choice import Policy
 from probes.control import attempted_all
 from probes.gqa.fitted import FittedCache
 from probes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
+from probes.grafted_steps import stepping
 from probes.measure import tokens
 from probes.probe import Probe
 from probes.result import Check, compare, vacuous
@@ -68,6 +69,7 @@ class Grafting(Probe):
         if subject.family != "gqa" and not len(subject.model.mtp):
             checks.append(vacuous("a graft of the MTP block", "the subject has none", part="graft, MTP window"))
         return [*checks, *attempted_all(RUNS, "which prefix", part_of, lambda: lengths(case)),
+                *attempted_all(RUNS, "captured steps", part_of, lambda: stepping(subject, case.cache(), case.shared, self.seed)),
                 *attempted_all(RUNS, "engine", part_of, lambda: engine(case))]
 
 

@@ -1,7 +1,11 @@
 """Section 1.12: pages, and prefixes that requests borrow."""
 
+import torch
+
 from dsv4 import prefixes
+from dsv4.cache import CompressorCache
 from dsv4.paged_cache import PagedCache
+from dsv4.paged_view import PagedView
 from dsv4.paging import BLOCK, NOWHERE, PagePool
 from dsv4.prefixes import PrefixTree
 from probes.mutations import Site, mutation
@@ -69,6 +73,25 @@ def copy_of_a_page_without_its_index_keys(site: Site) -> None:
         keys = [layer.tensors["index keys"] for layer in cache.layers if "index keys" in layer.tensors]
         cache._tensors["csa entries"] = [t for t in of if not any(t is k for k in keys)]
     real = site.patch(PagedCache, "__init__", init)
+
+
+@mutation("1.12", bugs=(134,), parts=("copy on write, captured steps",), probes=("grafting",))
+def captured_step_writes_windows_that_it_does_not_complete(site: Site) -> None:
+    """A window without all its tokens leaves an entry of none: nobody sees it in the row's own pages, in a borrowed one it is another's."""
+    real = site.patch(CompressorCache, "windows", lambda cache, *given: opened(real(cache, *given)))
+    opened = lambda windows: windows._replace(live=torch.ones_like(windows.live))
+
+
+@mutation("1.12", bugs=(), parts=("captured step on pages", "copy on write, captured steps"), probes=("grafting",))
+def steps_of_several_rows_keep_the_tables_of_the_first(site: Site) -> None:
+    """The tables that a captured step reads are copied when it is captured, and not when rows have got other pages."""
+    def show(view, rows, tokens, mtp=False):
+        real(view, rows, tokens, mtp)
+        if view.batch > 1:
+            for name, table in view.tables.items():
+                table.physical.copy_(held.setdefault((id(view), name), table.physical.clone()))
+    held: dict = {}
+    real = site.patch(PagedView, "show", show)
 
 
 @mutation("1.12", bugs=(), parts=("reference counts",), probes=("grafting",))

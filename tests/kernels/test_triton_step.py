@@ -92,7 +92,7 @@ class Layer:
             assert torch.equal(a.ring, b.ring)
             used = self.entry_slots[self.live]
             close(values(a.entries, used), values(b.entries, used), True)
-            self.untouched(a.entries, b.entries, self.entry_slots)
+            self.untouched(a.entries, b.entries, used)  # on pages, entries of windows that are not complete may be others'
 
     @staticmethod
     def untouched(a, b, used) -> None:

@@ -74,7 +74,9 @@ FAULTS = [("borrowed pages written in place", "copy on write, pages of the donor
           ("pages of a borrower stay pinned", "reference counts"), ("graft of one block fewer", "graft length"),
           ("overlap rows not carried by a graft", "graft, compressor rows"),
           ("raw rows of the rows last request", "graft, compressor rows"), ("index keys not carried by a graft", "graft, index keys"),
-          ("mtp window not carried by a graft", "graft, MTP window")]
+          ("mtp window not carried by a graft", "graft, MTP window"),
+          ("captured step writes windows that it does not complete", "copy on write, captured steps"),
+          ("steps of several rows keep the tables of the first", "captured step on pages, window rows")]
 GQA_FAULTS = [("tokens written through the first rows table", "copy on write, pages of the donor"),
               ("summaries of a step stay in its copy", "graft, lows of blocks"),
               ("summaries not carried by a graft", "graft, lows of blocks"),
