@@ -59,8 +59,8 @@ def test_tokens_are_those_without_drafts(model, texts, drafter, policy, sampling
 @pytest.mark.parametrize("drafter,policy", [(None, None), (MTPDrafter, Static(1)), (MTPDrafter, Adaptive()), (LookupDrafter, Static(4))],
                          ids=["plain", "mtp", "mtp, adaptive", "lookup"])
 def test_rows_together_share_captured_passes(model, texts, drafter, policy):
-    """In fp32 their text is that of rows alone; joins, leaves and a prefix of two blocks that all borrow."""
-    prefix = (texts[0] * 3)[:256]
+    """In fp32 their text is that of rows alone; joins, leaves and a prefix of a block that all borrow."""
+    prefix = (texts[0] * 2)[:128]
     asked = [prefix + ids[:9 + 5 * i] for i, ids in enumerate(texts)]
     found, engine = through_engine(model, asked, drafter and drafter(), policy, together=True)
     graphs = engine.passes.verify.graphs
@@ -69,6 +69,7 @@ def test_rows_together_share_captured_passes(model, texts, drafter, policy):
         assert {rows for rows, _ in engine.passes.drafter._run.graphs} >= {3}
     if model.numerics.name == "fp32":
         assert found == through_engine(model, asked)[0]
+    assert engine.prefixes.hit_tokens > 0
     engine.prefixes.clear()
     assert all(pool.live == 0 for pool in engine.cache.pools.values())
 
