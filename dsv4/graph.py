@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from dsv4.cache import Lengths
+from dsv4.capture import capturing
 from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.mtp import run_block
@@ -36,7 +37,7 @@ def captured_graph(run: Callable[[], None], pool=None, undo: Callable[[], None] 
         for _ in range(WARM_UP):
             run()
             undo()
-        with torch.cuda.graph(graph, stream=stream, pool=pool):
+        with capturing(graph, stream=stream, pool=pool):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     return graph

@@ -36,7 +36,7 @@ class PageTable:
 
     def point(self, b: int, logical: int, page: int) -> None:
         """Rows of that logical page of batch row b are in physical page `page` from now on."""
-        self.physical[b, logical] = page
+        self.physical[b, logical].fill_(page)  # assigned, it would be a copy, and the host would wait
         self.changes += 1
 
     def index(self, step: Step, rows: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from statistics import median
 
 import torch
 
+from dsv4.capture import capturing
+
 FLUSH_BYTES = 128 << 20     # read before each cold replay: over twice the L2 of an H100
 WARM_UP = 3                 # eager runs before a capture: kernels compile, libraries choose their algorithms
 SLEEP_CYCLES = 300_000      # about 0.15 ms: longer than queueing a flush and a replay takes
@@ -50,7 +52,7 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         graph.kept = run, run()
     graph.instantiate()
     return graph

@@ -3,6 +3,7 @@
 import torch
 from torch.func import functional_call
 
+from dsv4.capture import capturing
 
 LIMIT = 48  # graphs of one shape; each keeps a gradient of every parameter
 
@@ -42,7 +43,7 @@ class Gradients:
     def _capture(self, ids, weight, wanted, at):
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # the loader pins memory meanwhile
+        with capturing(graph, pool=pool, capture_error_mode="thread_local"):  # the loader pins memory meanwhile
             made = self._compute(ids, weight, wanted, at)
         self.graphs[at] = graph, ids, weight, made
         graph.replay()
