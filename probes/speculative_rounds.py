@@ -154,7 +154,7 @@ def outputs(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     right, told = cases(script, B, drafts), [[] for _ in range(B)]
     first, *start = primed(subject.model, cache, cut(ids, lengths))
     policy = on_device(Static(drafts), B, subject.model.device)
-    rounds = Rounds(subject.model, cache, drafts, first, *start, [most - 1] * B, (STOP,), policy)
+    rounds = Rounds(subject.model, cache, drafts, first, *start, [most - 1] * B, (STOP,), policy, ahead=1)
     at, live, observe = lambda: [1 + n for n in rounds.written.tolist()], [], policy.observe
 
     def steered(D: int) -> Drafted:
@@ -168,7 +168,7 @@ def outputs(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
         observe(accepted, proposed)
     rounds._drafts, policy.observe, rounds.captures = steered, noted, False  # a graph would not call them again
     with obeying(subject.model, script, at):
-        out = rounds.run(ahead=1)
+        out = rounds.run()
     found = [[token, *row] for token, row in zip(first.tolist(), out)]
     yield from came_out("Rounds", script, right, found, told, [most] * B, drafts, first_ends=False)
     held = [n + len(row) - 1 for n, row in zip(lengths, found)]

@@ -10,10 +10,7 @@ from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
 
 
 class Choice(ABC):
-    """The interface. `at` int64 [B]: each row's position in its text of the token that the first place of logits is about. draws: whether
-    drafts of a model are drawn, not chosen."""
-
-    draws = False
+    """The interface. `at` int64 [B]: each row's position in its text of the token that the first place of logits is about."""
 
     @abstractmethod
     def own(self, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -47,8 +44,6 @@ class Sampled(Choice):
     rejection sampling, and the text then does not depend on what was drafted. Drafts that were drawn go through rejection sampling, which keeps more of
     them than any rule whose text does not depend on drafts (Daliri et al. 2024, arXiv 2408.07978); the token that a round adds to them
     is drawn by the number of the round's first position, which no other round begins at."""
-
-    draws = True
 
     def __init__(self, sampling: Sampling, batch: int, device: torch.device | str):
         self.sampling, self.seeds = sampling, row_seeds(sampling.seed, batch, device)

@@ -73,11 +73,11 @@ class CostTable:
         share = 0.0 if size or not cost.catch_up else cost.following(cost.rests) / cost.rests
         return cost.draft * size + cost.verify[size] + share
 
-    def seconds(self, batch: int, sizes: Sequence[int]) -> float:
+    def seconds(self, batch: int, sizes: Sequence[int], width: int | None = None) -> float:
         """Seconds of a pass whose live rows have these sizes, without what follows passes that drafted nothing. Draft steps are the batch's;
-        rows at rest cost no live tokens."""
+        rows at rest cost no live tokens. width: of a pass that is wider than its largest size."""
         cost = self.of(batch)
-        largest = max(sizes)
+        largest = max(sizes) if width is None else width
         share = min(max((sum(sizes) + len(sizes)) / batch - 1, 0.0), float(largest))  # drafted tokens of a mean row
         below = min(int(share), largest)
         above = min(below + 1, largest)

@@ -22,13 +22,12 @@ class Progress:
 
     rounds: int
     written: list[int]
-    sizes: list[int]
     done: list[bool]
 
 
 @dataclass
 class Counts:
-    """Of one batch. sizes: what the host knew that rows wanted when it began each round. polls: how often the host asked
+    """Of one batch. sizes: drafts that were decided for the rows of each round. polls: how often the host asked
     whether a round had ended and heard that it had not."""
 
     rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
@@ -39,6 +38,7 @@ class Counts:
 
 NAP = 20e-6   # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
 SPIN = 4e-3   # seconds of polling without a nap while the device has nothing else to do: a nap is then little beside the round
+AHEAD = 2     # rounds under way at most: the host launches one, 0.1 ms at Flash widths, while another runs
 RING = 4      # rounds whose records the host can still read: as many as may be under way, and some more
 
 
@@ -50,7 +50,7 @@ def check_one_device(model: CausalLM) -> None:
 
 class HostHalf(ABC):
     """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a round does is the
-    subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring: as for `Rounds`. follows: as a drafter's, none where it need
+    subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring, ahead: as for `Rounds`. follows: as a drafter's, none where it need
     not follow rounds without drafts. Raises InputError where layers lie on several devices."""
 
     done: torch.Tensor
@@ -59,13 +59,13 @@ class HostHalf(ABC):
     drafter: RoundDrafter
 
     def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int,
-                 follows: Sequence[int] = ()):
+                 ahead: int = AHEAD, follows: Sequence[int] = ()):
         device = model.device
         check_one_device(model)
         self.model, self.cache, self.most, self.room = model, cache, most, room
         self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.ring = Ring(ring, cache.batch, most + 1, device)
+        self.ring = Ring(ring, cache.batch, most + 1, device, ahead)
         self.follows = follows
         self.captures = captures(model)
         self.side = torch.cuda.Stream(device) if self.captures else None
@@ -75,10 +75,11 @@ class HostHalf(ABC):
         self.catching_up: dict[int, torch.cuda.CUDAGraph] = {}  # by how many tokens a row
         self.tiles: dict[int, list[torch.Tensor | None] | None] = {}  # that each graph's attention read: each replay writes them again
 
-    def _anew(self, sizes: list[int], done: list[bool]) -> None:
-        """No round has run."""
+    def _anew(self, sizes: list[list[int]], done: list[bool]) -> None:
+        """No round has run. sizes: of the first `ahead` rounds."""
         self.under_way: deque[torch.cuda.Event | None] = deque()  # what ends with each round that is not read yet, the oldest first
-        self.known, self.counts = Progress(0, [0] * len(done), sizes, done), Counts()
+        self.decided = deque(sizes)  # drafts of each row in the rounds that come, as far as they are known
+        self.known, self.counts = Progress(0, [0] * len(done), done), Counts()
         self.rested = 0  # rounds without drafts since the drafter followed
 
     # ---- what a round is -----------------------------------------------------------------
@@ -132,22 +133,17 @@ class HostHalf(ABC):
         drafted, accepted, count = self.log[:, 0].T.tolist(), self.log[:, 1].T.tolist(), self.log[:, 2].T.tolist()
         return [[(d, a) for d, a, n in zip(*row) if n] for row in zip(drafted, accepted, count)]
 
-    def run(self, on_tokens: Callable[[int, list[int]], None] | None = None, ahead: int = 2,
+    def run(self, on_tokens: Callable[[int, list[int]], None] | None = None,
             until: Callable[[Iterable[bool]], bool] = all) -> list[list[int]]:
         """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens) as they are known:
         every token once and in order, those of rounds that were under way at the end too.
 
-        ahead: rounds under way before the oldest is waited for by polling; 1 decides every size by the round just before. Raises
-        InputError where the ring holds fewer. Records that came early are read early, but not where drafts are drawn: which draws make a token then
-        depends on how many are drafted, and that is decided by the record `ahead` rounds before and not by the clock.
+        With `ahead` rounds under way the oldest is waited for by polling. Records that came early are read early; what they decide is of later rounds.
         """
-        if not 1 <= ahead <= self.ring.rounds:
-            raise InputError(f"{ahead} rounds were to be under way; these were made with a ring of {self.ring.rounds}: expected 1 to that many")
         while not until(self.known.done):
-            wanted = max(size for size, done in zip(self.known.sizes, self.known.done) if not done)
-            self.counts.sizes.append(self.known.sizes)
-            self._launch(min(wanted, self.most))
-            while len(self.under_way) >= ahead or not self.drafter.draws and self.under_way and self._ended(self.under_way[0]):
+            self.counts.sizes.append(self.decided.popleft())
+            self._launch(min(max(self.counts.sizes[-1]), self.most))
+            while len(self.under_way) >= self.ring.ahead or self.under_way and self._ended(self.under_way[0]):
                 self._read(on_tokens)
         while self.under_way:
             self._read(on_tokens)
@@ -205,7 +201,8 @@ class HostHalf(ABC):
         known = self.known
         record = self.ring.read(known.rounds)
         written = [n + len(tokens) for n, tokens in zip(known.written, record.tokens)]
-        self.known = Progress(known.rounds + 1, written, record.sizes, record.done)
+        self.known = Progress(known.rounds + 1, written, record.done)
+        self.decided.append(record.sizes)
         for b, tokens in enumerate(record.tokens):
             if tokens and on_tokens is not None:
                 on_tokens(b, tokens)

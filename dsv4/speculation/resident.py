@@ -10,7 +10,7 @@ from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.draft import Drafter, MTPDrafter
-from dsv4.speculation.host_half import check_one_device
+from dsv4.speculation.host_half import AHEAD, check_one_device
 from dsv4.speculation.loop import check_can_speculate
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.policy_device import on_device
@@ -22,12 +22,12 @@ from dsv4.speculation.rounds import Rounds
 def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter = MTPDrafter(),
                       sampling: Sampling = Sampling(), policy: Policy | None = None, max_context: int | None = None,
                       stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
-                      on_prefill: Callable[[int, int], None] | None = None, ahead: int = 2,
+                      on_prefill: Callable[[int, int], None] | None = None, ahead: int = AHEAD,
                       make: Callable[..., Rounds] = Rounds) -> list[Generation]:
     """As `generate_speculative`, with the MTP block or prompt lookup. on_token(row, id) as the host learns of tokens.
 
     Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed, of the same distribution.
-    ahead: as `Rounds.run`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
+    ahead: as for `Rounds`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
     round may draft, which is less than the policy wants where the context ends near the checkpoint's. Raises as `generate_speculative`, and
     InputError where the context is the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the
     request, after all tokens that fit.
@@ -57,12 +57,12 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
         tell(b, [token])
     begun = time.perf_counter()
     widths = [n for n in (policy.sizes if drafter.needs_mtp else (0, *policy.sizes)) if n <= most]  # a text that repeats nothing drafts nothing
-    rounds = make(model, cache, most, tokens, drafts, left, stops, on_device(policy, len(prompts), model.device), widths, choice=choice)
+    rounds = make(model, cache, most, tokens, drafts, left, stops, on_device(policy, len(prompts), model.device), widths, choice=choice, ahead=ahead)
     if any(left):
         rounds.prepare()
     captured = time.perf_counter() - begun
     begun = time.perf_counter()
-    found = rounds.run(tell, ahead)
+    found = rounds.run(tell)
     for out, token, rest, history in zip(outs, firsts, found, rounds.history()):
         out.token_ids, out.host = [token, *rest], host_use(cache)
         out.prefill_seconds, out.capture_seconds, out.decode_seconds = seconds, captured, time.perf_counter() - begun

@@ -32,14 +32,13 @@ class RoundDrafter(ABC):
     """The interface. A row holds `start` int64 [B] tokens in the model's caches and one more that is chosen, not yet in them.
 
     offered int64 [B]: drafts that the next round can have of each row. lengths: of caches of its own, which the host moves on with the
-    model's. draws: whether drafts are drawn. follows: tokens of a row, ascending, by which it can `catch_up` with rounds without drafts, as it must
+    model's. follows: tokens of a row, ascending, by which it can `catch_up` with rounds without drafts, as it must
     before it drafts and when it keeps as many as the last says; none where it has nothing to catch up with. All tensors are updated in place, so
     that replays follow each other.
     """
 
     offered: torch.Tensor
     lengths: tuple[Lengths, ...] = ()
-    draws = False
     follows: Sequence[int] = ()
 
     @abstractmethod
@@ -80,7 +79,7 @@ class MTPDrafts(RoundDrafter):
     def __init__(self, model: Model, cache: Cache, features: torch.Tensor, chained: torch.Tensor, choice: Choice = Greedy()):
         if not model.mtp:
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
-        self.model, self.cache, self.choice, self.lengths, self.draws = model, cache, choice, (cache._mtp,), choice.draws
+        self.model, self.cache, self.choice, self.lengths = model, cache, choice, (cache._mtp,)
         self.features, self.chained = features.clone(), chained.clone()
         self.offered = torch.full((cache.batch,), LARGEST, device=model.device)
         self.follows = [n for n in FOLLOWS if n <= cache.max_rewind + 1] or [1]

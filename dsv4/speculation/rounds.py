@@ -1,8 +1,9 @@
 """Speculative decoding that stays on the device: a round drafts, verifies, commits and chooses the next block sizes.
 
 A round with D drafts is captured once (a CUDA graph; on a CPU it runs as it is) and serves every position of a ragged batch. The
-host chooses which D to replay from sizes that earlier rounds left in pinned memory (`ring`), a few rounds behind, and never waits
-for the device in a call (`host_half`): rows that want fewer drafts than D have theirs refused, rows that want more get D.
+host chooses which D to replay from sizes that earlier rounds left in pinned memory (`ring`), and never waits
+for the device in a call (`host_half`): rows that are to have fewer drafts than D have theirs refused. With two rounds under way a round decides
+the sizes not of the next one, which is launched by then, but of the one after it.
 
 A row holds `start` tokens in the caches; `token` is the last one that it has chosen, not yet in them. A round:
 
@@ -28,7 +29,7 @@ from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy
-from dsv4.speculation.host_half import RING, HostHalf
+from dsv4.speculation.host_half import AHEAD, RING, HostHalf
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident_drafters import Drafted, RoundDrafter
 from dsv4.step import CapturedStep
@@ -42,20 +43,20 @@ class Rounds(HostHalf):
 
     tokens int64 [B], drafter: the token that was chosen after each prompt, and what drafts what follows (`primed`). left: tokens that
     each row may still produce. stop_ids end a row, which keeps them. widths: drafts for which a round is captured when it is first wanted
-    (None: every number). ring: rounds whose records are held for the host, at least as many as `run` has under way. choice: how tokens
-    are chosen of logits. Raises InputError where a round could reach beyond the cache, or layers lie on several devices.
+    (None: every number). ring: rounds whose records are held for the host; ahead: rounds under way, no more than that: sizes are decided so many
+    rounds before. choice: how tokens are chosen of logits. Raises InputError where a round could reach beyond the cache, or layers lie on several devices.
     """
 
     def __init__(self, model: CausalLM, cache: TokenCache, most: int, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int],
                  stop_ids: Iterable[int], policy: DevicePolicy, widths: Sequence[int] | None = None, ring: int = RING,
-                 choice: Choice = Greedy()):
+                 choice: Choice = Greedy(), ahead: int = AHEAD):
         B, device = cache.batch, model.device
-        super().__init__(model, cache, most, max(left), widths, ring, drafter.follows if most else ())
+        super().__init__(model, cache, most, max(left), widths, ring, ahead, drafter.follows if most else ())
         self.drafter, self.policy, self.choice = drafter, policy, choice
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
         self.done = torch.zeros(B, dtype=torch.bool, device=device)
-        self.pressure = torch.zeros((), dtype=torch.bool, device=device)  # whether the cache is short of pages: whoever knows sets it
+        self.pressure = torch.zeros((), dtype=torch.bool, device=device)  # rings have no pages, and are never short of them
         self.stops = torch.tensor(sorted(set(stop_ids)) or [-1], device=device)
         self.log = torch.zeros(self.room + SPARE, 3, B, dtype=torch.int64, device=device)  # of each round: drafted, accepted, tokens
         self.round = torch.zeros(1, dtype=torch.int64, device=device)
@@ -82,14 +83,17 @@ class Rounds(HostHalf):
         self.log.zero_()
         self.ring.clear()
         self.policy.reset(torch.ones_like(self.done))
-        self.sizes.copy_(next_sizes(self._wanted(), self.drafter.offered, self.left))
-        self._anew(self.sizes.tolist(), self.done.tolist())
+        first = [next_sizes(self._wanted(), self.drafter.offered, self.left) for _ in range(self.ring.ahead)]
+        for number, sizes in enumerate(first):
+            self.ring.decide(number, sizes)
+        self.sizes.copy_(first[0])
+        self._anew([sizes.tolist() for sizes in first], self.done.tolist())
 
     def _drafts(self, D: int) -> Drafted:
         return self.drafter.drafts(D, self.start)
 
     def _wanted(self) -> torch.Tensor:
-        """Drafts of the next round that the policy wants, int64 [B]."""
+        """Drafts of the next round that is not decided yet, as the policy wants them: int64 [B]."""
         return self.policy.choose(self.pressure, ~self.done)
 
     def _accept(self, logits: torch.Tensor, drafts: Drafted, proposed: torch.Tensor) -> Accepted:

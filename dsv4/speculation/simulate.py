@@ -1,5 +1,6 @@
 """Runs a policy over a trace with a cost table: what it would commit, and how long that would take."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, pvariance
@@ -14,7 +15,7 @@ from dsv4.speculation.trace import Request, Trace
 class Run:
     """What happened. seconds: of the passes by the cost table; the policy's own time is not in it.
 
-    block_size_history[request]: drafted tokens of each of its passes (of those that began). Acceptance is None when nothing
+    block_size_history[request]: drafted tokens of each of its passes (of those that began). widths: of all passes. Acceptance is None when nothing
     was drafted; mean and variance of the block size are over all passes of all rows.
     """
 
@@ -27,6 +28,7 @@ class Run:
     drafted: int = 0
     accepted: int = 0
     block_size_history: dict[str, list[int]] = field(default_factory=dict)
+    widths: list[int] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,7 +52,7 @@ class Run:
     def document(self, history: bool = False) -> dict:
         kept = asdict(self)
         if not history:
-            del kept["block_size_history"]
+            del kept["block_size_history"], kept["widths"]
         return {**kept, "tokens_per_second": self.tokens_per_second, "acceptance": self.acceptance,
                 "mean_block_size": self.mean_block_size, "block_size_variance": self.block_size_variance}
 
@@ -62,25 +64,52 @@ class _Row:
     history: list[int]
     at: int = 0
 
+    @property
+    def room(self) -> int:
+        """The most drafts that are worth anything."""
+        return room(len(self.request) - self.at, len(self.request) - self.at)
 
-def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressure: Callable[[int], bool] = lambda tokens: False) -> Run:
+
+class _Decisions:
+    """Sizes of the passes that come: what is decided before a pass is of the one that is `ahead` − 1 behind it."""
+
+    def __init__(self, ahead: int):
+        self.ahead, self.waiting = ahead, deque()
+
+    def next(self, decided: list[int], fresh: set[int]) -> list[int]:
+        """Sizes of the pass that begins now. fresh: rows whose request begins with it, and for which nothing was decided before."""
+        while len(self.waiting) < self.ahead - 1:
+            self.waiting.append(list(decided))
+        for sizes in self.waiting:
+            for b in fresh:
+                sizes[b] = decided[b]
+        self.waiting.append(decided)
+        return self.waiting.popleft()
+
+
+def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressure: Callable[[int], bool] = lambda tokens: False,
+             ahead: int = 1) -> Run:
     """Decode the requests of `trace` in `batch` rows; a row whose request has ended takes the next one.
 
     Ends when a row finds none left: so every pass has all its rows, and all of the trace is decoded at batch 1. pressure(tokens
     committed so far) says whether the cache is under pressure in the next pass. A policy that never drafts needs no drafter, and passes
-    without drafts of the others are followed as on a device (`BatchCost.catch_up`). Raises InputError with fewer requests than rows.
+    without drafts of the others are followed as on a device (`BatchCost.catch_up`). ahead: as of `Rounds`: with 2 a pass has the sizes that were
+    decided before the one before it, and its width is of then. Raises InputError with fewer requests than rows.
     """
     if len(trace.requests) < batch:
         raise InputError(f"trace {trace.name!r} has {len(trace.requests)} requests for {batch} rows; expected at least one a row")
     run, waiting, cost, rested = Run(policy.name, trace.name, batch), iter(trace.requests), costs.of(batch), 0
     rows = [_begin(policy, next(waiting), run) for _ in range(batch)]
+    decisions, fresh = _Decisions(ahead), set(range(batch))
     while True:
         chosen = policy.choose([row.state for row in rows], pressure(run.tokens))
-        sizes = [min(size, room(len(row.request) - row.at, len(row.request) - row.at)) for size, row in zip(chosen, rows)]
-        run.passes += 1
+        decided = decisions.next([min(size, row.room) for size, row in zip(chosen, rows)], fresh)
+        width, sizes = max(decided), [min(size, row.room) for size, row in zip(decided, rows)]
+        run.passes, fresh = run.passes + 1, set()
+        run.widths.append(width)
         if policy.drafts:
-            run.seconds += costs.seconds(batch, sizes) + (cost.following(rested) if any(sizes) or rested == cost.rests else 0.0)
-            rested = 0 if any(sizes) else after_rest(rested, cost.rests)
+            run.seconds += costs.seconds(batch, sizes, width) + (cost.following(rested) if width or rested == cost.rests else 0.0)
+            rested = 0 if width else after_rest(rested, cost.rests)
         else:
             run.seconds += cost.step
         for b, (row, size) in enumerate(zip(rows, sizes)):
@@ -93,6 +122,7 @@ def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressur
                 continue
             rested = rested if batch > 1 else 0  # a prompt is followed before anything is decoded
             following = next(waiting, None)
+            fresh.add(b)
             rows[b] = _begin(policy, following, run) if following is not None else None
         if None in rows:
             return run

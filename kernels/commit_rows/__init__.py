@@ -7,9 +7,9 @@ import torch
 
 from kernels.commit_rows import reference
 from kernels.commit_rows import triton as triton_kernels
-from kernels.commit_rows.reference import HEAD, next_sizes
+from kernels.commit_rows.reference import HEAD, SIZE, next_sizes
 
-__all__ = ["HEAD", "commit", "next_sizes", "record"]
+__all__ = ["HEAD", "SIZE", "commit", "next_sizes", "record"]
 
 
 @wraps(reference.commit)

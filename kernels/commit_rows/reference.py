@@ -4,7 +4,8 @@ import torch
 
 from kernels.errors import UnsupportedInput
 
-HEAD = 4  # numbers before a record's tokens: its round, how many tokens count, the size of the next round, whether the row is done
+HEAD = 4  # numbers before a record's tokens: its round, how many tokens count, the size of a later round, whether the row is done
+SIZE = 2  # where among them the size is
 
 
 def check_tensors(operation: str, shapes: dict[str, tuple[int, ...]], **given: torch.Tensor) -> None:
@@ -28,7 +29,7 @@ def check_commit(chosen: torch.Tensor, room: int, **others: torch.Tensor) -> Non
         raise UnsupportedInput(f"commit_rows.commit: out has {others['out'].shape[1]} columns; expected at least {T} behind room {room} ≥ 0")
 
 
-def check_record(chosen: torch.Tensor, **others: torch.Tensor) -> None:
+def check_record(chosen: torch.Tensor, ahead: int, **others: torch.Tensor) -> None:
     """Raise UnsupportedInput where `record` would be given what it does not take."""
     check_tensors("commit_rows.record", {"chosen": (-1, -1)}, chosen=chosen)
     B, T = chosen.shape
@@ -37,6 +38,9 @@ def check_record(chosen: torch.Tensor, **others: torch.Tensor) -> None:
     if others["records"].shape[2] < HEAD + T:
         raise UnsupportedInput(f"commit_rows.record: records hold {others['records'].shape[2]} numbers a row; expected at least {HEAD} and "
                                f"{T} tokens")
+    if not 1 <= ahead <= len(others["records"]):
+        raise UnsupportedInput(f"commit_rows.record: sizes are to be those of {ahead} rounds before; expected 1 to the {len(others['records'])} that "
+                               "records hold")
 
 
 def commit(chosen: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor, stops: torch.Tensor, room: int, token: torch.Tensor,
@@ -77,16 +81,19 @@ def next_sizes(wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor) 
 
 
 def record(chosen: torch.Tensor, count: torch.Tensor, wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor, done: torch.Tensor,
-           sizes: torch.Tensor, round: torch.Tensor, records: torch.Tensor) -> None:
-    """Sizes of the next round, and what this one says to the host.
+           sizes: torch.Tensor, round: torch.Tensor, records: torch.Tensor, ahead: int = 1) -> None:
+    """What this round says to the host, with sizes of the round that is `ahead` behind it, and sizes of the next one.
 
     chosen int64 [B, T], of which the first count int64 [B] came out; wanted, offered int64 [B]: drafts that the policy wants and that the
-    drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: sizes int64 [B], as `next_sizes`; records int64 [R, B, HEAD + T or more], whose entry at round mod R becomes
-    round, count, sizes, done, the chosen tokens and zeros; then round int64 [1] (≥ 0) counts one more. Raises UnsupportedInput.
+    drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: records int64 [R, B, HEAD + T or more], whose entry at round mod R becomes
+    round, count, `next_sizes`, done, the chosen tokens and zeros; sizes int64 [B]: what the record of `ahead` − 1 rounds before says (1: this one), no more
+    than is offered and left now; then round int64 [1] (≥ 0) counts one more. Raises UnsupportedInput, also where `ahead` is not 1 … R.
     """
-    check_record(chosen, count=count, wanted=wanted, offered=offered, left=left, done=done, sizes=sizes, round=round, records=records)
-    sizes.copy_(next_sizes(wanted, offered, left))
-    head = torch.stack((round.expand_as(count), count, sizes, done.long()), 1)
+    check_record(chosen, ahead, count=count, wanted=wanted, offered=offered, left=left, done=done, sizes=sizes, round=round, records=records)
+    later = next_sizes(wanted, offered, left)
+    head = torch.stack((round.expand_as(count), count, later, done.long()), 1)
     rest = chosen.new_zeros(len(chosen), records.shape[2] - HEAD - chosen.shape[1])
     records.index_copy_(0, round % len(records), torch.cat((head, chosen, rest), 1).unsqueeze(0))
+    decided = records.index_select(0, (round + 1 - ahead) % len(records))[0, :, SIZE]
+    sizes.copy_(next_sizes(decided, offered, left))
     round.add_(1)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.commit_rows import reference
-from kernels.commit_rows.reference import HEAD
+from kernels.commit_rows.reference import HEAD, SIZE
 from kernels.errors import UnsupportedInput
 from kernels.launch import next_power, require_device
 
@@ -46,10 +46,10 @@ def commit_rows(CHOSEN, ACCEPTED, PROPOSED, STOPS, TOKEN, LEFT, WRITTEN, DONE, O
     tl.store(COUNT + b, count, mask=row)
 
 
-@triton.jit(do_not_specialize=["B", "T", "width", "rounds"])
-def record_rows(CHOSEN, COUNT, WANTED, OFFERED, LEFT, DONE, SIZES, ROUND, RECORDS, B, T, width, rounds, FIRST: tl.constexpr,
-                BP: tl.constexpr, WP: tl.constexpr):
-    """BP, WP: rows, and the `width` numbers of a record, padded to powers of two. FIRST: where its tokens begin."""
+@triton.jit(do_not_specialize=["B", "T", "width", "rounds", "ahead"])
+def record_rows(CHOSEN, COUNT, WANTED, OFFERED, LEFT, DONE, SIZES, ROUND, RECORDS, B, T, width, rounds, ahead, FIRST: tl.constexpr,
+                SIZE: tl.constexpr, BP: tl.constexpr, WP: tl.constexpr):
+    """BP, WP: rows, and the `width` numbers of a record, padded to powers of two. FIRST: where its tokens begin; SIZE: where its size is."""
     b, i = tl.arange(0, BP), tl.arange(0, WP)
     row, token, at = b < B, i - FIRST, b.to(tl.int64)
     some = row[:, None] & ((token >= 0) & (token < T))[None, :]
@@ -57,12 +57,16 @@ def record_rows(CHOSEN, COUNT, WANTED, OFFERED, LEFT, DONE, SIZES, ROUND, RECORD
     number, count = tl.load(ROUND), tl.load(COUNT + b, mask=row, other=0)
     wanted, offered = tl.load(WANTED + b, mask=row, other=0), tl.load(OFFERED + b, mask=row, other=0)
     left, done = tl.load(LEFT + b, mask=row, other=0), tl.load(DONE + b, mask=row, other=0) != 0
-    sizes = tl.minimum(tl.minimum(wanted, offered), tl.maximum(left - 1, 0))
+    most = tl.minimum(offered, tl.maximum(left - 1, 0))
+    later = tl.minimum(wanted, most)
+    before = (number + 1 - ahead + rounds) % rounds  # of 1 round ahead it is this one's own place, which is not written yet
+    decided = tl.load(RECORDS + (before * B + at) * width + SIZE, mask=row, other=0)
+    sizes = tl.where(ahead == 1, later, tl.minimum(decided, most))
     numbers = tl.where(i[None, :] == 0, number, numbers)
     numbers = tl.where(i[None, :] == 1, count[:, None], numbers)
-    numbers = tl.where(i[None, :] == 2, sizes[:, None], numbers)
+    numbers = tl.where(i[None, :] == SIZE, later[:, None], numbers)
     numbers = tl.where(i[None, :] == 3, done[:, None].to(tl.int64), numbers)
-    tl.debug_barrier()  # all threads have read the round, and what may be the sizes before
+    tl.debug_barrier()  # all threads have read the round, the records, and what may be the sizes before
     tl.store(SIZES + b, sizes, mask=row)
     RECORDS += (number % rounds) * B * width
     tl.store(RECORDS + at[:, None] * width + i[None, :], numbers, mask=row[:, None] & (i < width)[None, :])
@@ -86,16 +90,16 @@ def commit(chosen: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor,
 
 
 def record(chosen: torch.Tensor, count: torch.Tensor, wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor, done: torch.Tensor,
-           sizes: torch.Tensor, round: torch.Tensor, records: torch.Tensor) -> None:
+           sizes: torch.Tensor, round: torch.Tensor, records: torch.Tensor, ahead: int = 1) -> None:
     """As the reference, in one launch. What is updated must be contiguous."""
     require_device("commit_rows.record", chosen, count, wanted, offered, left, done, sizes, round, records)
-    reference.check_record(chosen, count=count, wanted=wanted, offered=offered, left=left, done=done, sizes=sizes, round=round,
+    reference.check_record(chosen, ahead, count=count, wanted=wanted, offered=offered, left=left, done=done, sizes=sizes, round=round,
                            records=records)
     _require_contiguous("commit_rows.record", sizes=sizes, records=records)
     (B, T), (rounds, _, width) = chosen.shape, records.shape
     *read, done = (x.contiguous() for x in (chosen, count, wanted, offered, left, done))
     BP, WP = max(2, next_power(B)), next_power(width)
-    record_rows[(1,)](*read, done.view(torch.uint8), sizes, round, records, B, T, width, rounds, HEAD, BP, WP, num_warps=_warps(BP * WP))
+    record_rows[(1,)](*read, done.view(torch.uint8), sizes, round, records, B, T, width, rounds, ahead, HEAD, SIZE, BP, WP, num_warps=_warps(BP * WP))
 
 
 commit.__doc__ = f"{reference.commit.__doc__}\n    {commit.__doc__}"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Informed, Oracle, Policy, Run, Static, Trace, simulate
+from dsv4.speculation.host_half import AHEAD
 from dsv4.speculation.oracle import bound
 from dsv4.speculation.trace import mixed, stationary, synthetic_request
 
@@ -66,7 +67,7 @@ def simulated(traces: Sequence[tuple[str, Trace]], costs: CostTable, batches: Se
             policies: list[Policy] = [*(Static(k) for k in range(LARGEST + 1)), Adaptive(), CostAware(costs, batch)]
             if all(r.rates is not None for r in trace.requests):
                 policies.append(Informed(costs, batch))
-            runs = [simulate(policy, trace, costs, batch) for policy in policies]
+            runs = [simulate(policy, trace, costs, batch, ahead=AHEAD) for policy in policies]
             widths = [None] if batch == 1 else [None, *range(LARGEST + 1)]
             runs.append(max((simulate(Oracle(costs, batch, w), trace, costs, batch) for w in widths), key=lambda r: r.tokens_per_second))
             points += [point(run, kind) for run in runs]

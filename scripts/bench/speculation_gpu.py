@@ -18,6 +18,7 @@ from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Oracle, Po
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice
 from dsv4.speculation.costs import BatchCost
+from dsv4.speculation.host_half import AHEAD
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident_drafters import FOLLOWS, MTPDrafts, primed
 from dsv4.speculation.rounds import Rounds
@@ -191,7 +192,7 @@ def driver(policy: Policy | None, tokens: int, batch: int, device: torch.device)
 def planned_for(policy: Policy | None, trace: Trace, costs: CostTable, batch: int, on: DevicePolicy) -> Run:
     """What the simulation makes of a trace; the oracle's sizes go to `on`, for rounds that begin after this."""
     if policy is not None:
-        return simulate(policy, trace, costs, batch)
+        return simulate(policy, trace, costs, batch, ahead=AHEAD)
     planned = best_oracle(trace, costs, batch)
     plan = torch.tensor(list(planned.block_size_history.values())).T
     on.sizes.zero_()
@@ -254,21 +255,33 @@ class PlainSteps:
                      len(syncs)), [list(row) for row in zip(*said)]
 
 
+class UntilOne:
+    """What ends a race: the first row that has its tokens. seconds, tokens of all rows, rounds: when the host knew of it; what was under way then
+    is not counted. synchronisations: of the whole run."""
+
+    def __init__(self, rounds: Rounds):
+        wait(rounds)
+        begun = time.perf_counter()
+
+        def ended(done) -> bool:
+            if any(done):
+                self.seconds = time.perf_counter() - begun
+                self.written, self.rounds = rounds.known.written, rounds.known.rounds
+            return any(done)
+        with counted_syncs() as syncs:
+            self.out = [row[:n] for row, n in zip(rounds.run(until=ended), self.written)]
+        self.tokens, self.synchronisations = sum(self.written), len(syncs)
+        self.widths, self.sizes = rounds.counts.rounds[:self.rounds], rounds.counts.sizes[:self.rounds]
+
+
 def _run(rounds: Rounds, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
-    batch = rounds.cache.batch
-    wait(rounds)
-    begun = time.perf_counter()
-    with counted_syncs() as syncs:
-        rounds.run(ahead=1, until=any)
-    wait(rounds)
-    seconds, counts = time.perf_counter() - begun, rounds.counts
-    wanted = [max(sizes) for sizes in zip(*planned.block_size_history.values())]
-    if counts.rounds != wanted:
-        at = next((i for i, (a, b) in enumerate(zip(counts.rounds, wanted)) if a != b), min(len(counts.rounds), len(wanted)))
+    ran, wanted = UntilOne(rounds), planned.widths
+    if ran.widths != wanted:
+        at = next((i for i, (a, b) in enumerate(zip(ran.widths, wanted)) if a != b), min(len(ran.widths), len(wanted)))
         raise RuntimeError(f"{name} on {trace.name}: the device chose other sizes than the specification from round {at} on: "
-                           f"{counts.rounds[at:at + 8]} of {len(counts.rounds)}, expected {wanted[at:at + 8]} of {len(wanted)}")
-    return Timed(name, trace.name, kind, batch, sum(rounds.known.written), seconds, planned.tokens_per_second, counts.rounds,
-                 counts.sizes, counts.polls, len(syncs))
+                           f"{ran.widths[at:at + 8]} of {len(ran.widths)}, expected {wanted[at:at + 8]} of {len(wanted)}")
+    return Timed(name, trace.name, kind, rounds.cache.batch, ran.tokens, ran.seconds, planned.tokens_per_second, ran.widths, ran.sizes,
+                 rounds.counts.polls, ran.synchronisations)
 
 
 def wait(rounds: Rounds | DecodeGraph) -> None:

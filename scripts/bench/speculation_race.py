@@ -9,6 +9,7 @@ from dsv4.errors import InputError
 from dsv4.speculation import LARGEST, CostTable, Static, Trace, simulate
 from dsv4.speculation.costs import parse_costs
 from dsv4.speculation.documents import read_document, write_whole
+from dsv4.speculation.host_half import AHEAD
 from scripts.bench import report, speculation, speculation_report
 from scripts.bench.speculation import Point
 from scripts.bench.speculation_gpu import part
@@ -23,7 +24,8 @@ STEM = "bench_speculation_"
 
 @dataclass
 class Race:
-    """title: the model in words. traces: (kind, trace), whole; none where a checkpoint wrote its own text. tokens[batch]: of each row."""
+    """title: the model in words. traces: (kind, trace), whole; none where a checkpoint wrote its own text. tokens[batch]: of each row. ahead: rounds
+    under way, as of `Rounds`."""
 
     title: str
     about: Mapping
@@ -31,6 +33,7 @@ class Race:
     traces: Sequence[tuple[str, Trace]]
     tokens: Mapping[int, int]
     ran: list[Timed] = field(default_factory=list)
+    ahead: int = AHEAD
 
     def points(self) -> list[Point]:
         return [*(r.point() for r in self.ran), *self.unraced()]
@@ -45,7 +48,7 @@ class Race:
             for size in map(Static, range(LARGEST + 1) if name in kinds else ()):
                 if size.name not in policies:
                     kind, trace = kinds[name]
-                    run = simulate(size, part(trace, batch, self.tokens[batch]), self.costs, batch)
+                    run = simulate(size, part(trace, batch, self.tokens[batch]), self.costs, batch, ahead=self.ahead)
                     yield replace(speculation.point(run, kind), expected=True)
 
     def setup(self) -> dict:
@@ -55,6 +58,7 @@ class Race:
             notes.append(f"static sizes {', '.join(map(str, sorted(absent)))} did not run, and what they would make of this text was not recorded")
         judge = JUDGE if self.traces else OWN_TEXT
         return {"title": self.title, "notes": notes, "costs": self.costs.document(), "tokens": {str(b): n for b, n in self.tokens.items()},
+                **({"ahead": self.ahead} if self.ahead > 1 else {}),
                 "how": f"{self.title}. Each policy ran on the device, round after round, with {judge}.",
                 "traces": [_about_trace(kind, t) for kind, t in self.traces],
                 "ran": [asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in self.ran]}
@@ -63,7 +67,7 @@ class Race:
         """STEM NAME.json, .md and .svg, and speculation_costs_NAME.json."""
         points, setup = self.points(), self.setup()
         line = speculation.timeline(self.costs) if 1 in self.costs.batches else None  # simulated
-        text = speculation_report.markdown(points, self.about, setup) + speculation_report.real(self.costs, self.ran, points)
+        text = speculation_report.markdown(points, self.about, setup) + speculation_report.real(self.costs, self.ran, points, self.ahead)
         report.write(folder, STEM + name, report.finite(speculation_report.document(points, self.about, setup, line)), text,
                      speculation_report.svg(points, self.about, setup, line))
         write_costs(self.costs, folder, name)
@@ -88,7 +92,7 @@ def read(paths: Sequence[Path], traces: Sequence[tuple[str, Trace]]) -> Race:
     races = [read_document(path, lambda document: _parsed(document, traces)) for path in paths]
     first = races[0]
     for path, race in zip(paths, races):
-        differ = [key for key in SAME if race.about[key] != first.about[key]] + ["title"] * (race.title != first.title)
+        differ = [key for key in SAME if race.about[key] != first.about[key]] + [key for key in ("title", "ahead") if getattr(race, key) != getattr(first, key)]
         if differ:
             raise InputError(f"{paths[0]} and {path}: {', '.join(differ)} differ; expected runs of one model, commit and device")
     batches = [batch for race in races for batch in sorted({r.batch for r in race.ran})]
@@ -101,7 +105,7 @@ def read(paths: Sequence[Path], traces: Sequence[tuple[str, Trace]]) -> Race:
                       dict(first.costs.provenance) | command(lambda race: race.costs.provenance))
     whole = {trace.name: (kind, trace) for race in races for kind, trace in race.traces}
     return Race(first.title, dict(first.about) | command(lambda race: race.about), costs, list(whole.values()),
-                of_batches(lambda race: race.tokens), [r for race in races for r in race.ran])
+                of_batches(lambda race: race.tokens), [r for race in races for r in race.ran], first.ahead)
 
 
 def _parsed(document: object, traces: Sequence[tuple[str, Trace]]) -> Race:
@@ -121,7 +125,7 @@ def _parsed(document: object, traces: Sequence[tuple[str, Trace]]) -> Race:
     for judge, found in zip(judges, known):
         if found is None:
             raise InputError(f"trace {judge['name']!r} judged this race and is not among those given; expected it by --trace KIND=FILE")
-    race = Race(title, about, costs, known, tokens, ran)
+    race = Race(title, about, costs, known, tokens, ran, setup.get("ahead", 1))
     _check_excerpts(race)
     return race
 
@@ -134,7 +138,8 @@ def _check_excerpts(race: Race) -> None:
         if r.trace in whole and size is not None:
             if r.batch not in race.tokens:
                 raise InputError(f"how many tokens a row of batch {r.batch} had is neither in setup.tokens nor seen: no speculation did not run")
-            found = simulate(Static(size), part(whole[r.trace], r.batch, race.tokens[r.batch]), race.costs, r.batch).tokens_per_second
+            found = simulate(Static(size), part(whole[r.trace], r.batch, race.tokens[r.batch]), race.costs, r.batch,
+                             ahead=race.ahead).tokens_per_second
             if abs(found - r.expected) > 1e-9 * r.expected:
                 raise InputError(f"{r.policy} on {r.trace}, batch {r.batch}, is expected to make {found:.1f} tokens/s of this trace and was "
                                  f"expected to make {r.expected:.1f}: another trace judged that race")

@@ -14,6 +14,7 @@ BOUNDED = ("Informed knows the true rates but not the outcomes: about what the b
            "where the optimum lies between it and the bound, which no schedule of a drafter exceeds. No speculation has no drafter, "
            "so it may be faster than either.")
 COLORS = {"no speculation": "0.75", "ASBS": "#d9a300", "cost-aware": "#1f6feb", "informed": "#7a9e7e", "oracle": "0.25"}
+LAUNCHED = {1: "the one before has ended", 2: "the one before has begun, with the sizes that the one before that decided"}  # by rounds under way
 PLAINLY = "; no speculation is decoding as without --speculate: no drafter, a step is a graph whose token the host waits for"
 
 
@@ -50,12 +51,13 @@ def markdown(points: Sequence[Point], about: Mapping, setup: Mapping) -> str:
     return "\n".join([*lines, "", *notes] if notes else lines) + "\n"
 
 
-def real(costs: CostTable, ran: Sequence, points: Sequence[Point]) -> str:
-    """What rounds cost, and policies as they ran (`Timed`), as markdown. points: theirs, and of sizes that did not run."""
+def real(costs: CostTable, ran: Sequence, points: Sequence[Point], ahead: int) -> str:
+    """What rounds cost, and policies as they ran (`Timed`), as markdown. points: theirs, and of sizes that did not run. ahead: rounds under way."""
     texts = any(r.same is not None for r in ran)
     lines = _costs(costs)
-    lines += ["", "## As it really ran", "", "Each round is a graph replay that the host launches when the one before has ended; it runs until the first "
-              "row has its tokens" + (PLAINLY if any(c.plain for c in costs.batches.values()) else "") + ". Expected: by simulation with the costs above. "
+    lines += ["", "## As it really ran", "", "Each round is a graph replay that the host launches when " + LAUNCHED[min(ahead, 2)]
+              + "; it runs until the first row has its tokens" + (PLAINLY if any(c.plain for c in costs.batches.values()) else "")
+              + ". Expected: by simulation with the costs above. "
               + ("The text is the checkpoint's own." if texts else "The sizes were those of the specification in every round."), "",
               "| trace | batch | policy | tokens | rounds | tokens/s | of the best static size | expected tokens/s | host waits |"
               + " rows with the plain text |" * texts, "|---|---:|---|" + "---:|" * (6 + texts)]

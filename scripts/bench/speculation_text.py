@@ -1,6 +1,5 @@
 """Speculative decoding of a checkpoint's own text on a device: its drafts, its acceptance, every policy."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,8 +9,7 @@ from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.prefill import prefill
 from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
-from scripts.bench.speculation_gpu import REWIND, PlainSteps, Timed, driver, name_of, planned_for, racers, record, wait, without_drafts
-from scripts.bench.waits import counted_syncs
+from scripts.bench.speculation_gpu import REWIND, PlainSteps, Timed, UntilOne, driver, name_of, planned_for, racers, record, without_drafts
 
 
 def race_texts(model: Model, prompts: Mapping[str, list[list[int]]], costs: CostTable, tokens: int, statics: Sequence[int],
@@ -67,12 +65,7 @@ def _plainly(model: Model, kind: str, rows: list[list[int]], room: int, tokens: 
 
 
 def _timed(rounds: Rounds, kind: str, name: str, expected: float, plain: list[list[int]]) -> Timed:
-    wait(rounds)
-    begun = time.perf_counter()
-    with counted_syncs() as syncs:
-        out = rounds.run(ahead=1, until=any)
-    wait(rounds)
-    seconds, counts = time.perf_counter() - begun, rounds.counts
-    same = sum(row[:len(other)] == other[:len(row)] for row, other in zip(out, plain))
-    return Timed(name, kind, "stationary", rounds.cache.batch, sum(map(len, out)), seconds, expected, counts.rounds, counts.sizes,
-                 counts.polls, len(syncs), same)
+    ran = UntilOne(rounds)
+    same = sum(row[:len(other)] == other[:len(row)] for row, other in zip(ran.out, plain))
+    return Timed(name, kind, "stationary", rounds.cache.batch, ran.tokens, ran.seconds, expected, ran.widths, ran.sizes, rounds.counts.polls,
+                 ran.synchronisations, same)

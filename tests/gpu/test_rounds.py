@@ -68,9 +68,9 @@ def ready(model, ids, new, policy, drafter=MTPDrafter(), sampling=Sampling(), ba
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_tokens_are_those_of_plain_decoding(model, plain, policy, ahead):
-    found, first = ready(model, prompts(model, LENGTHS), NEW, policy)
+    found, first = ready(model, prompts(model, LENGTHS), NEW, policy, ahead=ahead)
     told = [[] for _ in LENGTHS]
-    out = found.run(ahead=ahead, on_tokens=lambda row, tokens: told[row].extend(tokens))
+    out = found.run(on_tokens=lambda row, tokens: told[row].extend(tokens))
     assert [[t, *row] for t, row in zip(first, out)] == plain and told == out
     assert found.graphs and set(found.graphs) == set(found.counts.rounds)
     assert found.cache.lengths == found.cache.mtp_lengths == found.start.tolist()
@@ -80,7 +80,7 @@ def test_captures_while_another_round_is_not_read_yet(model, plain):
     """Sizes that are first wanted in the middle of a run, on the smallest ring that it may have."""
     found, first = ready(model, prompts(model, LENGTHS), NEW, Adaptive(), ring=2)
     told = [[] for _ in LENGTHS]
-    out = found.run(ahead=2, on_tokens=lambda row, tokens: told[row].extend(tokens))
+    out = found.run(on_tokens=lambda row, tokens: told[row].extend(tokens))
     assert [[t, *row] for t, row in zip(first, out)] == plain and told == out and len(found.graphs) > 1
 
 
@@ -99,7 +99,7 @@ def test_graphs_draw_what_rounds_without_graphs_draw(model, policy, drafter, tem
         if not captured:
             found.captures, found.side = False, None
         told = [[] for _ in ids]
-        out = found.run(lambda row, tokens: told[row].extend(tokens), ahead=1)
+        out = found.run(lambda row, tokens: told[row].extend(tokens))
         assert bool(found.graphs) == captured and told == out
         texts.append((first, out))
     assert texts[0] == texts[1]
@@ -124,7 +124,7 @@ def test_rounds_that_rest(temperature):
         else:
             rounds.captures, rounds.side = False, None
         with counted_syncs() as syncs:
-            out = rounds.run(ahead=1)
+            out = rounds.run()
         assert not captured or not syncs
         found.append((first, out, rounds.history(), rounds.counts.caught_up))
     assert found[0] == found[1] and max(found[0][3]) == 8 and sum(a for row in found[0][2] for _, a in row) > 5

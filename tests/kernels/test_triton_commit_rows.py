@@ -7,7 +7,7 @@ import torch
 
 from dsv4.speculation import ring
 from kernels import commit_rows
-from kernels.commit_rows import HEAD, reference
+from kernels.commit_rows import HEAD, SIZE, reference
 from kernels.commit_rows import triton as triton_kernels
 from kernels.errors import UnsupportedInput
 
@@ -47,8 +47,8 @@ class State:
     def commit(self, where, chosen, accepted, proposed):
         return where.commit(chosen, accepted, proposed, self.stops, self.room, *(getattr(self, name) for name in STATE))
 
-    def record(self, where, chosen, count, wanted, offered):
-        where.record(chosen, count, wanted, offered, self.left, self.done, self.sizes, self.round, self.records)
+    def record(self, where, chosen, count, wanted, offered, ahead=1):
+        where.record(chosen, count, wanted, offered, self.left, self.done, self.sizes, self.round, self.records, ahead)
 
     def kept(self):
         return {name: buffer.clone() for name, buffer in self.buffers.items()}
@@ -127,6 +127,33 @@ def test_a_ring_goes_round(number, where):
 
 
 @BOTH
+@pytest.mark.parametrize("ahead,rounds", [(1, 1), (1, 3), (2, 2), (2, 4), (3, 3), (4, 4), (4, 7)], ids=str)
+def test_sizes_are_those_that_were_decided_so_many_rounds_before(ahead, rounds, where):
+    """And no more than is offered and left by then. Those of the first rounds are there before."""
+    first, wanted = [[8 - n, 1 + n] for n in range(ahead)], [[7, 2], [0, 8], [3, 3], [8, 0], [5, 6], [1, 7], [4, 4], [2, 5]]
+    state = State(90, 2, left=[60, 9], rounds=rounds)
+    for n, sizes in enumerate(first):
+        state.records[(n - ahead) % rounds, :, SIZE] = ints(*sizes)
+    decided = [*first, *([w, min(v, 8 - n)] for n, (w, v) in enumerate(wanted))]
+    for n, sizes in enumerate(wanted):
+        state.record(where, ints([1, 2], [3, 4]), ints(1, 1), ints(*sizes), ints(8 if n % 3 else 6, 8), ahead)
+        decided[ahead + n][0] = min(decided[ahead + n][0], 8 if n % 3 else 6)
+        assert state.records[n % rounds, :, SIZE].tolist() == decided[ahead + n]
+        assert state.sizes.tolist() == [min(decided[n + 1][0], 8 if n % 3 else 6), min(decided[n + 1][1], 8 - n)], n
+        state.left[1] -= 1
+
+
+@BOTH
+@pytest.mark.parametrize("ahead", [0, 4], ids=str)
+def test_no_more_rounds_are_looked_back_than_are_recorded(ahead, where):
+    state = State(9, 2, left=[4, 4], rounds=3)
+    before = state.kept()
+    with pytest.raises(UnsupportedInput, match=f"those of {ahead} rounds before; expected 1 to the 3"):
+        state.record(where, ints([1, 2], [3, 4]), ints(1, 2), ints(8, 2), ints(8, 8), ahead)
+    same(state.kept(), before)
+
+
+@BOTH
 @pytest.mark.parametrize("T", [1, 2, 9], ids=str)
 def test_a_stop_at_each_place(T, where):
     """Row b has one at place b, which is kept. Where one draft fewer stays it is behind them, and stops nothing."""
@@ -179,7 +206,7 @@ def played(state, where, T, rounds, seed):
         chosen, accepted, proposed, wanted, offered = random_round(len(state.left), T, seed * 100 + n)
         count = state.commit(where, chosen, accepted, proposed)
         held.append(state.kept() | {"count": count})
-        state.record(where, chosen, count, wanted, offered)
+        state.record(where, chosen, count, wanted, offered, 1 + seed % 3)
         held.append(state.kept())
     return held
 

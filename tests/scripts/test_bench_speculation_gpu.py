@@ -40,7 +40,7 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
     assert len(by["oracle"].rounds) < len(by["no speculation"].rounds) and len(set(by["ASBS"].rounds)) > 1
     point = by["static 3"].point()
     assert point.static and point.passes == len(by["static 3"].rounds) and 0 < point.acceptance < 1 and 2 < point.mean_block_size <= 3
-    text = speculation_report.real(COSTS, ran, [r.point() for r in ran])
+    text = speculation_report.real(COSTS, ran, [r.point() for r in ran], 2)
     assert "| m | 2 | oracle |" in text and "What a round costs" in text
     monkeypatch.setattr(speculation_gpu.Traced, "accept", lambda self, logits, drafts, q, sizes, at: Accepted(sizes, logits.argmax(-1)))
     with pytest.raises(RuntimeError, match="chose other sizes than the specification"):

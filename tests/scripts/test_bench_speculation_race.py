@@ -44,7 +44,7 @@ def test_sizes_that_did_not_run_take_part_as_expected(race, tmp_path):
     assert [(p.trace, p.batch, p.policy) for p in unraced[:6]] == [("high", 1, f"static {k}") for k in (1, 3, 4, 5, 6, 7)] and len(unraced) == 24
     for p in unraced:
         trace = next(t for _, t in TRACES if t.name == p.trace)
-        run = simulate(Static(int(p.policy[-1])), part(trace, p.batch, TOKENS[p.batch]), COSTS, p.batch)
+        run = simulate(Static(int(p.policy[-1])), part(trace, p.batch, TOKENS[p.batch]), COSTS, p.batch, ahead=2)
         assert p.expected and (p.tokens_per_second, p.passes, p.tokens) == (run.tokens_per_second, run.passes, run.tokens)
     for (trace, batch), group in speculation.groups(race.points()).items():
         speeds = {p.policy: p.tokens_per_second for p in group if p.static}

@@ -73,7 +73,7 @@ def test_chained_drafts_are_drawn_from_what_the_block_says(model, sampling):
         assert torch.equal(found.tokens[:, j], draw(found.q[:, j], uniforms(choice.seeds, start + 1 + j, DRAFT)))
         said, streams = model.mtp_logits(streams, found.tokens[:, j:j + 1], cache, return_streams=True)
         logits = said[:, 0]
-    assert drafter.draws and found.q.shape == (2, D, model.config.vocab_size)
+    assert found.q.shape == (2, D, model.config.vocab_size)
 
 
 def test_a_drafter_of_the_host_alone_is_refused(model):

@@ -122,8 +122,8 @@ def test_a_run_follows_before_it_drafts_and_at_its_end(model, ahead):
     ids = prompts(model, (9, 40), seed=4)
     plain = [generate(model, row, 40).token_ids for row in ids]
     sizes = Cycle(*[(0, 0)] * 11, (2, 0), (0, 0), *[(0, 0)] * 50)
-    found, first = rounds(model, ids, (40, 40), sizes)  # over a cache that can be rewound by 16
-    out = found.run(ahead=ahead)
+    found, first = rounds(model, ids, (40, 40), sizes, ahead=ahead)  # over a cache that can be rewound by 16
+    out = found.run()
     assert [[t, *row] for t, row in zip(first, out)] == plain
     counts = found.counts
     at = counts.rounds.index(2)
@@ -147,8 +147,8 @@ def test_sizes_that_come_and_go_change_no_text(model):
     ids = prompts(model, (33,), seed=6)
     plain = generate(model, ids[0], 60).token_ids
     pattern = [(n,) for n in (0, 3, 0, 0, 1, 8, 0, 0, 0, 0, 0, 2) * 6]
-    found, first = rounds(model, ids, (60,), Cycle(*pattern))
-    assert first + found.run(ahead=1)[0] == plain and len(found.counts.caught_up) > 3
+    found, first = rounds(model, ids, (60,), Cycle(*pattern), ahead=1)
+    assert first + found.run()[0] == plain and len(found.counts.caught_up) > 3
 
 
 def test_a_capture_between_such_rounds_changes_nothing_that_is_kept(model):

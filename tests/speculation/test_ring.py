@@ -78,8 +78,8 @@ def test_every_token_is_told_once_and_in_order(model, ring, ahead, at_once, monk
     """Whatever arrives first: rows that are done long before what they wrote is there."""
     monkeypatch.setattr(Late, "at_once", at_once)
     ids = prompts(model)
-    found, first, heard, tell = late(model, ids, NEW, on_device(Adaptive(), 3, model.device), ring=ring)
-    out = found.run(tell, ahead)
+    found, first, heard, tell = late(model, ids, NEW, on_device(Adaptive(), 3, model.device), ring=ring, ahead=ahead)
+    out = found.run(tell)
     assert heard == out and [[t, *row] for t, row in zip(first, out)] == [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
     assert len(found.counts.rounds) > ring and found.known.rounds == len(found.counts.rounds)
 
@@ -87,9 +87,9 @@ def test_every_token_is_told_once_and_in_order(model, ring, ahead, at_once, monk
 def test_rounds_that_give_the_most_tokens(model):
     ids = prompts(model)
     plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
-    found, first, heard, tell = late(model, ids, NEW, static(model, 3, 8), ring=2)
+    found, first, heard, tell = late(model, ids, NEW, static(model, 3, 8), ring=2, ahead=2)
     forced(found, ids, [row + [0] * 9 for row in plain], (9, 9, 9))
-    out = found.run(tell, ahead=2)
+    out = found.run(tell)
     assert heard == out and [[t, *row] for t, row in zip(first, out)] == plain
     assert found.counts.rounds[0] == 8 and found.written.tolist() == [n - 1 for n in NEW] and found.log[0, 2].tolist() == [9, 8, 9]
 
@@ -102,8 +102,8 @@ def test_stops_and_the_first_row_that_is_done(model):
     found, first, heard, tell = late(model, ids, NEW, static(model, 3, 3), stop_ids=(stop,), ring=2)
     out = found.run(tell)
     assert heard == out and [first[0], *out[0]] == plain[0][:plain[0].index(stop) + 1] and [first[1], *out[1]] == plain[1]
-    found, _, heard, tell = late(model, ids, (21, 4, 21), static(model, 3, 0), ring=3)
-    assert heard == [[]] * 3 and [len(row) for row in found.run(tell, ahead=3, until=any)] == [5, 3, 5]
+    found, _, heard, tell = late(model, ids, (21, 4, 21), static(model, 3, 0), ring=3, ahead=3)
+    assert heard == [[]] * 3 and [len(row) for row in found.run(tell, until=any)] == [5, 3, 5]
     assert heard == [row[1:6] if b != 1 else row[1:4] for b, row in enumerate(plain)]
 
 
@@ -144,10 +144,10 @@ def test_what_crosses_does_not_grow_with_the_response(model):
 
 def test_no_round_takes_the_place_of_one_that_is_not_read(model):
     ids = prompts(model)
-    found, *_, tell = late(model, ids, NEW, static(model, 3, 0), ring=2)
     for ahead in (0, 3):
         with pytest.raises(InputError, match="ring of 2: expected 1 to that many"):
-            found.run(tell, ahead)
+            late(model, ids, NEW, static(model, 3, 0), ring=2, ahead=ahead)
+    found, *_ = late(model, ids, NEW, static(model, 3, 0), ring=2)
     found._launch(0)
     found._launch(0)
     with pytest.raises(RuntimeError, match="2 rounds are not read yet"):
@@ -199,9 +199,9 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
 
 @pytest.mark.parametrize("ahead, naps", [(1, False), (2, True), (3, True)])
 def test_rounds_nap_where_another_is_behind(model, ahead, naps, monkeypatch):
-    found, *_ = late(model, prompts(model), NEW, static(model, 3, 2))
+    found, *_ = late(model, prompts(model), NEW, static(model, 3, 2), ahead=ahead)
     clock = Clock()
     monkeypatch.setattr(host_half, "time", clock)
     monkeypatch.setattr(found, "_settle", lambda: None)  # which naps: nothing comes after it
-    found.run(ahead=ahead)
+    found.run()
     assert bool(clock.naps) == naps and found.counts.polls > 10

@@ -29,18 +29,18 @@ def prompts(model, lengths=(5, 131, 30), seed=0):
     return [torch.randint(model.config.vocab_size, (n,), generator=g).tolist() for n in lengths]
 
 
-def rounds(model, ids, new, sizes, most=8, stop_ids=(), room=0):
+def rounds(model, ids, new, sizes, most=8, stop_ids=(), room=0, ahead=2):
     """A batch ready to run, and each row's first token."""
     lengths = [len(row) for row in ids]
     cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + most + room, 16)
     tokens, *start = primed(model, cache, ids)
-    return Rounds(model, cache, most, tokens, *start, [n - 1 for n in new], stop_ids, sizes), tokens.tolist()
+    return Rounds(model, cache, most, tokens, *start, [n - 1 for n in new], stop_ids, sizes, ahead=ahead), tokens.tolist()
 
 
 def run(model, ids, new, sizes, **more):
     """Tokens of each row, and the rounds that they took."""
-    found, first = rounds(model, ids, new, sizes, **{k: v for k, v in more.items() if k != "ahead"})
-    out = found.run(ahead=more.get("ahead", 2))
+    found, first = rounds(model, ids, new, sizes, **more)
+    out = found.run()
     assert found.cache.lengths == found.cache.mtp_lengths == [len(row) + len(o) for row, o in zip(ids, out)]
     return [[token, *row] for token, row in zip(first, out)], found.counts
 
@@ -168,28 +168,34 @@ def test_a_stop_id_inside_a_block_ends_its_row_alone(model):
     assert run(model, ids, NEW, static(model, 3, 8), stop_ids=(stop,))[0] == wanted
 
 
-def test_adaptive_sizes_follow_their_specification(model):
-    """Two rows on the device against the policy in plain Python, given what each round proposed and accepted."""
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_adaptive_sizes_follow_their_specification(model, ahead):
+    """Two rows on the device against the policy in plain Python, given what each round proposed and accepted: what it says after a round is
+    the sizes of the round `ahead` behind it, within what is left then."""
     ids = prompts(model, (9, 20))
-    found, _ = rounds(model, ids, (30, 30), on_device(Adaptive(), 2, model.device))
-    plain = [generate(model, row, 30).token_ids for row in ids]
-    policy, states, sizes = Adaptive(), [Adaptive().initial()] * 2, [8, 8]
-    assert found.sizes.tolist() == sizes
-    for wrong in ((9, 0), (9, 0), (9, 0), (0, 9), (1, 9)):
+    found, _ = rounds(model, ids, (40, 40), on_device(Adaptive(), 2, model.device), ahead=ahead)
+    plain = [generate(model, row, 40).token_ids for row in ids]
+    policy, states, decided = Adaptive(), [Adaptive().initial()] * 2, [[8, 8]] * ahead
+    assert list(found.decided) == decided
+    for number, wrong in enumerate(((9, 0), (9, 0), (9, 0), (0, 9), (1, 9), (0, 4), (0, 0), (2, 1))):
         forced(found, ids, plain, wrong)
         left = found.left.tolist()
-        proposed = [min(size, 8, n - 1) for size, n in zip(sizes, left)]
+        proposed = [max(0, min(size, n - 1)) for size, n in zip(decided[number], left)]
+        assert found.sizes.tolist() == proposed
         accepted = [min(w, p) for w, p in zip(wrong, proposed)]
-        found._round(8)
+        found._launch(8)
+        found._read(None)
         states, sizes = policy.step(states, accepted, proposed)
-        assert found.sizes.tolist() == [max(0, min(size, n - a - 2)) for size, n, a in zip(sizes, left, accepted)]  # room of what is left
+        decided.append([max(0, min(size, n - a - 2)) for size, n, a in zip(sizes, left, accepted)])  # room of what is left
+        assert found.decided[-1] == decided[-1]
+    assert len(set(map(tuple, decided))) > 3 and min(left) <= 8
 
 
 def test_under_pressure_no_row_drafts_more_than_two(model):
     ids = prompts(model)
-    found, first = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device))
+    found, first = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device), ahead=1)
     found.pressure.fill_(True)
-    out = found.run(ahead=1)
+    out = found.run()
     assert found.counts.rounds[0] == 8 and set(found.counts.rounds[1:]) <= {0, 1, 2}  # sizes were chosen before there was pressure
     assert [[t, *row] for t, row in zip(first, out)] == [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
 
@@ -225,6 +231,18 @@ def test_chained_drafts_feed_the_blocks_own_streams(model):
     assert found._drafts(4).tokens[0].tolist() == chain(model, ids[0] + first, 4)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_sizes_of_the_first_rounds_are_decided_before_any(model, ahead):
+    """One decision for each of them, and each is of its round."""
+    decisions = [(1, 0), (2, 3), (4, 5), (0, 1), (3, 2), (2, 0)]
+    found, _ = rounds(model, prompts(model, (9, 20)), (60, 60), Cycle(*decisions, *[(0, 0)] * ahead), ahead=ahead)
+    assert list(found.decided) == [list(sizes) for sizes in decisions[:ahead]]
+    for sizes in decisions:
+        assert found.sizes.tolist() == list(sizes)
+        found._launch(5)
+        found._read(None)
+
+
 def test_what_does_not_fit_is_refused(model):
     ids = prompts(model, (9,))
     with pytest.raises(InputError, match="max_context"):
@@ -251,8 +269,8 @@ def test_other_requests_begin_in_the_same_rows(model):
 
 def test_history_is_what_rounds_drafted_and_kept(model):
     ids = prompts(model)
-    found, _ = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device))
-    out, sizes = found.run(ahead=1), found.counts.sizes
+    found, _ = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device), ahead=1)
+    out, sizes = found.run(), found.counts.sizes
     for b, (row, history) in enumerate(zip(out, found.history())):
         assert sum(accepted + 1 for _, accepted in history) == len(row) and all(a <= d for d, a in history)
         assert [d for d, _ in history] == [s[b] for s in sizes[:len(history)]]
@@ -260,14 +278,14 @@ def test_history_is_what_rounds_drafted_and_kept(model):
 
 def test_until_the_first_row_is_done(model):
     ids = prompts(model)
-    found, _ = rounds(model, ids, (21, 4, 21), static(model, 3, 0))
-    assert [len(row) for row in found.run(until=any, ahead=1)] == [3, 3, 3]
+    found, _ = rounds(model, ids, (21, 4, 21), static(model, 3, 0), ahead=1)
+    assert [len(row) for row in found.run(until=any)] == [3, 3, 3]
 
 
 def test_rounds_of_a_capture_change_nothing(model):
     """A size that is first wanted in the middle of a run is captured there."""
     ids = prompts(model)
-    found, first = rounds(model, ids, NEW, on_device(CostAware(COSTS, 3), 3, model.device))
+    found, first = rounds(model, ids, NEW, on_device(CostAware(COSTS, 3), 3, model.device), ahead=1)
     plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
     found._launch(4)
     kept = [(holder, name, t.clone()) for holder in (found, found.policy, found.drafter) for name, t in vars(holder).items() if isinstance(t, torch.Tensor)]
@@ -276,4 +294,4 @@ def test_rounds_of_a_capture_change_nothing(model):
         found._round(7)
     for holder, name, t in kept:
         assert name == "out" or torch.equal(getattr(holder, name), t), name  # out: columns that count for nothing
-    assert [[t, *row] for t, row in zip(first, found.run(ahead=1))] == plain
+    assert [[t, *row] for t, row in zip(first, found.run())] == plain

@@ -60,7 +60,7 @@ def worst(rows: list[list[int]], target: torch.Tensor) -> float:
 def test_texts_have_the_target_s_distribution(name, policy):
     """The next token by the last one, at every position: rounds begin and end at all of them, and draw again behind what they refused."""
     found = chained(PROPOSALS[name], ROWS, NEW, POLICIES[policy](ROWS))
-    assert worst(found.run(ahead=1), TARGET) < 1
+    assert worst(found.run(), TARGET) < 1
     drafted = sum(d for row in found.history() for d, _ in row)
     kept = sum(a for row in found.history() for _, a in row)
     assert drafted and (kept == drafted if name == "the target" else kept < drafted)
@@ -68,7 +68,7 @@ def test_texts_have_the_target_s_distribution(name, policy):
 
 def test_words_of_three_tokens_have_the_target_s_distribution():
     """Jointly: what was drafted for one token says nothing of those behind it."""
-    rows = torch.tensor(chained(PROPOSALS["some of it"], 20_000, 6, Spiteful(20_000)).run(ahead=1))
+    rows = torch.tensor(chained(PROPOSALS["some of it"], 20_000, 6, Spiteful(20_000), ahead=1).run())
     for at in (0, 2):
         given = rows if at == 0 else rows[rows[:, at - 1] == 0]
         word = (given[:, at] * V + given[:, at + 1]) * V + given[:, at + 2]
@@ -82,7 +82,7 @@ def test_words_of_three_tokens_have_the_target_s_distribution():
 
 def test_temperature_and_top_p_are_those_of_plain_decoding():
     sampling = Sampling(0.7, 0.8)
-    found = chained(PROPOSALS["some of it"], ROWS, NEW, POLICIES["adaptive"](ROWS), sampling).run(ahead=1)
+    found = chained(PROPOSALS["some of it"], ROWS, NEW, POLICIES["adaptive"](ROWS), sampling, ahead=1).run()
     target = distribution(TARGET.log(), sampling)
     assert worst(found, target) < 1 < worst(found, TARGET)
 
@@ -93,7 +93,7 @@ FAULTS = {"the number that drew a draft keeps it": ("KEEP", DRAFT), "the number 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_statistic_sees_one_number_used_twice(fault, monkeypatch):
     monkeypatch.setattr(choosing, *FAULTS[fault])
-    assert worst(chained(PROPOSALS["some of it"], ROWS, NEW, POLICIES["static"](ROWS)).run(ahead=1), TARGET) > 1
+    assert worst(chained(PROPOSALS["some of it"], ROWS, NEW, POLICIES["static"](ROWS), ahead=1).run(), TARGET) > 1
 
 
 def serial(seeds: int, new: int, length: int = 3, sampling: Sampling = Sampling(1.0)) -> list[list[int]]:
@@ -108,8 +108,8 @@ def serial(seeds: int, new: int, length: int = 3, sampling: Sampling = Sampling(
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lookup_draws_what_decoding_without_drafts_draws(policy, ahead):
-    found = chained(TARGET, 50, 40, POLICIES[policy](50), lookup=True)
-    assert found.run(ahead=ahead) == serial(50, 40)
+    found = chained(TARGET, 50, 40, POLICIES[policy](50), lookup=True, ahead=ahead)
+    assert found.run() == serial(50, 40)
     assert sum(a for row in found.history() for _, a in row) > 100
 
 
@@ -120,15 +120,16 @@ def test_rounds_without_drafts_draw_the_same():
 
 @pytest.mark.parametrize("lookup", [False, True], ids=["mtp", "lookup"])
 @pytest.mark.parametrize("policy", ["static", "adaptive"])
-def test_a_row_by_itself_says_what_it_says_in_a_batch(policy, lookup):
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_a_row_by_itself_says_what_it_says_in_a_batch(ahead, policy, lookup):
     q, n = PROPOSALS["some of it"], 6
-    whole = chained(q, n, 30, POLICIES[policy](n), lookup=lookup).run(ahead=1)
-    assert whole == [chained(q, 1, 30, POLICIES[policy](1), lookup=lookup, seed=b).run(ahead=1)[0] for b in range(n)]
+    whole = chained(q, n, 30, POLICIES[policy](n), lookup=lookup, ahead=ahead).run()
+    assert whole == [chained(q, 1, 30, POLICIES[policy](1), lookup=lookup, seed=b, ahead=ahead).run()[0] for b in range(n)]
     assert len(set(map(tuple, whole))) == n
 
 
 def test_texts_do_not_depend_on_how_far_the_host_is_behind():
-    texts = [chained(PROPOSALS["some of it"], 20, 30, POLICIES["static"](20)).run(ahead=ahead) for ahead in (1, 2, 3)]
+    texts = [chained(PROPOSALS["some of it"], 20, 30, POLICIES["static"](20), ahead=ahead).run() for ahead in (1, 2, 3)]
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -140,8 +141,8 @@ def test_texts_do_not_depend_on_the_clock(ahead, lookup, monkeypatch):
     for at_once in (1, 40, 10_000):
         monkeypatch.setattr(Late, "at_once", at_once)
         told = [[] for _ in range(4)]
-        found = chained(PROPOSALS["some of it"], 4, 60, POLICIES["adaptive"](4), lookup=lookup, kind=Late)
-        texts.append(found.run(lambda row, tokens: told[row].extend(tokens), ahead))
+        found = chained(PROPOSALS["some of it"], 4, 60, POLICIES["adaptive"](4), lookup=lookup, kind=Late, ahead=ahead)
+        texts.append(found.run(lambda row, tokens: told[row].extend(tokens)))
         assert told == texts[-1] and len(set(found.counts.rounds)) > 1  # every token once, in order
     assert texts[0] == texts[1] == texts[2]
 
@@ -163,7 +164,7 @@ def test_what_is_not_found_is_not_proposed():
     """A row whose text repeats nothing drafts nothing in that round, and its policy hears so; rounds in which none does have no drafts."""
     heard, policy = [], on_device(Static(3), 2, "cpu")
     policy.observe = lambda accepted, proposed: heard.append(proposed.tolist())
-    found = chained(TARGET, 2, 12, policy, lookup=True)
+    found = chained(TARGET, 2, 12, policy, lookup=True, ahead=1)
     host = [[1, 2, 0, 0]] * 2  # the prompts and the tokens after them
     for _ in range(5):
         sizes = [3 * any(row[-1] == token for token in row[:-1]) for row in host]
@@ -173,5 +174,5 @@ def test_what_is_not_found_is_not_proposed():
         assert heard[-1] == proposed
         host = [row[:4] + out[:n] for row, out, n in zip(host, found.out.tolist(), found.written.tolist())]
     texts = chained(TARGET, 1, 60, on_device(Static(3), 1, "cpu"), lookup=True)
-    texts.run(ahead=1)
+    texts.run()
     assert {0, 3} <= set(texts.counts.rounds)

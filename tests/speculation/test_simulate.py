@@ -55,6 +55,34 @@ def test_passes_without_drafts_are_followed_before_a_draft_or_when_no_more_may_w
     assert run.seconds == pytest.approx(10 * cost.plain)  # of decoding without a drafter
 
 
+class Wishes(Static):
+    """Rows' sizes as they are listed, one list for each decision."""
+
+    sizes = tuple(range(9))
+
+    def __init__(self, *lists):
+        self.lists, self.name = iter(lists), "wishes"
+
+    def choose(self, states, pressure=False):
+        return list(next(self.lists))
+
+
+def test_with_two_rounds_under_way_a_pass_has_the_sizes_that_were_decided_before_the_last():
+    """And the width of then, though the end leaves less room by now."""
+    run = simulate(Wishes([3], [0], [2], [8], [8], [8]), trace_of([0] * 6), MOE, 1, ahead=2)
+    assert run.block_size_history == {"0": [3, 3, 0, 2, 1, 0]} and run.widths == [3, 3, 0, 2, 2, 1]
+    assert run.seconds == pytest.approx(sum(MOE.uniform(1, k) for k in run.widths))
+    run = simulate(Wishes([3], [0], [2], [8], [8], [8]), trace_of([0] * 6), MOE, 1, ahead=3)
+    assert run.block_size_history == {"0": [3, 3, 3, 0, 1, 0]} and run.widths == [3, 3, 3, 0, 2, 2]
+    assert simulate(Wishes([3], [0], [2], [8], [8], [8]), trace_of([0] * 6), MOE, 1).widths == [3, 0, 2, 2, 1, 0]
+
+
+def test_a_request_that_begins_has_sizes_that_were_decided_for_it():
+    two = replace(MOE, batches={2: MOE.of(1)})
+    run = simulate(Wishes([1, 4], [2, 5], [3, 3], [4, 2], [8, 8]), trace_of([0] * 2, [0] * 6, [0] * 3), two, 2, ahead=2)
+    assert run.block_size_history == {"0": [1, 0], "1": [4, 4, 3, 2, 1], "2": [2, 1, 0]} and run.widths == [4, 4, 4, 3, 2]
+
+
 def test_rows_take_the_next_request_and_it_ends_when_there_is_none():
     run = simulate(Static(0), trace_of([0] * 3, [0] * 5, [0] * 2, [0] * 9), MOE, 1)
     assert run.tokens == 19
