@@ -13,7 +13,7 @@ static size is that of all from 0 to 8: those not in --static take part as expec
 `bench_speculation_sim.py --costs` ranks policies with these costs over whole traces. `--checkpoint` runs them on a checkpoint's own text
 instead, greedily continued from this project's code and prose, and counts the rows that equal plain decoding; with --trace ('default': those
 of dummy weights) its rounds are judged by traces, as with dummy weights. With `--journal` a run that
-was cut off goes on where it stopped (of a checkpoint's text: at the batch that it was at), when it is called again. `--record` writes
+was cut off goes on where it stopped, when it is called again. `--record` writes
 traces of a checkpoint's own text. `--from` measures nothing: it draws the report of a race again, or that of several of one model, commit and
 device whose batches differ, under the first one's name. KIND is 'mixed' or 'stationary'. Writes bench_speculation_[<checkpoint>_[traces_]]<device>.json, .md
 and .svg and speculation_costs_[<checkpoint>_[traces_]]<device>.json, a table for `dsv4 generate --draft-costs`, to DIR (audits).
@@ -140,9 +140,7 @@ def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
     for batch, tokens in zip(args.batch, args.tokens):
         prompts = {kind: [ids for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(batch))]
                    for kind, pattern in speculation_traces.KINDS.items()}
-        if batch not in {timed.batch for timed in journal.ran}:  # of a text the whole batch: its rows are held against the first policy's
-            for timed in race_texts(model, prompts, costs, tokens, args.static, say):
-                journal.done(timed)
+        race_texts(model, prompts, costs, tokens, args.static, say, journal)
         Race(what, about, costs, [], dict(zip(args.batch, args.tokens)), journal.ran).write(args.out, f"{name}_{slug}")
 
 

@@ -10,29 +10,38 @@ from dsv4.speculation.prefill import prefill
 from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_gpu import REWIND, PlainSteps, Timed, UntilOne, driver, name_of, planned_for, racers, record, without_drafts
+from scripts.bench.speculation_journal import SpeculationJournal
 
 
 def race_texts(model: Model, prompts: Mapping[str, list[list[int]]], costs: CostTable, tokens: int, statics: Sequence[int],
-               said: Callable[[str], None]) -> list[Timed]:
+               said: Callable[[str], None], journal: SpeculationJournal | None = None) -> list[Timed]:
     """Every policy on every kind of text (kind → prompts of equal number, the rows), until the first row has `tokens` tokens.
 
-    What the simulation expects is of acceptance recorded from the same text before. One policy's graphs are held at a time.
+    What the simulation expects is of acceptance recorded from the same text before. One policy's graphs are held at a time. journal: what it holds
+    is not timed again, nor among the results.
     """
-    batch = len(next(iter(prompts.values())))
+    journal, batch = journal or SpeculationJournal(), len(next(iter(prompts.values())))
+    policies = [(policy, sizes, left) for policy, sizes in racers(costs, batch, sorted({0, *statics}))
+                if (left := journal.left(policy, batch, list(prompts)))]
+    if not policies:
+        return []
     room = max(len(row) for rows in prompts.values() for row in rows) + tokens + 2 * LARGEST
     recorded = {kind: _trace(model, kind, rows, room, tokens) for kind, rows in prompts.items()}
     plain: dict[str, list[list[int]]] = {}
     found = []
-    for policy, sizes in racers(costs, batch, sorted({0, *statics})):
+    for policy, sizes, left in policies:
         on, rounds = driver(policy, tokens, batch, model.device), None
-        for kind, rows in prompts.items():
+        for kind, rows in ((kind, prompts[kind]) for kind in left):
             planned = planned_for(policy, recorded[kind], costs, batch, on)
-            if without_drafts(policy):  # the first
+            if without_drafts(policy):
                 timed, plain[kind] = _plainly(model, kind, rows, room, tokens, planned.tokens_per_second)
                 found.append(replace(timed, same=batch))
             else:
+                if kind not in plain:  # it was timed before this run was cut off
+                    plain[kind] = _plainly(model, kind, rows, room, tokens, planned.tokens_per_second)[1]
                 rounds = _ready(model, rounds, rows, room, tokens, on, sizes)
                 found.append(_timed(rounds, kind, name_of(policy), planned.tokens_per_second, plain[kind]))
+            journal.done(found[-1])
             said(f"batch {batch}, {kind}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, {found[-1].expected:.0f} expected, "
                  f"{found[-1].same} of {batch} rows the plain text")
     return found

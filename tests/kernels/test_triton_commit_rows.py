@@ -248,7 +248,7 @@ def test_replays_of_a_graph_equal_the_reference(B, T):
     def once(state):
         chosen, accepted, proposed, wanted, offered = given
         count = state.commit(triton_kernels, chosen, accepted, proposed)
-        state.record(triton_kernels, chosen, count, wanted, offered)
+        state.record(triton_kernels, chosen, count, wanted, offered, 2)
 
     once(spare)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
@@ -259,7 +259,7 @@ def test_replays_of_a_graph_equal_the_reference(B, T):
             held.copy_(fresh)
         graph.replay()
         count = theirs.commit(reference, *given[:3])
-        theirs.record(reference, given[0], count, *given[3:])
+        theirs.record(reference, given[0], count, *given[3:], 2)
         same(ours.kept(), theirs.kept())
 
 

@@ -19,6 +19,8 @@ from scripts import bench_speculation
 from scripts.bench import speculation, speculation_gpu, speculation_report, speculation_traces, warm
 from scripts.bench.speculation_costs import moe
 from scripts.bench.speculation_journal import SpeculationJournal
+from tests.speculation.test_ring import late
+from tests.speculation.test_rounds import prompts
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,14 @@ def test_a_run_that_was_cut_off_goes_on_where_it_stopped(model, tmp_path, monkey
     assert speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, print, again).of(2) == COSTS.of(2)
     with pytest.raises(InputError, match="commit differ"):
         SpeculationJournal(file, {"commit": "d"})
+
+
+def test_what_was_under_way_when_a_race_ended_is_not_counted(model):
+    """The host hears of the first row's end two rounds after it."""
+    rounds, *_ = late(model, prompts(model), (21, 4, 21), on_device(Static(0), 3, "cpu"), ring=3, ahead=3)
+    ran = speculation_gpu.UntilOne(rounds)
+    assert len(rounds.counts.rounds) == 5 and [len(row) for row in ran.out] == [3] * 3 and ran.tokens == 9
+    assert ran.widths == [0] * 3 and ran.sizes == [[0] * 3] * 3 and 0 < ran.seconds
 
 
 class Played:
@@ -164,9 +174,18 @@ def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, 
     first = (tmp_path / "bench_speculation_demo_cpu.json").read_text()
     assert read_costs(tmp_path / "speculation_costs_demo_cpu.json") == costs, "as --draft-costs takes it"
     from scripts.bench import speculation_text
-    monkeypatch.setattr(speculation_text, "race_texts", lambda *given: pytest.fail("a batch that the journal holds ran again"))
+    cut = args.journal.read_text().splitlines(True)
+    args.journal.write_text("".join(cut[:-5]))  # cut off within the adaptive sizes: static ones are not run again, and are what the rest is held against
+    ran, timed = [], speculation_text._timed
+    with monkeypatch.context() as here:
+        here.setattr(speculation_text, "_timed", lambda rounds, kind, name, *given: (ran.append((name, kind)), timed(rounds, kind, name, *given))[1])
+        bench_speculation.on_checkpoint(args, "cpu")
+    again = (tmp_path / "bench_speculation_demo_cpu.json").read_text()
+    same = lambda text: [{k: r[k] for k in ("policy", "trace", "tokens", "rounds", "same")} for r in json.loads(text)["setup"]["ran"]]
+    assert ran == [("ASBS", "prose"), ("cost-aware", "code"), ("cost-aware", "prose"), ("oracle", "code"), ("oracle", "prose")] and same(again) == same(first)
+    monkeypatch.setattr(speculation_text, "_trace", lambda *given: pytest.fail("a batch that the journal holds ran again"))
     bench_speculation.on_checkpoint(args, "cpu")
-    assert (tmp_path / "bench_speculation_demo_cpu.json").read_text() == first
+    assert (tmp_path / "bench_speculation_demo_cpu.json").read_text() == again
     document, text = json.loads((tmp_path / "bench_speculation_demo_cpu.json").read_text()), (tmp_path / "bench_speculation_demo_cpu.md").read_text()
     ran = document["setup"]["ran"]
     assert {v["of"] for v in document["goals"]} == {"best static size"} and all(p["of_oracle"] is None for p in document["points"])
