@@ -108,14 +108,14 @@ def test_captured_steps_of_the_triton_backend(folders, name):
 
 
 def test_drafts_give_the_text_of_the_resident_cache(folders):
-    """Greedy text with and without drafts, in passes that are one append and in rounds."""
+    """Greedy text with and without drafts, in passes that are one append and in rounds, which draft as much where one is under way."""
     model = load_model(folders[0], numerics="fp32", device=DEVICE, attention=WAYS["bound"])
     ids = torch.randint(0, VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist() * 3
     found = []
     for choice in (None, HostMemory(7)):
         model.kv_memory = choice
         found += [generate(model, ids, 40), *generate_speculative(model, [ids], 40, LookupDrafter(), verify=Append),
-                  *generate_resident(model, [ids], 40, LookupDrafter())]
+                  *generate_resident(model, [ids], 40, LookupDrafter(), ahead=1)]
     assert all(f.token_ids == found[0].token_ids for f in found) and found[4].speculation.proposed == found[5].speculation.proposed > 5
     assert found[0].host is None and found[3].host["misses"] > 0 and all(f.host["pinned_bytes"] > 0 for f in found[4:])
 
