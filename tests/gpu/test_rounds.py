@@ -127,7 +127,9 @@ def test_rounds_that_rest(temperature):
             out = rounds.run()
         assert not captured or not syncs
         found.append((first, out, rounds.history(), rounds.counts.caught_up))
-    assert found[0] == found[1] and max(found[0][3]) == 8 and sum(a for row in found[0][2] for _, a in row) > 5
+    assert found[0][:3] == found[1][:3] and sum(a for row in found[0][2] for _, a in row) > 5
+    until = min(len(behind) for *_, behind in found) - 1  # the last is of rounds behind the end: as many as began before the host knew of it
+    assert found[0][3][:until] == found[1][3][:until] and until > 5 and max(found[0][3][:until]) == 8
     if not temperature:
         assert [[t, *row] for t, row in zip(*found[0][:2])] == [generate(model, row, n).token_ids for row, n in zip(ids, new)]
 

@@ -138,7 +138,7 @@ def test_files_that_do_not_belong_together_are_refused(race, tmp_path, capsys, c
 
 def test_what_was_committed_of_the_h100_is_drawn_from_its_own_json(tmp_path):
     """Nothing in the tables was written by hand, and the shipped traces are those that judged. The timeline is of today's policies."""
-    for name in ("h100", "demo_h100"):
+    for name in ("h100", "demo_h100", "demo_32_h100"):
         path = speculation_traces.ROOT / "audits" / f"bench_speculation_{name}.json"
         assert bench_speculation.main(["--from", str(path), "--out", str(tmp_path)]) == 0
         drawn, kept = (json.loads(p.read_text()) | {"timeline": None} for p in (tmp_path / path.name, path))
