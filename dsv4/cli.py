@@ -53,7 +53,8 @@ def generate(
     draft_tokens: Drafts = None,
     draft_costs: DraftCosts = None,
     together: Annotated[bool, typer.Option("--together", help="With --speculate: verify a pass as one append. Faster on a host processor, and "
-                                                              "rounded otherwise: the text may leave plain decoding's.")] = False,
+                                                              "rounded otherwise: the text may leave plain decoding's. Steps captured "
+                                                              "on a GPU do so anyway, with its text.")] = False,
     numerics: Numerics = NumericsChoice.native,
     backend: Backend = "auto",
     device: Device = "cpu",

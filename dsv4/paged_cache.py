@@ -16,6 +16,7 @@ import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths
 from dsv4.errors import CapacityError, InputError, OutOfPages, UnsupportedInput
+from dsv4.graph import capacity
 from dsv4.page_tables import PageLayout, PageTable
 from dsv4.paging import BLOCK, NOWHERE, PagePool, pool_pages
 from dsv4.streams import zeros
@@ -39,20 +40,24 @@ class PagedCache(Cache):
     """Rows of up to `max_context` tokens in pools of `pages` pages (group name → count, see `pool_pages`), laid out as `layout` says.
 
     on_shortage(group name, pages short), if set, is called before a step is refused and may drop snapshots. poison: fill pages
-    with NaN when they become free, so that whatever is read too late is seen.
+    with NaN when they become free, so that whatever is read too late is seen. reach: tokens of a row that tables have room for; a captured
+    step of several rows writes up to there, what does not count included.
     """
 
     def __init__(self, layout: PageLayout, batch: int, max_context: int, pages: dict[str, int], max_rewind: int = 0,
-                 device: torch.device = torch.device("cpu"), poison: bool = False):
+                 device: torch.device = torch.device("cpu"), poison: bool = False, reach: int | None = None):
         if batch < 1 or not 1 <= max_context <= layout.positions or max_rewind < 0:
             raise InputError(f"a paged cache needs batch >= 1, max_context 1 … {layout.positions} (the checkpoint's "
                              f"max_position_embeddings) and max_rewind >= 0; got {batch}, {max_context}, {max_rewind}")
         self.batch, self.max_context, self.max_rewind, self.poison = batch, max_context, max_rewind, poison
+        self.reach = max_context if reach is None else reach
+        if not max_context <= self.reach <= layout.positions:
+            raise InputError(f"the tables of a paged cache have room for {self.reach} tokens a row; expected max_context {max_context} … {layout.positions}")
         self.layout, self.groups = layout, layout.groups
         if set(pages) != set(self.groups) or min(pages.values()) < 1:
             raise InputError(f"pages are given for {sorted(pages.items())}; expected at least one for each of {sorted(self.groups)}")
         self.pools = {name: PagePool(name, pages[name]) for name in self.groups}
-        self.tables = {name: PageTable(g, batch, max_context, device) for name, g in self.groups.items()}
+        self.tables = {name: PageTable(g, batch, self.reach, device) for name, g in self.groups.items()}
         self.plan = layout.plan(pages)
         self._allocate(device)
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
@@ -311,6 +316,6 @@ def new_paged_cache(model, batch: int, max_context: int, tokens: int | None = No
         raise UnsupportedInput("a paged cache is on one device; load without --device-map")
     if model.kv_memory is not None:
         raise UnsupportedInput("the pages of a paged cache are on the device, and host memory was asked for; load without kv_memory")
-    layout = model.page_layout()
-    pages = pages or pool_pages(layout.groups, batch, tokens or batch * max_context, max_rewind, model.chunk, prefixes, max_context)
-    return PagedCache(layout, batch, max_context, pages, max_rewind, model.device, poison)
+    layout, reach = model.page_layout(), capacity(model, max_context)
+    pages = pages or pool_pages(layout.groups, batch, tokens or batch * reach, max_rewind, model.chunk, prefixes, reach)
+    return PagedCache(layout, batch, max_context, pages, max_rewind, model.device, poison, reach)

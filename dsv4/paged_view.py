@@ -15,13 +15,14 @@ from dsv4.sending import sent
 class PagedView(Cache):
     """`places` rows: those of `cache` that `show` was last asked for. Lengths are copies: whoever runs steps moves those of `cache` on.
 
-    A place that shows nobody is an empty row whose every page is page 0: what a step computes there, nothing else reads.
+    A place that shows nobody is an empty row whose every page is page 0: what a step computes there, nothing else reads. A row may be shown up
+    to the `reach` of `cache`: what counts of a step ends before, at its max_context.
     """
 
     def __init__(self, cache: PagedCache, places: int = 1):
-        self.whole, self.batch, self.max_context, self.max_rewind = cache, places, cache.max_context, cache.max_rewind
+        self.whole, self.batch, self.max_context, self.max_rewind = cache, places, cache.reach, cache.max_rewind
         self._device = next(iter(cache.tables.values())).physical.device
-        self.tables = {name: PageTable(group, places, cache.max_context, self._device) for name, group in cache.groups.items()}
+        self.tables = {name: PageTable(group, places, cache.reach, self._device) for name, group in cache.groups.items()}
         layers = [cache.layout.layer(plan, self.tables, layer.tensors)
                   for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)]
         self.layers, self.mtp_layers = layers[:len(cache.layers)], layers[len(cache.layers):]

@@ -46,7 +46,7 @@ class Request:
     speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
     draft_tokens: str | None = None  # of a verify pass, as `policy_named` takes it; None: the drafter's own
     draft_costs: Path | None = None  # of passes, for a policy that weighs them
-    together: bool = False  # drafts are verified as one append, also where that rounds otherwise than plain decoding
+    together: bool = False  # drafts are verified as one append, also where that rounds otherwise than plain decoding; captured steps need none
 
     def __post_init__(self):
         self.ids, self.context, self.policy  # each is read once: a file of costs may be a pipe
@@ -190,13 +190,14 @@ class Session:
         """One row, with drafts or without."""
         if request.speculate == "off":
             return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
-        drafter, policy, self.together = make_drafter(request.speculate), request.policy, request.together
-        if captures(self.model) and not request.together:
+        drafter, policy, rounds = make_drafter(request.speculate), request.policy, captures(self.model)
+        self.together = request.together and not rounds  # a round verifies all drafts in one step, with the text of plain decoding
+        if rounds:
             return generate_resident(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context, self.stop_ids,
                                      lambda row, token: on_token(token), on_prefill)[0]
         return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context,
                                     self.stop_ids, lambda row, token: on_token(token), on_prefill,
-                                    verify=Append if request.together else default)[0]
+                                    verify=Append if self.together else default)[0]
 
     def _notes(self, result: Generation) -> list[str]:
         """What a reader of this result has to know."""

@@ -4,8 +4,8 @@
                                           [--rows 4] [--together] [--out DIR]
 
 Each text is continued plainly, then with either drafter, as `dsv4 generate` runs it and as a request of the batch engine beside the
-others. --together: as those commands do with it, a pass is verified as one append, and rows of the engine decode as one batch, with drafts and
-without, beside plain rows alone; this rounds otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a text differs
+others. --together: as those commands do with it, a pass is verified as one append unless steps are captured, and rows of the engine decode as one batch, with
+drafts and without, beside plain rows alone; this rounds otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a text differs
 where it should not (without --together).
 """
 
@@ -77,7 +77,7 @@ def alone(model, texts: list[list[int]], tokens: int, size: int, verify, name: s
 
 def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
     """The Generation of one text with drafts."""
-    if captures(model) and verify is default:
+    if captures(model):
         return generate_resident(model, [ids], tokens, DRAFTERS[name](), policy=Static(size))[0]
     return generate_speculative(model, [ids], tokens, DRAFTERS[name](), policy=Static(size), verify=verify)[0]
 

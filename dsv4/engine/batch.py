@@ -225,6 +225,7 @@ class BatchEngine:
         """A pass of one request, or of several in one batch."""
         taken = self.passes.take(works)
         self.watch.saw(taken.pressed)
+        came = []
         for work in works:
             if work.row is None:  # cancelled by whoever was told of another's result
                 continue
@@ -241,7 +242,10 @@ class BatchEngine:
                 work.result.pressed_history.append(taken.pressed)
             work.observe(accepted, len(drafts))
             if self._give(work, tokens, error):
-                self.passes.keep(work, taken, tokens)
+                came.append((work, tokens))
+        going = [(work, tokens) for work, tokens in came if work.row is not None]
+        if going:
+            self.passes.keep(taken, going)
 
     def _accept(self, work: Work, logits: Logits, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
         """Tokens that come out of logits [W + 1] after what a request has and after each of its drafts, up to a stop id or to

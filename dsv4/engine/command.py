@@ -16,6 +16,7 @@ from dsv4.engine.requests import Request, Result, read_requests
 from dsv4.errors import InputError
 from dsv4.gqa.choice import Attention
 from dsv4.gqa.model import GQAModel
+from dsv4.graph import capacity
 from dsv4.memory import count_named
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
@@ -138,7 +139,7 @@ def _cache(session: Session, asked: Sequence[Request], options: Options) -> Page
     needed = max((n for r in asked if (n := len(r.prompt_ids) + r.max_tokens - 1) <= limit), default=1)
     context = min(needed, limit) if options.context is None else options.context
     rewind = 0 if options.speculate == "off" else REWIND
-    pages = _pages(session.model, options.rows, context, options.tokens, rewind)
+    pages = _pages(session.model, options.rows, capacity(session.model, context), options.tokens, rewind)
     return new_paged_cache(session.model, options.rows, context, max_rewind=rewind, pages=pages)
 
 

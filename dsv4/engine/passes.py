@@ -25,11 +25,12 @@ from dsv4.speculation.policy import room
 @dataclass
 class Taken:
     """A pass that was run. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n, d], None where nobody
-    wants them; drafts: of each row; steps: of the drafting model; pressed: whether sizes were chosen under pressure; broken: rows whose
+    wants them; ran: how many tokens of each row; drafts: of each row; steps: of the drafting model; pressed: whether sizes were chosen under pressure; broken: rows whose
     draft logits were not finite."""
 
     logits: dict[int, "Logits"]
     streams: torch.Tensor | None
+    ran: list[int]
     drafts: dict[int, list[int]]
     steps: dict[int, int]
     pressed: bool
@@ -118,7 +119,7 @@ class Passes:
         rows = slice(works[0].row, works[0].row + 1) if len(works) == 1 else slice(0, self.cache.batch)
         logits, told = read(values[rows], torch.cat((finite.unsqueeze(1), ids[:, 1:]), 1)[rows])
         of = dict(zip(range(rows.start, rows.stop), zip(logits, told)))
-        return Taken({w.row: of[w.row][0] for w in works}, streams, {w.row: of[w.row][1][1:1 + drafts.sizes[w.row]] for w in works},
+        return Taken({w.row: of[w.row][0] for w in works}, streams, counts, {w.row: of[w.row][1][1:counts[w.row]] for w in works},
                      {w.row: drafts.steps[w.row] for w in works}, pressed, {w.row for w in works if not of[w.row][1][0]})
 
     def again(self, work: Work) -> None:
@@ -131,24 +132,25 @@ class Passes:
             self.drafter.settle(work.row)
         ids, counts = self._alone(work.row, torch.tensor([work.ids[start], *drafts]))
         _, streams = self.verify(ids, counts, self.wants_streams)
-        self._hold(work, streams, work.ids[start + 1:start + 1 + kept], 1 + len(drafts))
+        self._hold(streams, {work.row: work.ids[start + 1:start + 1 + kept]}, counts)
         work.again += 1
 
-    def keep(self, work: Work, taken: Taken, tokens: list[int]) -> None:
-        """`tokens` of row `work` came out of the pass: they stay, but for the last of them, which is not run yet."""
-        drafts = taken.drafts[work.row]
-        self._hold(work, taken.streams, tokens, 1 + len(drafts))
-        work.passes.append(Pass(drafts, len(tokens)))
-        work.again = len(work.passes)
+    def keep(self, taken: Taken, came: list[tuple[Work, list[int]]]) -> None:
+        """These tokens came out of the pass, of rows that go on: they stay, but for the last of each row, which is not run yet."""
+        self._hold(taken.streams, {work.row: tokens for work, tokens in came}, taken.ran)
+        for work, tokens in came:
+            work.passes.append(Pass(taken.drafts[work.row], len(tokens)))
+            work.again = len(work.passes)
 
-    def _hold(self, work: Work, streams: torch.Tensor | None, tokens: list[int], ran: int) -> None:
-        """Of `ran` tokens that the row just ran it keeps as many as came out."""
-        back = [0] * self.cache.batch
-        back[work.row] = ran - len(tokens)
-        self.cache.rewind(back)
-        self.cache.commit(work.row)
+    def _hold(self, streams: torch.Tensor | None, came: dict[int, list[int]], ran: list[int]) -> None:
+        """Of the ran[b] tokens that row b just ran it keeps as many as came out."""
+        counts = [len(came.get(b, ())) for b in range(self.cache.batch)]
+        self.cache.rewind([ran[b] - n if n else 0 for b, n in enumerate(counts)])
+        for b in came:
+            self.cache.commit(b)
         if self.drafter is not None:
-            self.drafter.commit(streams, *self._alone(work.row, torch.tensor(tokens)))
+            ids = torch.tensor([came.get(b, []) + [0] * (max(counts) - n) for b, n in enumerate(counts)])
+            self.drafter.commit(streams, ids, counts)
 
     def _sizes(self, works: list[Work], pressed: bool) -> list[int]:
         """Drafts of each row: what policies want, within the context, the tokens still asked for, what can be rewound, and the pages

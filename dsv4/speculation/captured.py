@@ -39,7 +39,7 @@ class Steps:
         rows, width = [b for b, n in enumerate(counts) if n], max(counts)
         if len(rows) < 2 or not self.paged:
             return len(rows) == 1 and (self.paged or len(counts) == 1)
-        return all(self._lengths.now[b] + width <= self.cache.max_context for b in rows) and self.cache.fits(rows, width, self.mtp)
+        return all(self._lengths.now[b] + width <= self.cache.reach for b in rows) and self.cache.fits(rows, width, self.mtp)
 
     def of(self, width: int, rows: int = 1) -> DecodeGraph:
         """The graph of so many tokens of each of so many rows."""

@@ -8,7 +8,7 @@ import torch
 from dsv4.graph import BlockGraph, DecodeGraph
 from dsv4.paged_view import PagedView
 from dsv4.paging import pool_pages
-from dsv4.speculation import Static
+from dsv4.speculation import LARGEST, Static
 from dsv4.speculation.captured import Captured, CapturedBlock
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
@@ -180,14 +180,19 @@ def test_the_engine_together_says_what_plain_decoding_says(model, drafter, pages
     assert not isinstance(drafts, MTPDrafter) or {rows for rows, _ in drafts._run.graphs} >= {3}
 
 
-def test_rows_together_up_to_the_end_of_their_context(model):
-    """Rows whose drafts are right, half right and wrong: one is near the end while another drafts four."""
+@pytest.mark.parametrize("further", [0, LARGEST + 1], ids=["no further", "room behind it"])
+def test_rows_together_up_to_the_end_of_their_context(model, monkeypatch, further):
+    """Rows whose drafts are right, half right and wrong: one is near the end while another drafts four. Where tables have room for that, as they
+    have on a GPU, every pass is a step; else some are appends."""
+    monkeypatch.setattr("dsv4.paged_cache.capacity", lambda model, limit: limit + further)
     requests = prompts_of(model, 3, 40, 24)
     right = dict(zip((r.prompt_ids for r in requests), (99, 2, 0)))
     engine, results = engine_of(model, knowing(model, requests, right.get), max_context=63, policy=Static(4), verify=Captured, together=True)
+    append, appends = engine.passes.verify.append, []
+    engine.passes.verify.append = lambda ids, counts, *rest: (appends.append(counts), append(ids, counts, *rest))[1]
     run(engine, requests)
     assert tokens_of(results) == {r.id: alone(model, r) for r in requests} and nothing_is_held(engine)
-    assert (3, 5) in engine.passes.verify.graphs
+    assert (3, 5) in engine.passes.verify.graphs and bool(appends) is not bool(further)
 
 
 def test_a_table_is_copied_when_it_has_changed(model, monkeypatch):

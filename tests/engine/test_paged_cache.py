@@ -126,7 +126,8 @@ def test_a_step_without_pages_is_refused_and_takes_none(model):
 
 @pytest.mark.parametrize("change,match", [
     (dict(max_context=2049), "max_context 1 … 2048"), (dict(batch=0), "batch >= 1"), (dict(pages={"window": 3}), "at least one for each of"),
-], ids=["beyond the checkpoint", "no rows", "a group without pages"])
+    (dict(reach=63), "room for 63 tokens a row; expected max_context 64 … 2048"), (dict(reach=2049), "expected max_context 64 … 2048"),
+], ids=["beyond the checkpoint", "no rows", "a group without pages", "tables too short", "tables beyond the checkpoint"])
 def test_sizes_that_cannot_be_are_named(model, change, match):
     asked = dict(batch=1, max_context=64, pages=pool_pages(model.page_layout().groups, 1, 64)) | change
     with pytest.raises(InputError, match=match):

@@ -10,6 +10,7 @@ from dsv4.generate import Sampling, generate
 from dsv4.gqa.choice import Attention
 from dsv4.paged_cache import new_paged_cache
 from dsv4.speculation import Adaptive, Static
+from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.tokenizer import Tokenizer
@@ -34,8 +35,8 @@ def texts(model):
     return [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(3))]
 
 
-def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling=Sampling(), **how):
-    cache = new_paged_cache(model, 3, 320, max_rewind=REWIND, prefixes=4, pages=pages)
+def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling=Sampling(), context=320, **how):
+    cache = new_paged_cache(model, 3, context, max_rewind=REWIND, prefixes=4, pages=pages)
     found = {}
     engine = BatchEngine(model, cache, on_result=lambda r: found.update({r.id: r}), drafter=drafter, policy=policy, **how)
     for i, ids in enumerate(texts):
@@ -72,6 +73,18 @@ def test_rows_together_share_captured_passes(model, texts, drafter, policy):
     assert engine.prefixes.hit_tokens > 0
     engine.prefixes.clear()
     assert all(pool.live == 0 for pool in engine.cache.pools.values())
+
+
+@pytest.mark.parametrize("drafter,drafts", [(MTPDrafter, 3), (LookupDrafter, 4)], ids=["mtp", "lookup"])
+def test_joint_passes_are_steps_up_to_the_end_of_the_context(model, texts, drafter, drafts):
+    """Requests as long as the context. One is near its end while another drafts: the pass is as wide as the widest."""
+    def steps_only(model, cache):
+        verify = Captured(model, cache)
+        verify.append = lambda *_: pytest.fail("a pass was an append")
+        return verify
+    context = max(map(len, texts)) + 47
+    found, _ = through_engine(model, texts, drafter(), Static(drafts), context=context, together=True, verify=steps_only)
+    assert model.numerics.name != "fp32" or found == through_engine(model, texts, context=context)[0]
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])

@@ -1,5 +1,6 @@
 """Generation by rounds on the device says what plain generation says, in the same words; on a CPU nothing is captured."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -156,17 +157,18 @@ def test_refusals(model, official):
 
 
 def test_where_steps_are_captured_requests_run_as_rounds(golden_path, monkeypatch):
-    """With either drafter at any temperature, unless passes are to be appends; elsewhere as passes that the host waits for."""
+    """With either drafter at any temperature, also where passes might be appends; elsewhere as passes that the host waits for."""
     called = []
     for name in ("generate_resident", "generate_speculative"):
         monkeypatch.setattr(run, name, lambda model, prompts, n, drafter, sampling, *rest, name=name, **more: called.append(
             (name, drafter.name, sampling.temperature)) or [Generation(prompts[0])])
     session = run.Session(golden_path, run.Choices(numerics="fp32"))
-    for captured, together in ((True, False), (True, True), (False, False)):
+    for captured, together in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(run, "captures", lambda model, captured=captured: captured)
         for drafter in ("mtp", "lookup"):
             for temperature in (0, 0.8):
                 request = run.Request("1", is_ids=True, sampling=Sampling(temperature), speculate=drafter, together=together)
                 session.generate([1], request, lambda text: None)
-                wanted = "generate_resident" if captured and not together else "generate_speculative"
+                wanted = "generate_resident" if captured else "generate_speculative"
                 assert called.pop() == (wanted, drafter, temperature) and not called
+                assert session.together is (together and not captured)
