@@ -1,6 +1,7 @@
 """Rounds that stay on the device: what each leaves for the next, and what comes out. The rounds themselves run, not their graphs."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.functional import pad
@@ -29,9 +30,24 @@ def cut(ids: torch.Tensor, lengths: list[int]) -> list[list[int]]:
     return [row[:n] for row, n in zip(ids.tolist(), lengths)]
 
 
+@contextmanager
+def watching(module: torch.nn.Module, name: str, instead: torch.Tensor | None = None) -> Iterator[list[torch.Tensor]]:
+    """What the module's method `name` returned, call by call; or has it return `instead`."""
+    real, found = getattr(module, name), []
+
+    def watched(*given):
+        found.append(real(*given) if instead is None else instead)
+        return found[-1]
+    setattr(module, name, watched)
+    try:
+        yield found
+    finally:
+        delattr(module, name)
+
+
 class Plain:
-    """The same text, final token by final token. rejected: by captured steps (as long as the rounds', so that sums are in the same
-    order) with the drafts that go, which are rewound; else by `append` without them."""
+    """The same text, final token by final token. rejected: by captured steps (of as many tokens as the rounds', so that sums are
+    in the same order) with the drafts that go, which are rewound; else by `append` without them."""
 
     def __init__(self, subject: Subject, ids: torch.Tensor, lengths: list[int], limit: int, rejected: bool):
         self.subject, self.model, self.rejected = subject, subject.model, rejected
@@ -67,15 +83,25 @@ class Plain:
             logits = graph.step(ids)
             streams = graph.streams.view(*ids.shape, *graph.streams.shape[1:])
             self.cache.rewind([W - 1 - n for n in kept])
-            streams, chosen = pad(streams, (0, 0, 0, 0, 0, width - W)), pad(chosen, (0, width - W))
-        else:
-            logits, streams = self.model.append(ids, self.cache, n_new=counts, return_streams=True, chunk=W)
+            self._follow(pad(streams, (0, 0, 0, 0, 0, width - W)), pad(chosen, (0, width - W)), kept)
+            return logits
+        logits, streams = self.model.append(ids, self.cache, n_new=counts, return_streams=True, chunk=W)
         said, after = self.model.mtp_logits(streams, chosen, self.cache, n_new=counts, return_streams=True, chunk=width)
-        if self.rejected:
-            self.cache.rewind_mtp([width - 1 - n for n in kept])
         rows, last = torch.arange(len(kept), device=said.device), torch.tensor(kept, device=said.device)
         self.said, self.chained = said[rows, last], after[rows, last]
         return logits
+
+    def _follow(self, streams: torch.Tensor, chosen: torch.Tensor, kept: list[int]) -> None:
+        """The block over all tokens, streams [B, T, n, d] and chosen int64 [B, T]; then, those forgotten, over the last that stays of each row again, of
+        what the first run put into the block: a product of other rows may sum in another order, and rounds run the rest of the block for that token alone."""
+        B, T = chosen.shape
+        with watching(self.model.mtp[0], "_mixed") as mixed:
+            self.model.mtp_logits(streams, chosen, self.cache, chunk=T, logits="none")
+        self.cache.rewind_mtp([T - n for n in kept])
+        rows, last = torch.arange(B, device=streams.device), torch.tensor(kept, device=streams.device)
+        with watching(self.model.mtp[0], "_mixed", mixed[0].unflatten(0, (B, T))[rows, last]):
+            said, after = self.model.mtp_logits(streams[rows, last].unsqueeze(1), chosen[rows, last].unsqueeze(1), self.cache, return_streams=True)
+        self.said, self.chained = said[:, 0], after[:, 0]
 
 
 def states(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:

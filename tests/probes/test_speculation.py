@@ -1,6 +1,7 @@
 """The probe of speculative decoding: green on sound decoders, red with the right part where one is not."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,21 @@ def test_green_bit_for_bit_in_every_format(official, numerics, cache, index_cach
 
 def test_green_on_the_reference_backend(official):
     assert not red(OurSubject(official, "fp32", "reference"))
+
+
+@pytest.mark.parametrize("numerics", ["fp32", "qat"])
+def test_green_where_a_product_of_other_rows_sums_in_another_order(official, monkeypatch, numerics):
+    """As BLAS may do, by the processor and its threads; one token of each of the five rows is on one side of it, all else on the other."""
+    real, halved = torch.nn.functional.linear, []
+
+    def linear(x, weight):
+        if len(x) <= len(LENGTHS):
+            return real(x, weight)
+        halved.append(half := x.shape[1] // 2)
+        return real(x[:, :half], weight[:, :half]) + real(x[:, half:], weight[:, half:])
+    monkeypatch.setattr("kernels.linear.reference.F", SimpleNamespace(linear=linear))
+    assert not red(OurSubject(official, numerics, "reference"))
+    assert halved
 
 
 def test_what_is_tried_is_where_it_matters():
