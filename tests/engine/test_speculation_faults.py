@@ -1,5 +1,6 @@
 """Faults of single requests while the batch engine speculates harm no other."""
 
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,20 +37,23 @@ def test_faults_of_some_requests_harm_no_other(model, asked, drafter):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-def test_one_that_is_cancelled_while_results_are_given_out(model, together):
-    """Whoever is told of a result cancels another in the midst of the same pass."""
-    requests = prompts_of(model, 3, 40, 12)  # equally long: their last passes are in one step
+@pytest.mark.parametrize("ended, gone", [("r0", "r1"), ("r2", "r0")], ids=["a later row", "an earlier row"])
+def test_one_that_is_cancelled_while_results_are_given_out(model, together, ended, gone):
+    """Whoever is told of a result cancels another in the midst of the same pass: one whose tokens are still to be given out, or were just."""
+    requests = prompts_of(model, 3, 40, 12)  # equally long prompts: their passes are in one step
+    requests = [replace(r, max_tokens=12 if r.id != "r2" or ended == "r0" else 8) for r in requests]
+    other = next(r.id for r in requests if r.id not in (ended, gone))
     expected = {r.id: alone(model, r) for r in requests}
     engine, results = engine_of(model, knowing(model, requests), policy=Static(4), together=together)
 
     def told(result):
         results[result.id] = result
-        if result.id == "r0":
-            engine.cancel("r1")
+        if result.id == ended:
+            engine.cancel(gone)
     engine.on_result = told
     run(engine, requests)
-    assert results["r1"].stop_reason == "cancelled" and len(results["r1"].token_ids) < 12
-    assert results["r0"].token_ids == expected["r0"] and results["r2"].token_ids == expected["r2"]
+    assert results[gone].stop_reason == "cancelled" and len(results[gone].token_ids) < 12
+    assert results[ended].token_ids == expected[ended] and results[other].token_ids == expected[other]
     assert nothing_is_held(engine)
 
 
