@@ -150,20 +150,11 @@ def block_follows_a_round_without_drafts_one_token_late(site: Site) -> None:
 @mutation("1.13", bugs=(143,), parts=("after a round, next drafts",), probes=("speculation",))
 def chain_begins_at_the_last_verified_place(site: Site) -> None:
     """The next drafts go on from the block's streams after the last draft, not after the last token that counts."""
-    def follow(found, streams, chosen, *rest):
-        held = found._block
-        last: dict = {}
-
-        def block(*args):
-            features, after = held(*args)
-            last["after"] = after.view(*chosen.shape, *after.shape[1:])[:, -1]
-            return features, after
-        found._block = block
-        try:
-            real(found, streams, chosen, *rest)
-        finally:
-            del found._block
-        found.chained.copy_(last["after"])
+    def follow(found, streams, chosen, count, start):
+        real(found, streams, chosen, count, start)
+        features = found.features.clone()
+        real(found, streams, chosen, torch.full_like(count, chosen.shape[1]), start)
+        found.features.copy_(features)
     real = site.patch(MTPDrafts, "follow", follow)
 
 
