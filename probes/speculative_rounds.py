@@ -1,7 +1,6 @@
 """Rounds that stay on the device: what each leaves for the next, and what comes out. The rounds themselves run, not their graphs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch.nn.functional import pad
@@ -18,6 +17,7 @@ from probes.result import Check, compare
 from probes.scripted import STOP, Script, came_out, cases, obeying
 from probes.subject import Subject
 from probes.visible import Rows, bits, of_output, rows_checks, visible
+from probes.wrapping import replaced, wrapped
 
 LENGTHS = (125, 126, 127, 6, 131)  # of the rows that keep 0, 1, … drafts; a round crosses 128 in most of them
 ROUNDS = 3
@@ -28,21 +28,6 @@ REWOUND, NEVER = "its tokens had been run by themselves and the others rewound",
 def cut(ids: torch.Tensor, lengths: list[int]) -> list[list[int]]:
     """Rows of ids int64 [B, T] without their padding."""
     return [row[:n] for row, n in zip(ids.tolist(), lengths)]
-
-
-@contextmanager
-def watching(module: torch.nn.Module, name: str, instead: torch.Tensor | None = None) -> Iterator[list[torch.Tensor]]:
-    """What the module's method `name` returned, call by call; or has it return `instead`."""
-    real, found = getattr(module, name), []
-
-    def watched(*given):
-        found.append(real(*given) if instead is None else instead)
-        return found[-1]
-    setattr(module, name, watched)
-    try:
-        yield found
-    finally:
-        delattr(module, name)
 
 
 class Plain:
@@ -77,7 +62,7 @@ class Plain:
     def go_on(self, ids: torch.Tensor, chosen: torch.Tensor, kept: list[int], width: int) -> torch.Tensor:
         """ids int64 [B, W]: the pending token and drafts, of which kept[b] stay; chosen int64 [B, W]: what follows each. width: tokens of the
         block's step, W or more, of which those behind W mean nothing. Logits [B, W, vocab], of places that stay."""
-        W, counts = ids.shape[1], None if self.rejected else [n + 1 for n in kept]
+        W = ids.shape[1]
         if self.rejected:
             graph = self.graphs[W] = self.graphs.get(W) or DecodeGraph(self.model, self.cache, W)
             logits = graph.step(ids)
@@ -85,6 +70,7 @@ class Plain:
             self.cache.rewind([W - 1 - n for n in kept])
             self._follow(pad(streams, (0, 0, 0, 0, 0, width - W)), pad(chosen, (0, width - W)), kept)
             return logits
+        counts = [n + 1 for n in kept]
         logits, streams = self.model.append(ids, self.cache, n_new=counts, return_streams=True, chunk=W)
         said, after = self.model.mtp_logits(streams, chosen, self.cache, n_new=counts, return_streams=True, chunk=width)
         rows, last = torch.arange(len(kept), device=said.device), torch.tensor(kept, device=said.device)
@@ -94,12 +80,12 @@ class Plain:
     def _follow(self, streams: torch.Tensor, chosen: torch.Tensor, kept: list[int]) -> None:
         """The block over all tokens, streams [B, T, n, d] and chosen int64 [B, T]; then, those forgotten, over the last that stays of each row again, of
         what the first run put into the block: a product of other rows may sum in another order, and rounds run the rest of the block for that token alone."""
-        B, T = chosen.shape
-        with watching(self.model.mtp[0], "_mixed") as mixed:
+        (B, T), block, seen = chosen.shape, self.model.mtp[0], []
+        with wrapped([(0, block)], "_mixed", lambda _, __, real: lambda *given: seen.append(real(*given)) or seen[-1]):
             self.model.mtp_logits(streams, chosen, self.cache, chunk=T, logits="none")
         self.cache.rewind_mtp([T - n for n in kept])
         rows, last = torch.arange(B, device=streams.device), torch.tensor(kept, device=streams.device)
-        with watching(self.model.mtp[0], "_mixed", mixed[0].unflatten(0, (B, T))[rows, last]):
+        with replaced([block], "_mixed", lambda *_: seen[0].unflatten(0, (B, T))[rows, last]):
             said, after = self.model.mtp_logits(streams[rows, last].unsqueeze(1), chosen[rows, last].unsqueeze(1), self.cache, return_streams=True)
         self.said, self.chained = said[:, 0], after[:, 0]
 

@@ -37,11 +37,11 @@ def test_faults_of_some_requests_harm_no_other(model, asked, drafter):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-@pytest.mark.parametrize("ended, gone", [("r0", "r1"), ("r2", "r0")], ids=["a later row", "an earlier row"])
-def test_one_that_is_cancelled_while_results_are_given_out(model, together, ended, gone):
+@pytest.mark.parametrize("ended, gone, tokens", [("r0", "r1", 12), ("r2", "r0", 8)], ids=["a later row", "an earlier row"])
+def test_one_that_is_cancelled_while_results_are_given_out(model, together, ended, gone, tokens):
     """Whoever is told of a result cancels another in the midst of the same pass: one whose tokens are still to be given out, or were just."""
-    requests = prompts_of(model, 3, 40, 12)  # equally long prompts: their passes are in one step
-    requests = [replace(r, max_tokens=12 if r.id != "r2" or ended == "r0" else 8) for r in requests]
+    *requests, last = prompts_of(model, 3, 40, 12)  # equally long prompts: their passes are in one step
+    requests.append(replace(last, max_tokens=tokens))
     other = next(r.id for r in requests if r.id not in (ended, gone))
     expected = {r.id: alone(model, r) for r in requests}
     engine, results = engine_of(model, knowing(model, requests), policy=Static(4), together=together)
