@@ -4,8 +4,28 @@
 >>> model = load_model("path/to/checkpoint", numerics="native")
 >>> cache = model.new_cache(batch=1, max_context=4096)
 >>> logits = model.append(ids, cache)
+
+`import dsv4` is cheap: torch is imported when `load_model` is first asked for.
 """
 
-from dsv4.load import load_model
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["load_model"]
+if TYPE_CHECKING:
+    from dsv4.load import load_model
+
+__version__ = "0.2.0"
+__all__ = ["__version__", "load_model"]
+
+_checkout = Path(__file__).resolve().parent.parent
+if (_checkout / "pyproject.toml").is_file() and (_checkout / "kernels" / "operations.py").is_file():
+    # In a checkout kernels, loaders and probes lie beside this folder. A wheel has them inside it (setup.py).
+    __path__.append(str(_checkout))
+
+
+def __getattr__(name: str):
+    if name == "load_model":
+        from dsv4.load import load_model
+
+        return load_model
+    raise AttributeError(f"module 'dsv4' has no attribute {name!r}")

@@ -12,13 +12,13 @@ from dsv4.compressor import KV_BLOCK, MainCompressor
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import MissingSelection
 from dsv4.indexer import LightningIndexer
+from dsv4.kernels.fusions.compositions import IndexHeads, Latents
 from dsv4.linear import Linear, parameter
 from dsv4.module import Module, composed, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
 from dsv4.step import CapturedStep, Step
-from kernels.fusions.compositions import IndexHeads, Latents
 
 
 class WindowAttention(Module):
@@ -42,7 +42,9 @@ class WindowAttention(Module):
         self.wkv = Linear(self.D, c.hidden_size, store("wkv"), numerics, op)
         self.kv_norm = RMSNorm(self.D, c.rms_norm_eps, store("kv_norm").dtype, op)
         self.attn_sink = parameter(self.H)
-        self.wo_a = GroupedLinear(c.o_groups * c.o_lora_rank, self.H * self.D // c.o_groups, store("wo_a"), numerics, op)
+        self.wo_a = GroupedLinear(
+            c.o_groups * c.o_lora_rank, self.H * self.D // c.o_groups, store("wo_a"), numerics, op
+        )
         self.wo_b = Linear(c.hidden_size, c.o_groups * c.o_lora_rank, store("wo_b"), numerics, op)
         self.ratio, self.base, self.scale, self.eps = ratio, BASES[self.kind], c.softmax_scale, c.rms_norm_eps
         self.numerics, self.op = numerics, op
@@ -59,19 +61,33 @@ class WindowAttention(Module):
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
     def _captured(self, x: torch.Tensor, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
-        """The same of a captured step, whose positions are on the device alone: all that is written, in one composition."""
+        """The same of a captured step, whose positions are on the device alone: all that is written, in one
+        composition."""
         low, kv, *rest = self._maps(x, None, (self.wq_a, None), (self.wkv, None), *self._maps_of_compressed(step))
-        q, *asked = self._maps(low, self.q_norm.weight, (self.wq_b, None), *((m, None) for m in self._maps_of_asked(step)))
-        latents = Latents(kv, self.kv_norm.weight, self.numerics.simulate_kv, cache.window.flat, cache.window.slots(step))
-        found = self.op.attention_inputs(step.B, q.view(step.N, self.H, self.D), step.cis(self.base), self.eps, latents,
-                                         *self._compressed(rest, asked, step, cache))
+        q, *asked = self._maps(
+            low, self.q_norm.weight, (self.wq_b, None), *((m, None) for m in self._maps_of_asked(step))
+        )
+        latents = Latents(
+            kv, self.kv_norm.weight, self.numerics.simulate_kv, cache.window.flat, cache.window.slots(step)
+        )
+        found = self.op.attention_inputs(
+            step.B,
+            q.view(step.N, self.H, self.D),
+            step.cis(self.base),
+            self.eps,
+            latents,
+            *self._compressed(rest, asked, step, cache),
+        )
         o = self._attend_captured(found, cache.window.flat, cache.window.last(step, self.W), step, cache)
         return self.wo_b(self.op.project_heads(o, step.inverse_cis(self.base), self.wo_a.packed(), self.groups))
 
     def _maps(self, x: torch.Tensor, norm: torch.Tensor | None, *modules: tuple) -> tuple[torch.Tensor, ...]:
-        """Linear maps of x in one composition. modules: (Linear, dtype of a result that is not rounded to x's, or None)."""
+        """Linear maps of x in one composition. modules: (Linear, dtype of a result that is not rounded to x's, or
+        None)."""
         maps, dtypes = zip(*modules)
-        return self.op.linears(x, norm, self.eps, tuple(m.packed() for m in maps), tuple(m.simulate for m in maps), dtypes)
+        return self.op.linears(
+            x, norm, self.eps, tuple(m.packed() for m in maps), tuple(m.simulate for m in maps), dtypes
+        )
 
     def _maps_of_compressed(self, step: CapturedStep) -> list:
         """Further linear maps of x, as `_maps` takes them: what `_compressed` gets first."""
@@ -81,18 +97,24 @@ class WindowAttention(Module):
         """Further linear maps of the normalised low-rank queries: what `_compressed` gets second."""
         return []
 
-    def _compressed(self, rest: list, asked: list, step: CapturedStep, cache: LayerCache) -> tuple[IndexHeads | None, tuple]:
+    def _compressed(
+        self, rest: list, asked: list, step: CapturedStep, cache: LayerCache
+    ) -> tuple[IndexHeads | None, tuple]:
         """What the indexer asks with, and each compressor's part of the step."""
         return None, ()
 
-    def _attend_captured(self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
+    def _attend_captured(
+        self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache
+    ) -> torch.Tensor:
         """Attention from what `attention_inputs` has left."""
         return self.attend(found[0], window, window_index, None, step, cache)
 
     def queries(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, d] → low-rank queries [N, q_lora_rank], which the indexer shares, and queries [N, H, D], rotated."""
         qr = self.q_norm(self.wq_a(x))
-        return qr, composed(self.op, "query_heads")(self.wq_b(qr).view(step.N, self.H, self.D), step.cis(self.base), self.eps)
+        return qr, composed(self.op, "query_heads")(
+            self.wq_b(qr).view(step.N, self.H, self.D), step.cis(self.base), self.eps
+        )
 
     def latent(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [N, d] → each token's key and value [N, D], rotated; through FP8 in simulated numerics."""
@@ -107,7 +129,8 @@ class WindowAttention(Module):
         cache.window.extend(step, self.latent(x, step))
 
     def path_at(self, end: int) -> dict:
-        """What the attention of a row that then holds `end` tokens reads: tokens of its window, entries visible and selected."""
+        """What the attention of a row that then holds `end` tokens reads: tokens of its window, entries visible and
+        selected."""
         return {"window": min(self.W, end)}
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
@@ -115,10 +138,13 @@ class WindowAttention(Module):
         return self.attend(q, window, window_index, None, step, cache)
 
     def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
-        """q [N, H, D]; window: rows, of which window_index [N, W] are to be read; selection: of the indexer → [N, H, D]."""
+        """q [N, H, D]; window: rows, of which window_index [N, W] are to be read; selection: of the indexer → [N, H,
+        D]."""
         self.path = self.path_at(step.end)
         complete = step.window_full(self.W)
-        return self.op.sparse_attention(q, window, window_index, None, None, self.attn_sink, self.scale, complete, step.T)
+        return self.op.sparse_attention(
+            q, window, window_index, None, None, self.attn_sink, self.scale, complete, step.T
+        )
 
 
 class CSAAttention(WindowAttention):
@@ -128,7 +154,9 @@ class CSAAttention(WindowAttention):
 
     def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
         super().__init__(config, ratio, numerics, store, op)
-        self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+        self.compressor = MainCompressor(
+            config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op
+        )
         self.indexer = LightningIndexer(config, ratio, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
 
     def _maps_of_compressed(self, step: CapturedStep) -> list:
@@ -138,12 +166,19 @@ class CSAAttention(WindowAttention):
     def _maps_of_asked(self, step: CapturedStep) -> list:
         return [self.indexer.wq_b] if self.indexer.chooses(step) else []
 
-    def _compressed(self, rest: list, asked: list, step: CapturedStep, cache: LayerCache) -> tuple[IndexHeads | None, tuple]:
+    def _compressed(
+        self, rest: list, asked: list, step: CapturedStep, cache: LayerCache
+    ) -> tuple[IndexHeads | None, tuple]:
         raw, index_raw, *weights = rest
-        windows = self.compressor.windows(raw, step, cache.main), self.indexer.compressor.windows(index_raw, step, cache.index)
+        windows = (
+            self.compressor.windows(raw, step, cache.main),
+            self.indexer.compressor.windows(index_raw, step, cache.index),
+        )
         return self.indexer.asks(*asked, *weights, step) if asked else None, windows
 
-    def _attend_captured(self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
+    def _attend_captured(
+        self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache
+    ) -> torch.Tensor:
         q, *asked = found[:3]
         return self.attend(q, window, window_index, self.indexer.captured(asked, step, cache), step, cache)
 
@@ -174,12 +209,16 @@ class HCAAttention(WindowAttention):
 
     def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
         super().__init__(config, ratio, numerics, store, op)
-        self.compressor = MainCompressor(config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+        self.compressor = MainCompressor(
+            config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op
+        )
 
     def _maps_of_compressed(self, step: CapturedStep) -> list:
         return [(self.compressor.wkv_gate, torch.float32)]
 
-    def _compressed(self, rest: list, asked: list, step: CapturedStep, cache: LayerCache) -> tuple[IndexHeads | None, tuple]:
+    def _compressed(
+        self, rest: list, asked: list, step: CapturedStep, cache: LayerCache
+    ) -> tuple[IndexHeads | None, tuple]:
         return None, (self.compressor.windows(*rest, step, cache.main),)
 
     def path_at(self, end: int) -> dict:
@@ -194,7 +233,9 @@ class HCAAttention(WindowAttention):
         self.path = self.path_at(step.end)
         q = q.view(step.B, step.T, self.H, self.D)
         complete = step.window_full(self.W) and step.min_visible(self.ratio) == n
-        o = self.op.hca_attention(q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale, complete)
+        o = self.op.hca_attention(
+            q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale, complete
+        )
         return o.view(step.N, self.H, self.D)
 
 

@@ -32,8 +32,8 @@ class Block(Module):
         return self.op.mhc_post(*self.sublayers((streams,), step, cache))
 
     def sublayers(self, pending: tuple, step: Step, cache: LayerCache) -> tuple:
-        """The block up to its last write to the streams. pending: (streams,), or (out, streams, post, comb) of the sublayer before,
-        whose output is still to be merged. Returns such a tuple of its own last sublayer."""
+        """The block up to its last write to the streams. pending: (streams,), or (out, streams, post, comb) of the
+        sublayer before, whose output is still to be merged. Returns such a tuple of its own last sublayer."""
         streams, x, post, comb = self._read(pending, self.hc_attn, self.attn_norm)
         pending = self.attn(x, step, cache), streams, post, comb
         streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm)

@@ -12,12 +12,12 @@ import torch
 
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import CapacityError, InputError, RewindError
+from dsv4.kernels.cache_rows import PAGE, PackedRows, write_rows
+from dsv4.kernels.fusions.compositions import Kept, Windows
 from dsv4.numerics import Numerics
 from dsv4.rows import Entries, Ring
 from dsv4.step import CapturedStep, Step
 from dsv4.streams import LayerStreams, cache_streams, zeros
-from kernels.cache_rows import PAGE, PackedRows, write_rows
-from kernels.fusions.compositions import Kept, Windows
 
 DEFAULT_MAX_REWIND = 128
 
@@ -25,7 +25,14 @@ DEFAULT_MAX_REWIND = 128
 class CompressorCache:
     """Raw rows of one compressor (kv ‖ gate + ape, fp32) and the entries it has pooled."""
 
-    def __init__(self, raw: torch.Tensor, entries: torch.Tensor | PackedRows | Entries, ratio: int, overlap: int, write=write_rows):
+    def __init__(
+        self,
+        raw: torch.Tensor,
+        entries: torch.Tensor | PackedRows | Entries,
+        ratio: int,
+        overlap: int,
+        write=write_rows,
+    ):
         self.raw = Ring(raw, overlap * ratio - 1)
         self.entries = entries if isinstance(entries, Entries) else Entries(entries, ratio, write)
         self.ratio, self.overlap = ratio, overlap
@@ -41,43 +48,69 @@ class CompressorCache:
         M = step.B * step.completed(self.ratio)
         if M == 0:
             return None
-        rows, absent = step.memo(("slots of windows", self.ratio, self.overlap, *self.raw.address(step)),
-                                 lambda: self._window_slots(step))
+        rows, absent = step.memo(
+            ("slots of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_slots(step)
+        )
         D = width // self.overlap
         kv, gate = rows_of.view(-1, D).index_select(0, rows).view(2, M, self.overlap * self.ratio, D).unbind()
         kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
         return op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
 
     def completed(self, step: Step, raw: torch.Tensor, ape: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Store this step's raw rows; return a pool and its rows of each window that the step completes, as `pool_entries` takes
-        them, or None."""
+        """Store this step's raw rows; return a pool and its rows of each window that the step completes, as
+        `pool_entries` takes them, or None."""
         pool = self._store(step, raw, ape)
         return (pool, self._rows(step)) if step.completed(self.ratio) else None
 
     def _store(self, step: Step, raw: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
-        """The step's rows, with the position bias on their gates, into the ring: the pool that the ring's `index` addresses."""
-        raw[:, ape.shape[1]:].add_(ape.index_select(0, self._phase(step)))
+        """The step's rows, with the position bias on their gates, into the ring: the pool that the ring's `index`
+        addresses."""
+        raw[:, ape.shape[1] :].add_(ape.index_select(0, self._phase(step)))
         return self.raw.extend(step, raw)
 
-    def windows(self, step: CapturedStep, raw: torch.Tensor, ape: torch.Tensor, weight: torch.Tensor, base: str,
-                simulate: str | None) -> Windows:
-        """The same for a captured step, as a part of the composition `attention_inputs`; weight: of the norm of entries.
+    def windows(
+        self,
+        step: CapturedStep,
+        raw: torch.Tensor,
+        ape: torch.Tensor,
+        weight: torch.Tensor,
+        base: str,
+        simulate: str | None,
+    ) -> Windows:
+        """The same for a captured step, as a part of the composition `attention_inputs`; weight: of the norm of
+        entries.
 
-        Every window that the step may complete has a slot; those that it does not complete lie beyond what any query sees.
+        Every window that the step may complete has a slot; those that it does not complete lie beyond what any query
+        sees.
         """
-        return Windows(raw, ape, self._phase(step), self.raw.flat, self.raw.slots(step), self._rows(step),
-                       step.completes(self.ratio), self.overlap, weight,
-                       step.window_cis(self.ratio, base), simulate, self.entries.flat, self.entries.slots(step))
+        return Windows(
+            raw,
+            ape,
+            self._phase(step),
+            self.raw.flat,
+            self.raw.slots(step),
+            self._rows(step),
+            step.completes(self.ratio),
+            self.overlap,
+            weight,
+            step.window_cis(self.ratio, base),
+            simulate,
+            self.entries.flat,
+            self.entries.slots(step),
+        )
 
     def _phase(self, step: Step) -> torch.Tensor:
         """Place of each token in its window, int64 [N]."""
         return step.memo(("phase", self.ratio), lambda: (step.pos % self.ratio).flatten())
 
     def _rows(self, step: Step) -> torch.Tensor:
-        return step.memo(("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step))
+        return step.memo(
+            ("rows of windows", self.ratio, self.overlap, *self.raw.address(step)), lambda: self._window_rows(step)
+        )
 
     def _window_rows(self, step: Step) -> torch.Tensor:
-        """Row of the pool of each token of each new window, int64 [M, c·ratio]; −1 before position 0 and in incomplete windows."""
+        """Row of the pool of each token of each new window, int64 [M, c·ratio]; −1 before position 0 and in incomplete
+        windows."""
         offset = torch.arange(-(self.overlap - 1) * self.ratio, self.ratio, device=step.device)
         tokens = (step.new_windows(self.ratio) * self.ratio).unsqueeze(-1) + offset
         absent = (tokens < 0) | ~step.completes(self.ratio).view(*tokens.shape[:2], 1)
@@ -91,7 +124,7 @@ class CompressorCache:
         """
         ratio, c = self.ratio, self.overlap
         offset = torch.arange(-(c - 1) * ratio, ratio, device=step.device)
-        tokens = (step.new_windows(ratio) * ratio).unsqueeze(-1) + offset          # [B, windows, c·ratio]
+        tokens = (step.new_windows(ratio) * ratio).unsqueeze(-1) + offset  # [B, windows, c·ratio]
         end = (step.start + step.T).view(-1, 1, 1)
         absent = (tokens < 0) | (tokens >= end)
         half = (offset >= 0).long() if c == 2 else torch.zeros_like(offset)
@@ -100,16 +133,20 @@ class CompressorCache:
 
 
 class LayerCache:
-    """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers. entries(stream, ratio): makes the
-    `Entries` of a main compressor whose stream the plan has in host memory (dsv4.host_tier)."""
+    """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers. entries(stream, ratio):
+    makes the `Entries` of a main compressor whose stream the plan has in host memory (dsv4.host_tier)."""
 
     def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device, write=write_rows, entries=None):
         away = {s.name: entries(s, plan.ratio) for s in plan.streams if s.place == "pinned"}
         tensors = {s.name: zeros(s, device) for s in plan.streams if s.place == "cache"}
         self.tensors = tensors | {name: t for kept in away.values() for name, t in kept.tensors.items()}
-        held = away | {s.name: tensors[s.name] if s.rows is None else
-                       PackedRows(s.rows[0], tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[-2])
-                       for s in plan.streams if s.name in tensors}
+        held = away | {
+            s.name: tensors[s.name]
+            if s.rows is None
+            else PackedRows(s.rows[0], tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[-2])
+            for s in plan.streams
+            if s.name in tensors
+        }
         self.window = Ring(held["window"], sliding_window - 1, plan.window_rows, write)
         self.main = self.index = None
         if plan.kind is not LayerKind.WINDOW:
@@ -120,8 +157,8 @@ class LayerCache:
 
 
 class Lengths:
-    """Tokens held by each row (`now`), and how far back each row may still be rewound: to `max_rewind` before the most it ever held
-    (`high`), and not to below what it was given at once (`low`)."""
+    """Tokens held by each row (`now`), and how far back each row may still be rewound: to `max_rewind` before the most
+    it ever held (`high`), and not to below what it was given at once (`low`)."""
 
     def __init__(self, batch: int, max_rewind: int):
         self.now, self.high, self.low = [0] * batch, [0] * batch, [0] * batch
@@ -139,11 +176,14 @@ class Lengths:
                 raise RewindError(f"row {b} holds {self.now[b]} tokens; cannot rewind it by {n}")
             if left and left < self.high[b] - self.max_rewind:
                 raise RewindError(
-                    f"row {b} was filled to {self.high[b]} tokens and keeps {self.max_rewind} to rewind; it cannot go back "
-                    f"to {left}; build the cache with max_rewind >= {self.high[b] - left}, or rewind to 0")
+                    f"row {b} was filled to {self.high[b]} tokens and keeps {self.max_rewind} to rewind; it cannot go "
+                    f"back to {left}; build the cache with max_rewind >= {self.high[b] - left}, or rewind to 0"
+                )
             if left and left < self.low[b]:
-                raise RewindError(f"row {b} was grafted at {self.low[b]} tokens and cannot go back to {left}; rewind to 0 and append "
-                                  "the tokens again")
+                raise RewindError(
+                    f"row {b} was grafted at {self.low[b]} tokens and cannot go back to {left}; rewind to 0 and "
+                    "append the tokens again"
+                )
         for b, n in enumerate(counts):
             self.now[b] -= n
             if self.now[b] == 0:
@@ -157,22 +197,40 @@ class Cache:
     at its own length (`mtp_lengths`): its entry at position t needs the token at t + 1.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, batch: int, max_context: int, max_rewind: int,
-                 devices: list[torch.device], mtp: bool, write=write_rows):
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        batch: int,
+        max_context: int,
+        max_rewind: int,
+        devices: list[torch.device],
+        mtp: bool,
+        write=write_rows,
+    ):
         if batch < 1 or max_context < 1 or max_rewind < 0:
-            raise InputError(f"a cache needs batch >= 1, max_context >= 1 and max_rewind >= 0; "
-                             f"got {batch}, {max_context}, {max_rewind}")
+            raise InputError(
+                f"a cache needs batch >= 1, max_context >= 1 and max_rewind >= 0; "
+                f"got {batch}, {max_context}, {max_rewind}"
+            )
         if max_context > config.max_position_embeddings:
-            raise InputError(f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
-                             f"{config.max_position_embeddings}; ask for at most that")
+            raise InputError(
+                f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
+                f"{config.max_position_embeddings}; ask for at most that"
+            )
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_rewind
         self.plan = self._planned(cache_streams(config, batch, max_context, max_rewind, numerics, mtp))
         try:
-            layers = [LayerCache(p, config.sliding_window, d, write, self._entries) for p, d in zip(self.plan, devices, strict=True)]
+            layers = [
+                LayerCache(p, config.sliding_window, d, write, self._entries)
+                for p, d in zip(self.plan, devices, strict=True)
+            ]
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams if s.place != "pinned")
-            raise CapacityError(f"the cache needs {wanted} bytes for batch {batch} and max_context {max_context}, and they "
-                                f"could not be allocated ({str(error).splitlines()[0]}); lower one of them") from error
+            raise CapacityError(
+                f"the cache needs {wanted} bytes for batch {batch} and max_context {max_context}, and they "
+                f"could not be allocated ({str(error).splitlines()[0]}); lower one of them"
+            ) from error
         n = config.num_hidden_layers
         self.layers, self.mtp_layers = layers[:n], layers[n:]
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
@@ -195,7 +253,8 @@ class Cache:
         step.place(op.place, (window.keep + 1, window.R), tuple(kept.values()))
 
     def make_room(self, rows: slice, tokens: int, mtp: bool = False) -> None:
-        """Called before `tokens` tokens are written to each of `rows`. All room was made at once here; a PagedCache takes pages."""
+        """Called before `tokens` tokens are written to each of `rows`. All room was made at once here; a PagedCache
+        takes pages."""
 
     @property
     def lengths(self) -> list[int]:
@@ -208,7 +267,9 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes really allocated, summed over the buffers."""
-        return sum(t.untyped_storage().nbytes() for layer in self.layers + self.mtp_layers for t in layer.tensors.values())
+        return sum(
+            t.untyped_storage().nbytes() for layer in self.layers + self.mtp_layers for t in layer.tensors.values()
+        )
 
     def rewind(self, n: int | list[int]) -> None:
         """Forget the last n tokens of every row (or n[b] of row b). Copies nothing.

@@ -7,21 +7,22 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.errors import ContextOverrun, InputError
+from dsv4.kernels.dispatch import DispatchLedger
 from dsv4.linear import Linear, parameter
 from dsv4.module import Module
 from dsv4.numerics import Numerics
 from dsv4.step import CapturedStep, Step
-from kernels.dispatch import DispatchLedger
 
 CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
 DECODED = 16  # tokens that an append takes for decode at most, unless it is told otherwise
 
 
 class TokenCache(Protocol):
-    """What `new_cache` gives: caches of all layers for `batch` rows of up to `max_context` tokens, addressed by position.
+    """What `new_cache` gives: caches of all layers for `batch` rows of up to `max_context` tokens, addressed by
+    position.
 
-    Beside the buffers its only state is `lengths`, the tokens of each row (`_main`, a `dsv4.cache.Lengths`); rows may be rewound by
-    `max_rewind` tokens at least, which copies nothing.
+    Beside the buffers its only state is `lengths`, the tokens of each row (`_main`, a `dsv4.cache.Lengths`); rows may
+    be rewound by `max_rewind` tokens at least, which copies nothing.
     """
 
     batch: int
@@ -61,10 +62,11 @@ class Head(Linear):
 
 
 class CausalLM(Module):
-    """A model that continues token ids. Subclasses give the layers; this runs them over ragged batches, in uniform pieces.
+    """A model that continues token ids. Subclasses give the layers; this runs them over ragged batches, in uniform
+    pieces.
 
-    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`, `page_layout`, `run`,
-    `captured`, `features`, `layer_paths` and `stream_shape`.
+    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`,
+    `page_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
     """
 
     def __init__(self, config, numerics: Numerics, backend: str):
@@ -76,9 +78,11 @@ class CausalLM(Module):
         self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
         self.placement: dict[str, str] = {}  # module → device, when they are spread
         self.inventory = self.ledger = None  # of the checkpoint that it was loaded from
-        self.kv_memory = None  # where `new_cache` keeps what grows with the context: `dsv4.host_tier.choice.HostMemory` (None: the device)
+        # where `new_cache` keeps what grows with the context: `dsv4.host_tier.choice.HostMemory` (None: the device)
+        self.kv_memory = None
         self.attention = None  # what is read of the cache, where that is a choice: `dsv4.gqa.choice.Attention`
-        self.tiles: list[torch.Tensor | None] | None = None  # of each layer, read in the last step before its attention terminated
+        # of each layer, read in the last step before its attention terminated
+        self.tiles: list[torch.Tensor | None] | None = None
         self.replayed: int | None = None  # tokens that the longest row held after the last step, if that was a replay
 
     # ---- what a model gives --------------------------------------------------------------
@@ -115,15 +119,24 @@ class CausalLM(Module):
     # ---- running -------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def append(self, ids: torch.Tensor, cache: TokenCache, n_new: list[int] | None = None, logits: str = "all",
-               return_streams: bool = False, chunk: int | None = None, prompt: bool | None = None):
+    def append(
+        self,
+        ids: torch.Tensor,
+        cache: TokenCache,
+        n_new: list[int] | None = None,
+        logits: str = "all",
+        return_streams: bool = False,
+        chunk: int | None = None,
+        prompt: bool | None = None,
+    ):
         """Append tokens to every row and return their logits: prefill, decode and verification alike.
 
         ids int64 [B, T], right-padded when `n_new` gives each row's count of new tokens (pads are
         neither read nor run). Returns fp32 [B, T, vocab]; with logits="last" only those of each
         row's last new token, [B, 1, vocab]; with "none", None. Positions that were not run hold
-        NaN. With return_streams, also the streams before the head [B, T, *stream_shape]. prompt: whether the tokens are (part of) a
-        prompt, which GQA models read the whole cache for where decoding has a policy of its own; None: if a row has more than 16.
+        NaN. With return_streams, also the streams before the head [B, T, *stream_shape]. prompt: whether the tokens are
+        (part of) a prompt, which GQA models read the whole cache for where decoding has a policy of its own; None: if a
+        row has more than 16.
 
         Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
         max_context; the cache is then unchanged.
@@ -134,13 +147,15 @@ class CausalLM(Module):
         self._run_pieces(ids, cache, counts, chunk, out, max(counts) > DECODED if prompt is None else prompt)
         return out.result()
 
-    def _run_pieces(self, ids: torch.Tensor, cache: TokenCache, counts: list[int], chunk: int, out: "Collector", prompt: bool) -> None:
+    def _run_pieces(
+        self, ids: torch.Tensor, cache: TokenCache, counts: list[int], chunk: int, out: "Collector", prompt: bool
+    ) -> None:
         starts = cache._main.now
         begin = list(starts)
         for rows, tokens in uniform_pieces(counts, chunk):
             cache.make_room(rows, tokens)
             done = [starts[b] - begin[b] for b in range(rows.start, rows.stop)]
-            piece = ids[rows, done[0]:done[0] + tokens]  # all rows of a piece have run equally many tokens
+            piece = ids[rows, done[0] : done[0] + tokens]  # all rows of a piece have run equally many tokens
             step = Step(piece.to(self.device), rows.start, starts[rows], self.rope_frequencies())
             step.prompt = prompt
             out.add(rows, done[0], tokens, self.run(step, cache))
@@ -187,8 +202,10 @@ class CausalLM(Module):
             values = ids.flatten().tolist() if ids.numel() <= 64 else [int(ids.min()), int(ids.max())]
             low, high = min(values), max(values)
             if low < 0 or high >= self.config.vocab_size:
-                raise InputError(f"token id {low if low < 0 else high} is outside the vocabulary of "
-                                 f"{self.config.vocab_size}; is this the checkpoint's own tokenizer?")
+                raise InputError(
+                    f"token id {low if low < 0 else high} is outside the vocabulary of "
+                    f"{self.config.vocab_size}; is this the checkpoint's own tokenizer?"
+                )
 
 
 class Collector:
@@ -200,22 +217,31 @@ class Collector:
         kept = {"all": T, "last": 1, "none": 0}[logits]
         fresh = torch.empty if all(n == T for n in counts) else partial(torch.full, fill_value=float("nan"))
         self.logits = fresh((B, kept, model.config.vocab_size), device=model.device) if kept else None
-        self.streams = fresh((B, T, *model.stream_shape), dtype=model.numerics.activation, device=model.device) if want_streams else None
+        self.streams = (
+            fresh((B, T, *model.stream_shape), dtype=model.numerics.activation, device=model.device)
+            if want_streams
+            else None
+        )
 
-    def add(self, rows: slice, done: int, tokens: int, streams: torch.Tensor, features: torch.Tensor | None = None) -> None:
-        """streams [N, *stream_shape] of a piece; features [N, d]: their head inputs, where the model's own head is not what makes them."""
+    def add(
+        self, rows: slice, done: int, tokens: int, streams: torch.Tensor, features: torch.Tensor | None = None
+    ) -> None:
+        """streams [N, *stream_shape] of a piece; features [N, d]: their head inputs, where the model's own head is not
+        what makes them."""
         streams = streams.view(rows.stop - rows.start, tokens, *streams.shape[1:])
         if self.streams is not None:
-            self.streams[rows, done:done + tokens] = streams
+            self.streams[rows, done : done + tokens] = streams
         if self.mode == "all":
             features = self.model.features(streams.flatten(0, 1)) if features is None else features
-            self.logits[rows, done:done + tokens] = self.model.head(features).view(*streams.shape[:2], -1)
+            self.logits[rows, done : done + tokens] = self.model.head(features).view(*streams.shape[:2], -1)
         elif self.mode == "last":
             ending = [b for b in range(rows.start, rows.stop) if self.counts[b] == done + tokens]
             if ending:
                 ends = slice(ending[0] - rows.start, ending[-1] - rows.start + 1)
                 own = features is None
-                fresh = self.model.head(self.model.features(streams[ends, -1]) if own else features.view(*streams.shape[:2], -1)[ends, -1])
+                fresh = self.model.head(
+                    self.model.features(streams[ends, -1]) if own else features.view(*streams.shape[:2], -1)[ends, -1]
+                )
                 for b in ending:
                     self.logits[b, 0] = fresh[b - ending[0]]
 
@@ -257,5 +283,7 @@ def uniform_pieces(counts: list[int], chunk: int):
 def check_room(lengths: list[int], counts: list[int], max_context: int) -> None:
     for b, (have, new) in enumerate(zip(lengths, counts)):
         if have + new > max_context:
-            raise ContextOverrun(f"row {b} holds {have} tokens and would get {new} more, over the cache's max_context of "
-                                 f"{max_context}; ask for a larger --max-context or fewer tokens")
+            raise ContextOverrun(
+                f"row {b} holds {have} tokens and would get {new} more, over the cache's max_context of "
+                f"{max_context}; ask for a larger --max-context or fewer tokens"
+            )

@@ -11,13 +11,13 @@ import torch
 
 from dsv4.cache import CompressorCache
 from dsv4.config import LayerKind, ModelConfig
+from dsv4.kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK, Windows
 from dsv4.linear import Linear, parameter
 from dsv4.module import Module, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
 from dsv4.step import CapturedStep, Step
-from kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK, Windows
 
 
 class MainCompressor(Module):
@@ -53,7 +53,9 @@ class MainCompressor(Module):
 
     def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
         """The same of a captured step, from the projected rows fp32 [N, 2·c·D], as a part of `attention_inputs`."""
-        return cache.windows(step, raw, self.ape, self.norm.weight, self.base, "kv" if self.numerics.simulate_kv else None)
+        return cache.windows(
+            step, raw, self.ape, self.norm.weight, self.base, "kv" if self.numerics.simulate_kv else None
+        )
 
 
 class IndexerKeyCompressor(Module):
@@ -93,11 +95,24 @@ class IndexerKeyCompressor(Module):
         return cache.windows(step, raw, self.ape, self.norm.weight, BASES[LayerKind.CSA], simulate)
 
 
-def _write_as_one(compressor: MainCompressor | IndexerKeyCompressor, raw: torch.Tensor, step: Step, cache: CompressorCache,
-                  base: str, simulate: str | None) -> None:
+def _write_as_one(
+    compressor: MainCompressor | IndexerKeyCompressor,
+    raw: torch.Tensor,
+    step: Step,
+    cache: CompressorCache,
+    base: str,
+    simulate: str | None,
+) -> None:
     """`forward` after the projection, by the composition `pool_entries`."""
     found, norm = cache.completed(step, raw, compressor.ape), compressor.norm
     if found is not None:
-        entries = compressor.op.pool_entries(*found, compressor.overlap, compressor.numerics.activation, norm.weight, norm.eps,
-                                             step.window_cis(compressor.ratio, base), simulate)
+        entries = compressor.op.pool_entries(
+            *found,
+            compressor.overlap,
+            compressor.numerics.activation,
+            norm.weight,
+            norm.eps,
+            step.window_cis(compressor.ratio, base),
+            simulate,
+        )
         cache.entries.write(step, entries)

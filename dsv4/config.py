@@ -1,6 +1,6 @@
 """Model configuration, in the official field names (config.json of DeepSeek-V4).
 
-`loaders.config_files` turns each published form (official, `inference/config.json`,
+`dsv4.loaders.config_files` turns each published form (official, `inference/config.json`,
 transformers) into the official dictionary; this file turns that into checked values.
 """
 
@@ -15,12 +15,12 @@ class LayerKind(enum.Enum):
     """What a layer attends to beside its sliding window."""
 
     WINDOW = "window"  # nothing
-    CSA = "csa"        # top-k of entries of `ratio` tokens, overlapping (paper §2.3.1)
-    HCA = "hca"        # every visible entry of `ratio` tokens (paper §2.3.2)
+    CSA = "csa"  # top-k of entries of `ratio` tokens, overlapping (paper §2.3.1)
+    HCA = "hca"  # every visible entry of `ratio` tokens (paper §2.3.2)
 
 
 KIND_OF_RATIO = {0: LayerKind.WINDOW, 4: LayerKind.CSA, 128: LayerKind.HCA}
-MAX_NUMBER = 1e12      # nothing in a config is larger; beyond it a number is a mistake
+MAX_NUMBER = 1e12  # nothing in a config is larger; beyond it a number is a mistake
 MAX_MTP_BLOCKS = 64
 
 
@@ -95,20 +95,27 @@ class ModelConfig:
         """Build from the official dictionary. Raises ConfigError naming the key."""
         reader = Reader(raw)
         reader.expect("model_type", "deepseek_v4")
-        values = {f.name: reader.number(f.name, f.type) for f in fields(cls) if f.type in (int, float)
-                  and f.name != "num_mtp_layers"}
+        values = {
+            f.name: reader.number(f.name, f.type)
+            for f in fields(cls)
+            if f.type in (int, float) and f.name != "num_mtp_layers"
+        }
         layers = values["num_hidden_layers"]
         ratios = reader.get("compress_ratios")
         if not isinstance(ratios, (list, tuple)) or len(ratios) < layers:
-            raise ConfigError(f"compress_ratios has {len(ratios) if isinstance(ratios, (list, tuple)) else repr(ratios)[:60]} "
-                              f"entries for num_hidden_layers {layers}; expected one per layer plus one per MTP block")
+            raise ConfigError(
+                f"compress_ratios has {len(ratios) if isinstance(ratios, (list, tuple)) else repr(ratios)[:60]} "
+                f"entries for num_hidden_layers {layers}; expected one per layer plus one per MTP block"
+            )
         for layer, ratio in enumerate(ratios):
             if type(ratio) is not int or ratio not in KIND_OF_RATIO:
-                raise ConfigError(f"layer {layer} has compress_ratio {ratio!r:.60}; expected 0 (window), 4 (CSA) or 128 (HCA)")
+                raise ConfigError(
+                    f"layer {layer} has compress_ratio {ratio!r:.60}; expected 0 (window), 4 (CSA) or 128 (HCA)"
+                )
         mtp = number("num_nextn_predict_layers", reader.optional("num_nextn_predict_layers", 0) or 0, int)
         if mtp not in range(MAX_MTP_BLOCKS + 1):
             raise ConfigError(f"num_nextn_predict_layers is {mtp}; expected 0 … {MAX_MTP_BLOCKS}")
-        mtp_ratios = tuple(ratios[layers:layers + mtp])
+        mtp_ratios = tuple(ratios[layers : layers + mtp])
         if len(mtp_ratios) < mtp:  # transformers-saved configs carry no entry for MTP blocks, which are window layers
             mtp_ratios += (0,) * (mtp - len(mtp_ratios))
         quant = mapping("quantization_config", reader.optional("quantization_config", None))
@@ -119,7 +126,10 @@ class ModelConfig:
         eos = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
         bos = reader.optional("bos_token_id", None)
         config = cls(
-            **values, compress_ratios=tuple(ratios[:layers]), mtp_compress_ratios=mtp_ratios, num_mtp_layers=mtp,
+            **values,
+            compress_ratios=tuple(ratios[:layers]),
+            mtp_compress_ratios=mtp_ratios,
+            num_mtp_layers=mtp,
             yarn=_yarn(mapping("rope_scaling", reader.optional("rope_scaling", None))),
             bos_token_id=None if bos is None else number("bos_token_id", bos, int),
             eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
@@ -140,31 +150,64 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise ConfigError where fields contradict each other."""
+
         def need(ok: bool, message: str) -> None:
             if not ok:
                 raise ConfigError(message)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
-                     "o_groups", "o_lora_rank", "sliding_window", "n_routed_experts", "num_experts_per_tok",
-                     "moe_intermediate_size", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings", "rope_theta",
-                     "compress_rope_theta", "rms_norm_eps", "swiglu_limit"):
+
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "head_dim",
+            "q_lora_rank",
+            "o_groups",
+            "o_lora_rank",
+            "sliding_window",
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "hc_mult",
+            "hc_sinkhorn_iters",
+            "max_position_embeddings",
+            "rope_theta",
+            "compress_rope_theta",
+            "rms_norm_eps",
+            "swiglu_limit",
+        ):
             need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
-        need(self.num_attention_heads % self.o_groups == 0,
-             f"num_attention_heads {self.num_attention_heads} is not divisible by o_groups {self.o_groups}")
-        need(self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= self.head_dim,
-             f"qk_rope_head_dim {self.qk_rope_head_dim} must be even and at most head_dim {self.head_dim}")
-        need(self.num_experts_per_tok <= self.n_routed_experts,
-             f"num_experts_per_tok {self.num_experts_per_tok} exceeds n_routed_experts {self.n_routed_experts}")
+        need(
+            self.num_attention_heads % self.o_groups == 0,
+            f"num_attention_heads {self.num_attention_heads} is not divisible by o_groups {self.o_groups}",
+        )
+        need(
+            self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= self.head_dim,
+            f"qk_rope_head_dim {self.qk_rope_head_dim} must be even and at most head_dim {self.head_dim}",
+        )
+        need(
+            self.num_experts_per_tok <= self.n_routed_experts,
+            f"num_experts_per_tok {self.num_experts_per_tok} exceeds n_routed_experts {self.n_routed_experts}",
+        )
         need(self.n_shared_experts == 1, f"n_shared_experts is {self.n_shared_experts}; this model has exactly 1")
-        need(0 <= self.num_hash_layers <= self.num_hidden_layers,
-             f"num_hash_layers {self.num_hash_layers} exceeds num_hidden_layers {self.num_hidden_layers}")
-        need(all(ratio == 0 for ratio in self.mtp_compress_ratios),
-             f"an MTP block has compress_ratio {self.mtp_compress_ratios}; MTP blocks are window layers (ratio 0)")
+        need(
+            0 <= self.num_hash_layers <= self.num_hidden_layers,
+            f"num_hash_layers {self.num_hash_layers} exceeds num_hidden_layers {self.num_hidden_layers}",
+        )
+        need(
+            all(ratio == 0 for ratio in self.mtp_compress_ratios),
+            f"an MTP block has compress_ratio {self.mtp_compress_ratios}; MTP blocks are window layers (ratio 0)",
+        )
         if LayerKind.CSA in {self.kind(i) for i in range(self.num_hidden_layers)}:
             need(self.index_topk > 0 and self.index_n_heads > 0, "CSA layers need index_topk and index_n_heads above 0")
-            need(self.qk_rope_head_dim <= self.index_head_dim,
-                 f"qk_rope_head_dim {self.qk_rope_head_dim} exceeds index_head_dim {self.index_head_dim}")
-            need(self.index_head_dim & (self.index_head_dim - 1) == 0,
-                 f"index_head_dim {self.index_head_dim} is not a power of two, which the Hadamard transform needs")
+            need(
+                self.qk_rope_head_dim <= self.index_head_dim,
+                f"qk_rope_head_dim {self.qk_rope_head_dim} exceeds index_head_dim {self.index_head_dim}",
+            )
+            need(
+                self.index_head_dim & (self.index_head_dim - 1) == 0,
+                f"index_head_dim {self.index_head_dim} is not a power of two, which the Hadamard transform needs",
+            )
         need(min(self.weight_block_size) > 0, f"weight_block_size {self.weight_block_size} is not two positive numbers")
 
 

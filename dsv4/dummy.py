@@ -11,32 +11,52 @@ from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.dummy import GEOMETRIES, fill_grouped, load_gqa_dummy
 from dsv4.gqa.load import check_choices
 from dsv4.host_tier.choice import HostMemory
+from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.linear import Matrix, Storage
 from dsv4.load import resolve_backend, resolve_device
+from dsv4.loaders.expected import official_tensors, preset
+from dsv4.loaders.files import DTYPES
 from dsv4.model import Model
 from dsv4.numerics import numerics_named
-from kernels.cache_rows import PackedRows, RowFormat
-from kernels.quantize import WeightFormat
-from loaders.expected import official_tensors, preset
-from loaders.files import DTYPES
 
 E4M3_RMS, E2M1_RMS = 0.5, 2.93  # of the random codes below
 BYTES_AT_ONCE = 1 << 28
 
 
-def load_dummy(name: str, layers: int | None = None, numerics: str = "native", backend: str = "auto", device: str = "cpu",
-               max_context: int | None = None, cache: str = "auto", index_cache: str = "auto", seed: int = 0,
-               mtp: bool = False, attention: Attention | None = None, kv_memory: HostMemory | None = None) -> CausalLM:
-    """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and its MTP block.
+def load_dummy(
+    name: str,
+    layers: int | None = None,
+    numerics: str = "native",
+    backend: str = "auto",
+    device: str = "cpu",
+    max_context: int | None = None,
+    cache: str = "auto",
+    index_cache: str = "auto",
+    seed: int = 0,
+    mtp: bool = False,
+    attention: Attention | None = None,
+    kv_memory: HostMemory | None = None,
+) -> CausalLM:
+    """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and
+    its MTP block.
 
-    Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones (FP8
-    matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory too, as `load_model`. Raises
+    Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones
+    (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory too, as `load_model`. Raises
     InputError for a name or number of layers that does not exist.
     """
     if name in GEOMETRIES:
         check_choices(numerics_named(numerics), mtp, False, cache, index_cache)
-        model = load_gqa_dummy(name, layers, numerics_named(numerics), resolve_backend(backend, resolve_device(device)),
-                               resolve_device(device), max_context, seed, attention)
+        model = load_gqa_dummy(
+            name,
+            layers,
+            numerics_named(numerics),
+            resolve_backend(backend, resolve_device(device)),
+            resolve_device(device),
+            max_context,
+            seed,
+            attention,
+        )
         model.kv_memory = kv_memory
         return model
     raw = preset(name)
@@ -48,14 +68,21 @@ def load_dummy(name: str, layers: int | None = None, numerics: str = "native", b
     layers = total if layers is None else layers
     if not 0 < layers <= total:
         raise InputError(f"{layers} layers of {name} were asked for; expected 1 … {total}")
-    config = ModelConfig.from_official(raw | {
-        "num_hidden_layers": layers, "compress_ratios": raw["compress_ratios"][:layers] + raw["compress_ratios"][total:] * mtp,
-        "num_nextn_predict_layers": raw["num_nextn_predict_layers"] * mtp,
-        "num_hash_layers": min(raw["num_hash_layers"], layers)})
+    config = ModelConfig.from_official(
+        raw
+        | {
+            "num_hidden_layers": layers,
+            "compress_ratios": raw["compress_ratios"][:layers] + raw["compress_ratios"][total:] * mtp,
+            "num_nextn_predict_layers": raw["num_nextn_predict_layers"] * mtp,
+            "num_hash_layers": min(raw["num_hash_layers"], layers),
+        }
+    )
     target, choice = resolve_device(device), numerics_named(numerics).with_caches(cache, index_cache)
     tensors = official_tensors(config)
     with torch.device("meta"):
-        model = Model(config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp=mtp)
+        model = Model(
+            config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp=mtp
+        )
     model.to_empty(device=target)
     model.device, model.max_context, model.kv_memory = target, max_context, kv_memory
     fill_weights(model, seed)
@@ -82,7 +109,13 @@ def fill_weights(model: Model, seed: int = 0) -> None:
         leaf = name.rsplit(".", 1)[-1]
         if leaf == "tid2eid":
             E = model.config.n_routed_experts
-            p.copy_((torch.randint(E, (p.shape[0], 1), generator=g, device=p.device) + torch.arange(p.shape[1], device=p.device)) % E)
+            p.copy_(
+                (
+                    torch.randint(E, (p.shape[0], 1), generator=g, device=p.device)
+                    + torch.arange(p.shape[1], device=p.device)
+                )
+                % E
+            )
         elif leaf == "weight" and p.dim() == 1:
             p.fill_(1.0)
         elif leaf in ("bias", "base", "attn_sink"):
@@ -117,9 +150,12 @@ def fill_cache(cache: Cache | GroupedCache, length: int | list[int], seed: int =
     if isinstance(cache, GroupedCache):
         return fill_grouped(cache, lengths, seed)
     for layer in cache.layers + cache.mtp_layers:
-        for stream in (layer.window, *(part for c in (layer.main, layer.index) if c is not None for part in (c.raw, c.entries))):
+        for stream in (
+            layer.window,
+            *(part for c in (layer.main, layer.index) if c is not None for part in (c.raw, c.entries)),
+        ):
             _fill_rows(stream.flat, seed)
-    for held in (cache._main, cache._mtp)[:1 + bool(cache.mtp_layers)]:
+    for held in (cache._main, cache._mtp)[: 1 + bool(cache.mtp_layers)]:
         held.now, held.high = list(lengths), list(lengths)
 
 

@@ -1,10 +1,22 @@
 """Errors of the model and the engine. Each is one line meant for the user."""
 
-from kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
+from dsv4.kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
 
 __all__ = [
-    "BackendUnavailable", "CapacityError", "ConfigError", "ContextOverrun", "Dsv4Error",
-    "InputError", "MissingSelection", "MissingSummaries", "NotFinite", "OutOfPages", "PageError", "RewindError", "UnsupportedInput", "brief",
+    "BackendUnavailable",
+    "CapacityError",
+    "ConfigError",
+    "ContextOverrun",
+    "Dsv4Error",
+    "InputError",
+    "MissingSelection",
+    "MissingSummaries",
+    "NotFinite",
+    "OutOfPages",
+    "PageError",
+    "RewindError",
+    "UnsupportedInput",
+    "brief",
 ]
 
 
@@ -39,7 +51,8 @@ class OutOfPages(CapacityError):
 
 
 class PageError(Dsv4Error):
-    """A page that was freed twice, shared while free, or discarded although it is committed: the engine's own bookkeeping is wrong."""
+    """A page that was freed twice, shared while free, or discarded although it is committed: the engine's own
+    bookkeeping is wrong."""
 
 
 class NotFinite(Dsv4Error):

@@ -12,7 +12,8 @@ from dsv4.graph import DecodeGraph, capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.result import Speculation
 
-COLDEST, HOTTEST = 1e-6, 1_000_000  # logits over less may overflow; long before more, every token is as likely as another
+# logits over less may overflow; long before more, every token is as likely as another
+COLDEST, HOTTEST = 1e-6, 1_000_000
 
 
 @dataclass
@@ -43,8 +44,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability; seed of 64 bits. Raises InputError for
-    what no token can be drawn by."""
+    """temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability; seed of 64 bits.
+    Raises InputError for what no token can be drawn by."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -52,16 +53,18 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:  # NaN is neither
-            raise InputError(f"temperature {brief(self.temperature)} was asked for; expected 0 (greedy), or {COLDEST} to {HOTTEST}")
+            raise InputError(
+                f"temperature {brief(self.temperature)} was asked for; expected 0 (greedy), or {COLDEST} to {HOTTEST}"
+            )
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p {brief(self.top_p)} was asked for; expected a number over 0 and up to 1")
-        if not -2**63 <= self.seed < 2**63:
+        if not -(2**63) <= self.seed < 2**63:
             raise InputError(f"seed {brief(self.seed)} was asked for; expected a number of 64 bits, -2^63 to 2^63 - 1")
 
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """What tokens are drawn by, fp32 [..., vocab] of logits [..., vocab]: probabilities at this temperature (not 0), and 0 outside
-    top_p, so that they then sum to top_p or a little more."""
+    """What tokens are drawn by, fp32 [..., vocab] of logits [..., vocab]: probabilities at this temperature (not 0),
+    and 0 outside top_p, so that they then sum to top_p or a little more."""
     p = torch.softmax(logits.float() / sampling.temperature, -1)
     if sampling.top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
@@ -83,16 +86,23 @@ def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     return int(torch.multinomial(weights(logits.cpu(), sampling), 1, generator=generator))
 
 
-def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sampling = Sampling(), max_context: int | None = None,
-             stop_ids: Iterable[int] = (), on_token: Callable[[int], None] | None = None,
-             on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+def generate(
+    model: CausalLM,
+    ids: list[int],
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    max_context: int | None = None,
+    stop_ids: Iterable[int] = (),
+    on_token: Callable[[int], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Generation:
     """Generate from a prompt until a stop id or `max_new_tokens`.
 
     max_context: tokens the cache holds; by default just enough. The last token is not fed back, so a prompt of P
     tokens and N new ones need P + N − 1. on_token(id) as tokens appear; on_prefill(done, total) during prefill.
-    Raises InputError for an empty prompt or id outside the vocabulary; ContextOverrun when the prompt does not fit max_context, or all
-    that was asked for the checkpoint, and, while generating, when the next token would not fit max_context: tokens so far have been
-    passed to on_token.
+    Raises InputError for an empty prompt or id outside the vocabulary; ContextOverrun when the prompt does not fit
+    max_context, or all that was asked for the checkpoint, and, while generating, when the next token would not fit
+    max_context: tokens so far have been passed to on_token.
     """
     limit = context_limit(model, [ids], max_new_tokens, max_context)
     cache = model.new_cache(1, capacity(model, limit))
@@ -111,7 +121,9 @@ def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sam
     while True:
         ahead = graph is not None and sampling.temperature == 0  # a token that stops is then appended for nothing
         if ahead:
-            (token,), logits = graph.greedy(logits, len(out.token_ids) + 1 < max_new_tokens and cache.lengths[0] < limit)
+            (token,), logits = graph.greedy(
+                logits, len(out.token_ids) + 1 < max_new_tokens and cache.lengths[0] < limit
+            )
         else:
             token = sample(logits[0, -1], sampling, generator)
         out.token_ids.append(token)
@@ -131,8 +143,8 @@ def generate(model: CausalLM, ids: list[int], max_new_tokens: int, sampling: Sam
 def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:
     """Tokens that the cache of this request holds: max_context, or just enough.
 
-    Raises InputError for an empty prompt and ids outside the vocabulary, ContextOverrun for a prompt that is too long for max_context or,
-    with all that may follow it, for the checkpoint: then no max_context would help.
+    Raises InputError for an empty prompt and ids outside the vocabulary, ContextOverrun for a prompt that is too long
+    for max_context or, with all that may follow it, for the checkpoint: then no max_context would help.
     """
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty")
@@ -144,7 +156,10 @@ def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int
         raise beyond_checkpoint(longest, max_new_tokens, most, "--max-new-tokens")
     limit = limit if limit is not None else longest + max_new_tokens - 1
     if longest > limit:
-        raise ContextOverrun(f"the prompt has {longest} tokens, max_context is {limit}; shorten it or raise --max-context (at most {most})")
+        raise ContextOverrun(
+            f"the prompt has {longest} tokens, max_context is {limit}; shorten it or raise --max-context (at "
+            f"most {most})"
+        )
     for ids in prompts:
         check_ids(ids, model.config.vocab_size)
     return limit
@@ -154,20 +169,28 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Raises InputError for a token id that the model has not, of any size: tensors hold 64 bits."""
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
-        raise InputError(f"token id {brief(low if low < 0 else high)} is outside the vocabulary of {vocab_size}; expected 0 to "
-                         f"{vocab_size - 1}, as the checkpoint's own tokenizer gives them")
+        raise InputError(
+            f"token id {brief(low if low < 0 else high)} is outside the vocabulary of {vocab_size}; expected 0 to "
+            f"{vocab_size - 1}, as the checkpoint's own tokenizer gives them"
+        )
 
 
 def beyond_checkpoint(prompt_tokens: int, max_tokens: int, most: int, option: str) -> ContextOverrun:
     """The error of a request that no --max-context would help. option: what sets its max_tokens."""
     lower = "shorten it" if prompt_tokens > most else f"shorten it, or lower {option}"
-    return ContextOverrun(f"the prompt has {prompt_tokens} tokens and {brief(max_tokens)} more were asked for, over the {most} "
-                          f"(max_position_embeddings) that the checkpoint takes; {lower}")
+    return ContextOverrun(
+        f"the prompt has {prompt_tokens} tokens and {brief(max_tokens)} more were asked for, over the {most} "
+        f"(max_position_embeddings) that the checkpoint takes; {lower}"
+    )
 
 
 def context_full(limit: int, generated: int) -> ContextOverrun:
-    """The error of a next token that the context has no room for; the checkpoint's has, or `context_limit` had refused the request."""
-    return ContextOverrun(f"the context of {limit} tokens is full after {generated} new tokens; raise --max-context or lower --max-new-tokens")
+    """The error of a next token that the context has no room for; the checkpoint's has, or `context_limit` had refused
+    the request."""
+    return ContextOverrun(
+        f"the context of {limit} tokens is full after {generated} new tokens; raise --max-context or lower "
+        "--max-new-tokens"
+    )
 
 
 def _prefill(model: CausalLM, ids: list[int], cache, on_prefill) -> torch.Tensor:
@@ -175,7 +198,9 @@ def _prefill(model: CausalLM, ids: list[int], cache, on_prefill) -> torch.Tensor
     logits = None
     for start in range(0, len(ids), model.chunk):
         last = start + model.chunk >= len(ids)
-        logits = model.append(prompt[:, start:start + model.chunk], cache, logits="last" if last else "none", prompt=True)
+        logits = model.append(
+            prompt[:, start : start + model.chunk], cache, logits="last" if last else "none", prompt=True
+        )
         if on_prefill is not None:
             on_prefill(min(start + model.chunk, len(ids)), len(ids))
     if logits.is_cuda:

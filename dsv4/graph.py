@@ -17,20 +17,21 @@ WARM_UP = 2  # runs before capture: kernels compile and libraries take their wor
 
 
 def captures(model: CausalLM) -> bool:
-    """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the device to learn
-    how many tokens each expert has."""
+    """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the
+    device to learn how many tokens each expert has."""
     return model.device.type == "cuda" and model.backend == "triton"
 
 
 def capacity(model: CausalLM, limit: int) -> int:
-    """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by it: so text with
-    drafts, which runs beyond the limit before it is cut, and text without get caches of one size. Rows of a batch that are done still run,
-    one token behind their last."""
+    """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by
+    it: so text with drafts, which runs beyond the limit before it is cut, and text without get caches of one size. Rows
+    of a batch that are done still run, one token behind their last."""
     return max(limit, min(limit + LARGEST + 1, model.config.max_position_embeddings)) if captures(model) else limit
 
 
 def captured_graph(run: Callable[[], None], pool=None, undo: Callable[[], None] = lambda: None) -> torch.cuda.CUDAGraph:
-    """What `run` launches, as a graph, after it ran a few times; undo: after each of those. pool: of graphs that never run at once."""
+    """What `run` launches, as a graph, after it ran a few times; undo: after each of those. pool: of graphs that never
+    run at once."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -46,18 +47,23 @@ def captured_graph(run: Callable[[], None], pool=None, undo: Callable[[], None] 
 class DecodeGraph:
     """Appends `tokens` tokens to rows of `cache` (what the model's `new_cache` gives) by replaying one graph.
 
-    A replay neither allocates nor waits for the device, and runs no Python of the model. Rows stand at their own lengths; a row that is not
-    `active` is computed and forgotten: its slots lie beyond its length. Where nothing is captured (`captures`), the step
-    runs without a graph.
+    A replay neither allocates nor waits for the device, and runs no Python of the model. Rows stand at their own
+    lengths; a row that is not `active` is computed and forgotten: its slots lie beyond its length. Where nothing is
+    captured (`captures`), the step runs without a graph.
 
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
     """
 
     def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
         if model.layer_devices is not None:
-            raise InputError("a decode step cannot be captured while layers are spread over devices; load without --device-map")
+            raise InputError(
+                "a decode step cannot be captured while layers are spread over devices; load without --device-map"
+            )
         if tokens > cache.max_rewind + 1:
-            raise InputError(f"steps of {tokens} tokens need a cache with max_rewind >= {tokens - 1}; this one has {cache.max_rewind}")
+            raise InputError(
+                f"steps of {tokens} tokens need a cache with max_rewind >= {tokens - 1}; this one has "
+                f"{cache.max_rewind}"
+            )
         self.model, self.cache, self.tokens = model, cache, tokens
         self.ids = torch.zeros(cache.batch, tokens, dtype=torch.int64, device=model.device)
         self.start = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
@@ -70,19 +76,23 @@ class DecodeGraph:
             self._capture()
 
     def step(self, ids: torch.Tensor | None = None, active: list[bool] | None = None) -> torch.Tensor:
-        """Append ids int64 [batch, tokens] (None: what `self.ids` holds) and return the graph's logits fp32 [batch, tokens, vocab].
+        """Append ids int64 [batch, tokens] (None: what `self.ids` holds) and return the graph's logits fp32 [batch,
+        tokens, vocab].
 
-        The next step overwrites them. active: rows whose length advances, by default all. Raises ContextOverrun where one would exceed
-        max_context; nothing has run then.
+        The next step overwrites them. active: rows whose length advances, by default all. Raises ContextOverrun where
+        one would exceed max_context; nothing has run then.
         """
         lengths = self.lengths
         if self.model.attention is not self._attention:
             raise InputError("model.attention was changed after this step was made; make a new DecodeGraph")
         moving = [True] * self.cache.batch if active is None else active
-        for b, (length, moves) in enumerate(zip(lengths.now, moving, strict=True)):
+        assert len(moving) == self.cache.batch, "one flag a row"
+        for b, length in enumerate(lengths.now):
             if length + self.tokens > self.cache.max_context:
-                raise ContextOverrun(f"row {b} holds {length} tokens and would get {self.tokens} more, over the cache's max_context of "
-                                     f"{self.cache.max_context}; ask for a larger --max-context or fewer tokens")
+                raise ContextOverrun(
+                    f"row {b} holds {length} tokens and would get {self.tokens} more, over the cache's max_context of "
+                    f"{self.cache.max_context}; ask for a larger --max-context or fewer tokens"
+                )
         if ids is not None:
             send(ids, self.ids)
         if self._held != lengths.now:
@@ -99,11 +109,14 @@ class DecodeGraph:
                 lengths.advance(slice(b, b + 1), self.tokens)
         return self.logits
 
-    def greedy(self, logits: torch.Tensor, more: bool, feed: torch.Tensor | None = None) -> tuple[list[int], torch.Tensor | None]:
-        """The likeliest token of each row of logits [batch, …, vocab] and, if there is `more`, the logits after it (`step`; of one token).
+    def greedy(
+        self, logits: torch.Tensor, more: bool, feed: torch.Tensor | None = None
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """The likeliest token of each row of logits [batch, …, vocab] and, if there is `more`, the logits after it
+        (`step`; of one token).
 
-        That step is under way before the host knows the tokens: the device does not wait until they have been read and fed. feed int64
-        [batch, 1], on the device: appended in their place.
+        That step is under way before the host knows the tokens: the device does not wait until they have been read and
+        fed. feed int64 [batch, 1], on the device: appended in their place.
         """
         said = logits[:, -1:].argmax(-1)
         self._said.copy_(said, non_blocking=True)
@@ -152,16 +165,18 @@ class DecodeGraph:
 
 
 class BlockGraph(DecodeGraph):
-    """The same of the MTP block: appends `tokens` entries to rows of its own cache. `streams` [batch, n, d] and `logits` [batch, 1, vocab] are
-    those after the last entry of each row that counts.
+    """The same of the MTP block: appends `tokens` entries to rows of its own cache. `streams` [batch, n, d] and
+    `logits` [batch, 1, vocab] are those after the last entry of each row that counts.
 
-    fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too; so is last int64 [batch], which entry that is: of `tokens` the last,
-    unless `ends` said otherwise.
+    fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too; so is last int64 [batch], which
+    entry that is: of `tokens` the last, unless `ends` said otherwise.
     """
 
     def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
         c = model.config
-        self.fed = torch.zeros(cache.batch, tokens, c.hc_mult, c.hidden_size, dtype=model.numerics.activation, device=model.device)
+        self.fed = torch.zeros(
+            cache.batch, tokens, c.hc_mult, c.hidden_size, dtype=model.numerics.activation, device=model.device
+        )
         self._ends = [tokens] * cache.batch
         self.last = torch.full((cache.batch,), tokens - 1, device=model.device)
         super().__init__(model, cache, tokens)

@@ -5,12 +5,12 @@ import torch
 from dsv4.cache import LayerCache
 from dsv4.compressor import IndexerKeyCompressor
 from dsv4.config import LayerKind, ModelConfig
+from dsv4.kernels.fusions.compositions import IndexHeads
 from dsv4.linear import Linear
 from dsv4.module import Module, composed
 from dsv4.numerics import Numerics
 from dsv4.rope import BASES
 from dsv4.step import CapturedStep, Step
-from kernels.fusions.compositions import IndexHeads
 
 
 class LightningIndexer(Module):
@@ -48,11 +48,14 @@ class LightningIndexer(Module):
         return IndexHeads(q.view(step.N, self.H, self.D), weights, self.scale, self.numerics.simulate_index)
 
     def captured(self, asked: list, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
-        """`forward` of a captured step whose keys are written. asked: q [N, H, D] and scaled head weights [N, H], if any."""
+        """`forward` of a captured step whose keys are written. asked: q [N, H, D] and scaled head weights [N, H], if
+        any."""
         if not self.chooses(step):
             return cache.index.entries.all_visible(step)
         q, weights = (t.view(step.B, step.T, *t.shape[1:]) for t in asked)
-        return self.op.select_entries(q, weights, cache.index.entries.visible(step), step.visible(self.ratio), self.topk)
+        return self.op.select_entries(
+            q, weights, cache.index.entries.visible(step), step.visible(self.ratio), self.topk
+        )
 
     def chooses(self, step: Step) -> bool:
         """Whether there may be more visible entries than are selected; else there is nothing to score."""
@@ -63,7 +66,8 @@ class LightningIndexer(Module):
         return self.op.index_scores(*self.scored(x, qr, step, cache))
 
     def scored(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> tuple:
-        """What scores are made of: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64 [B, T]."""
+        """What scores are made of: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64
+        [B, T]."""
         q = self.queries(qr, step).view(step.B, step.T, self.H, self.D)
         weights = self.weights_proj(x).float().view(step.B, step.T, self.H) * self.scale
         return q, weights, cache.index.entries.visible(step), step.visible(self.ratio)

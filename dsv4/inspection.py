@@ -5,10 +5,10 @@ from pathlib import Path
 
 from dsv4.gqa.load import check_copies
 from dsv4.load import plan_model
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import Progress, read_json
+from dsv4.loaders.load import Inventory
 from dsv4.numerics import NUMERICS
-from loaders.errors import CheckpointError
-from loaders.files import Progress, read_json
-from loaders.load import Inventory
 
 
 def inspect(path: str | Path, verify: bool = False, progress: Progress | None = None) -> dict:
@@ -25,9 +25,15 @@ def inspect(path: str | Path, verify: bool = False, progress: Progress | None = 
     formats: dict[str, int] = {}
     for form in inventory.formats.values():
         formats[form.value] = formats.get(form.value, 0) + 1
-    return {"checkpoint": str(path), "layout": inventory.layout.name, "shards": [f.name for f in inventory.files.shards],
-            "formats": formats, "mtp_blocks": inventory.mtp_blocks, "ledger": ledger,
-            "config": config_ledger(inventory, model.config)}
+    return {
+        "checkpoint": str(path),
+        "layout": inventory.layout.name,
+        "shards": [f.name for f in inventory.files.shards],
+        "formats": formats,
+        "mtp_blocks": inventory.mtp_blocks,
+        "ledger": ledger,
+        "config": config_ledger(inventory, model.config),
+    }
 
 
 def config_ledger(inventory: Inventory, config) -> list[dict]:
@@ -39,7 +45,15 @@ def config_ledger(inventory: Inventory, config) -> list[dict]:
         note = inventory.config_notes.get(key)
         read = key in inventory.config and key not in config.never_read
         value = effective.get(key, inventory.config.get(key)) if read else None
-        status = "derived" if note and key not in raw else "read" if read else "translated" if key not in inventory.config else "never read"
+        status = (
+            "derived"
+            if note and key not in raw
+            else "read"
+            if read
+            else "translated"
+            if key not in inventory.config
+            else "never read"
+        )
         rows.append({"key": key, "requested": raw.get(key), "effective": value, "status": status, "note": note or ""})
     return rows
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from dsv4.errors import UnsupportedInput
+from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.module import Module
 from dsv4.numerics import Numerics
-from kernels.quantize import PackedWeight, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Matrix(Module):
     [..., O, K/2], scale E8M0 [..., O, K/32]. NVFP4: weight uint8 [..., O, K/2], scale E4M3
     [..., O, K/16], global_scale fp32 [..., parts].
 
-    `stacked` names the official matrices that are stacked along O in equal parts; empty if the matrix is one of the file.
+    `stacked` names the official matrices that are stacked along O in equal parts; empty if the matrix is one of the
+    file.
     """
 
     def __init__(self, shape: tuple[int, ...], storage: Storage, stacked: tuple[str, ...] = ()):
@@ -47,8 +48,10 @@ class Matrix(Module):
             case WeightFormat.FP8:
                 bo, bk = storage.block
                 if parts > 1 and O // parts % bo:
-                    raise UnsupportedInput(f"{parts} FP8 matrices of {O // parts} rows cannot be stacked: their blocks "
-                                           f"of {bo} rows would straddle two; expected a multiple of {bo} rows")
+                    raise UnsupportedInput(
+                        f"{parts} FP8 matrices of {O // parts} rows cannot be stacked: their blocks "
+                        f"of {bo} rows would straddle two; expected a multiple of {bo} rows"
+                    )
                 self.weight = parameter(*shape, dtype=torch.float8_e4m3fn)
                 self.scale = parameter(*lead, -(-O // bo), -(-K // bk), dtype=storage.scale)
             case WeightFormat.MXFP4:
@@ -63,13 +66,23 @@ class Matrix(Module):
     def packed(self) -> PackedWeight:
         """The matrix as the products take it."""
         held = self._parameters
-        return PackedWeight(self.storage.format, held["weight"], held.get("scale"), held.get("global_scale"), self.storage.block)
+        return PackedWeight(
+            self.storage.format, held["weight"], held.get("scale"), held.get("global_scale"), self.storage.block
+        )
 
 
 class Linear(Matrix):
     """y = W x. In simulated numerics the activation of a quantised matrix is quantised too."""
 
-    def __init__(self, out_features: int, in_features: int, storage: Storage, numerics: Numerics, op, stacked: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        storage: Storage,
+        numerics: Numerics,
+        op,
+        stacked: tuple[str, ...] = (),
+    ):
         super().__init__((out_features, in_features), storage, stacked)
         self.op = op
         self.simulate = numerics.simulate and self.quantised

@@ -6,39 +6,52 @@ from pathlib import Path
 
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.causal import CausalLM
+from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError, InputError
 from dsv4.gqa import load as gqa
 from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.model import GQAModel
 from dsv4.host_tier.choice import HostMemory
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.linear import Matrix, Storage
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import DTYPES, Progress
+from dsv4.loaders.ledger import LoadLedger, Piece, poison, poisoned
+from dsv4.loaders.load import Inventory, fill, matrix_names
 from dsv4.model import Model
 from dsv4.numerics import Numerics, numerics_named
-from kernels.quantize import WeightFormat
-from loaders.errors import CheckpointError
-from loaders.files import DTYPES, Progress
-from loaders.ledger import LoadLedger, Piece, poison, poisoned
-from loaders.load import Inventory, fill, matrix_names
 
 
-def load_model(path: str | Path, numerics: str = "native", backend: str = "auto", device: str = "cpu",
-               max_context: int | None = None, mtp: bool | None = None, progress: Progress | None = None,
-               device_map: str | None = None, max_memory: dict | None = None, cache: str = "auto", index_cache: str = "auto",
-               attention: Attention | None = None, kv_memory: HostMemory | None = None) -> CausalLM:
+def load_model(
+    path: str | Path,
+    numerics: str = "native",
+    backend: str = "auto",
+    device: str = "cpu",
+    max_context: int | None = None,
+    mtp: bool | None = None,
+    progress: Progress | None = None,
+    device_map: str | None = None,
+    max_memory: dict | None = None,
+    cache: str = "auto",
+    index_cache: str = "auto",
+    attention: Attention | None = None,
+    kv_memory: HostMemory | None = None,
+) -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
     config.json says what it is: a DeepSeek-V4 model (`Model`), or one with grouped-query attention (`GQAModel`).
 
-    numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.numerics). backend: 'auto' (see `resolve_backend`), 'reference',
-    'cpu', 'triton'. max_context: the default of `new_cache`. mtp: load the MTP block; None means if the checkpoint has one.
-    progress(done bytes, total bytes).
+    numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.numerics). backend: 'auto' (see `resolve_backend`),
+    'reference', 'cpu', 'triton'. max_context: the default of `new_cache`. mtp: load the MTP block; None means if the
+    checkpoint has one. progress(done bytes, total bytes).
     device_map='auto' spreads layers over GPUs, host memory and the checkpoint on disk within `max_memory`
-    ({0: bytes, 'cpu': bytes}; see dsv4.offload). cache: 'auto' (as activations), 'bf16' or 'fp8', of window rows and entries;
-    index_cache: 'auto', 'bf16', 'fp8' or 'fp4', of index keys (see `Numerics.with_caches`). attention: what a GQA model reads of its
-    cache (None: all of it; may be set later as `model.attention`). kv_memory: what grows with the context is in pinned host memory
-    (None: on the device; may be set later as `model.kv_memory`, and holds for caches that are made after that).
+    ({0: bytes, 'cpu': bytes}; see dsv4.offload). cache: 'auto' (as activations), 'bf16' or 'fp8', of window rows and
+    entries;
+    index_cache: 'auto', 'bf16', 'fp8' or 'fp4', of index keys (see `Numerics.with_caches`). attention: what a GQA model
+    reads of its cache (None: all of it; may be set later as `model.attention`). kv_memory: what grows with the context
+    is in pinned host memory (None: on the device; may be set later as `model.kv_memory`, and holds for caches that are
+    made after that).
 
     The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
     InputError or BackendUnavailable, each one line.
@@ -51,17 +64,25 @@ def load_model(path: str | Path, numerics: str = "native", backend: str = "auto"
     elif attention is not None:
         raise InputError(NOT_GQA)
     if kv_memory is not None and device_map is not None:
-        raise InputError("--kv-memory host and --device-map were given; caches in host memory belong to layers on one device: leave out one")
-    model = plan_model(inventory, choice.with_caches(cache, index_cache), resolve_backend(backend, target, device_map is not None), mtp)
+        raise InputError(
+            "--kv-memory host and --device-map were given; caches in host memory belong to layers on one "
+            "device: leave out one"
+        )
+    model = plan_model(
+        inventory, choice.with_caches(cache, index_cache), resolve_backend(backend, target, device_map is not None), mtp
+    )
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
-        raise InputError(f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "
-                         "max_position_embeddings")
+        raise InputError(
+            f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "
+            "max_position_embeddings"
+        )
     model.max_context, model.kv_memory = max_context, kv_memory
     if attention is not None:
         model.attention = attention
     if device_map is not None:
         from dsv4.offload import spread  # accelerate is slow to import
+
         return spread(model, device_map, max_memory, target, progress)
     model.to_empty(device=target)
     model.device = target
@@ -80,13 +101,17 @@ def write_parameters(model: CausalLM, pieces: list[Piece], progress: Progress | 
     mine = {name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"}
     strays = set(mine) ^ {piece.parameter for piece in pieces}
     if strays:
-        raise CheckpointError(f"{len(strays)} parameters are not covered by what is loaded, first {min(strays)}; this is a bug of dsv4")
+        raise CheckpointError(
+            f"{len(strays)} parameters are not covered by what is loaded, first {min(strays)}; this is a bug of dsv4"
+        )
     for parameter in mine.values():
         poison(parameter)
     fill(pieces, model.inventory, mine, progress)
     left = [name for name, parameter in mine.items() if poisoned(parameter)]
     if left:
-        raise CheckpointError(f"{len(left)} parameters still hold poison after loading, first {left[0]}; the loader did not fill them")
+        raise CheckpointError(
+            f"{len(left)} parameters still hold poison after loading, first {left[0]}; the loader did not fill them"
+        )
     _check_tables(model, mine)
 
 
@@ -104,13 +129,17 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool
     if mtp is None:
         mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
     elif mtp and inventory.mtp_blocks < max(1, config.num_mtp_layers):
-        raise ConfigError(f"MTP was asked for; the checkpoint holds {inventory.mtp_blocks} MTP blocks"
-                          + (" (its mtp.* tensors are DSpark draft stages, which this does not run)" if inventory.has_dspark else ""))
+        raise ConfigError(
+            f"MTP was asked for; the checkpoint holds {inventory.mtp_blocks} MTP blocks"
+            + (" (its mtp.* tensors are DSpark draft stages, which this does not run)" if inventory.has_dspark else "")
+        )
     _check_expert_dtype(inventory)
     with torch.device("meta"):
         model = Model(config, numerics, backend, lambda name: _storage(inventory, numerics, config, name), mtp)
     model.inventory, model.ledger = inventory, LoadLedger()
-    model.ledger.account(pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory))
+    model.ledger.account(
+        pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory)
+    )
     return model
 
 
@@ -122,8 +151,10 @@ def _check_expert_dtype(inventory: Inventory) -> None:
     if stated is not None and allowed is None:
         raise ConfigError(f"config.json has expert_dtype {stated!r}; expected 'fp4' or 'fp8'")
     if allowed is not None and not found <= allowed:
-        raise ConfigError(f"expert_dtype is {stated!r} in config.json, the experts in the file are "
-                          f"{', '.join(sorted(f.value for f in found))}; correct one of them")
+        raise ConfigError(
+            f"expert_dtype is {stated!r} in config.json, the experts in the file are "
+            f"{', '.join(sorted(f.value for f in found))}; correct one of them"
+        )
 
 
 def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name: str) -> Storage:
@@ -165,17 +196,25 @@ def pieces_of(model: CausalLM, within: str = "") -> list[Piece]:
         if within and name != within and not name.startswith(f"{within}."):
             continue
         if isinstance(module, Matrix):
-            pieces += _stack_pieces(model, name, module) if module.stacked else _matrix_pieces(model, name, module, name, ())
+            pieces += (
+                _stack_pieces(model, name, module) if module.stacked else _matrix_pieces(model, name, module, name, ())
+            )
         else:
-            pieces += [Piece(f"{name}.{leaf}", {"raw": official_name(f"{name}.{leaf}")}, (), tuple(p.shape))
-                       for leaf, p in module.named_parameters(recurse=False)]
+            pieces += [
+                Piece(f"{name}.{leaf}", {"raw": official_name(f"{name}.{leaf}")}, (), tuple(p.shape))
+                for leaf, p in module.named_parameters(recurse=False)
+            ]
     return pieces
 
 
 def _stack_pieces(model: Model, name: str, module: Matrix) -> Iterator[Piece]:
     """Several matrices of the file in one parameter, in equal parts of its rows; for experts, a stack of such."""
     base, parts = name.rpartition(".")[0], len(module.stacked)
-    places = [((e,), f"{base}.{e}") for e in range(model.config.n_routed_experts)] if base.endswith(".experts") else [((), base)]
+    places = (
+        [((e,), f"{base}.{e}") for e in range(model.config.n_routed_experts)]
+        if base.endswith(".experts")
+        else [((), base)]
+    )
     for index, official in places:
         for part, leaf in enumerate(module.stacked):
             yield from _matrix_pieces(model, name, module, f"{official}.{leaf}", index, part, parts)
@@ -188,7 +227,7 @@ def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index
     def piece(leaf: str, names: dict) -> Piece:
         tensor = getattr(module, leaf)
         where = (*index, part) if leaf == "global_scale" else (*index, rows(tensor)) if parts > 1 else index
-        shape = () if leaf == "global_scale" else tuple(tensor.shape[len(index):])
+        shape = () if leaf == "global_scale" else tuple(tensor.shape[len(index) :])
         if parts > 1 and shape:
             shape = (shape[0] // parts, *shape[1:])
         return Piece(f"{name}.{leaf}", names, where, shape, model.config.weight_block_size)
@@ -197,7 +236,8 @@ def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index
     if not module.quantised and stored is not WeightFormat.DENSE:
         yield piece("weight", names)  # dequantised
         return
-    names = matrix_names(official, module.storage.format)  # a file whose experts differ in format shows as missing tensors
+    # a file whose experts differ in format shows as missing tensors
+    names = matrix_names(official, module.storage.format)
     for role, leaf in (("weight", "weight"), ("scale", "scale"), ("global", "global_scale")):
         if role in names:
             yield piece(leaf, {"raw": names[role]})
@@ -212,7 +252,9 @@ def resolve_device(device: str) -> torch.device:
     if target.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (target.index or 0) >= count:
-            raise InputError(f"device {device!r} was asked for; this machine has {count} CUDA devices; use --device cpu")
+            raise InputError(
+                f"device {device!r} was asked for; this machine has {count} CUDA devices; use --device cpu"
+            )
     elif target.type != "cpu":
         raise InputError(f"device {device!r} is not supported; expected 'cpu' or 'cuda'")
     return target
@@ -222,8 +264,8 @@ def resolve_backend(backend: str, device: torch.device, spread: bool = False) ->
     """The backend that 'auto' means on a device: 'cpu' on a CPU, 'triton' on one GPU of capability 8.0 or later, else
     'reference'.
 
-    spread: layers are placed over devices (`device_map`), where steps are not captured. Raises InputError for 'cpu' on a GPU
-    and for 'triton' on spread layers.
+    spread: layers are placed over devices (`device_map`), where steps are not captured. Raises InputError for 'cpu' on
+    a GPU and for 'triton' on spread layers.
     """
     if backend == "auto":
         if device.type == "cpu":
@@ -232,6 +274,8 @@ def resolve_backend(backend: str, device: torch.device, spread: bool = False) ->
     if backend == "cpu" and device.type != "cpu":
         raise InputError(f"backend 'cpu' was asked for on device {device}; it runs on host memory only")
     if backend == "triton" and spread:
-        raise InputError("backend 'triton' was asked for with layers spread over devices; it needs all of them on one GPU: leave "
-                         "out --device-map, or ask for reference")
+        raise InputError(
+            "backend 'triton' was asked for with layers spread over devices; it needs all of them on one GPU: leave "
+            "out --device-map, or ask for reference"
+        )
     return backend

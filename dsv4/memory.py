@@ -10,16 +10,24 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.loaders.write import tensor_bytes
 from dsv4.numerics import Numerics
 from dsv4.streams import cache_streams
-from loaders.write import tensor_bytes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 PARTS = (  # first match names the part of the model a tensor belongs to
-    (r"mtp\..*", "MTP"), (r"(model\.embed_tokens|embed)\..*", "embedding"), (r"(lm_)?head\..*", "output head"), (r".*ffn\.experts\..*", "routed experts"),
-    (r".*ffn\.shared_experts\..*", "shared experts"), (r".*ffn\.gate\..*", "router"), (r".*attn\.indexer\..*", "indexer"),
-    (r".*attn\.compressor\..*", "compressor"), (r".*hc_.*", "mHC"), (r".*\.(self_)?attn\..*", "attention"),
-    (r".*\.mlp\..*", "MLP"), (r".*", "norms"),
+    (r"mtp\..*", "MTP"),
+    (r"(model\.embed_tokens|embed)\..*", "embedding"),
+    (r"(lm_)?head\..*", "output head"),
+    (r".*ffn\.experts\..*", "routed experts"),
+    (r".*ffn\.shared_experts\..*", "shared experts"),
+    (r".*ffn\.gate\..*", "router"),
+    (r".*attn\.indexer\..*", "indexer"),
+    (r".*attn\.compressor\..*", "compressor"),
+    (r".*hc_.*", "mHC"),
+    (r".*\.(self_)?attn\..*", "attention"),
+    (r".*\.mlp\..*", "MLP"),
+    (r".*", "norms"),
 )
 
 
@@ -52,7 +60,8 @@ def format_bytes(n: int) -> str:
 class Row:
     """One line of a plan: what, how many bytes, and the formula that gives them."""
 
-    group: str  # 'weights', 'cache', or of a cache in host memory 'pinned' and 'staging' (see `dsv4.streams.Stream.place`)
+    # 'weights', 'cache', or of a cache in host memory 'pinned' and 'staging' (see `dsv4.streams.Stream.place`)
+    group: str
     name: str
     nbytes: int
     formula: str
@@ -78,12 +87,20 @@ def weight_rows(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> list[Row]:
     rows = []
     for part in parts:
         detail = [(dtype, sizes[part, dtype], counts[part, dtype]) for q, dtype in sorted(sizes) if q == part]
-        rows.append(Row("weights", part, sum(n for _, n, _ in detail),
-                        " + ".join(f"{n} B in {c} {dtype} tensors" for dtype, n, c in detail)))
+        rows.append(
+            Row(
+                "weights",
+                part,
+                sum(n for _, n, _ in detail),
+                " + ".join(f"{n} B in {c} {dtype} tensors" for dtype, n, c in detail),
+            )
+        )
     return rows
 
 
-def cache_rows(config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics, mtp: bool) -> list[Row]:
+def cache_rows(
+    config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics, mtp: bool
+) -> list[Row]:
     """Bytes of each cache stream by layer kind: exactly what `Cache` allocates."""
     return stream_rows(cache_streams(config, batch, max_context, max_rewind, numerics, mtp))
 
@@ -95,8 +112,10 @@ def stream_rows(layers) -> list[Row]:
         kind = ("MTP " if layer.label.startswith("mtp") else "") + layer.kind.value
         for stream in layer.streams:
             grouped.setdefault((stream.place, kind, stream.name, stream.formula), []).append(stream.nbytes)
-    return [Row(place, f"{kind} layers: {name}", sum(sizes), f"{len(sizes)} layers × {formula}")
-            for (place, kind, name, formula), sizes in grouped.items()]
+    return [
+        Row(place, f"{kind} layers: {name}", sum(sizes), f"{len(sizes)} layers × {formula}")
+        for (place, kind, name, formula), sizes in grouped.items()
+    ]
 
 
 def free_bytes(device: torch.device) -> int:
@@ -115,7 +134,8 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        with open("/proc/self/status") as f:  # not getrusage: on Linux that also remembers the process this one was forked from
+        # not getrusage: on Linux that also remembers the process this one was forked from
+        with open("/proc/self/status") as f:
             return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

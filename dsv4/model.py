@@ -10,15 +10,15 @@ from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.host_tier.entries import host_cache
 from dsv4.hyper_connections import HyperHead
+from dsv4.kernels.dispatch import bind
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import OPERATIONS
 from dsv4.mtp import MTPBlock
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.page_tables import CompressedLayout
 from dsv4.rope import frequencies
 from dsv4.step import CapturedStep, Step
-from kernels.dispatch import bind
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
 
 
 class Model(CausalLM):
@@ -35,12 +35,20 @@ class Model(CausalLM):
         op.bound = op  # see dsv4.module.fuses
         self.embed = Embedding(config, store("embed").dtype)
         self.layers = nn.ModuleList(
-            Block(config, config.compress_ratios[i], i < config.num_hash_layers, numerics,
-                  lambda leaf, i=i: store(f"layers.{i}.{leaf}"), op)
-            for i in range(config.num_hidden_layers))
+            Block(
+                config,
+                config.compress_ratios[i],
+                i < config.num_hash_layers,
+                numerics,
+                lambda leaf, i=i: store(f"layers.{i}.{leaf}"),
+                op,
+            )
+            for i in range(config.num_hidden_layers)
+        )
         self.mtp = nn.ModuleList(
             MTPBlock(config, config.mtp_compress_ratios[i], numerics, lambda leaf, i=i: store(f"mtp.{i}.{leaf}"), op)
-            for i in range(config.num_mtp_layers if mtp else 0))
+            for i in range(config.num_mtp_layers if mtp else 0)
+        )
         self.hc_head = HyperHead(config, op)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm").dtype, op)
         self.head = Head(config.vocab_size, config.hidden_size, store("head"), numerics, op)
@@ -65,14 +73,25 @@ class Model(CausalLM):
         devices = self.layer_devices or [self.device] * n
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
-        return Cache(self.config, self.numerics, batch, max_context, max_rewind, devices, len(self.mtp) > 0, self.op.write_rows)
+        return Cache(
+            self.config, self.numerics, batch, max_context, max_rewind, devices, len(self.mtp) > 0, self.op.write_rows
+        )
 
     def page_layout(self) -> CompressedLayout:
         return CompressedLayout(self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows)
 
     @torch.inference_mode()
-    def mtp_logits(self, streams: torch.Tensor, next_ids: torch.Tensor, cache: Cache | None = None, block: int = 0,
-                   return_streams: bool = False, chunk: int | None = None, n_new: list[int] | None = None, logits: str = "all"):
+    def mtp_logits(
+        self,
+        streams: torch.Tensor,
+        next_ids: torch.Tensor,
+        cache: Cache | None = None,
+        block: int = 0,
+        return_streams: bool = False,
+        chunk: int | None = None,
+        n_new: list[int] | None = None,
+        logits: str = "all",
+    ):
         """Drafting logits fp32 [B, T, vocab]: entry t predicts the token after next_ids[t].
 
         streams [B, T, n, d]: the main model's streams before the head (or the block's own, when
@@ -85,7 +104,9 @@ class Model(CausalLM):
             raise InputError(f"MTP block {block} was asked for; this model was loaded with {len(self.mtp)}")
         B, T = next_ids.shape
         if streams.shape[:2] != (B, T):
-            raise InputError(f"streams are for {tuple(streams.shape[:2])} tokens, next_ids for {(B, T)}; they must agree")
+            raise InputError(
+                f"streams are for {tuple(streams.shape[:2])} tokens, next_ids for {(B, T)}; they must agree"
+            )
         cache = self.new_cache(B, max(1, T), 0) if cache is None else cache
         self._check_ids(next_ids)
         counts = new_counts(n_new, next_ids)
@@ -99,8 +120,9 @@ class Model(CausalLM):
             step = Step(next_ids[rows, piece].to(self.device), rows.start, lengths.now[rows], self.rope_frequencies())
             device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
             embedded = self.embed(step.ids).to(device, self.numerics.activation)
-            features, after = self.mtp[block](streams[rows, piece].flatten(0, 1).to(device), embedded, step.on(device),
-                                              cache.mtp_layers[block])
+            features, after = self.mtp[block](
+                streams[rows, piece].flatten(0, 1).to(device), embedded, step.on(device), cache.mtp_layers[block]
+            )
             out.add(rows, done, tokens, after, features.to(self.device))
             lengths.advance(rows, tokens)
         return out.result()
@@ -112,10 +134,18 @@ class Model(CausalLM):
         found = []
         for label, block in rows:
             path = block.attn.path
-            if path and self.replayed is not None:  # a replay runs no Python: what its kernels read follows from the length
+            # a replay runs no Python: what its kernels read follows from the length
+            if path and self.replayed is not None:
                 path = block.attn.path_at(self.replayed)
-            found.append({"layer": label, "kind": block.kind.value, "experts": "hash" if block.hashed else "scored", **path,
-                          "path": _describe(block.kind.value, path)})
+            found.append(
+                {
+                    "layer": label,
+                    "kind": block.kind.value,
+                    "experts": "hash" if block.hashed else "scored",
+                    **path,
+                    "path": _describe(block.kind.value, path),
+                }
+            )
         return found
 
     # ---- inside --------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""nn.Module with a short way to submodules and calls, of which a decode step makes hundreds; and when compositions replace them."""
+"""nn.Module with a short way to submodules and calls, of which a decode step makes hundreds; and when compositions
+replace them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,13 +7,14 @@ from functools import partial
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from kernels.fusions import COMPOSITIONS
+from dsv4.kernels.fusions import COMPOSITIONS
 
 
 class Module(nn.Module):
     """Finds submodules as plain attributes, and calls `forward` directly while no hook is registered.
 
-    Parameters stay in `_parameters` alone, where offloading exchanges them; what runs in every sublayer looks there directly.
+    Parameters stay in `_parameters` alone, where offloading exchanges them; what runs in every sublayer looks there
+    directly.
     """
 
     def __init_subclass__(cls, **kwargs) -> None:
@@ -25,7 +27,12 @@ class Module(nn.Module):
             self.__dict__[name] = value  # beside _modules, where nn.Module's own look-up would go through __getattr__
 
     def __call__(self, *args, **kwargs):
-        if self._forward_hooks or self._forward_pre_hooks or hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or hooks._global_forward_hooks
+            or hooks._global_forward_pre_hooks
+        ):
             return super().__call__(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
@@ -37,8 +44,8 @@ class Module(nn.Module):
 
 
 def fuses(op, name: str, *replaced: Module) -> bool:
-    """Whether composition `name` is to run as one: the backend can; `op` is what the model bound, with no operation exchanged for
-    another; and nobody watches the modules whose calls are replaced."""
+    """Whether composition `name` is to run as one: the backend can; `op` is what the model bound, with no operation
+    exchanged for another; and nobody watches the modules whose calls are replaced."""
     return name in op.fused and op is op.bound and not any(module.watched for module in replaced)
 
 

@@ -60,7 +60,9 @@ class SharedExpert(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, d] → fp32 [N, d]."""
-        return self.op.shared_expert(x, self.w1.packed(), self.w3.packed(), self.w2.packed(), self.limit, self.w1.simulate)
+        return self.op.shared_expert(
+            x, self.w1.packed(), self.w3.packed(), self.w2.packed(), self.limit, self.w1.simulate
+        )
 
 
 class MoE(Module):
@@ -79,6 +81,15 @@ class MoE(Module):
         routed, shared = self.experts, self.shared_experts
         if fuses(self.op, "moe", routed, shared):
             matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
-            return self.op.moe(x, indices, weights, routed.w13.packed(), routed.w2.packed(), matrices, routed.limit,
-                               routed.simulate, shared.w1.simulate)
+            return self.op.moe(
+                x,
+                indices,
+                weights,
+                routed.w13.packed(),
+                routed.w2.packed(),
+                matrices,
+                routed.limit,
+                routed.simulate,
+                shared.w1.simulate,
+            )
         return (routed(x, indices, weights) + shared(x)).to(x.dtype)

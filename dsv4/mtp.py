@@ -12,7 +12,8 @@ from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.step import CapturedStep, Step
 
-# Tokens that are spared most of the block, for its second, shorter step to pay: that is some 20 small launches, about as long as one token's experts.
+# Tokens that are spared most of the block, for its second, shorter step to pay: that is some 20 small launches, about
+# as long as one token's experts.
 APART = 2
 
 
@@ -37,11 +38,21 @@ class MTPBlock(Block):
         """streams [N, n, d], embedded next tokens [N, d] → (features [N, d] for the shared head, streams [N, n, d])."""
         return self._said(super().forward(self._mixed(streams, embedded), step, cache))
 
-    def follow(self, streams: torch.Tensor, embedded: torch.Tensor, step: Step, cache: LayerCache, row: torch.Tensor, last: Step):
-        """`forward`, of which only some tokens' results are wanted: row int64 [M], which of the N tokens, and `last`, the step of these alone.
+    def follow(
+        self,
+        streams: torch.Tensor,
+        embedded: torch.Tensor,
+        step: Step,
+        cache: LayerCache,
+        row: torch.Tensor,
+        last: Step,
+    ):
+        """`forward`, of which only some tokens' results are wanted: row int64 [M], which of the N tokens, and `last`,
+        the step of these alone.
 
-        Other tokens leave nothing but their latents in the cache, which a block without attention before it can write of its input; so the
-        experts, most of what the block reads, run for M tokens. Returns (features [M, d], streams [M, n, d]).
+        Other tokens leave nothing but their latents in the cache, which a block without attention before it can write
+        of its input; so the experts, most of what the block reads, run for M tokens. Returns (features [M, d], streams
+        [M, n, d]).
         """
         mixed = self._mixed(streams, embedded)
         _, x, *_ = self._read((mixed,), self.hc_attn, self.attn_norm)
@@ -58,9 +69,16 @@ class MTPBlock(Block):
         return self.norm(self.hc_head(streams)), streams
 
 
-def run_block(model: CausalLM, cache: Cache, streams: torch.Tensor, ids: torch.Tensor, start: torch.Tensor,
-              last: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The MTP block as a captured step at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features [B·T, d], streams.
+def run_block(
+    model: CausalLM,
+    cache: Cache,
+    streams: torch.Tensor,
+    ids: torch.Tensor,
+    start: torch.Tensor,
+    last: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The MTP block as a captured step at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features
+    [B·T, d], streams.
 
     last int64 [B]: only what it says at that token of each row is wanted: → features [B, d], streams [B, n, d].
     """

@@ -18,19 +18,25 @@ NUMBER, WHOLE = Kind(float, "a number"), Kind(int, "a whole number")
 
 def several(kind: Kind) -> Kind:
     """A tuple of that kind, from '0.5/0.8'."""
-    return Kind(lambda text: tuple(map(kind.read, text.split("/"))), kind.words.removeprefix("a ") + "s, several with / between")
+    return Kind(
+        lambda text: tuple(map(kind.read, text.split("/"))), kind.words.removeprefix("a ") + "s, several with / between"
+    )
 
 
 def named_values(option: str, text: str, known: Mapping[str, Kind], example: str) -> dict[str, object]:
-    """'tau=1e-5,patience=5' → {'tau': 1e-5, 'patience': 5}, in the order given; nothing of an empty text, and spaces do not count.
+    """'tau=1e-5,patience=5' → {'tau': 1e-5, 'patience': 5}, in the order given; nothing of an empty text, and spaces do
+    not count.
 
-    Raises InputError for a name that is not known, one that comes twice, and a value of another kind. option: what the user calls it.
+    Raises InputError for a name that is not known, one that comes twice, and a value of another kind. option: what the
+    user calls it.
     """
     found: dict[str, object] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
         if name not in known or name in found:
-            raise InputError(f"{option} has {brief(part)!r}; expected each of {', '.join(known)} at most once, such as {example}")
+            raise InputError(
+                f"{option} has {brief(part)!r}; expected each of {', '.join(known)} at most once, such as {example}"
+            )
         try:
             found[name] = known[name].read(value)
         except ValueError:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4.errors import InputError
-from kernels.cache_rows import RowFormat
+from dsv4.kernels.cache_rows import RowFormat
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Numerics:
 
     @property
     def simulate_kv(self) -> bool:
-        """Whether main KV passes through FP8 before it is used: in an FP8 cache it does whatever the numerics, so that a token's
-        own step sees what later steps will read."""
+        """Whether main KV passes through FP8 before it is used: in an FP8 cache it does whatever the numerics, so that
+        a token's own step sees what later steps will read."""
         return self.simulate or self.kv_rows is RowFormat.KV_FP8
 
     @property
@@ -43,16 +43,20 @@ class Numerics:
         return self.simulate or self.index_rows is RowFormat.INDEX_FP4
 
     def with_caches(self, cache: str, index_cache: str) -> "Numerics":
-        """The same with caches in the formats called 'auto', 'bf16' or 'fp8', and 'auto', 'bf16', 'fp8' or 'fp4' (index keys).
+        """The same with caches in the formats called 'auto', 'bf16' or 'fp8', and 'auto', 'bf16', 'fp8' or 'fp4' (index
+        keys).
 
-        'auto' is the activations' dtype. Raises InputError for a name that is unknown, or a format narrower than fp32 where
-        activations are fp32.
+        'auto' is the activations' dtype. Raises InputError for a name that is unknown, or a format narrower than fp32
+        where activations are fp32.
         """
         for option, name, known in (("cache", cache, KV_FORMATS), ("index cache", index_cache, INDEX_FORMATS)):
             if name != "auto" and name not in known:
                 raise InputError(f"{option} format {name!r} is unknown; expected auto, {', '.join(known)}")
             if name != "auto" and self.activation is torch.float32:
-                raise InputError(f"{option} format {name!r} was asked for with numerics {self.name}, whose caches are fp32; use native or qat")
+                raise InputError(
+                    f"{option} format {name!r} was asked for with numerics {self.name}, whose caches are fp32; "
+                    "use native or qat"
+                )
         rows = KV_FORMATS.get(cache), INDEX_FORMATS.get(index_cache)
         return replace(self, kv_rows=rows[0], index_rows=rows[1])
 
@@ -62,7 +66,8 @@ INDEX_FORMATS = {"bf16": None, "fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDE
 
 
 NUMERICS = {
-    n.name: n for n in (
+    n.name: n
+    for n in (
         Numerics("fp32", torch.float32, torch.float32, simulate=False, dense=True),
         Numerics("native", torch.bfloat16, torch.bfloat16, simulate=False, dense=False),
         Numerics("qat", torch.bfloat16, torch.bfloat16, simulate=True, dense=False),

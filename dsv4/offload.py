@@ -1,8 +1,8 @@
 """Spreading a model over GPUs, host memory and the checkpoint on disk, with accelerate.
 
-accelerate decides which block goes where from the sizes of the empty (meta) model, and its hooks bring a block's weights
-to the executing device for the block's own forward. Weights "on disk" are read from the checkpoint itself, through the same
-strict loader: nothing is copied to another folder.
+accelerate decides which block goes where from the sizes of the empty (meta) model, and its hooks bring a block's
+weights to the executing device for the block's own forward. Weights "on disk" are read from the checkpoint itself,
+through the same strict loader: nothing is copied to another folder.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ from accelerate.utils import get_max_memory
 
 from dsv4.errors import CapacityError
 from dsv4.load import pieces_of, write_parameters
+from dsv4.loaders.files import Progress
+from dsv4.loaders.ledger import Piece, poison
+from dsv4.loaders.load import fill
 from dsv4.model import Model
-from loaders.files import Progress
-from loaders.ledger import Piece, poison
-from loaders.load import fill
 
 WHOLE = ["Block", "MTPBlock"]  # never split: a block's parts use one another's parameters
 
@@ -49,8 +49,13 @@ class CheckpointWeights(Mapping):
         return len(self.held) + len(self.pieces)
 
 
-def spread(model: Model, device_map: str | Mapping, max_memory: dict | None, target: torch.device,
-           progress: Progress | None = None) -> Model:
+def spread(
+    model: Model,
+    device_map: str | Mapping,
+    max_memory: dict | None,
+    target: torch.device,
+    progress: Progress | None = None,
+) -> Model:
     """Place a planned (meta) model. Blocks that do not run on their own device run on `target`.
 
     device_map: 'auto', or {module name: GPU index, 'cpu' or 'disk'}. max_memory: {GPU index or 'cpu': bytes}. Raises
@@ -73,8 +78,14 @@ def spread(model: Model, device_map: str | Mapping, max_memory: dict | None, tar
             held |= {f"{name}.{leaf}": p.data for leaf, p in module.named_parameters()}
     write_parameters(model, resident, progress)
     weights = CheckpointWeights(model, held, disk)
-    attach_align_device_hook_on_blocks(model, execution_device=runs, offload=offloaded, weights_map=weights, offload_buffers=False,
-                                       preload_module_classes=WHOLE)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=runs,
+        offload=offloaded,
+        weights_map=weights,
+        offload_buffers=False,
+        preload_module_classes=WHOLE,
+    )
     n = model.config.num_hidden_layers
     model.device = runs["embed"]
     model.layer_devices = [runs[f"layers.{i}"] for i in range(n)] + [runs[f"mtp.{i}"] for i in range(len(model.mtp))]
@@ -89,13 +100,17 @@ def _auto_map(model: Model, max_memory: dict | None, target: torch.device) -> Ma
         limits = {"cpu": limits["cpu"]}
     room = max(limits.values())  # accelerate itself keeps room on the main device for the largest block that visits it
     if room < largest:
-        raise CapacityError(f"one block needs {largest} bytes and no device is allowed more than {room}; raise --max-memory")
+        raise CapacityError(
+            f"one block needs {largest} bytes and no device is allowed more than {room}; raise --max-memory"
+        )
     return infer_auto_device_map(model, max_memory=limits, no_split_module_classes=WHOLE)
 
 
 def _units(model: Model) -> list[str]:
     """The modules that are placed whole, in the order they run."""
-    layers = [f"layers.{i}" for i in range(model.config.num_hidden_layers)] + [f"mtp.{i}" for i in range(len(model.mtp))]
+    layers = [f"layers.{i}" for i in range(model.config.num_hidden_layers)] + [
+        f"mtp.{i}" for i in range(len(model.mtp))
+    ]
     return ["embed", *layers, "hc_head", "norm", "head"]
 
 

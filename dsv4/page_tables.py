@@ -1,9 +1,10 @@
 """Buffers in pages, and the tables that say which page holds which rows of which batch row.
 
-Every stream is position-addressed through a table: row r of batch row b is row r mod R of physical page table[b, r // R]. A
-`PageLayout` says which streams a family of models has and in which groups of pages. Here are those of DeepSeek-V4, whose
-classes take the places of `Ring`, `Entries` and `CompressorCache`. Selections and windows are lists of rows, so kernels read the
-pools where they are; index scores and HCA attention read [B, n, width], which is gathered from the pages at each step. GQA models:
+Every stream is position-addressed through a table: row r of batch row b is row r mod R of physical page table[b, r //
+R]. A `PageLayout` says which streams a family of models has and in which groups of pages. Here are those of
+DeepSeek-V4, whose classes take the places of `Ring`, `Entries` and `CompressorCache`. Selections and windows are lists
+of rows, so kernels read the pools where they are; index scores and HCA attention read [B, n, width], which is gathered
+from the pages at each step. GQA models:
 `dsv4.gqa.paged`.
 """
 
@@ -14,19 +15,20 @@ import torch
 
 from dsv4.cache import CompressorCache
 from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
+from dsv4.kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
 from dsv4.numerics import Numerics
 from dsv4.paging import NOWHERE, PageGroup
 from dsv4.rows import EntryRows, TokenRows
 from dsv4.step import CapturedStep, Step
 from dsv4.streams import LayerStreams, Stream, cache_streams
-from kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
 
-RAW_ROWS = {LayerKind.CSA: 8, LayerKind.HCA: 32}  # a page: what CSA's overlap spans; a part of HCA's window, which fills slowly
+# a page: what CSA's overlap spans; a part of HCA's window, which fills slowly
+RAW_ROWS = {LayerKind.CSA: 8, LayerKind.HCA: 32}
 
 
 class PageTable:
-    """Table int64 [batch, logical pages] of one group on the device; NOWHERE where a batch row holds no page. with_nobody: the same, and
-    the table of nobody behind the last row. changes: how often a page was pointed to."""
+    """Table int64 [batch, logical pages] of one group on the device; NOWHERE where a batch row holds no page.
+    with_nobody: the same, and the table of nobody behind the last row. changes: how often a page was pointed to."""
 
     def __init__(self, group: PageGroup, batch: int, max_context: int, device: torch.device):
         self.group, self.R, self.changes = group, group.rows, 0
@@ -42,19 +44,20 @@ class PageTable:
     def index(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the pool for rows int64 [B, ...] of the batch rows of a step.
 
-        A row before the first or beyond the last of the table gives some row: callers mask those, but an index must exist.
+        A row before the first or beyond the last of the table gives some row: callers mask those, but an index must
+        exist.
         """
         flat = rows.flatten(1).clamp(0, self.physical.shape[1] * self.R - 1)
         return (self.physical[step.rows].gather(1, flat // self.R) * self.R + flat % self.R).view(rows.shape)
 
     def first_pages(self, step: Step, n: int) -> torch.Tensor:
         """Physical pages of the first n rows, int64 [B, ⌈n / R⌉]."""
-        return self.physical[step.rows, :-(-n // self.R)]
+        return self.physical[step.rows, : -(-n // self.R)]
 
 
 class PagedLayer(Protocol):
-    """The cache of one layer in pages. `tensors`: stream name → tensor whose first extent counts pages; `groups`: stream name → name
-    of the group whose table addresses it."""
+    """The cache of one layer in pages. `tensors`: stream name → tensor whose first extent counts pages; `groups`:
+    stream name → name of the group whose table addresses it."""
 
     tensors: dict[str, torch.Tensor]
     groups: dict[str, str]
@@ -63,7 +66,8 @@ class PagedLayer(Protocol):
 class PageLayout(Protocol):
     """How the caches of one model lie in pages.
 
-    groups: every group that its layers need, by name; backbone: layers of the main model, behind which the MTP block's come in plans;
+    groups: every group that its layers need, by name; backbone: layers of the main model, behind which the MTP block's
+    come in plans;
     positions: that the model knows.
     """
 
@@ -79,7 +83,8 @@ class PageLayout(Protocol):
 
 
 class PagedTokens(TokenRows):
-    """One row a token; in the place of `Ring`. Nothing is staged: a step has pages for all its tokens beside those it reads."""
+    """One row a token; in the place of `Ring`. Nothing is staged: a step has pages for all its tokens beside those it
+    reads."""
 
     def __init__(self, buffer: torch.Tensor | PackedRows, table: PageTable, write=write_rows):
         self.buffer, self.table, self._write = buffer, table, write
@@ -110,8 +115,12 @@ class PagedEntries(EntryRows):
         self.flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
 
     def slots(self, step: Step) -> torch.Tensor:
-        """Rows of the pool for the step's new windows, int64 [B·completed]; in page 0 for windows that a row does not reach."""
-        return step.memo(("page slots", self.table.group.name), lambda: self.table.index(step, step.new_windows(self.ratio)).flatten())
+        """Rows of the pool for the step's new windows, int64 [B·completed]; in page 0 for windows that a row does not
+        reach."""
+        return step.memo(
+            ("page slots", self.table.group.name),
+            lambda: self.table.index(step, step.new_windows(self.ratio)).flatten(),
+        )
 
     def visible(self, step: Step) -> torch.Tensor | PackedRows:
         """A copy [B, n, width] of the entries that the step's last query may see, gathered from their pages."""
@@ -126,7 +135,9 @@ class PagedEntries(EntryRows):
         """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
         return self.flat, torch.where(entry < 0, -1, self.table.index(step, entry)).flatten(0, 1)
 
-    def chosen_captured(self, entry: torch.Tensor, step: CapturedStep, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+    def chosen_captured(
+        self, entry: torch.Tensor, step: CapturedStep, op
+    ) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
         """`chosen`: rows are found through the table as it is when a replay runs."""
         return self.chosen(step, entry)
 
@@ -141,16 +152,27 @@ class PagedCompressorCache(CompressorCache):
 class PagedLayerCache:
     """Buffers of one layer, in the place of `LayerCache`: a `PagedLayer`."""
 
-    def __init__(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows):
+    def __init__(
+        self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows
+    ):
         self.tensors = tensors
         self.groups = stream_groups(plan.kind, plan.label.startswith("mtp"))
-        held = {s.name: self.tensors[s.name] if s.rows is None else
-                PackedRows(s.rows[0], self.tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[0]) for s in plan.streams}
+        held = {
+            s.name: self.tensors[s.name]
+            if s.rows is None
+            else PackedRows(s.rows[0], self.tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[0])
+            for s in plan.streams
+        }
         table = {name: tables[group] for name, group in self.groups.items()}
 
         def compressor(raw: str, entries: str, overlap: int) -> PagedCompressorCache:
-            return PagedCompressorCache(PagedTokens(held[raw], table[raw], write),
-                                        PagedEntries(held[entries], plan.ratio, table[entries], write), plan.ratio, overlap)
+            return PagedCompressorCache(
+                PagedTokens(held[raw], table[raw], write),
+                PagedEntries(held[entries], plan.ratio, table[entries], write),
+                plan.ratio,
+                overlap,
+            )
+
         self.window = PagedTokens(held["window"], table["window"], write)
         self.main = self.index = None
         if plan.kind is not LayerKind.WINDOW:
@@ -184,7 +206,8 @@ def page_groups(config: ModelConfig, mtp: bool) -> dict[str, PageGroup]:
 
 
 def paged_streams(plan: LayerStreams, groups: Mapping[str, PageGroup], pages: Mapping[str, int]) -> LayerStreams:
-    """The streams of one layer in pages: `pages` of each group beside page 0. plan: of the layer in a cache of one row."""
+    """The streams of one layer in pages: `pages` of each group beside page 0. plan: of the layer in a cache of one
+    row."""
     streams, of = [], stream_groups(plan.kind, plan.label.startswith("mtp"))
     for s in plan.streams:
         group, count = groups[of[s.name]], pages[of[s.name]] + 1
@@ -199,7 +222,8 @@ def paged_streams(plan: LayerStreams, groups: Mapping[str, PageGroup], pages: Ma
 
 
 class CompressedLayout:
-    """The `PageLayout` of a DeepSeek-V4 model. mtp: whether its MTP block has a window; write: the operation that writes rows."""
+    """The `PageLayout` of a DeepSeek-V4 model. mtp: whether its MTP block has a window; write: the operation that
+    writes rows."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, mtp: bool, write=write_rows):
         self.config, self.numerics, self.mtp, self.write = config, numerics, mtp, write
@@ -207,8 +231,11 @@ class CompressedLayout:
         self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
 
     def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
-        rows = cache_streams(self.config, 1, 1, 0, self.numerics, self.mtp)  # of one token: widths and formats are taken
+        # of one token: widths and formats are taken
+        rows = cache_streams(self.config, 1, 1, 0, self.numerics, self.mtp)
         return [paged_streams(layer, self.groups, pages) for layer in rows]
 
-    def layer(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]) -> PagedLayerCache:
+    def layer(
+        self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]
+    ) -> PagedLayerCache:
         return PagedLayerCache(plan, tables, tensors, self.write)

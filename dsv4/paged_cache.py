@@ -1,12 +1,13 @@
 """A cache whose batch rows take pages of common pools as they grow, share pages of common prefixes, and give them back.
 
-To the layers it is what the model's `new_cache` gives: the same rows at the same positions, found through page tables. Which streams a
-model has, and in which groups of pages, its `PageLayout` says. What differs is who owns memory:
+To the layers it is what the model's `new_cache` gives: the same rows at the same positions, found through page tables.
+Which streams a model has, and in which groups of pages, its `PageLayout` says. What differs is who owns memory:
 
 - `make_room` takes pages before a step and gives back window and raw pages that lie behind all that may be read again.
-- `snapshot` holds the pages of a row's prefix; `graft` starts another row from them. Nothing is copied then: a row that comes to
-  write a page that others hold gets a copy of it first, which is exact because it is made of bytes.
-- `speculate` … `commit` marks tokens as drafts: their pages can be discarded at once. `fits` says whether pages are free for them.
+- `snapshot` holds the pages of a row's prefix; `graft` starts another row from them. Nothing is copied then: a row that
+  comes to write a page that others hold gets a copy of it first, which is exact because it is made of bytes.
+- `speculate` … `commit` marks tokens as drafts: their pages can be discarded at once. `fits` says whether pages are
+  free for them.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,8 +27,8 @@ from dsv4.streams import zeros
 class Snapshot:
     """Pages that a row starting at `length` tokens reads: group → logical page → physical page, each held once.
 
-    mtp_length: entries of the MTP block; at most length − 1, because the last one is made of the token that follows. streams
-    [1, n, d]: of the main model at the last token, from which that entry is made (None where nothing drafts).
+    mtp_length: entries of the MTP block; at most length − 1, because the last one is made of the token that follows.
+    streams [1, n, d]: of the main model at the last token, from which that entry is made (None where nothing drafts).
     """
 
     length: int
@@ -37,25 +38,42 @@ class Snapshot:
 
 
 class PagedCache(Cache):
-    """Rows of up to `max_context` tokens in pools of `pages` pages (group name → count, see `pool_pages`), laid out as `layout` says.
+    """Rows of up to `max_context` tokens in pools of `pages` pages (group name → count, see `pool_pages`), laid out as
+    `layout` says.
 
-    on_shortage(group name, pages short), if set, is called before a step is refused and may drop snapshots. poison: fill pages
-    with NaN when they become free, so that whatever is read too late is seen. reach: tokens of a row that tables have room for; a captured
-    step of several rows writes up to there, what does not count included.
+    on_shortage(group name, pages short), if set, is called before a step is refused and may drop snapshots. poison:
+    fill pages with NaN when they become free, so that whatever is read too late is seen. reach: tokens of a row that
+    tables have room for; a captured step of several rows writes up to there, what does not count included.
     """
 
-    def __init__(self, layout: PageLayout, batch: int, max_context: int, pages: dict[str, int], max_rewind: int = 0,
-                 device: torch.device = torch.device("cpu"), poison: bool = False, reach: int | None = None):
+    def __init__(
+        self,
+        layout: PageLayout,
+        batch: int,
+        max_context: int,
+        pages: dict[str, int],
+        max_rewind: int = 0,
+        device: torch.device = torch.device("cpu"),
+        poison: bool = False,
+        reach: int | None = None,
+    ):
         if batch < 1 or not 1 <= max_context <= layout.positions or max_rewind < 0:
-            raise InputError(f"a paged cache needs batch >= 1, max_context 1 … {layout.positions} (the checkpoint's "
-                             f"max_position_embeddings) and max_rewind >= 0; got {batch}, {max_context}, {max_rewind}")
+            raise InputError(
+                f"a paged cache needs batch >= 1, max_context 1 … {layout.positions} (the checkpoint's "
+                f"max_position_embeddings) and max_rewind >= 0; got {batch}, {max_context}, {max_rewind}"
+            )
         self.batch, self.max_context, self.max_rewind, self.poison = batch, max_context, max_rewind, poison
         self.reach = max_context if reach is None else reach
         if not max_context <= self.reach <= layout.positions:
-            raise InputError(f"the tables of a paged cache have room for {self.reach} tokens a row; expected max_context {max_context} … {layout.positions}")
+            raise InputError(
+                f"the tables of a paged cache have room for {self.reach} tokens a row; expected max_context "
+                f"{max_context} … {layout.positions}"
+            )
         self.layout, self.groups = layout, layout.groups
         if set(pages) != set(self.groups) or min(pages.values()) < 1:
-            raise InputError(f"pages are given for {sorted(pages.items())}; expected at least one for each of {sorted(self.groups)}")
+            raise InputError(
+                f"pages are given for {sorted(pages.items())}; expected at least one for each of {sorted(self.groups)}"
+            )
         self.pools = {name: PagePool(name, pages[name]) for name in self.groups}
         self.tables = {name: PageTable(g, batch, self.reach, device) for name, g in self.groups.items()}
         self.plan = layout.plan(pages)
@@ -67,12 +85,16 @@ class PagedCache(Cache):
 
     def _allocate(self, device: torch.device) -> None:
         try:
-            layers = [self.layout.layer(p, self.tables, {s.name: zeros(s, device) for s in p.streams}) for p in self.plan]
+            layers = [
+                self.layout.layer(p, self.tables, {s.name: zeros(s, device) for s in p.streams}) for p in self.plan
+            ]
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams)
-            raise CapacityError(f"the pools need {wanted} bytes, and they could not be allocated ({str(error).splitlines()[0]}); ask "
-                                "for fewer pages") from error
-        self.layers, self.mtp_layers = layers[:self.layout.backbone], layers[self.layout.backbone:]
+            raise CapacityError(
+                f"the pools need {wanted} bytes, and they could not be allocated ({str(error).splitlines()[0]}); ask "
+                "for fewer pages"
+            ) from error
+        self.layers, self.mtp_layers = layers[: self.layout.backbone], layers[self.layout.backbone :]
         self._tensors: dict[str, list[torch.Tensor]] = {name: [] for name in self.groups}
         for layer in layers:
             for stream, group in layer.groups.items():
@@ -110,22 +132,26 @@ class PagedCache(Cache):
                 self.on_shortage(name, short)
         for name, lacking in wanted.items():
             if len(lacking) > len(self.pools[name].free):
-                raise OutOfPages(f"{tokens} tokens for rows {rows.start} … {rows.stop - 1} need {len(lacking)} pages of {name}, "
-                                 f"{len(self.pools[name].free)} of {self.pools[name].pages} are free; end or evict a request, or make "
-                                 "the pool larger")
+                raise OutOfPages(
+                    f"{tokens} tokens for rows {rows.start} … {rows.stop - 1} need {len(lacking)} pages of {name}, "
+                    f"{len(self.pools[name].free)} of {self.pools[name].pages} are free; end or evict a request, or "
+                    "make the pool larger"
+                )
         for name, lacking in wanted.items():
             for b, logical, old in lacking:
                 self._take(name, b, logical, old)
 
     def fits(self, rows: Iterable[int], tokens: int, mtp: bool = False) -> bool:
-        """Whether `tokens` more tokens of each of `rows` find room on their own pages and free ones: what `make_room` gives without asking
-        `on_shortage`. Takes none; gives back those behind what the rows may read."""
+        """Whether `tokens` more tokens of each of `rows` find room on their own pages and free ones: what `make_room`
+        gives without asking `on_shortage`. Takes none; gives back those behind what the rows may read."""
         lengths, lacking = self._mtp if mtp else self._main, dict.fromkeys(self.groups, 0)
         for b in rows:
             for name, group in self.groups.items():
                 if group.mtp is mtp:
                     self._give_back(name, b, group.needed(max(0, lengths.high[b] - self.max_rewind)))
-                    lacking[name] += sum(not own for *_, own in self._touched(name, b, lengths.now[b], lengths.now[b] + tokens))
+                    lacking[name] += sum(
+                        not own for *_, own in self._touched(name, b, lengths.now[b], lengths.now[b] + tokens)
+                    )
         return all(n <= len(self.pools[name].free) for name, n in lacking.items())
 
     def _lacking(self, name: str, b: int, first: int, end: int) -> list[tuple[int, int, int]]:
@@ -139,7 +165,8 @@ class PagedCache(Cache):
         return found
 
     def _touched(self, name: str, b: int, first: int, end: int):
-        """(logical page, page or NOWHERE, first row written, whether row b may write it in place) of tokens first … end − 1."""
+        """(logical page, page or NOWHERE, first row written, whether row b may write it in place) of tokens first … end
+        − 1."""
         group, pool, held = self.groups[name], self.pools[name], self._held[b][name]
         for logical in group.pages(first, end):
             page, row = held.get(logical, NOWHERE), max(0, first // group.tokens - logical * group.rows)
@@ -212,7 +239,8 @@ class PagedCache(Cache):
     # ---- drafts --------------------------------------------------------------------------
 
     def speculate(self, b: int, final: int = 0) -> None:
-        """Tokens appended to row b after the next `final` ones are drafts, until `commit` or `discard`: so are pages taken from now on."""
+        """Tokens appended to row b after the next `final` ones are drafts, until `commit` or `discard`: so are pages
+        taken from now on."""
         self._accepted[b] = self._main.now[b] + final
 
     def commit(self, b: int) -> None:
@@ -247,8 +275,10 @@ class PagedCache(Cache):
         """
         length = self._main.now[b]
         if length == 0 or length % BLOCK or self._accepted[b] is not None:
-            raise InputError(f"row {b} holds {length} tokens{'' if self._accepted[b] is None else ', some of them drafts'}; a prefix ends "
-                             f"at a multiple of {BLOCK} accepted tokens")
+            raise InputError(
+                f"row {b} holds {length} tokens{'' if self._accepted[b] is None else ', some of them drafts'}; a "
+                f"prefix ends at a multiple of {BLOCK} accepted tokens"
+            )
         found = Snapshot(length, min(self._mtp.now[b], length - 1), {}, streams)
         for name, group in self.groups.items():
             end = found.mtp_length if group.mtp else length
@@ -260,8 +290,8 @@ class PagedCache(Cache):
         return found
 
     def graft(self, b: int, snapshot: Snapshot) -> None:
-        """Row b, which must be empty, continues from `snapshot`. Raises InputError if it holds tokens, ContextOverrun never: a
-        snapshot of this cache fits its rows."""
+        """Row b, which must be empty, continues from `snapshot`. Raises InputError if it holds tokens, ContextOverrun
+        never: a snapshot of this cache fits its rows."""
         if self._main.now[b] or self._mtp.now[b]:
             raise InputError(f"row {b} holds {self._main.now[b]} tokens; only an empty row can be grafted")
         for lengths, n in ((self._main, snapshot.length), (self._mtp, snapshot.mtp_length)):
@@ -290,8 +320,8 @@ class PagedCache(Cache):
         return any(pool.under_pressure for pool in self.pools.values())
 
     def figures(self) -> dict[str, dict]:
-        """Of each pool: pages, live, shared and draft pages, the most that were live, pressure (live share), and fragmentation: the
-        share of rows of live pages that hold nothing."""
+        """Of each pool: pages, live, shared and draft pages, the most that were live, pressure (live share), and
+        fragmentation: the share of rows of live pages that hold nothing."""
         found = {}
         for name, pool in self.pools.items():
             group, filled = self.groups[name], [page.sealed for page in pool.state]
@@ -300,22 +330,39 @@ class PagedCache(Cache):
                 for logical, page in held[name].items():
                     filled[page] = max(filled[page], min(group.rows, rows - logical * group.rows))
             room = pool.live * group.rows
-            found[name] = {"pages": pool.pages, "live": pool.live, "shared": pool.shared, "drafts": pool.drafts, "peak": pool.peak,
-                           "pressure": pool.pressure, "fragmentation": 1 - sum(filled) / room if room else 0.0}
+            found[name] = {
+                "pages": pool.pages,
+                "live": pool.live,
+                "shared": pool.shared,
+                "drafts": pool.drafts,
+                "peak": pool.peak,
+                "pressure": pool.pressure,
+                "fragmentation": 1 - sum(filled) / room if room else 0.0,
+            }
         return found
 
 
-def new_paged_cache(model, batch: int, max_context: int, tokens: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND,
-                    prefixes: int = 0, pages: dict[str, int] | None = None, poison: bool = False) -> PagedCache:
+def new_paged_cache(
+    model,
+    batch: int,
+    max_context: int,
+    tokens: int | None = None,
+    max_rewind: int = DEFAULT_MAX_REWIND,
+    prefixes: int = 0,
+    pages: dict[str, int] | None = None,
+    poison: bool = False,
+) -> PagedCache:
     """A paged cache for `model`: pools for `tokens` tokens in all (default: every row full), or of `pages` pages.
 
-    Raises UnsupportedInput when the model's layers are spread over devices or its caches are to be in host memory, InputError where its
-    prompts are read in chunks.
+    Raises UnsupportedInput when the model's layers are spread over devices or its caches are to be in host memory,
+    InputError where its prompts are read in chunks.
     """
     if model.layer_devices is not None:
         raise UnsupportedInput("a paged cache is on one device; load without --device-map")
     if model.kv_memory is not None:
-        raise UnsupportedInput("the pages of a paged cache are on the device, and host memory was asked for; load without kv_memory")
+        raise UnsupportedInput(
+            "the pages of a paged cache are on the device, and host memory was asked for; load without kv_memory"
+        )
     layout, reach = model.page_layout(), capacity(model, max_context)
     pages = pages or pool_pages(layout.groups, batch, tokens or batch * reach, max_rewind, model.chunk, prefixes, reach)
     return PagedCache(layout, batch, max_context, pages, max_rewind, model.device, poison, reach)

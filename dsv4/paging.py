@@ -1,13 +1,14 @@
 """Pages of a pool: who holds which, which may be written, which may go.
 
-A pool is bookkeeping on the host; the buffers it speaks of are elsewhere (`dsv4.paged_cache`). One pool serves all streams whose
-rows are addressed alike: physical page 7 of the pool is page 7 of each layer's buffer. Page 0 is nobody's: what a step computes for
-rows that do not exist goes there, and nothing reads it.
+A pool is bookkeeping on the host; the buffers it speaks of are elsewhere (`dsv4.paged_cache`). One pool serves all
+streams whose rows are addressed alike: physical page 7 of the pool is page 7 of each layer's buffer. Page 0 is
+nobody's: what a step computes for rows that do not exist goes there, and nothing reads it.
 
 - A page is held by one or more holders (`refs`); it is free when the last one lets go.
-- A page has one writer, a batch row. Rows below its seal belong to a prefix that others may hold: nobody changes them. Rows above
-  it are read by the writer alone, so the next request of the same batch row may write them as well.
-- A draft page holds tokens that are not accepted yet. It can be discarded at once; a committed page cannot, its holders must let go.
+- A page has one writer, a batch row. Rows below its seal belong to a prefix that others may hold: nobody changes them.
+  Rows above it are read by the writer alone, so the next request of the same batch row may write them as well.
+- A draft page holds tokens that are not accepted yet. It can be discarded at once; a committed page cannot, its holders
+  must let go.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ from dsv4.errors import OutOfPages, PageError
 from dsv4.speculation.policy import under_pressure
 
 NOWHERE = 0
-BLOCK = 128  # tokens: prefixes end at multiples of it, where HCA has no open window, CSA reads its overlap only, and a page of keys is full
+# tokens: prefixes end at multiples of it, where HCA has no open window, CSA reads its overlap only, and a page of keys
+# is full
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,25 @@ class PageGroup:
         return 0 if self.back is None else max(0, position // self.align * self.align - self.back)
 
     def pages(self, first: int, end: int) -> range:
-        """Logical pages of the rows of tokens `first` … `end` − 1; of entries, of those whose last token is among them."""
+        """Logical pages of the rows of tokens `first` … `end` − 1; of entries, of those whose last token is among
+        them."""
         low, high = first // self.tokens, end // self.tokens
         return range(low // self.rows, -(-high // self.rows) if high > low else low // self.rows)
 
 
-def pool_pages(groups: Mapping[str, PageGroup], batch: int, tokens: int, max_rewind: int = 0, chunk: int = BLOCK, prefixes: int = 0,
-               context: int | None = None) -> dict[str, int]:
-    """Pages of each group so that `batch` rows run steps of up to `chunk` tokens beside `prefixes` snapshots, `tokens` tokens in
-    all. Groups that grow with the context get pages for the tokens; the others for what each row and snapshot reads, and of snapshots of
-    one prompt, a BLOCK apart, each for what the one before does not hold. context: tokens of one row at most, if that is known."""
+def pool_pages(
+    groups: Mapping[str, PageGroup],
+    batch: int,
+    tokens: int,
+    max_rewind: int = 0,
+    chunk: int = BLOCK,
+    prefixes: int = 0,
+    context: int | None = None,
+) -> dict[str, int]:
+    """Pages of each group so that `batch` rows run steps of up to `chunk` tokens beside `prefixes` snapshots, `tokens`
+    tokens in all. Groups that grow with the context get pages for the tokens; the others for what each row and snapshot
+    reads, and of snapshots of one prompt, a BLOCK apart, each for what the one before does not hold. context: tokens of
+    one row at most, if that is known."""
     found = {}
     for name, g in groups.items():
         if g.back is None:
@@ -63,7 +75,8 @@ def pool_pages(groups: Mapping[str, PageGroup], batch: int, tokens: int, max_rew
 
 @dataclass
 class Page:
-    """State of one physical page. writer: who may write it (None: nobody); sealed: rows from its start that are never changed."""
+    """State of one physical page. writer: who may write it (None: nobody); sealed: rows from its start that are never
+    changed."""
 
     refs: int = 0
     writer: int | None = None
@@ -88,8 +101,10 @@ class PagePool:
     def allocate(self, count: int, writer: int, draft: bool = False) -> list[int]:
         """`count` free pages, held once, by `writer`. Raises OutOfPages, and then changes nothing."""
         if count > len(self.free):
-            raise OutOfPages(f"{count} pages of {self.name} are needed, {len(self.free)} of {self.pages} are free; end or evict a request, "
-                             "or make the pool larger")
+            raise OutOfPages(
+                f"{count} pages of {self.name} are needed, {len(self.free)} of {self.pages} are free; end or evict a "
+                "request, or make the pool larger"
+            )
         taken = [self.free.pop() for _ in range(count)]
         for page in taken:
             self.state[page] = Page(1, writer, 0, draft)
@@ -97,7 +112,8 @@ class PagePool:
         return taken
 
     def share(self, page: int) -> None:
-        """One more holder. Raises PageError for a page that is free, or a draft: nobody may rely on tokens that may go."""
+        """One more holder. Raises PageError for a page that is free, or a draft: nobody may rely on tokens that may
+        go."""
         held = self._held(page, "shared")
         if held.draft:
             raise PageError(f"page {page} of {self.name} is a draft and was to be shared; commit it first")
@@ -116,7 +132,9 @@ class PagePool:
     def discard(self, page: int) -> None:
         """Free a draft page. Raises PageError for a committed one."""
         if not self._held(page, "discarded").draft:
-            raise PageError(f"page {page} of {self.name} is committed and was to be discarded; its holders must drop it")
+            raise PageError(
+                f"page {page} of {self.name} is committed and was to be discarded; its holders must drop it"
+            )
         self.drop(page)
 
     def commit(self, page: int) -> None:
@@ -129,20 +147,25 @@ class PagePool:
         held.sealed = max(held.sealed, rows)
 
     def writes_in_place(self, page: int, writer: int, row: int) -> bool:
-        """Whether `writer`, a holder, may write the page from row `row` on; else it must write a copy. Sole holders may always."""
+        """Whether `writer`, a holder, may write the page from row `row` on; else it must write a copy. Sole holders may
+        always."""
         held = self._held(page, "written")
         return held.refs == 1 or (held.writer == writer and row >= held.sealed)
 
     def claim(self, page: int, writer: int, row: int) -> None:
         """`writer` is about to write from row `row` on. Raises PageError where it may not."""
         if not self.writes_in_place(page, writer, row):
-            raise PageError(f"page {page} of {self.name} was to be written from row {row}, which others hold; write a copy")
+            raise PageError(
+                f"page {page} of {self.name} was to be written from row {row}, which others hold; write a copy"
+            )
         held = self.state[page]
         held.writer, held.sealed = writer, min(held.sealed, row) if held.refs == 1 else held.sealed
 
     def _held(self, page: int, verb: str) -> Page:
         if not 0 < page <= self.pages or self.state[page].refs == 0:
-            raise PageError(f"page {page} of {self.name} was to be {verb}, but nobody holds it; this is a fault of the engine")
+            raise PageError(
+                f"page {page} of {self.name} was to be {verb}, but nobody holds it; this is a fault of the engine"
+            )
         return self.state[page]
 
     # ---- figures -------------------------------------------------------------------------

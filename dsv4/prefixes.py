@@ -1,7 +1,8 @@
 """Which prefixes of past prompts are still in the pools.
 
-A tree of blocks of 128 token ids. A child is found by its whole block of ids, so what a graft starts from is what was asked for,
-not what has the same hash. A node may hold a snapshot of the cache at its end; nodes without one are only on the way to others.
+A tree of blocks of 128 token ids. A child is found by its whole block of ids, so what a graft starts from is what was
+asked for, not what has the same hash. A node may hold a snapshot of the cache at its end; nodes without one are only on
+the way to others.
 
 Snapshots outlive the requests that made them. They go, least recently used first, when a pool has too few free pages.
 """
@@ -24,21 +25,22 @@ class Node:
 
 
 def borrowable(tokens: int) -> int:
-    """Of a prompt's tokens those that a kept prefix could hold: whole blocks that leave a token to run, whether anybody kept them or not."""
+    """Of a prompt's tokens those that a kept prefix could hold: whole blocks that leave a token to run, whether anybody
+    kept them or not."""
     return max(0, tokens - 1) // BLOCK * BLOCK
 
 
 def hit_rate(borrowed: int, tokens: int) -> float | None:
-    """Prefix hit rate of one request, whose prompt has `tokens`: of the blocks that it could have borrowed, with their pages, those that
-    it did. None where it could have borrowed none."""
+    """Prefix hit rate of one request, whose prompt has `tokens`: of the blocks that it could have borrowed, with their
+    pages, those that it did. None where it could have borrowed none."""
     return borrowed / possible if (possible := borrowable(tokens)) else None
 
 
 class PrefixTree:
     """Snapshots of `cache` by the ids that led to them; drops them when the cache runs short of pages.
 
-    hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (`borrowable`). A request asks once: what
-    it gets when it resumes is no hit.
+    hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (`borrowable`). A request
+    asks once: what it gets when it resumes is no hit.
     """
 
     def __init__(self, cache: PagedCache):
@@ -54,13 +56,13 @@ class PrefixTree:
     def longest(self, b: int, ids: Sequence[int]) -> Node | None:
         """The longest kept prefix of `ids` that leaves a token to run, if it is longer than what row b holds."""
         best = None
-        for node in self._walk(ids[:borrowable(len(ids))]):
+        for node in self._walk(ids[: borrowable(len(ids))]):
             best = node if node.snapshot is not None else best
         return None if best is None or best.snapshot.length <= self.cache.lengths[b] else best
 
     def graft(self, b: int, ids: Sequence[int], resumes: bool = False) -> int:
-        """Let row b of the cache, which holds a prefix of `ids` or nothing, start from the `longest` kept prefix, if there is one.
-        Returns how many tokens were gained, which are no hit where the request resumes."""
+        """Let row b of the cache, which holds a prefix of `ids` or nothing, start from the `longest` kept prefix, if
+        there is one. Returns how many tokens were gained, which are no hit where the request resumes."""
         held, best = self.cache.lengths[b], self.longest(b, ids)
         if best is None:
             return 0
@@ -71,17 +73,19 @@ class PrefixTree:
         return best.snapshot.length - held
 
     def remember(self, b: int, ids: Sequence[int], streams=None) -> None:
-        """Keep a snapshot of row b, which holds exactly `ids`, a multiple of BLOCK tokens. Kept ones are not made again."""
+        """Keep a snapshot of row b, which holds exactly `ids`, a multiple of BLOCK tokens. Kept ones are not made
+        again."""
         node = self.root
         for start in range(0, len(ids), BLOCK):
-            block = tuple(ids[start:start + BLOCK])
+            block = tuple(ids[start : start + BLOCK])
             node = node.children.get(block) or node.children.setdefault(block, Node(node, block))
         if node.snapshot is None:
             node.snapshot = self.cache.snapshot(b, streams)
         self._touch(node)
 
     def make_free(self, group: str, pages: int) -> None:
-        """Drop snapshots, least recently used first, until `pages` pages of a pool came free. Those that free none stay."""
+        """Drop snapshots, least recently used first, until `pages` pages of a pool came free. Those that free none
+        stay."""
         pool, running = self.cache.pools[group], self.cache.running_pages(group)
         wanted = len(pool.free) + pages
         while len(pool.free) < wanted:
@@ -113,7 +117,7 @@ class PrefixTree:
     def _walk(self, ids: Sequence[int]):
         node = self.root
         for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-            node = node.children.get(tuple(ids[start:start + BLOCK]))
+            node = node.children.get(tuple(ids[start : start + BLOCK]))
             if node is None:
                 return
             yield node

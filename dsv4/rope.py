@@ -8,7 +8,7 @@ compressed entries, index queries and keys, and the inverse rotation of the outp
 import torch
 
 from dsv4.config import LayerKind, ModelConfig
-from kernels.rope import inverse_frequencies
+from dsv4.kernels.rope import inverse_frequencies
 
 BASES = {LayerKind.WINDOW: "main", LayerKind.CSA: "compress", LayerKind.HCA: "compress"}
 
@@ -16,5 +16,7 @@ BASES = {LayerKind.WINDOW: "main", LayerKind.CSA: "compress", LayerKind.HCA: "co
 def frequencies(config: ModelConfig) -> dict[str, torch.Tensor]:
     """fp32 [qk_rope_head_dim / 2] for each base name of `BASES`."""
     d = config.qk_rope_head_dim
-    return {"main": inverse_frequencies(d, config.rope_theta),
-            "compress": inverse_frequencies(d, config.compress_rope_theta, config.yarn)}
+    return {
+        "main": inverse_frequencies(d, config.rope_theta),
+        "compress": inverse_frequencies(d, config.compress_rope_theta, config.yarn),
+    }

@@ -1,9 +1,10 @@
-"""Rows of one stream of a cache in a pool: which row holds which position (`TokenRows`, in a ring) or which entry (`EntryRows`)."""
+"""Rows of one stream of a cache in a pool: which row holds which position (`TokenRows`, in a ring) or which entry
+(`EntryRows`)."""
 
 import torch
 
+from dsv4.kernels.cache_rows import PAGE, PackedRows, decode_rows, read_rows, write_rows
 from dsv4.step import CapturedStep, Step
-from kernels.cache_rows import PAGE, PackedRows, decode_rows, read_rows, write_rows
 
 
 class TokenRows:
@@ -23,13 +24,20 @@ class TokenRows:
 
     def fetch(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows `slots` int64 [M] of the pool: [M, width] in `dtype`."""
-        return read_rows(self.flat, slots).to(dtype) if isinstance(self.flat, PackedRows) else self.flat.index_select(0, slots)
+        return (
+            read_rows(self.flat, slots).to(dtype)
+            if isinstance(self.flat, PackedRows)
+            else self.flat.index_select(0, slots)
+        )
 
     def last(self, step: Step, window: int) -> torch.Tensor:
-        """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position 0."""
+        """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position
+        0."""
+
         def rows():
             positions = step.pos.unsqueeze(-1) + torch.arange(1 - window, 1, device=step.device)
             return torch.where(positions < 0, -1, self.index(step, positions)).flatten(0, 1)
+
         return step.memo(("window", window, *self.address(step)), rows)
 
 
@@ -57,8 +65,11 @@ class Ring(TokenRows):
             self.store(self.slots(step), values)
             return self.flat
         values = values if isinstance(self.flat, PackedRows) else values.to(self.flat.dtype)
-        before = self._slots(step, ("before", self.keep), lambda: step.start.unsqueeze(1)
-                             + torch.arange(-self.keep, 0, device=step.device))
+        before = self._slots(
+            step,
+            ("before", self.keep),
+            lambda: step.start.unsqueeze(1) + torch.arange(-self.keep, 0, device=step.device),
+        )
         before, values = self.fetch(before, values.dtype).view(step.B, self.keep, -1), values.view(step.B, step.T, -1)
         staged = torch.cat((before, values), 1).flatten(0, 1)
         last = min(step.T, self.R)
@@ -66,7 +77,8 @@ class Ring(TokenRows):
         return self._packed(staged) if isinstance(self.flat, PackedRows) else staged
 
     def _packed(self, values: torch.Tensor) -> PackedRows:
-        """A pool of values [M, width]: a step reads rows of one kind, and its sums run in one order, however long it is."""
+        """A pool of values [M, width]: a step reads rows of one kind, and its sums run in one order, however long it
+        is."""
         pages = -(-len(values) // PAGE)
         pool = self.flat._replace(data=self.flat.data.new_empty(pages, self.flat.data.shape[1]), count=PAGE * pages)
         self._write(pool, torch.arange(len(values), device=values.device), values)
@@ -96,7 +108,8 @@ class Ring(TokenRows):
 
 
 class EntryRows:
-    """Compressed entries, one every `ratio` tokens, in a pool `flat`; subclasses say which row holds which entry (`slots`)."""
+    """Compressed entries, one every `ratio` tokens, in a pool `flat`; subclasses say which row holds which entry
+    (`slots`)."""
 
     flat: torch.Tensor | PackedRows
     ratio: int
@@ -116,29 +129,35 @@ class EntryRows:
         def entries():
             entry = torch.arange(n, device=step.device).expand(step.B, step.T, n)
             return torch.where(entry < step.visible(self.ratio).unsqueeze(-1), entry, -1)
+
         return step.memo(("all entries", self.ratio), entries)
 
 
 class Entries(EntryRows):
-    """Compressed entries [batch, n, width], one every `ratio` tokens: n = ceil(max_context / ratio), or the next multiple of a
-    page when they are packed."""
+    """Compressed entries [batch, n, width], one every `ratio` tokens: n = ceil(max_context / ratio), or the next
+    multiple of a page when they are packed."""
 
     def __init__(self, buffer: torch.Tensor | PackedRows, ratio: int, write=write_rows):
         self.buffer, self.ratio, self._write = buffer, ratio, write
         self.packed = isinstance(buffer, PackedRows)
         self.n = PAGE * buffer.data.shape[1] if self.packed else buffer.shape[1]
-        self.flat = (buffer._replace(data=buffer.data.flatten(0, 1), count=buffer.data.shape[0] * self.n) if self.packed
-                     else buffer.flatten(0, 1))
+        self.flat = (
+            buffer._replace(data=buffer.data.flatten(0, 1), count=buffer.data.shape[0] * self.n)
+            if self.packed
+            else buffer.flatten(0, 1)
+        )
 
     def slots(self, step: Step) -> torch.Tensor:
         """Rows of the pool for the step's new windows, int64 [B·completed]."""
-        return step.memo(("entry_slots", self.ratio, self.n), lambda: (step.new_windows(self.ratio) + step.row * self.n).flatten())
+        return step.memo(
+            ("entry_slots", self.ratio, self.n), lambda: (step.new_windows(self.ratio) + step.row * self.n).flatten()
+        )
 
     def visible(self, step: Step) -> torch.Tensor | PackedRows:
         """View [B, n, width] of the entries that the step's last query may see."""
         if self.packed:
             return self.buffer._replace(data=self.buffer.data[step.rows], count=step.max_visible(self.ratio))
-        return self.buffer[step.rows, :step.max_visible(self.ratio)]
+        return self.buffer[step.rows, : step.max_visible(self.ratio)]
 
     def held(self) -> torch.Tensor:
         """All entries [batch, n, width], in fp32 where they are packed."""

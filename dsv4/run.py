@@ -18,6 +18,7 @@ from dsv4.gqa.model import GQAModel
 from dsv4.graph import captures
 from dsv4.host_tier.choice import HostMemory
 from dsv4.load import load_model
+from dsv4.loaders.files import read_json
 from dsv4.memory import count_named, peak_bytes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
@@ -26,13 +27,12 @@ from dsv4.speculation.policy import Policy
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import HOST, Append, default
 from dsv4.tokenizer import TextStream, Tokenizer
-from loaders.files import read_json
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. `prompt` is text, or comma-separated ids when `is_ids`. Raises InputError for options that are none, before
-    a checkpoint is loaded."""
+    """What the user asked for. `prompt` is text, or comma-separated ids when `is_ids`. Raises InputError for options
+    that are none, before a checkpoint is loaded."""
 
     prompt: str
     is_ids: bool = False
@@ -46,7 +46,8 @@ class Request:
     speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
     draft_tokens: str | None = None  # of a verify pass, as `policy_named` takes it; None: the drafter's own
     draft_costs: Path | None = None  # of passes, for a policy that weighs them
-    together: bool = False  # drafts are verified as one append, also where that rounds otherwise than plain decoding; captured steps need none
+    # drafts are verified as one append, also where that rounds otherwise than plain decoding; captured steps need none
+    together: bool = False
 
     def __post_init__(self):
         self.ids, self.context, self.policy  # each is read once: a file of costs may be a pipe
@@ -66,11 +67,16 @@ class Request:
     @cached_property
     def policy(self) -> Policy | None:
         """How many tokens it drafts, where it drafts."""
-        return None if self.speculate == "off" else policy_named(drafts_asked(self.draft_tokens, self.speculate), self.draft_costs)
+        return (
+            None
+            if self.speculate == "off"
+            else policy_named(drafts_asked(self.draft_tokens, self.speculate), self.draft_costs)
+        )
 
 
 def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tokens: int | None = None) -> str:
-    """The prompt from exactly one place: --prompt, --prompt-file, --token-ids, --prompt-tokens, or standard input if it is piped."""
+    """The prompt from exactly one place: --prompt, --prompt-file, --token-ids, --prompt-tokens, or standard input if it
+    is piped."""
     options = (("--prompt", text), ("--prompt-file", file), ("--token-ids", ids), ("--prompt-tokens", random_tokens))
     given = [name for name, value in options if value is not None]
     if len(given) > 1:
@@ -83,15 +89,20 @@ def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tok
         try:
             found = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read the prompt from {file}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
+            raise InputError(
+                f"cannot read the prompt from {file}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
+            ) from None
     elif sys.stdin is None or sys.stdin.isatty() and file is None:  # None: it is closed
         raise InputError("there is no prompt; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     else:
         try:
             found = sys.stdin.read()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read the prompt from standard input: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}; pass "
-                             "--prompt TEXT or --prompt-file FILE") from None
+            raise InputError(
+                "cannot read the prompt from standard input: "
+                f"{getattr(error, 'strerror', None) or 'it is not UTF-8 text'}; pass --prompt TEXT or --prompt-file "
+                "FILE"
+            ) from None
     if not found.strip():
         raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     return found
@@ -107,7 +118,10 @@ def parse_max_memory(text: str | None) -> dict | None:
         device = device.strip().removeprefix("cuda:")
         name = int(device) if device.isdecimal() else device
         if not equals or name in limits or not (device.isdecimal() or device == "cpu"):
-            raise InputError(f"--max-memory has {brief(part)!r}; expected cpu and numbers of GPUs, each at most once, e.g. cpu=4GiB,0=70GiB")
+            raise InputError(
+                f"--max-memory has {brief(part)!r}; expected cpu and numbers of GPUs, each at most once, e.g. "
+                "cpu=4GiB,0=70GiB"
+            )
         limits[name] = count_named("--max-memory", size)
     return limits
 
@@ -124,12 +138,21 @@ class Choices:
 
 
 class Session:
-    """A loaded checkpoint with its tokenizer (None without a tokenizer.json) and stop ids; or, without a checkpoint, the first
-    `layers` layers of a published configuration (`dummy`) with random weights."""
+    """A loaded checkpoint with its tokenizer (None without a tokenizer.json) and stop ids; or, without a checkpoint,
+    the first `layers` layers of a published configuration (`dummy`) with random weights."""
 
-    def __init__(self, checkpoint: Path | None, choices: Choices = Choices(), device_map: str | None = None,
-                 max_memory: str | None = None, progress=None, dummy: str | None = None, layers: int | None = None,
-                 attention: Attention | None = None, kv_memory: HostMemory | None = None):
+    def __init__(
+        self,
+        checkpoint: Path | None,
+        choices: Choices = Choices(),
+        device_map: str | None = None,
+        max_memory: str | None = None,
+        progress=None,
+        dummy: str | None = None,
+        layers: int | None = None,
+        attention: Attention | None = None,
+        kv_memory: HostMemory | None = None,
+    ):
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
         self.together = False  # whether the last passes were verified as one append
@@ -141,8 +164,15 @@ class Session:
             self.model = load_dummy(dummy, layers, attention=attention, kv_memory=kv_memory, **asdict(choices))
             self.checkpoint, self.tokenizer, self.stop_ids = Path(f"{dummy} geometry, random weights"), None, set()
             return
-        self.model = load_model(checkpoint, progress=progress, device_map=device_map, max_memory=parse_max_memory(max_memory),
-                                attention=attention, kv_memory=kv_memory, **asdict(choices))
+        self.model = load_model(
+            checkpoint,
+            progress=progress,
+            device_map=device_map,
+            max_memory=parse_max_memory(max_memory),
+            attention=attention,
+            kv_memory=kv_memory,
+            **asdict(choices),
+        )
         self.checkpoint = Path(checkpoint)
         self.tokenizer: Tokenizer | None = None
         self.stop_ids = set(self.model.config.eos_token_id)
@@ -166,7 +196,9 @@ class Session:
             return templated_ids(self.tokenizer, request.prompt)
         return plain_ids(self.tokenizer, request.prompt, self.model.config.bos_token_id)
 
-    def generate(self, ids: list[int], request: Request, show: Callable[[str], None], on_prefill=None) -> tuple[Generation, str]:
+    def generate(
+        self, ids: list[int], request: Request, show: Callable[[str], None], on_prefill=None
+    ) -> tuple[Generation, str]:
         """Run the request; `show` gets text as it completes. Returns (result, whole text)."""
         stream = TextStream(self.tokenizer) if self.tokenizer else None
 
@@ -189,56 +221,109 @@ class Session:
     def _run(self, ids: list[int], request: Request, context: int | None, on_token, on_prefill) -> Generation:
         """One row, with drafts or without."""
         if request.speculate == "off":
-            return generate(self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill)
+            return generate(
+                self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill
+            )
         drafter, policy, rounds = make_drafter(request.speculate), request.policy, captures(self.model)
-        self.together = request.together and not rounds  # a round verifies all drafts in one step, with the text of plain decoding
+        # a round verifies all drafts in one step, with the text of plain decoding
+        self.together = request.together and not rounds
         if rounds:
-            return generate_resident(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context, self.stop_ids,
-                                     lambda row, token: on_token(token), on_prefill)[0]
-        return generate_speculative(self.model, [ids], request.max_new_tokens, drafter, request.sampling, policy, context,
-                                    self.stop_ids, lambda row, token: on_token(token), on_prefill,
-                                    verify=Append if self.together else default)[0]
+            return generate_resident(
+                self.model,
+                [ids],
+                request.max_new_tokens,
+                drafter,
+                request.sampling,
+                policy,
+                context,
+                self.stop_ids,
+                lambda row, token: on_token(token),
+                on_prefill,
+            )[0]
+        return generate_speculative(
+            self.model,
+            [ids],
+            request.max_new_tokens,
+            drafter,
+            request.sampling,
+            policy,
+            context,
+            self.stop_ids,
+            lambda row, token: on_token(token),
+            on_prefill,
+            verify=Append if self.together else default,
+        )[0]
 
     def _notes(self, result: Generation) -> list[str]:
         """What a reader of this result has to know."""
-        return termination_notes(self.model) + ([] if result.speculation is None else speculation_notes(self.model, self.together))
+        return termination_notes(self.model) + (
+            [] if result.speculation is None else speculation_notes(self.model, self.together)
+        )
 
     def document(self, result: Generation, text: str) -> dict:
         """Everything that is reported of a generation, as JSON values. Times in seconds, sizes in bytes."""
         model = self.model
         return {
-            "text": text, "token_ids": result.token_ids, "prompt_token_ids": result.prompt_ids, "stop_reason": result.stop_reason,
-            "checkpoint": str(self.checkpoint), "layout": model.inventory.layout.name if model.inventory else "none", "numerics": model.numerics.name,
-            "backend": model.backend, "device": str(model.device),
-            "timings": {"prefill_seconds": result.prefill_seconds, "prefill_tokens_per_second": result.prefill_rate,
-                        "decode_seconds": result.decode_seconds, "decode_tokens_per_second": result.decode_rate,
-                        "capture_seconds": result.capture_seconds},
-            "bytes": {"weights": model.nbytes, "cache": result.cache_bytes, "peak": peak_bytes(model.device),
-                      "max_context": result.max_context},
-            "host_memory": result.host, "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
+            "text": text,
+            "token_ids": result.token_ids,
+            "prompt_token_ids": result.prompt_ids,
+            "stop_reason": result.stop_reason,
+            "checkpoint": str(self.checkpoint),
+            "layout": model.inventory.layout.name if model.inventory else "none",
+            "numerics": model.numerics.name,
+            "backend": model.backend,
+            "device": str(model.device),
+            "timings": {
+                "prefill_seconds": result.prefill_seconds,
+                "prefill_tokens_per_second": result.prefill_rate,
+                "decode_seconds": result.decode_seconds,
+                "decode_tokens_per_second": result.decode_rate,
+                "capture_seconds": result.capture_seconds,
+            },
+            "bytes": {
+                "weights": model.nbytes,
+                "cache": result.cache_bytes,
+                "peak": peak_bytes(model.device),
+                "max_context": result.max_context,
+            },
+            "host_memory": result.host,
+            "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
             "attention": model.attention.document() if model.attention else None,
-            "placement": model.placement, "layers": model.layer_paths(), "dispatch": model.dispatch.rows(),
-            "load": model.ledger.totals() if model.ledger else None, "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),
+            "placement": model.placement,
+            "layers": model.layer_paths(),
+            "dispatch": model.dispatch.rows(),
+            "load": model.ledger.totals() if model.ledger else None,
+            "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),
         }
 
 
 def speculation_notes(model: CausalLM, together: bool = False) -> list[str]:
-    """What a reader of a text has to know that was speculated in the model's numerics. together: passes, or rows, were one append."""
+    """What a reader of a text has to know that was speculated in the model's numerics. together: passes, or rows, were
+    one append."""
     if model.numerics.name == "fp32" or (model.backend in HOST or captures(model)) and not together:
         return []
-    return [f"on the {model.backend} backend numerics {model.numerics.name} may round a pass of several tokens otherwise than single steps: "
-            "where two tokens are close, the text may leave that of plain decoding (dsv4/speculation/README.md)"]
+    return [
+        f"on the {model.backend} backend numerics {model.numerics.name} may round a pass of several tokens otherwise "
+        "than single steps: where two tokens are close, the text may leave that of plain decoding "
+        "(dsv4/speculation/README.md)"
+    ]
 
 
 def termination_notes(model: CausalLM) -> list[str]:
-    """Where a rule to stop reading could leave nothing out in the last step, for want of tiles. Waits for the device."""
+    """Where a rule to stop reading could leave nothing out in the last step, for want of tiles. Waits for the
+    device."""
     rule, found = model.attention and model.attention.termination, {}
     for row in model.layer_paths() if rule else ():
         if row.get("tiles_each", rule.useful) < rule.useful:
-            found.setdefault(tuple(row[key] for key in ("tiles_each", "batch", "of_tiles", "traversals")), []).append(row)
-    return [f"--terminate: {each} tile{'s' if each > 1 else ''} a split at batch {batch} ({of} of {rule.tile} tokens in {splits} "
-            f"split{'s' if splits > 1 else ''}): nothing can stop; a split can leave tiles out if it has {rule.useful} or more"
-            for each, batch, of, splits in found]
+            found.setdefault(tuple(row[key] for key in ("tiles_each", "batch", "of_tiles", "traversals")), []).append(
+                row
+            )
+    return [
+        f"--terminate: {each} tile{'s' if each > 1 else ''} a split at batch {batch} ({of} of {rule.tile} tokens in "
+        f"{splits} split{'s' if splits > 1 else ''}): nothing can stop; a split can leave tiles out if it has "
+        f"{rule.useful} or more"
+        for each, batch, of, splits in found
+    ]
 
 
 def make_drafter(name: str) -> Drafter:
@@ -250,5 +335,6 @@ def make_drafter(name: str) -> Drafter:
 
 
 def drafts_asked(draft_tokens: str | None, drafter: str) -> str:
-    """As `policy_named` takes them: None is what the drafter does where nothing is asked for. Raises as `make_drafter`."""
+    """As `policy_named` takes them: None is what the drafter does where nothing is asked for. Raises as
+    `make_drafter`."""
     return draft_tokens or str(make_drafter(drafter).draft_tokens)

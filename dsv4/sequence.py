@@ -48,7 +48,7 @@ class SequenceEntries:
         self.values = values.view(step.B, -1, values.shape[-1])
 
     def visible(self, step: Step) -> torch.Tensor:
-        return self.values[:, :step.max_visible(self.ratio)]
+        return self.values[:, : step.max_visible(self.ratio)]
 
     def chosen(self, step: Step, selection: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Entries [B, n, D] and a mask uint8 [B, T, n] of the selected ones; None stands for all that are visible.
@@ -79,7 +79,7 @@ class SequenceCompressor:
         if n == 0:
             self.entries.values = raw.new_zeros(step.B, 0, D)
             return None
-        raw = raw.view(step.B, step.T, 2, c * D)[:, :n * r].view(step.B, n, r, 2, c * D)
+        raw = raw.view(step.B, step.T, 2, c * D)[:, : n * r].view(step.B, n, r, 2, c * D)
         kv, gate = raw[:, :, :, 0], raw[:, :, :, 1] + ape
         if c == 2:  # the window before, by its first columns; none before window 0
             before = lambda x, fill: F.pad(x[:, :-1, :, :D], (0, 0, 0, 0, 1, 0), value=fill)
@@ -119,6 +119,10 @@ def whole(model, ids: torch.Tensor) -> tuple[torch.Tensor, Step, Sequences]:
     return model.run(step, sequences), step, sequences
 
 
-def drafts(model, streams: torch.Tensor, next_ids: torch.Tensor, step: Step, sequences: Sequences, block: int = 0) -> torch.Tensor:
+def drafts(
+    model, streams: torch.Tensor, next_ids: torch.Tensor, step: Step, sequences: Sequences, block: int = 0
+) -> torch.Tensor:
     """Features [B·T, d] of MTP block `block` for the shared head: entry t drafts the token after next_ids[t]."""
-    return model.mtp[block](streams, model.embed(next_ids.flatten()).to(streams.dtype), step, sequences.mtp_layers[block])[0]
+    return model.mtp[block](
+        streams, model.embed(next_ids.flatten()).to(streams.dtype), step, sequences.mtp_layers[block]
+    )[0]

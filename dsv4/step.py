@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from dsv4.errors import UnsupportedInput
-from kernels.fusions.compositions import Kept
-from kernels.rope import rotation
+from dsv4.kernels.fusions.compositions import Kept
+from dsv4.kernels.rope import rotation
 
 
 class Step:
@@ -27,8 +27,11 @@ class Step:
         self.ids = ids.flatten()
         self.first, self.starts = first, starts
         self.device = ids.device
-        even = min(starts) == max(starts)  # filled on the device: a copy from the host would wait for all work before it
-        self.start = torch.full((self.B,), starts[0], device=self.device) if even else torch.tensor(starts, device=self.device)
+        # filled on the device: a copy from the host would wait for all work before it
+        even = min(starts) == max(starts)
+        self.start = (
+            torch.full((self.B,), starts[0], device=self.device) if even else torch.tensor(starts, device=self.device)
+        )
         self.pos = self.start.unsqueeze(1) + torch.arange(self.T, device=self.device)
         self.row = torch.arange(first, first + self.B, device=self.device).unsqueeze(1)  # [B, 1]
         self.frequencies = frequencies
@@ -49,8 +52,15 @@ class Step:
         """The same step with its tensors on another device."""
         if device == self.device:
             return self
-        return self.memo(("on", device), lambda: Step(self.ids.view(self.B, self.T).to(device), self.first, self.starts,
-                                                      {k: f.to(device) for k, f in self.frequencies.items()}))
+        return self.memo(
+            ("on", device),
+            lambda: Step(
+                self.ids.view(self.B, self.T).to(device),
+                self.first,
+                self.starts,
+                {k: f.to(device) for k, f in self.frequencies.items()},
+            ),
+        )
 
     @property
     def rows(self) -> slice:
@@ -101,25 +111,33 @@ class Step:
         A row that completes fewer than another gets windows that are not complete yet; their
         entries lie beyond what any query sees and are written again when they complete.
         """
-        return self.memo(("windows", ratio), lambda: self.start.unsqueeze(1) // ratio
-                         + torch.arange(self.completed(ratio), device=self.device))
+        return self.memo(
+            ("windows", ratio),
+            lambda: self.start.unsqueeze(1) // ratio + torch.arange(self.completed(ratio), device=self.device),
+        )
 
     def completes(self, ratio: int) -> torch.Tensor:
         """bool [B·completed]: which of `new_windows` are complete after this step."""
-        return self.memo(("completes", ratio), lambda: (
-            (self.new_windows(ratio) + 1) * ratio <= self.start.unsqueeze(1) + self.T).flatten())
+        return self.memo(
+            ("completes", ratio),
+            lambda: ((self.new_windows(ratio) + 1) * ratio <= self.start.unsqueeze(1) + self.T).flatten(),
+        )
 
     def window_cis(self, ratio: int, base: str) -> torch.Tensor:
         """Rotation of each new entry at its window's first token, complex64 [B·completed, d/2]."""
-        return self.memo(("window_cis", ratio, base),
-                         lambda: rotation((self.new_windows(ratio) * ratio).flatten(), self.frequencies[base]))
+        return self.memo(
+            ("window_cis", ratio, base),
+            lambda: rotation((self.new_windows(ratio) * ratio).flatten(), self.frequencies[base]),
+        )
 
 
 class CapturedStep(Step):
-    """A step whose positions are known on the device alone, so that it can be captured once and replayed at any position.
+    """A step whose positions are known on the device alone, so that it can be captured once and replayed at any
+    position.
 
-    ids int64 [B, T] and start int64 [B] are read where they are: a replay sees what they hold then. The host only knows that no
-    row ends beyond `capacity` tokens, so buffers are read up to what the device says is visible, not up to a length.
+    ids int64 [B, T] and start int64 [B] are read where they are: a replay sees what they hold then. The host only knows
+    that no row ends beyond `capacity` tokens, so buffers are read up to what the device says is visible, not up to a
+    length.
     """
 
     captured = True
@@ -133,7 +151,8 @@ class CapturedStep(Step):
         self._memo, self._cis, self._inverse = {}, {}, {}
 
     def place(self, place: Callable, window: tuple[int, int], kept: tuple[Kept, ...]) -> None:
-        """Keep the results of the composition `place` under the names that layers ask for. kept: with slots of `ratio` each."""
+        """Keep the results of the composition `place` under the names that layers ask for. kept: with slots of `ratio`
+        each."""
         (W, R), bases = window, tuple(self.frequencies)
         found = iter(place(self.start, self.T, tuple(self.frequencies.values()), window, kept))
         take = lambda *keys: self._memo.update((key, next(found)) for key in keys)
@@ -141,8 +160,14 @@ class CapturedStep(Step):
         for base in bases:
             self._cis[base], self._inverse[base] = (torch.view_as_complex(next(found)) for _ in range(2))
         for k in kept:
-            take(("visible", k.ratio), ("phase", k.ratio), ("slots", k.ring, "pos"), ("windows", k.ratio), ("completes", k.ratio),
-                 ("rows of windows", k.ratio, k.overlap, k.ring, k.overlap * k.ratio - 1, True))
+            take(
+                ("visible", k.ratio),
+                ("phase", k.ratio),
+                ("slots", k.ring, "pos"),
+                ("windows", k.ratio),
+                ("completes", k.ratio),
+                ("rows of windows", k.ratio, k.overlap, k.ring, k.overlap * k.ratio - 1, True),
+            )
             self._memo["window_cis", k.ratio, bases[-1]] = torch.view_as_complex(next(found))
             take(*(("entry_slots", k.ratio, n) for n in k.entries))
 
@@ -154,7 +179,9 @@ class CapturedStep(Step):
     def on(self, device: torch.device) -> "CapturedStep":
         """The same step: captured layers are all on one device. Raises UnsupportedInput otherwise."""
         if device != self.device:
-            raise UnsupportedInput(f"a captured step on {self.device} met a layer on {device}; captured decoding runs on one device")
+            raise UnsupportedInput(
+                f"a captured step on {self.device} met a layer on {device}; captured decoding runs on one device"
+            )
         return self
 
     def min_visible(self, ratio: int) -> int:

@@ -1,4 +1,5 @@
-"""The buffers of a cache: shapes, dtypes, bytes and how each size comes about. What is allocated and what is planned read the same."""
+"""The buffers of a cache: shapes, dtypes, bytes and how each size comes about. What is allocated and what is planned
+read the same."""
 
 import math
 from dataclasses import dataclass
@@ -7,20 +8,21 @@ import numpy as np
 import torch
 
 from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
+from dsv4.kernels.cache_rows import PAGE, RowFormat, pack_layout
 from dsv4.numerics import Numerics
-from kernels.cache_rows import PAGE, RowFormat, pack_layout
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One buffer of the cache of one layer, with how its size comes about. place: 'cache' (the device), 'pinned' (host memory), or
-    'staging' (what the device holds of the latter, and by which it is found)."""
+    """One buffer of the cache of one layer, with how its size comes about. place: 'cache' (the device), 'pinned' (host
+    memory), or 'staging' (what the device holds of the latter, and by which it is found)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     formula: str
-    rows: tuple[RowFormat, int, int] | None = None  # format, width, rotated columns of packed rows; shape is then (…, pages, page bytes)
+    # format, width, rotated columns of packed rows; shape is then (…, pages, page bytes)
+    rows: tuple[RowFormat, int, int] | None = None
     place: str = "cache"
 
     @property
@@ -39,8 +41,9 @@ class LayerStreams:
     window_rows: int
 
 
-def layer_streams(config: ModelConfig, label: str, ratio: int, batch: int, max_context: int, max_rewind: int,
-                  numerics: Numerics) -> LayerStreams:
+def layer_streams(
+    config: ModelConfig, label: str, ratio: int, batch: int, max_context: int, max_rewind: int, numerics: Numerics
+) -> LayerStreams:
     """Streams that one layer of compression ratio `ratio` needs."""
     kind, d, W = KIND_OF_RATIO[ratio], config.head_dim, config.sliding_window
     main, index = (numerics.kv_rows, d, config.qk_rope_head_dim), (numerics.index_rows, config.index_head_dim, 0)
@@ -49,31 +52,53 @@ def layer_streams(config: ModelConfig, label: str, ratio: int, batch: int, max_c
         overlap = 2 if kind is LayerKind.CSA else 1
         for name, rows in [("main", main)] + ([("index", index)] if kind is LayerKind.CSA else []):
             raw = (batch, overlap * ratio + max_rewind, 2 * overlap * rows[1])
-            how = (f"{batch} rows × ({overlap * ratio} window{'s' if overlap > 1 else ''} + {max_rewind} rewind) "
-                   f"× 2 × {overlap * rows[1]} × 4 B")
+            how = (
+                f"{batch} rows × ({overlap * ratio} window{'s' if overlap > 1 else ''} + {max_rewind} rewind) "
+                f"× 2 × {overlap * rows[1]} × 4 B"
+            )
             streams.append(Stream(f"{name} raw rows", raw, torch.float32, how))
-            streams.append(_entry_stream("entries" if name == "main" else "index keys", batch, max_context, ratio, rows, numerics.cache))
+            streams.append(
+                _entry_stream(
+                    "entries" if name == "main" else "index keys", batch, max_context, ratio, rows, numerics.cache
+                )
+            )
     return LayerStreams(label, kind, ratio, tuple(streams), W + max_rewind)
 
 
 def _ring_stream(name: str, batch: int, window: int, max_rewind: int, rows, dtype: torch.dtype) -> Stream:
     format, width, rope = rows
     if format is None:
-        return Stream(name, (batch, window + max_rewind, width), dtype,
-                      f"{batch} rows × ({window} window + {max_rewind} rewind) × {width} × {dtype.itemsize} B")
+        return Stream(
+            name,
+            (batch, window + max_rewind, width),
+            dtype,
+            f"{batch} rows × ({window} window + {max_rewind} rewind) × {width} × {dtype.itemsize} B",
+        )
     layout, pages = pack_layout(format, width, rope), -(-batch * (window + max_rewind) // PAGE)
-    return Stream(name, (pages, layout.page), torch.uint8, f"⌈{batch} rows × ({window} window + {max_rewind} rewind) / {PAGE}⌉ pages × "
-                  f"{_page_formula(layout)}", rows)
+    return Stream(
+        name,
+        (pages, layout.page),
+        torch.uint8,
+        f"⌈{batch} rows × ({window} window + {max_rewind} rewind) / {PAGE}⌉ pages × {_page_formula(layout)}",
+        rows,
+    )
 
 
 def _entry_stream(name: str, batch: int, max_context: int, ratio: int, rows, dtype: torch.dtype) -> Stream:
     format, width, rope = rows
     n = -(-max_context // ratio)
     if format is None:
-        return Stream(name, (batch, n, width), dtype, f"{batch} rows × ⌈{max_context} / {ratio}⌉ × {width} × {dtype.itemsize} B")
+        return Stream(
+            name, (batch, n, width), dtype, f"{batch} rows × ⌈{max_context} / {ratio}⌉ × {width} × {dtype.itemsize} B"
+        )
     layout, pages = pack_layout(format, width, rope), -(-n // PAGE)
-    return Stream(name, (batch, pages, layout.page), torch.uint8,
-                  f"{batch} rows × ⌈⌈{max_context} / {ratio}⌉ / {PAGE}⌉ pages × {_page_formula(layout)}", rows)
+    return Stream(
+        name,
+        (batch, pages, layout.page),
+        torch.uint8,
+        f"{batch} rows × ⌈⌈{max_context} / {ratio}⌉ / {PAGE}⌉ pages × {_page_formula(layout)}",
+        rows,
+    )
 
 
 def _page_formula(layout) -> str:
@@ -81,8 +106,9 @@ def _page_formula(layout) -> str:
     return f"({PAGE} × {layout.row}{f' + {padding} padding' if padding else ''}) B"
 
 
-def cache_streams(config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics,
-                  mtp: bool) -> list[LayerStreams]:
+def cache_streams(
+    config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics, mtp: bool
+) -> list[LayerStreams]:
     """Streams of every layer, backbone first, then the MTP blocks: what `Cache` allocates."""
     ratios = [(f"layer {i}", r) for i, r in enumerate(config.compress_ratios)]
     if mtp:

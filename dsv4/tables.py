@@ -5,7 +5,8 @@ from rich.table import Table
 
 from dsv4.memory import format_bytes
 
-GROUPS = {"weights": "weights", "cache": "cache", "staging": "staging on the device", "pinned": "pinned host memory"}  # of a plan
+# of a plan
+GROUPS = {"weights": "weights", "cache": "cache", "staging": "staging on the device", "pinned": "pinned host memory"}
 MOST_ROWS = 40  # of a listing; the JSON has all
 
 
@@ -20,24 +21,37 @@ def _table(title: str, *columns: str) -> Table:
 def generation(document: dict, console: Console) -> None:
     """Rates, memory, the path of each layer, and which implementation ran."""
     t, b = document["timings"], document["bytes"]
-    console.print(f"\n{len(document['prompt_token_ids'])} prompt tokens, {len(document['token_ids'])} new "
-                  f"(stopped: {document['stop_reason']}); numerics {document['numerics']}, backend {document['backend']}, "
-                  f"device {document['device']}, layout {document['layout']}")
-    console.print(f"prefill {t['prefill_tokens_per_second']:.1f} tokens/s, decode {t['decode_tokens_per_second']:.1f} tokens/s")
-    console.print(f"weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens, "
-                  f"peak memory {format_bytes(b['peak'])}")
+    console.print(
+        f"\n{len(document['prompt_token_ids'])} prompt tokens, {len(document['token_ids'])} new (stopped: "
+        f"{document['stop_reason']}); numerics {document['numerics']}, backend {document['backend']}, device "
+        f"{document['device']}, layout {document['layout']}"
+    )
+    console.print(
+        f"prefill {t['prefill_tokens_per_second']:.1f} tokens/s, decode {t['decode_tokens_per_second']:.1f} tokens/s"
+    )
+    console.print(
+        f"weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens, "
+        f"peak memory {format_bytes(b['peak'])}"
+    )
     if host := document["host_memory"]:
-        console.print(f"host memory {format_bytes(host['pinned_bytes'])} pinned; {format_bytes(host['fetched_bytes'])} fetched as they were chosen"
-                      f" ({host['hit_rate']:.1%} were staged already), {format_bytes(host['guessed_bytes'])} ahead")
+        console.print(
+            f"host memory {format_bytes(host['pinned_bytes'])} pinned; {format_bytes(host['fetched_bytes'])} "
+            "fetched as they were chosen"
+            f" ({host['hit_rate']:.1%} were staged already), {format_bytes(host['guessed_bytes'])} ahead"
+        )
     if drafted := document["speculation"]:
         _speculation(drafted, console)
     for where in sorted(set(document["placement"].values())):
-        console.print(f"on {where}: " + ", ".join(name for name, place in document["placement"].items() if place == where))
+        console.print(
+            f"on {where}: " + ", ".join(name for name, place in document["placement"].items() if place == where)
+        )
     if t["capture_seconds"]:
         console.print(f"the decode step was captured in {t['capture_seconds']:.2f} s and replayed")
     if load := document["load"]:
-        console.print(f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
-                      f"{load['parameters']} parameters, each written once")
+        console.print(
+            f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
+            f"{load['parameters']} parameters, each written once"
+        )
     for note in document["notes"]:
         console.print(f"note: {note}")
     table = _table("\npath of each layer in the last step", "layer", "kind", "experts", "attended to")
@@ -54,19 +68,27 @@ def generation(document: dict, console: Console) -> None:
 def _speculation(drafted: dict, console: Console) -> None:
     """What came of drafting."""
     if not drafted["proposed"]:
-        console.print(f"speculation by {drafted['method']}: nothing could be drafted in {drafted['verify_passes']} passes")
+        console.print(
+            f"speculation by {drafted['method']}: nothing could be drafted in {drafted['verify_passes']} passes"
+        )
         return
-    console.print(f"speculation by {drafted['method']}: {drafted['accepted']} of {drafted['proposed']} drafts accepted "
-                  f"({drafted['acceptance']:.1%}), {drafted['tokens_per_pass']:.2f} tokens a verify pass ({drafted['verify_passes']} passes, "
-                  f"{drafted['mean_block_size']:.2f} drafts each, {drafted['draft_steps']} steps of the MTP block)")
+    console.print(
+        f"speculation by {drafted['method']}: {drafted['accepted']} of {drafted['proposed']} drafts accepted "
+        f"({drafted['acceptance']:.1%}), {drafted['tokens_per_pass']:.2f} tokens a verify pass "
+        f"({drafted['verify_passes']} passes, {drafted['mean_block_size']:.2f} drafts each, {drafted['draft_steps']} "
+        "steps of the MTP block)"
+    )
 
 
 def inspection(document: dict, console: Console) -> None:
     """The ledgers, shortened; problems in full."""
     ledger, totals = document["ledger"], document["ledger"]["totals"]
-    console.print(f"{document['checkpoint']}: layout {document['layout']}, {len(document['shards'])} file(s), "
-                  f"{totals['file_tensors']} tensors; matrices: "
-                  + ", ".join(f"{n} {form}" for form, n in document["formats"].items()) + f"; MTP blocks: {document['mtp_blocks']}")
+    console.print(
+        f"{document['checkpoint']}: layout {document['layout']}, {len(document['shards'])} file(s), "
+        f"{totals['file_tensors']} tensors; matrices: "
+        + ", ".join(f"{n} {form}" for form, n in document["formats"].items())
+        + f"; MTP blocks: {document['mtp_blocks']}"
+    )
     table = _table("\nload ledger", ">bytes", "dtype", "shape", "tensor", "goes to")
     rows = ledger["tensors"]
     for row in rows[:MOST_ROWS]:
@@ -83,7 +105,11 @@ def inspection(document: dict, console: Console) -> None:
     console.print(table)
     table = _table("\nconfig ledger", "key", "requested", "effective", "status", "note")
     for row in document["config"]:
-        cells = [str(row["requested"]), str(row["effective"])] if row["status"] != "never read" else [str(row["requested"]), "–"]
+        cells = (
+            [str(row["requested"]), str(row["effective"])]
+            if row["status"] != "never read"
+            else [str(row["requested"]), "–"]
+        )
         table.add_row(row["key"], *cells, row["status"], row["note"])
     console.print(table)
     for note in ledger["notes"]:
@@ -91,7 +117,10 @@ def inspection(document: dict, console: Console) -> None:
     for problem in ledger["problems"]:
         console.print(f"PROBLEM: {problem}")
     verdict = "every tensor and every parameter is accounted for" if not ledger["problems"] else "NOT accounted for"
-    console.print(f"\n{totals['consumed']} tensors loaded, {totals['listed']} left out with a reason, {totals['parameters']} parameters: {verdict}")
+    console.print(
+        f"\n{totals['consumed']} tensors loaded, {totals['listed']} left out with a reason, "
+        f"{totals['parameters']} parameters: {verdict}"
+    )
 
 
 def conversion(document: dict, console: Console) -> None:
@@ -101,7 +130,10 @@ def conversion(document: dict, console: Console) -> None:
     if document["inexact_blocks"]:
         console.print(f"  {document['inexact_blocks']} blocks were rounded, as --allow-inexact allows")
     if document["rounded_tensors"]:
-        console.print(f"  {len(document['rounded_tensors'])} dense tensors were rounded to bf16, first {document['rounded_tensors'][0]}")
+        console.print(
+            f"  {len(document['rounded_tensors'])} dense tensors were rounded to bf16, first "
+            f"{document['rounded_tensors'][0]}"
+        )
 
 
 def _parts(title: str, rows: list[dict]) -> Table:
@@ -116,8 +148,10 @@ def _parts(title: str, rows: list[dict]) -> Table:
 
 def plan(document: dict, console: Console) -> None:
     chosen = " (the model's longest, at most 1M; --max-context sets it)" if document["max_context_default"] else ""
-    console.print(f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens{chosen}, "
-                  f"{document['max_rewind']} to rewind, numerics {document['numerics']}")
+    console.print(
+        f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens{chosen}, "
+        f"{document['max_rewind']} to rewind, numerics {document['numerics']}"
+    )
     for group in [g for g in GROUPS if any(row["group"] == g for row in document["rows"])]:
         console.print(_parts(GROUPS[group], [row for row in document["rows"] if row["group"] == group]))
     console.print(_parts("a decode step of all rows reads, their caches full", document["step"]))
@@ -126,7 +160,11 @@ def plan(document: dict, console: Console) -> None:
     verdict = "fits" if document["fits"] else "does NOT fit"
     if document["pinned_bytes"]:
         free = document["host_free_bytes"]
-        console.print(f"\nhost: {document['pinned_bytes']} B = {format_bytes(document['pinned_bytes'])} pinned; {format_bytes(free)} free now: "
-                      + ("fits" if document["pinned_bytes"] <= free else "does NOT fit"))
-    console.print(f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}; {document['device']} has "
-                  f"{format_bytes(document['free_bytes'])} free: {verdict}")
+        console.print(
+            f"\nhost: {document['pinned_bytes']} B = {format_bytes(document['pinned_bytes'])} pinned; "
+            f"{format_bytes(free)} free now: " + ("fits" if document["pinned_bytes"] <= free else "does NOT fit")
+        )
+    console.print(
+        f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}; {document['device']} has "
+        f"{format_bytes(document['free_bytes'])} free: {verdict}"
+    )

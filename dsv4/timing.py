@@ -1,8 +1,8 @@
 """Times of CUDA-graph replays, with a cold and with a warm L2 cache.
 
-One replay lies between two events. A kernel that only sleeps runs before, so that the host has queued the replay when the
-first event is reached: no launch latency is in the figure. What is in it is the cost of an empty replay, which reports quote
-beside the figures and never subtract.
+One replay lies between two events. A kernel that only sleeps runs before, so that the host has queued the replay when
+the first event is reached: no launch latency is in the figure. What is in it is the cost of an empty replay, which
+reports quote beside the figures and never subtract.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ import torch
 
 from dsv4.capture import capturing
 
-FLUSH_BYTES = 128 << 20     # read before each cold replay: over twice the L2 of an H100
-WARM_UP = 3                 # eager runs before a capture: kernels compile, libraries choose their algorithms
-SLEEP_CYCLES = 300_000      # about 0.15 ms: longer than queueing a flush and a replay takes
-LONG_US = 20_000.0          # runs longer than this are replayed only a few times
+FLUSH_BYTES = 128 << 20  # read before each cold replay: over twice the L2 of an H100
+WARM_UP = 3  # eager runs before a capture: kernels compile, libraries choose their algorithms
+SLEEP_CYCLES = 300_000  # about 0.15 ms: longer than queueing a flush and a replay takes
+LONG_US = 20_000.0  # runs longer than this are replayed only a few times
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def summary(cold: Sequence[float], hot: Sequence[float], kernels: int | None = N
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The graph of one run, after `WARM_UP` eager ones on a side stream. What run reads and returns stays alive with the graph: replays
-    use memory that whoever asked for them may have forgotten."""
+    """The graph of one run, after `WARM_UP` eager ones on a side stream. What run reads and returns stays alive with
+    the graph: replays use memory that whoever asked for them may have forgotten."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -115,7 +115,8 @@ class Clock:
         return summary(cold, hot, kernels)
 
     def in_turn(self, sets: Sequence[Sequence[torch.cuda.CUDAGraph]], replays: int) -> list[Timing]:
-        """Time several works against each other, cold: one replay of each, in turn, so that clocks and heat are the same for all.
+        """Time several works against each other, cold: one replay of each, in turn, so that clocks and heat are the
+        same for all.
 
         sets: graphs of each work on different inputs. `hot_us` is NaN: nothing is hot beside others.
         """

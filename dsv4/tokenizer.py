@@ -10,6 +10,7 @@ class Tokenizer:
 
     def __init__(self, path: Path, vocab_size: int):
         from tokenizers import Tokenizer as Backend
+
         file = Path(path) / "tokenizer.json"
         if not file.is_file():
             raise InputError(f"{path} has no tokenizer.json; copy the model's there, or pass --token-ids")
@@ -18,31 +19,38 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for any malformed file
             raise InputError(f"{file} is not a tokenizer ({str(error)[:80]}); fetch it again") from None
         if self.backend.get_vocab_size() > vocab_size:
-            raise InputError(f"{file} has {self.backend.get_vocab_size()} tokens, the model {vocab_size}; it is another model's")
+            raise InputError(
+                f"{file} has {self.backend.get_vocab_size()} tokens, the model {vocab_size}; it is another model's"
+            )
         self.special = {t.content: i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text: names of special tokens in it are split up like any other text. Raises InputError for text that is no
-        Unicode."""
+        """Token ids of plain text: names of special tokens in it are split up like any other text. Raises InputError
+        for text that is no Unicode."""
         return self._encode(text, False)
 
     def encode_templated(self, text: str) -> list[int]:
-        """Token ids of plain text, with the control tokens that the tokenizer's own template puts around it (begin of text, say).
-        Raises InputError as `encode`."""
+        """Token ids of plain text, with the control tokens that the tokenizer's own template puts around it (begin of
+        text, say). Raises InputError as `encode`."""
         return self._encode(text, True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()  # half of a surrogate pair, or a byte that was no UTF-8 where it was read, is no character
         except UnicodeEncodeError as error:
-            raise InputError(f"the text has {text[error.start]!r} at character {error.start + 1}, which is no Unicode; expected UTF-8") from None
+            raise InputError(
+                f"the text has {text[error.start]!r} at character {error.start + 1}, which is no Unicode; "
+                "expected UTF-8"
+            ) from None
         self.backend.encode_special_tokens = True
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def control(self, token: str) -> int:
         """Id of a control token. Raises InputError naming it when the tokenizer has none."""
         if token not in self.special:
-            raise InputError(f"the tokenizer has no special token {token!r}, which the chat format needs; use a plain prompt")
+            raise InputError(
+                f"the tokenizer has no special token {token!r}, which the chat format needs; use a plain prompt"
+            )
         return self.special[token]
 
     def decode(self, ids: list[int]) -> str:
@@ -69,5 +77,5 @@ class TextStream:
             text = text.rstrip("\ufffd")  # the replacement character: bytes of a character still to come
         if not text.startswith(self.shown):
             return ""
-        fresh, self.shown = text[len(self.shown):], text
+        fresh, self.shown = text[len(self.shown) :], text
         return fresh

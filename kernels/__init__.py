@@ -1,0 +1,1 @@
+"""Every numeric operation that has more than one implementation, a folder each."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 
-from kernels.errors import BackendUnavailable
+from dsv4.kernels.errors import BackendUnavailable
 
 BACKENDS = ("reference", "cpu", "training", "triton")
 
@@ -62,8 +62,8 @@ class Operation:
 class Composition:
     """A fixed sequence of operations that a backend may run as one kernel.
 
-    `default(op, *args)` is the definition: the same thing through the bound operations `op`. `parts` names the operations that a
-    fused implementation replaces.
+    `default(op, *args)` is the definition: the same thing through the bound operations `op`. `parts` names the
+    operations that a fused implementation replaces.
     """
 
     name: str
@@ -92,16 +92,22 @@ class DispatchLedger:
         ]
 
 
-def bind(operations: Mapping[str, Operation], backend: str, ledger: DispatchLedger,
-         compositions: Mapping[str, Composition] = MappingProxyType({})) -> SimpleNamespace:
-    """Resolve every operation and composition for `backend` and return them as attributes of one object; its attribute `fused`
-    names the compositions that run as one.
+def bind(
+    operations: Mapping[str, Operation],
+    backend: str,
+    ledger: DispatchLedger,
+    compositions: Mapping[str, Composition] = MappingProxyType({}),
+) -> SimpleNamespace:
+    """Resolve every operation and composition for `backend` and return them as attributes of one object; its attribute
+    `fused` names the compositions that run as one.
 
     Raises BackendUnavailable when any operation lacks an implementation: before the
     model runs, not in the middle of it.
     """
     bound = SimpleNamespace(**{name: _counted(name, *op.resolve(backend), ledger) for name, op in operations.items()})
-    bound.fused = frozenset(name for name, composition in compositions.items() if backend in composition.implementations)
+    bound.fused = frozenset(
+        name for name, composition in compositions.items() if backend in composition.implementations
+    )
     for name, composition in compositions.items():
         if name in bound.fused:
             fused = composition.implementations[backend]

@@ -1,8 +1,9 @@
 """Triton's cache on disk, found again by the next process.
 
-The key of a compiled kernel holds the constants of all functions that it calls. Triton (3.6, 3.7) takes those of a callee before it has
-looked at the callee, so they are in the key only if another kernel met the callee earlier: the same kernel gets another key in a
-process that launches its kernels in another order, and is compiled again. Functions that are looked at before their callers get one key.
+The key of a compiled kernel holds the constants of all functions that it calls. Triton (3.6, 3.7) takes those of a
+callee before it has looked at the callee, so they are in the key only if another kernel met the callee earlier: the
+same kernel gets another key in a process that launches its kernels in another order, and is compiled again. Functions
+that are looked at before their callers get one key.
 """
 
 import sys
@@ -11,13 +12,19 @@ from triton.language import core, standard
 from triton.runtime.jit import JITCallable
 
 
-def settle(package: str = "kernels", backwards: bool = False) -> list[str]:
-    """Look at every Triton function of the imported modules of `package`, callees first; call it before the first launch.
+def settle(package: str = "dsv4.kernels", backwards: bool = False) -> list[str]:
+    """Look at every Triton function of the imported modules of `package`, callees first; call it before the first
+    launch.
 
     Returns "module.name key" of each, sorted. backwards: in the opposite order, which must change nothing.
     """
-    found = [f for name, module in sorted(sys.modules.items()) if name.split(".")[0] == package
-             for f in vars(module).values() if isinstance(f, JITCallable) and f.fn.__module__ == name]
+    found = [
+        f
+        for name, module in sorted(sys.modules.items())
+        if name == package or name.startswith(f"{package}.")
+        for f in vars(module).values()
+        if isinstance(f, JITCallable) and f.fn.__module__ == name
+    ]
     seen: set[int] = set()
     for f in reversed(found) if backwards else found:
         _visit(f, seen)

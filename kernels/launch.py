@@ -6,7 +6,7 @@ import torch
 import triton
 from triton import knobs
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
 
 def interpreting() -> bool:
@@ -18,8 +18,10 @@ def require_device(name: str, *tensors: torch.Tensor) -> None:
     """Raise UnsupportedInput unless every tensor is where Triton kernels can run: one GPU, or the interpreter's CPU."""
     for t in tensors:
         if t is not None and t.device.type != ("cpu" if interpreting() else "cuda"):
-            raise UnsupportedInput(f"{name}: the triton backend got a tensor on {t.device}; expected "
-                                   f"{'cpu (TRITON_INTERPRET=1 is set)' if interpreting() else 'a CUDA device'}")
+            raise UnsupportedInput(
+                f"{name}: the triton backend got a tensor on {t.device}; expected "
+                f"{'cpu (TRITON_INTERPRET=1 is set)' if interpreting() else 'a CUDA device'}"
+            )
 
 
 @cache
@@ -35,7 +37,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def dot_in_fp32(x: torch.Tensor) -> bool:
-    """Whether products must take fp32 operands: in the interpreter, whose bf16 dot returns garbage, and for fp32 inputs."""
+    """Whether products must take fp32 operands: in the interpreter, whose bf16 dot returns garbage, and for fp32
+    inputs."""
     return interpreting() or x.dtype is torch.float32
 
 
@@ -45,8 +48,9 @@ def next_power(n: int) -> int:
 
 @cache
 def dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start before the one before them has ended (programmatic dependent launch, capability 9.0 and later).
+    """Whether kernels may start before the one before them has ended (programmatic dependent launch, capability 9.0 and
+    later).
 
-    A kernel launched so (`launch_pdl=True`) calls `gdc_wait` in every program before it reads what an earlier kernel wrote and
-    before it writes anything; only weights may be touched earlier."""
+    A kernel launched so (`launch_pdl=True`) calls `gdc_wait` in every program before it reads what an earlier kernel
+    wrote and before it writes anything; only weights may be touched earlier."""
     return capability(device) >= (9, 0)

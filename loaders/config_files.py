@@ -9,28 +9,54 @@ which uses other names. Transformers: what `DeepseekV4Config` saves (layer_types
 from collections.abc import Mapping
 from pathlib import Path
 
-from loaders.errors import CheckpointError
-from loaders.files import read_json
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import read_json
 
 INFERENCE_NAMES = {
-    "dim": "hidden_size", "moe_inter_dim": "moe_intermediate_size", "n_layers": "num_hidden_layers",
-    "n_hash_layers": "num_hash_layers", "n_heads": "num_attention_heads", "n_activated_experts": "num_experts_per_tok",
-    "score_func": "scoring_func", "route_scale": "routed_scaling_factor", "rope_head_dim": "qk_rope_head_dim",
-    "window_size": "sliding_window", "norm_eps": "rms_norm_eps", "n_mtp_layers": "num_nextn_predict_layers",
+    "dim": "hidden_size",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_hash_layers": "num_hash_layers",
+    "n_heads": "num_attention_heads",
+    "n_activated_experts": "num_experts_per_tok",
+    "score_func": "scoring_func",
+    "route_scale": "routed_scaling_factor",
+    "rope_head_dim": "qk_rope_head_dim",
+    "window_size": "sliding_window",
+    "norm_eps": "rms_norm_eps",
+    "n_mtp_layers": "num_nextn_predict_layers",
 }
-LAYER_RATIO_KEY = {"sliding_attention": None, "compressed_sparse_attention": "compressed_sparse_attention",
-                   "heavily_compressed_attention": "heavily_compressed_attention"}
+LAYER_RATIO_KEY = {
+    "sliding_attention": None,
+    "compressed_sparse_attention": "compressed_sparse_attention",
+    "heavily_compressed_attention": "heavily_compressed_attention",
+}
 # Stated for every release of the family; the inference form leaves them out.
 V4_DEFAULTS = {
-    "rms_norm_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rope_theta": 10000,
-    "compress_rope_theta": 160000, "max_position_embeddings": 1048576, "num_nextn_predict_layers": 1, "n_shared_experts": 1,
-    "index_n_heads": 64, "index_head_dim": 128, "swiglu_limit": 10.0, "bos_token_id": 0, "eos_token_id": 1,
-    "o_lora_rank": 1024, "head_dim": 512, "sliding_window": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "max_position_embeddings": 1048576,
+    "num_nextn_predict_layers": 1,
+    "n_shared_experts": 1,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "swiglu_limit": 10.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "o_lora_rank": 1024,
+    "head_dim": 512,
+    "sliding_window": 128,
+    "qk_rope_head_dim": 64,
 }
 V4_ROPE = {"rope_factor": 16, "beta_fast": 32, "beta_slow": 1, "original_seq_len": 65536}
 
 
-DECODERS = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # model_type → architecture
+# model_type → architecture
+DECODERS = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 
 def family_of(raw: Mapping) -> str:
@@ -47,8 +73,10 @@ def family_of(raw: Mapping) -> str:
     by_name = {name: kind for kind, name in DECODERS.items()} | {"DeepseekV4ForCausalLM": "deepseek_v4"}
     strange = [a for a in stated if by_name.get(a, kind) != (kind or by_name.get(a)) or a not in by_name]
     if strange:
-        raise CheckpointError(f"config.json is of model_type {kind!r}, and its architectures name {strange[0]!r:.60}; expected "
-                              f"{' or '.join(name for name, k in by_name.items() if kind in (None, k))}")
+        raise CheckpointError(
+            f"config.json is of model_type {kind!r}, and its architectures name {strange[0]!r:.60}; expected "
+            f"{' or '.join(name for name, k in by_name.items() if kind in (None, k))}"
+        )
     return "gqa" if kind in DECODERS or kind is None and stated and by_name[stated[0]] in DECODERS else "deepseek_v4"
 
 
@@ -62,8 +90,10 @@ def config_form(raw: Mapping) -> str:
         return "inference"
     if "compress_ratios" in raw and "hidden_size" in raw:
         return "official"
-    raise CheckpointError("config.json is in no known form: it has neither compress_ratios (official), layer_types "
-                          "(transformers), nor dim and n_layers (inference)")
+    raise CheckpointError(
+        "config.json is in no known form: it has neither compress_ratios (official), layer_types "
+        "(transformers), nor dim and n_layers (inference)"
+    )
 
 
 def read_config(root: Path) -> tuple[dict, dict]:
@@ -90,8 +120,13 @@ def _from_inference(raw: Mapping) -> tuple[dict, dict]:
         if name != key:
             notes[name] = f"stated as {key}"
     rope = {k: out.pop(k, V4_ROPE[k]) for k in V4_ROPE}
-    out["rope_scaling"] = {"type": "yarn", "factor": rope["rope_factor"], "beta_fast": rope["beta_fast"],
-                           "beta_slow": rope["beta_slow"], "original_max_position_embeddings": rope["original_seq_len"]}
+    out["rope_scaling"] = {
+        "type": "yarn",
+        "factor": rope["rope_factor"],
+        "beta_fast": rope["beta_fast"],
+        "beta_slow": rope["beta_slow"],
+        "original_max_position_embeddings": rope["original_seq_len"],
+    }
     notes["rope_scaling"] = "from rope_factor, beta_fast, beta_slow, original_seq_len, else the V4 default"
     for key, value in V4_DEFAULTS.items():
         if key not in out:
@@ -101,13 +136,22 @@ def _from_inference(raw: Mapping) -> tuple[dict, dict]:
 
 
 def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
-    out = {k: v for k, v in raw.items() if k not in ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters",
-                                                     "partial_rotary_factor")}
+    out = {
+        k: v
+        for k, v in raw.items()
+        if k not in ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters", "partial_rotary_factor")
+    }
     notes = {}
     if "layer_types" in raw:
         ratios = _ratios(_per_layer(raw, "layer_types"), _object(raw, "compress_rates"))
         leftover = raw.get("compress_ratios", ratios)
-        _agree(raw, "compress_ratios", "layer_types", ratios, leftover[:len(ratios)] if isinstance(leftover, list) else leftover)
+        _agree(
+            raw,
+            "compress_ratios",
+            "layer_types",
+            ratios,
+            leftover[: len(ratios)] if isinstance(leftover, list) else leftover,
+        )
         out["compress_ratios"] = ratios  # MTP blocks have no entry: they are window layers
         notes["compress_ratios"] = "from layer_types and compress_rates"
     if "mlp_layer_types" in raw:
@@ -121,13 +165,25 @@ def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
             if "rope_theta" not in part:
                 raise CheckpointError(f"rope_parameters has no rope_theta in {kind!r}; expected one")
         out["rope_theta"], out["compress_rope_theta"] = main["rope_theta"], compress["rope_theta"]
-        out["rope_scaling"] = None if compress.get("rope_type", "default") == "default" else {
-            "type": compress["rope_type"], **{k: compress[k] for k in (
-                "factor", "beta_fast", "beta_slow", "original_max_position_embeddings") if k in compress}}
+        out["rope_scaling"] = (
+            None
+            if compress.get("rope_type", "default") == "default"
+            else {
+                "type": compress["rope_type"],
+                **{
+                    k: compress[k]
+                    for k in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+                    if k in compress
+                },
+            }
+        )
         if compress.get("attention_factor", 1.0) != 1.0:
-            raise CheckpointError(f"rope_parameters has attention_factor {compress['attention_factor']}; V4 scales neither cos/sin "
-                                  "nor the softmax (expected 1.0)")
-        for key in ("rope_theta", "compress_rope_theta", "rope_scaling"):  # transformers leaves its defaults beside them
+            raise CheckpointError(
+                f"rope_parameters has attention_factor {compress['attention_factor']}; V4 scales neither cos/sin nor "
+                "the softmax (expected 1.0)"
+            )
+        # transformers leaves its defaults beside them
+        for key in ("rope_theta", "compress_rope_theta", "rope_scaling"):
             unused = f"; the config's own {key} {raw[key]} is not used" if key in raw and raw[key] != out[key] else ""
             notes[key] = f"from rope_parameters{unused}"
     elif rope:
@@ -156,7 +212,9 @@ def _per_layer(raw: Mapping, key: str) -> list:
     if not isinstance(value, list):
         raise CheckpointError(f"config.json has {key} = {value!r:.60}; expected a list with one entry per layer")
     if layers is not None and len(value) != layers:
-        raise CheckpointError(f"{key} has {len(value)} entries for num_hidden_layers {layers!r:.20}; expected one per layer")
+        raise CheckpointError(
+            f"{key} has {len(value)} entries for num_hidden_layers {layers!r:.20}; expected one per layer"
+        )
     return value
 
 
@@ -170,7 +228,9 @@ def _number(raw: Mapping, key: str) -> float:
 def _agree(raw: Mapping, key: str, other: str, wanted, found) -> None:
     """Raise where an official key left in the config contradicts transformers' own."""
     if raw.get(key) is not None and found != wanted:
-        raise CheckpointError(f"config.json has {key} = {raw[key]!r:.60}, but its {other} means {wanted!r:.60}; remove one of them")
+        raise CheckpointError(
+            f"config.json has {key} = {raw[key]!r:.60}, but its {other} means {wanted!r:.60}; remove one of them"
+        )
 
 
 def _ratios(layer_types: list, rates: Mapping) -> list[int]:
@@ -180,9 +240,13 @@ def _ratios(layer_types: list, rates: Mapping) -> list[int]:
             raise CheckpointError(f"layer {i} has layer type {kind!r}; expected one of {', '.join(LAYER_RATIO_KEY)}")
         key = LAYER_RATIO_KEY[kind]
         ratio = 0 if key is None else rates.get(key)
-        if ratio is None or (key and ratio != {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}[key]):
-            raise CheckpointError(f"compress_rates gives {ratio} for {key}; V4 has 4 for compressed_sparse_attention and 128 for "
-                                  "heavily_compressed_attention")
+        if ratio is None or (
+            key and ratio != {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}[key]
+        ):
+            raise CheckpointError(
+                f"compress_rates gives {ratio} for {key}; V4 has 4 for compressed_sparse_attention and 128 for "
+                "heavily_compressed_attention"
+            )
         ratios.append(ratio)
     return ratios
 
@@ -199,20 +263,34 @@ def to_transformers(official: Mapping) -> dict:
     kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
     L, rotary = official["num_hidden_layers"], official["qk_rope_head_dim"] / official["head_dim"]
     yarn = official.get("rope_scaling")
-    dropped = ("compress_ratios", "rope_scaling", "quantization_config", "expert_dtype", "num_hash_layers", "qk_rope_head_dim")
+    dropped = (
+        "compress_ratios",
+        "rope_scaling",
+        "quantization_config",
+        "expert_dtype",
+        "num_hash_layers",
+        "qk_rope_head_dim",
+    )
     out = {k: v for k, v in official.items() if k not in dropped}
     compress = {"rope_theta": official["compress_rope_theta"], "partial_rotary_factor": rotary, "rope_type": "default"}
     if yarn:
-        compress |= {"rope_type": "yarn", "attention_factor": 1.0,
-                     **{k: v for k, v in yarn.items() if k not in ("type", "rope_type")}}
+        compress |= {
+            "rope_type": "yarn",
+            "attention_factor": 1.0,
+            **{k: v for k, v in yarn.items() if k not in ("type", "rope_type")},
+        }
     return out | {
-        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16",
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "torch_dtype": "bfloat16",
         "layer_types": [kinds[r] for r in official["compress_ratios"][:L]],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
         "mlp_layer_types": ["hash_moe" if i < official["num_hash_layers"] else "moe" for i in range(L)],
         "partial_rotary_factor": rotary,
-        "rope_parameters": {"main": {"rope_theta": official["rope_theta"], "partial_rotary_factor": rotary, "rope_type": "default"},
-                            "compress": compress},
+        "rope_parameters": {
+            "main": {"rope_theta": official["rope_theta"], "partial_rotary_factor": rotary, "rope_type": "default"},
+            "compress": compress,
+        },
     }
 
 
@@ -220,14 +298,26 @@ def nvfp4_quantization(official: Mapping) -> tuple[dict, dict]:
     """(quantization_config for config.json, hf_quant_config.json) of an official layout with NVFP4 routed experts."""
     layers = [f"layers.{i}.ffn.experts" for i in range(official["num_hidden_layers"])]
     kept = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
-    detail = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16,
-              "quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in layers}}
+    detail = {
+        "quant_algo": "MIXED_PRECISION",
+        "moe_quant_algo": "NVFP4",
+        "group_size": 16,
+        "quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in layers},
+    }
     base = dict(official.get("quantization_config") or {}, quant_method="fp8")
-    return base | detail | {"ignore": kept}, {"producer": {"name": "dsv4"}, "quantization": detail | {"exclude_modules": kept}}
+    return base | detail | {"ignore": kept}, {
+        "producer": {"name": "dsv4"},
+        "quantization": detail | {"exclude_modules": kept},
+    }
 
 
 def official_quantization(official: Mapping) -> dict:
     """quantization_config of the official FP8 + MXFP4 release."""
     block = (official.get("quantization_config") or {}).get("weight_block_size", [128, 128])
-    return {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
-            "weight_block_size": list(block)}
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": list(block),
+    }

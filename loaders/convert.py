@@ -1,8 +1,8 @@
 """Converting a checkpoint between layouts, tensor by tensor.
 
-Nothing is requantised silently: bytes that already have the wanted format are copied; FP8 and MXFP4 become bf16 exactly;
-MXFP4 and NVFP4 become each other exactly or not at all (unless the caller allows it and is told the count). Only dense
-sources are quantised, in the official way.
+Nothing is requantised silently: bytes that already have the wanted format are copied; FP8 and MXFP4 become bf16
+exactly; MXFP4 and NVFP4 become each other exactly or not at all (unless the caller allows it and is told the count).
+Only dense sources are quantised, in the official way.
 """
 
 import re
@@ -12,20 +12,32 @@ from pathlib import Path
 
 import torch
 
-from kernels.quantize import (
-    PackedWeight, WeightFormat, mxfp4_to_nvfp4, nvfp4_to_mxfp4, quantize_fp8, quantize_mxfp4, quantize_nvfp4, to_float,
+from dsv4.kernels.quantize import (
+    PackedWeight,
+    WeightFormat,
+    mxfp4_to_nvfp4,
+    nvfp4_to_mxfp4,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    to_float,
 )
-from loaders.config_files import nvfp4_quantization, official_quantization, to_transformers
-from loaders.errors import CheckpointError
-from loaders.expected import matrix, official_tensors
-from loaders.files import DTYPES, Progress
-from loaders.ledger import keeps_value
-from loaders.load import Inventory, matrix_names
-from loaders.write import MAX_SHARD_BYTES, write_checkpoint
+from dsv4.loaders.config_files import nvfp4_quantization, official_quantization, to_transformers
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.expected import matrix, official_tensors
+from dsv4.loaders.files import DTYPES, Progress
+from dsv4.loaders.ledger import keeps_value
+from dsv4.loaders.load import Inventory, matrix_names
+from dsv4.loaders.write import MAX_SHARD_BYTES, write_checkpoint
 
 TARGETS = ("official", "nvfp4", "transformers", "bf16")
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-FORMS = {"official": ("FP8", "MXFP4"), "nvfp4": ("FP8", "NVFP4"), "bf16": ("BF16", "BF16"), "transformers": ("BF16", "BF16")}
+FORMS = {
+    "official": ("FP8", "MXFP4"),
+    "nvfp4": ("FP8", "NVFP4"),
+    "bf16": ("BF16", "BF16"),
+    "transformers": ("BF16", "BF16"),
+}
 
 
 @dataclass
@@ -37,14 +49,21 @@ class Summary:
     rounded_tensors: list[str] = field(default_factory=list)
 
 
-def convert(src: str | Path, dst: str | Path, to: str, config, allow_inexact: bool = False, progress: Progress | None = None,
-            max_shard_bytes: int = MAX_SHARD_BYTES) -> Summary:
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    to: str,
+    config,
+    allow_inexact: bool = False,
+    progress: Progress | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Summary:
     """Write checkpoint `src` to `dst` in another layout.
 
-    to: 'official' (FP8 + MXFP4), 'nvfp4' (official with NVFP4 backbone experts), 'transformers' (its in-memory names, dense
-    bf16), 'bf16' (official names, dense). config: ModelConfig of the source. allow_inexact: let MXFP4 → NVFP4 round, and
-    count the blocks. Raises CheckpointError, InexactConversion or WriteError; nothing half-written stays. Names, shapes
-    and dtypes are checked from the headers, before anything is written.
+    to: 'official' (FP8 + MXFP4), 'nvfp4' (official with NVFP4 backbone experts), 'transformers' (its in-memory names,
+    dense bf16), 'bf16' (official names, dense). config: ModelConfig of the source. allow_inexact: let MXFP4 → NVFP4
+    round, and count the blocks. Raises CheckpointError, InexactConversion or WriteError; nothing half-written stays.
+    Names, shapes and dtypes are checked from the headers, before anything is written.
     """
     if to not in TARGETS:
         raise CheckpointError(f"target layout {to!r} is unknown; expected one of {', '.join(TARGETS)}")
@@ -52,7 +71,9 @@ def convert(src: str | Path, dst: str | Path, to: str, config, allow_inexact: bo
     converter = _Converter(inventory, config, to, allow_inexact)
     copies = [inventory.path / name for name in COMPANIONS if (inventory.path / name).is_file()]
     value_of = converter.transformers_value if to == "transformers" else converter.value
-    write_checkpoint(dst, converter.planned, value_of, _documents(inventory.config, config, to), copies, max_shard_bytes, progress)
+    write_checkpoint(
+        dst, converter.planned, value_of, _documents(inventory.config, config, to), copies, max_shard_bytes, progress
+    )
     return converter.summary
 
 
@@ -63,7 +84,11 @@ def _documents(official: dict, config, to: str) -> dict[str, dict]:
         return {"config.json": to_transformers(official)}
     if to == "bf16":
         return {"config.json": plain | {"torch_dtype": "bfloat16"}}
-    base = plain | {"torch_dtype": "bfloat16", "expert_dtype": "fp4", "quantization_config": official_quantization(official)}
+    base = plain | {
+        "torch_dtype": "bfloat16",
+        "expert_dtype": "fp4",
+        "quantization_config": official_quantization(official),
+    }
     if to == "official":
         return {"config.json": base}
     quantization, exporter = nvfp4_quantization(official)
@@ -84,15 +109,16 @@ class _Converter:
             raise CheckpointError(f"the source lacks {len(absent)} tensors that its config asks for, first {absent[0]}")
         self._check_headers(mtp)
         self.planned = self.target if to != "transformers" else _transformers_plan(self.target, config)
-        self._held: tuple[str, dict] = ("", {})  # the matrix converted last: its tensors are asked for one after another
+        # the matrix converted last: its tensors are asked for one after another
+        self._held: tuple[str, dict] = ("", {})
 
     @staticmethod
     def _base(name: str) -> str:
         return re.sub(r"\.(weight|scale|weight_scale|weight_scale_2|input_scale)$", "", name)
 
     def _check_headers(self, mtp: bool) -> None:
-        """Names and shapes of every stored tensor, scales too (one of another block size would dequantise to other values),
-        and dtypes of what is no matrix, held against the config."""
+        """Names and shapes of every stored tensor, scales too (one of another block size would dequantise to other
+        values), and dtypes of what is no matrix, held against the config."""
         sources, formats, expected = self.inventory.sources, self.inventory.formats, {}
         for name, (_, shape) in official_tensors(self.config, mtp, "F32", "F32").items():
             form = formats.get(self._base(name), WeightFormat.DENSE)
@@ -102,8 +128,10 @@ class _Converter:
                 matrix(expected, self._base(name), shape, form.name, self.config.weight_block_size, "F8_E8M0")
         strays = [n for n in sources if n not in expected]
         if strays:
-            raise CheckpointError(f"the source holds {len(strays)} tensors that its config does not ask for, first {strays[0]}; "
-                                  "they would be lost")
+            raise CheckpointError(
+                f"the source holds {len(strays)} tensors that its config does not ask for, first {strays[0]}; "
+                "they would be lost"
+            )
         for name in sources:
             self._check_shape(name, expected[name][1])
             if self._base(name) not in formats:
@@ -117,8 +145,9 @@ class _Converter:
     def _check_dtype(self, name: str) -> None:
         found, wanted = self.inventory.sources[name].dtype, self.target[name][0]
         if not keeps_value(DTYPES[found], DTYPES[wanted]):
-            raise CheckpointError(f"tensor {name} is {found} in the file and would have to become {wanted}; that would lose "
-                                  "bits")
+            raise CheckpointError(
+                f"tensor {name} is {found} in the file and would have to become {wanted}; that would lose bits"
+            )
 
     def value(self, name: str) -> torch.Tensor:
         base = self._base(name)
@@ -147,7 +176,9 @@ class _Converter:
         stored = self.inventory.formats[base]
         if wanted is WeightFormat.DENSE:
             value = self.inventory.read_matrix(base, self.config.weight_block_size)
-            self.summary.actions["kept dense" if stored is WeightFormat.DENSE else f"{stored.value} → dense, exact"] += 1
+            self.summary.actions[
+                "kept dense" if stored is WeightFormat.DENSE else f"{stored.value} → dense, exact"
+            ] += 1
             name = f"{base}.weight"
             return {name: self._cast(name, value, DTYPES[self.target[name][0]])}
         if stored is wanted and self._same_scales(base):
@@ -159,7 +190,10 @@ class _Converter:
         return self._between(base, stored, wanted)
 
     def _same_scales(self, base: str) -> bool:
-        return self.inventory.formats[base] is not WeightFormat.FP8 or self.inventory.sources[f"{base}.scale"].dtype == "F8_E8M0"
+        return (
+            self.inventory.formats[base] is not WeightFormat.FP8
+            or self.inventory.sources[f"{base}.scale"].dtype == "F8_E8M0"
+        )
 
     def _stored_or_bound(self, name: str) -> torch.Tensor:
         if name not in self.inventory.sources:
@@ -179,7 +213,9 @@ class _Converter:
         value = self.inventory.read_matrix(base, self.config.weight_block_size)
         block, glob = self.config.weight_block_size, None
         if not value.isfinite().all():
-            raise CheckpointError(f"tensor {base}.weight holds infinite values, which {wanted.value} cannot; the file is damaged")
+            raise CheckpointError(
+                f"tensor {base}.weight holds infinite values, which {wanted.value} cannot; the file is damaged"
+            )
         match wanted:
             case WeightFormat.FP8:
                 weight, scale = quantize_fp8(value, block)
@@ -192,26 +228,34 @@ class _Converter:
         self.summary.actions[f"dense → {wanted.value}, {'exact' if torch.equal(back, value) else 'rounded'}"] += 1
         if glob is not None:
             return self._nvfp4(base, weight, scale, glob)
-        return {f"{base}.weight": weight.view(torch.int8) if wanted is WeightFormat.MXFP4 else weight, f"{base}.scale": scale}
+        return {
+            f"{base}.weight": weight.view(torch.int8) if wanted is WeightFormat.MXFP4 else weight,
+            f"{base}.scale": scale,
+        }
 
     def _between(self, base: str, stored: WeightFormat, wanted: WeightFormat) -> dict[str, torch.Tensor]:
         packed = self.inventory.read_packed(base, self.config.weight_block_size)
         self.summary.actions[f"{stored.value} → {wanted.value}"] += 1
         match stored, wanted:
             case WeightFormat.MXFP4, WeightFormat.NVFP4:
-                k_max = max(int(self.inventory.read(f"{p}.scale").view(torch.uint8).max()) - 127 for p in self._partners(base))
+                k_max = max(
+                    int(self.inventory.read(f"{p}.scale").view(torch.uint8).max()) - 127 for p in self._partners(base)
+                )
                 weight, scale, glob, inexact = mxfp4_to_nvfp4(packed.weight, packed.scale, k_max)
                 if inexact and not self.allow_inexact:
-                    raise CheckpointError(f"{inexact} blocks of {base} have no exact NVFP4 form (their scales lie more than 17 powers "
-                                          "of two below the largest); pass --allow-inexact to round them")
+                    raise CheckpointError(
+                        f"{inexact} blocks of {base} have no exact NVFP4 form (their scales lie more than 17 powers "
+                        "of two below the largest); pass --allow-inexact to round them"
+                    )
                 self.summary.inexact_blocks += inexact
                 return self._nvfp4(base, weight, scale, glob)
             case WeightFormat.NVFP4, WeightFormat.MXFP4:
                 weight, scale = nvfp4_to_mxfp4(packed.weight, packed.scale, packed.global_scale)
                 return {f"{base}.weight": weight.view(torch.int8), f"{base}.scale": scale}
         stored_as = f"{stored.value} with F32 scales" if stored is wanted else stored.value
-        raise CheckpointError(f"{base} is {stored_as}; there is no exact way to {wanted.value}. Convert to bf16 first, then "
-                              "quantise")
+        raise CheckpointError(
+            f"{base} is {stored_as}; there is no exact way to {wanted.value}. Convert to bf16 first, then quantise"
+        )
 
     def _partners(self, base: str) -> list[str]:
         """w1 and w3 of one expert share NVFP4's global scale."""
@@ -219,8 +263,12 @@ class _Converter:
         return [base] if w == "w2" else [f"{stem}.w1", f"{stem}.w3"]
 
     def _nvfp4(self, base, weight, scale, glob) -> dict[str, torch.Tensor]:
-        return {f"{base}.weight": weight, f"{base}.weight_scale": scale, f"{base}.weight_scale_2": glob.reshape(()),
-                f"{base}.input_scale": self._input_scale(f"{base}.input_scale")}
+        return {
+            f"{base}.weight": weight,
+            f"{base}.weight_scale": scale,
+            f"{base}.weight_scale_2": glob.reshape(()),
+            f"{base}.input_scale": self._input_scale(f"{base}.input_scale"),
+        }
 
     def _input_scale(self, name: str) -> torch.Tensor:
         """Static activation scale amax/(6·448) without calibration data: a bound that can never saturate.
@@ -248,12 +296,17 @@ class _Converter:
             if match[2] == "down_proj":
                 out[e] = self.value(f"{base}.w2.weight")
             else:
-                out[e, :rows // 2], out[e, rows // 2:] = self.value(f"{base}.w1.weight"), self.value(f"{base}.w3.weight")
+                out[e, : rows // 2], out[e, rows // 2 :] = (
+                    self.value(f"{base}.w1.weight"),
+                    self.value(f"{base}.w3.weight"),
+                )
         return out
 
 
 _TRANSFORMERS = [  # official → transformers, whole names
-    (r"embed\.weight", "model.embed_tokens.weight"), (r"head\.weight", "lm_head.weight"), (r"norm\.weight", "model.norm.weight"),
+    (r"embed\.weight", "model.embed_tokens.weight"),
+    (r"head\.weight", "lm_head.weight"),
+    (r"norm\.weight", "model.norm.weight"),
     (r"hc_head_(fn|base|scale)", r"model.hc_head.hc_\1"),
     (r"layers\.(\d+)\.attn_norm\.weight", r"model.layers.\1.input_layernorm.weight"),
     (r"layers\.(\d+)\.ffn_norm\.weight", r"model.layers.\1.post_attention_layernorm.weight"),
@@ -265,16 +318,25 @@ _TRANSFORMERS = [  # official → transformers, whole names
     (r"layers\.(\d+)\.attn\.q_norm\.weight", r"model.layers.\1.self_attn.q_a_norm.weight"),
     (r"layers\.(\d+)\.attn\.kv_norm\.weight", r"model.layers.\1.self_attn.kv_norm.weight"),
     (r"layers\.(\d+)\.attn\.indexer\.wq_b\.weight", r"model.layers.\1.self_attn.compressor.indexer.q_b_proj.weight"),
-    (r"layers\.(\d+)\.attn\.indexer\.weights_proj\.weight", r"model.layers.\1.self_attn.compressor.indexer.scorer.weights_proj.weight"),
+    (
+        r"layers\.(\d+)\.attn\.indexer\.weights_proj\.weight",
+        r"model.layers.\1.self_attn.compressor.indexer.scorer.weights_proj.weight",
+    ),
     (r"layers\.(\d+)\.ffn\.gate\.(weight|tid2eid)", r"model.layers.\1.mlp.gate.\2"),
     (r"layers\.(\d+)\.ffn\.gate\.bias", r"model.layers.\1.mlp.gate.e_score_correction_bias"),
     (r"layers\.(\d+)\.ffn\.shared_experts\.w1\.weight", r"model.layers.\1.mlp.shared_experts.gate_proj.weight"),
     (r"layers\.(\d+)\.ffn\.shared_experts\.w2\.weight", r"model.layers.\1.mlp.shared_experts.down_proj.weight"),
     (r"layers\.(\d+)\.ffn\.shared_experts\.w3\.weight", r"model.layers.\1.mlp.shared_experts.up_proj.weight"),
-    *[(rf"layers\.(\d+)\.attn\.{ours}compressor\.{leaf}", rf"model.layers.\1.self_attn.compressor.{theirs}{name}")
-      for ours, theirs in (("", ""), (r"indexer\.", "indexer."))
-      for leaf, name in ((r"wkv\.weight", "kv_proj.weight"), (r"wgate\.weight", "gate_proj.weight"), ("ape", "position_bias"),
-                         (r"norm\.weight", "kv_norm.weight"))],
+    *[
+        (rf"layers\.(\d+)\.attn\.{ours}compressor\.{leaf}", rf"model.layers.\1.self_attn.compressor.{theirs}{name}")
+        for ours, theirs in (("", ""), (r"indexer\.", "indexer."))
+        for leaf, name in (
+            (r"wkv\.weight", "kv_proj.weight"),
+            (r"wgate\.weight", "gate_proj.weight"),
+            ("ape", "position_bias"),
+            (r"norm\.weight", "kv_norm.weight"),
+        )
+    ],
     (r"(mtp\..*)", r"\1"),  # transformers has no MTP and ignores these; they keep their official names
 ]
 
@@ -288,7 +350,8 @@ def _to_transformers(name: str) -> str:
 
 
 def _from_transformers(key: str) -> str:
-    from loaders.layouts import TRANSFORMERS
+    from dsv4.loaders.layouts import TRANSFORMERS
+
     return TRANSFORMERS.official(key)
 
 

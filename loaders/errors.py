@@ -1,6 +1,6 @@
 """Errors of reading and writing checkpoints."""
 
-from kernels.errors import Dsv4Error
+from dsv4.kernels.errors import Dsv4Error
 
 
 class CheckpointError(Dsv4Error):

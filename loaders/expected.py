@@ -6,7 +6,7 @@ without one. Configurations of the published Flash and Pro releases lie in `pres
 
 from importlib import resources
 
-from loaders.files import parse_json
+from dsv4.loaders.files import parse_json
 
 FP8_MATRICES = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")  # and the indexer's wq_b, the shared experts, e_proj, h_proj
 Shape = tuple[int, ...]
@@ -15,11 +15,13 @@ Tensors = dict[str, tuple[str, Shape]]
 
 def preset(name: str) -> dict | None:
     """Official config of a published release ('flash' or 'pro'), or None."""
-    file = resources.files("loaders") / "presets" / f"{name}.json"
+    file = resources.files("dsv4.loaders") / "presets" / f"{name}.json"
     return parse_json(file.read_bytes(), file.name) if name in ("flash", "pro") else None
 
 
-def official_tensors(config, mtp: bool = True, dense: str = "FP8", experts: str = "MXFP4", scale: str = "F8_E8M0") -> Tensors:
+def official_tensors(
+    config, mtp: bool = True, dense: str = "FP8", experts: str = "MXFP4", scale: str = "F8_E8M0"
+) -> Tensors:
     """Official name → (dtype, shape) of every tensor.
 
     config: dsv4.config.ModelConfig. dense: 'FP8' (official) or a float dtype for the attention and
@@ -100,7 +102,13 @@ def _attention(t: Tensors, p: str, c, ratio: int, dense: str, plain: str, scale:
     _plain(t, f"{p}.attn_sink", "F32", H)
     _plain(t, f"{p}.q_norm.weight", plain, q)
     _plain(t, f"{p}.kv_norm.weight", plain, D)
-    shapes = ((q, d), (H * D, q), (D, d), (c.o_groups * c.o_lora_rank, H * D // c.o_groups), (d, c.o_groups * c.o_lora_rank))
+    shapes = (
+        (q, d),
+        (H * D, q),
+        (D, d),
+        (c.o_groups * c.o_lora_rank, H * D // c.o_groups),
+        (d, c.o_groups * c.o_lora_rank),
+    )
     for name, shape in zip(FP8_MATRICES, shapes, strict=True):
         matrix(t, f"{p}.{name}", shape, dense, c.weight_block_size, scale)
     if ratio:

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import torch
 
-from loaders.errors import CheckpointError
+from dsv4.loaders.errors import CheckpointError
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
 DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
@@ -72,7 +79,9 @@ def open_checkpoint(path: str | Path) -> Files:
     if (root / SINGLE).exists():
         found = [root / SINGLE]
     if len(found) != 1:
-        raise CheckpointError(f"{root} has {len(found)} safetensors files, but neither {INDEX} nor {SINGLE}; expected one of them")
+        raise CheckpointError(
+            f"{root} has {len(found)} safetensors files, but neither {INDEX} nor {SINGLE}; expected one of them"
+        )
     return Files(root, read_header(found[0]), tuple(found))
 
 
@@ -106,7 +115,9 @@ def read_header(file: Path) -> dict[str, FileTensor]:
         prefix = f.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
-            raise CheckpointError(f"{file.name} ({size} bytes) is not a whole safetensors file; it is truncated or damaged")
+            raise CheckpointError(
+                f"{file.name} ({size} bytes) is not a whole safetensors file; it is truncated or damaged"
+            )
         header = parse_json(f.read(length), file.name)
     tensors, spans = {}, []
     for key, entry in header.items():
@@ -114,8 +125,10 @@ def read_header(file: Path) -> dict[str, FileTensor]:
             continue
         tensor = _file_tensor(file, key, entry, 8 + length)
         if tensor.offset + tensor.nbytes > size:
-            raise CheckpointError(f"{file.name} ends before tensor {key} does ({size} bytes, expected at least "
-                                  f"{tensor.offset + tensor.nbytes}); it is truncated")
+            raise CheckpointError(
+                f"{file.name} ends before tensor {key} does ({size} bytes, expected at least "
+                f"{tensor.offset + tensor.nbytes}); it is truncated"
+            )
         tensors[key] = tensor
         spans.append((tensor.offset, tensor.offset + tensor.nbytes, key))
     _check_coverage(file, sorted(spans), 8 + length, size)
@@ -129,10 +142,14 @@ def _check_coverage(file: Path, spans: list[tuple[int, int, str]], data: int, si
         if start < end:
             raise CheckpointError(f"{file.name}: tensors {before} and {key} overlap; the header is damaged")
         if start > end:
-            raise CheckpointError(f"{file.name}: {start - end} bytes between {before} and {key} belong to no tensor; the file is damaged")
+            raise CheckpointError(
+                f"{file.name}: {start - end} bytes between {before} and {key} belong to no tensor; the file is damaged"
+            )
         end, before = stop, key
     if end != size:
-        raise CheckpointError(f"{file.name}: {size - end} bytes after {before} belong to no tensor; the file is damaged")
+        raise CheckpointError(
+            f"{file.name}: {size - end} bytes after {before} belong to no tensor; the file is damaged"
+        )
 
 
 def _file_tensor(file: Path, key: str, entry, data: int) -> FileTensor:
@@ -141,14 +158,18 @@ def _file_tensor(file: Path, key: str, entry, data: int) -> FileTensor:
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{file.name}: the header entry of {key} is malformed") from None
     if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
-        raise CheckpointError(f"{file.name}: the header entry of {key} is malformed; expected a dtype name, sizes and offsets")
+        raise CheckpointError(
+            f"{file.name}: the header entry of {key} is malformed; expected a dtype name, sizes and offsets"
+        )
     if dtype not in DTYPES:
         raise CheckpointError(f"{file.name}: tensor {key} has dtype {dtype}; expected one of {', '.join(DTYPES)}")
     nbytes = DTYPES[dtype].itemsize
     for extent in shape:
         nbytes *= extent
     if stop - start != nbytes:
-        raise CheckpointError(f"{file.name}: tensor {key} {dtype} {list(shape)} spans {stop - start} bytes; expected {nbytes}")
+        raise CheckpointError(
+            f"{file.name}: tensor {key} {dtype} {list(shape)} spans {stop - start} bytes; expected {nbytes}"
+        )
     return FileTensor(key, dtype, shape, file, data + start, nbytes)
 
 
@@ -167,6 +188,7 @@ def parse_json(text: bytes, where: str) -> dict:
             twice = sorted(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
             raise CheckpointError(f"{where} has {some(twice)} twice")
         return value
+
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested or numbered beyond reason

@@ -11,17 +11,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kernels.quantize import WeightFormat
-from loaders.errors import CheckpointError
-from loaders.files import DTYPES, FileTensor, some
+from dsv4.kernels.quantize import WeightFormat
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import DTYPES, FileTensor, some
 
 N = r"(\d+)"
 _ATTENTION = {  # official leaf → transformers leaf
-    "attn_sink": "sinks", "wq_a.weight": "q_a_proj.weight", "q_norm.weight": "q_a_norm.weight",
-    "wq_b.weight": "q_b_proj.weight", "wkv.weight": "kv_proj.weight", "kv_norm.weight": "kv_norm.weight",
-    "wo_a.weight": "o_a_proj.weight", "wo_b.weight": "o_b_proj.weight",
+    "attn_sink": "sinks",
+    "wq_a.weight": "q_a_proj.weight",
+    "q_norm.weight": "q_a_norm.weight",
+    "wq_b.weight": "q_b_proj.weight",
+    "wkv.weight": "kv_proj.weight",
+    "kv_norm.weight": "kv_norm.weight",
+    "wo_a.weight": "o_a_proj.weight",
+    "wo_b.weight": "o_b_proj.weight",
 }
-_POOL = {"wkv.weight": "kv_proj.weight", "wgate.weight": "gate_proj.weight", "ape": "position_bias", "norm.weight": "kv_norm.weight"}
+_POOL = {
+    "wkv.weight": "kv_proj.weight",
+    "wgate.weight": "gate_proj.weight",
+    "ape": "position_bias",
+    "norm.weight": "kv_norm.weight",
+}
 _HC = ("fn", "base", "scale")
 _SUFFIX = r"\.(weight|scale|weight_scale|weight_scale_2|input_scale)"
 
@@ -64,8 +74,16 @@ def official_leaves() -> list[str]:
     matrix = [f"attn.{m}" for m in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b", "indexer.weights_proj")]
     matrix += [f"attn.{c}compressor.{m}" for c in ("", "indexer.") for m in ("wkv", "wgate")]
     matrix += [f"ffn.shared_experts.w{i}" for i in (1, 2, 3)] + [rf"ffn.experts.\d+.w{i}" for i in (1, 2, 3)]
-    plain = ["attn_norm.weight", "ffn_norm.weight", "attn.attn_sink", "attn.q_norm.weight", "attn.kv_norm.weight",
-             "ffn.gate.weight", "ffn.gate.tid2eid", "ffn.gate.bias"]
+    plain = [
+        "attn_norm.weight",
+        "ffn_norm.weight",
+        "attn.attn_sink",
+        "attn.q_norm.weight",
+        "attn.kv_norm.weight",
+        "ffn.gate.weight",
+        "ffn.gate.tid2eid",
+        "ffn.gate.bias",
+    ]
     plain += [f"attn.{c}compressor.{leaf}" for c in ("", "indexer.") for leaf in ("ape", "norm.weight")]
     plain += [f"hc_{which}_{p}" for which in ("attn", "ffn") for p in _HC]
     return [m.replace(".", r"\.") + _SUFFIX for m in matrix] + [p.replace(".", r"\.") for p in plain]
@@ -77,10 +95,20 @@ def _compile(rules) -> tuple:
 
 def _mtp_rule(prefix: str = "") -> tuple[str, str]:
     """MTP blocks and DSpark stages keep their official names in every layout."""
-    mtp = [rf"{m}{_SUFFIX}" for m in ("e_proj", "h_proj", "main_proj", r"markov_head\.markov_w1", r"markov_head\.markov_w2",
-                                      r"confidence_head\.proj")]
+    mtp = [
+        rf"{m}{_SUFFIX}"
+        for m in (
+            "e_proj",
+            "h_proj",
+            "main_proj",
+            r"markov_head\.markov_w1",
+            r"markov_head\.markov_w2",
+            r"confidence_head\.proj",
+        )
+    ]
     mtp += [r"enorm\.weight", r"hnorm\.weight", r"norm\.weight", r"main_norm\.weight"] + [f"hc_head_{p}" for p in _HC]
-    mtp += [r"emb\.tok_emb\.weight", r"embed\.weight", r"head\.weight"]  # duplicates of the shared ones, in some releases
+    # duplicates of the shared ones, in some releases
+    mtp += [r"emb\.tok_emb\.weight", r"embed\.weight", r"head\.weight"]
     return rf"{prefix}(mtp\.\d+\.(?:{_any_of(official_leaves() + mtp)}))", r"\1"
 
 
@@ -90,54 +118,94 @@ def _any_of(leaves: list[str]) -> str:
 
 def _official(prefix: str) -> Layout:
     p = re.escape(prefix)
-    return Layout("official" if not prefix else f"official with prefix {prefix}", _compile([
-        (rf"{p}((?:embed|head|norm)\.weight|hc_head_(?:fn|base|scale))", r"\1"),
-        (rf"{p}(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"), _mtp_rule(p),
-    ]))
+    return Layout(
+        "official" if not prefix else f"official with prefix {prefix}",
+        _compile(
+            [
+                (rf"{p}((?:embed|head|norm)\.weight|hc_head_(?:fn|base|scale))", r"\1"),
+                (rf"{p}(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"),
+                _mtp_rule(p),
+            ]
+        ),
+    )
 
 
 def _official_leaf_rules(base: str) -> list:
     """Rules of transformers' own module tree for one layer, `base` its prefix up to the layer number."""
-    rules = [(rf"{base}\.input_layernorm\.weight", r"layers.\1.attn_norm.weight"),
-             (rf"{base}\.post_attention_layernorm\.weight", r"layers.\1.ffn_norm.weight")]
+    rules = [
+        (rf"{base}\.input_layernorm\.weight", r"layers.\1.attn_norm.weight"),
+        (rf"{base}\.post_attention_layernorm\.weight", r"layers.\1.ffn_norm.weight"),
+    ]
     rules += [(rf"{base}\.{w}_hc\.({'|'.join(_HC)})", rf"layers.\1.hc_{w}_\2") for w in ("attn", "ffn")]
     rules += [(rf"{base}\.self_attn\.{re.escape(hf)}", rf"layers.\1.attn.{ours}") for ours, hf in _ATTENTION.items()]
     for ours, hf in _POOL.items():
         rules.append((rf"{base}\.self_attn\.compressor\.{re.escape(hf)}", rf"layers.\1.attn.compressor.{ours}"))
-        rules.append((rf"{base}\.self_attn\.compressor\.indexer\.{re.escape(hf)}", rf"layers.\1.attn.indexer.compressor.{ours}"))
+        rules.append(
+            (rf"{base}\.self_attn\.compressor\.indexer\.{re.escape(hf)}", rf"layers.\1.attn.indexer.compressor.{ours}")
+        )
     indexer = rf"{base}\.self_attn\.compressor\.indexer"
-    rules += [(rf"{indexer}\.q_b_proj\.weight", r"layers.\1.attn.indexer.wq_b.weight"),
-              (rf"{indexer}\.(?:scorer\.)?weights_proj\.weight", r"layers.\1.attn.indexer.weights_proj.weight"),
-              (rf"{base}\.mlp\.gate\.(weight|tid2eid)", r"layers.\1.ffn.gate.\2"),
-              (rf"{base}\.mlp\.gate\.e_score_correction_bias", r"layers.\1.ffn.gate.bias")]
+    rules += [
+        (rf"{indexer}\.q_b_proj\.weight", r"layers.\1.attn.indexer.wq_b.weight"),
+        (rf"{indexer}\.(?:scorer\.)?weights_proj\.weight", r"layers.\1.attn.indexer.weights_proj.weight"),
+        (rf"{base}\.mlp\.gate\.(weight|tid2eid)", r"layers.\1.ffn.gate.\2"),
+        (rf"{base}\.mlp\.gate\.e_score_correction_bias", r"layers.\1.ffn.gate.bias"),
+    ]
     for ours, hf in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         rules.append((rf"{base}\.mlp\.shared_experts\.{hf}\.weight", rf"layers.\1.ffn.shared_experts.{ours}.weight"))
         rules.append((rf"{base}\.mlp\.experts\.{N}\.{hf}\.weight", rf"layers.\1.ffn.experts.\2.{ours}.weight"))
     return rules
 
 
-_STACKED = (re.compile(rf"model\.layers\.{N}\.mlp\.experts\.gate_up_proj"), re.compile(rf"model\.layers\.{N}\.mlp\.experts\.down_proj"))
-TRANSFORMERS = Layout("transformers", _compile([
-    (r"model\.embed_tokens\.weight", "embed.weight"), (r"lm_head\.weight", "head.weight"),
-    (r"model\.norm\.weight", "norm.weight"), (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
-    *_official_leaf_rules(rf"model\.layers\.{N}"), _mtp_rule(),
-]), _STACKED)
+_STACKED = (
+    re.compile(rf"model\.layers\.{N}\.mlp\.experts\.gate_up_proj"),
+    re.compile(rf"model\.layers\.{N}\.mlp\.experts\.down_proj"),
+)
+TRANSFORMERS = Layout(
+    "transformers",
+    _compile(
+        [
+            (r"model\.embed_tokens\.weight", "embed.weight"),
+            (r"lm_head\.weight", "head.weight"),
+            (r"model\.norm\.weight", "norm.weight"),
+            (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
+            *_official_leaf_rules(rf"model\.layers\.{N}"),
+            _mtp_rule(),
+        ]
+    ),
+    _STACKED,
+)
 _OFFICIAL = _official("")
 # What transformers 5.23.0's save_pretrained writes: official leaves below `model.layers.N`, its own names elsewhere.
-HYBRID = Layout("transformers save_pretrained", _compile([
-    (r"model\.embed_tokens\.weight", "embed.weight"), (r"(?:model\.)?(head\.weight)", r"\1"), (r"model\.norm\.weight", "norm.weight"),
-    (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
-    (rf"model\.layers\.{N}\.attn\.norm\.weight", r"layers.\1.attn.kv_norm.weight"),
-    (rf"model\.(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"), _mtp_rule(),
-]))
+HYBRID = Layout(
+    "transformers save_pretrained",
+    _compile(
+        [
+            (r"model\.embed_tokens\.weight", "embed.weight"),
+            (r"(?:model\.)?(head\.weight)", r"\1"),
+            (r"model\.norm\.weight", "norm.weight"),
+            (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
+            (rf"model\.layers\.{N}\.attn\.norm\.weight", r"layers.\1.attn.kv_norm.weight"),
+            (rf"model\.(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"),
+            _mtp_rule(),
+        ]
+    ),
+)
 LAYOUTS = (_OFFICIAL, _official("model."), TRANSFORMERS, HYBRID)
 
 
 _PROJECTION = r"(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(?:weight|bias)"
-DECODER = Layout("transformers", _compile([  # of GQA models: the names of the file are the names of the model
-    (r"((?:model\.embed_tokens|model\.norm|lm_head)\.weight)", r"\1"),
-    (rf"(model\.layers\.\d+\.(?:{_PROJECTION}|(?:input|post_attention)_layernorm\.weight|self_attn\.rotary_emb\.inv_freq))", r"\1"),
-]))
+DECODER = Layout(
+    "transformers",
+    _compile(
+        [  # of GQA models: the names of the file are the names of the model
+            (r"((?:model\.embed_tokens|model\.norm|lm_head)\.weight)", r"\1"),
+            (
+                rf"(model\.layers\.\d+\.(?:{_PROJECTION}|(?:input|post_attention)_layernorm\.weight|self_attn\.rotary_emb\.inv_freq))",
+                r"\1",
+            ),
+        ]
+    ),
+)
 
 
 def detect_layout(tensors: Mapping[str, FileTensor], layouts: tuple[Layout, ...] | None = None) -> Layout:
@@ -149,8 +217,10 @@ def detect_layout(tensors: Mapping[str, FileTensor], layouts: tuple[Layout, ...]
             return layout
         if unknown is None or len(strange) < len(unknown):
             best, unknown = layout, strange
-    raise CheckpointError(f"{len(unknown)} of {len(tensors)} tensors have names that no layout knows (nearest: {best.name}): "
-                          f"{some(sorted(unknown))}")
+    raise CheckpointError(
+        f"{len(unknown)} of {len(tensors)} tensors have names that no layout knows (nearest: {best.name}): "
+        f"{some(sorted(unknown))}"
+    )
 
 
 def canonical_sources(tensors: Mapping[str, FileTensor], layout: Layout) -> dict[str, Source]:
@@ -170,7 +240,9 @@ def canonical_sources(tensors: Mapping[str, FileTensor], layout: Layout) -> dict
         gate_up, down = (pattern.fullmatch(key) for pattern in layout.stacked)
         layer = (gate_up or down)[1]
         if len(tensor.shape) != 3 or (gate_up and tensor.shape[1] % 2):
-            raise CheckpointError(f"tensor {key} has shape {list(tensor.shape)}; expected stacked experts [E, rows, columns]")
+            raise CheckpointError(
+                f"tensor {key} has shape {list(tensor.shape)}; expected stacked experts [E, rows, columns]"
+            )
         E, rows, columns = tensor.shape
         names = ("w1", "w3") if gate_up else ("w2",)  # gate rows first
         part = (rows // len(names), columns)
@@ -192,8 +264,11 @@ def matrix_formats(sources: Mapping[str, Source]) -> dict[str, WeightFormat]:
         if not name.endswith(".weight"):
             continue
         base = name.removesuffix(".weight")
-        companions = {s: sources[f"{base}.{s}"].dtype for s in ("scale", "weight_scale", "weight_scale_2")
-                      if f"{base}.{s}" in sources}
+        companions = {
+            s: sources[f"{base}.{s}"].dtype
+            for s in ("scale", "weight_scale", "weight_scale_2")
+            if f"{base}.{s}" in sources
+        }
         formats[base] = _format(base, source.dtype, companions)
     return formats
 
@@ -209,5 +284,7 @@ def _format(base: str, dtype: str, companions: dict[str, str]) -> WeightFormat:
         case "U8" | "I8", {"weight_scale": "F8_E4M3", "weight_scale_2": "F32", **rest} if not rest:
             return WeightFormat.NVFP4
     found = ", ".join(f"{k} {v}" for k, v in companions.items()) or "no scales"
-    raise CheckpointError(f"{base} has weight {dtype} with {found}; expected BF16/F32/F16 alone, F8_E4M3 with scale, packed I8/U8 "
-                          "with an F8_E8M0 scale, or U8 with weight_scale and weight_scale_2")
+    raise CheckpointError(
+        f"{base} has weight {dtype} with {found}; expected BF16/F32/F16 alone, F8_E4M3 with scale, packed I8/U8 "
+        "with an F8_E8M0 scale, or U8 with weight_scale and weight_scale_2"
+    )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loaders.errors import CheckpointError
-from loaders.expected import matrix
-from loaders.files import DTYPES, some
-from loaders.layouts import Source
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.expected import matrix
+from dsv4.loaders.files import DTYPES, some
+from dsv4.loaders.layouts import Source
 
 ISLANDS = ("attn_sink", ".ape", "hc_attn_", "hc_ffn_", "hc_head_", "gate.bias")  # fp32 whatever the numerics
 WIDENING = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.int32, torch.int64)}
@@ -61,17 +61,18 @@ class Piece:
 class LoadLedger:
     """Accounts of one load. `problems()` lists what is wrong; empty means every byte is accounted for."""
 
-    used: dict[str, str] = field(default_factory=dict)        # official name → parameter
-    listed: dict[str, str] = field(default_factory=dict)      # official name → reason it is not loaded
-    written: Counter = field(default_factory=Counter)         # parameter → elements written
-    casts: Counter = field(default_factory=Counter)           # 'dtype in the file → dtype in memory' → tensors
-    notes: list[str] = field(default_factory=list)            # what a reader should know
+    used: dict[str, str] = field(default_factory=dict)  # official name → parameter
+    listed: dict[str, str] = field(default_factory=dict)  # official name → reason it is not loaded
+    written: Counter = field(default_factory=Counter)  # parameter → elements written
+    casts: Counter = field(default_factory=Counter)  # 'dtype in the file → dtype in memory' → tensors
+    notes: list[str] = field(default_factory=list)  # what a reader should know
     faults: list[str] = field(default_factory=list)
     sources: Mapping[str, Source] = field(default_factory=dict)
     parameters: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # name → (dtype, shape)
 
-    def account(self, pieces: Iterable[Piece], sources: Mapping[str, Source], parameters: Mapping[str, torch.Tensor],
-                reason_for) -> None:
+    def account(
+        self, pieces: Iterable[Piece], sources: Mapping[str, Source], parameters: Mapping[str, torch.Tensor], reason_for
+    ) -> None:
         """Hold pieces, tensors and parameters against each other, from headers alone.
 
         reason_for(official name) → why a tensor may stay unused, or None.
@@ -90,7 +91,9 @@ class LoadLedger:
             if name not in self.used:
                 reason = reason_for(name)
                 if reason is None:
-                    self.faults.append(f"tensor {sources[name].tensor.key} ({name}) is in the file and nothing takes it")
+                    self.faults.append(
+                        f"tensor {sources[name].tensor.key} ({name}) is in the file and nothing takes it"
+                    )
                 else:
                     self.listed[name] = reason
         for name, parameter in parameters.items():
@@ -100,7 +103,9 @@ class LoadLedger:
     def _account_piece(self, piece: Piece, parameter: torch.Tensor) -> None:
         absent = [name for name in piece.names.values() if name not in self.sources]
         if absent:
-            self.faults.append(f"tensor {absent[0]} is not in the file; the config asks for it (parameter {piece.parameter})")
+            self.faults.append(
+                f"tensor {absent[0]} is not in the file; the config asks for it (parameter {piece.parameter})"
+            )
             return
         fits = True
         for name, shape in piece.stored_shapes(self.sources).items():
@@ -112,12 +117,18 @@ class LoadLedger:
                 self.faults.append(f"tensor {name} has shape {list(source.shape)}; the config asks for {list(shape)}")
                 fits = False
             if "raw" in piece.names and not keeps_value(stored, parameter.dtype):
-                self.faults.append(f"tensor {name} is {source.dtype} in the file and would have to become {parameter.dtype}; that "
-                                   "would lose bits")
+                self.faults.append(
+                    f"tensor {name} is {source.dtype} in the file and would have to become {parameter.dtype}; that "
+                    "would lose bits"
+                )
             elif stored is not parameter.dtype:
                 self.casts[f"{source.dtype} → {self.parameters[piece.parameter][0]}"] += 1
-            if any(island in name for island in ISLANDS) and (source.dtype != "F32" or parameter.dtype is not torch.float32):
-                self.notes.append(f"{name} is {source.dtype} in the file and {parameter.dtype} in memory; it belongs in fp32")
+            if any(island in name for island in ISLANDS) and (
+                source.dtype != "F32" or parameter.dtype is not torch.float32
+            ):
+                self.notes.append(
+                    f"{name} is {source.dtype} in the file and {parameter.dtype} in memory; it belongs in fp32"
+                )
         if fits:
             start, stop = piece.span(self.parameters[piece.parameter][1])
             self.written[piece.parameter] += stop - start
@@ -128,24 +139,40 @@ class LoadLedger:
     def check(self) -> None:
         """Raise CheckpointError if anything is unaccounted for, naming the first few."""
         if self.faults:
-            raise CheckpointError(f"{len(self.faults)} problem(s) between the checkpoint and its config: {some(self.faults)}")
+            raise CheckpointError(
+                f"{len(self.faults)} problem(s) between the checkpoint and its config: {some(self.faults)}"
+            )
 
     def to_json(self) -> dict:
         """The whole ledger, one row a file tensor and one a parameter."""
         by_key: dict[str, dict] = {}
         for name, source in self.sources.items():
-            row = by_key.setdefault(source.tensor.key, {
-                "tensor": source.tensor.key, "dtype": source.dtype, "shape": list(source.tensor.shape),
-                "bytes": source.tensor.nbytes, "file": source.tensor.file.name, "official": [], "parameters": [], "reasons": []})
+            row = by_key.setdefault(
+                source.tensor.key,
+                {
+                    "tensor": source.tensor.key,
+                    "dtype": source.dtype,
+                    "shape": list(source.tensor.shape),
+                    "bytes": source.tensor.nbytes,
+                    "file": source.tensor.file.name,
+                    "official": [],
+                    "parameters": [],
+                    "reasons": [],
+                },
+            )
             row["official"].append(name)
             for kind, value in (("parameters", self.used.get(name)), ("reasons", self.listed.get(name))):
                 if value is not None and value not in row[kind]:
                     row[kind].append(value)
         return {
             "tensors": list(by_key.values()),
-            "parameters": [{"parameter": n, "dtype": d, "shape": list(s), "elements_written": self.written[n]}
-                           for n, (d, s) in self.parameters.items()],
-            "totals": self.totals(), "notes": self.notes, "problems": self.faults,
+            "parameters": [
+                {"parameter": n, "dtype": d, "shape": list(s), "elements_written": self.written[n]}
+                for n, (d, s) in self.parameters.items()
+            ],
+            "totals": self.totals(),
+            "notes": self.notes,
+            "problems": self.faults,
         }
 
     def totals(self) -> dict:
@@ -157,9 +184,15 @@ class LoadLedger:
             elif name in self.listed:
                 listed[self.listed[name]] += source.nbytes
         keys = {s.tensor.key for s in self.sources.values()}
-        return {"file_tensors": len(keys), "consumed": len(self.used), "listed": len(self.listed),
-                "parameters": len(self.parameters), "consumed_bytes_by_dtype": dict(consumed), "listed_bytes_by_reason": dict(listed),
-                "casts": dict(self.casts)}
+        return {
+            "file_tensors": len(keys),
+            "consumed": len(self.used),
+            "listed": len(self.listed),
+            "parameters": len(self.parameters),
+            "consumed_bytes_by_dtype": dict(consumed),
+            "listed_bytes_by_reason": dict(listed),
+            "casts": dict(self.casts),
+        }
 
 
 def keeps_value(stored: torch.dtype, held: torch.dtype) -> bool:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from kernels.quantize import PackedWeight, WeightFormat, to_float
-from loaders.config_files import DECODERS, family_of, read_config
-from loaders.errors import CheckpointError
-from loaders.files import DTYPES, Files, Progress, open_checkpoint, read_json
-from loaders.layouts import DECODER, Layout, Source, canonical_sources, detect_layout, matrix_formats
-from loaders.ledger import SAME_BYTES, Piece, keeps_value, poisoned
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, to_float
+from dsv4.loaders.config_files import DECODERS, family_of, read_config
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import DTYPES, Files, Progress, open_checkpoint, read_json
+from dsv4.loaders.layouts import DECODER, Layout, Source, canonical_sources, detect_layout, matrix_formats
+from dsv4.loaders.ledger import SAME_BYTES, Piece, keeps_value, poisoned
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Inventory:
     """What a checkpoint directory holds, from its headers: nothing of the data is read.
 
     sources: official tensor name → where it is. formats: matrix name without suffix → WeightFormat. config: official
-    dictionary (of a GQA model: as it is); config_notes: where values came from that the file does not state as such. family:
+    dictionary (of a GQA model: as it is); config_notes: where values came from that the file does not state as such.
+    family:
     'deepseek_v4' or 'gqa'.
     """
 
@@ -67,7 +68,9 @@ class Inventory:
     def read(self, name: str) -> torch.Tensor:
         """An official tensor with its stored dtype and shape. Raises CheckpointError if it holds NaN."""
         source = self.sources[name]
-        tensor = self.files.read(source.tensor, source.start, source.nbytes).view(DTYPES[source.dtype]).view(source.shape)
+        tensor = (
+            self.files.read(source.tensor, source.start, source.nbytes).view(DTYPES[source.dtype]).view(source.shape)
+        )
         bad = poisoned(tensor)
         if bad:
             what = "negative indices" if not tensor.is_floating_point() else "NaN"
@@ -99,8 +102,12 @@ def matrix_names(base: str, form: WeightFormat) -> dict[str, str]:
     return {"weight": f"{base}.weight", "scale": f"{base}.scale"}
 
 
-def fill(pieces: Iterable[Piece], inventory: Inventory, parameters: Mapping[str, torch.Tensor],
-         progress: Progress | None = None) -> None:
+def fill(
+    pieces: Iterable[Piece],
+    inventory: Inventory,
+    parameters: Mapping[str, torch.Tensor],
+    progress: Progress | None = None,
+) -> None:
     """Read each piece and write it to its parameter. Host memory: the parameters and one piece.
 
     Raises CheckpointError for NaN in the file, and for a stored dtype that would have to be narrowed.
@@ -123,4 +130,6 @@ def fill(pieces: Iterable[Piece], inventory: Inventory, parameters: Mapping[str,
 def _as(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     if keeps_value(value.dtype, dtype):
         return value.view(dtype) if (value.dtype, dtype) in SAME_BYTES else value.to(dtype)
-    raise CheckpointError(f"tensor {name} is {value.dtype} in the file and would have to become {dtype}; that would lose bits")
+    raise CheckpointError(
+        f"tensor {name} is {value.dtype} in the file and would have to become {dtype}; that would lose bits"
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from loaders.errors import WriteError
-from loaders.files import DTYPES, INDEX, SINGLE, Progress
+from dsv4.loaders.errors import WriteError
+from dsv4.loaders.files import DTYPES, INDEX, SINGLE, Progress
 
 MAX_SHARD_BYTES = 5 << 30
 Planned = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (dtype, shape)
@@ -24,8 +24,15 @@ def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
     return size
 
 
-def write_checkpoint(root: str | Path, planned: Planned, value_of: Callable[[str], torch.Tensor], documents: Mapping[str, dict],
-                     copies: Iterable[Path] = (), max_shard_bytes: int = MAX_SHARD_BYTES, progress: Progress | None = None) -> None:
+def write_checkpoint(
+    root: str | Path,
+    planned: Planned,
+    value_of: Callable[[str], torch.Tensor],
+    documents: Mapping[str, dict],
+    copies: Iterable[Path] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> None:
     """Write a checkpoint directory, one tensor in memory at a time.
 
     planned: every tensor's dtype and shape, known before any value. value_of(name) → the tensor. documents: JSON files
@@ -49,8 +56,10 @@ def write_checkpoint(root: str | Path, planned: Planned, value_of: Callable[[str
     except OSError as error:
         if error.errno == errno.ENOSPC:
             free = shutil.disk_usage(root.parent).free
-            raise WriteError(f"the disk is full: {root} needs {total} bytes, {free} are free without what was just removed; nothing "
-                             "half-written is left") from None
+            raise WriteError(
+                f"the disk is full: {root} needs {total} bytes, {free} are free without what was just removed; "
+                "nothing half-written is left"
+            ) from None
         raise WriteError(f"writing {root} failed ({error.strerror}); nothing half-written is left") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -70,7 +79,10 @@ def _write_all(partial, planned, value_of, documents, copies, max_shard_bytes, t
                 if progress is not None:
                     progress(done, total)
     if len(shards) > 1:
-        documents = {**documents, INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}}
+        documents = {
+            **documents,
+            INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        }
     for name, content in documents.items():
         (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for file in copies:

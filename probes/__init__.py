@@ -1,1 +1,1 @@
-"""Probes: one file each, emitting checks for the audits. None exists yet."""
+"""Probes: one file each, with a page beside it. They emit the checks of an audit."""

@@ -1,7 +1,8 @@
-"""What a layer's attention would give without one of its parts, or with a known mistake in one: by these a fault is named.
+"""What a layer's attention would give without one of its parts, or with a known mistake in one: by these a fault is
+named.
 
-`found`: the oracle's points of a layer (`probes.measure.points_at`); picks int64 [B, Q, k]: what each query selects, None but
-on CSA layers. Outputs are attn_out [B, Q, d] at the positions found["at"].
+`found`: the oracle's points of a layer (`dsv4.probes.measure.points_at`); picks int64 [B, Q, k]: what each query
+selects, None but on CSA layers. Outputs are attn_out [B, Q, d] at the positions found["at"].
 """
 
 import math
@@ -10,12 +11,17 @@ from dataclasses import replace
 
 import torch
 
-from probes.measure import attended
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer
+from dsv4.probes.measure import attended
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer
 
-SCALES = {"softmax scale by the dims that are not rotated": None, "softmax scale with mscale": 1.277,
-          "softmax scale with mscale squared": 1.277**2, "softmax scale doubled": 2.0, "softmax scale halved": 0.5}
+SCALES = {
+    "softmax scale by the dims that are not rotated": None,
+    "softmax scale with mscale": 1.277,
+    "softmax scale with mscale squared": 1.277**2,
+    "softmax scale doubled": 2.0,
+    "softmax scale halved": 0.5,
+}
 EXPLAINED = 0.3  # of a difference may be left where a mistake explains it
 
 
@@ -54,7 +60,13 @@ def paths(layer: Layer, found: dict, picks: torch.Tensor | None) -> dict[str, to
 def mistakes(layer: Layer, found: dict, picks: torch.Tensor | None) -> dict[str, tuple[str, Callable]]:
     """Name → (part at fault, how to make attn_out by that mistake)."""
     W, T, own = layer.config.sliding_window, found["kv_window"].shape[1], picks if layer.ratio else nobody(found)
-    lengths = {"one token short": W - 1, "one token long": W + 1, "twice as long": 2 * W, "without bound": T, "missing": 0}
+    lengths = {
+        "one token short": W - 1,
+        "one token long": W + 1,
+        "twice as long": 2 * W,
+        "without bound": T,
+        "missing": 0,
+    }
     known = {f"window {name}": ("window", lambda w=w: attend(layer, found, own, w)) for name, w in lengths.items()}
     D, R = layer.config.head_dim, layer.config.qk_rope_head_dim
     for name, factor in SCALES.items():
@@ -76,8 +88,12 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
         width = max(rows.shape[-1], chosen.shape[-1])
         fill = lambda t: torch.nn.functional.pad(t, (0, width - t.shape[-1]), value=-1)
         return torch.where(few.view(1, -1, 1), fill(rows), fill(chosen))
+
     rules = {"one token early": (at + 2) // r, "one token late": at // r, "one entry late": (at + 1) // r - 1}
-    known = {f"entries visible {name}": ("visibility", lambda c=c: attend(layer, found, ruled(c))) for name, c in rules.items()}
+    known = {
+        f"entries visible {name}": ("visibility", lambda c=c: attend(layer, found, ruled(c)))
+        for name, c in rules.items()
+    }
     recent = torch.where(r * (chosen + 1) - 1 <= at.view(1, -1, 1) - W, chosen, -1)
     known["entries of window tokens left out"] = ("compressed entries", lambda: attend(layer, found, recent))
     known["window only"] = ("compressed entries", lambda: attend(layer, found, nobody(found)))
@@ -86,7 +102,10 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
         known["all entries"] = ("selection", lambda: attend(layer, found, None))
     if len(found["kv_window"]) > 1:  # rows of a batch
         first = found["compressed_kv"][:1].expand_as(found["compressed_kv"])
-        known["entries of the first row"] = ("rows of the batch", lambda: attend(layer, found, own, compressed_kv=first))
+        known["entries of the first row"] = (
+            "rows of the batch",
+            lambda: attend(layer, found, own, compressed_kv=first),
+        )
         if r == 4:
             known["selection of another row"] = ("selection", lambda: attend(layer, found, own.roll(1, 0)))
     return known
@@ -100,13 +119,19 @@ def _first(found: dict, count: torch.Tensor, n: int) -> torch.Tensor:
 
 def _sinks(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[str, Callable]]:
     """Mistakes in what the sink adds: a factor of o, by its mass."""
+
     def scaled(form) -> torch.Tensor:
         o, masses = attended(layer, found, own)
         return projected(layer, found, o * form(masses["sink"]).unsqueeze(-1))
-    return {"no sink": ("sink", lambda: scaled(lambda s: 1 / (1 - s).clamp(min=1e-9))),
-            "sink twice": ("sink", lambda: scaled(lambda s: 1 / (1 + s))),
-            "sink of another head": ("sink", lambda: scaled(
-                lambda s: 1 / (1 - s + s * _against_next(layer)).clamp(min=1e-9)))}
+
+    return {
+        "no sink": ("sink", lambda: scaled(lambda s: 1 / (1 - s).clamp(min=1e-9))),
+        "sink twice": ("sink", lambda: scaled(lambda s: 1 / (1 + s))),
+        "sink of another head": (
+            "sink",
+            lambda: scaled(lambda s: 1 / (1 - s + s * _against_next(layer)).clamp(min=1e-9)),
+        ),
+    }
 
 
 def _against_next(layer: Layer) -> torch.Tensor:
@@ -121,7 +146,9 @@ def _projections(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tupl
     o = lambda: attended(layer, found, own)[0]
     still = lambda: torch.cat((o()[..., :-R], torch.zeros_like(o()[..., -R:])), -1)
     known = {"values without rotated dims": ("values", lambda: projected(layer, found, still()))}
-    groups = lambda: steps.rotate_heads(o(), found["at"], layer.frequencies, inverse=True).flatten(2).chunk(c.o_groups, -1)
+    groups = lambda: (
+        steps.rotate_heads(o(), found["at"], layer.frequencies, inverse=True).flatten(2).chunk(c.o_groups, -1)
+    )
     wo_a = lambda: layer.w("attn.wo_a.weight").split(c.o_lora_rank)
     ranks = lambda order: [group @ wo_a()[g].T for g, group in zip(order, groups())]
     out = lambda z: layer.linear("attn.wo_b", z)
@@ -137,8 +164,11 @@ def _projections(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tupl
     return known
 
 
-def blame(out: torch.Tensor, wanted: torch.Tensor, known: dict[str, tuple[str, Callable]], default: str) -> tuple[str, str]:
-    """(part, note): the mistake that makes what is seen, if one leaves at most `EXPLAINED` of the difference to `wanted`."""
+def blame(
+    out: torch.Tensor, wanted: torch.Tensor, known: dict[str, tuple[str, Callable]], default: str
+) -> tuple[str, str]:
+    """(part, note): the mistake that makes what is seen, if one leaves at most `EXPLAINED` of the difference to
+    `wanted`."""
     away = lambda made: torch.nan_to_num((out - made).norm(), nan=float("inf"), posinf=float("inf")).item()
     whole = away(wanted)
     if whole == math.inf:
@@ -146,17 +176,20 @@ def blame(out: torch.Tensor, wanted: torch.Tensor, known: dict[str, tuple[str, C
     errors = {name: away(make()) for name, (_, make) in known.items()}
     best = min(errors, key=errors.get)
     note = "; ".join(f"{name} {errors[name] / max(whole, 1e-30):.2g}" for name in sorted(errors, key=errors.get)[:3])
-    return (known[best][0] if errors[best] <= EXPLAINED * whole else default), f"left of the difference by mistake: {note}"
+    return (
+        known[best][0] if errors[best] <= EXPLAINED * whole else default
+    ), f"left of the difference by mistake: {note}"
 
 
 # ---- sinks --------------------------------------------------------------------------------
 
 
 def sink_shares(layer: Layer, found: dict, picks: torch.Tensor | None, out: torch.Tensor):
-    """(share of each head's sink missing in out [B, Q, d], size of its removal, standard error, part of the difference left).
+    """(share of each head's sink missing in out [B, Q, d], size of its removal, standard error, part of the difference
+    left).
 
-    Without its sink, a head's output grows by 1 / (1 − sink mass). The shares of all heads together are a least-squares fit of
-    what `out` differs from the oracle's: 0 with the sink, 1 without, about −1 with it twice.
+    Without its sink, a head's output grows by 1 / (1 − sink mass). The shares of all heads together are a least-squares
+    fit of what `out` differs from the oracle's: 0 with the sink, 1 without, about −1 with it twice.
     """
     plain, at = replace(layer, simulate=False), found["at"]
     o, masses = attended(layer, found, picks)

@@ -6,18 +6,20 @@ import numpy as np
 import torch
 
 from dsv4.generate import Sampling
+from dsv4.probes.result import Check, compare
 from dsv4.speculation import choosing, loop
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.cost_aware import CostAware
 from dsv4.speculation.costs import BatchCost, CostTable
 from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Policy, Static
 from dsv4.speculation.policy_device import on_device
-from probes.result import Check, compare
 
 TARGET = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05], [0.05, 0.05, 0.6, 0.3, 0.0], [0.0, 0.25, 0.25, 0.25, 0.25]])
 PROPOSALS = {  # what drafts of two places are drawn from; None: tokens 0 and 2, always
-    "uniform": torch.full((2, 5), 0.2), "sharper than the target": torch.tensor([[0.9, 0.1, 0, 0, 0], [0, 0, 1.0, 0, 0]]),
-    "apart from the target": torch.tensor([[0.1, 0.1, 0.1, 0.1, 0.6], [0, 0, 0, 0, 1.0]]), "a choice": None,
+    "uniform": torch.full((2, 5), 0.2),
+    "sharper than the target": torch.tensor([[0.9, 0.1, 0, 0, 0], [0, 0, 1.0, 0, 0]]),
+    "apart from the target": torch.tensor([[0.1, 0.1, 0.1, 0.1, 0.6], [0, 0, 0, 0, 1.0]]),
+    "a choice": None,
 }
 DRAWS = 20_000
 QUANTILE = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51}  # of the chi-square distribution at 0.9999, by degrees of freedom
@@ -39,7 +41,8 @@ def acceptance(seed: int, device: torch.device) -> Iterator[Check]:
 
 
 def greedy(accept, where: str, seed: int) -> Iterator[Check]:
-    """A ragged batch: rows of 0 … W drafts of which the first few, or all but one in the middle, are what the model chose."""
+    """A ragged batch: rows of 0 … W drafts of which the first few, or all but one in the middle, are what the model
+    chose."""
     g, W, V = torch.Generator().manual_seed(seed), 6, 11
     best = torch.randint(0, V, (200, W + 1), generator=g)
     logits = torch.rand(200, W + 1, V, generator=g).scatter_(2, best.unsqueeze(-1), 2.0)
@@ -50,15 +53,34 @@ def greedy(accept, where: str, seed: int) -> Iterator[Check]:
     for b, size in enumerate(sizes.tolist()):
         kept = next((i for i in range(size) if drafts[b, i] != best[b, i]), size)
         counts += int(found.count[b]) != kept
-        bonus += found.tokens[b, :kept + 1].tolist() != best[b, :kept + 1].tolist()
-    yield compare("rows that keep another prefix than the model's own choices", counts, "==", 0, EQUAL, 200, unit="rows", where=where,
-                  part="greedy acceptance")
-    yield compare("rows that give out other tokens than the kept drafts and the model's next", bonus, "==", 0, EQUAL, 200, unit="rows",
-                  where=where, part="bonus token")
+        bonus += found.tokens[b, : kept + 1].tolist() != best[b, : kept + 1].tolist()
+    yield compare(
+        "rows that keep another prefix than the model's own choices",
+        counts,
+        "==",
+        0,
+        EQUAL,
+        200,
+        unit="rows",
+        where=where,
+        part="greedy acceptance",
+    )
+    yield compare(
+        "rows that give out other tokens than the kept drafts and the model's next",
+        bonus,
+        "==",
+        0,
+        EQUAL,
+        200,
+        unit="rows",
+        where=where,
+        part="bonus token",
+    )
 
 
 def sampled(name: str, q: torch.Tensor | None, seed: int) -> Iterator[Check]:
-    """Many rows of two drafts: the token at each place must have the target's distribution, and as many drafts stay as may."""
+    """Many rows of two drafts: the token at each place must have the target's distribution, and as many drafts stay as
+    may."""
     for decoder, decided in (("generate_speculative", by_generator), ("Rounds", by_counted_noise)):
         yield from distributed(f"{decoder}, drafts: {name}", q, *decided(q, seed))
 
@@ -71,8 +93,14 @@ def by_generator(q: torch.Tensor | None, seed: int) -> Accepted:
     else:
         drafts = torch.stack([torch.multinomial(row, DRAWS, True, generator=g) for row in q], 1)
     u = torch.rand(DRAWS, 3, generator=g, dtype=torch.float64)
-    return loop.accept_sampled(TARGET.expand(DRAWS, 3, 5), None if q is None else q.expand(DRAWS, 2, 5), drafts,
-                               torch.full((DRAWS,), 2), u[:, 1:], u[:, 0])
+    return loop.accept_sampled(
+        TARGET.expand(DRAWS, 3, 5),
+        None if q is None else q.expand(DRAWS, 2, 5),
+        drafts,
+        torch.full((DRAWS,), 2),
+        u[:, 1:],
+        u[:, 0],
+    )
 
 
 def by_counted_noise(q: torch.Tensor | None, seed: int) -> Accepted:
@@ -81,8 +109,16 @@ def by_counted_noise(q: torch.Tensor | None, seed: int) -> Accepted:
     if q is None:
         drafts = torch.tensor([[0, 2]]).expand(DRAWS, 2)
     else:
-        drafts = torch.stack([choice.draft(row.log().expand(DRAWS, 5), at + place)[0] for place, row in enumerate(q)], 1)
-    return choice.accept(TARGET.log().expand(DRAWS, 3, 5), drafts, None if q is None else q.expand(DRAWS, 2, 5), torch.full((DRAWS,), 2), at)
+        drafts = torch.stack(
+            [choice.draft(row.log().expand(DRAWS, 5), at + place)[0] for place, row in enumerate(q)], 1
+        )
+    return choice.accept(
+        TARGET.log().expand(DRAWS, 3, 5),
+        drafts,
+        None if q is None else q.expand(DRAWS, 2, 5),
+        torch.full((DRAWS,), 2),
+        at,
+    )
 
 
 def distributed(where: str, q: torch.Tensor | None, count: torch.Tensor, tokens: torch.Tensor) -> Iterator[Check]:
@@ -93,13 +129,26 @@ def distributed(where: str, q: torch.Tensor | None, count: torch.Tensor, tokens:
         emitted = tokens[count >= place, place]
         if len(emitted) > 500:
             worst, samples = max(worst, chi_square(emitted, TARGET[place])), samples + len(emitted)
-    yield compare("chi-square of emitted tokens, of what it exceeds once in 10,000", worst, "<=", 1.0,
-                  "each emitted token is distributed as the target, whatever drafts were drawn from", samples, **about)
+    yield compare(
+        "chi-square of emitted tokens, of what it exceeds once in 10,000",
+        worst,
+        "<=",
+        1.0,
+        "each emitted token is distributed as the target, whatever drafts were drawn from",
+        samples,
+        **about,
+    )
     stay = float(torch.minimum(TARGET[0], torch.eye(5)[0] if q is None else q[0]).sum())
     spread = max((stay * (1 - stay) / DRAWS) ** 0.5, 1 / DRAWS)
-    yield compare("share of first drafts that stay, from Σ min(p, q), in standard deviations",
-                  abs(float((count >= 1).double().mean()) - stay) / spread, "<=", DEVIATIONS, "the most that a lossless rule can keep",
-                  DRAWS, **about)
+    yield compare(
+        "share of first drafts that stay, from Σ min(p, q), in standard deviations",
+        abs(float((count >= 1).double().mean()) - stay) / spread,
+        "<=",
+        DEVIATIONS,
+        "the most that a lossless rule can keep",
+        DRAWS,
+        **about,
+    )
 
 
 def chi_square(tokens: torch.Tensor, target: torch.Tensor) -> float:
@@ -112,27 +161,44 @@ def chi_square(tokens: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def never_at_zero() -> Check:
-    """A draft of target probability 0 goes even at u = 0; one that the target is sure of stays even at the largest u."""
+    """A draft of target probability 0 goes even at u = 0; one that the target is sure of stays even at the largest
+    u."""
     p = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]] * 2)
-    count, tokens = loop.accept_sampled(p, torch.full((2, 1, 2), 0.5), torch.tensor([[0], [1]]), torch.tensor([1, 1]),
-                                        torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+    count, tokens = loop.accept_sampled(
+        p,
+        torch.full((2, 1, 2), 0.5),
+        torch.tensor([[0], [1]]),
+        torch.tensor([1, 1]),
+        torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64),
+        torch.zeros(2, dtype=torch.float64),
+    )
     wrong = int(count.tolist() != [0, 1]) + int(tokens[0, 0] != 1) + int(tokens[1].tolist() != [1, 0])
-    return compare("decisions at the ends of [0, 1)", wrong, "==", 0, "0 and 1 are certain", 3, part="rejection sampling")
+    return compare(
+        "decisions at the ends of [0, 1)", wrong, "==", 0, "0 and 1 are certain", 3, part="rejection sampling"
+    )
 
 
 # ---- how many are drafted -----------------------------------------------------------------
 
 
 def policies() -> list[Policy]:
-    """One of each kind, two adaptive ones. The costs are made up: a pass of k drafts takes 1 + k / 16 and k / 10 to draft."""
-    costs = CostTable("made up", 1.0, {ROWS: BatchCost(0.1, tuple(1 + k / 16 for k in range(9)), (False,) * 9)}, {"source": "made up"})
+    """One of each kind, two adaptive ones. The costs are made up: a pass of k drafts takes 1 + k / 16 and k / 10 to
+    draft."""
+    costs = CostTable(
+        "made up", 1.0, {ROWS: BatchCost(0.1, tuple(1 + k / 16 for k in range(9)), (False,) * 9)}, {"source": "made up"}
+    )
     odd = AdaptiveParameters(weight=0.3, start=0.55, thresholds=(0.25, 0.5, 0.75), sizes=(1, 3, 5, 7), pressure_cap=4)
     return [Static(5), Adaptive(), Adaptive(odd), CostAware(costs, ROWS)]
 
 
 def on_a_device(policy: Policy, seed: int, at: torch.device) -> Iterator[Check]:
-    """A random history of rows that rest, begin anew, and are sometimes short of pages: sizes and states, bit for bit."""
-    rng, device, states = np.random.default_rng(seed), on_device(policy, ROWS, at), [policy.initial() for _ in range(ROWS)]
+    """A random history of rows that rest, begin anew, and are sometimes short of pages: sizes and states, bit for
+    bit."""
+    rng, device, states = (
+        np.random.default_rng(seed),
+        on_device(policy, ROWS, at),
+        [policy.initial() for _ in range(ROWS)],
+    )
     place = lambda array: torch.from_numpy(array).to(at)
     held = next((getattr(device, name) for name in ("mean", "belief") if hasattr(device, name)), None)
     about = policy.name + (f", weight {policy.parameters.weight}" if isinstance(policy, Adaptive) else "")
@@ -148,14 +214,24 @@ def on_a_device(policy: Policy, seed: int, at: torch.device) -> Iterator[Check]:
         wanted = policy.choose([state if there else None for state, there in zip(states, live)], pressure)
         wrong["pressure cap" if pressure else "sizes"] += sum(a != b for a, b in zip(sizes.tolist(), wanted))
         if held is not None:
-            wrong["mean"] += int((held.cpu().numpy().view(np.int32) != np.array(states, np.float32).view(np.int32)).sum())
+            wrong["mean"] += int(
+                (held.cpu().numpy().view(np.int32) != np.array(states, np.float32).view(np.int32)).sum()
+            )
         device.reset(place(fresh))
         states = [policy.initial() if new else state for state, new in zip(states, fresh)]
     for what, n in wrong.items():
         if what == "mean" and held is None:
             continue
-        yield compare(f"{what} on the device that differ from the specification's", n, "==", 0, "each operation rounds by itself",
-                      HISTORY * ROWS, where=about, part=f"device policy, {what}")
+        yield compare(
+            f"{what} on the device that differ from the specification's",
+            n,
+            "==",
+            0,
+            "each operation rounds by itself",
+            HISTORY * ROWS,
+            where=about,
+            part=f"device policy, {what}",
+        )
 
 
 def specified_mean(seed: int) -> Check:
@@ -169,5 +245,13 @@ def specified_mean(seed: int) -> Check:
         new, old = np.float32(policy.parameters.weight), np.float32(1 - policy.parameters.weight)
         wanted = new * (np.float32(accepted) / np.float32(proposed)) + old * wanted
         off += bool(state != wanted)
-    return compare("means that are not w · newest + (1 − w) · before", off, "==", 0, "definition of the adaptive policy", 200,
-                   where=policy.name, part="mean of the specification")
+    return compare(
+        "means that are not w · newest + (1 − w) · before",
+        off,
+        "==",
+        0,
+        "definition of the adaptive policy",
+        200,
+        where=policy.name,
+        part="mean of the specification",
+    )

@@ -10,41 +10,54 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.numerics import NUMERICS
-from probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
-from probes.provenance import provenance
-from probes.report import Report, Section, write
-from probes.result import vacuous
-from probes.subject import Subject
+from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
+from dsv4.probes.provenance import provenance
+from dsv4.probes.report import Report, Section, write
+from dsv4.probes.result import vacuous
+from dsv4.probes.subject import Subject
 
 SUBJECTS = ("ours[:NUMERICS[:BACKEND]]", "files", "transformers", "a recorded dump (FILE.safetensors or dump:FILE)")
 
 SMALL = 1024  # hidden size
 
 
-def open_subject(checkpoint: Path, kind: str, numerics: str = "fp32", backend: str = "auto", device: str = "cpu",
-                 cache: str = "auto", index_cache: str = "auto") -> Subject:
+def open_subject(
+    checkpoint: Path,
+    kind: str,
+    numerics: str = "fp32",
+    backend: str = "auto",
+    device: str = "cpu",
+    cache: str = "auto",
+    index_cache: str = "auto",
+) -> Subject:
     """The subject of that kind; 'ours:native:reference' says numerics and backend itself.
 
-    cache, index_cache: how this project's model holds its caches (`load_model`). Raises InputError for an unknown kind or
-    format, and for a format asked of another subject; CheckpointError for a broken checkpoint.
+    cache, index_cache: how this project's model holds its caches (`load_model`). Raises InputError for an unknown kind
+    or format, and for a format asked of another subject; CheckpointError for a broken checkpoint.
     """
     kind, _, rest = kind.partition(":")
     if (cache, index_cache) != ("auto", "auto") and kind != "ours":
-        raise InputError(f"--cache and --index-cache would change nothing of subject {kind!r}; leave them out, or audit ours")
+        raise InputError(
+            f"--cache and --index-cache would change nothing of subject {kind!r}; leave them out, or audit ours"
+        )
     if kind == "dump" or not rest and kind.endswith(".safetensors"):
-        from probes.subjects.dump import DumpSubject
+        from dsv4.probes.subjects.dump import DumpSubject
+
         return DumpSubject(rest or kind, checkpoint)
     match kind:
         case "ours":
-            from probes.subjects.ours import open_ours
+            from dsv4.probes.subjects.ours import open_ours
+
             return open_ours(checkpoint, *parts_of(rest, numerics, backend), device, cache, index_cache)
         case _ if rest:
             kind = f"{kind}:{rest}"
         case "files":
-            from probes.subjects.files import FilesSubject
+            from dsv4.probes.subjects.files import FilesSubject
+
             return FilesSubject(checkpoint)
         case "transformers":
-            from probes.subjects.transformers import open_theirs
+            from dsv4.probes.subjects.transformers import open_theirs
+
             return open_theirs(checkpoint)
     raise InputError(f"subject {kind!r} is unknown; expected one of {', '.join(SUBJECTS)}")
 
@@ -64,8 +77,15 @@ def subject_words(kind: str) -> str:
     return Path(kind).stem if kind.endswith(".safetensors") else kind.replace(":", "-")
 
 
-def audit(subject: Subject, names: Sequence[str] = (), seed: int = 0, effort: float = 1.0, budget: float | None = None,
-          command: list[str] | None = None, say: Callable[[str], None] = lambda text: None) -> Report:
+def audit(
+    subject: Subject,
+    names: Sequence[str] = (),
+    seed: int = 0,
+    effort: float = 1.0,
+    budget: float | None = None,
+    command: list[str] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Report:
     """Run the named probes (all that exist if empty) and report.
 
     budget: seconds; a probe that would begin after it is VACUOUS, not silently left out, and so is one of the catalogue
@@ -77,7 +97,8 @@ def audit(subject: Subject, names: Sequence[str] = (), seed: int = 0, effort: fl
 
 @contextmanager
 def threads_for(subject: Subject) -> Iterator[None]:
-    """One thread for small models: their matrices only wait for a second one, and on a busy machine ten times as long."""
+    """One thread for small models: their matrices only wait for a second one, and on a busy machine ten times as
+    long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if subject.config.hidden_size < SMALL else before)
     try:
@@ -86,13 +107,22 @@ def threads_for(subject: Subject) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _audit(subject: Subject, names: Sequence[str], seed: int, effort: float, budget: float | None, command: list[str] | None,
-           say: Callable[[str], None]) -> Report:
+def _audit(
+    subject: Subject,
+    names: Sequence[str],
+    seed: int,
+    effort: float,
+    budget: float | None,
+    command: list[str] | None,
+    say: Callable[[str], None],
+) -> Report:
     started, sections, others = time.time(), [], {}
     for name in names or (*CATALOGUE, *(BESIDE if "recorded" in subject.can else ())):
         if name not in available():
             probe_named(name) if names else None  # raises for a name nobody knows
-            sections.append(Section(name, name.replace("_", " "), [vacuous(name, "this probe does not exist yet")], 0.0))
+            sections.append(
+                Section(name, name.replace("_", " "), [vacuous(name, "this probe does not exist yet")], 0.0)
+            )
             continue
         probe: Probe = probe_named(name)(seed=seed, effort=effort)
         if why := left_out(probe, subject):
@@ -111,7 +141,8 @@ def _audit(subject: Subject, names: Sequence[str], seed: int, effort: float, bud
 
 def draw(report: Report, say: Callable[[str], None]) -> None:
     """Give each section that speaks of layers its plot; without matplotlib say that there are none."""
-    from probes.formats import plot
+    from dsv4.probes.formats import plot
+
     try:
         for section in report.sections:
             svg = plot.margins(section.title, section.checks)
@@ -120,8 +151,19 @@ def draw(report: Report, say: Callable[[str], None]) -> None:
         say("no plots: matplotlib is not installed; pip install 'dsv4[plots]' (or matplotlib), and run again")
 
 
-def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, names: Sequence[str], budget: float | None,
-        out: Path | None, say: Callable[[str], None], cache: str = "auto", index_cache: str = "auto") -> int:
+def run(
+    checkpoint: Path,
+    kind: str,
+    numerics: str,
+    backend: str,
+    device: str,
+    names: Sequence[str],
+    budget: float | None,
+    out: Path | None,
+    say: Callable[[str], None],
+    cache: str = "auto",
+    index_cache: str = "auto",
+) -> int:
     """`dsv4 audit`: the exit code (0 clean, 1 findings, 2 nothing was measured)."""
     subject = open_subject(checkpoint, kind, numerics, backend, device, cache, index_cache)
     report = audit(subject, names, budget=budget, say=say)
@@ -132,7 +174,9 @@ def run(checkpoint: Path, kind: str, numerics: str, backend: str, device: str, n
         said = f"ours:{numerics}" if kind == "ours" else kind
         stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
         ran = subject.model.backend if kind.startswith("ours") else "cpu"
-        stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto") + ("" if ran == "cpu" else f"_{ran}")
+        stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto") + (
+            "" if ran == "cpu" else f"_{ran}"
+        )
         for file in write(report, out, stem):
             say(f"wrote {file}")
     return report.exit_code

@@ -1,4 +1,5 @@
-"""P10: every operation of the subject's backend against the reference, at the model's own widths. See backend_matrix.md."""
+"""P10: every operation of the subject's backend against the reference, at the model's own widths. See
+backend_matrix.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,25 +7,28 @@ from typing import ClassVar
 
 import torch
 
+from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.dispatch import DispatchLedger, bind
+from dsv4.kernels.errors import BackendUnavailable
+from dsv4.kernels.staging import SlotTable
 from dsv4.numerics import Numerics
-from kernels.cache_rows import PackedRows
-from kernels.dispatch import DispatchLedger, bind
-from kernels.errors import BackendUnavailable
-from kernels.staging import SlotTable
-from probes.case_inputs import Case, Inputs
-from probes.compile_ahead import compile_ahead
-from probes.composition_cases import composition_cases
-from probes.operation_cases import operation_cases
-from probes.probe import Probe
-from probes.result import Check, Status, compare, vacuous
-from probes.subject import Subject
+from dsv4.probes.case_inputs import Case, Inputs
+from dsv4.probes.compile_ahead import compile_ahead
+from dsv4.probes.composition_cases import composition_cases
+from dsv4.probes.operation_cases import operation_cases
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.subject import Subject
 
 LIMITS = {  # dtype of the activations → (relative error of a result, why)
     torch.float32: (1e-5, "two fp32 implementations that sum in another order"),
     torch.bfloat16: (1e-2, "bf16 results: a sum beside a rounding boundary moves by a step of 2^−8"),
 }
 CODES = "nine values in ten, as a share of their row's size: one beside a boundary of FP8 or FP4 moves by a whole step"
-OF_CODES = 1e-2, "sums of simulated FP8: a value beside a boundary moves by 6 %; without the simulation all do, by 2.6 % rms"
+OF_CODES = (
+    1e-2,
+    "sums of simulated FP8: a value beside a boundary moves by 6 %; without the simulation all do, by 2.6 % rms",
+)
 EXACT = "what is copied or encoded is defined bit for bit"
 TOKENS = (1, 2, 9)  # implementations choose their way by such counts
 
@@ -40,7 +44,14 @@ class BackendMatrix(Probe):
     def run(self, subject: Subject) -> list[Check]:
         checks, backend = [], subject.model.backend
         if subject.model.device.type == "cuda" and backend == "triton":
-            compile_ahead([subject.config], dtypes_of(subject.model.numerics), TOKENS, backend, str(subject.model.device), self.seed)
+            compile_ahead(
+                [subject.config],
+                dtypes_of(subject.model.numerics),
+                TOKENS,
+                backend,
+                str(subject.model.device),
+                self.seed,
+            )
         operations, compositions = subject.tables
         for name, op in operations.items():
             try:
@@ -49,14 +60,24 @@ class BackendMatrix(Probe):
                 checks.append(Check("the backend has the operation", Status.ERROR, part=name, note=str(error)))
                 continue
             if mine is op.implementations["reference"]:
-                checks.append(Check(name, Status.PASS, "the reference itself", name, samples=1, source="nothing to compare"))
+                checks.append(
+                    Check(name, Status.PASS, "the reference itself", name, samples=1, source="nothing to compare")
+                )
             else:
                 checks += self._cases(subject, name, mine, op.implementations["reference"], operation_cases)
         reference = bind(operations, "reference", DispatchLedger())
         for name, composition in compositions.items():
             if name not in subject.compositions:
-                checks.append(Check(name, Status.PASS, "its operations, one after another", name, samples=1,
-                                    source="nothing to compare"))
+                checks.append(
+                    Check(
+                        name,
+                        Status.PASS,
+                        "its operations, one after another",
+                        name,
+                        samples=1,
+                        source="nothing to compare",
+                    )
+                )
                 continue
             parts = lambda *arguments, default=composition.default: default(reference, *arguments)
             checks += self._cases(subject, name, subject.compositions[name], parts, composition_cases)
@@ -70,7 +91,13 @@ class BackendMatrix(Probe):
                 made = cases(name, Inputs(subject.config, tokens, dtype, self.seed))
                 found += [compared(name, mine, wanted, case, dtype, subject.model.device) for case in made]
         if not found and subject.family == "gqa" and name == "chunked_prefill":
-            return [vacuous(name, f"its kernels take heads of a power of two, this model's have {subject.config.head_dim}", part=name)]
+            return [
+                vacuous(
+                    name,
+                    f"its kernels take heads of a power of two, this model's have {subject.config.head_dim}",
+                    part=name,
+                )
+            ]
         return found or [Check(name, Status.ERROR, part=name, note=f"backend_matrix has no inputs for {name}")]
 
 
@@ -79,7 +106,9 @@ def dtypes_of(numerics: Numerics) -> tuple[torch.dtype, ...]:
     return tuple(dict.fromkeys((torch.float32, numerics.activation)))
 
 
-def compared(name: str, mine: Callable, reference: Callable, case: Case, dtype: torch.dtype, device: torch.device) -> Check:
+def compared(
+    name: str, mine: Callable, reference: Callable, case: Case, dtype: torch.dtype, device: torch.device
+) -> Check:
     """One call on `device` against the reference's in host memory."""
     try:
         found, wanted = results(mine, case, device), results(reference, case, torch.device("cpu"))
@@ -89,14 +118,26 @@ def compared(name: str, mine: Callable, reference: Callable, case: Case, dtype: 
     count = sum(t.numel() for t in wanted)
     if len(found) != len(wanted) or any(a.shape != b.shape or a.dtype is not b.dtype for a, b in zip(found, wanted)):
         said = [" and ".join(f"{t.dtype} {list(t.shape)}" for t in side) for side in (found, wanted)]
-        return compare(f"{name}: dtypes and shapes", said[0], "==", said[1], "the reference is the definition", count,
-                       where=case.label, part=name)
+        return compare(
+            f"{name}: dtypes and shapes",
+            said[0],
+            "==",
+            said[1],
+            "the reference is the definition",
+            count,
+            where=case.label,
+            part=name,
+        )
     if case.rule == "bits":
         wrong = sum(differing(a, b) for a, b in zip(found, wanted))
-        return compare(f"{name}: numbers that are not the same bits", wrong, "==", 0, EXACT, count, where=case.label, part=name)
+        return compare(
+            f"{name}: numbers that are not the same bits", wrong, "==", 0, EXACT, count, where=case.label, part=name
+        )
     limit, why = OF_CODES if case.rule == "of codes" else LIMITS[dtype]
     far, why = (most_of, CODES) if case.rule == "codes" else (error_of, why)
-    return compare(name, max(map(far, found, wanted), default=0.0), "<=", limit, why, count, where=case.label, part=name)
+    return compare(
+        name, max(map(far, found, wanted), default=0.0), "<=", limit, why, count, where=case.label, part=name
+    )
 
 
 def results(function: Callable, case: Case, device: torch.device) -> list[torch.Tensor]:
@@ -107,7 +148,8 @@ def results(function: Callable, case: Case, device: torch.device) -> list[torch.
 
 
 def flat(value) -> list[torch.Tensor]:
-    """Tensors of a result, or of what was written, in tuples or not; None for nothing; of a table what both sides define."""
+    """Tensors of a result, or of what was written, in tuples or not; None for nothing; of a table what both sides
+    define."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, PackedRows):
@@ -125,7 +167,8 @@ def differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
 
 
 def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖; of indices how many differ, in any order; infinite where NaN, or −inf is elsewhere."""
+    """‖found − wanted‖ / ‖wanted‖; of indices how many differ, in any order; infinite where NaN, or −inf is
+    elsewhere."""
     if not wanted.is_floating_point():
         return float((found.sort(-1).values != wanted.sort(-1).values).sum())
     if not torch.equal(torch.isinf(found), torch.isinf(wanted)) or torch.isnan(found).any():
@@ -158,5 +201,6 @@ def own(a: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(BackendMatrix)

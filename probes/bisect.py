@@ -1,9 +1,9 @@
 """`dsv4 audit bisect`: the first point of the first layer where a subject leaves the reference, and proof of its cause.
 
-The pass goes through the subject once, layer by layer, and holds one layer at a time: each point is compared with what the
-reference makes of the subject's own values before it, against a floor that rounding alone explains. Then the module behind the
-first difference is swapped for the oracle's, and the difference must vanish, there and in the layers after it (confirm.py). See
-bisect.md.
+The pass goes through the subject once, layer by layer, and holds one layer at a time: each point is compared with what
+the reference makes of the subject's own values before it, against a floor that rounding alone explains. Then the module
+behind the first difference is swapped for the oracle's, and the difference must vanish, there and in the layers after
+it (confirm.py). See bisect.md.
 """
 
 import tempfile
@@ -15,21 +15,23 @@ from pathlib import Path
 import torch
 
 from dsv4.errors import InputError
-from probes.local import Accumulated, Difference, differences, dtype_of, expected, far, rounded
-from probes.measure import oracle_of
-from probes.oracle import Oracle
-from probes.oracle.attention import rms
-from probes.oracle.blocks import collapse
-from probes.subject import POINTS, Subject
+from dsv4.probes.local import Accumulated, Difference, differences, dtype_of, expected, far, rounded
+from dsv4.probes.measure import oracle_of
+from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle.attention import rms
+from dsv4.probes.oracle.blocks import collapse
+from dsv4.probes.subject import POINTS, Subject
 
 LAST = 64  # tokens whose logits are compared: a vocabulary of 129,280 in float64 is 1 MB a token
 
 
 @dataclass
 class Reference:
-    """The oracle of the subject's numerics on its own files; with `other`, another subject whose values are the wanted ones.
+    """The oracle of the subject's numerics on its own files; with `other`, another subject whose values are the wanted
+    ones.
 
-    A recorded `other` has one run only, so that everything is compared with that run, differences of layers before included.
+    A recorded `other` has one run only, so that everything is compared with that run, differences of layers before
+    included.
     """
 
     oracle: Oracle
@@ -56,8 +58,8 @@ def block_of(subject: Subject, i: int, before: torch.Tensor, ids: torch.Tensor) 
 
 @dataclass
 class Reading:
-    """What was measured in one layer. accumulated: streams after it against the reference's own run, of which the caller keeps
-    the streams; None where the subject gives no streams."""
+    """What was measured in one layer. accumulated: streams after it against the reference's own run, of which the
+    caller keeps the streams; None where the subject gives no streams."""
 
     index: int
     found: list[Difference]
@@ -67,12 +69,19 @@ class Reading:
 class Bisection:
     """One pass. ids int64 [1, T]; budget: seconds after which layers are no longer compared.
 
-    layers: what was read, in order; head: the logits from the subject's own last streams, logits: from the ids on; before: the
-    subject's streams after the last layer; fault: the first difference, the streams before its layer, and the layer's points.
+    layers: what was read, in order; head: the logits from the subject's own last streams, logits: from the ids on;
+    before: the subject's streams after the last layer; fault: the first difference, the streams before its layer, and
+    the layer's points.
     """
 
-    def __init__(self, subject: Subject, reference: Reference, ids: torch.Tensor, budget: float | None = None,
-                 say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        subject: Subject,
+        reference: Reference,
+        ids: torch.Tensor,
+        budget: float | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
         self.subject, self.reference, self.ids, self.say = subject, reference, ids, say
         self.oracle, self.config = reference.oracle, subject.config
         self.deadline = None if budget is None else time.monotonic() + budget
@@ -80,7 +89,8 @@ class Bisection:
         self.head: Difference | None = None
         self.logits: Difference | None = None
         self.fault: tuple[Difference, torch.Tensor | None, dict] | None = None
-        self._kept = tempfile.TemporaryDirectory(prefix="bisect-")  # the reference's streams, so that memory holds one layer
+        # the reference's streams, so that memory holds one layer
+        self._kept = tempfile.TemporaryDirectory(prefix="bisect-")
 
     # ---- the pass -----------------------------------------------------------------------
 
@@ -108,7 +118,9 @@ class Bisection:
         self.before = points.get("streams")
         self._exact, self._noisy = exact["streams"], noisy["streams"]
         worst = max((d.ratio for d in found), default=0.0)
-        self.say(f"layer {i}: largest difference {worst:.2g} of its floor" + (f", first at {first.point}" if first else ""))
+        self.say(
+            f"layer {i}: largest difference {worst:.2g} of its floor" + (f", first at {first.point}" if first else "")
+        )
 
     def _local(self, i: int, before, points: dict, exact: dict, noisy: dict) -> list[Difference]:
         """exact, noisy: the oracle's accumulated run, whose distance is the floor for a recorded reference."""
@@ -126,8 +138,10 @@ class Bisection:
 
     def pair(self, i: int, before, given: dict) -> tuple[dict, dict]:
         layer = self.oracle.layer(i)
-        return (expected(layer, before, self.ids, given),
-                expected(rounded(layer, self.subject.numerics), before, self.ids, given))
+        return (
+            expected(layer, before, self.ids, given),
+            expected(rounded(layer, self.subject.numerics), before, self.ids, given),
+        )
 
     def _accumulated(self, i: int, points: dict, exact: torch.Tensor, noisy: torch.Tensor) -> Difference | None:
         """The streams after the layer from the ids on, against the reference's own."""

@@ -1,6 +1,7 @@
 """One-sided Clopper-Pearson bounds of a rate, by quantiles of the beta distribution.
 
-The regularised incomplete beta function is evaluated by its continued fraction (DLMF 8.17.22), its quantile by bisection.
+The regularised incomplete beta function is evaluated by its continued fraction (DLMF 8.17.22), its quantile by
+bisection.
 """
 
 import math
@@ -10,7 +11,8 @@ ALPHA = 0.025  # one-sided: 97.5 %
 
 
 def incomplete_beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b) = ∫₀ˣ u^(a−1) (1−u)^(b−1) du / B(a, b) for 0 ≤ x ≤ 1 and a, b > 0: P(Beta(a, b) ≤ x). ValueError beyond."""
+    """I_x(a, b) = ∫₀ˣ u^(a−1) (1−u)^(b−1) du / B(a, b) for 0 ≤ x ≤ 1 and a, b > 0: P(Beta(a, b) ≤ x). ValueError
+    beyond."""
     if not (0 <= x <= 1 and a > 0 and b > 0):
         raise ValueError(f"incomplete_beta({x}, {a}, {b}): expected 0 ≤ x ≤ 1 and positive a and b")
     if x in (0.0, 1.0):
@@ -54,7 +56,8 @@ def beta_quantile(q: float, a: float, b: float) -> float:
 
 
 def lower_bound(hits: int, trials: int, alpha: float = ALPHA) -> float:
-    """The rate at which `hits` or more of `trials` have probability `alpha`: the alpha quantile of Beta(hits, trials − hits + 1).
+    """The rate at which `hits` or more of `trials` have probability `alpha`: the alpha quantile of Beta(hits, trials −
+    hits + 1).
 
     Clopper and Pearson 1934. 0 for no hits; ValueError for counts that contradict each other.
     """
@@ -63,7 +66,8 @@ def lower_bound(hits: int, trials: int, alpha: float = ALPHA) -> float:
 
 
 def upper_bound(hits: int, trials: int, alpha: float = ALPHA) -> float:
-    """The rate at which `hits` or fewer of `trials` have probability `alpha`: the 1 − alpha quantile of Beta(hits + 1, trials − hits)."""
+    """The rate at which `hits` or fewer of `trials` have probability `alpha`: the 1 − alpha quantile of Beta(hits + 1,
+    trials − hits)."""
     _check(hits, trials)
     return 1.0 if hits == trials else beta_quantile(1 - alpha, hits + 1, trials - hits)
 

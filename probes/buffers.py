@@ -1,7 +1,8 @@
 """The buffers of this project's cache as rows of bytes, plain or packed: which bytes are whose, at any position.
 
-Position p of batch row b sits in slot p mod R of its ring, ring b being rows b·R … of one pool; entry w of row b sits in row w
-of the b-th run. That is what the design promises; where the model itself puts things is what the probes find out.
+Position p of batch row b sits in slot p mod R of its ring, ring b being rows b·R … of one pool; entry w of row b sits
+in row w of the b-th run. That is what the design promises; where the model itself puts things is what the probes find
+out.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ import torch
 
 from dsv4.cache import Cache
 from dsv4.gqa.cache import GroupedCache
-from kernels.cache_rows import PackedRows, decode_rows
-from probes.layouts import Packed, packed_streams
+from dsv4.kernels.cache_rows import PackedRows, decode_rows
+from dsv4.probes.layouts import Packed, packed_streams
 
 UNWRITTEN = 255  # a byte that makes NaN in fp32, bf16, E4M3 and E8M0
 
@@ -60,8 +61,10 @@ class Buffer:
         of_row = self.tensor[row] if self.ratio else self.tensor  # a window's pages are shared by the rows of the batch
         at, stretch = of_row.data_ptr(), of_row.stride(0) - self.packed.page
         first = 0 if self.ratio else row * self.slots
-        return [(at + start + start // self.packed.page * stretch, at + stop + start // self.packed.page * stretch)
-                for start, stop in self.packed.spans(first, self.slots)]
+        return [
+            (at + start + start // self.packed.page * stretch, at + stop + start // self.packed.page * stretch)
+            for start, stop in self.packed.spans(first, self.slots)
+        ]
 
     def rows(self, row: int, slots: torch.Tensor) -> torch.Tensor:
         """uint8 [n, bytes of a row] of slots int64 [n] of a batch row."""
@@ -75,8 +78,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class HeadBuffer(Buffer):
-    """One stream of a GQA layer, [batch, KV, S, D]: keys or values, a slot a position; or summaries, a slot `each` positions. Slots that
-    a window has left behind are still a row's own, and may be read with no weight.
+    """One stream of a GQA layer, [batch, KV, S, D]: keys or values, a slot a position; or summaries, a slot `each`
+    positions. Slots that a window has left behind are still a row's own, and may be read with no weight.
     """
 
     each: int = 1
@@ -105,7 +108,7 @@ def head_buffers(cache: GroupedCache) -> Iterator[HeadBuffer]:
 
 
 def buffers(subject, cache: Cache, mtp: bool = True) -> Iterator[Buffer]:
-    """All buffers of a cache of the subject (`probes.subjects.ours`); without `mtp` those of the backbone."""
+    """All buffers of a cache of the subject (`dsv4.probes.subjects.ours`); without `mtp` those of the backbone."""
     if isinstance(cache, GroupedCache):
         yield from head_buffers(cache)
         return
@@ -117,7 +120,9 @@ def buffers(subject, cache: Cache, mtp: bool = True) -> Iterator[Buffer]:
             form, ring = packed.get(stream), stream == "window" or stream.endswith("raw rows")
             keep = subject.config.sliding_window - 1 if stream == "window" else overlap * plan.ratio - 1
             slots = plan.window_rows if stream == "window" else tensor.shape[1] * (64 if form else 1)
-            yield Buffer(plan.label, stream, tensor, cache.batch, slots, form, 0 if ring else plan.ratio, keep if ring else 0)
+            yield Buffer(
+                plan.label, stream, tensor, cache.batch, slots, form, 0 if ring else plan.ratio, keep if ring else 0
+            )
 
 
 def poison(subject, cache: Cache, lengths: list[int] | None = None, back: int = 0) -> None:

@@ -9,17 +9,24 @@ import torch
 from dsv4.cache import Cache
 from dsv4.gqa.config import GQAConfig
 from dsv4.graph import DecodeGraph
-from probes.buffers import Buffer, buffers, poison
-from probes.captured_step import derived
-from probes.control import attempted, chance_of
-from probes.measure import agreeing, token_errors, tokens, window_of
-from probes.probe import Probe
-from probes.result import Check, compare, vacuous
-from probes.subject import Subject
+from dsv4.probes.buffers import Buffer, buffers, poison
+from dsv4.probes.captured_step import derived
+from dsv4.probes.control import attempted, chance_of
+from dsv4.probes.measure import agreeing, token_errors, tokens, window_of
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.subject import Subject
 
 LOGITS, ROWS = "logits of captured steps equal those of append", "what captured steps write equals what append writes"
-PARTS = {"window": "window rows", "main raw rows": "compressor rows", "index raw rows": "the indexer's compressor rows",
-         "entries": "entries", "index keys": "index keys", "keys": "keys", "values": "values"}
+PARTS = {
+    "window": "window rows",
+    "main raw rows": "compressor rows",
+    "index raw rows": "the indexer's compressor rows",
+    "entries": "entries",
+    "index keys": "index keys",
+    "keys": "keys",
+    "values": "values",
+}
 # Made of a layer's input alone:
 DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}
 OF_GQA = ("keys", "values")
@@ -38,7 +45,10 @@ class Move:
 
 SCENARIOS = {  # name → tokens a step, its moves; of the three rows of `starts_of`
     "one token a step": (1, (Move(),) * STEPS),
-    "resting rows": (1, (Move((False, True, True)), Move((True, False, True)), Move((False, True, False)), Move(), Move())),
+    "resting rows": (
+        1,
+        (Move((False, True, True)), Move((True, False, True)), Move((False, True, False)), Move(), Move()),
+    ),
     "after a rewind": (1, (Move(), Move(), Move(forget=(1, BACK, 2)), *(Move(),) * 4)),
     "five tokens a step": (5, (Move(), Move(forget=(2, 0, BACK)), Move())),
 }
@@ -46,8 +56,8 @@ SCENARIOS = {  # name → tokens a step, its moves; of the three rows of `starts
 
 @dataclass
 class Seen:
-    """What was found in a scenario. wrong: how many numbers; errors: of logits and rows; off: (step, layer, stream) of rows
-    that differ."""
+    """What was found in a scenario. wrong: how many numbers; errors: of logits and rows; off: (step, layer, stream) of
+    rows that differ."""
 
     wrong: dict[str, int] = field(default_factory=lambda: {LOGITS: 0, ROWS: 0})
     numbers: dict[str, int] = field(default_factory=lambda: {LOGITS: 0, ROWS: 0})
@@ -68,7 +78,9 @@ class Captured(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         if subject.model.layer_devices is not None:
-            return [vacuous(self.title, "layers are spread over devices, where nothing is captured", part="captured step")]
+            return [
+                vacuous(self.title, "layers are spread over devices, where nothing is captured", part="captured step")
+            ]
         lengths = starts_of(subject.config)
         room = max(lengths) + 24  # no multiple of 128 within: both sides see buffers of as many entries
         if room > subject.config.max_position_embeddings:
@@ -84,11 +96,17 @@ class Captured(Probe):
             checks += found if isinstance(found, list) else [found]
         return checks
 
-    def _scenario(self, subject: Subject, held: Cache, name: str, count: int, moves: tuple[Move, ...]) -> Iterator[Check]:
+    def _scenario(
+        self, subject: Subject, held: Cache, name: str, count: int, moves: tuple[Move, ...]
+    ) -> Iterator[Check]:
         model, seen = subject.model, Seen()
         eager, captured = twin(subject, held), twin(subject, held)
         poison(subject, captured, captured.lengths, BACK)
-        graph, wanted, g = DecodeGraph(model, captured, count), list(held.lengths), torch.Generator().manual_seed(self.seed)
+        graph, wanted, g = (
+            DecodeGraph(model, captured, count),
+            list(held.lengths),
+            torch.Generator().manual_seed(self.seed),
+        )
         for number, move in enumerate(moves):
             new = torch.randint(0, subject.config.vocab_size, (held.batch, count), generator=g)
             active = list(move.active or (True,) * held.batch)
@@ -107,7 +125,9 @@ class Captured(Probe):
                     cache.rewind(list(move.forget))
                 wanted = [n - m for n, m in zip(wanted, move.forget)]
             self._compare_rows(seen, subject, number, captured, eager)
-        yield from self._checks(subject, seen, name, len(moves), "CUDA graph" if graph.graph is not None else "no graph: a CPU")
+        yield from self._checks(
+            subject, seen, name, len(moves), "CUDA graph" if graph.graph is not None else "no graph: a CPU"
+        )
 
     def _compare_logits(self, seen: Seen, found: torch.Tensor, want: torch.Tensor) -> None:
         seen.wrong[LOGITS] += int((found != want).sum())  # NaN differs from itself
@@ -139,18 +159,41 @@ class Captured(Probe):
         where, part, why = blame(subject, seen)
         chance = min(seen.chance, default=None)
         for what in (LOGITS, ROWS):
-            about = dict(where=f"{name}{where}", part=part, note="; ".join(filter(None, (how, why))),
-                         chance=chance if what == LOGITS else None)
+            about = dict(
+                where=f"{name}{where}",
+                part=part,
+                note="; ".join(filter(None, (how, why))),
+                chance=chance if what == LOGITS else None,
+            )
             if exactly(subject):
                 yield compare(what, seen.wrong[what], "==", 0, SAME, seen.numbers[what], **about | {"chance": None})
                 continue
             value, source, limit = agreeing(torch.cat(seen.errors[what]), subject.numerics)
             yield compare(what, value, "<=", limit, source, sum(map(len, seen.errors[what])), **about)
-        yield compare("steps after which a row holds another number of tokens", len(seen.lengths), "==", 0,
-                      "a resting row forgets what it ran", steps, where=name, part="captured step, resting rows",
-                      note="; ".join(seen.lengths[:2]), unit="steps")
-        yield compare("steps that leave a wrong start", len(seen.starts), "==", 0, "the next replay follows without the host",
-                      steps, where=name, part="captured step, start", note="; ".join(seen.starts[:2]), unit="steps")
+        yield compare(
+            "steps after which a row holds another number of tokens",
+            len(seen.lengths),
+            "==",
+            0,
+            "a resting row forgets what it ran",
+            steps,
+            where=name,
+            part="captured step, resting rows",
+            note="; ".join(seen.lengths[:2]),
+            unit="steps",
+        )
+        yield compare(
+            "steps that leave a wrong start",
+            len(seen.starts),
+            "==",
+            0,
+            "the next replay follows without the host",
+            steps,
+            where=name,
+            part="captured step, start",
+            note="; ".join(seen.starts[:2]),
+            unit="steps",
+        )
 
 
 def starts_of(config) -> list[int]:
@@ -177,7 +220,11 @@ def twin(subject: Subject, cache: Cache) -> Cache:
 
 def exactly(subject: Subject) -> bool:
     """Whether both sides run the same operations in the same order: on a host processor, where nothing is fused."""
-    return subject.model.backend in ("reference", "cpu") and subject.model.device.type == "cpu" and not subject.compositions
+    return (
+        subject.model.backend in ("reference", "cpu")
+        and subject.model.device.type == "cpu"
+        and not subject.compositions
+    )
 
 
 def row_errors(buffer: Buffer, found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -187,7 +234,8 @@ def row_errors(buffer: Buffer, found: torch.Tensor, want: torch.Tensor) -> torch
 
 
 def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
-    """(where, part, why): what differed first. Rows that are made of a layer's input alone all differ where the input does."""
+    """(where, part, why): what differed first. Rows that are made of a layer's input alone all differ where the input
+    does."""
     if not seen.off:
         if not seen.wrong[LOGITS]:
             return "", "captured step", ""
@@ -198,12 +246,17 @@ def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
     found = [stream for number, i, stream in seen.off if (number, i) == (step, layer)]
     mine = OF_GQA if subject.family == "gqa" else DIRECT[subject.config.compress_ratios[layer]]
     if layer and set(mine) <= set(found):
-        return f", layer {layer - 1}", "captured step, layer output", f"step {step}: what layer {layer} was given differs"
+        return (
+            f", layer {layer - 1}",
+            "captured step, layer output",
+            f"step {step}: what layer {layer} was given differs",
+        )
     first = next(stream for stream in PARTS if stream in found)
     why = f"step {step}: {', '.join(found)} of layer {layer} differ first"
     return f", layer {layer}", f"captured step, {PARTS[first]}", why
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Captured)

@@ -6,9 +6,9 @@ The tensor of starts is made once and written anew for every step, as a replay f
 import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND
+from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.subject import Subject
 from dsv4.step import CapturedStep
-from probes.result import Check, Status, compare
-from probes.subject import Subject
 
 SOURCE = "arithmetic on the positions (specification 3: visibility, compressor, RoPE)"
 SIZES = (1, 5)
@@ -17,8 +17,18 @@ ANGLE = 1e-3  # radians of fp32 angles of some hundred positions
 
 def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
     """Steps of one and of five tokens at lengths, lengths + 1, …: rows of a batch stand at different residues."""
-    off: dict[str, list[str]] = {part: [] for part in ("positions", "rotation", "visible entries", "windows that complete",
-                                                       "rotation of entries", "window slots", "rows of the window")}
+    off: dict[str, list[str]] = {
+        part: []
+        for part in (
+            "positions",
+            "rotation",
+            "visible entries",
+            "windows that complete",
+            "rotation of entries",
+            "window slots",
+            "rows of the window",
+        )
+    }
     counts = dict.fromkeys(off, 0)
     for T in SIZES:
         start = torch.zeros(len(lengths), dtype=torch.int64, device=subject.model.device)
@@ -37,10 +47,25 @@ def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
                         off[part].append(f"{T} tokens at {starts}")
             except Exception as error:  # an implementation under audit may raise anything
                 note = f"{T} tokens at {starts}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                return [Check("a captured step can be derived", Status.ERROR, "", "captured step, positions", note=note)]
-    return [compare("steps whose positions mean something else than they should", len(bad), "==", 0, SOURCE, counts[part],
-                    where="", part=f"captured step, {part}", unit="steps", note=f"first: {bad[0]}" if bad else "")
-            for part, bad in off.items() if counts[part]]
+                return [
+                    Check("a captured step can be derived", Status.ERROR, "", "captured step, positions", note=note)
+                ]
+    return [
+        compare(
+            "steps whose positions mean something else than they should",
+            len(bad),
+            "==",
+            0,
+            SOURCE,
+            counts[part],
+            where="",
+            part=f"captured step, {part}",
+            unit="steps",
+            note=f"first: {bad[0]}" if bad else "",
+        )
+        for part, bad in off.items()
+        if counts[part]
+    ]
 
 
 def _pairs(subject: Subject, step: CapturedStep, starts: list[int], T: int, cache):
@@ -59,7 +84,11 @@ def _pairs(subject: Subject, step: CapturedStep, starts: list[int], T: int, cach
     ring, row = cache.layers[0].window, torch.arange(B).unsqueeze(1)
     yield "window slots", ring.slots(step), (pos % R + row * R).flatten()
     near = pos.unsqueeze(-1) + torch.arange(1 - W, 1)
-    yield "rows of the window", ring.last(step, W), torch.where(near < 0, -1, near % R + (row * R).unsqueeze(-1)).flatten(0, 1)
+    yield (
+        "rows of the window",
+        ring.last(step, W),
+        torch.where(near < 0, -1, near % R + (row * R).unsqueeze(-1)).flatten(0, 1),
+    )
     for ratio in sorted(set(config.compress_ratios) - {0}):
         yield "visible entries", step.visible(ratio), (pos + 1) // ratio
         ends = [(row, w) for row, p in enumerate(starts) for w in range(p // ratio, (p + T) // ratio)]

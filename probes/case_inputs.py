@@ -1,4 +1,5 @@
-"""What the cases of `backend_matrix` are made of: random inputs at a model's own widths, in host memory, from a seed."""
+"""What the cases of `backend_matrix` are made of: random inputs at a model's own widths, in host memory, from a
+seed."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,18 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.config import ModelConfig
-from kernels.cache_rows import PackedRows, write_rows
-from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, quantize_nvfp4
-from probes.layouts import PAGE, Packed
-from probes.packed_rows import rows_of
+from dsv4.kernels.cache_rows import PackedRows, write_rows
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from dsv4.probes.layouts import PAGE, Packed
+from dsv4.probes.packed_rows import rows_of
 
 
 @dataclass(frozen=True)
 class Case:
     """One call. written: arguments that it changes in place, which are its results too.
 
-    rule: 'sums' of numbers that both sides have alike; 'bits': equal ones; 'codes': rounded to FP8 or FP4 at the end, so that a
-    value beside a boundary moves by a whole step; 'of codes': sums of such.
+    rule: 'sums' of numbers that both sides have alike; 'bits': equal ones; 'codes': rounded to FP8 or FP4 at the end,
+    so that a value beside a boundary moves by a whole step; 'of codes': sums of such.
     """
 
     label: str
@@ -56,8 +57,10 @@ class Inputs:
     def weights(self, O: int, K: int) -> dict[str, PackedWeight]:
         """A matrix in every format that its columns allow."""
         w = self.matrix(O, K)
-        found = {"dense": PackedWeight(WeightFormat.DENSE, w.to(self.dtype)),
-                 "fp8": PackedWeight(WeightFormat.FP8, *quantize_fp8(w))}
+        found = {
+            "dense": PackedWeight(WeightFormat.DENSE, w.to(self.dtype)),
+            "fp8": PackedWeight(WeightFormat.FP8, *quantize_fp8(w)),
+        }
         if K % 32 == 0:
             found["mxfp4"] = PackedWeight(WeightFormat.MXFP4, *quantize_mxfp4(w))
         if K % 16 == 0:
@@ -71,8 +74,10 @@ class Inputs:
         each = [[self.matrix(rows, K) for _ in range(parts)] for _ in range(E)]
         whole = torch.stack([torch.cat(ws) for ws in each])
         pairs = lambda quantise: (torch.stack(t) for t in zip(*(quantise(w) for w in whole)))
-        found = {"dense": PackedWeight(WeightFormat.DENSE, whole.to(self.dtype)),
-                 "fp8": PackedWeight(WeightFormat.FP8, *pairs(quantize_fp8))}
+        found = {
+            "dense": PackedWeight(WeightFormat.DENSE, whole.to(self.dtype)),
+            "fp8": PackedWeight(WeightFormat.FP8, *pairs(quantize_fp8)),
+        }
         if K % 32 == 0:
             found["mxfp4"] = PackedWeight(WeightFormat.MXFP4, *pairs(quantize_mxfp4))
         if K % 16 == 0:
@@ -83,7 +88,8 @@ class Inputs:
         return found
 
     def packed(self, form: Packed, *lead: int, count: int) -> PackedRows:
-        """Rows that hold something: a flat pool, or one run a batch row with lead = (B,); rows beyond `count` are NaN."""
+        """Rows that hold something: a flat pool, or one run a batch row with lead = (B,); rows beyond `count` are
+        NaN."""
         pages = -(-count // PAGE)
         data = torch.full((*lead, pages, form.page), 255, dtype=torch.uint8)
         for run in data.view(-1, pages, form.page):

@@ -1,7 +1,8 @@
 """Where a difference at a point can come from: the modules behind it, and mistakes that explain it.
 
-MODULES lists, for each point, the modules whose swap is tried, the finest first. `explanations` are the oracle's own values of
-a point under known mistakes: where one of them is what the subject shows, the report can say what is wrong, not only where.
+MODULES lists, for each point, the modules whose swap is tried, the finest first. `explanations` are the oracle's own
+values of a point under known mistakes: where one of them is what the subject shows, the report can say what is wrong,
+not only where.
 """
 
 import math
@@ -10,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from probes.local import attend, entries_only, expected
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer, rms
-from probes.oracle.blocks import expert, hyper_post, hyper_pre, moe
-from probes.oracle.weights import Weights
+from dsv4.probes.local import attend, entries_only, expected
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer, rms
+from dsv4.probes.oracle.blocks import expert, hyper_post, hyper_pre, moe
+from dsv4.probes.oracle.weights import Weights
 
 MODULES = {
     "attn_in": ("embed", "hc_attn", "attn_norm"),
@@ -33,9 +34,13 @@ INSIDE = {  # points that a swap leaves as they are, since only what comes out o
     "attn": ("q_after_rope", "kv_window", "compressed_kv", "index_keys", "index_scores", "selection"),
     "attn.indexer": ("index_keys",),
 }
-WORDS = {"attn.rope": "every rotation of the layer", "attn.queries": "from attn_in to the rotated queries", "attn.latent":
-         "from attn_in to the rotated window rows", "hc": "both hyper-connections of the layer",
-         "attn": "the whole attention"}  # of what is no tensor
+WORDS = {
+    "attn.rope": "every rotation of the layer",
+    "attn.queries": "from attn_in to the rotated queries",
+    "attn.latent": "from attn_in to the rotated window rows",
+    "hc": "both hyper-connections of the layer",
+    "attn": "the whole attention",
+}  # of what is no tensor
 Change = Callable[[Layer], Layer]
 
 
@@ -44,8 +49,9 @@ def official(i: int, module: str) -> str:
     return module if module in ("embed", *MODULES["logits"]) else f"layers.{i}.{module}"
 
 
-def explanations(layer: Layer, point: str, before: torch.Tensor | None, ids: torch.Tensor,
-                 given: dict) -> dict[str, torch.Tensor]:
+def explanations(
+    layer: Layer, point: str, before: torch.Tensor | None, ids: torch.Tensor, given: dict
+) -> dict[str, torch.Tensor]:
     """Words → the value of the point by that mistake, on the subject's own values before it (see `local.expected`)."""
     found = {}
     for words, change in _changes(layer, point).items():
@@ -58,9 +64,11 @@ def explanations(layer: Layer, point: str, before: torch.Tensor | None, ids: tor
 def _changes(layer: Layer, point: str) -> dict[str, Change]:
     """Mistakes that are another config or other values of a tensor."""
     other_base = lambda l: _Turned(l, steps.frequencies(l.config, l.ratio == 0))
-    rotation = {"rotated by the base of the other layer kind": other_base,
-                "not rotated": lambda l: _Turned(l, 0 * l.frequencies),
-                "rotated backwards": lambda l: _Turned(l, -l.frequencies)}
+    rotation = {
+        "rotated by the base of the other layer kind": other_base,
+        "not rotated": lambda l: _Turned(l, 0 * l.frequencies),
+        "rotated backwards": lambda l: _Turned(l, -l.frequencies),
+    }
     if layer.ratio and layer.config.yarn is not None:
         rotation["rotated without YaRN"] = lambda l: _Turned(l, steps.frequencies(replace(l.config, yarn=None), True))
     ones = lambda name: lambda l: _with(l, name, torch.ones_like)
@@ -74,18 +82,25 @@ def _changes(layer: Layer, point: str) -> dict[str, Change]:
             return rotation | {"kv_norm has no weight": ones("attn.kv_norm.weight")}
         case "compressed_kv" | "index_keys":
             name = "attn.compressor" if point == "compressed_kv" else "attn.indexer.compressor"
-            return rotation | {"the position bias is missing": zeros(f"{name}.ape"),
-                               "its norm has no weight": ones(f"{name}.norm.weight")}
+            return rotation | {
+                "the position bias is missing": zeros(f"{name}.ape"),
+                "its norm has no weight": ones(f"{name}.norm.weight"),
+            }
         case "attn_out":
-            return {"the sinks are ignored": lambda l: _with(l, "attn.attn_sink", lambda t: t - math.inf),
-                    "the sinks are counted twice": lambda l: _with(l, "attn.attn_sink", lambda t: t + math.log(2)),
-                    "the sinks are zero": zeros("attn.attn_sink")}
+            return {
+                "the sinks are ignored": lambda l: _with(l, "attn.attn_sink", lambda t: t - math.inf),
+                "the sinks are counted twice": lambda l: _with(l, "attn.attn_sink", lambda t: t + math.log(2)),
+                "the sinks are zero": zeros("attn.attn_sink"),
+            }
         case "ffn_out":
             none = {} if layer.hashed else {"the gate's bias is ignored": zeros("ffn.gate.bias")}
             limit = lambda l: replace(l, config=replace(l.config, swiglu_limit=math.inf))
             scale = lambda l: replace(l, config=replace(l.config, routed_scaling_factor=1.0))
-            return none | {"every expert's clamp is missing": limit, "the routed experts are not scaled": scale,
-                           "the shared expert is missing": zeros("ffn.shared_experts.w2.weight")}
+            return none | {
+                "every expert's clamp is missing": limit,
+                "the routed experts are not scaled": scale,
+                "the shared expert is missing": zeros("ffn.shared_experts.w2.weight"),
+            }
     return {}
 
 
@@ -93,7 +108,9 @@ class _Turned(Layer):
     """A layer with other frequencies."""
 
     def __init__(self, layer: Layer, freqs: torch.Tensor):
-        super().__init__(layer.config, layer.weights, layer.prefix, layer.ratio, layer.hashed, layer.simulate, layer.cache)
+        super().__init__(
+            layer.config, layer.weights, layer.prefix, layer.ratio, layer.hashed, layer.simulate, layer.cache
+        )
         self._freqs = freqs
 
     @property
@@ -113,7 +130,11 @@ def _special(layer: Layer, point: str, before, ids, given: dict) -> dict[str, to
     match point:
         case "kv_window":
             kv = layer.linear("attn.wkv", given["attn_in"].double())
-            return {"kv_norm is skipped": steps.main_kv(layer, steps.rotate(kv, torch.arange(kv.shape[1]), layer.frequencies))}
+            return {
+                "kv_norm is skipped": steps.main_kv(
+                    layer, steps.rotate(kv, torch.arange(kv.shape[1]), layer.frequencies)
+                )
+            }
         case "index_scores" if "index_keys" in given:
             return _scores(layer, given)
         case "attn_out":
@@ -129,7 +150,7 @@ def _scores(layer: Layer, given: dict) -> dict[str, torch.Tensor]:
     q, w = steps.index_queries(layer, steps.queries(layer, x, positions)[0], positions), steps.index_weights(layer, x)
     hidden = ~steps.visible(positions, keys.shape[1], layer.ratio)
     raw = torch.einsum("bth,bthd,bnd->btn", w, q, keys).masked_fill(hidden, -math.inf)
-    hot = steps.index_scores(q, w * (c.index_head_dim * c.index_n_heads)**0.5, keys, positions, layer.ratio)
+    hot = steps.index_scores(q, w * (c.index_head_dim * c.index_n_heads) ** 0.5, keys, positions, layer.ratio)
     return {"ReLU is missing": raw, "the scale of the head weights is missing": hot}
 
 
@@ -150,8 +171,11 @@ def _outputs(layer: Layer, points: dict) -> dict[str, torch.Tensor]:
     return found
 
 
-def _connections(layer: Layer, point: str, before: torch.Tensor, ids: torch.Tensor, given: dict) -> dict[str, torch.Tensor]:
-    """Streams mixed by the transposed matrix, in the first or the second connection; the routed experts without a clamp."""
+def _connections(
+    layer: Layer, point: str, before: torch.Tensor, ids: torch.Tensor, given: dict
+) -> dict[str, torch.Tensor]:
+    """Streams mixed by the transposed matrix, in the first or the second connection; the routed experts without a
+    clamp."""
     _, post, C = hyper_pre(layer, before, "hc_attn")
     out = given.get("attn_out")
     if out is None:
@@ -163,8 +187,10 @@ def _connections(layer: Layer, point: str, before: torch.Tensor, ids: torch.Tens
         x, other = (rms(hyper_pre(layer, s, "hc_ffn")[0], weight, layer.config.rms_norm_eps) for s in (right, wrong))
         free = replace(layer, config=replace(layer.config, swiglu_limit=math.inf))
         routed = moe(free, x, ids) - expert(free, shared, x, 1.0)
-        return {"comb of hc_attn is transposed": moe(layer, other, ids),
-                "the routed experts' clamp is missing": routed + expert(layer, shared, x, 1.0)}
+        return {
+            "comb of hc_attn is transposed": moe(layer, other, ids),
+            "the routed experts' clamp is missing": routed + expert(layer, shared, x, 1.0),
+        }
     if "ffn_out" not in given:
         return {}
     _, post, C = hyper_pre(layer, right, "hc_ffn")

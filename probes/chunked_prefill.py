@@ -1,4 +1,5 @@
-"""P24: a prompt in chunks attends to what chunked sparse prefill says, and what it keeps is what its scores say. See chunked_prefill.md."""
+"""P24: a prompt in chunks attends to what chunked sparse prefill says, and what it keeps is what its scores say. See
+chunked_prefill.md."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,27 +9,29 @@ from typing import ClassVar
 import torch
 
 from dsv4.gqa.choice import Attention
-from kernels.chunked_prefill import Chunking
-from kernels.errors import UnsupportedInput
-from probes.gqa.chunked_walk import Walk
-from probes.control import attempted_all, chance_of
-from probes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
-from probes.measure import agreeing, limit_of, token_errors, tokens
-from probes.oracle import reading
-from probes.probe import Probe
-from probes.result import Check, compare, vacuous
-from probes.subject import Subject
-from probes.wrapping import kept
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.probes.control import attempted_all, chance_of
+from dsv4.probes.gqa.chunked_walk import Walk
+from dsv4.probes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
+from dsv4.probes.measure import agreeing, limit_of, token_errors, tokens
+from dsv4.probes.oracle import reading
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.subject import Subject
+from dsv4.probes.wrapping import kept
 
 CUT = Chunking(32, 8, 12)
-LENGTHS, MORE, PIECE = [189, 96, 31, 128], 3, 64  # the last chunk partial, whole, the only one; several calls; tokens decoded afterwards
+# the last chunk partial, whole, the only one; several calls; tokens decoded afterwards
+LENGTHS, MORE, PIECE = [189, 96, 31, 128], 3, 64
 RULE = "the definition in float64, from the keys of the cache and the memory that the chunk was given"
 EXTREME = 100.0  # size of logits that a softmax without its largest logit taken off cannot bear in fp32
 
 
 @dataclass(frozen=True)
 class ChunkedPrefill(Probe):
-    """Ragged prompts through the model in pieces of two chunks, decoded afterwards; and the operation alone on logits of ±100."""
+    """Ragged prompts through the model in pieces of two chunks, decoded afterwards; and the operation alone on logits
+    of ±100."""
 
     name: ClassVar[str] = "chunked_prefill"
     title: ClassVar[str] = "prompts in chunks and a memory"
@@ -41,8 +44,13 @@ class ChunkedPrefill(Probe):
             return [vacuous(self.title, why, part="chunked prefill")]
         checks = []
         with kept(model, "attention"):
-            for what, make in (("a prompt runs", self._model), ("the future", self._future), ("one chunk", self._one),
-                               ("extreme logits", self._extreme), ("a token of the first chunk", self._survival)):
+            for what, make in (
+                ("a prompt runs", self._model),
+                ("the future", self._future),
+                ("one chunk", self._one),
+                ("extreme logits", self._extreme),
+                ("a token of the first chunk", self._survival),
+            ):
                 checks += attempted_all(what, "", "chunked prefill", lambda: guarded(make(subject)))
         return checks
 
@@ -53,7 +61,7 @@ class ChunkedPrefill(Probe):
         model.attention, tally, limit = Attention(prefill=CUT), defaultdict(Tally), limit_of(subject)[0]
         cache = poisoned(model, len(LENGTHS), max(LENGTHS) + MORE)
         with Watched(model, "chunked_prefill", "grouped_attention") as watched:
-            model.append(ids[:, :max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True, chunk=PIECE)
+            model.append(ids[:, : max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True, chunk=PIECE)
             calls = watched.taken("chunked_prefill")
             watched.taken("grouped_attention")
             for i in full_layers(model):
@@ -70,15 +78,23 @@ class ChunkedPrefill(Probe):
         model = subject.model
         model.attention = Attention()
         plain = model.new_cache(len(LENGTHS), max(LENGTHS) + MORE)
-        model.append(ids[:, :max(LENGTHS)], plain, n_new=LENGTHS, logits="none", prompt=True, chunk=PIECE)
+        model.append(ids[:, : max(LENGTHS)], plain, n_new=LENGTHS, logits="none", prompt=True, chunk=PIECE)
         model.attention = Attention(prefill=CUT)
         errors = []
         for row, n in enumerate(LENGTHS):
             a, b = (c.layers[0].keys[row, :, :n].transpose(0, 1).double().cpu() for c in (cache, plain))
             errors.append((a - b).norm(dim=(1, 2)) / b.norm(dim=(1, 2)))
         found = torch.cat(errors)
-        return compare("keys of layer 0 are those of dense prefill", torch.nan_to_num(found, nan=float("inf")).max().item(), "<=", limit,
-                       "rotation by the position in the whole text", len(found), where="layer 0", part="chunked prefill, positions")
+        return compare(
+            "keys of layer 0 are those of dense prefill",
+            torch.nan_to_num(found, nan=float("inf")).max().item(),
+            "<=",
+            limit,
+            "rotation by the position in the whole text",
+            len(found),
+            where="layer 0",
+            part="chunked prefill, positions",
+        )
 
     def _decode(self, subject: Subject, ids: torch.Tensor, cache, watched: Watched, limit: float) -> Iterator[Check]:
         """Steps after the prompt read the whole cache, by one softmax."""
@@ -86,7 +102,7 @@ class ChunkedPrefill(Probe):
         for t in range(MORE):
             watched.taken("grouped_attention")
             starts = cache.lengths
-            model.append(torch.stack([ids[b, n + t:n + t + 1] for b, n in enumerate(LENGTHS)]), cache, prompt=False)
+            model.append(torch.stack([ids[b, n + t : n + t + 1] for b, n in enumerate(LENGTHS)]), cache, prompt=False)
             calls = {call.layer: call for call in watched.taken("grouped_attention")}
             for i in full_layers(model):
                 missed.see(int(i not in calls), 1, f"layer {i}")
@@ -95,12 +111,23 @@ class ChunkedPrefill(Probe):
                 q, rows, scale = calls[i].given[0].double().cpu(), cache.layers[i], calls[i].given[5]
                 KV = rows.keys.shape[1]
                 for b, p in enumerate(starts):
-                    for kv, (mine, out) in enumerate(zip(q[b, 0].view(KV, -1, q.shape[-1]), calls[i].out[b, 0].view(KV, -1, q.shape[-1]))):
-                        k, v = (x[b, kv, :p + 1].double().cpu() for x in (rows.keys, rows.values))
+                    for kv, (mine, out) in enumerate(
+                        zip(q[b, 0].view(KV, -1, q.shape[-1]), calls[i].out[b, 0].view(KV, -1, q.shape[-1]))
+                    ):
+                        k, v = (x[b, kv, : p + 1].double().cpu() for x in (rows.keys, rows.values))
                         tally.far(out, reading.attend(mine, k, v, scale), f"layer {i}, row {b}", limit)
-        yield tally.near("a step after the prompt is one softmax over the whole cache", "chunked prefill, decode afterwards", subject, "")
-        yield missed.counted("layers that did not attend to the cache in a step after the prompt", "chunked prefill, decode afterwards",
-                             RULE, "")
+        yield tally.near(
+            "a step after the prompt is one softmax over the whole cache",
+            "chunked prefill, decode afterwards",
+            subject,
+            "",
+        )
+        yield missed.counted(
+            "layers that did not attend to the cache in a step after the prompt",
+            "chunked prefill, decode afterwards",
+            RULE,
+            "",
+        )
 
     def _future(self, subject: Subject) -> Iterator[Check]:
         """Another text from the middle of a chunk on changes nothing before it."""
@@ -112,9 +139,17 @@ class ChunkedPrefill(Probe):
         run = lambda text: model.append(text, model.new_cache(1, T), prompt=True, chunk=PIECE).cpu()
         a, b = run(ids), run(other)
         wrong, changed = int((a[:, :cut] != b[:, :cut]).sum()), int((a[:, cut:] != b[:, cut:]).sum())
-        yield compare("logits before a token that depend on it", wrong, "==", 0, "the same operations on the same numbers",
-                      a[:, :cut].numel(),
-                      where=f"text changed from token {cut} on", part="chunked prefill, future", chance=float(changed))
+        yield compare(
+            "logits before a token that depend on it",
+            wrong,
+            "==",
+            0,
+            "the same operations on the same numbers",
+            a[:, :cut].numel(),
+            where=f"text changed from token {cut} on",
+            part="chunked prefill, future",
+            chance=float(changed),
+        )
 
     def _one(self, subject: Subject) -> Iterator[Check]:
         """A prompt of no more than one chunk is read densely."""
@@ -125,8 +160,17 @@ class ChunkedPrefill(Probe):
             logits.append(model.append(ids, model.new_cache(1, T), prompt=True).cpu())
         errors = token_errors(logits[1], logits[0])
         value, source, limit = agreeing(errors, subject.numerics)
-        yield compare("logits of one chunk are dense attention's", value, "<=", limit, source, errors.numel(), where=f"{T} tokens",
-                      part="chunked prefill, first chunk", chance=chance_of(logits[0], token_errors))
+        yield compare(
+            "logits of one chunk are dense attention's",
+            value,
+            "<=",
+            limit,
+            source,
+            errors.numel(),
+            where=f"{T} tokens",
+            part="chunked prefill, first chunk",
+            chance=chance_of(logits[0], token_errors),
+        )
 
     # ---- the operation --------------------------------------------------------------------
 
@@ -138,8 +182,12 @@ class ChunkedPrefill(Probe):
             k[..., 0] = torch.where(first, high[0] * EXTREME, high[1] * EXTREME)
             q[..., 0], limit = 1 / scale, limit_of(subject)[0]
             tally = played(subject, q, k, v, scale, where, limit)
-            yield tally["fusion"].near("fusion is one softmax over the union", "chunked prefill, fusion", subject,
-                                       f"logits of ±{EXTREME:.0f}, {where}")
+            yield tally["fusion"].near(
+                "fusion is one softmax over the union",
+                "chunked prefill, fusion",
+                subject,
+                f"logits of ±{EXTREME:.0f}, {where}",
+            )
 
     def _survival(self, subject: Subject) -> Iterator[Check]:
         """A token of chunk 0 that every query looks at is in the last memory."""
@@ -148,9 +196,16 @@ class ChunkedPrefill(Probe):
         k[:, :, 5, 0] = 8.0
         memory = operation(subject, q, k, v, scale)[1]
         held = (memory.positions[-2] == 5).any(-1)
-        yield compare("KV heads that have lost the token of chunk 0 that all look at", int((~held).sum()), "==", 0,
-                      "the heaviest tokens stay, however old", held.numel(), where="memory of the last of 6 chunks",
-                      part="chunked prefill, survival")
+        yield compare(
+            "KV heads that have lost the token of chunk 0 that all look at",
+            int((~held).sum()),
+            "==",
+            0,
+            "the heaviest tokens stay, however old",
+            held.numel(),
+            where="memory of the last of 6 chunks",
+            part="chunked prefill, survival",
+        )
 
 
 def guarded(checks: Iterator[Check]) -> Iterator[Check]:
@@ -162,7 +217,8 @@ def guarded(checks: Iterator[Check]) -> Iterator[Check]:
 
 
 def made(subject: Subject, T: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """q [1, T, H, D], keys and values [1, KV, T, D] of the model's heads and dtype, and a scale; small beside what is planted."""
+    """q [1, T, H, D], keys and values [1, KV, T, D] of the model's heads and dtype, and a scale; small beside what is
+    planted."""
     c, g = subject.config, torch.Generator().manual_seed(seed)
     dtype, D = subject.model.numerics.cache, c.head_dim
     shapes = (T, c.num_attention_heads), (c.num_key_value_heads, T), (c.num_key_value_heads, T)
@@ -171,7 +227,8 @@ def made(subject: Subject, T: int, seed: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def operation(subject: Subject, q, k, v, scale: float):
-    """What the model's own operation gives for a prompt of T tokens in one call, all of which have a chunk after them but the last."""
+    """What the model's own operation gives for a prompt of T tokens in one call, all of which have a chunk after them
+    but the last."""
     model, T = subject.model, q.shape[1]
     q, k, v = (t.contiguous().to(model.device) for t in (q, k, v))
     return model.op.chunked_prefill(q, k, v, 0, torch.tensor([T], device=model.device), CUT, scale, None)
@@ -189,38 +246,70 @@ def played(subject: Subject, q, k, v, scale: float, where: str, limit: float) ->
 def walked(subject: Subject, tally: dict[str, Tally]) -> Iterator[Check]:
     """The checks of a model's prompts."""
     part = "chunked prefill, "
-    yield tally["calls"].counted("layers that were not read in as many pieces", f"{part}pieces", "every layer without a window", "")
+    yield tally["calls"].counted(
+        "layers that were not read in as many pieces", f"{part}pieces", "every layer without a window", ""
+    )
     yield tally["first chunk"].near("the first chunk is causal attention to itself", f"{part}first chunk", subject, "")
     yield tally["fusion"].near("a chunk and its memory are one softmax", f"{part}fusion", subject, "")
-    yield tally["handed on"].counted("chunks that were given another memory than was kept", f"{part}memory handed on",
-                                     "what the chunk before kept", "")
-    yield tally["size"].counted("memories with a token twice, or not L + H", f"{part}memory, overlap", "|M| = L + H", "")
+    yield tally["handed on"].counted(
+        "chunks that were given another memory than was kept",
+        f"{part}memory handed on",
+        "what the chunk before kept",
+        "",
+    )
+    yield tally["size"].counted(
+        "memories with a token twice, or not L + H", f"{part}memory, overlap", "|M| = L + H", ""
+    )
     yield tally["sorted"].counted("memories that are not ascending", f"{part}memory, order", RULE, "")
     yield tally["local"].counted("memories without one of the last L tokens", f"{part}memory, local tokens", RULE, "")
-    yield tally["positions"].counted("memories with tokens that were not to be chosen from", f"{part}memory, positions", RULE, "")
-    yield tally["heavy"].counted("memories of other tokens than the heaviest", f"{part}heavy tokens", RULE, "",
-                                 chance=tally["heavy"].chance)
+    yield tally["positions"].counted(
+        "memories with tokens that were not to be chosen from", f"{part}memory, positions", RULE, ""
+    )
+    yield tally["heavy"].counted(
+        "memories of other tokens than the heaviest", f"{part}heavy tokens", RULE, "", chance=tally["heavy"].chance
+    )
     yield _heads(tally["heads"])
     scores = tally["scores"]
     cause = scores.cause
     value = torch.cat(scores.errors).max().item() if scores.errors else None
-    yield compare("scores are what the tokens were given", value, "<=", 2 * limit_of(subject)[0],
-                  f"twice the limit of {subject.numerics}: sums of two phases",
-                  scores.samples, where=scores.first, part=f"{part}column sums" + (f", {cause}" if cause else ""))
+    yield compare(
+        "scores are what the tokens were given",
+        value,
+        "<=",
+        2 * limit_of(subject)[0],
+        f"twice the limit of {subject.numerics}: sums of two phases",
+        scores.samples,
+        where=scores.first,
+        part=f"{part}column sums" + (f", {cause}" if cause else ""),
+    )
     yield tally["fall"].counted("scores that fell", f"{part}scores fall", "what a query gave is not taken back", "")
-    yield tally["updates"].counted("rows whose memory was chosen another number of times than chunks − 1", f"{part}updates", "chunks − 1",
-                                   "")
+    yield tally["updates"].counted(
+        "rows whose memory was chosen another number of times than chunks − 1", f"{part}updates", "chunks − 1", ""
+    )
 
 
 def _heads(tally: Tally) -> Check:
     """All heads alike once may be so; always is a choice over all of them."""
     if not tally.samples:
-        return vacuous("KV heads keep tokens of their own", "there is one KV head", part="chunked prefill, heavy tokens of each head")
-    return compare("share of memories that are the same for every KV head", tally.wrong / tally.samples, "<=", 0.5,
-                   "heads choose by their own scores",
-                   tally.samples, where=tally.first, part="chunked prefill, heavy tokens of each head", chance=1.0)
+        return vacuous(
+            "KV heads keep tokens of their own",
+            "there is one KV head",
+            part="chunked prefill, heavy tokens of each head",
+        )
+    return compare(
+        "share of memories that are the same for every KV head",
+        tally.wrong / tally.samples,
+        "<=",
+        0.5,
+        "heads choose by their own scores",
+        tally.samples,
+        where=tally.first,
+        part="chunked prefill, heavy tokens of each head",
+        chance=1.0,
+    )
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(ChunkedPrefill)

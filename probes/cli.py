@@ -32,40 +32,60 @@ audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode
 @audit_app.command("run")
 def run_audit(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
-    subject: Annotated[str, typer.Option(help="ours: this project's model; files: the checkpoint alone; transformers: that "
-                                         "implementation on the same weights; FILE.safetensors: a recorded run.")] = "ours",
+    subject: Annotated[
+        str,
+        typer.Option(
+            help="ours: this project's model; files: the checkpoint alone; transformers: that "
+            "implementation on the same weights; FILE.safetensors: a recorded "
+            "run."
+        ),
+    ] = "ours",
     numerics: Annotated[str, typer.Option(help="fp32, native, qat or qat:fp32.")] = "fp32",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
     probe: Annotated[list[str] | None, typer.Option(help="Run this probe only; may be given several times.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Time, e.g. 60s: probes that would begin later are VACUOUS.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the report: markdown, JSON, JUnit XML and SARIF.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time, e.g. 60s: probes that would begin later are VACUOUS.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the report: markdown, JSON, JUnit XML and SARIF.")
+    ] = None,
 ):
     """Probe a checkpoint and an implementation of it. Exit code 0: clean; 1: findings; 2: it could not run."""
-    from probes import audit
+    from dsv4.probes import audit
+
     limit = None if budget is None else audit.seconds(budget)
     names = probe or []
-    raise typer.Exit(audit.run(checkpoint, subject, numerics, backend, device, names, limit, out, say, cache, index_cache))
+    raise typer.Exit(
+        audit.run(checkpoint, subject, numerics, backend, device, names, limit, out, say, cache, index_cache)
+    )
 
 
 @audit_app.command("selftest")
 def selftest_audit(
-    out: Annotated[Path | None, typer.Option(help="Directory for the detection matrix: selftest.md and selftest.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the detection matrix: selftest.md and selftest.json.")
+    ] = None,
     section: Annotated[str | None, typer.Option(help="Only this section of the list of known bugs, e.g. 1.3.")] = None,
     name: Annotated[str | None, typer.Option(help="Only mutations with this text in their name.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Only the first mutation of each section.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a processor.", show_default=False)] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one a processor.", show_default=False)
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or triton.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    journal: Annotated[Path | None, typer.Option(help="A file that keeps results: cut off and called again with it, it goes on.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="A file that keeps results: cut off and called again with it, it goes on.")
+    ] = None,
 ):
-    """Plant every known bug and see that the probes name it. Exit code 0: all caught, sound subjects green; 1: gaps; 2: it
-    could not run."""
+    """Plant every known bug and see that the probes name it. Exit code 0: all caught, sound subjects green; 1: gaps; 2:
+    it could not run."""
     from rich.progress import Progress
 
-    from probes import detection
+    from dsv4.probes import detection
+
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("planting")
 
@@ -80,23 +100,35 @@ def selftest_audit(
 @audit_app.command("bisect")
 def bisect_audit(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
-    subject: Annotated[str, typer.Option(help="ours[:NUMERICS[:BACKEND]], transformers, or FILE.safetensors.")] = "ours",
-    reference: Annotated[str, typer.Option(help="oracle: float64 from the specification; or another subject.")] = "oracle",
+    subject: Annotated[
+        str, typer.Option(help="ours[:NUMERICS[:BACKEND]], transformers, or FILE.safetensors.")
+    ] = "ours",
+    reference: Annotated[
+        str, typer.Option(help="oracle: float64 from the specification; or another subject.")
+    ] = "oracle",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
     text: Annotated[Path | None, typer.Option(help="Run on this text instead of random tokens.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of random tokens.")] = 0,
-    budget: Annotated[str | None, typer.Option(help="Time, e.g. 60s: layers that would begin later are VACUOUS.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time, e.g. 60s: layers that would begin later are VACUOUS.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the report, with the plot.")] = None,
 ):
-    """Where a subject leaves the reference first, and proof of the cause. Exit code 0: nowhere; 1: found; 2: could not run."""
-    from probes import audit, bisect_report
-    from probes.inputs import ids_for
+    """Where a subject leaves the reference first, and proof of the cause. Exit code 0: nowhere; 1: found; 2: could not
+    run."""
+    from dsv4.probes import audit, bisect_report
+    from dsv4.probes.inputs import ids_for
+
     limit = None if budget is None else audit.seconds(budget)
     ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
-    raise typer.Exit(bisect_report.run(checkpoint, subject, reference, device, ids_of, limit, out, say, cache, index_cache))
+    raise typer.Exit(
+        bisect_report.run(checkpoint, subject, reference, device, ids_of, limit, out, say, cache, index_cache)
+    )
 
 
 @audit_app.command("record")
@@ -108,13 +140,16 @@ def record_audit(
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
     text: Annotated[Path | None, typer.Option(help="Run on this text instead of random tokens.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of random tokens.")] = 0,
     point: Annotated[list[str] | None, typer.Option(help="Record this point only; may be given several times.")] = None,
 ):
     """Record one run, to be audited or bisected without what made it: `--subject NAME.safetensors`."""
-    from probes import record
-    from probes.inputs import ids_for
+    from dsv4.probes import record
+    from dsv4.probes.inputs import ids_for
+
     ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
     raise typer.Exit(record.run(checkpoint, subject, device, ids_of, point or [], out, say, cache, index_cache))
 
@@ -127,9 +162,10 @@ def diff_audits(
     out: Annotated[Path | None, typer.Option(help="Write the markdown here instead of to stdout.")] = None,
 ):
     """What changed between two audits. Exit code 1: regressions, vanished evidence or expired waivers."""
-    from probes.difference import difference
-    from probes.formats import json_report
-    from probes.report import write_files
+    from dsv4.probes.difference import difference
+    from dsv4.probes.formats import json_report
+    from dsv4.probes.report import write_files
+
     found = difference(json_report.load(old), json_report.load(new), _waivers(waivers), date.today())
     if out is None:
         print(found.to_markdown())

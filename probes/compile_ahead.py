@@ -1,8 +1,8 @@
 """What `backend_matrix` launches on a GPU, compiled by many processes before one runs it.
 
-A cold Triton compiles a second a kernel and one at a time; the catalogue takes hundreds of kernels at a model's own widths. What
-one process has compiled, the others find in Triton's cache on disk. Nothing is judged here: an implementation that fails fails
-again in the probe, which says so.
+A cold Triton compiles a second a kernel and one at a time; the catalogue takes hundreds of kernels at a model's own
+widths. What one process has compiled, the others find in Triton's cache on disk. Nothing is judged here: an
+implementation that fails fails again in the probe, which says so.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,15 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.model import GQA_COMPOSITIONS
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import GQA_OPERATIONS, OPERATIONS
-from probes.case_inputs import Inputs
-from probes.composition_cases import composition_cases
-from probes.machine import usable_processors
-from probes.operation_cases import operation_cases
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.probes.case_inputs import Inputs
+from dsv4.probes.composition_cases import composition_cases
+from dsv4.probes.machine import usable_processors
+from dsv4.probes.operation_cases import operation_cases
 
-HEAVY = ("moe", "experts", "linears", "linear", "shared_expert", "grouped_linear", "attention_inputs")  # many kernels: first, so as not to be last
+# many kernels: first, so as not to be last
+HEAVY = ("moe", "experts", "linears", "linear", "shared_expert", "grouped_linear", "attention_inputs")
 
 
 class Piece(NamedTuple):
@@ -40,14 +41,17 @@ def tables_of(config: ModelConfig | GQAConfig) -> tuple[dict, dict]:
     return (GQA_OPERATIONS, GQA_COMPOSITIONS) if isinstance(config, GQAConfig) else (OPERATIONS, COMPOSITIONS)
 
 
-def pieces(dtypes: Iterable[torch.dtype], tokens: Iterable[int], tables: tuple[dict, dict] = (OPERATIONS, COMPOSITIONS)) -> list[Piece]:
+def pieces(
+    dtypes: Iterable[torch.dtype], tokens: Iterable[int], tables: tuple[dict, dict] = (OPERATIONS, COMPOSITIONS)
+) -> list[Piece]:
     names = sorted({**tables[0], **tables[1]}, key=lambda name: name not in HEAVY)
     return [Piece(name, dtype, n) for name in names for n in tokens for dtype in dtypes]
 
 
 def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, device: str, seed: int) -> int:
     """How many calls came back. Results and errors are dropped."""
-    from probes.backend_matrix import results
+    from dsv4.probes.backend_matrix import results
+
     torch.set_num_threads(1)
     (operations, compositions), cases = tables_of(config), operation_cases
     operation = operations.get(piece.name)
@@ -63,14 +67,27 @@ def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, devic
     return done
 
 
-def compile_ahead(configs: Iterable[ModelConfig | GQAConfig], dtypes: Iterable[torch.dtype], tokens: Iterable[int], backend: str,
-                  device: str, seed: int, jobs: int | None = None) -> int:
-    """Calls that were made, by `jobs` processes (None: one a usable processor). Nothing in a process that is itself one of many."""
+def compile_ahead(
+    configs: Iterable[ModelConfig | GQAConfig],
+    dtypes: Iterable[torch.dtype],
+    tokens: Iterable[int],
+    backend: str,
+    device: str,
+    seed: int,
+    jobs: int | None = None,
+) -> int:
+    """Calls that were made, by `jobs` processes (None: one a usable processor). Nothing in a process that is itself one
+    of many."""
     if parent_process() is not None:
         return 0
     dtypes, tokens = tuple(dtypes), tuple(tokens)
     work = [(config, piece) for config in configs for piece in pieces(dtypes, tokens, tables_of(config))]
     work.sort(key=lambda pair: pair[1].name not in HEAVY)
-    with suppress(BrokenProcessPool), ProcessPoolExecutor(min(jobs or usable_processors(), len(work)), get_context("spawn")) as pool:
-        return sum(f.result() for f in [pool.submit(run_piece, config, piece, backend, device, seed) for config, piece in work])
+    with (
+        suppress(BrokenProcessPool),
+        ProcessPoolExecutor(min(jobs or usable_processors(), len(work)), get_context("spawn")) as pool,
+    ):
+        return sum(
+            f.result() for f in [pool.submit(run_piece, config, piece, backend, device, seed) for config, piece in work]
+        )
     return 0

@@ -1,13 +1,13 @@
-"""Inputs of every composition at a model's own widths, for `backend_matrix`: as `probes.operation_cases`."""
+"""Inputs of every composition at a model's own widths, for `backend_matrix`: as `dsv4.probes.operation_cases`."""
 
 import torch
 
 from dsv4.gqa.config import GQAConfig
-from kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
-from probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
-from probes.gqa.operation_cases import gqa_cases
-from probes.operation_cases import connection, merge
-from probes.packed_rows import formats_of
+from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
+from dsv4.probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
+from dsv4.probes.gqa.operation_cases import gqa_cases
+from dsv4.probes.operation_cases import connection, merge
+from dsv4.probes.packed_rows import formats_of
 
 OVERLAP = {4: 2, 128: 1}  # pieces of a compressor's row, by ratio
 PLAIN_AND_SIMULATED = ("", False, "sums"), ("simulated", True, "codes")
@@ -41,14 +41,18 @@ def _query_heads(i: Inputs):
 
 def _latent(i: Inputs):
     c = i.config
-    return [(how, [i.act(i.N, c.head_dim), i.act(c.head_dim), c.rms_norm_eps, i.angles(i.N), s], (), rule)
-            for how, s, rule in PLAIN_AND_SIMULATED]
+    return [
+        (how, [i.act(i.N, c.head_dim), i.act(c.head_dim), c.rms_norm_eps, i.angles(i.N), s], (), rule)
+        for how, s, rule in PLAIN_AND_SIMULATED
+    ]
 
 
 def _index_queries(i: Inputs):
     c = i.config
-    return [(how, [i.act(i.N, c.index_n_heads, c.index_head_dim), i.angles(i.N), s], (), rule)
-            for how, s, rule in PLAIN_AND_SIMULATED]
+    return [
+        (how, [i.act(i.N, c.index_n_heads, c.index_head_dim), i.angles(i.N), s], (), rule)
+        for how, s, rule in PLAIN_AND_SIMULATED
+    ]
 
 
 def _store_rows(i: Inputs):
@@ -56,7 +60,7 @@ def _store_rows(i: Inputs):
     found = []
     for ratio, c in OVERLAP.items():
         w = c * i.config.head_dim
-        ring, slots = i.rand(3 * ratio + 5, 2 * w), torch.randperm(3 * ratio + 5, generator=i.g)[:i.N]
+        ring, slots = i.rand(3 * ratio + 5, 2 * w), torch.randperm(3 * ratio + 5, generator=i.g)[: i.N]
         found.append((f"ratio {ratio}", [i.rand(i.N, 2 * w), i.rand(ratio, w), i.below(ratio, i.N), ring, slots], (3,)))
     return found
 
@@ -69,10 +73,15 @@ def _pool_entries(i: Inputs):
         overlap = OVERLAP[ratio]
         M, S, R = 3, overlap * ratio, overlap * ratio + 40
         slots = torch.stack([torch.randperm(R, generator=i.g)[:S] for _ in range(M)])
-        slots[0, :S // 3], slots[-1] = -1, -1
-        found.append((f"ratio {ratio}, {D} dims, simulate {simulate}",
-                      [i.rand(R, 2 * overlap * D), slots, overlap, i.dtype, i.act(D), c.rms_norm_eps, i.angles(M), simulate],
-                      (), "codes" if simulate else "sums"))
+        slots[0, : S // 3], slots[-1] = -1, -1
+        found.append(
+            (
+                f"ratio {ratio}, {D} dims, simulate {simulate}",
+                [i.rand(R, 2 * overlap * D), slots, overlap, i.dtype, i.act(D), c.rms_norm_eps, i.angles(M), simulate],
+                (),
+                "codes" if simulate else "sums",
+            )
+        )
     return found
 
 
@@ -89,8 +98,10 @@ def _select_entries(i: Inputs):
 def _project_heads(i: Inputs):
     c = i.config
     K = c.num_attention_heads * c.head_dim // c.o_groups
-    return [(how, [i.act(i.N, c.num_attention_heads, c.head_dim), i.angles(i.N), w, c.o_groups])
-            for how, w in i.weights(c.o_groups * c.o_lora_rank, K).items()]
+    return [
+        (how, [i.act(i.N, c.num_attention_heads, c.head_dim), i.angles(i.N), w, c.o_groups])
+        for how, w in i.weights(c.o_groups * c.o_lora_rank, K).items()
+    ]
 
 
 def _mhc_pre_norm(i: Inputs):
@@ -104,33 +115,57 @@ def _mhc_post_pre_norm(i: Inputs):
 def _mhc_post_head_norm(i: Inputs):
     c = i.config
     n, d = c.hc_mult, c.hidden_size
-    return [("", [*merge(i), i.matrix(n, n * d), i.rand(1), i.rand(n), c.hc_eps, c.rms_norm_eps, i.act(d), c.rms_norm_eps])]
+    return [
+        ("", [*merge(i), i.matrix(n, n * d), i.rand(1), i.rand(n), c.hc_eps, c.rms_norm_eps, i.act(d), c.rms_norm_eps])
+    ]
 
 
 def _attention_inputs(i: Inputs):
-    """Rows of one token each, at the end of a window of either ratio: layers with an indexer, with long windows, and without."""
+    """Rows of one token each, at the end of a window of either ratio: layers with an indexer, with long windows, and
+    without."""
     c, found = i.config, []
     kinds = {"csa": (4, (c.head_dim, c.index_head_dim)), "hca": (128, (c.head_dim,)), "window": (4, ())}
     for kind, (ratio, widths) in kinds.items():
         for how, s, rule in PLAIN_AND_SIMULATED:
             windows = tuple(_windows(i, ratio, D, ("key" if j else "kv") if s else None) for j, D in enumerate(widths))
-            latents = Latents(i.act(i.N, c.head_dim), i.act(c.head_dim), s, i.act(i.N + 9, c.head_dim), torch.arange(i.N).flip(0))
+            latents = Latents(
+                i.act(i.N, c.head_dim), i.act(c.head_dim), s, i.act(i.N + 9, c.head_dim), torch.arange(i.N).flip(0)
+            )
             asked = IndexHeads(i.act(i.N, c.index_n_heads, c.index_head_dim), i.act(i.N, c.index_n_heads), 0.1, s)
             q = i.act(i.N, c.num_attention_heads, c.head_dim)
-            found.append((", ".join(filter(None, (kind, how))), [i.N, q, i.angles(i.N), c.rms_norm_eps, latents,
-                                                                asked if kind == "csa" else None, windows], (), rule))
+            found.append(
+                (
+                    ", ".join(filter(None, (kind, how))),
+                    [i.N, q, i.angles(i.N), c.rms_norm_eps, latents, asked if kind == "csa" else None, windows],
+                    (),
+                    rule,
+                )
+            )
     return found
 
 
 def _windows(i: Inputs, ratio: int, D: int, simulate: str | None) -> Windows:
-    """One whole window a row, of the ring's own rows and of the row that is stored; the first row's begins at position 0."""
+    """One whole window a row, of the ring's own rows and of the row that is stored; the first row's begins at position
+    0."""
     overlap = OVERLAP[ratio]
     S, R, w = overlap * ratio, overlap * ratio + 5, overlap * D
     rows = torch.stack([R * b + torch.randperm(R, generator=i.g)[:S] for b in range(i.N)])
-    rows[0, :S - ratio] = -1
-    return Windows(i.rand(i.N, 2 * w), i.rand(ratio, w), torch.full((i.N,), ratio - 1), i.rand(i.N * R, 2 * w),
-                   rows[:, -1].clone(), rows, torch.ones(i.N, dtype=torch.bool), overlap, i.act(D), i.angles(i.N), simulate,
-                   i.act(3 * i.N, D), torch.arange(i.N) * 3 + 1)
+    rows[0, : S - ratio] = -1
+    return Windows(
+        i.rand(i.N, 2 * w),
+        i.rand(ratio, w),
+        torch.full((i.N,), ratio - 1),
+        i.rand(i.N * R, 2 * w),
+        rows[:, -1].clone(),
+        rows,
+        torch.ones(i.N, dtype=torch.bool),
+        overlap,
+        i.act(D),
+        i.angles(i.N),
+        simulate,
+        i.act(3 * i.N, D),
+        torch.arange(i.N) * 3 + 1,
+    )
 
 
 def _place(i: Inputs):
@@ -138,7 +173,9 @@ def _place(i: Inputs):
     c = i.config
     f = tuple(10000.0 ** -i.rand(c.qk_rope_head_dim // 2).abs() for _ in range(2))
     kept = (Kept(4, 2, 8 + 128, (300, 320)), Kept(128, 1, 128 + 128, (9,)))
-    return [(f"{T} a row", [i.below(1000, i.N), T, f, (c.sliding_window, c.sliding_window + 128), kept]) for T in (1, 5)]
+    return [
+        (f"{T} a row", [i.below(1000, i.N), T, f, (c.sliding_window, c.sliding_window + 128), kept]) for T in (1, 5)
+    ]
 
 
 def _embed_streams(i: Inputs):
@@ -162,8 +199,8 @@ def _moe(i: Inputs):
         shared = "fp8" if how in ("mxfp4", "nvfp4") else how  # as checkpoints have them
         if how in w2:
             beside = w1[shared], w3[shared], down[shared]
-            found += [of_codes(how, s, [i.act(i.N, d), indices, routing, w13[how], w2[how], beside, c.swiglu_limit, s, s])
-                      for s in simulations(how)]
+            found += [
+                of_codes(how, s, [i.act(i.N, d), indices, routing, w13[how], w2[how], beside, c.swiglu_limit, s, s])
+                for s in simulations(how)
+            ]
     return found
-
-

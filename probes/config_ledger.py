@@ -8,15 +8,19 @@ from typing import ClassVar
 
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.errors import ConfigError
-from probes.config_keys import FIXED, IN_MODULES, NO_EFFECT, SCALES, SPECIFIED, WIDTHS, YARN
-from probes.oracle.attention import frequencies
-from probes.probe import Probe
-from probes.result import Check, Status, compare
-from probes.subject import Subject
+from dsv4.probes.config_keys import FIXED, IN_MODULES, NO_EFFECT, SCALES, SPECIFIED, WIDTHS, YARN
+from dsv4.probes.oracle.attention import frequencies
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.subject import Subject
 
 UNREAD = "a key that nothing reads has no effect (Primus 949)"
-OBEYED = "specification 1 and 3 say what it does: a model that never reads it is another model (Automodel 2103, Primus 949)"
-STATED = "the value that config.json states; a value that is changed on the way needs a recorded reason (known bugs, 0.8)"
+OBEYED = (
+    "specification 1 and 3 say what it does: a model that never reads it is another model (Automodel 2103, Primus 949)"
+)
+STATED = (
+    "the value that config.json states; a value that is changed on the way needs a recorded reason (known bugs, 0.8)"
+)
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,19 @@ class ConfigLedger(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         if subject.family == "gqa":
-            from probes.gqa.config import config_checks
+            from dsv4.probes.gqa.config import config_checks
+
             return config_checks(subject)
         raw, config = subject.files.config, effective_config(subject)
         checks = [check for key in flat(raw) for check in self._key(subject, raw, key, config)]
-        return [self._as_written(subject, raw), *checks, *self._layers(subject, raw, config), *self._modules(subject, raw),
-                *self._theirs(subject, config), self._widths(config)]
+        return [
+            self._as_written(subject, raw),
+            *checks,
+            *self._layers(subject, raw, config),
+            *self._modules(subject, raw),
+            *self._theirs(subject, config),
+            self._widths(config),
+        ]
 
     def _key(self, subject: Subject, raw: dict, key: str, config: ModelConfig) -> Iterator[Check]:
         """A key that is read is one whose change changes the ModelConfig, or is refused."""
@@ -45,47 +56,118 @@ class ConfigLedger(Probe):
             status = Status.PASS if why else Status.FAIL if key in SPECIFIED else Status.WARN
             note = f"requested {requested!r:.60}; never read: {why or 'nothing says why'}"
             source = "on the list of keys without effect" if why else OBEYED if key in SPECIFIED else UNREAD
-            yield Check("key is read", status, measured="never read", relation="==", threshold="never read" if why else "read",
-                        source=source, **about | {"note": note})
+            yield Check(
+                "key is read",
+                status,
+                measured="never read",
+                relation="==",
+                threshold="never read" if why else "read",
+                source=source,
+                **about | {"note": note},
+            )
             return
         found = effective(config, key, requested)
         yield compare("effective value is the requested one", shown(found), "==", shown(requested), STATED, **about)
 
     def _as_written(self, subject: Subject, raw: dict) -> Check:
-        """config.json itself against the dictionary that the loader made of it: a value may have been changed in between."""
+        """config.json itself against the dictionary that the loader made of it: a value may have been changed in
+        between."""
         file = json.loads((subject.files.path / "config.json").read_text())
-        whole = "compress_ratios" in file and "hidden_size" in file and not {"layer_types", "rope_parameters"} & set(file)
+        whole = (
+            "compress_ratios" in file and "hidden_size" in file and not {"layer_types", "rope_parameters"} & set(file)
+        )
         kept = [key for key in file if (whole or key in raw) and key not in subject.files.config_notes]
         wrong = [key for key in kept if key not in raw or not _holds(raw[key], file[key])]
         note = "; ".join(f"{key}: {file[key]!r:.40} in the file, {raw.get(key)!r:.40} as read" for key in wrong[:3])
-        return compare("keys that differ from config.json as it lies there", len(wrong), "==", 0, STATED, len(kept),
-                       unit="keys", where=wrong[0] if wrong else "config.json", part="config", note=note)
+        return compare(
+            "keys that differ from config.json as it lies there",
+            len(wrong),
+            "==",
+            0,
+            STATED,
+            len(kept),
+            unit="keys",
+            where=wrong[0] if wrong else "config.json",
+            part="config",
+            note=note,
+        )
 
     def _layers(self, subject: Subject, raw: dict, config: ModelConfig) -> Iterator[Check]:
-        """Kind, ratio, base and k of each layer; by the config, by the tensors of the file, and by the model if it is ours."""
+        """Kind, ratio, base and k of each layer; by the config, by the tensors of the file, and by the model if it is
+        ours."""
         layers, ratios = raw["num_hidden_layers"], list(raw["compress_ratios"])
         mtp = raw.get("num_nextn_predict_layers") or 0
-        extra = "from" in subject.files.config_notes.get("compress_ratios", "")  # transformers' form has no entries for MTP
-        yield compare("entries of compress_ratios", len(ratios), ">=", layers + (0 if extra else mtp),
-                      "one a layer and one an MTP block (specification 1); DSpark releases have more", 1,
-                      where="compress_ratios", part="config")
-        yield compare("layers of the effective config", len(config.compress_ratios), "==", layers, STATED, 1,
-                      where="compress_ratios", part="config")
+        # transformers' form has no entries for MTP
+        extra = "from" in subject.files.config_notes.get("compress_ratios", "")
+        yield compare(
+            "entries of compress_ratios",
+            len(ratios),
+            ">=",
+            layers + (0 if extra else mtp),
+            "one a layer and one an MTP block (specification 1); DSpark releases have more",
+            1,
+            where="compress_ratios",
+            part="config",
+        )
+        yield compare(
+            "layers of the effective config",
+            len(config.compress_ratios),
+            "==",
+            layers,
+            STATED,
+            1,
+            where="compress_ratios",
+            part="config",
+        )
         for i, ratio in enumerate(ratios[:layers]):
             wanted, where = row_of(raw, ratio), f"layer {i}"
-            have = [("config", row_of_config(config, i))] + ([("model", row_of_model(subject, i))] if modules(subject) else [])
+            have = [("config", row_of_config(config, i))] + (
+                [("model", row_of_model(subject, i))] if modules(subject) else []
+            )
             for who, found in have:
-                yield compare(f"kind, ratio, θ and k of the layer, by the {who}", found, "==", wanted, STATED, 1, where=where,
-                              part="layer kind", note=f"hash-routed: {i < config.num_hash_layers}")
-            yield compare("compression ratio by the layer's tensors", ratio_in_file(subject, f"layers.{i}"), "==", ratio,
-                          "an indexer means CSA, rows of ape are the ratio (specification 2.1)", 1, where=where,
-                          part="layer kind")
+                yield compare(
+                    f"kind, ratio, θ and k of the layer, by the {who}",
+                    found,
+                    "==",
+                    wanted,
+                    STATED,
+                    1,
+                    where=where,
+                    part="layer kind",
+                    note=f"hash-routed: {i < config.num_hash_layers}",
+                )
+            yield compare(
+                "compression ratio by the layer's tensors",
+                ratio_in_file(subject, f"layers.{i}"),
+                "==",
+                ratio,
+                "an indexer means CSA, rows of ape are the ratio (specification 2.1)",
+                1,
+                where=where,
+                part="layer kind",
+            )
             hashed = f"layers.{i}.ffn.gate.tid2eid" in subject.files.sources
-            yield compare("routing by token id, by the layer's tensors", hashed, "==", i < config.num_hash_layers,
-                          "tid2eid stands in hash layers only (specification 2.1)", 1, where=where, part="router")
+            yield compare(
+                "routing by token id, by the layer's tensors",
+                hashed,
+                "==",
+                i < config.num_hash_layers,
+                "tid2eid stands in hash layers only (specification 2.1)",
+                1,
+                where=where,
+                part="router",
+            )
         for i in range(subject.files.mtp_blocks):
-            yield compare("compression ratio by the block's tensors", ratio_in_file(subject, f"mtp.{i}"), "==", 0,
-                          "MTP blocks are window layers (transformers 46127)", 1, where=f"mtp {i}", part="MTP")
+            yield compare(
+                "compression ratio by the block's tensors",
+                ratio_in_file(subject, f"mtp.{i}"),
+                "==",
+                0,
+                "MTP blocks are window layers (transformers 46127)",
+                1,
+                where=f"mtp {i}",
+                part="MTP",
+            )
 
     def _modules(self, subject: Subject, raw: dict) -> Iterator[Check]:
         """What modules of our model took from the config, and the rotary frequencies by layer kind."""
@@ -96,25 +178,52 @@ class ConfigLedger(Probe):
             for attribute, key in IN_MODULES.get(type(module).__name__, {}).items():
                 seen += 1
                 if getattr(module, attribute) != raw[key]:
-                    wrong[f"{name}.{attribute} ({key})"] = f"{key} is {raw[key]}, the module has {getattr(module, attribute)}"
+                    wrong[f"{name}.{attribute} ({key})"] = (
+                        f"{key} is {raw[key]}, the module has {getattr(module, attribute)}"
+                    )
             if type(module).__name__ in SCALES:
                 seen, (said, scale) = seen + 1, SCALES[type(module).__name__]
                 if abs(module.scale / scale(raw) - 1) > 1e-9:
                     wrong[f"{name}.scale ({said})"] = f"{said} is {scale(raw):.6g}, the module has {module.scale:.6g}"
-        yield compare("values that modules took from the config: differences", len(wrong), "==", 0, STATED, seen,
-                      where=next(iter(wrong), ""), part="config", note="; ".join(list(wrong.values())[:3]))
+        yield compare(
+            "values that modules took from the config: differences",
+            len(wrong),
+            "==",
+            0,
+            STATED,
+            seen,
+            where=next(iter(wrong), ""),
+            part="config",
+            note="; ".join(list(wrong.values())[:3]),
+        )
         for base, compressed in (("main", False), ("compress", True)):
             wanted, found = frequencies(rotary(raw), compressed), subject.model.frequencies[base].double().cpu()
             error = ((found - wanted).abs() / wanted).max().item() if found.shape == wanted.shape else float("inf")
-            yield compare("rotary frequencies of the base", error, "<=", 1e-6, "fp32 of θ^(−2i/R) with YaRN, against fp64",
-                          wanted.numel(), where=f"base {base}", part="RoPE")
+            yield compare(
+                "rotary frequencies of the base",
+                error,
+                "<=",
+                1e-6,
+                "fp32 of θ^(−2i/R) with YaRN, against fp64",
+                wanted.numel(),
+                where=f"base {base}",
+                part="RoPE",
+            )
 
     def _theirs(self, subject: Subject, config: ModelConfig) -> Iterator[Check]:
         """The effective config that another implementation states in its provenance."""
         for key, found in sorted((subject.provenance.get("effective") or {}).items()):
             if hasattr(config, key):
-                yield compare("effective value of the implementation", shown(found), "==", shown(getattr(config, key)), STATED,
-                              1, where=key, part="config")
+                yield compare(
+                    "effective value of the implementation",
+                    shown(found),
+                    "==",
+                    shown(getattr(config, key)),
+                    STATED,
+                    1,
+                    where=key,
+                    part="config",
+                )
 
     def _widths(self, config: ModelConfig) -> Check:
         """Sizes that coincide hide a transposition or a wrong axis."""
@@ -122,9 +231,17 @@ class ConfigLedger(Probe):
         for key in WIDTHS:
             groups.setdefault(getattr(config, key), []).append(key)
         same = [f"{' = '.join(keys)} = {size}" for size, keys in groups.items() if len(keys) > 1]
-        return Check("sizes that coincide", Status.PASS, "config.json", "config", len(same), "groups",
-                     source="reported, not judged: equal sizes let one pass for another (known bugs, 3)", samples=len(WIDTHS),
-                     note="; ".join(same) or "all differ")
+        return Check(
+            "sizes that coincide",
+            Status.PASS,
+            "config.json",
+            "config",
+            len(same),
+            "groups",
+            source="reported, not judged: equal sizes let one pass for another (known bugs, 3)",
+            samples=len(WIDTHS),
+            note="; ".join(same) or "all differ",
+        )
 
 
 def _holds(read, stated) -> bool:
@@ -217,8 +334,8 @@ def effective(config: ModelConfig, key: str, requested):
     match key:
         case "compress_ratios":
             mine = list(config.compress_ratios + config.mtp_compress_ratios)
-            rest = requested[len(mine):] if isinstance(requested, list) else []
-            return (mine + rest)[:max(layers, len(requested))]   # DSpark's surplus entries are its own
+            rest = requested[len(mine) :] if isinstance(requested, list) else []
+            return (mine + rest)[: max(layers, len(requested))]  # DSpark's surplus entries are its own
         case "num_nextn_predict_layers":
             return config.num_mtp_layers
         case "eos_token_id":
@@ -275,5 +392,6 @@ def ratio_in_file(subject: Subject, prefix: str) -> int:
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(ConfigLedger)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dsv4.errors import Dsv4Error
-from probes.bisect import LAST, Bisection, block_of
-from probes.causes import INSIDE, MODULES, explanations, official
-from probes.local import Accumulated, Difference, differences, far
-from probes.subject import POINTS
-from probes.swaps import supports, swapped
+from dsv4.probes.bisect import LAST, Bisection, block_of
+from dsv4.probes.causes import INSIDE, MODULES, explanations, official
+from dsv4.probes.local import Accumulated, Difference, differences, far
+from dsv4.probes.subject import POINTS
+from dsv4.probes.swaps import supports, swapped
 
 SCALES = ("scale", "weight_scale", "weight_scale_2", "input_scale")
 MOST_TENSORS = 64  # of a module, whose values are compared with the file's
@@ -19,7 +19,8 @@ MOST_TENSORS = 64  # of a module, whose values are compared with the file's
 class Verdict:
     """The first difference, what was tried, and what came of it.
 
-    module: official name, '' if none fits; why: a mistake that explains the values; confirmed: the swap made it vanish; after:
+    module: official name, '' if none fits; why: a mistake that explains the values; confirmed: the swap made it vanish;
+    after:
     by label ('layer 4', 'logits'): accumulated difference before, after the swap, and its floor.
     """
 
@@ -37,7 +38,12 @@ class Confirmation:
 
     def __init__(self, found: Bisection):
         self.pass_, self.subject, self.reference, self.oracle, self.ids = (
-            found, found.subject, found.reference, found.oracle, found.ids)
+            found,
+            found.subject,
+            found.reference,
+            found.oracle,
+            found.ids,
+        )
 
     def verdict(self) -> Verdict:
         """Of a pass that found something."""
@@ -65,8 +71,14 @@ class Confirmation:
 
     def _likely(self, first: Difference) -> str:
         """Without a swap: the coarsest module that the point alone names."""
-        names = {"attn_in": "hc_attn", "q_after_rope": "attn.queries", "kv_window": "attn.latent",
-                 "index_scores": "attn.indexer", "attn_out": "attn", "ffn_out": "ffn"}
+        names = {
+            "attn_in": "hc_attn",
+            "q_after_rope": "attn.queries",
+            "kv_window": "attn.latent",
+            "index_scores": "attn.indexer",
+            "attn_out": "attn",
+            "ffn_out": "ffn",
+        }
         return official(first.layer, names.get(first.point, MODULES[first.point][0]))
 
     def _why(self, first: Difference, before, points: dict) -> str:
@@ -152,10 +164,13 @@ class Confirmation:
                 wanted, noise = torch.load(self.pass_.file(j))
                 now = Accumulated(j, "streams", far(points["streams"], wanted), noise.double(), numerics)
                 verdict.after[f"layer {j}"] = (known.at(0.5)[0], *now.at(0.5))
+
         with swapped(self.subject, i, module, self.oracle.layer(i), self.ids):
             logits = self.subject.stream(self.ids, ("streams",), see)
         if self.pass_.logits is not None:
-            now = Accumulated(-1, "logits", far(logits[:, -LAST:], self.pass_.wanted_logits), self.pass_.logits.noise, numerics)
+            now = Accumulated(
+                -1, "logits", far(logits[:, -LAST:], self.pass_.wanted_logits), self.pass_.logits.noise, numerics
+            )
             verdict.after["logits"] = (self.pass_.logits.at(0.5)[0], *now.at(0.5))
         others = [layer.index for layer in self.pass_.layers if layer.index > i and any(d.found for d in layer.found)]
         partly = bool(verdict.note)

@@ -1,4 +1,5 @@
-"""What the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) share on the command line."""
+"""What the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) share on the command
+line."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -20,8 +21,13 @@ def option(about: str, **more):
 
 Word = str | None
 Text = Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")]
-Policies = Annotated[Word, option("GQA: sink-window, page-bound, block-bound, block-mean, separated by commas; default: all, or of "
-                                  "early ends the first three.")]
+Policies = Annotated[
+    Word,
+    option(
+        "GQA: sink-window, page-bound, block-bound, block-mean, separated by commas; default: all, or of "
+        "early ends the first three."
+    ),
+]
 Rows = Annotated[int, typer.Option(help="Rows of each text.")]
 Numerics = Annotated[str, typer.Option(help="native or fp32; of DeepSeek-V4 qat and qat:fp32 too.")]
 Backend = Annotated[str, typer.Option(help="auto, reference, cpu or triton.")]
@@ -42,19 +48,26 @@ def wide(columns: int) -> Console:
 
 def show(found: dict, as_json: bool, tables: Callable[[dict, Console], None], columns: int) -> None:
     """A measurement on stdout: one JSON document, or its tables."""
-    from probes.formats.json_report import dumped
+    from dsv4.probes.formats.json_report import dumped
+
     if as_json:
         sys.stdout.write(dumped(found))
     else:
         tables(found, wide(columns))
 
 
-def publish(out: Path | None, stem: str, draw: Callable[[], dict[str, str]], markdown: Callable[[dict[str, str]], str],
-            document: Callable[[], str]) -> None:
-    """Write a measurement to `out`, if there is one, as `probes.report.write_measurement` does, and say so. draw() gives the plots, where
-    they can be drawn."""
-    from probes.recall.plots import available
-    from probes.report import write_measurement
+def publish(
+    out: Path | None,
+    stem: str,
+    draw: Callable[[], dict[str, str]],
+    markdown: Callable[[dict[str, str]], str],
+    document: Callable[[], str],
+) -> None:
+    """Write a measurement to `out`, if there is one, as `dsv4.probes.report.write_measurement` does, and say so. draw()
+    gives the plots, where they can be drawn."""
+    from dsv4.probes.recall.plots import available
+    from dsv4.probes.report import write_measurement
+
     if out is not None:
         for file in write_measurement(out, stem, draw() if available() else {}, markdown, document()):
             errors.print(f"wrote {file}")
@@ -70,6 +83,7 @@ def refuse_idle(used: bool, given: dict, instead: str) -> None:
 def counts(name: str, text: str | None) -> list[int] | None:
     """'4096,16K' → [4096, 16384]. Raises InputError."""
     from dsv4.memory import parse_count
+
     if text is None:
         return None
     if not all(part.strip() for part in text.split(",")):
@@ -84,6 +98,9 @@ def progress(total: int) -> Iterator[tuple]:
         yield errors.print, lambda tokens: None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True) as bar:
+
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True
+    ) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, description=text), lambda tokens: bar.advance(task, tokens)

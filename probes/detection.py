@@ -1,4 +1,5 @@
-"""The detection matrix: running the self-test, and what it found as markdown and as JSON (probes/schema/selftest-1.json)."""
+"""The detection matrix: running the self-test, and what it found as markdown and as JSON
+(probes/schema/selftest-1.json)."""
 
 import json
 import math
@@ -14,38 +15,52 @@ from pathlib import Path
 import torch
 
 from dsv4.errors import InputError
-from probes.audit import open_subject
-from probes.backend_matrix import TOKENS, BackendMatrix
-from probes.compile_ahead import compile_ahead
-from probes.formats import json_report, words
-from probes.formats.markdown import escape, fence, table
-from probes.machine import usable_processors
-from probes.mutations import Mutation, catalogue
-from probes.mutations import profile as profiles
-from probes.probe import available
-from probes.provenance import provenance
-from probes.report import write_files
-from probes.result import Status
-from probes.selftest import Bench, Clean, Outcome, chance, run_all, settings
-from probes.selftest_journal import SelftestJournal
+from dsv4.probes.audit import open_subject
+from dsv4.probes.backend_matrix import TOKENS, BackendMatrix
+from dsv4.probes.compile_ahead import compile_ahead
+from dsv4.probes.formats import json_report, words
+from dsv4.probes.formats.markdown import escape, fence, table
+from dsv4.probes.machine import usable_processors
+from dsv4.probes.mutations import Mutation, catalogue
+from dsv4.probes.mutations import profile as profiles
+from dsv4.probes.probe import available
+from dsv4.probes.provenance import provenance
+from dsv4.probes.report import write_files
+from dsv4.probes.result import Status
+from dsv4.probes.selftest import Bench, Clean, Outcome, chance, run_all, settings
+from dsv4.probes.selftest_journal import SelftestJournal
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent / "schema" / f"selftest-{VERSION}.json"
 STEM = "selftest"
-DEPENDS_ON = ("commit", "dirty", "device", "versions", "backend")  # keys of the provenance: equal in all runs of one journal
+# keys of the provenance: equal in all runs of one journal
+DEPENDS_ON = ("commit", "dirty", "device", "versions", "backend")
 EXPLAINED = """\
-Each mutation plants one class of known bug in a synthetic checkpoint or in the code that runs it. It counts as caught only if
-a FAIL or ERROR names the part that is at fault; probes are not told what is planted. *By chance* is the share of a sound
+Each mutation plants one class of known bug in a synthetic checkpoint or in the code that runs it. It counts as \
+caught only if
+a FAIL or ERROR names the part that is at fault; probes are not told what is planted. *By chance* is the share of a \
+sound
 subject's checks that the mutation's words match: how often just any red check would have counted."""
 MOST_TEXT = 160  # characters of a note in a cell; the JSON has all
 SECTIONS = {  # of the list of known bugs
-    "1.1": "Weight loading, key mapping, configuration", "1.2": "Number formats and dtypes", "1.3": "RoPE and YaRN",
-    "1.4": "Compressor", "1.5": "Indexer scoring", "1.6": "Top-k, sentinels, masks",
-    "1.7": "Attention core, sink, output projection", "1.8": "Hyper-connections",
-    "1.9": "Experts", "1.10": "Addressing, caching, concurrency, graphs",
-    "1.11": "MTP, parallelism, the harness", "1.12": "Pages and borrowed prefixes", "1.13": "Speculative decoding",
+    "1.1": "Weight loading, key mapping, configuration",
+    "1.2": "Number formats and dtypes",
+    "1.3": "RoPE and YaRN",
+    "1.4": "Compressor",
+    "1.5": "Indexer scoring",
+    "1.6": "Top-k, sentinels, masks",
+    "1.7": "Attention core, sink, output projection",
+    "1.8": "Hyper-connections",
+    "1.9": "Experts",
+    "1.10": "Addressing, caching, concurrency, graphs",
+    "1.11": "MTP, parallelism, the harness",
+    "1.12": "Pages and borrowed prefixes",
+    "1.13": "Speculative decoding",
     "1.14": "GQA models",
-    "1.15": "Block gather-decode", "1.16": "Run-time termination", "1.17": "Chunked sparse prefill", "1.18": "Caches in host memory",
+    "1.15": "Block gather-decode",
+    "1.16": "Run-time termination",
+    "1.17": "Chunked sparse prefill",
+    "1.18": "Caches in host memory",
     "1.19": "The bill of a decode step",
 }
 
@@ -81,32 +96,49 @@ class Matrix:
 
 
 def select(section: str | None = None, name: str | None = None, fast: bool = False) -> list[Mutation]:
-    """Mutations of one section, with a text in their name, or (fast) the first of each section. Raises InputError for none."""
+    """Mutations of one section, with a text in their name, or (fast) the first of each section. Raises InputError for
+    none."""
     found = [m for m in catalogue() if section in (None, m.section) and (name or "").casefold() in m.name.casefold()]
     if fast:
         found = [next(group) for _, group in groupby(found, key=lambda m: m.section)]
     if not found:
-        raise InputError(f"no mutation is of section {section or 'any'} with {name or 'anything'!r} in its name; sections are "
-                         f"{', '.join(sorted({m.section for m in catalogue()}, key=lambda s: int(s[2:])))}")
+        raise InputError(
+            f"no mutation is of section {section or 'any'} with {name or 'anything'!r} in its name; sections are "
+            f"{', '.join(sorted({m.section for m in catalogue()}, key=lambda s: int(s[2:])))}"
+        )
     return found
 
 
-def selftest(mutations: Sequence[Mutation], bench: Bench, jobs: int, selection: str = "all", command: list[str] | None = None,
-             done: Callable[[Outcome | Clean, int], None] = lambda result, of: None, journal: Path | None = None) -> Matrix:
-    """Plant all, audit what is sound. done(result, number of all) is called for each as it is ready. journal: a file that keeps results, for a
-    self-test that is cut off and called again; absent, or of the same commit, backend, device and libraries, or InputError is raised."""
+def selftest(
+    mutations: Sequence[Mutation],
+    bench: Bench,
+    jobs: int,
+    selection: str = "all",
+    command: list[str] | None = None,
+    done: Callable[[Outcome | Clean, int], None] = lambda result, of: None,
+    journal: Path | None = None,
+) -> Matrix:
+    """Plant all, audit what is sound. done(result, number of all) is called for each as it is ready. journal: a file
+    that keeps results, for a self-test that is cut off and called again; absent, or of the same commit, backend, device
+    and libraries, or InputError is raised."""
     begun, backend = time.time(), bench.resolved
     tasks = [*mutations, *settings(mutations, backend, selection == "all")]
     with tempfile.TemporaryDirectory(prefix="dsv4-profiles-") as folder:
         bench = Bench(Path(folder), backend, bench.device)
         for name in profiles.NAMES:
             profiles.write(bench.profiles / name, name)
-        subject = open_subject(bench.profiles / "default", "ours", "fp32", backend, bench.device)  # or it cannot run at all
+        # or it cannot run at all
+        subject = open_subject(bench.profiles / "default", "ours", "fp32", backend, bench.device)
         about = lambda: provenance(subject, command or sys.argv, {"profiles": 0, "probes": 0}, begun)
         kept = SelftestJournal(journal, {key: value for key, value in about().items() if key in DEPENDS_ON})
         if bench.device.startswith("cuda") and selection == "all":
-            configs = [open_subject(bench.profiles / name, "ours", "fp32", backend, bench.device).config for name in profiles.NAMES]
-            compile_ahead(configs, (torch.float32, torch.bfloat16), TOKENS, backend, bench.device, BackendMatrix.seed, jobs)
+            configs = [
+                open_subject(bench.profiles / name, "ours", "fp32", backend, bench.device).config
+                for name in profiles.NAMES
+            ]
+            compile_ahead(
+                configs, (torch.float32, torch.bfloat16), TOKENS, backend, bench.device, BackendMatrix.seed, jobs
+            )
         results = [kept.result(task) for task in tasks]
         for result in filter(None, results):
             done(result, len(tasks))
@@ -115,13 +147,24 @@ def selftest(mutations: Sequence[Mutation], bench: Bench, jobs: int, selection: 
             results[left[i]] = result
             kept.done(tasks[left[i]], result)
             done(result, len(tasks))
-        outcomes, clean = results[:len(mutations)], results[len(mutations):]
-        of_all = {"jobs": jobs, "numerics": ", ".join(dict.fromkeys(c.numerics for c in clean)), "dispatch": []}  # of many subjects, not of one
+        outcomes, clean = results[: len(mutations)], results[len(mutations) :]
+        # of many subjects, not of one
+        of_all = {"jobs": jobs, "numerics": ", ".join(dict.fromkeys(c.numerics for c in clean)), "dispatch": []}
         return Matrix(outcomes, clean, selection, about() | of_all, kept.seconds)
 
 
-def run(out: Path | None, section: str | None, name: str | None, fast: bool, jobs: int | None, backend: str, device: str,
-        say: Callable[[str], None], done: Callable[[Outcome | Clean, int], None], journal: Path | None = None) -> int:
+def run(
+    out: Path | None,
+    section: str | None,
+    name: str | None,
+    fast: bool,
+    jobs: int | None,
+    backend: str,
+    device: str,
+    say: Callable[[str], None],
+    done: Callable[[Outcome | Clean, int], None],
+    journal: Path | None = None,
+) -> int:
     """`dsv4 audit selftest`: the exit code (0 all caught and green, 1 gaps or false alarms)."""
     chosen = {"section": section, "name": name, "fast": fast or None}
     selection = ", ".join(f"{key} {value}" for key, value in chosen.items() if value) or "all"
@@ -138,9 +181,15 @@ def run(out: Path | None, section: str | None, name: str | None, fast: bool, job
 def told(result: Outcome | Clean) -> str:
     """One line of a result, for a log."""
     if isinstance(result, Clean):
-        word, about = "green" if result.green else "ALARM", f"{setting(result)}, {result.backend}{''.join(f'; {r}' for r in result.red[:3])}"
+        word, about = (
+            "green" if result.green else "ALARM",
+            f"{setting(result)}, {result.backend}{''.join(f'; {r}' for r in result.red[:3])}",
+        )
     else:
-        word, about = "caught" if result.found.caught else "GAP", result.mutation.name + (f": {result.found.note}" if result.found.note else "")
+        word, about = (
+            "caught" if result.found.caught else "GAP",
+            result.mutation.name + (f": {result.found.note}" if result.found.note else ""),
+        )
     return f"{word:6} {result.seconds:5.1f} s  {about}"
 
 
@@ -154,7 +203,9 @@ def summary(matrix: Matrix) -> list[str]:
 
 def setting(of: Mutation | Clean) -> str:
     """'default, qat, fp8 and fp4 caches': what a subject was opened with."""
-    return f"{of.profile}, {of.numerics}" + (f", {' and '.join(of.caches)} caches" if set(of.caches) != {"auto"} else "")
+    return f"{of.profile}, {of.numerics}" + (
+        f", {' and '.join(of.caches)} caches" if set(of.caches) != {"auto"} else ""
+    )
 
 
 def headline(matrix: Matrix) -> str:
@@ -164,9 +215,17 @@ def headline(matrix: Matrix) -> str:
 
 def write(matrix: Matrix, directory: Path) -> list[Path]:
     """selftest.md and selftest.json, each whole or not at all; selftest_triton of that backend. Raises WriteError."""
-    backends = "".join(f"_{name}" for name in dict.fromkeys(c.backend for c in matrix.clean) if name not in ("cpu", "reference"))
-    return write_files(directory, {f"{STEM}{backends}.md": markdown(matrix), f"{STEM}{backends}.json":
-                                   json.dumps(document(matrix), ensure_ascii=False, indent=1, allow_nan=False) + "\n"})
+    backends = "".join(
+        f"_{name}" for name in dict.fromkeys(c.backend for c in matrix.clean) if name not in ("cpu", "reference")
+    )
+    return write_files(
+        directory,
+        {
+            f"{STEM}{backends}.md": markdown(matrix),
+            f"{STEM}{backends}.json": json.dumps(document(matrix), ensure_ascii=False, indent=1, allow_nan=False)
+            + "\n",
+        },
+    )
 
 
 # ---- JSON ---------------------------------------------------------------------------------
@@ -176,25 +235,63 @@ def document(matrix: Matrix) -> dict:
     """The matrix as JSON values of the schema."""
     gaps, alarms = len(matrix.gaps), len(matrix.alarms)
     return {
-        "schema_version": VERSION, "title": "Detection matrix", "exit_code": matrix.exit_code, "selection": matrix.selection,
-        "totals": {"mutations": len(matrix.outcomes), "caught": len(matrix.outcomes) - gaps, "gaps": gaps,
-                   "clean": len(matrix.clean), "green": len(matrix.clean) - alarms},
-        "seconds": round(matrix.seconds, 1), "provenance": json_report.strict(matrix.provenance),
+        "schema_version": VERSION,
+        "title": "Detection matrix",
+        "exit_code": matrix.exit_code,
+        "selection": matrix.selection,
+        "totals": {
+            "mutations": len(matrix.outcomes),
+            "caught": len(matrix.outcomes) - gaps,
+            "gaps": gaps,
+            "clean": len(matrix.clean),
+            "green": len(matrix.clean) - alarms,
+        },
+        "seconds": round(matrix.seconds, 1),
+        "provenance": json_report.strict(matrix.provenance),
         "mutations": [_mutation(matrix, o) for o in matrix.outcomes],
-        "clean": [{"profile": c.profile, "numerics": c.numerics, "caches": list(c.caches), "backend": c.backend,
-                   "green": c.green, "totals": {status.value: n for status, n in c.totals.items()}, "red": list(c.red),
-                   "vacuous": list(c.vacuous), "seconds": round(c.seconds, 2)} for c in matrix.clean],
+        "clean": [
+            {
+                "profile": c.profile,
+                "numerics": c.numerics,
+                "caches": list(c.caches),
+                "backend": c.backend,
+                "green": c.green,
+                "totals": {status.value: n for status, n in c.totals.items()},
+                "red": list(c.red),
+                "vacuous": list(c.vacuous),
+                "seconds": round(c.seconds, 2),
+            }
+            for c in matrix.clean
+        ],
     }
 
 
 def _mutation(matrix: Matrix, o: Outcome) -> dict:
     m, f, level = o.mutation, o.found, matrix.chance(o)
-    row = {"name": m.name, "section": m.section, "bugs": list(m.bugs), "what": m.what, "parts": list(m.parts),
-           "numerics": m.numerics, "profile": m.profile, "caches": list(m.caches), "caught": f.caught, "by": f.by or None,
-           "seen": list(f.seen),
-           "chance": None if math.isnan(level) else round(level, 4), "seconds": round(o.seconds, 2)}
-    said = {"status": f.status, "finding": f.finding, "where": f.where, "part": f.part, "word": f.word, "note": f.note,
-            "left": list(o.left)}
+    row = {
+        "name": m.name,
+        "section": m.section,
+        "bugs": list(m.bugs),
+        "what": m.what,
+        "parts": list(m.parts),
+        "numerics": m.numerics,
+        "profile": m.profile,
+        "caches": list(m.caches),
+        "caught": f.caught,
+        "by": f.by or None,
+        "seen": list(f.seen),
+        "chance": None if math.isnan(level) else round(level, 4),
+        "seconds": round(o.seconds, 2),
+    }
+    said = {
+        "status": f.status,
+        "finding": f.finding,
+        "where": f.where,
+        "part": f.part,
+        "word": f.word,
+        "note": f.note,
+        "left": list(o.left),
+    }
     return row | {key: value for key, value in said.items() if value}
 
 
@@ -203,8 +300,16 @@ def _mutation(matrix: Matrix, o: Outcome) -> dict:
 
 def markdown(matrix: Matrix) -> str:
     whole = "" if matrix.selection == "all" else f" Not the whole matrix: {escape(matrix.selection)}."
-    parts = ["# Detection matrix", f"**{headline(matrix)}** (exit code {matrix.exit_code}). {matrix.seconds:.0f} s.{whole}",
-             EXPLAINED, _gaps(matrix), _by_probe(matrix), "## Sound subjects", _clean(matrix), "## Mutations"]
+    parts = [
+        "# Detection matrix",
+        f"**{headline(matrix)}** (exit code {matrix.exit_code}). {matrix.seconds:.0f} s.{whole}",
+        EXPLAINED,
+        _gaps(matrix),
+        _by_probe(matrix),
+        "## Sound subjects",
+        _clean(matrix),
+        "## Mutations",
+    ]
     for section, group in groupby(matrix.outcomes, key=lambda o: o.mutation.section):
         parts += [f"### {section} {SECTIONS.get(section, '')}", _rows(matrix, list(group))]
     rows = [[escape(key), escape(value)] for key, value in words.flat(matrix.provenance) if key != "command" and value]
@@ -214,11 +319,19 @@ def markdown(matrix: Matrix) -> str:
 
 def _gaps(matrix: Matrix) -> str:
     red = lambda o: f" (red: {escape(', '.join(o.found.seen))})" if o.found.seen else ""
-    lines = [f"- **gap** {escape(o.mutation.section)} **{escape(o.mutation.name)}**: {escape(o.found.note)}{red(o)}. "
-             f"{escape(o.mutation.what)}" for o in matrix.gaps]
-    lines += [f"- **false alarm** {escape(setting(c))}, {escape(c.backend)}: {escape(red)}"
-              for c in matrix.alarms for red in c.red or ["nothing passed"]]
-    lines += [f"- **not undone** {escape(o.mutation.name)}: {escape(', '.join(o.left))}" for o in matrix.outcomes if o.left]
+    lines = [
+        f"- **gap** {escape(o.mutation.section)} **{escape(o.mutation.name)}**: {escape(o.found.note)}{red(o)}. "
+        f"{escape(o.mutation.what)}"
+        for o in matrix.gaps
+    ]
+    lines += [
+        f"- **false alarm** {escape(setting(c))}, {escape(c.backend)}: {escape(red)}"
+        for c in matrix.alarms
+        for red in c.red or ["nothing passed"]
+    ]
+    lines += [
+        f"- **not undone** {escape(o.mutation.name)}: {escape(', '.join(o.left))}" for o in matrix.outcomes if o.left
+    ]
     return "## Gaps\n\n" + ("\n".join(lines) or "None.")
 
 
@@ -233,13 +346,27 @@ def _by_probe(matrix: Matrix) -> str:
 
 
 def _clean(matrix: Matrix) -> str:
-    rows = [[c.profile, setting(c).partition(", ")[2], c.backend, "green" if c.green else "**RED**",
-             *(str(c.totals.get(status, 0) or "·") for status in Status), f"{c.seconds:.0f}"] for c in matrix.clean]
-    parts = [table(["profile", "numerics", "backend", "", *(">" + status.value for status in Status), ">seconds"], rows)]
+    rows = [
+        [
+            c.profile,
+            setting(c).partition(", ")[2],
+            c.backend,
+            "green" if c.green else "**RED**",
+            *(str(c.totals.get(status, 0) or "·") for status in Status),
+            f"{c.seconds:.0f}",
+        ]
+        for c in matrix.clean
+    ]
+    parts = [
+        table(["profile", "numerics", "backend", "", *(">" + status.value for status in Status), ">seconds"], rows)
+    ]
     vacuous = [f"- {escape(f'{setting(c)}, {c.backend}: {v}')}" for c in matrix.clean for v in c.vacuous]
     if vacuous:
-        parts.append("<details><summary>VACUOUS checks of sound subjects: no evidence there</summary>\n\n" + "\n".join(vacuous)
-                     + "\n\n</details>")
+        parts.append(
+            "<details><summary>VACUOUS checks of sound subjects: no evidence there</summary>\n\n"
+            + "\n".join(vacuous)
+            + "\n\n</details>"
+        )
     return "\n\n".join(parts)
 
 
@@ -250,12 +377,22 @@ def _rows(matrix: Matrix, outcomes: list[Outcome]) -> str:
 
 def _row(o: Outcome, level: float) -> list[str]:
     m, f = o.mutation, o.found
-    unusual = [said for said, usual in ((m.numerics, "fp32"), (m.profile, "default"), (" + ".join(m.caches), "auto + auto"))
-               if said != usual]
+    unusual = [
+        said
+        for said, usual in ((m.numerics, "fp32"), (m.profile, "default"), (" + ".join(m.caches), "auto + auto"))
+        if said != usual
+    ]
     how = f" ({', '.join(unusual)})" if unusual else ""
     note = f.note if len(f.note) <= MOST_TEXT else f.note[:MOST_TEXT].rpartition(" ")[0] + " …"
     finding = f.finding + (f" at {f.where}" if f.where else "") + (f": {note}" if note else "")
     by = f"**{f.by}**" + (" (ERROR)" if f.status == Status.ERROR.value else "") if f.caught else "**gap**"
     named = f"{f.part or '–'} ({f.word})" if f.caught and f.word.casefold() not in f.part.casefold() else f.part
-    return [escape(m.name + how), ", ".join(map(str, m.bugs)), escape(m.what), by,
-            escape(finding if f.caught else f.note), escape(named), "" if math.isnan(level) else f"{level:.1%}"]
+    return [
+        escape(m.name + how),
+        ", ".join(map(str, m.bugs)),
+        escape(m.what),
+        by,
+        escape(finding if f.caught else f.note),
+        escape(named),
+        "" if math.isnan(level) else f"{level:.1%}",
+    ]

@@ -1,7 +1,7 @@
 """Two reports compared: what got worse, what got better, and what is no longer proved.
 
-A check that is gone, or that measures nothing any more, is a finding: evidence must not vanish silently. A waiver accepts a
-finding for a reason and until a date; one that has expired is a finding itself.
+A check that is gone, or that measures nothing any more, is a finding: evidence must not vanish silently. A waiver
+accepts a finding for a reason and until a date; one that has expired is a finding itself.
 """
 
 from collections import defaultdict
@@ -11,9 +11,9 @@ from datetime import date, datetime
 from fnmatch import fnmatchcase
 
 from dsv4.errors import InputError
-from probes.formats import json_report, words
-from probes.formats.markdown import escape, table
-from probes.result import Status
+from dsv4.probes.formats import json_report, words
+from dsv4.probes.formats.markdown import escape, table
+from dsv4.probes.result import Status
 
 BROKEN = (Status.FAIL, Status.ERROR)
 EVIDENCE = (Status.PASS, Status.WARN, Status.FAIL)  # an ERROR measured nothing
@@ -25,7 +25,8 @@ Key = tuple[str, str, str, int]  # probe, name, where, and a number for those th
 
 @dataclass(frozen=True)
 class Change:
-    """One check in both reports; `old` or `new` is None where it is absent. text: what the newer (or older) measured."""
+    """One check in both reports; `old` or `new` is None where it is absent. text: what the newer (or older)
+    measured."""
 
     probe: str
     name: str
@@ -53,8 +54,8 @@ class Waiver:
 
 @dataclass
 class Difference:
-    """regressions: worse than before, or new and broken. vanished: evidence before, none now. remaining: broken before, and not
-    fixed. fixed: better, which includes evidence where there was none. removed: gone, and never had evidence.
+    """regressions: worse than before, or new and broken. vanished: evidence before, none now. remaining: broken before,
+    and not fixed. fixed: better, which includes evidence where there was none. removed: gone, and never had evidence.
     """
 
     regressions: list[Change] = field(default_factory=list)
@@ -81,8 +82,8 @@ class Difference:
 def difference(old: dict, new: dict, waivers: list[dict], today: date) -> Difference:
     """Compare two reports in the form of probes/schema/report-1.json.
 
-    waivers: [{"probe", "name", "where" (optional glob), "reason", "expires": "YYYY-MM-DD"}]; a waiver still holds on the day
-    that it names. Raises InputError for what is no report and for a malformed waiver.
+    waivers: [{"probe", "name", "where" (optional glob), "reason", "expires": "YYYY-MM-DD"}]; a waiver still holds on
+    the day that it names. Raises InputError for what is no report and for a malformed waiver.
     """
     before, after = _checks(json_report.valid(old, "the old report")), _checks(json_report.valid(new, "the new report"))
     parsed = [parse_waiver(waiver, i) for i, waiver in enumerate(waivers, 1)]
@@ -101,13 +102,17 @@ def parse_waiver(waiver: dict, number: int) -> Waiver:
     """A waiver from JSON. A misspelt one must not waive nothing, or everything: raises InputError."""
     where = f"waiver {number}"
     if not isinstance(waiver, dict):
-        raise InputError(f"{where} is a {type(waiver).__name__}; expected an object with probe, name, reason and expires")
+        raise InputError(
+            f"{where} is a {type(waiver).__name__}; expected an object with probe, name, reason and expires"
+        )
     needed, unknown = ("probe", "name", "reason", "expires"), sorted(set(waiver) - set(Waiver.__dataclass_fields__))
     if unknown:
         raise InputError(f"{where} has {', '.join(unknown)}; expected probe, name, where, reason and expires")
     for key in (*needed, *(["where"] if "where" in waiver else [])):
         if not isinstance(waiver.get(key), str) or not waiver[key].strip() and key != "where":
-            raise InputError(f"{where} has no {key}; expected probe, name, reason and expires as text, and perhaps where")
+            raise InputError(
+                f"{where} has no {key}; expected probe, name, reason and expires as text, and perhaps where"
+            )
     try:
         expires = datetime.strptime(waiver["expires"], "%Y-%m-%d").date()
     except ValueError:
@@ -116,7 +121,8 @@ def parse_waiver(waiver: dict, number: int) -> Waiver:
 
 
 def _checks(report: dict) -> dict[Key, dict]:
-    """Checks by key. Those that share one are numbered from the worst, so that a lost one shows and a bad one is not hidden."""
+    """Checks by key. Those that share one are numbered from the worst, so that a lost one shows and a bad one is not
+    hidden."""
     groups = defaultdict(list)
     for section in report["sections"]:
         for check in section["checks"]:
@@ -175,19 +181,31 @@ def _kind(change: Change, proved: set[str]) -> str | None:
 def _context(old: dict, new: dict) -> list[tuple[str, str, str]]:
     """What differs in the provenance: two reports about different things compare badly."""
     before, after = (dict(words.flat({k: p.get(k) for k in COMPARED})) for p in (old, new))
-    return [(key, before.get(key, "–"), after.get(key, "–")) for key in sorted(before.keys() | after.keys())
-            if before.get(key) != after.get(key)]
+    return [
+        (key, before.get(key, "–"), after.get(key, "–"))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
 
 
 def render(found: Difference) -> str:
     """Markdown: findings first."""
-    counts = [(len(found.regressions), "regressions"), (len(found.vanished), "lost their evidence"),
-              (len(found.expired), "expired waivers"), (len(found.waived), "waived"), (len(found.remaining), "not fixed"),
-              (len(found.fixed), "fixed"), (len(found.new), "new"), (len(found.removed), "removed, never with evidence"),
-              (found.unchanged, "unchanged")]
+    counts = [
+        (len(found.regressions), "regressions"),
+        (len(found.vanished), "lost their evidence"),
+        (len(found.expired), "expired waivers"),
+        (len(found.waived), "waived"),
+        (len(found.remaining), "not fixed"),
+        (len(found.fixed), "fixed"),
+        (len(found.new), "new"),
+        (len(found.removed), "removed, never with evidence"),
+        (found.unchanged, "unchanged"),
+    ]
     verdict = "findings" if found.exit_code else "nothing got worse"
-    parts = ["# Difference of two audits", f"**{verdict}** (exit code {found.exit_code}): "
-             + ", ".join(f"{n:,} {what}" for n, what in counts if n) + "."]
+    parts = [
+        "# Difference of two audits",
+        f"**{verdict}** (exit code {found.exit_code}): " + ", ".join(f"{n:,} {what}" for n, what in counts if n) + ".",
+    ]
     parts.append(_rows("Regressions", found.regressions))
     parts.append(_rows("Vanished evidence: these were measured before, and are not any more", found.vanished))
     parts.append(_waivers("Expired waivers: renew them with a reason, or remove them", found.expired))
@@ -218,5 +236,7 @@ def _waived(waived: list[tuple[Change, Waiver]]) -> str:
 
 
 def _waivers(title: str, waivers: list[Waiver]) -> str:
-    rows = [[escape(w.probe), escape(w.name), escape(w.where), escape(w.reason), w.expires.isoformat()] for w in waivers]
+    rows = [
+        [escape(w.probe), escape(w.name), escape(w.where), escape(w.reason), w.expires.isoformat()] for w in waivers
+    ]
     return f"## {title}\n\n" + table(["probe", "check", "where", "reason", "until"], rows) if rows else ""

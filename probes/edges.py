@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import torch
 
-from probes.probe import Probe
-from probes.result import Check, Status, compare
-from probes.subject import Subject
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.subject import Subject
 
 SINK = "fp32: a sink counted twice costs 1.3 % or more, eight unmasked zero slots 0.7 % (known bugs, 2.3)"
 MINUS_INF = float("-inf")
 K = 8
-COUNTS = (0, 1, K - 1, K, K + 1, 64)                                  # entries
-WIDTHS = ((4096, 512), (4096, 1024), (40_000, K), (1 << 20, K))       # (entries, k): known bugs 95, and k of Pro
+COUNTS = (0, 1, K - 1, K, K + 1, 64)  # entries
+WIDTHS = ((4096, 512), (4096, 1024), (40_000, K), (1 << 20, K))  # (entries, k): known bugs 95, and k of Pro
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,11 @@ class Edges(Probe):
                     checks += [guarded(case, "HCA attention", self._all, subject, queries, n, full, case)]
                 checks += [guarded(where, "selection", self._topk, subject, queries, n, where)]
             where = f"{queries} queries"
-            checks += [guarded(where, "selection", self._ties, subject, queries, where),
-                       guarded(where, "selection", self._nan, subject, queries, where),
-                       guarded(where, "index scores", self._scores, subject, queries, where)]
+            checks += [
+                guarded(where, "selection", self._ties, subject, queries, where),
+                guarded(where, "selection", self._nan, subject, queries, where),
+                guarded(where, "index scores", self._scores, subject, queries, where),
+            ]
         return checks + [guarded(f"{n} entries, k = {k}", "selection", self._wide, subject, n, k) for n, k in WIDTHS]
 
     def _inputs(self, queries: int, n: int):
@@ -51,13 +53,14 @@ class Edges(Probe):
         return q, window, entries, sink, W, g
 
     def _selected(self, subject: Subject, queries: int, n: int, full: bool, where: str) -> Check:
-        """−1 first, last and between, a query that sees nothing; or none absent, and said so. NaN in rows nobody selected."""
+        """−1 first, last and between, a query that sees nothing; or none absent, and said so. NaN in rows nobody
+        selected."""
         q, window, entries, sink, W, g = self._inputs(queries, n)
         near = torch.randint(0, 20, (queries, W), generator=g)
         far = torch.full((queries, min(n, K) if full else K), -1)
         for t in range(queries):
-            some = torch.randperm(max(1, n), generator=g)[:min(n, K)]
-            far[t, far.shape[1] - len(some):] = some
+            some = torch.randperm(max(1, n), generator=g)[: min(n, K)]
+            far[t, far.shape[1] - len(some) :] = some
         if not full:
             near[:, 0], near[-1, 3] = -1, -1
             near[0], far[0] = (-1, -1) if queries > 1 else (near[0], far[0])  # one query with no key at all
@@ -71,29 +74,44 @@ class Edges(Probe):
         q, window, entries, sink, W, g = self._inputs(queries, n)
         entries = entries[:n].clone()
         near = torch.randint(0, 20, (queries, W), generator=g)
-        visible = torch.full((queries,), n) if full or queries == 1 else torch.linspace(0, max(0, n - 1), queries).long()
-        entries[int(visible.max()):] = float("nan")
-        found = subject.operations["hca_attention"](q.unsqueeze(0), window, near, entries.unsqueeze(0), visible.unsqueeze(0),
-                                                    sink, 0.25, full)[0]
+        visible = (
+            torch.full((queries,), n) if full or queries == 1 else torch.linspace(0, max(0, n - 1), queries).long()
+        )
+        entries[int(visible.max()) :] = float("nan")
+        found = subject.operations["hca_attention"](
+            q.unsqueeze(0), window, near, entries.unsqueeze(0), visible.unsqueeze(0), sink, 0.25, full
+        )[0]
         far = torch.arange(n).expand(queries, n)
-        return self._near(found, q, window, near, entries, torch.where(far < visible.unsqueeze(-1), far, -1), sink, where,
-                          "HCA attention")
+        return self._near(
+            found,
+            q,
+            window,
+            near,
+            entries,
+            torch.where(far < visible.unsqueeze(-1), far, -1),
+            sink,
+            where,
+            "HCA attention",
+        )
 
     def _near(self, found, q, window, near, entries, far, sink, where: str, part: str) -> Check:
         wanted = attend(q, window, near, entries, far, sink, 0.25)
         error = ((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-9)).item()
         note = ""
         if not error <= 1e-5:
-            part, note = blame(found, wanted, lambda **other: attend(q, window, near, entries, far, sink, 0.25, **other), part)
-        return compare("attention equals its definition", error, "<=", 1e-5, SINK, found.numel(), where=where, part=part,
-                       note=note)
+            part, note = blame(
+                found, wanted, lambda **other: attend(q, window, near, entries, far, sink, 0.25, **other), part
+            )
+        return compare(
+            "attention equals its definition", error, "<=", 1e-5, SINK, found.numel(), where=where, part=part, note=note
+        )
 
     def _topk(self, subject: Subject, queries: int, n: int, where: str) -> Check:
         """min(k, n) picks, −1 for what is not visible, nothing twice, the best of those that are."""
         g = torch.Generator().manual_seed(self.seed + n)
         scores = torch.randn(1, queries, n, generator=g)
         for t in range(queries):
-            scores[0, t, n - t * n // queries:] = MINUS_INF
+            scores[0, t, n - t * n // queries :] = MINUS_INF
         found = subject.operations["topk_entries"](scores, K)
         wrong = 0 if found.shape[-1] == min(K, n) else 1
         for t in range(queries):
@@ -101,8 +119,16 @@ class Edges(Probe):
             best = sorted(visible, key=lambda e: (-scores[0, t, e].item(), e))[:K]
             picked = [e for e in found[0, t].tolist() if e >= 0]
             wrong += sorted(picked) != sorted(best)
-        return compare("selection with few entries", wrong, "==", 0, "definition: the k best of the visible, −1 elsewhere",
-                       queries, where=where, part="selection")
+        return compare(
+            "selection with few entries",
+            wrong,
+            "==",
+            0,
+            "definition: the k best of the visible, −1 elsewhere",
+            queries,
+            where=where,
+            part="selection",
+        )
 
     def _wide(self, subject: Subject, n: int, k: int) -> Check:
         """As many entries and picks as long contexts have, the best of them at the far end."""
@@ -111,8 +137,18 @@ class Edges(Probe):
         scores = scores.float()
         found = set(subject.operations["topk_entries"](scores, k)[0, 0].tolist())
         best = set(torch.sort(scores[0, 0], descending=True, stable=True).indices[:k].tolist())
-        return compare("selection among many entries", len(best - found), "==", 0, "definition: the k best", k,
-                       where=f"{n} entries, k = {k}", part="selection", chance=k - k * k / n, unit="picks")
+        return compare(
+            "selection among many entries",
+            len(best - found),
+            "==",
+            0,
+            "definition: the k best",
+            k,
+            where=f"{n} entries, k = {k}",
+            part="selection",
+            chance=k - k * k / n,
+            unit="picks",
+        )
 
     def _ties(self, subject: Subject, queries: int, where: str) -> Check:
         """Among equal scores the lowest entry; both zeros are equal."""
@@ -120,8 +156,16 @@ class Edges(Probe):
         found = subject.operations["topk_entries"](scores, 5)
         wanted = {1, 3, 5, 0, 2}
         wrong = sum(set(row) != wanted for row in found[0].tolist())
-        return compare("ties go to the lowest entry", wrong, "==", 0, "the project's one tie rule", queries, where=where,
-                       part="selection")
+        return compare(
+            "ties go to the lowest entry",
+            wrong,
+            "==",
+            0,
+            "the project's one tie rule",
+            queries,
+            where=where,
+            part="selection",
+        )
 
     def _nan(self, subject: Subject, queries: int, where: str) -> Check:
         """A score that is NaN may be picked or not; what is picked are entries all the same, each once."""
@@ -130,8 +174,16 @@ class Edges(Probe):
         found = subject.operations["topk_entries"](scores, K)
         rows = [[e for e in row if e != -1] for row in found[0].tolist()]
         wrong = sum(any(not 0 <= e < 20 for e in row) or len(set(row)) < len(row) for row in rows)
-        return compare("a NaN among the scores selects no entry that does not exist", wrong, "==", 0,
-                       "known bugs, 87: such a lane gave uninitialised memory", queries, where=where, part="selection")
+        return compare(
+            "a NaN among the scores selects no entry that does not exist",
+            wrong,
+            "==",
+            0,
+            "known bugs, 87: such a lane gave uninitialised memory",
+            queries,
+            where=where,
+            part="selection",
+        )
 
     def _scores(self, subject: Subject, queries: int, where: str) -> Check:
         """ReLU before the head weights, −inf where invisible, NaN beyond not seen."""
@@ -139,14 +191,24 @@ class Edges(Probe):
         n = max(9, 2 * queries + 2)
         q, w, keys = (torch.randn(*s, generator=g) for s in ((1, queries, 3, 8), (1, queries, 3), (1, n, 8)))
         visible = torch.arange(1, queries + 1).unsqueeze(0) * 2
-        keys[0, int(visible.max()):] = float("nan")
+        keys[0, int(visible.max()) :] = float("nan")
         found = subject.operations["index_scores"](q, w, keys, visible)[0].double()
         hidden = torch.arange(n) >= visible[0].unsqueeze(-1)
         dots = torch.relu(torch.einsum("thd,nd->thn", q[0].double(), keys[0].double().nan_to_num()))
         wanted = (w[0].double().unsqueeze(-1) * dots).sum(1)
-        wrong = (found - wanted)[~hidden].abs().max().item() if bool((found[hidden] == MINUS_INF).all()) else float("inf")
-        return compare("index scores", wrong, "<=", 1e-4, "fp32 rounding of sums of 8 and of 3", n * queries, where=where,
-                       part="index scores")
+        wrong = (
+            (found - wanted)[~hidden].abs().max().item() if bool((found[hidden] == MINUS_INF).all()) else float("inf")
+        )
+        return compare(
+            "index scores",
+            wrong,
+            "<=",
+            1e-4,
+            "fp32 rounding of sums of 8 and of 3",
+            n * queries,
+            where=where,
+            part="index scores",
+        )
 
 
 def guarded(where: str, part: str, check: Callable[..., Check], *args) -> Check:
@@ -165,23 +227,32 @@ def window_unused(index: torch.Tensor, rows: int) -> torch.Tensor:
     return unused
 
 
-def attend(q, window, near, entries, far, sink, scale: float, sinks: float = 1.0, absent: float = MINUS_INF) -> torch.Tensor:
+def attend(
+    q, window, near, entries, far, sink, scale: float, sinks: float = 1.0, absent: float = MINUS_INF
+) -> torch.Tensor:
     """Queries [N, H, D] over window[near] and entries[far], −1 skipped, in fp64: the definition.
 
     By mistake: `sinks` times the sink in the denominator; rows of −1 as keys of zero that score `absent`.
     """
     pool = torch.cat((window, entries, entries.new_zeros(1, q.shape[-1]))).double()
-    rows = torch.cat((torch.where(near < 0, len(pool) - 1, near), torch.where(far < 0, len(pool) - 1, len(window) + far)), 1)
-    missing, keys = torch.cat((near, far), 1) < 0, pool[rows]                                      # [N, K], [N, K, D]
+    rows = torch.cat(
+        (torch.where(near < 0, len(pool) - 1, near), torch.where(far < 0, len(pool) - 1, len(window) + far)), 1
+    )
+    missing, keys = torch.cat((near, far), 1) < 0, pool[rows]  # [N, K], [N, K, D]
     logits = (q.double() @ keys.transpose(1, 2) * scale).masked_fill(missing.unsqueeze(1), absent)
     own = (sink.double() + (math.log(sinks) if sinks else MINUS_INF)).view(1, -1, 1).expand(len(q), -1, 1)
     return torch.nan_to_num(torch.softmax(torch.cat((logits, own), -1), -1))[..., :-1] @ keys
 
 
-def blame(found: torch.Tensor, wanted: torch.Tensor, by_mistake: Callable[..., torch.Tensor], part: str) -> tuple[str, str]:
+def blame(
+    found: torch.Tensor, wanted: torch.Tensor, by_mistake: Callable[..., torch.Tensor], part: str
+) -> tuple[str, str]:
     """(part, note): a mistake that leaves at most a tenth of the difference, or the operation itself."""
-    forms = {"no sink": ("sink", dict(sinks=0.0)), "sink twice": ("sink", dict(sinks=2.0)),
-             "rows of −1 counted": ("absent keys", dict(absent=0.0))}
+    forms = {
+        "no sink": ("sink", dict(sinks=0.0)),
+        "sink twice": ("sink", dict(sinks=2.0)),
+        "rows of −1 counted": ("absent keys", dict(absent=0.0)),
+    }
     away = lambda made: torch.nan_to_num((found.double() - made).norm(), nan=math.inf).item()
     errors = {name: away(by_mistake(**other)) for name, (_, other) in forms.items()}
     best, whole = min(errors, key=errors.get), away(wanted)
@@ -192,5 +263,6 @@ def blame(found: torch.Tensor, wanted: torch.Tensor, by_mistake: Callable[..., t
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Edges)

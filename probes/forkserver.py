@@ -1,6 +1,7 @@
 """Imported, for its effect, by the process that others are copies of: what each of them would compute again.
 
-Triton's key of itself, a hash of all its files (0.5 GB), takes 0.9 s of a processor, in each process that compiles or finds a kernel.
+Triton's key of itself, a hash of all its files (0.5 GB), takes 0.9 s of a processor, in each process that compiles or
+finds a kernel.
 """
 
 from contextlib import suppress

@@ -1,4 +1,5 @@
-"""Requests that run in rows of a plain or a paged cache, the MTP block one token behind, and what they show on the way."""
+"""Requests that run in rows of a plain or a paged cache, the MTP block one token behind, and what they show on the
+way."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from dsv4.cache import Cache
 from dsv4.paged_cache import PagedCache, Snapshot
 from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
-from probes.subject import Subject
-from probes.visible import Rows, visible
+from dsv4.probes.subject import Subject
+from dsv4.probes.visible import Rows, visible
 
 
 @dataclass
 class Seen:
-    """After one piece: its logits fp32 [n, vocab], those of the MTP block [m, vocab] (None: no block), what may be read then."""
+    """After one piece: its logits fp32 [n, vocab], those of the MTP block [m, vocab] (None: no block), what may be read
+    then."""
 
     when: str
     logits: torch.Tensor | None
@@ -24,13 +26,22 @@ class Seen:
 
 
 class Going:
-    """A request in row b of a cache, alone in its pieces. The MTP block follows: its entry at t needs the token at t + 1.
+    """A request in row b of a cache, alone in its pieces. The MTP block follows: its entry at t needs the token at t +
+    1.
 
-    ids: prompt and what is fed after it; behind [1, 1, n, d]: the main model's streams at the last token that the row holds.
+    ids: prompt and what is fed after it; behind [1, 1, n, d]: the main model's streams at the last token that the row
+    holds.
     """
 
     def __init__(self, subject: Subject, cache: Cache, b: int, ids: list[int], behind: torch.Tensor | None = None):
-        self.subject, self.model, self.cache, self.b, self.ids, self.behind = subject, subject.model, cache, b, ids, behind
+        self.subject, self.model, self.cache, self.b, self.ids, self.behind = (
+            subject,
+            subject.model,
+            cache,
+            b,
+            ids,
+            behind,
+        )
         self.follows = len(self.model.mtp) > 0
 
     @property
@@ -38,21 +49,23 @@ class Going:
         return self.cache.lengths[self.b]
 
     def rows(self) -> Rows:
-        return visible(self.subject, self.cache, self.b, self.length, self.cache.mtp_lengths[self.b] if self.follows else 0)
+        return visible(
+            self.subject, self.cache, self.b, self.length, self.cache.mtp_lengths[self.b] if self.follows else 0
+        )
 
     def run(self, n: int) -> Seen:
         """The next n tokens as one piece."""
         start, B, b = self.length, self.cache.batch, self.b
-        ids = torch.tensor([self.ids[start:start + n]]).expand(B, n)
+        ids = torch.tensor([self.ids[start : start + n]]).expand(B, n)
         logits, streams = self.model.append(ids, self.cache, n_new=self._alone(n), return_streams=True, chunk=n)
-        drafts = self._follow(streams[b:b + 1], start + n) if self.follows else None
+        drafts = self._follow(streams[b : b + 1], start + n) if self.follows else None
         return Seen(f"{start} + {n} tokens", logits[b].cpu(), drafts, self.rows())
 
     def _follow(self, streams: torch.Tensor, end: int) -> torch.Tensor:
         """The block's entries up to the last whose next token is there: logits [m, vocab]."""
         B, b = self.cache.batch, self.b
         behind = streams if self.behind is None else torch.cat((self.behind, streams), 1)
-        ids = torch.tensor([self.ids[self.cache.mtp_lengths[b] + 1:end]], dtype=torch.int64)
+        ids = torch.tensor([self.ids[self.cache.mtp_lengths[b] + 1 : end]], dtype=torch.int64)
         self.behind, m = streams[:, -1:].clone(), ids.shape[1]
         if m == 0:
             return torch.empty(0, self.model.config.vocab_size)
@@ -67,7 +80,7 @@ class Going:
         while self.length < end:
             self.run(min(end, (self.length // BLOCK + 1) * BLOCK) - self.length)
             if tree is not None and self.length % BLOCK == 0:
-                tree.remember(self.b, self.ids[:self.length], None if self.behind is None else self.behind[0, 0])
+                tree.remember(self.b, self.ids[: self.length], None if self.behind is None else self.behind[0, 0])
 
     def pieces(self, sizes: tuple[int, ...]) -> list[Seen]:
         """What is there now, and after each piece."""
@@ -91,7 +104,9 @@ def miscounted(cache: PagedCache, tree: PrefixTree) -> list[str]:
             if pool.state[page].refs != held[name][page]:
                 found.append(f"page {page} of {name}: {pool.state[page].refs} counted, {held[name][page]} hold it")
         if sorted(pool.free) != [page for page in range(1, pool.pages + 1) if not held[name][page]]:
-            found.append(f"{name}: {len(pool.free)} pages in the free list, {pool.pages - len(+held[name])} that nobody holds")
+            found.append(
+                f"{name}: {len(pool.free)} pages in the free list, {pool.pages - len(+held[name])} that nobody holds"
+            )
     return found
 
 

@@ -8,32 +8,36 @@ from dsv4.engine.batch import BatchEngine
 from dsv4.engine.requests import Request
 from dsv4.errors import OutOfPages, PageError
 from dsv4.gqa.choice import Attention
+from dsv4.kernels.block_choice import Policy
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK
 from dsv4.prefixes import PrefixTree
-from kernels.block_choice import Policy
-from probes.control import attempted_all
-from probes.gqa.fitted import FittedCache
-from probes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
-from probes.grafted_steps import stepping
-from probes.measure import tokens
-from probes.probe import Probe
-from probes.result import Check, compare, vacuous
-from probes.subject import Subject
-from probes.visible import PARTS, SAME, Rows, bits, differing, of_output, of_snapshot, off, rows_checks, summary
-from probes.wrapping import kept
+from dsv4.probes.control import attempted_all
+from dsv4.probes.gqa.fitted import FittedCache
+from dsv4.probes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
+from dsv4.probes.grafted_steps import stepping
+from dsv4.probes.measure import tokens
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.subject import Subject
+from dsv4.probes.visible import PARTS, SAME, Rows, bits, differing, of_output, of_snapshot, off, rows_checks, summary
+from dsv4.probes.wrapping import kept
 
 SHARED = 2 * BLOCK
-OWN, BACK = 9, 40      # tokens of the donor beyond the prefix; tokens behind the prefix's end that it goes back to
-LONG, SHORT = (1, 4, 123, 1), (1, 4, 30)  # pieces after the graft: one to the end of the next window of HCA; one within it
-DONOR, FIRST, SECOND, OTHER = range(4)    # rows of the cache
+OWN, BACK = 9, 40  # tokens of the donor beyond the prefix; tokens behind the prefix's end that it goes back to
+# pieces after the graft: one to the end of the next window of HCA; one within it
+LONG, SHORT = (1, 4, 123, 1), (1, 4, 30)
+DONOR, FIRST, SECOND, OTHER = range(4)  # rows of the cache
 SCENARIOS = (  # tokens of the prefix, what becomes of the donor, pieces of the first borrower
-    (BLOCK, "goes on", LONG), (2 * BLOCK, "goes on", SHORT), (BLOCK, "has ended", SHORT), (BLOCK, "went back behind the prefix", SHORT),
+    (BLOCK, "goes on", LONG),
+    (2 * BLOCK, "goes on", SHORT),
+    (BLOCK, "has ended", SHORT),
+    (BLOCK, "went back behind the prefix", SHORT),
     (BLOCK, "was evicted", SHORT),
 )
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1)
 REWIND = 64
-STRANGER = 37            # tokens of requests that take pages which came free
+STRANGER = 37  # tokens of requests that take pages which came free
 RUNS = "a grafted request runs"
 BOUNDS = Policy("bounds of 16", "bound", 16, 1, 2, 3)  # of a GQA model: 96 tokens of 128 and more
 NOBODY = "a page that others hold is copied before it is written: no byte of it changes"
@@ -68,9 +72,14 @@ class Grafting(Probe):
             checks += attempted_all(RUNS, where, part_of, lambda: Scenario(case, prefix, fate, pieces, where).checks())
         if subject.family != "gqa" and not len(subject.model.mtp):
             checks.append(vacuous("a graft of the MTP block", "the subject has none", part="graft, MTP window"))
-        return [*checks, *attempted_all(RUNS, "which prefix", part_of, lambda: lengths(case)),
-                *attempted_all(RUNS, "captured steps", part_of, lambda: stepping(subject, case.cache(), case.shared, self.seed)),
-                *attempted_all(RUNS, "engine", part_of, lambda: engine(case))]
+        return [
+            *checks,
+            *attempted_all(RUNS, "which prefix", part_of, lambda: lengths(case)),
+            *attempted_all(
+                RUNS, "captured steps", part_of, lambda: stepping(subject, case.cache(), case.shared, self.seed)
+            ),
+            *attempted_all(RUNS, "engine", part_of, lambda: engine(case)),
+        ]
 
 
 class Case:
@@ -82,7 +91,7 @@ class Case:
 
     def ids(self, prefix: int, borrower: int) -> list[int]:
         """The prefix, then tokens of the borrower's own."""
-        return self.shared[:prefix] + self.others[borrower][:self.room - prefix]
+        return self.shared[:prefix] + self.others[borrower][: self.room - prefix]
 
     def cache(self, batch: int = 4) -> PagedCache:
         """Free pages hold NaN."""
@@ -105,12 +114,12 @@ class Scenario:
         self.case, self.prefix, self.fate, self.pieces, self.where = case, prefix, fate, (pieces, SHORT), where
         self.subject, self.cache = case.subject, case.cache()
         self.tree = PrefixTree(self.cache)
-        self.counts: list[str] = []       # pages whose holders are miscounted
+        self.counts: list[str] = []  # pages whose holders are miscounted
         self.looks = 0
         self.changed: dict[str, list] = {"the donor": [], "the kept prefix": [], "another borrower": []}
 
     def checks(self) -> Iterator[Check]:
-        donor = Going(self.subject, self.cache, DONOR, self.case.shared[:self.prefix] + self.case.owns)
+        donor = Going(self.subject, self.cache, DONOR, self.case.shared[: self.prefix] + self.case.owns)
         donor.prefill(self.prefix + OWN, self.tree)
         self._stranger(FIRST, STRANGER)  # the row has been another's: nothing of it may be left
         self.cache.leave(FIRST)
@@ -141,7 +150,7 @@ class Scenario:
             donor.run(OWN)
         elif self.fate == "went back behind the prefix":
             self.cache.rewind([donor.length - self.prefix + BACK, 0, 0, 0])
-            donor.ids, donor.follows = donor.ids[:donor.length] + self.case.others[3], False
+            donor.ids, donor.follows = donor.ids[: donor.length] + self.case.others[3], False
             donor.run(BACK + OWN)
         else:
             self.cache.leave(DONOR)
@@ -153,7 +162,9 @@ class Scenario:
             self._stranger(OTHER, STRANGER)
         self._count(f"the donor {self.fate}")
 
-    def _runs(self, borrower: Going, pieces: tuple[int, ...], donor: Going, other: Going | None) -> tuple[list[Seen], list[Seen]]:
+    def _runs(
+        self, borrower: Going, pieces: tuple[int, ...], donor: Going, other: Going | None
+    ) -> tuple[list[Seen], list[Seen]]:
         """What a borrower shows, and what it shows cold."""
         others = {"the donor": donor.rows} | ({"another borrower": other.rows} if other else {})
         found = self._watched(others, f"row {borrower.b} ran", lambda: borrower.pieces(pieces))
@@ -170,8 +181,11 @@ class Scenario:
         return done
 
     def _kept(self) -> Rows:
-        return {(f"{node.snapshot.length} {label}", stream): rows for node in self.tree.kept
-                for (label, stream), rows in of_snapshot(self.subject, self.cache, node.snapshot).items()}
+        return {
+            (f"{node.snapshot.length} {label}", stream): rows
+            for node in self.tree.kept
+            for (label, stream), rows in of_snapshot(self.subject, self.cache, node.snapshot).items()
+        }
 
     def _count(self, when: str) -> dict[str, tuple]:
         self.counts += [f"{when}: {said}" for said in miscounted(self.cache, self.tree)]
@@ -185,28 +199,62 @@ class Scenario:
         for stream in dict.fromkeys(stream for _, stream in begun[0][1]):
             pairs = [(at, found[at], cold[at]) for found, cold in begun for at in cold if at[1] == stream]
             bad = [(at, int(off(a, b).sum())) for at, a, b in pairs if off(a, b).any()]
-            yield compare(f"{PARTS[stream]} that a graft holds are a cold request's", sum(n for _, n in bad), "==", 0, SAME,
-                          sum(len(b.raw) for _, _, b in pairs), unit="rows", where=self.where, part=f"graft, {PARTS[stream]}",
-                          note=f"first in {bad[0][0][0]}" if bad else "")
-        steps = [(f"row {row}, {a.when}", a, b) for row, (found, cold) in enumerate(seen, FIRST) for a, b in zip(found[1:], cold[1:])]
+            yield compare(
+                f"{PARTS[stream]} that a graft holds are a cold request's",
+                sum(n for _, n in bad),
+                "==",
+                0,
+                SAME,
+                sum(len(b.raw) for _, _, b in pairs),
+                unit="rows",
+                where=self.where,
+                part=f"graft, {PARTS[stream]}",
+                note=f"first in {bad[0][0][0]}" if bad else "",
+            )
+        steps = [
+            (f"row {row}, {a.when}", a, b)
+            for row, (found, cold) in enumerate(seen, FIRST)
+            for a, b in zip(found[1:], cold[1:])
+        ]
         rows = [(when, a.rows, b.rows) for when, a, b in steps]
-        yield from rows_checks("rows that a grafted request writes are a cold one's", self.where, "graft", self.subject, rows, True)
+        yield from rows_checks(
+            "rows that a grafted request writes are a cold one's", self.where, "graft", self.subject, rows, True
+        )
         part = of_output("graft", self.subject, rows, "output")
-        yield bits("logits of a grafted request are a cold one's", [(a.logits, b.logits) for _, a, b in steps], self.where, part)
+        yield bits(
+            "logits of a grafted request are a cold one's",
+            [(a.logits, b.logits) for _, a, b in steps],
+            self.where,
+            part,
+        )
         if steps[0][2].drafts is not None:
-            yield bits("drafts of a grafted request are a cold one's", [(a.drafts, b.drafts) for _, a, b in steps], self.where,
-                       "graft, MTP window")
+            yield bits(
+                "drafts of a grafted request are a cold one's",
+                [(a.drafts, b.drafts) for _, a, b in steps],
+                self.where,
+                "graft, MTP window",
+            )
 
     def _untouched(self) -> Iterator[Check]:
         for whose, looks in self.changed.items():
-            still = [(when, after, {at: before[at] for at in after if at in before}) for when, after, before in looks]  # some are dropped
+            # some are dropped
+            still = [(when, after, {at: before[at] for at in after if at in before}) for when, after, before in looks]
             bad = [(when, differing(after, before)) for when, after, before in still if differing(after, before)]
             count = sum(len(rows.raw) for _, _, before in still for rows in before.values())
             if whose == "the kept prefix" and self.fate == "was evicted":
                 continue  # none is kept then
-            yield compare(f"nobody writes the pages of {whose}", sum(sum(d.values()) for _, d in bad), "==", 0, NOBODY, count,
-                          unit="rows", where=self.where, part=f"copy on write, pages of {whose}",
-                          note=f"{bad[0][0]}: {summary(bad[0][1])}" if bad else "")
+            yield compare(
+                f"nobody writes the pages of {whose}",
+                sum(sum(d.values()) for _, d in bad),
+                "==",
+                0,
+                NOBODY,
+                count,
+                unit="rows",
+                where=self.where,
+                part=f"copy on write, pages of {whose}",
+                note=f"{bad[0][0]}: {summary(bad[0][1])}" if bad else "",
+            )
 
     def _unpinned(self, before: dict[str, tuple]) -> Iterator[Check]:
         """Rows end one by one; then nothing is kept."""
@@ -216,19 +264,47 @@ class Scenario:
             after = self._count(f"row {b} has left")
         if self.fate == "goes on":  # it took no page that it did not have, but for those it writes now
             bad = [name for name in before if sum(after[name][0]) > sum(before[name][0]) + 1]
-            yield compare("pools that hold more after the borrowers have ended", len(bad), "==", 0,
-                          "a borrower's pages come free with it; the donor has written a page at most", len(before), unit="pools",
-                          note=", ".join(bad), **about)
+            yield compare(
+                "pools that hold more after the borrowers have ended",
+                len(bad),
+                "==",
+                0,
+                "a borrower's pages come free with it; the donor has written a page at most",
+                len(before),
+                unit="pools",
+                note=", ".join(bad),
+                **about,
+            )
         for b in (DONOR, OTHER):
             self.cache.leave(b)
             self._count(f"row {b} has left")
         self.tree.clear()
         self._count("nothing is kept")
-        yield compare("pages whose holders are miscounted", len(self.counts), "==", 0, "counted from tables and snapshots", self.looks,
-                      unit="pages", note="; ".join(self.counts[:2]), **about)
-        left = {name: pool.live for name, pool in self.cache.pools.items() if pool.live or len(set(pool.free)) != pool.pages}
-        yield compare("pools that are not free at the end", len(left), "==", 0, "whoever held a page has let go", len(before),
-                      unit="pools", note=", ".join(f"{n} pages of {name}" for name, n in left.items()), **about)
+        yield compare(
+            "pages whose holders are miscounted",
+            len(self.counts),
+            "==",
+            0,
+            "counted from tables and snapshots",
+            self.looks,
+            unit="pages",
+            note="; ".join(self.counts[:2]),
+            **about,
+        )
+        left = {
+            name: pool.live for name, pool in self.cache.pools.items() if pool.live or len(set(pool.free)) != pool.pages
+        }
+        yield compare(
+            "pools that are not free at the end",
+            len(left),
+            "==",
+            0,
+            "whoever held a page has let go",
+            len(before),
+            unit="pools",
+            note=", ".join(f"{n} pages of {name}" for name, n in left.items()),
+            **about,
+        )
 
 
 def lengths(case: Case) -> Iterator[Check]:
@@ -238,41 +314,83 @@ def lengths(case: Case) -> Iterator[Check]:
     donor = Going(case.subject, cache, 0, case.shared)
     donor.prefill(SHARED + 1, tree)
     for n in LENGTHS:
-        for ids, what in ((case.shared[:n], f"a prompt of {n} shared tokens"),
-                          (case.shared[:n] + case.others[0][:BLOCK], f"{n} shared tokens and {BLOCK} others")):
+        for ids, what in (
+            (case.shared[:n], f"a prompt of {n} shared tokens"),
+            (case.shared[:n] + case.others[0][:BLOCK], f"{n} shared tokens and {BLOCK} others"),
+        ):
             wanted = min(n, len(ids) - 1) // BLOCK * BLOCK
             gained, asked = tree.graft(1, ids), asked + 1
             held = (gained, cache.lengths[1], cache.mtp_lengths[1])
             if held != (wanted, wanted, max(0, wanted - 1) if donor.follows else 0):
                 bad.append(f"{what}: {gained} were grafted, the row holds {held[1]} (MTP {held[2]}); expected {wanted}")
             cache.leave(1)
-    yield compare("prompts that get another prefix than the longest", len(bad), "==", 0,
-                  f"whole blocks of {BLOCK}, and a token is left to run", asked, unit="prompts", part="graft length",
-                  note="; ".join(bad[:2]))
+    yield compare(
+        "prompts that get another prefix than the longest",
+        len(bad),
+        "==",
+        0,
+        f"whole blocks of {BLOCK}, and a token is left to run",
+        asked,
+        unit="prompts",
+        part="graft length",
+        note="; ".join(bad[:2]),
+    )
 
 
 def engine(case: Case) -> Iterator[Check]:
     """Two requests of the batch engine that share a block, against the second alone."""
-    ask = lambda b: Request(str(b), tuple(case.ids(BLOCK, b)[:BLOCK + 5]), max_tokens=3)
+    ask = lambda b: Request(str(b), tuple(case.ids(BLOCK, b)[: BLOCK + 5]), max_tokens=3)
     found = []
     for requests in ((ask(1),), (ask(0), ask(1))):
         results: dict = {}
-        runs = BatchEngine(case.subject.model, case.cache(2), on_result=lambda result: results.update({result.id: result}))
+        runs = BatchEngine(
+            case.subject.model, case.cache(2), on_result=lambda result: results.update({result.id: result})
+        )
         for request in requests:
             runs.submit(request)
         runs.run()
         found.append((results["1"], runs))
     (alone, _), (beside, both) = found
-    yield compare("tokens that the engine grafts", beside.grafted, "==", BLOCK, "the block that both share", 1, unit="tokens",
-                  where="engine", part="graft length")
+    yield compare(
+        "tokens that the engine grafts",
+        beside.grafted,
+        "==",
+        BLOCK,
+        "the block that both share",
+        1,
+        unit="tokens",
+        where="engine",
+        part="graft length",
+    )
     wrong = sum(a != b for a, b in zip(beside.token_ids, alone.token_ids, strict=True))
-    yield compare("tokens of a grafted request are those of the request alone", wrong, "==", 0, SAME, len(alone.token_ids),
-                  unit="tokens", where="engine", part="graft, output")
+    yield compare(
+        "tokens of a grafted request are those of the request alone",
+        wrong,
+        "==",
+        0,
+        SAME,
+        len(alone.token_ids),
+        unit="tokens",
+        where="engine",
+        part="graft, output",
+    )
     counts = miscounted(both.cache, both.prefixes)
     both.prefixes.clear()
-    counts += [f"{pool.live} pages of {name} are held by nobody" for name, pool in both.cache.pools.items() if pool.live]
-    yield compare("pages whose holders are miscounted", len(counts), "==", 0, "counted from tables and snapshots", len(both.cache.pools),
-                  unit="pages", where="engine", part="reference counts", note="; ".join(counts[:2]))
+    counts += [
+        f"{pool.live} pages of {name} are held by nobody" for name, pool in both.cache.pools.items() if pool.live
+    ]
+    yield compare(
+        "pages whose holders are miscounted",
+        len(counts),
+        "==",
+        0,
+        "counted from tables and snapshots",
+        len(both.cache.pools),
+        unit="pages",
+        where="engine",
+        part="reference counts",
+        note="; ".join(counts[:2]),
+    )
 
 
 def part_of(error: Exception) -> str:
@@ -281,5 +399,6 @@ def part_of(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Grafting)

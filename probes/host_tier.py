@@ -1,4 +1,5 @@
-"""P25: a cache in host memory gives the bits of one on the device, whatever is staged, evicted or forgotten. See host_tier.md."""
+"""P25: a cache in host memory gives the bits of one on the device, whatever is staged, evicted or forgotten. See
+host_tier.md."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,18 +14,18 @@ from dsv4.host_tier.entries import HostEntries, host_cache
 from dsv4.host_tier.grouped import HostRows
 from dsv4.host_tier.memory import PinnedMemoryError
 from dsv4.host_tier.stream import DenseStream
-from kernels.block_choice import Policy
-from kernels.cache_rows import PAGE
-from kernels.dispatch import DispatchLedger, bind
-from kernels.operations import GQA_OPERATIONS
-from probes.control import attempted_all
-from probes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
-from probes.measure import tokens
-from probes.probe import Probe
-from probes.result import Check, vacuous
-from probes.staged_rows import Fetches, poison
-from probes.subject import Subject
-from probes.wrapping import kept
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.cache_rows import PAGE
+from dsv4.kernels.dispatch import DispatchLedger, bind
+from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.probes.control import attempted_all
+from dsv4.probes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
+from dsv4.probes.measure import tokens
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, vacuous
+from dsv4.probes.staged_rows import Fetches, poison
+from dsv4.probes.subject import Subject
+from dsv4.probes.wrapping import kept
 
 POLICIES = (  # and staging slots beyond those that a step needs
     (Policy("block-16 bound", "bound", 16, 1, 2, 3), 0),
@@ -34,10 +35,31 @@ POLICIES = (  # and staging slots beyond those that a step needs
 LENGTHS = [14 * 16 + 5, 9 * 16 - 2]
 PROMPT = "prompt"
 MOVES = (  # tokens of a step, and what is forgotten after it
-    (1, (0, 0)), (1, (0, 0)), (12, (0, 0)), (1, (19, 3)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)), (5, (37, 0)), (PROMPT, (0, 0)),
-    (1, (0, 0)), (12, (0, 30)), (12, (0, 0)), (12, (0, 0)), (1, (0, 0)),
+    (1, (0, 0)),
+    (1, (0, 0)),
+    (12, (0, 0)),
+    (1, (19, 3)),
+    (12, (0, 0)),
+    (12, (0, 0)),
+    (1, (0, 0)),
+    (5, (37, 0)),
+    (PROMPT, (0, 0)),
+    (1, (0, 0)),
+    (12, (0, 30)),
+    (12, (0, 0)),
+    (12, (0, 0)),
+    (1, (0, 0)),
 )
-CSA_MOVES = (*[(1, (0, 0))] * 2, (3, (0, 0)), (1, (14, 3)), *[(1, (0, 0))] * 12, (1, (0, 9)), *[(1, (0, 0))] * 10, (4, (0, 0)), (1, (0, 0)))
+CSA_MOVES = (
+    *[(1, (0, 0))] * 2,
+    (3, (0, 0)),
+    (1, (14, 3)),
+    *[(1, (0, 0))] * 12,
+    (1, (0, 9)),
+    *[(1, (0, 0))] * 10,
+    (4, (0, 0)),
+    (1, (0, 0)),
+)
 APPENDED = 20
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
 PART = "host tier, "
@@ -45,9 +67,9 @@ PART = "host tier, "
 
 @dataclass(frozen=True)
 class HostTier(Probe):
-    """The first and the last layer of a GQA model decode from host memory beside the model itself, given the same queries, keys and values;
-    CSA's entries in host memory through the whole model. Staging begins as NaN, and what may not be read any more is made NaN again after
-    each step."""
+    """The first and the last layer of a GQA model decode from host memory beside the model itself, given the same
+    queries, keys and values; CSA's entries in host memory through the whole model. Staging begins as NaN, and what may
+    not be read any more is made NaN again after each step."""
 
     name: ClassVar[str] = "host_tier"
     title: ClassVar[str] = "a cache in host memory gives the bits of one on the device"
@@ -72,23 +94,35 @@ class HostTier(Probe):
             for policy, spare in POLICIES:
                 slots = policy.kept + spare
                 where = f"{policy.name}, {slots} slots"
-                checks += attempted_all("a layer decodes from host memory", where, "host tier",
-                                        lambda: self._policy(subject, policy, slots, where))
+                checks += attempted_all(
+                    "a layer decodes from host memory",
+                    where,
+                    "host tier",
+                    lambda: self._policy(subject, policy, slots, where),
+                )
         return checks
 
     def _policy(self, subject: Subject, policy: Policy, slots: int, where: str) -> Iterator[Check]:
         model, room = subject.model, max(LENGTHS) + 120
         model.attention = Attention(policy)
         ids, cache = tokens(subject, room, self.seed, rows=len(LENGTHS)), poisoned(model, len(LENGTHS), room)
-        model.append(ids[:, :max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True)
-        pair = {i: Beside(subject, policy, slots, cache.layers[i], room) for i in {full_layers(model)[0], full_layers(model)[-1]}}
+        model.append(ids[:, : max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True)
+        pair = {
+            i: Beside(subject, policy, slots, cache.layers[i], room)
+            for i in {full_layers(model)[0], full_layers(model)[-1]}
+        }
         tally, g = defaultdict(Tally), torch.Generator().manual_seed(self.seed + 1)
         with Watched(model, "rotary_rows", "gather_attention", "grouped_attention") as watched:
             for number, (T, forget) in enumerate(MOVES):
                 prompt = T == PROMPT
-                new = torch.randint(0, subject.config.vocab_size, (len(LENGTHS), APPENDED if prompt else T), generator=g)
+                new = torch.randint(
+                    0, subject.config.vocab_size, (len(LENGTHS), APPENDED if prompt else T), generator=g
+                )
                 model.append(new, cache, prompt=prompt)
-                outs = {call.layer: call.out for call in watched.taken("grouped_attention" if prompt else "gather_attention")}
+                outs = {
+                    call.layer: call.out
+                    for call in watched.taken("grouped_attention" if prompt else "gather_attention")
+                }
                 for call in watched.taken("rotary_rows"):
                     if call.layer not in pair:
                         continue
@@ -100,36 +134,54 @@ class HostTier(Probe):
         yield from self._checks(tally, [one.fetches for one in pair.values()], where, slots == policy.kept)
 
     def _checks(self, tally: dict[str, Tally], fetches: list[Fetches], where: str, tight: bool) -> Iterator[Check]:
-        yield tally["output"].counted("numbers in which attention from host memory differs", f"{PART}output", SAME, where)
-        yield tally["rows"].counted("rows in host memory that are not those of the device", f"{PART}rows in host memory", SAME, where)
+        yield tally["output"].counted(
+            "numbers in which attention from host memory differs", f"{PART}output", SAME, where
+        )
+        yield tally["rows"].counted(
+            "rows in host memory that are not those of the device", f"{PART}rows in host memory", SAME, where
+        )
         if tally["summaries"].samples:
-            yield tally["summaries"].counted("summaries that are not those of the cache on the device", f"{PART}summaries", SAME, where)
+            yield tally["summaries"].counted(
+                "summaries that are not those of the cache on the device", f"{PART}summaries", SAME, where
+            )
         yield from staging(fetches, where, tight)
 
     # ---- CSA ------------------------------------------------------------------------------
 
     def _entries(self, subject: Subject) -> list[Check]:
-        model, c = subject.model, subject.config
+        c = subject.config
         if 4 not in c.compress_ratios:
             return [vacuous(self.title, "no layer chooses among entries", part="host tier")]
         packed = "fp8" in subject.caches  # packed rows are staged in whole pages
         least, more = (-(-n // PAGE) * PAGE if packed else n for n in (c.index_topk, 2 * c.index_topk))
         first = 4 * (least + (36 if packed else 9)) + 1
         if first + 70 > c.max_position_embeddings:
-            return [vacuous(self.title, f"{first + 70} tokens are needed, the checkpoint allows {c.max_position_embeddings}",
-                            part="host tier")]
+            return [
+                vacuous(
+                    self.title,
+                    f"{first + 70} tokens are needed, the checkpoint allows {c.max_position_embeddings}",
+                    part="host tier",
+                )
+            ]
         checks = []
         for slots in dict.fromkeys((least, more)):
             where = f"main entries of CSA, {slots} slots"
-            checks += attempted_all("a model decodes from host memory", where, "host tier",
-                                    lambda: self._csa(subject, first, slots, where, slots == least))
+            checks += attempted_all(
+                "a model decodes from host memory",
+                where,
+                "host tier",
+                lambda: self._csa(subject, first, slots, where, slots == least),
+            )
         return checks
 
     def _csa(self, subject: Subject, first: int, slots: int, where: str, tight: bool) -> Iterator[Check]:
         model, lengths, room = subject.model, [first, first - 9], first + 70
         plain, tier = model.new_cache(2, room), host_cache(model, 2, room, choice=HostMemory(slots))
-        far = {i: layer.main.entries for i, layer in enumerate(tier.layers)
-               if layer.main is not None and isinstance(layer.main.entries, HostEntries)}
+        far = {
+            i: layer.main.entries
+            for i, layer in enumerate(tier.layers)
+            if layer.main is not None and isinstance(layer.main.entries, HostEntries)
+        }
         fetches, output, rows = {}, Tally(), Tally()
         for i, entries in far.items():
             fetches[i] = Fetches(entries.fetched, 2)
@@ -146,30 +198,45 @@ class HostTier(Probe):
                 fetches[i].where = f"layer {i}, step {number}"
             want, got = (model.append(x, cache) for cache in (plain, tier))
             output.see(int((want != got).sum()), want.numel(), f"step {number}")
-            for i, entries in far.items():
+            for i in far:
                 a, b = (cache.layers[i].main.entries.held() for cache in (plain, tier))
                 for row, n in enumerate(plain.lengths):
-                    bad = (a[row, :n // 4] != b[row, :n // 4]).any(-1)
+                    bad = (a[row, : n // 4] != b[row, : n // 4]).any(-1)
                     rows.see(int(bad.sum()), len(bad), f"layer {i}, step {number}, row {row}")
             for cache in (plain, tier):
                 cache.rewind(list(forget))
             for entries in far.values():
                 poison(entries.table, entries.pools, [n // 4 for n in tier.lengths])
-        yield rows.counted("entries in host memory that are not those of the device", f"{PART}rows in host memory", SAME, where)
-        yield output.counted("logits in which a model with entries in host memory differs", f"{PART}output", SAME, where)
+        yield rows.counted(
+            "entries in host memory that are not those of the device", f"{PART}rows in host memory", SAME, where
+        )
+        yield output.counted(
+            "logits in which a model with entries in host memory differs", f"{PART}output", SAME, where
+        )
         yield from staging(list(fetches.values()), where, tight)
 
 
 def staging(fetches: list[Fetches], where: str, tight: bool) -> Iterator[Check]:
-    """What was staged and counted, over all layers. tight: there are no more slots than a step needs, so that items are evicted."""
+    """What was staged and counted, over all layers. tight: there are no more slots than a step needs, so that items are
+    evicted."""
     staged, counted = joined([f.staged for f in fetches]), joined([f.counted for f in fetches])
-    yield staged.counted("staged items that are not those of host memory", f"{PART}staged rows",
-                         "each wanted item in its slot, as host memory has it now", where)
-    yield counted.counted("fetches that count other hits and misses", f"{PART}traffic", "what was staged before, and what was not", where)
+    yield staged.counted(
+        "staged items that are not those of host memory",
+        f"{PART}staged rows",
+        "each wanted item in its slot, as host memory has it now",
+        where,
+    )
+    yield counted.counted(
+        "fetches that count other hits and misses", f"{PART}traffic", "what was staged before, and what was not", where
+    )
     hits, misses, evicted = (sum(getattr(f, name) for f in fetches) for name in ("hits", "misses", "evicted"))
     if min(hits, misses, evicted if tight else 1) == 0:
-        yield vacuous("hits, misses and evictions happen", f"{hits} hits, {misses} misses, {evicted} evictions", where=where,
-                      part=f"{PART}staged rows")
+        yield vacuous(
+            "hits, misses and evictions happen",
+            f"{hits} hits, {misses} misses, {evicted} evictions",
+            where=where,
+            part=f"{PART}staged rows",
+        )
 
 
 def joined(tallies: list[Tally]) -> Tally:
@@ -186,18 +253,27 @@ class Beside:
     def __init__(self, subject: Subject, policy: Policy, slots: int, resident, room: int):
         model, c = subject.model, subject.config
         self.policy, self.resident, self.scale = policy, resident, model.layers[0].self_attn.scale
-        self.rows = HostRows(len(LENGTHS), c.num_key_value_heads, room, c.head_dim, model.numerics.cache, model.device, policy, slots)
+        self.rows = HostRows(
+            len(LENGTHS), c.num_key_value_heads, room, c.head_dim, model.numerics.cache, model.device, policy, slots
+        )
         self.op = bind(GQA_OPERATIONS, model.backend, DispatchLedger())
         self.fetches = Fetches(self.op.fetch, len(LENGTHS))
         self.op.fetch = self.fetches.run
         self.rows.keys.fill_(float("nan"))
         self.rows.values.fill_(float("nan"))
-        self.rows.store(resident.keys, resident.values, torch.zeros(len(LENGTHS), dtype=torch.int64, device=model.device), max(LENGTHS))
+        self.rows.store(
+            resident.keys,
+            resident.values,
+            torch.zeros(len(LENGTHS), dtype=torch.int64, device=model.device),
+            max(LENGTHS),
+        )
         for name, tensor in self._summaries():
             tensor.copy_(resident.tensors[name])
 
     def _summaries(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, getattr(self.rows, name)) for name in ("low", "high", "mean") if getattr(self.rows, name) is not None]
+        return [
+            (name, getattr(self.rows, name)) for name in ("low", "high", "mean") if getattr(self.rows, name) is not None
+        ]
 
     def step(self, call: Call, wanted: torch.Tensor, prompt: bool, tally: dict[str, Tally], at: str) -> None:
         """call: of `rotary_rows` by the model's layer."""
@@ -233,5 +309,6 @@ class Beside:
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(HostTier)

@@ -1,4 +1,5 @@
-"""P6: the indexer's keys, scores and picks, against the oracle in the same numerics and in float64. See index_oracle.md."""
+"""P6: the indexer's keys, scores and picks, against the oracle in the same numerics and in float64. See
+index_oracle.md."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,18 +8,27 @@ from typing import ClassVar
 
 import torch
 
-from probes.measure import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, steps_of_all_sizes, zeros_like_ids
-from probes.oracle import Oracle
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer
-from probes.oracle.indexer import KEYS, QUERIES, SCORES, indexed, mistakes
-from probes.probe import Probe
-from probes.result import Check, Status, compare, vacuous
-from probes.subject import Subject
+from dsv4.probes.measure import (
+    MAX_TOKENS,
+    at_share,
+    far,
+    heavy_tailed,
+    limit_of,
+    oracle_of,
+    steps_of_all_sizes,
+    zeros_like_ids,
+)
+from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer
+from dsv4.probes.oracle.indexer import KEYS, QUERIES, SCORES, indexed, mistakes
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.subject import Subject
 
 FLOORS = {"fp32": 0.999, "native": 0.98, "bf16": 0.98, "qat": 0.75, "qat:fp32": 0.75}  # known_bugs 2.1, loosely
-LIMIT = {"fp32": 1e-4, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-4}                  # relative, of the median query
-TIES = {"fp32": 1e-5, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-3}                   # of a query's largest score
+LIMIT = {"fp32": 1e-4, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-4}  # relative, of the median query
+TIES = {"fp32": 1e-5, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-3}  # of a query's largest score
 ENTRY, ROUGHLY = 0.5, "half of an entry's score: FP4 moves scores by 0.13 to 0.18 (known bugs, 2.1), a lost one by 1"
 
 
@@ -33,8 +43,8 @@ class Case:
     wanted: dict[str, torch.Tensor]
     exact: dict[str, torch.Tensor]
     k: int
-    how: str = ""    # the steps it ran in, and its row
-    since: int = 0   # queries from here on are judged
+    how: str = ""  # the steps it ran in, and its row
+    since: int = 0  # queries from here on are judged
 
     @property
     def where(self) -> str:
@@ -94,22 +104,31 @@ class IndexOracle(Probe):
         return checks + [check for stepped in self._in_steps(case, i) for check in stepped]
 
     def _in_steps(self, case: Case, i: int) -> Iterator[list[Check]]:
-        """A third in one step, chunks, single tokens; in two rows of different tokens. Single tokens are judged alone too."""
+        """A third in one step, chunks, single tokens; in two rows of different tokens. Single tokens are judged alone
+        too."""
         T, rows = case.x.shape[1], 2 if "batch" in case.subject.can else 1
         x = torch.cat((case.x, heavy_tailed(case.subject, T, self.seed + 1)))[:rows]
         schedule = steps_of_all_sizes(T)
         for row, points in enumerate(run_of(case.subject, i, x, schedule)):
-            wanted = indexed(case.layer, x[row:row + 1]) if row else case.wanted
+            wanted = indexed(case.layer, x[row : row + 1]) if row else case.wanted
             for how, since in (("chunks", 0), ("decode", T - schedule.count(1))):
-                now = replace(case, x=x[row:row + 1], points=points, wanted=wanted, how=f", {how}, row {row}", since=since)
-                yield [keys_check(now), scores_check(now), entries_check(now), matched_check(now), own_check(now),
-                       *shape_checks(now)]
+                now = replace(
+                    case, x=x[row : row + 1], points=points, wanted=wanted, how=f", {how}, row {row}", since=since
+                )
+                yield [
+                    keys_check(now),
+                    scores_check(now),
+                    entries_check(now),
+                    matched_check(now),
+                    own_check(now),
+                    *shape_checks(now),
+                ]
 
 
 def run_of(subject: Subject, i: int, x: torch.Tensor, schedule: tuple[int, ...] = ()) -> list[dict[str, torch.Tensor]]:
     """The indexer's points of layer i by row of x [B, T, d], each [1, ...]."""
     points = subject.attention(i, x, zeros_like_ids(x), schedule, ("index_keys", "index_scores", "selection")).points
-    return [{name: value[row:row + 1] for (_, name), value in points.items()} for row in range(len(x))]
+    return [{name: value[row : row + 1] for (_, name), value in points.items()} for row in range(len(x))]
 
 
 def keys_check(case: Case) -> Check:
@@ -118,21 +137,45 @@ def keys_check(case: Case) -> Check:
     name, found, wanted = "index keys equal the oracle's", case.points.get("index_keys"), case.wanted["keys"]
     if found is None or found.shape != wanted.shape:
         return vacuous(name, "the subject gives none of this shape", where=case.where, part=KEYS)
-    return compare(name, at_share(far(found, wanted), share), "<=", limit, source, found.shape[1],
-                   where=case.where, part=KEYS, unit="relative", chance=far(wanted.roll(1, 1), wanted).median().item())
+    return compare(
+        name,
+        at_share(far(found, wanted), share),
+        "<=",
+        limit,
+        source,
+        found.shape[1],
+        where=case.where,
+        part=KEYS,
+        unit="relative",
+        chance=far(wanted.roll(1, 1), wanted).median().item(),
+    )
 
 
 def scores_check(case: Case) -> Check:
     """Scores over visible entries, query by query: recall alone does not see a wrong temperature (known_bugs 0.2)."""
-    name, found, wanted = "index scores equal the oracle's", case.points.get("index_scores"), case.wanted["index_scores"]
+    name, found, wanted = (
+        "index scores equal the oracle's",
+        case.points.get("index_scores"),
+        case.wanted["index_scores"],
+    )
     if found is None or found.shape != wanted.shape:
         return vacuous(name, "the subject gives none of this shape", where=case.where, part=SCORES)
     limit = LIMIT.get(case.subject.numerics, LIMIT["native"])
     error = score_error(case, wanted)
     part, note = (QUERIES, "") if error <= limit else blame(case)
-    return compare(name, error, "<=", limit, f"{limit_of(case.subject)[2]}; the median query", int(case.crowded.sum()),
-                   where=case.where, part=part, unit="relative", note=note,
-                   chance=far(finite(wanted.roll(1, 2))[:, case.crowded], finite(wanted)[:, case.crowded]).median().item())
+    return compare(
+        name,
+        error,
+        "<=",
+        limit,
+        f"{limit_of(case.subject)[2]}; the median query",
+        int(case.crowded.sum()),
+        where=case.where,
+        part=part,
+        unit="relative",
+        note=note,
+        chance=far(finite(wanted.roll(1, 2))[:, case.crowded], finite(wanted)[:, case.crowded]).median().item(),
+    )
 
 
 def entries_check(case: Case) -> Check:
@@ -145,8 +188,18 @@ def entries_check(case: Case) -> Check:
     off = int((errors > ENTRY).sum())
     part, note = (SCORES, "") if off == 0 else blame(case)
     note = "; ".join(filter(None, (f"worst entry {worst}; {off} of {len(errors)} entries are off", note)))
-    return compare(name, errors.max().item() if len(errors) else None, "<=", ENTRY, ROUGHLY, len(errors), where=case.where,
-                   part=part, unit="relative", note=note)
+    return compare(
+        name,
+        errors.max().item() if len(errors) else None,
+        "<=",
+        ENTRY,
+        ROUGHLY,
+        len(errors),
+        where=case.where,
+        part=part,
+        unit="relative",
+        note=note,
+    )
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:
@@ -156,7 +209,8 @@ def finite(scores: torch.Tensor) -> torch.Tensor:
 def score_error(case: Case, wanted: torch.Tensor) -> float:
     """Of the median query with a choice; infinite where the subject hides or shows other entries than it should.
 
-    One key beside a rounding boundary moves a score of every later query: where `keys_check` allows such keys they are left out.
+    One key beside a rounding boundary moves a score of every later query: where `keys_check` allows such keys they are
+    left out.
     """
     found = case.points["index_scores"].double()
     if not torch.equal((found == -math.inf)[:, case.judged], (wanted == -math.inf)[:, case.judged]):
@@ -167,13 +221,14 @@ def score_error(case: Case, wanted: torch.Tensor) -> float:
 
 
 def rounded_otherwise(case: Case) -> torch.Tensor:
-    """bool [entries]: keys that differ from the oracle's as rounding differs; none where more do than `keys_check` allows."""
+    """bool [entries]: keys that differ from the oracle's as rounding differs; none where more do than `keys_check`
+    allows."""
     found, wanted = case.points.get("index_keys"), case.wanted["keys"]
     none = torch.zeros(case.wanted["index_scores"].shape[-1], dtype=torch.bool)
     if found is None or found.shape != wanted.shape:
         return none
     limit, share, _ = limit_of(case.subject)
-    errors = far(found, wanted)[0, :len(none)]
+    errors = far(found, wanted)[0, : len(none)]
     off = (errors > limit) & (errors < ENTRY)
     return off if 0 < off.float().mean() <= 1 - share else none
 
@@ -204,7 +259,7 @@ def blame(case: Case) -> tuple[str, str]:
     wrong = errors > 0.1 * errors.max()
     if wrong.float().mean() < 0.9:  # a wrong query or weight spares no entry
         judged = own is not None and own.shape == case.wanted["keys"].shape
-        sound = judged and bool((far(own, case.wanted["keys"])[0, :len(wrong)][wrong] < ENTRY).all())
+        sound = judged and bool((far(own, case.wanted["keys"])[0, : len(wrong)][wrong] < ENTRY).all())
         why = f"{int(wrong.sum())} of {len(wrong)} entries are off, the first is {int(wrong.nonzero()[0])}"
         return (SCORES if sound else KEYS), why
     return QUERIES, f"no known mistake explains it: {note}"
@@ -216,12 +271,12 @@ def blame(case: Case) -> tuple[str, str]:
 def recall(case: Case, scores: torch.Tensor, margin: float) -> tuple[float, int]:
     """(share of decisions that are right, decisions): entries clearly above or below the k-th score of `scores`.
 
-    Those within `margin` of a query's largest |score| from the boundary are ties, and not counted. An entry clearly below that
-    is picked counts against it, as does one clearly above that is not.
+    Those within `margin` of a query's largest |score| from the boundary are ties, and not counted. An entry clearly
+    below that is picked counts against it, as does one clearly above that is not.
     """
     scores, picked = scores[:, case.crowded], steps.chosen(case.picks, scores.shape[-1])[:, case.crowded]
     ranked = scores.sort(-1, descending=True).values
-    middle = (ranked[..., case.k - 1:case.k] + ranked[..., case.k:case.k + 1]) / 2
+    middle = (ranked[..., case.k - 1 : case.k] + ranked[..., case.k : case.k + 1]) / 2
     near = margin * finite(scores).abs().amax(-1, keepdim=True)
     above, below = scores > middle + near, scores < middle - near
     wrong = (above & ~picked).sum() + (below & picked).sum()
@@ -235,9 +290,17 @@ def chance_recall(case: Case) -> float:
 def matched_check(case: Case) -> Check:
     """(a) The oracle in the same numerics: what rounding cannot explain."""
     share, samples = recall(case, case.wanted["index_scores"], TIES.get(case.subject.numerics, TIES["native"]))
-    return compare("selection recall, oracle of the same numerics", share, ">=", 0.999,
-                   f"known_bugs 0.2: at least 99.9 %, ties within {TIES.get(case.subject.numerics, TIES['native']):g} excluded",
-                   samples, where=case.where, part="selection", chance=chance_recall(case))
+    return compare(
+        "selection recall, oracle of the same numerics",
+        share,
+        ">=",
+        0.999,
+        f"known_bugs 0.2: at least 99.9 %, ties within {TIES.get(case.subject.numerics, TIES['native']):g} excluded",
+        samples,
+        where=case.where,
+        part="selection",
+        chance=chance_recall(case),
+    )
 
 
 def own_check(case: Case) -> Check:
@@ -246,8 +309,17 @@ def own_check(case: Case) -> Check:
     if scores is None or scores.shape != case.wanted["index_scores"].shape:
         return vacuous(name, "the subject gives no scores of this shape", where=case.where, part="selection")
     share, samples = recall(case, scores.double(), 1e-6)
-    return compare(name, share, ">=", 0.9999, "fp32 scores, ties within 1e-6 excluded", samples, where=case.where,
-                   part="selection", chance=chance_recall(case))
+    return compare(
+        name,
+        share,
+        ">=",
+        0.9999,
+        "fp32 scores, ties within 1e-6 excluded",
+        samples,
+        where=case.where,
+        part="selection",
+        chance=chance_recall(case),
+    )
 
 
 def exact_check(case: Case) -> Check:
@@ -258,9 +330,18 @@ def exact_check(case: Case) -> Check:
     value = ((best & picked).sum() / best.sum()).item()
     mass = kept(scores, picked, best)
     floor = FLOORS.get(case.subject.numerics, FLOORS["native"])
-    return compare("selection recall, float64 oracle", value, ">=", floor, "known_bugs 2.1: a loose floor by format",
-                   int(best.sum()), where=case.where, part="selection", chance=chance_recall(case),
-                   note=f"score mass kept {mass:.2%}")
+    return compare(
+        "selection recall, float64 oracle",
+        value,
+        ">=",
+        floor,
+        "known_bugs 2.1: a loose floor by format",
+        int(best.sum()),
+        where=case.where,
+        part="selection",
+        chance=chance_recall(case),
+        note=f"score mass kept {mass:.2%}",
+    )
 
 
 def kept(scores: torch.Tensor, picked: torch.Tensor, best: torch.Tensor) -> float:
@@ -278,23 +359,47 @@ def shape_checks(case: Case) -> list[Check]:
     double = sum(len(row) - len(set(row)) for row in (r[r >= 0].tolist() for r in raw))
     wrong = (real.sum(-1) != visible.clamp(max=case.k)).sum().item()
     few = int((visible < case.k).sum())
-    return [compare("no pick is invisible", invisible, "==", 0, "specification §3, Visibility", int(real.sum()), **about),
-            compare("no entry is picked twice", double, "==", 0, "specification §3, Indexer", int(real.sum()), **about),
-            compare("−1 wherever fewer than k entries are visible, and nowhere else", wrong, "==", 0,
-                    "specification §3, Indexer", len(raw) if few or case.since else 0, unit="queries",
-                    note=f"{few} queries see fewer than k of {n} entries", **about)]
+    return [
+        compare("no pick is invisible", invisible, "==", 0, "specification §3, Visibility", int(real.sum()), **about),
+        compare("no entry is picked twice", double, "==", 0, "specification §3, Indexer", int(real.sum()), **about),
+        compare(
+            "−1 wherever fewer than k entries are visible, and nowhere else",
+            wrong,
+            "==",
+            0,
+            "specification §3, Indexer",
+            len(raw) if few or case.since else 0,
+            unit="queries",
+            note=f"{few} queries see fewer than k of {n} entries",
+            **about,
+        ),
+    ]
 
 
 def ties_check(case: Case) -> Check:
     """On zero inputs all scores are equal: the lowest entries win. Others than this project may choose freely."""
     rows = case.picks[0][case.crowded]
     wrong = (rows.sort(-1).values != torch.arange(rows.shape[-1])).any(-1).sum().item()
-    check = compare("equal scores go to the lowest entries", wrong, "==", 0, "this project's promise, so that runs repeat",
-                    len(rows), where=case.where, part="selection", unit="queries")
+    check = compare(
+        "equal scores go to the lowest entries",
+        wrong,
+        "==",
+        0,
+        "this project's promise, so that runs repeat",
+        len(rows),
+        where=case.where,
+        part="selection",
+        unit="queries",
+    )
     free = check.status is Status.FAIL and "kernels" not in case.subject.can
-    return replace(check, status=Status.WARN, note="any choice among equals is right, but runs may differ") if free else check
+    return (
+        replace(check, status=Status.WARN, note="any choice among equals is right, but runs may differ")
+        if free
+        else check
+    )
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(IndexOracle)

@@ -5,29 +5,42 @@ from typing import ClassVar
 
 import torch
 
-from probes.ablation import attend, blame, mistakes, nobody, paths, sink_shares
-from probes.measure import MAX_TOKENS, at_share, far, heavy_tailed, limit_of, oracle_of, picks_of, points_at, zeros_like_ids
-from probes.oracle.attention import Layer, chosen
-from probes.perturbation import Change, changes_for, direction, judged, resized
-from probes.probe import Probe
-from probes.result import Check, Status, compare, vacuous
-from probes.subject import Subject
+from dsv4.probes.ablation import attend, blame, mistakes, nobody, paths, sink_shares
+from dsv4.probes.measure import (
+    MAX_TOKENS,
+    at_share,
+    far,
+    heavy_tailed,
+    limit_of,
+    oracle_of,
+    picks_of,
+    points_at,
+    zeros_like_ids,
+)
+from dsv4.probes.oracle.attention import Layer, chosen
+from dsv4.probes.perturbation import Change, changes_for, direction, judged, resized
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.subject import Subject
 
 QUIET = {"fp32": 1e-6, "qat:fp32": 1e-6}  # relative change of an output that must not change; else:
 QUIET_BF16 = 3e-4  # sums in another order, 1e-6 apart, round one value in some thousand to another bf16
 STEP = 2e-2  # change of an output below which a step of simulated FP8 (6 % of a value, taken or not) is part of it
 SINKS = {"fp32": 1e-3, "native": 0.1, "qat": 0.5, "qat:fp32": 0.05}  # share of a sink's removal in the output
 EXPECTED = {0: "window only", 4: "selected", 128: "all"}
-LEAST = {"fp32": 1e-3, "native": 2e-3}  # change of the output by a sink's removal; below it rounding could look like a share
-SURE = 5   # standard errors that a share must be off by, and by which a missing sink would show
+# change of the output by a sink's removal; below it rounding could look like a share
+LEAST = {"fp32": 1e-3, "native": 2e-3}
+SURE = 5  # standard errors that a share must be off by, and by which a missing sink would show
 LATE = 24  # queries at the end that the path is judged by
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its inputs x [2 + C + 1, T, d]: row 0 as drawn, 1 the same again, 2 + j with change j, the last a stranger.
+    """A layer and its inputs x [2 + C + 1, T, d]: row 0 as drawn, 1 the same again, 2 + j with change j, the last a
+    stranger.
 
-    base: the oracle's points of rows 0 and −1, at the judged queries; changed: of rows 0 and 2 … 2 + C at the last query.
+    base: the oracle's points of rows 0 and −1, at the judged queries; changed: of rows 0 and 2 … 2 + C at the last
+    query.
     """
 
     subject: Subject
@@ -45,7 +58,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """A run of a case by one schedule: out [rows, T, d], and the picks of `base` and `changed`, None but on CSA layers."""
+    """A run of a case by one schedule: out [rows, T, d], and the picks of `base` and `changed`, None but on CSA
+    layers."""
 
     case: Case
     where: str
@@ -65,7 +79,8 @@ class Influence(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         if subject.family == "gqa":
-            from probes.gqa.influence import influence_checks
+            from dsv4.probes.gqa.influence import influence_checks
+
             return list(influence_checks(subject, self.seed))
         oracle, checks, T = oracle_of(subject), [], length(subject, self.effort)
         x = heavy_tailed(subject, T, self.seed, rows=2)
@@ -79,7 +94,8 @@ class Influence(Probe):
 
 
 def length(subject: Subject, effort: float) -> int:
-    """Tokens: 1.5 · k entries, two of HCA, all beyond the window; and at the end an unfinished HCA window longer than that."""
+    """Tokens: 1.5 · k entries, two of HCA, all beyond the window; and at the end an unfinished HCA window longer than
+    that."""
     c = subject.config
     k = c.index_topk if 4 in c.compress_ratios else 0
     T = c.sliding_window + max(6 * k, 256)
@@ -91,8 +107,11 @@ def schedules(T: int, window: int) -> dict[str, tuple[int, ...]]:
     """One step; chunks that end nowhere in particular; and the first and the last tokens one by one."""
     decoded, first = min(window + LATE, 48, T // 2), min(window + 4, 20, T // 4)
     chunk = max(T // 5, 1) | 1
-    return {"one step": (), "chunks": (chunk,) * (T // chunk) + ((T % chunk,) if T % chunk else ()),
-            "decode": (*[1] * first, T - first - decoded, *[1] * decoded)}
+    return {
+        "one step": (),
+        "chunks": (chunk,) * (T // chunk) + ((T % chunk,) if T % chunk else ()),
+        "decode": (*[1] * first, T - first - decoded, *[1] * decoded),
+    }
 
 
 def only_row(case: Case) -> Case:
@@ -102,7 +121,8 @@ def only_row(case: Case) -> Case:
 
 
 def scheduled(case: Case, schedule: tuple[int, ...], where: str) -> list[Check]:
-    """All checks of one schedule. What the subject raises is an ERROR of it, and the other schedules run all the same."""
+    """All checks of one schedule. What the subject raises is an ERROR of it, and the other schedules run all the
+    same."""
     try:
         seen = run_case(case, schedule, where)
     except Exception as error:  # an implementation under audit may raise anything
@@ -128,7 +148,8 @@ def run_case(case: Case, schedule: tuple[int, ...], where: str) -> Seen:
 
 
 def choose(subject: Subject, layer: Layer, i: int, x: torch.Tensor, seed: int) -> Case:
-    """Changes for the last query of x [2, T, d] (the row and a stranger), each as large as leaves the selection for it."""
+    """Changes for the last query of x [2, T, d] (the row and a stranger), each as large as leaves the selection for
+    it."""
     base, last = points_at(layer, x, judged(layer, x.shape[1], LATE)), torch.tensor([x.shape[1] - 1])
     picks = None
     if layer.ratio == 4:
@@ -147,10 +168,17 @@ def choose(subject: Subject, layer: Layer, i: int, x: torch.Tensor, seed: int) -
 def influence_checks(seen: Seen) -> list[Check]:
     """One check a kind of change: the worst of its tokens."""
     case = seen.case
-    kinds, needed = list(dict.fromkeys(change.kind for change in case.changes)), {4: ("token of a selected entry", "token of "
-                    "unselected entries only"), 128: ("token of a visible entry",)}.get(case.layer.ratio, ())
-    checks = [vacuous(f"influence: {kind}", "no such token within reach", where=seen.where, part="compressed entries")
-              for kind in needed if kind not in kinds]
+    kinds, needed = (
+        list(dict.fromkeys(change.kind for change in case.changes)),
+        {4: ("token of a selected entry", "token of unselected entries only"), 128: ("token of a visible entry",)}.get(
+            case.layer.ratio, ()
+        ),
+    )
+    checks = [
+        vacuous(f"influence: {kind}", "no such token within reach", where=seen.where, part="compressed entries")
+        for kind in needed
+        if kind not in kinds
+    ]
     mine = attend(case.layer, case.changed, seen.changed)[:, -1]
     if "everything" not in case.changed:  # the same for every schedule
         case.changed["everything"] = attend(case.layer, case.changed, None, case.x.shape[1])[:, -1]
@@ -158,7 +186,8 @@ def influence_checks(seen: Seen) -> list[Check]:
 
 
 def steady(seen: Seen) -> torch.Tensor:
-    """bool [C]: the last query selects the same entries as without the change. A change after it is no concern of it."""
+    """bool [C]: the last query selects the same entries as without the change. A change after it is no concern of
+    it."""
     changes = seen.case.changes
     if seen.changed is None:
         return torch.ones(len(changes), dtype=torch.bool)
@@ -175,33 +204,57 @@ def _kind(seen: Seen, kind: str, mine: torch.Tensor, everything: torch.Tensor) -
     quiet, mask = seen.case.quiet + 10 * noise, steady(seen) & torch.tensor([change.kind == kind for change in changes])
     change = next(change for change in changes if change.kind == kind)
     at = [c.token for c in changes if c.kind == kind]
-    about = dict(where=seen.where, part=change.part, unit="relative change",
-                 note=f"tokens {at}, query {t}, change of an identical rerun {noise:.2g}")
+    about = dict(
+        where=seen.where,
+        part=change.part,
+        unit="relative change",
+        note=f"tokens {at}, query {t}, change of an identical rerun {noise:.2g}",
+    )
     if kind == "later token":
         return later(seen, quiet, named, about)
     moved = out[2:-1, t] - out[0, t]
     if not change.moves:
         found = torch.nan_to_num(moved.norm(dim=-1) / size, nan=float("inf"))[mask]
         chance = ((everything[1:] - everything[0]).norm(dim=-1) / everything[0].norm().clamp(min=1e-12))[mask]
-        return compare(named + " has none", found.max().item() if len(found) else None, "<=", quiet,
-                       "ten times an identical rerun, and rounding of the output", len(found),
-                       chance=chance.min().item() if len(found) else None, **about)
+        return compare(
+            named + " has none",
+            found.max().item() if len(found) else None,
+            "<=",
+            quiet,
+            "ten times an identical rerun, and rounding of the output",
+            len(found),
+            chance=chance.min().item() if len(found) else None,
+            **about,
+        )
     wanted = mine.norm(dim=-1) / size
     mask &= wanted > max(10 * quiet, STEP if seen.case.subject.numerics.startswith("qat") else 0)
     ratio = torch.nan_to_num((moved * mine).sum(-1) / mine.square().sum(-1).clamp(min=1e-30), nan=0.0, posinf=0.0)[mask]
-    return compare(named + " has its share", ratio.min().item() if len(ratio) else None, ">=", 0.25,
-                   "a quarter of the oracle's own change; changes within ten times the noise are not counted", len(ratio),
-                   chance=noise / wanted[mask].min().item() if len(ratio) else None,
-                   **about | {"unit": "of the oracle's change"})
+    return compare(
+        named + " has its share",
+        ratio.min().item() if len(ratio) else None,
+        ">=",
+        0.25,
+        "a quarter of the oracle's own change; changes within ten times the noise are not counted",
+        len(ratio),
+        chance=noise / wanted[mask].min().item() if len(ratio) else None,
+        **about | {"unit": "of the oracle's change"},
+    )
 
 
 def later(seen: Seen, quiet: float, name: str, about: dict) -> Check:
     """Nothing before the changed token may change, at any query."""
     j, change = next((j, c) for j, c in enumerate(seen.case.changes) if c.kind == "later token")
-    before, base = seen.out[2 + j, :change.token], seen.out[0, :change.token]
+    before, base = seen.out[2 + j, : change.token], seen.out[0, : change.token]
     errors = torch.nan_to_num((before - base).norm(dim=-1) / base.norm(dim=-1).clamp(min=1e-12), nan=float("inf"))
-    return compare(name + " has none", errors.max().item() if len(errors) else None, "<=", quiet,
-                   "ten times an identical rerun, and rounding of the output", len(errors), **about)
+    return compare(
+        name + " has none",
+        errors.max().item() if len(errors) else None,
+        "<=",
+        quiet,
+        "ten times an identical rerun, and rounding of the output",
+        len(errors),
+        **about,
+    )
 
 
 # ---- the path -----------------------------------------------------------------------------
@@ -216,13 +269,28 @@ def path_checks(seen: Seen) -> list[Check]:
     for name, part in (("late", slice(-LATE, None)), ("few", slice(0, -LATE))):
         found, wanted = out[:, part], outs[expected][:, part]
         error = at_share(far(found, wanted), share) if found.numel() else None
-        label = {"late": "attn_out equals the oracle's on the specified path",
-                 "few": "attn_out equals the oracle's where few keys are visible, and where one more becomes so"}[name]
+        label = {
+            "late": "attn_out equals the oracle's on the specified path",
+            "few": "attn_out equals the oracle's where few keys are visible, and where one more becomes so",
+        }[name]
         default, note = {"late": "attention core", "few": "absent keys"}[name], ""
         if error is not None and error > limit:
             default, note = _blame(seen, found, wanted, part, default)
-        checks.append(compare(label, error, "<=", limit, source, found[..., 0].numel(), where=seen.where, part=default,
-                              unit="relative", chance=1.0, note=note))
+        checks.append(
+            compare(
+                label,
+                error,
+                "<=",
+                limit,
+                source,
+                found[..., 0].numel(),
+                where=seen.where,
+                part=default,
+                unit="relative",
+                chance=1.0,
+                note=note,
+            )
+        )
     return checks + _counts(seen)
 
 
@@ -230,7 +298,9 @@ def _blame(seen: Seen, found: torch.Tensor, wanted: torch.Tensor, part: slice, d
     """The known mistake that explains what these judged queries show."""
     base = seen.case.base | {name: seen.case.base[name][:, part] for name in ("q_after_rope",)}
     base["at"] = seen.case.base["at"][part]
-    return blame(found, wanted, mistakes(seen.case.layer, base, None if seen.base is None else seen.base[:, part]), default)
+    return blame(
+        found, wanted, mistakes(seen.case.layer, base, None if seen.base is None else seen.base[:, part]), default
+    )
 
 
 def _path(seen: Seen, outs: dict[str, torch.Tensor], out: torch.Tensor) -> Check:
@@ -243,8 +313,17 @@ def _path(seen: Seen, outs: dict[str, torch.Tensor], out: torch.Tensor) -> Check
     part = {"window only": "compressed entries", "entries only": "window"}.get(nearest, part) if ratio else part
     if power < 2 * limit:  # else an output within the limit of one path is nearer to it than to any other
         return vacuous("path", f"the paths differ by {power:.2g} only", where=seen.where, part=part)
-    return compare("path", nearest, "==", expected, "nearest of the oracle's paths, median relative error", out[..., 0].numel(),
-                   part=part, where=seen.where, note=f"distances: {note}")
+    return compare(
+        "path",
+        nearest,
+        "==",
+        expected,
+        "nearest of the oracle's paths, median relative error",
+        out[..., 0].numel(),
+        part=part,
+        where=seen.where,
+        note=f"distances: {note}",
+    )
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -261,12 +340,24 @@ def _counts(seen: Seen) -> list[Check]:
     wanted, n = ((at + 1) // 4).clamp(max=k), seen.case.base["compressed_kv"].shape[1]
     held = torch.where((seen.raw < 0) | (seen.raw >= n), -1, seen.raw)
     wrong = (chosen(held, n).sum(-1) != wanted).sum().item()
-    return [compare("queries select k entries, or all that are visible", wrong, "==", 0, "specification §3, Indexer",
-                    held[..., 0].numel(), where=seen.where, part="selection", unit="queries")]
+    return [
+        compare(
+            "queries select k entries, or all that are visible",
+            wrong,
+            "==",
+            0,
+            "specification §3, Indexer",
+            held[..., 0].numel(),
+            where=seen.where,
+            part="selection",
+            unit="queries",
+        )
+    ]
 
 
 def sink_check(seen: Seen) -> Check:
-    """How much of each head's sink is missing in the output of the last queries: 0 with it, 1 without it, −1 with it twice."""
+    """How much of each head's sink is missing in the output of the last queries: 0 with it, 1 without it, −1 with it
+    twice."""
     case, part = seen.case, slice(-LATE, None)
     found = case.base | {"at": case.base["at"][part], "q_after_rope": case.base["q_after_rope"][:, part]}
     picks = nobody(found) if case.layer.ratio == 0 else None if seen.base is None else seen.base[:, part]
@@ -278,12 +369,24 @@ def sink_check(seen: Seen) -> Check:
     worst, (near, within, _) = int(least.argmax()), limit_of(case.subject)
     about = dict(where=f"{seen.where}, head {worst}", part="sink", unit="share of its removal, at least", chance=1.0)
     if left > 0.5 and not at_share(far(out, attend(case.layer, found, picks)), within) <= near:
-        return vacuous(name, f"the output differs, and sinks explain {1 - left:.0%} of it", where=seen.where, part="sink")
-    return compare(name, least[worst].item() if counted.any() else None, "<=", limit, "0 is the oracle with the sink, 1 "
-                   "without; by numerics", int(counted.sum()), note=f"share {share[worst]:.2g} ± {error[worst]:.1g}; "
-                   f"{int((~counted).sum())} of {len(counted)} heads have a sink that cannot be told from noise", **about)
+        return vacuous(
+            name, f"the output differs, and sinks explain {1 - left:.0%} of it", where=seen.where, part="sink"
+        )
+    return compare(
+        name,
+        least[worst].item() if counted.any() else None,
+        "<=",
+        limit,
+        "0 is the oracle with the sink, 1 without; by numerics",
+        int(counted.sum()),
+        note=f"share {share[worst]:.2g} ± {error[worst]:.1g}; {int((~counted).sum())} of {len(counted)} heads "
+        "have a sink "
+        "that cannot be told from noise",
+        **about,
+    )
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Influence)

@@ -6,14 +6,15 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
-from probes.measure import tokens
-from probes.subject import Subject
+from dsv4.probes.measure import tokens
+from dsv4.probes.subject import Subject
 
 MOST = 2048  # tokens by default: the oracle is in float64, and attention is quadratic
 
 
 def enough(config: ModelConfig) -> int:
-    """Tokens after which a query has left its window, chooses among twice as many entries as it may, and sees HCA entries."""
+    """Tokens after which a query has left its window, chooses among twice as many entries as it may, and sees HCA
+    entries."""
     compressed = 4 * 2 * config.index_topk if 4 in config.compress_ratios else 0
     T = config.sliding_window + max(compressed, 2 * 128) + 3
     return min(T, MOST, config.max_position_embeddings)
@@ -31,6 +32,7 @@ def ids_for(subject: Subject, checkpoint: Path, text: Path | None, count: int | 
     if text is None:
         return tokens(subject, T, seed)
     from dsv4.tokenizer import Tokenizer
+
     try:
         content = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

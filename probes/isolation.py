@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from probes.control import attempted, chance_of
-from probes.measure import agreeing, token_errors, tokens
-from probes.probe import Probe
-from probes.result import Check, compare
-from probes.subject import Subject
+from dsv4.probes.control import attempted, chance_of
+from dsv4.probes.measure import agreeing, token_errors, tokens
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare
+from dsv4.probes.subject import Subject
 
 BESIDE = "a row in a batch equals the row alone"
 
@@ -34,26 +34,48 @@ class Isolation(Probe):
         def beside(row: int, length: int) -> Check:
             if not together:
                 together.append(subject.run(padded, (64, 64, T - 128)).logits)
-            alone = subject.run(ids[row:row + 1, :length]).logits
-            return self._check(subject, together[0][row:row + 1, :length], alone, f"row {row} of {length} tokens", "batching")
+            alone = subject.run(ids[row : row + 1, :length]).logits
+            return self._check(
+                subject, together[0][row : row + 1, :length], alone, f"row {row} of {length} tokens", "batching"
+            )
+
         for row, length in enumerate(lengths):
             checks.append(attempted(BESIDE, f"row {row} of {length} tokens", "batching", partial(beside, row, length)))
         first = subject.run(ids[:1]).logits
         for again in (2, 3):
             subject.run(ids[1:2])
             found = subject.run(ids[:1]).logits
-            checks.append(compare("the same request gives the same bits", int((found != first).sum()), "==", 0,
-                                  "the same program on the same numbers", found.numel(), where=f"repeat {again}",
-                                  part="state left behind"))
+            checks.append(
+                compare(
+                    "the same request gives the same bits",
+                    int((found != first).sum()),
+                    "==",
+                    0,
+                    "the same program on the same numbers",
+                    found.numel(),
+                    where=f"repeat {again}",
+                    part="state left behind",
+                )
+            )
         return checks
 
     def _check(self, subject: Subject, found: torch.Tensor, alone: torch.Tensor, where: str, part: str) -> Check:
         errors = token_errors(found, alone)
         value, source, limit = agreeing(errors, subject.numerics)
-        return compare(BESIDE, value, "<=", limit, source, errors.numel(), where=where,
-                       part=part, chance=chance_of(alone, token_errors))
+        return compare(
+            BESIDE,
+            value,
+            "<=",
+            limit,
+            source,
+            errors.numel(),
+            where=where,
+            part=part,
+            chance=chance_of(alone, token_errors),
+        )
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Isolation)

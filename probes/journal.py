@@ -21,18 +21,23 @@ def append(path: Path, *line) -> None:
 
 
 def claim(path: Path, what: Mapping) -> None:
-    """Begin a journal with the line ["of", what], or raise InputError for one that was begun with another: what results depend on."""
+    """Begin a journal with the line ["of", what], or raise InputError for one that was begun with another: what results
+    depend on."""
     lines, what = lines_of(path), json.loads(json.dumps(dict(what)))
     first = next((line[1] for line in lines if line[0] == "of"), None)
     if first is None and not lines:
         append(path, "of", what)
     elif first != what:
         differing = [key for key in what if (first or {}).get(key) != what[key]]
-        raise InputError(f"{path.name} is the journal of another run ({', '.join(differing)} differ); give another file, or remove it")
+        raise InputError(
+            f"{path.name} is the journal of another run ({', '.join(differing)} differ); give another file, or "
+            "remove it"
+        )
 
 
 class Kept:
-    """A journal of one run, begun or taken up again: `held`, its lines after the first, and `append`. No path: nothing is held, nothing kept.
+    """A journal of one run, begun or taken up again: `held`, its lines after the first, and `append`. No path: nothing
+    is held, nothing kept.
 
     what: everything that results depend on. Raises InputError for a journal of something else.
     """

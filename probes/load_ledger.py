@@ -10,41 +10,57 @@ from typing import ClassVar
 import torch
 
 from dsv4.errors import InputError
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.load import plan_model
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.expected import official_tensors
+from dsv4.loaders.files import DTYPES
+from dsv4.loaders.ledger import LoadLedger, poisoned
+from dsv4.loaders.load import Inventory
 from dsv4.numerics import numerics_named
-from kernels.quantize import WeightFormat
-from loaders.errors import CheckpointError
-from loaders.expected import official_tensors
-from loaders.files import DTYPES
-from loaders.ledger import LoadLedger, poisoned
-from loaders.load import Inventory
-from probes.oracle.gqa import config_at as gqa_config
-from probes.oracle.gqa import tensor_shapes
-from probes.oracle.names import places
-from probes.oracle.weights import decode, read_header
-from probes.probe import Probe
-from probes.result import Check, Status, compare, vacuous
-from probes.subject import Subject
-from probes.subjects.files import block_of
+from dsv4.probes.oracle.gqa import config_at as gqa_config
+from dsv4.probes.oracle.gqa import tensor_shapes
+from dsv4.probes.oracle.names import places
+from dsv4.probes.oracle.weights import decode, read_header
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.files import block_of
 
 STRICT = "every tensor has one place and every place one tensor (specification 2.1); there is no tolerance"
 EXACT = "FP8, FP4 and BF16 widen to fp32 without rounding (specification 2.2): equal, not near"
-NAMES = "specification 2.1 and 2.3: a table of names written out in probes.oracle.names, not the loader's rules"
+NAMES = "specification 2.1 and 2.3: a table of names written out in dsv4.probes.oracle.names, not the loader's rules"
 UNIQUE = "trained tensors do not repeat: equal values mean one tensor read under two names"
 COMPANIONS = (".scale", ".weight_scale", ".weight_scale_2", ".input_scale")
-NAMED = 12        # tensors that get a check of their own; the rest is counted
-ALIAS_SIZE = 16   # elements below which equal values may be chance
-PARTS = (         # first match gives the part of the model that a tensor belongs to
-    (r"model\.embed_tokens\..*", "embedding"), (r"lm_head\..*", "head"), (r"model\.norm\..*", "final norm"),  # of GQA models
-    (r"model\..*self_attn\.[qkv]_proj\.bias", "QKV bias"), (r"model\..*self_attn\.q_proj\..*", "queries"),
-    (r"model\..*self_attn\.k_proj\..*", "keys"), (r"model\..*self_attn\.v_proj\..*", "values"),
-    (r"model\..*self_attn\.o_proj\..*", "output projection"), (r"model\..*mlp\..*", "MLP"),
-    (r"mtp\..*", "MTP"), (r"embed\..*", "embedding"), (r"hc_head.*|norm\..*|head\..*", "head"),
-    (r".*indexer\.compressor\..*", "indexer keys"), (r".*indexer\.wq_b\..*", "indexer queries"),
-    (r".*indexer\..*", "indexer weights"), (r".*\.compressor\..*", "compressor"), (r".*attn_sink", "sink"),
-    (r".*\.gate\..*", "router"), (r".*\.experts\..*", "experts"), (r".*shared_experts\..*", "shared expert"),
-    (r".*\.hc_.*", "mHC"), (r".*attn\.(wq|q_norm).*", "queries"), (r".*attn\.(wkv|kv_norm).*", "window KV"),
-    (r".*attn\.wo_.*", "output projection"), (r".*norm\..*", "norms"),
+NAMED = 12  # tensors that get a check of their own; the rest is counted
+ALIAS_SIZE = 16  # elements below which equal values may be chance
+PARTS = (  # first match gives the part of the model that a tensor belongs to
+    # of GQA models
+    (r"model\.embed_tokens\..*", "embedding"),
+    (r"lm_head\..*", "head"),
+    (r"model\.norm\..*", "final norm"),
+    (r"model\..*self_attn\.[qkv]_proj\.bias", "QKV bias"),
+    (r"model\..*self_attn\.q_proj\..*", "queries"),
+    (r"model\..*self_attn\.k_proj\..*", "keys"),
+    (r"model\..*self_attn\.v_proj\..*", "values"),
+    (r"model\..*self_attn\.o_proj\..*", "output projection"),
+    (r"model\..*mlp\..*", "MLP"),
+    (r"mtp\..*", "MTP"),
+    (r"embed\..*", "embedding"),
+    (r"hc_head.*|norm\..*|head\..*", "head"),
+    (r".*indexer\.compressor\..*", "indexer keys"),
+    (r".*indexer\.wq_b\..*", "indexer queries"),
+    (r".*indexer\..*", "indexer weights"),
+    (r".*\.compressor\..*", "compressor"),
+    (r".*attn_sink", "sink"),
+    (r".*\.gate\..*", "router"),
+    (r".*\.experts\..*", "experts"),
+    (r".*shared_experts\..*", "shared expert"),
+    (r".*\.hc_.*", "mHC"),
+    (r".*attn\.(wq|q_norm).*", "queries"),
+    (r".*attn\.(wkv|kv_norm).*", "window KV"),
+    (r".*attn\.wo_.*", "output projection"),
+    (r".*norm\..*", "norms"),
 )
 
 
@@ -54,13 +70,16 @@ def part_of(name: str) -> str:
 
 
 def headers(files: Inventory) -> dict[str, tuple]:
-    """Official name → (dtype, shape, file, first byte), as `probes.oracle.weights` reads tensors; offsets are read anew."""
+    """Official name → (dtype, shape, file, first byte), as `dsv4.probes.oracle.weights` reads tensors; offsets are read
+    anew."""
     found = {}
     for shard in files.files.shards:
         found |= read_header(files.path / shard.name)
+
     def place(source) -> tuple:
         dtype, _, file, offset = found[source.tensor.key]
         return dtype, tuple(source.shape), file, offset + source.start
+
     return {name: place(source) for name, source in files.sources.items()}
 
 
@@ -68,7 +87,11 @@ def ledger_of(subject: Subject) -> LoadLedger:
     """The ledger that the subject's model was loaded by; else that of a plan from the headers."""
     model = getattr(subject, "model", None)
     held = getattr(model, "ledger", None)
-    return held if isinstance(held, LoadLedger) else plan_model(subject.files, numerics_named("fp32"), "reference", None).ledger
+    return (
+        held
+        if isinstance(held, LoadLedger)
+        else plan_model(subject.files, numerics_named("fp32"), "reference", None).ledger
+    )
 
 
 def expected(subject: Subject) -> dict[str, tuple]:
@@ -76,14 +99,18 @@ def expected(subject: Subject) -> dict[str, tuple]:
     if subject.family == "gqa":
         return {name: ("", shape) for name, shape in tensor_shapes(gqa_config(subject.files.path)).items()}
     files, formats = subject.files, subject.files.formats
+
     def form(base: str) -> str:
         found = formats.get(base)
         if found is None or found is WeightFormat.DENSE:
             return files.sources[f"{base}.weight"].dtype if f"{base}.weight" in files.sources else "BF16"
         return {WeightFormat.FP8: "FP8", WeightFormat.MXFP4: "MXFP4", WeightFormat.NVFP4: "NVFP4"}[found]
-    wanted = official_tensors(subject.config, files.mtp_blocks > 0, dense=form("layers.0.attn.wkv"),
-                              experts=form("layers.0.ffn.experts.0.w1"))
-    return {n: w for n, w in wanted.items() if not n.endswith(".input_scale")}  # of products that this model does not make
+
+    wanted = official_tensors(
+        subject.config, files.mtp_blocks > 0, dense=form("layers.0.attn.wkv"), experts=form("layers.0.ffn.experts.0.w1")
+    )
+    # of products that this model does not make
+    return {n: w for n, w in wanted.items() if not n.endswith(".input_scale")}
 
 
 @dataclass
@@ -112,19 +139,26 @@ class LoadLedgerProbe(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         ledger = ledger_of(subject)
-        return [*self._names(subject), *self._accounts(subject, ledger), *self._expected(subject, ledger),
-                *self._values(subject, ledger)]
+        return [
+            *self._names(subject),
+            *self._accounts(subject, ledger),
+            *self._expected(subject, ledger),
+            *self._values(subject, ledger),
+        ]
 
     def _names(self, subject: Subject) -> Iterator[Check]:
-        """Each key of the files stands for the official tensor that the specification says, and the loader knows it as that."""
+        """Each key of the files stands for the official tensor that the specification says, and the loader knows it as
+        that."""
         wanted = {}
         for shard in subject.files.files.shards:
             for key, (_, shape, *_) in read_header(subject.files.path / shard.name).items():
                 wanted |= {key: (key, 0)} if subject.family == "gqa" else places(key, shape)
         found = {n: (s.tensor.key, s.start // DTYPES[s.dtype].itemsize) for n, s in subject.files.sources.items()}
         wrong = [n for n in wanted if found.get(n) != wanted[n]] + [n for n in found if n not in wanted]
-        note = "; ".join(f"{n}: {wanted.get(n, ('nothing',))[0]} of the file, taken from {found.get(n, ('nothing',))[0]}"
-                         for n in wrong[:3])
+        note = "; ".join(
+            f"{n}: {wanted.get(n, ('nothing',))[0]} of the file, taken from {found.get(n, ('nothing',))[0]}"
+            for n in wrong[:3]
+        )
         yield from named("tensor is taken from the key that means it", wrong, len(wanted), NAMES, note)
 
     def _accounts(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
@@ -132,34 +166,73 @@ class LoadLedgerProbe(Probe):
         homeless = [n for n in sources if n not in ledger.used and n not in ledger.listed]
         both = [n for n in sources if n in ledger.used and n in ledger.listed]
         yield from named("file tensor is consumed once, or listed with a reason", homeless + both, len(sources), STRICT)
-        yield compare("problems of the load ledger", len(ledger.problems()), "==", 0, STRICT, len(sources), part="load",
-                      note="; ".join(ledger.problems()[:3]))
+        yield compare(
+            "problems of the load ledger",
+            len(ledger.problems()),
+            "==",
+            0,
+            STRICT,
+            len(sources),
+            part="load",
+            note="; ".join(ledger.problems()[:3]),
+        )
         short = [n for n, (_, shape) in ledger.parameters.items() if ledger.written[n] != torch.Size(shape).numel()]
-        yield compare("parameters that are not written exactly once everywhere", len(short), "==", 0, STRICT,
-                      len(ledger.parameters), part=part_of(short[0]) if short else "load", where=short[0] if short else "")
+        yield compare(
+            "parameters that are not written exactly once everywhere",
+            len(short),
+            "==",
+            0,
+            STRICT,
+            len(ledger.parameters),
+            part=part_of(short[0]) if short else "load",
+            where=short[0] if short else "",
+        )
         for reason in sorted(set(ledger.listed.values())):
             names = [n for n, r in ledger.listed.items() if r == reason]
-            yield Check("tensors of the file that are not loaded", Status.WARN if reason == "MTP is off" else Status.PASS,
-                        names[0],
-                        part_of(names[0]), len(names), "tensors", source="reported with its reason", samples=len(names),
-                        note=reason)
+            yield Check(
+                "tensors of the file that are not loaded",
+                Status.WARN if reason == "MTP is off" else Status.PASS,
+                names[0],
+                part_of(names[0]),
+                len(names),
+                "tensors",
+                source="reported with its reason",
+                samples=len(names),
+                note=reason,
+            )
 
     def _expected(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
         wanted, sources = expected(subject), subject.files.sources
-        yield from named("tensor that the config asks for is in the file", [n for n in wanted if n not in sources], len(wanted),
-                         STRICT)
+        yield from named(
+            "tensor that the config asks for is in the file",
+            [n for n in wanted if n not in sources],
+            len(wanted),
+            STRICT,
+        )
         strays = [n for n in sources if n not in wanted and n not in ledger.listed]
         yield from named("tensor of the file is one that the config asks for", strays, len(sources), STRICT)
         same = lambda a, b: a == b or {a, b} <= {(), (1,)}
-        wrong = [n for n, (_, shape) in wanted.items() if n in sources and not same(tuple(sources[n].shape), tuple(shape))]
+        wrong = [
+            n for n, (_, shape) in wanted.items() if n in sources and not same(tuple(sources[n].shape), tuple(shape))
+        ]
         yield from named("shape is what the config asks for", wrong, len(wanted), STRICT)
         if getattr(subject.config, "num_mtp_layers", 0) and not subject.files.mtp_blocks:
             dropped = subject.files.layout.name.startswith("official") and not subject.files.has_dspark
             note = "the file holds DSpark stages instead" if subject.files.has_dspark else "the file holds none"
             note += "" if dropped or subject.files.has_dspark else ", as transformers writes files"
-            yield Check("MTP block that the config announces", Status.FAIL if dropped else Status.WARN, "mtp.0", "MTP", 0,
-                        "blocks", "==", subject.config.num_mtp_layers, "num_nextn_predict_layers of config.json", samples=1,
-                        note=note)
+            yield Check(
+                "MTP block that the config announces",
+                Status.FAIL if dropped else Status.WARN,
+                "mtp.0",
+                "MTP",
+                0,
+                "blocks",
+                "==",
+                subject.config.num_mtp_layers,
+                "num_nextn_predict_layers of config.json",
+                samples=1,
+                note=note,
+            )
 
     def _values(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
         holds = type(subject).weight is not Subject.weight
@@ -169,20 +242,47 @@ class LoadLedgerProbe(Probe):
         if holds:
             yield from named("held value is the file's", tally.differ, tally.compared, EXACT)
             if without:
-                yield Check("MTP block is held", Status.WARN, "mtp.0", "MTP", 0, "blocks", "==", subject.files.mtp_blocks,
-                            STRICT, samples=1, note="the subject has no MTP block at all")
+                yield Check(
+                    "MTP block is held",
+                    Status.WARN,
+                    "mtp.0",
+                    "MTP",
+                    0,
+                    "blocks",
+                    "==",
+                    subject.files.mtp_blocks,
+                    STRICT,
+                    samples=1,
+                    note="the subject has no MTP block at all",
+                )
             yield from named("subject holds the tensor", tally.absent, n, STRICT)
         else:
             yield vacuous("held value is the file's", "the subject has no weights that can be read", part="load")
-        yield from named("tensor is free of NaN", tally.nan, n,
-                         "no file of this format family holds NaN; the loader's poison is NaN")
+        yield from named(
+            "tensor is free of NaN", tally.nan, n, "no file of this format family holds NaN; the loader's poison is NaN"
+        )
         yield from self._poison(subject)
         pairs = tally.aliases
-        yield from named("tensor has values of its own", [names[0] for names in pairs], n, UNIQUE,
-                         note="; ".join(" = ".join(names[:3]) for names in pairs[:3]))
+        yield from named(
+            "tensor has values of its own",
+            [names[0] for names in pairs],
+            n,
+            UNIQUE,
+            note="; ".join(" = ".join(names[:3]) for names in pairs[:3]),
+        )
         for name in tally.flat[:NAMED]:
-            yield Check("tensor is not constant", Status.WARN, name, part_of(name), "constant", "", "==", "distinct values",
-                        "a weight that training never moved, or that was never loaded, is constant", samples=1)
+            yield Check(
+                "tensor is not constant",
+                Status.WARN,
+                name,
+                part_of(name),
+                "constant",
+                "",
+                "==",
+                "distinct values",
+                "a weight that training never moved, or that was never loaded, is constant",
+                samples=1,
+            )
 
     def _read(self, subject: Subject, names: list[str], holds: bool) -> Tally:
         """One tensor at a time: decode, compare, hash."""
@@ -220,21 +320,39 @@ class LoadLedgerProbe(Probe):
             return
         held = {name: p for name, p in model.named_parameters() if p.device.type != "meta"}
         bad = [name for name, p in held.items() if poisoned(p.detach())]
-        yield from named("parameter is free of NaN and poison", bad, len(held),
-                         "parameters are poisoned before loading; none may remain")
+        yield from named(
+            "parameter is free of NaN and poison",
+            bad,
+            len(held),
+            "parameters are poisoned before loading; none may remain",
+        )
 
 
 def named(what: str, bad: list[str], samples: int, source: str, note: str = "") -> Iterator[Check]:
     """One check that counts; and for the first few bad tensors one each that names it and its part."""
-    yield compare(what + ": exceptions", len(bad), "==", 0, source, samples, unit="tensors", note=note,
-                  part=part_of(bad[0]) if bad else "load", where=bad[0] if bad else "")
+    yield compare(
+        what + ": exceptions",
+        len(bad),
+        "==",
+        0,
+        source,
+        samples,
+        unit="tensors",
+        note=note,
+        part=part_of(bad[0]) if bad else "load",
+        where=bad[0] if bad else "",
+    )
     for name in bad[:NAMED]:
         yield Check(what, Status.FAIL, name, part_of(name), "no", "", "==", "yes", source, samples=1)
 
 
 def lacks_mtp(subject: Subject) -> bool:
     """Whether the subject has no MTP block at all: none of the tensors that only such a block has."""
-    names = [n for n in subject.files.sources if re.fullmatch(r"mtp\.0\.(e_proj|h_proj|enorm|hnorm|norm|attn_norm)\.weight", n)]
+    names = [
+        n
+        for n in subject.files.sources
+        if re.fullmatch(r"mtp\.0\.(e_proj|h_proj|enorm|hnorm|norm|attn_norm)\.weight", n)
+    ]
     return bool(names) and set(map(partial(_raises, subject), names)) == {True}
 
 
@@ -270,5 +388,6 @@ def _same(held: torch.Tensor, value: torch.Tensor, numerics: str) -> bool:
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(LoadLedgerProbe)

@@ -1,8 +1,8 @@
 """One layer at a time: what the oracle makes of a subject's own values, and how far rounding alone would move that.
 
 Every point is computed from the subject's own inputs to the module behind it, as far as it gives them: queries from its
-attn_in, the attention's output from its queries, window rows, entries and selection, and so on. So a fault shows at its own
-point, and neither a fault before it nor one after it hides or imitates it.
+attn_in, the attention's output from its queries, window rows, entries and selection, and so on. So a fault shows at its
+own point, and neither a fault before it nor one after it hides or imitates it.
 """
 
 from dataclasses import dataclass
@@ -10,27 +10,30 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.config import ModelConfig
-from probes.measure import TOLERANCES
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer, rms
-from probes.oracle.blocks import hyper_post, hyper_pre, moe
-from probes.oracle.formats import hadamard, simulate_fp4, simulate_fp8
-from probes.subject import POINTS
+from dsv4.probes.measure import TOLERANCES
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer, rms
+from dsv4.probes.oracle.blocks import hyper_post, hyper_pre, moe
+from dsv4.probes.oracle.formats import hadamard, simulate_fp4, simulate_fp8
+from dsv4.probes.subject import POINTS
 
-# A difference is one above this many times what rounding alone does. Sound models are found at 1.0 to 1.7 times it in bf16; in
-# fp32 the order of sums and the angles of RoPE, which are not imitated, make it up to 4 times.
+# A difference is one above this many times what rounding alone does. Sound models are found at 1.0 to 1.7 times it in
+# bf16; in fp32 the order of sums and the angles of RoPE, which are not imitated, make it up to 4 times.
 FACTOR = {torch.bfloat16: 3.0, torch.float32: 8.0}
-LEAST = 1e-5               # relative: below it are fp32 sums of some thousand terms
-SHARES = {0.5: 0.75, 0.9: 1.0, 1.0: 1.0}  # of the tokens, and of those that only rounding moves: more, since steps are few
-STEPS = {"index_keys": 0.25, "index_scores": 0.25}  # the worst token in simulated numerics may move by a step of FP4, or of
-STEP = 0.0625                                       # FP8: a value beside a rounding boundary
-WRONG_PICKS = 1e-3         # share of decisions beside ties (known_bugs 0.2: at least 99.9 % right)
+LEAST = 1e-5  # relative: below it are fp32 sums of some thousand terms
+# of the tokens, and of those that only rounding moves: more, since steps are few
+SHARES = {0.5: 0.75, 0.9: 1.0, 1.0: 1.0}
+# the worst token in simulated numerics may move by a step of FP4, or of
+STEPS = {"index_keys": 0.25, "index_scores": 0.25}
+STEP = 0.0625  # FP8: a value beside a rounding boundary
+WRONG_PICKS = 1e-3  # share of decisions beside ties (known_bugs 0.2: at least 99.9 % right)
 GATE = "gate"  # beside POINTS: router scores with their bias, [B, T, E]
 
 
 @dataclass
 class Rounded(Layer):
-    """A layer whose matrices, their inputs and outputs and the points are held in `dtype`, the rotation tables in fp32."""
+    """A layer whose matrices, their inputs and outputs and the points are held in `dtype`, the rotation tables in
+    fp32."""
 
     dtype: torch.dtype = torch.bfloat16
 
@@ -68,8 +71,8 @@ def held(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 def expected(layer: Layer, before: torch.Tensor | None, ids: torch.Tensor, given: dict[str, torch.Tensor]) -> dict:
     """Every point of a layer by the oracle, float64, each from the `given` ones before it.
 
-    before: streams [B, T, S, d] that enter the layer, None if unknown; ids int64 [B, T]. Points whose inputs are neither given
-    nor computable are absent. GATE holds the router's scores.
+    before: streams [B, T, S, d] that enter the layer, None if unknown; ids int64 [B, T]. Points whose inputs are
+    neither given nor computable are absent. GATE holds the router's scores.
     """
     found: dict[str, torch.Tensor] = {}
     mix = None
@@ -103,8 +106,9 @@ def attention_points(layer: Layer, x: torch.Tensor, given: dict[str, torch.Tenso
         found["index_keys"] = layer.store(index_form(layer, compressed(layer, x, "attn.indexer.compressor")))
         q = layer.linear("attn.indexer.wq_b", qr).unflatten(-1, (c.index_n_heads, c.index_head_dim))
         q = index_form(layer, held(layer, steps.rotate_heads(q, positions, layer.frequencies)))
-        found["index_scores"] = steps.index_scores(q, steps.index_weights(layer, x), _use("index_keys", given, found),
-                                                   positions, layer.ratio)
+        found["index_scores"] = steps.index_scores(
+            q, steps.index_weights(layer, x), _use("index_keys", given, found), positions, layer.ratio
+        )
         found["selection"] = steps.select(_use("index_scores", given, found), c.index_topk)
         selection = entries_only(_use("selection", given, found), found["index_keys"].shape[1])
     found["attn_out"] = attend(layer, {name: _use(name, given, found) for name in found}, selection)
@@ -112,7 +116,8 @@ def attention_points(layer: Layer, x: torch.Tensor, given: dict[str, torch.Tenso
 
 
 def compressed(layer: Layer, x: torch.Tensor, name: str) -> torch.Tensor:
-    """`steps.compress`, its intermediate values held as activations: before FP8 or FP4 a rounding may move a whole step."""
+    """`steps.compress`, its intermediate values held as activations: before FP8 or FP4 a rounding may move a whole
+    step."""
     w = lambda leaf: layer.w(f"{name}.{leaf}")
     pooled = steps.pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=layer.ratio == 4)
     entries = held(layer, rms(held(layer, pooled), w("norm.weight"), layer.config.rms_norm_eps))
@@ -127,8 +132,9 @@ def attend(layer: Layer, points: dict, selection: torch.Tensor | None, window: i
     """attn_out [B, T, d] of queries, window rows and entries in `points`; selection None: every visible entry."""
     q, kv = points["q_after_rope"], points["kv_window"]
     entries = points.get("compressed_kv", kv[:, :0])
-    o, _ = steps.attention(q, kv, entries, selection, layer.w("attn.attn_sink"), window or layer.config.sliding_window,
-                           layer.ratio)
+    o, _ = steps.attention(
+        q, kv, entries, selection, layer.w("attn.attn_sink"), window or layer.config.sliding_window, layer.ratio
+    )
     return held(layer, steps.output(layer, held(layer, o), torch.arange(q.shape[1])))
 
 
@@ -153,9 +159,9 @@ def ffn_points(layer: Layer, streams: torch.Tensor, ids: torch.Tensor, given: di
 
 @dataclass(frozen=True)
 class Difference:
-    """One point of one layer. errors, noise [n]: of each token (or entry), of the subject and of rounding, both relative to
-    the oracle; kept bool [B, T]: tokens that count, None for all; the others are those where rounding alone may choose other
-    experts. NaN in a subject is infinitely far."""
+    """One point of one layer. errors, noise [n]: of each token (or entry), of the subject and of rounding, both
+    relative to the oracle; kept bool [B, T]: tokens that count, None for all; the others are those where rounding alone
+    may choose other experts. NaN in a subject is infinitely far."""
 
     layer: int
     point: str
@@ -194,20 +200,28 @@ class Difference:
 
 
 class Accumulated(Difference):
-    """The streams or logits of two whole runs. In simulated numerics a value beside a rounding boundary moves by a step, and
-    every later layer carries it on: below `measure.TOLERANCES` two sound runs cannot be told apart."""
+    """The streams or logits of two whole runs. In simulated numerics a value beside a rounding boundary moves by a
+    step, and every later layer carries it on: below `measure.TOLERANCES` two sound runs cannot be told apart."""
 
     def _least(self, share: float) -> float:
         return TOLERANCES[self.numerics][1] if self.numerics.startswith("qat") else LEAST
 
 
-def differences(i: int, points: dict, exact: dict, noisy: dict, config: ModelConfig, numerics: str,
-                wanted: dict | None = None, chained: bool = True) -> list[Difference]:
+def differences(
+    i: int,
+    points: dict,
+    exact: dict,
+    noisy: dict,
+    config: ModelConfig,
+    numerics: str,
+    wanted: dict | None = None,
+    chained: bool = True,
+) -> list[Difference]:
     """Of every point that the subject gives (name → tensor) in layer i, in the order of POINTS.
 
-    exact, noisy: `expected` of the oracle's layer and of the `rounded` one, whose distance is the noise. wanted: values of
-    another reference, to be held against instead of the oracle's. chained: whether those are computed from the subject's own
-    values of the same layer; otherwise its own scores do not decide what it should have selected.
+    exact, noisy: `expected` of the oracle's layer and of the `rounded` one, whose distance is the noise. wanted: values
+    of another reference, to be held against instead of the oracle's. chained: whether those are computed from the
+    subject's own values of the same layer; otherwise its own scores do not decide what it should have selected.
     """
     wanted, found = exact if wanted is None else wanted, []
     unsure = undecided(exact, noisy, config.num_experts_per_tok, FACTOR[dtype_of(numerics)])
@@ -226,8 +240,8 @@ def differences(i: int, points: dict, exact: dict, noisy: dict, config: ModelCon
 
 
 def far(found: torch.Tensor, wanted: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-    """‖found − wanted‖ / ‖wanted‖ of each row of [B, T, ...], flat; infinite where NaN, where one is −inf and the other is
-    not, and everywhere if the shapes differ. keep bool [B, T]: the rows that count.
+    """‖found − wanted‖ / ‖wanted‖ of each row of [B, T, ...], flat; infinite where NaN, where one is −inf and the other
+    is not, and everywhere if the shapes differ. keep bool [B, T]: the rows that count.
 
     A row much smaller than most (the scores of a query that sees one entry) is measured by a twentieth of the median.
     """
@@ -254,11 +268,14 @@ def undecided(exact: dict, noisy: dict, k: int, factor: float) -> torch.Tensor:
     return gap <= 2 * factor * (noisy[GATE] - exact[GATE]).abs().amax(-1) + LEAST
 
 
-def picks(selection: torch.Tensor, own: torch.Tensor | None, exact: dict, noisy: dict,
-          k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wrong decisions of each query as a share of its picks, and no noise: [B·T] each. Entries near the k-th score are ties.
+def picks(
+    selection: torch.Tensor, own: torch.Tensor | None, exact: dict, noisy: dict, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wrong decisions of each query as a share of its picks, and no noise: [B·T] each. Entries near the k-th score are
+    ties.
 
-    By the subject's own scores if it gives them, with ties at fp32; else by the oracle's, with ties at what rounding moves.
+    By the subject's own scores if it gives them, with ties at fp32; else by the oracle's, with ties at what rounding
+    moves.
     """
     scores = exact["index_scores"] if own is None or own.shape != exact["index_scores"].shape else own.double()
     n, shown = scores.shape[-1], scores > -torch.inf
@@ -269,7 +286,7 @@ def picks(selection: torch.Tensor, own: torch.Tensor | None, exact: dict, noisy:
             moved = (noisy["index_scores"] - exact["index_scores"]).masked_fill(~shown, 0).abs()
             near = near + max(FACTOR.values()) * moved.amax(-1, keepdim=True)
         ranked = scores.sort(-1, descending=True).values
-        above, below = shown & (scores > ranked[..., k:k + 1] + near), scores < ranked[..., k - 1:k] - near
+        above, below = shown & (scores > ranked[..., k : k + 1] + near), scores < ranked[..., k - 1 : k] - near
     picked, real = steps.chosen(entries_only(selection, n), n), selection >= 0
     twice_or_none = real.sum(-1) - picked.sum(-1)  # entries picked again, and picks beyond the last entry
     missing = (shown.sum(-1).clamp(max=k) - picked.sum(-1)).clamp(min=0)  # among ties too, k have to be picked

@@ -1,28 +1,35 @@
-"""`python -m probes.NAME CHECKPOINT --out FILE.md`: one probe from the shell. Exit codes are those of `dsv4 audit`."""
+"""`python -m dsv4.probes.NAME CHECKPOINT --out FILE.md`: one probe from the shell. Exit codes are those of `dsv4
+audit`."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from kernels.errors import Dsv4Error
-from loaders.errors import WriteError
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.loaders.errors import WriteError
 
 
 def main(probe: type) -> None:
     """Run the probe of that name on the command line's checkpoint, and exit: 0 clean, 1 findings, 2 it could not run.
 
-    `python -m` runs a file a second time under the name __main__; only the name of its class is taken from there, so that the
-    probe that runs is the one that `probes.NAME` defines.
+    `python -m` runs a file a second time under the name __main__; only the name of its class is taken from there, so
+    that the probe that runs is the one that `probes.NAME` defines.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m probes.{probe.name}", description=probe.title)
+    parser = argparse.ArgumentParser(prog=f"python -m dsv4.probes.{probe.name}", description=probe.title)
     parser.add_argument("checkpoint", type=Path, help="checkpoint directory")
     parser.add_argument("--out", type=Path, help="write the report to FILE.md, with FILE.json and any plots beside it")
-    parser.add_argument("--subject", default="ours", help="ours[:NUMERICS[:BACKEND]], files, transformers, or FILE.safetensors")
+    parser.add_argument(
+        "--subject", default="ours", help="ours[:NUMERICS[:BACKEND]], files, transformers, or FILE.safetensors"
+    )
     parser.add_argument("--numerics", default="fp32", help="fp32, native, qat or qat:fp32")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cache", default="auto", help="of ours: auto, bf16 or fp8, how window rows and entries are held")
-    parser.add_argument("--index-cache", default="auto", help="of ours: auto, bf16, fp8 or fp4, how index keys are held")
+    parser.add_argument(
+        "--cache", default="auto", help="of ours: auto, bf16 or fp8, how window rows and entries are held"
+    )
+    parser.add_argument(
+        "--index-cache", default="auto", help="of ours: auto, bf16, fp8 or fp4, how index keys are held"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effort", type=float, default=1.0, help="1.0 is what dsv4 audit spends")
     given = parser.parse_args()
@@ -37,12 +44,14 @@ def main(probe: type) -> None:
 
 def run(name: str, given: argparse.Namespace) -> int:
     """The report of one probe, to the file or to stdout; the exit code. Raises Dsv4Error."""
-    from probes.audit import audit, open_subject
-    from probes.formats import json_report, markdown
-    from probes.report import write_files
-    subject = open_subject(given.checkpoint, given.subject, given.numerics, given.backend, given.device, given.cache,
-                           given.index_cache)
-    command = ["python", "-m", f"probes.{name}", *sys.argv[1:]]
+    from dsv4.probes.audit import audit, open_subject
+    from dsv4.probes.formats import json_report, markdown
+    from dsv4.probes.report import write_files
+
+    subject = open_subject(
+        given.checkpoint, given.subject, given.numerics, given.backend, given.device, given.cache, given.index_cache
+    )
+    command = ["python", "-m", f"dsv4.probes.{name}", *sys.argv[1:]]
     report = audit(subject, [name], given.seed, given.effort, command=command)
     if given.out is None:
         print(markdown.render(report, name))

@@ -1,26 +1,39 @@
 """How far two runs are apart, token by token, and how far they may be by the numerics that both used.
 
-Also what the attention probes (rope, index_oracle, influence) share: the oracle in a subject's numerics, inputs, tolerances.
+Also what the attention probes (rope, index_oracle, influence) share: the oracle in a subject's numerics, inputs,
+tolerances.
 """
 
 import torch
 
-from probes.oracle import Oracle, Weights, weights_of
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer
-from probes.subject import Subject
+from dsv4.probes.oracle import Oracle, Weights, weights_of
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer
+from dsv4.probes.subject import Subject
 
 TOLERANCES = {  # numerics → (share of tokens that must agree, relative error allowed of those), and why
     "fp32": (1.0, 2e-4, "fp32 sums in another order, measured against transformers: 2e-4 of logits of size 10"),
-    "native": (0.9, 5e-2, "bf16 activations: 8 bits, some 20 roundings a layer; a pick beside the k boundary may differ"),
+    "native": (
+        0.9,
+        5e-2,
+        "bf16 activations: 8 bits, some 20 roundings a layer; a pick beside the k boundary may differ",
+    ),
     "qat": (0.8, 1e-1, "simulated FP8 and FP4: a value beside a rounding boundary moves by a whole step"),
     "qat:fp32": (0.8, 1e-1, "simulated FP8 and FP4: a value beside a rounding boundary moves by a whole step"),
 }
 LIMITS = {  # numerics → (relative error, of which share of tokens), and why
     "fp32": (1e-4, 1.0, "fp32 against float64: sums of some thousand terms"),
     "native": (2e-2, 0.9, "bf16 activations and cache: 8 bits, a few roundings; nine tokens in ten"),
-    "qat": (6e-2, 0.5, "simulated FP8 in bf16: a value beside a rounding boundary moves by a step of 6 %; the median token"),
-    "qat:fp32": (1e-4, 0.5, "simulated FP8 and FP4: the median token, since a value beside a rounding boundary moves its own"),
+    "qat": (
+        6e-2,
+        0.5,
+        "simulated FP8 in bf16: a value beside a rounding boundary moves by a step of 6 %; the median token",
+    ),
+    "qat:fp32": (
+        1e-4,
+        0.5,
+        "simulated FP8 and FP4: the median token, since a value beside a rounding boundary moves its own",
+    ),
 }
 MAX_TOKENS = 4096  # of what an attention probe runs at effort 1
 
@@ -95,7 +108,8 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 def heavy_tailed(subject: Subject, T: int, seed: int, rows: int = 1) -> torch.Tensor:
-    """Attention inputs fp32 [rows, T, d], each token of RMS about 1, a few channels far larger; numbers that bf16 holds."""
+    """Attention inputs fp32 [rows, T, d], each token of RMS about 1, a few channels far larger; numbers that bf16
+    holds."""
     g = torch.Generator().manual_seed(seed)
     d = subject.config.hidden_size
     x = torch.randn(rows, T, d, generator=g) * torch.exp(0.8 * torch.randn(d, generator=g))
@@ -120,26 +134,38 @@ def at_share(errors: torch.Tensor, share: float) -> float:
 
 
 def points_at(layer: Layer, x: torch.Tensor, at: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The oracle's points of attention on attn_in x [B, T, d], those of queries at positions `at` [Q] only, and `at` itself."""
+    """The oracle's points of attention on attn_in x [B, T, d], those of queries at positions `at` [Q] only, and `at`
+    itself."""
     x, queried = x.double(), x[:, at].double()
     qr, q = steps.queries(layer, queried, at)
     found = {"at": at, "q_after_rope": q, "kv_window": steps.window_rows(layer, x, torch.arange(x.shape[1]))}
     if layer.ratio:
         found["compressed_kv"] = steps.main_kv(layer, steps.compress(layer, x, "attn.compressor"))
     if layer.ratio == 4:
-        scores = steps.index_scores(steps.index_queries(layer, qr, at), steps.index_weights(layer, queried),
-                                    steps.index_keys(layer, x), at, layer.ratio)
+        scores = steps.index_scores(
+            steps.index_queries(layer, qr, at),
+            steps.index_weights(layer, queried),
+            steps.index_keys(layer, x),
+            at,
+            layer.ratio,
+        )
         found |= {"index_scores": scores, "selection": steps.select(scores, layer.config.index_topk)}
     return found
 
 
 def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
-    """The subject's own selection int64 [B, Q, k], −1 for none; the oracle's for queries where it selects too few entries.
+    """The subject's own selection int64 [B, Q, k], −1 for none; the oracle's for queries where it selects too few
+    entries.
 
-    A selection of nothing, or none at all, must not become the yardstick of what is attended to. Of the queries of `found`.
+    A selection of nothing, or none at all, must not become the yardstick of what is attended to. Of the queries of
+    `found`.
     """
     wanted = found["selection"]
-    picks = points[layer, "selection"][:, found.get("at", slice(None))] if (layer, "selection") in points else wanted[..., :0]
+    picks = (
+        points[layer, "selection"][:, found.get("at", slice(None))]
+        if (layer, "selection") in points
+        else wanted[..., :0]
+    )
     picks = torch.where((picks < 0) | (picks >= n), -1, picks)
     fill = lambda t, width: torch.nn.functional.pad(t, (0, width - t.shape[-1]), value=-1)
     width = max(picks.shape[-1], wanted.shape[-1])
@@ -148,7 +174,8 @@ def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
 
 
 def attended(layer: Layer, found: dict, selection: torch.Tensor | None, window: int | None = None):
-    """(o, masses) of the oracle's attention over other entries: `selection` None for all visible ones; 0 for no window."""
+    """(o, masses) of the oracle's attention over other entries: `selection` None for all visible ones; 0 for no
+    window."""
     q, kv = found["q_after_rope"], found["kv_window"]
     entries = found.get("compressed_kv", kv[:, :0])
     window = layer.config.sliding_window if window is None else window

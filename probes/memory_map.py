@@ -1,4 +1,5 @@
-"""P15: bytes of the cache by formula and as allocated; rows that share no byte; slots beyond 2 GiB. See memory_map.md."""
+"""P15: bytes of the cache by formula and as allocated; rows that share no byte; slots beyond 2 GiB. See
+memory_map.md."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,23 +13,23 @@ from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.errors import CapacityError
 from dsv4.gqa.cache import cache_streams as gqa_streams
 from dsv4.gqa.config import GQAConfig
+from dsv4.probes.buffers import buffers
+from dsv4.probes.gqa.memory import far_keys
+from dsv4.probes.layouts import PAGE, Packed, packed_streams
+from dsv4.probes.measure import tokens, window_of
+from dsv4.probes.packed_rows import bytes_of_rows, far_rows
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.subject import Subject
 from dsv4.rows import Entries
 from dsv4.step import Step
 from dsv4.streams import Stream, cache_streams, zeros
-from probes.buffers import buffers
-from probes.gqa.memory import far_keys
-from probes.layouts import PAGE, Packed, packed_streams
-from probes.measure import tokens, window_of
-from probes.packed_rows import bytes_of_rows, far_rows
-from probes.probe import Probe
-from probes.result import Check, Status, compare, vacuous
-from probes.subject import Subject
 
 MEASURED, FORMULA_ONLY = (8 << 10, 128 << 10), 1 << 20
-WIDTH = {"fp32": 4, "qat:fp32": 4, "native": 2, "qat": 2}   # bytes of a cached number by numerics
+WIDTH = {"fp32": 4, "qat:fp32": 4, "native": 2, "qat": 2}  # bytes of a cached number by numerics
 EXACT = "rows × width × bytes, written out in memory_map.md; buffers are allocated once, without padding"
 APART = "rows of a batch are strangers (PocketLLM 241)"
-FAR = 1 << 31                                               # where 32-bit offsets end
+FAR = 1 << 31  # where 32-bit offsets end
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,43 @@ class MemoryMap(Probe):
         wanted = formula(subject.config, WIDTH[subject.numerics], batch, context, mtp, packed_of(subject))
         for key in sorted(set(wanted) | set(found)):
             if wanted.get(key) != found.get(key):
-                yield compare("bytes of the buffer", found.get(key, 0), "==", wanted.get(key, 0), EXACT, 1, unit="B",
-                              where=f"{key[0]}, {where}", part=key[1])
+                yield compare(
+                    "bytes of the buffer",
+                    found.get(key, 0),
+                    "==",
+                    wanted.get(key, 0),
+                    EXACT,
+                    1,
+                    unit="B",
+                    where=f"{key[0]}, {where}",
+                    part=key[1],
+                )
         by_kind = lambda sizes: _by_kind(subject.config, sizes)
         allocated = by_kind(found)
         for (kind, stream), size in by_kind(wanted).items():
             count = sum(_kind(subject.config, label) == kind and name == stream for label, name in wanted)
-            yield compare(f"bytes of {kind} layers, {stream}", allocated.get((kind, stream), 0), "==", size, EXACT, count,
-                          unit="B", where=where, part=stream)
-        yield compare("bytes of the whole cache", sum(found.values()), "==", sum(wanted.values()), EXACT, len(wanted), unit="B",
-                      where=where, part="cache")
+            yield compare(
+                f"bytes of {kind} layers, {stream}",
+                allocated.get((kind, stream), 0),
+                "==",
+                size,
+                EXACT,
+                count,
+                unit="B",
+                where=where,
+                part=stream,
+            )
+        yield compare(
+            "bytes of the whole cache",
+            sum(found.values()),
+            "==",
+            sum(wanted.values()),
+            EXACT,
+            len(wanted),
+            unit="B",
+            where=where,
+            part="cache",
+        )
 
     def _formula(self, subject: Subject, context: int) -> Iterator[Check]:
         """What the planner says against the formula here, without allocating; beyond the model's maximum too."""
@@ -93,8 +121,17 @@ class MemoryMap(Probe):
             note += f"; beyond the {subject.config.max_position_embeddings} tokens that the checkpoint allows"
         where = f"batch 1, context {context}"
         if numerics is None:
-            yield Check("bytes by formula", Status.PASS, where, "cache", sum(wanted.values()), "B", source="reported",
-                        samples=len(wanted), note=note)
+            yield Check(
+                "bytes by formula",
+                Status.PASS,
+                where,
+                "cache",
+                sum(wanted.values()),
+                "B",
+                source="reported",
+                samples=len(wanted),
+                note=note,
+            )
             return
         if subject.family == "gqa":
             layers = gqa_streams(config, 1, context, numerics)
@@ -103,13 +140,33 @@ class MemoryMap(Probe):
         planned = {(layer.label, s.name): s.nbytes for layer in layers for s in layer.streams}
         off = [key for key in wanted.keys() | planned.keys() if wanted.get(key) != planned.get(key)]
         first = min(off, default=(where, "cache"))
-        yield compare("bytes that the planner says", sum(planned.values()), "==", sum(wanted.values()), EXACT, len(wanted),
-                      unit="B", where=first[0] if off else where, part=first[1], note=note)
-        yield compare("streams that the planner sizes otherwise", len(off), "==", 0, EXACT, len(wanted), unit="streams",
-                      where=first[0] if off else where, part=first[1])
+        yield compare(
+            "bytes that the planner says",
+            sum(planned.values()),
+            "==",
+            sum(wanted.values()),
+            EXACT,
+            len(wanted),
+            unit="B",
+            where=first[0] if off else where,
+            part=first[1],
+            note=note,
+        )
+        yield compare(
+            "streams that the planner sizes otherwise",
+            len(off),
+            "==",
+            0,
+            EXACT,
+            len(wanted),
+            unit="streams",
+            where=first[0] if off else where,
+            part=first[1],
+        )
 
     def _ranges(self, subject: Subject) -> Iterator[Check]:
-        """Address ranges of the rows of every buffer: none shares a byte with another, all lie within their storages."""
+        """Address ranges of the rows of every buffer: none shares a byte with another, all lie within their
+        storages."""
         cache = subject.model.new_cache(2, min(MEASURED[0], subject.config.max_position_embeddings))
         spans, outside, rows = [], [], 0
         for buffer in buffers(subject, cache):
@@ -123,10 +180,29 @@ class MemoryMap(Probe):
         spans.sort()
         shared = [(a, b) for a, b in zip(spans, spans[1:]) if b[0] < a[1]]
         where, part = (shared[0][0][2], shared[0][0][3]) if shared else ("", "cache")
-        yield compare("rows that share memory", len(shared), "==", 0, APART, rows, unit="pairs", where=where, part=part,
-                      note="; ".join(f"{a[2]} {a[3]} and {b[2]} {b[3]}" for a, b in shared[:3]))
-        yield compare("rows beyond their storage", len(outside), "==", 0, "a buffer ends where its storage does", rows,
-                      unit="rows", where=outside[0][0] if outside else "", part=outside[0][1] if outside else "cache")
+        yield compare(
+            "rows that share memory",
+            len(shared),
+            "==",
+            0,
+            APART,
+            rows,
+            unit="pairs",
+            where=where,
+            part=part,
+            note="; ".join(f"{a[2]} {a[3]} and {b[2]} {b[3]}" for a, b in shared[:3]),
+        )
+        yield compare(
+            "rows beyond their storage",
+            len(outside),
+            "==",
+            0,
+            "a buffer ends where its storage does",
+            rows,
+            unit="rows",
+            where=outside[0][0] if outside else "",
+            part=outside[0][1] if outside else "cache",
+        )
 
     def _strangers(self, subject: Subject) -> Iterator[Check]:
         """Tokens for one row, past the end of the ring: every byte that is not of that row stays as it was."""
@@ -146,10 +222,15 @@ class MemoryMap(Probe):
                     touched.append((buffer.label, buffer.stream))
                 if not count and T >= buffer.ratio:
                     idle.append((buffer.label, buffer.stream))
-            outcomes = {"buffers of the other row that were written": touched, "buffers of the row that nothing wrote": idle}
+            outcomes = {
+                "buffers of the other row that were written": touched,
+                "buffers of the row that nothing wrote": idle,
+            }
             for what, bad in outcomes.items():
                 label, part = bad[0] if bad else ("any layer", "cache")
-                yield compare(what, len(bad), "==", 0, APART, seen, unit="buffers", where=f"{label}, row {busy}", part=part)
+                yield compare(
+                    what, len(bad), "==", 0, APART, seen, unit="buffers", where=f"{label}, row {busy}", part=part
+                )
 
     def _far(self, subject: Subject) -> Check:
         """An entry whose first element lies at offset 2^31: written and found again, and no other in its place."""
@@ -157,17 +238,28 @@ class MemoryMap(Probe):
         n = -(-FAR // D) + 1  # the last entry begins at or beyond 2^31, whatever D
         about = dict(where=f"entry {n - 1} of {D} dims", part="entries", unit="entries")
         try:
-            buffer = zeros(Stream("entries", (1, n, D), torch.float16, ""), torch.device("cpu"))  # pages are taken when written
+            # pages are taken when written
+            buffer = zeros(Stream("entries", (1, n, D), torch.float16, ""), torch.device("cpu"))
         except (RuntimeError, MemoryError) as error:
-            return vacuous("entries beyond 2^31 elements", f"{2 * n * D} B cannot be reserved: {str(error).splitlines()[0]}",
-                           **about)
+            return vacuous(
+                "entries beyond 2^31 elements",
+                f"{2 * n * D} B cannot be reserved: {str(error).splitlines()[0]}",
+                **about,
+            )
         entries = Entries(buffer, ratio)
         step = Step(torch.zeros(1, ratio, dtype=torch.int64), 0, [(n - 1) * ratio], {})
         entries.write(step, torch.ones(1, D))
         pool, rows = entries.chosen(step, torch.full((1, ratio, 1), n - 1))
         right = bool((buffer[0, n - 1] == 1).all()) and bool((pool[rows[0, 0]] == 1).all()) and not buffer[0, 0].any()
-        return compare("entries beyond 2^31 elements that are written and read in place", int(right), "==", 1,
-                       "offsets are 64 bits wide; int32 ones wrap here (SGLang 40351)", 3, **about)
+        return compare(
+            "entries beyond 2^31 elements that are written and read in place",
+            int(right),
+            "==",
+            1,
+            "offsets are 64 bits wide; int32 ones wrap here (SGLang 40351)",
+            3,
+            **about,
+        )
 
 
 def packed_of(subject: Subject) -> dict[str, Packed]:
@@ -185,12 +277,13 @@ def listed(name: str, part: str, make: Callable[[], Iterable[Check]]) -> list[Ch
         return [Check(name, Status.ERROR, "", part, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")]
 
 
-def formula(config: ModelConfig | GQAConfig, width: int, batch: int, context: int, mtp: bool,
-            packed: dict[str, Packed]) -> dict[tuple[str, str], int]:
+def formula(
+    config: ModelConfig | GQAConfig, width: int, batch: int, context: int, mtp: bool, packed: dict[str, Packed]
+) -> dict[tuple[str, str], int]:
     """(layer label, stream) → bytes, with the default room to rewind: written out here, not taken from the cache.
 
-    Rows of packed streams come in pages of 64; those of the window's ring are shared by the rows of the batch. Keys and values of GQA
-    models: a slot a token, in whole blocks of 128, also in layers with a window.
+    Rows of packed streams come in pages of 64; those of the window's ring are shared by the rows of the batch. Keys and
+    values of GQA models: a slot a token, in whole blocks of 128, also in layers with a window.
     """
     if isinstance(config, GQAConfig):
         size = batch * config.num_key_value_heads * -(-context // 128) * 128 * config.head_dim * width
@@ -237,5 +330,6 @@ def _by_kind(config: ModelConfig, sizes: dict) -> Counter:
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(MemoryMap)

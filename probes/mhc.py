@@ -6,21 +6,29 @@ from typing import ClassVar
 
 import torch
 
-from probes.measure import agreeing, token_errors
-from probes.oracle import Oracle
-from probes.oracle.attention import rms
-from probes.oracle.blocks import collapse, hyper_post, sinkhorn
-from probes.probe import Probe
-from probes.result import Check, Status, compare
-from probes.sublayers import Sublayers, missing, of_layer, run_all, taken_apart
-from probes.subject import Subject
+from dsv4.probes.measure import agreeing, token_errors
+from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle.attention import rms
+from dsv4.probes.oracle.blocks import collapse, hyper_post, sinkhorn
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.subject import Subject
+from dsv4.probes.sublayers import Sublayers, missing, of_layer, run_all, taken_apart
 
 COLUMNS = "ends on a column step: a column sums to 1 − O(eps), found at most 1.2e-6 off in fp32; allowed 2e-6"
 FP32 = "fp32 rounding of short sums"
 SINKHORN = "fp32 logits of size 20 carry 2e-6, times the slope of the iteration"
-# Tokens, spread of the comb logits, hc_eps: kernels of their own serve one token and a few; an eps that is large enough to see
+# Tokens, spread of the comb logits, hc_eps: kernels of their own serve one token and a few; an eps that is large enough
+# to see
 CASES = (
-    (64, 0.5, None), (64, 2.0, None), (64, 8.0, None), (64, 2.0, 1e-2), (3, 2.0, 1e-2), (1, 2.0, 1e-2), (300, 2.0, None))
+    (64, 0.5, None),
+    (64, 2.0, None),
+    (64, 8.0, None),
+    (64, 2.0, 1e-2),
+    (3, 2.0, 1e-2),
+    (1, 2.0, 1e-2),
+    (300, 2.0, None),
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ class HyperConnections(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
     not_for: ClassVar[Mapping[str, str]] = {
         "gqa": "they have one residual stream and no hyper-connections; decoder holds their sublayers against the "
-               "definition"}
+        "definition"
+    }
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, capture, ids, first = run_all(subject, self.seed)
@@ -58,24 +67,53 @@ class HyperConnections(Probe):
             own, right = combination(found / weight, part.before), combination(wanted / weight, part.before)
             unit = lambda y: y / y.norm(dim=-1, keepdim=True).clamp(min=1e-12)
             turned = token_errors(unit(own), unit(right)).median().item()
-            name, note = ("attn_norm" if turned <= limit else "mHC pre"), f"the combination of streams is off by {turned:.2g}"
-        return compare("attention reads the collapsed, normalised streams", value, "<=", limit, source, found[..., 0].numel(),
-                       where=part.where, part=name, note=note)
+            name, note = (
+                ("attn_norm" if turned <= limit else "mHC pre"),
+                f"the combination of streams is off by {turned:.2g}",
+            )
+        return compare(
+            "attention reads the collapsed, normalised streams",
+            value,
+            "<=",
+            limit,
+            source,
+            found[..., 0].numel(),
+            where=part.where,
+            part=name,
+            note=note,
+        )
 
     def _streams(self, subject: Subject, part: Sublayers) -> Check:
         found = part.seen["streams"]
         value, source, limit = agreeing(token_errors(found, part.after), subject.numerics)
         name, note = ("streams", "") if value <= limit else blame(part)
-        return compare("streams after the layer are the oracle's", value, "<=", limit, source, found[..., 0, 0].numel(),
-                       where=part.where, part=name, note=note)
+        return compare(
+            "streams after the layer are the oracle's",
+            value,
+            "<=",
+            limit,
+            source,
+            found[..., 0, 0].numel(),
+            where=part.where,
+            part=name,
+            note=note,
+        )
 
     def _growth(self, part: Sublayers) -> Check:
         """|X| as a ratio to the reference: large streams are no fault, other streams than the reference's are."""
         found = part.seen["streams"]
         ratio = (found.norm() / part.after.norm()).item()
-        return compare("|X| over the oracle's", abs(ratio - 1), "<=", 0.05, "known bugs, 0.7: growth is judged by its ratio to "
-                       "the reference alone (a wrong Sinkhorn kernel gave 34)", found[..., 0, 0].numel(), where=part.where,
-                       part="streams", note=f"|X| rms {found.square().mean().sqrt().item():.3g}, ratio {ratio:.5f}")
+        return compare(
+            "|X| over the oracle's",
+            abs(ratio - 1),
+            "<=",
+            0.05,
+            "known bugs, 0.7: growth is judged by its ratio to the reference alone (a wrong Sinkhorn kernel gave 34)",
+            found[..., 0, 0].numel(),
+            where=part.where,
+            part="streams",
+            note=f"|X| rms {found.square().mean().sqrt().item():.3g}, ratio {ratio:.5f}",
+        )
 
     def _head(self, subject: Subject, oracle: Oracle, streams: torch.Tensor, logits: torch.Tensor) -> Check:
         wanted, c = oracle.head(streams), subject.config
@@ -84,13 +122,24 @@ class HyperConnections(Probe):
         if not value <= limit:
             own = (oracle.weights(f"hc_head_{leaf}") for leaf in ("fn", "base", "scale"))
             weight, norm = oracle.weights("head.weight"), oracle.weights("norm.weight")
-            made = {"mean of the streams": rms(streams.mean(2), norm, c.rms_norm_eps) @ weight.T,
-                    "first stream": rms(streams[:, :, 0], norm, c.rms_norm_eps) @ weight.T,
-                    "final norm missing": collapse(c, streams, *own) @ weight.T}
+            made = {
+                "mean of the streams": rms(streams.mean(2), norm, c.rms_norm_eps) @ weight.T,
+                "first stream": rms(streams[:, :, 0], norm, c.rms_norm_eps) @ weight.T,
+                "final norm missing": collapse(c, streams, *own) @ weight.T,
+            }
             errors = {name: token_errors(logits, form).median().item() for name, form in made.items()}
             note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(errors.items(), key=lambda item: item[1]))
-        return compare("logits are the collapsed, normalised streams through the head", value, "<=", limit, source,
-                       logits[..., 0].numel(), where="head", part="head", note=note)
+        return compare(
+            "logits are the collapsed, normalised streams through the head",
+            value,
+            "<=",
+            limit,
+            source,
+            logits[..., 0].numel(),
+            where="head",
+            part="head",
+            note=note,
+        )
 
 
 # ---- whose fault --------------------------------------------------------------------------
@@ -103,17 +152,18 @@ def combination(y: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
 
 
 def blame(part: Sublayers) -> tuple[str, str]:
-    """(part, why). Each new stream is a sum of the experts' output, attention's output and the old streams: with which weights?
+    """(part, why). Each new stream is a sum of the experts' output, attention's output and the old streams: with which
+    weights?
 
-    The subject's are found token by token by least squares, and compared with the oracle's: post of the experts; comb of
-    attention times that of the experts, by what it makes of the old streams.
+    The subject's are found token by token by least squares, and compared with the oracle's: post of the experts; comb
+    of attention times that of the experts, by what it makes of the old streams.
     """
     found, sources = part.seen["streams"], torch.stack((part.seen["ffn_out"], part.seen["attn_out"]), 2)
     single = part.before * (torch.arange(part.before.shape[2]) == 0).view(1, 1, -1, 1)
     if part.i == 0 and token_errors(found, of_layer(part.layer, 0, part.ids, part.seen, single).after).median() < 1e-2:
         return "embedding", "as if the embedding started one stream only"
-    basis = torch.cat((sources, part.before), 2).transpose(-1, -2)                        # [B, T, d, 2 + S]
-    weights = torch.linalg.pinv(basis, rtol=1e-9) @ found.transpose(-1, -2)               # [B, T, 2 + S, S]
+    basis = torch.cat((sources, part.before), 2).transpose(-1, -2)  # [B, T, d, 2 + S]
+    weights = torch.linalg.pinv(basis, rtol=1e-9) @ found.transpose(-1, -2)  # [B, T, 2 + S, S]
     away = (found - part.after).norm(dim=-1).mean()
     explained = (found - (basis @ weights).transpose(-1, -2)).norm(dim=-1).mean() / away
     spread = (weights[..., 0, :] - part.post[1]).abs() * sources[:, :, 0].norm(dim=-1, keepdim=True)
@@ -151,19 +201,38 @@ def operations(subject: Subject, seed: int, N: int, spread: float, eps: float | 
     old = hyper_post(0 * out.double()[None], x[None], right[None], wanted[None])[0]
     new, weights = right.unsqueeze(-1) * out.double().unsqueeze(1), (right.float(), wanted.float())
     turned = (comb.double() - wanted).abs().max().item()
-    checks = [held("sublayer input", apart(y, (pre.unsqueeze(-1) * x).sum(1)), 1e-5, FP32, "mHC pre"),
-              held("weights of the output", apart(post, right), 1e-5, FP32, "mHC post"),
-              held("Sinkhorn in the reference's order", turned, 2e-5, SINKHORN, "Sinkhorn"),
-              held("old streams are mixed over the first index", apart(mixed(0 * out, streams, *weights), old), 1e-5, FP32,
-                   "mHC comb"),
-              held("output is spread over the streams", apart(mixed(out, 0 * streams, *weights), new), 1e-5, FP32, "mHC post"),
-              held("collapse before the head", _collapsed(subject, streams, fn[:n], base[:n], eps), 1e-5, FP32, "head")]
+    checks = [
+        held("sublayer input", apart(y, (pre.unsqueeze(-1) * x).sum(1)), 1e-5, FP32, "mHC pre"),
+        held("weights of the output", apart(post, right), 1e-5, FP32, "mHC post"),
+        held("Sinkhorn in the reference's order", turned, 2e-5, SINKHORN, "Sinkhorn"),
+        held(
+            "old streams are mixed over the first index",
+            apart(mixed(0 * out, streams, *weights), old),
+            1e-5,
+            FP32,
+            "mHC comb",
+        ),
+        held(
+            "output is spread over the streams", apart(mixed(out, 0 * streams, *weights), new), 1e-5, FP32, "mHC post"
+        ),
+        held("collapse before the head", _collapsed(subject, streams, fn[:n], base[:n], eps), 1e-5, FP32, "head"),
+    ]
     if eps == c.hc_eps:
-        checks.append(held("columns sum to 1", (comb.double().sum(1) - 1).abs().max().item(), 2e-6, COLUMNS, "Sinkhorn"))
+        checks.append(
+            held("columns sum to 1", (comb.double().sum(1) - 1).abs().max().item(), 2e-6, COLUMNS, "Sinkhorn")
+        )
     rows = (comb.double().sum(2) - 1).abs().max().item()
-    return checks + [Check("rows sum to 1 as far as the steps converge", Status.PASS, where=where, part="Sinkhorn",
-                           measured=rows, samples=comb.numel(),
-                           source="reported, not judged: the reference itself leaves up to 8e-2")]
+    return checks + [
+        Check(
+            "rows sum to 1 as far as the steps converge",
+            Status.PASS,
+            where=where,
+            part="Sinkhorn",
+            measured=rows,
+            samples=comb.numel(),
+            source="reported, not judged: the reference itself leaves up to 8e-2",
+        )
+    ]
 
 
 def _collapsed(subject: Subject, streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, eps: float) -> float:
@@ -177,5 +246,6 @@ def _collapsed(subject: Subject, streams: torch.Tensor, fn: torch.Tensor, base: 
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(HyperConnections)

@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import torch
 
-from kernels.quantize import PackedWeight, WeightFormat
-from probes.measure import agreeing, token_errors, tokens
-from probes.moe_mistakes import blame
-from probes.oracle.blocks import moe
-from probes.probe import Probe
-from probes.result import Check, Status, compare
-from probes.sublayers import Sublayers, missing, run_all, taken_apart
-from probes.subject import Subject
+from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.probes.measure import agreeing, token_errors, tokens
+from dsv4.probes.moe_mistakes import blame
+from dsv4.probes.oracle.blocks import moe
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.subject import Subject
+from dsv4.probes.sublayers import Sublayers, missing, run_all, taken_apart
 
 LOGITS = (-200.0, -88.8, -17.0, -16.6, -1.0, 0.0, 1.0, 20.0, 88.8, 200.0)
 FP32 = "fp32 rounding of a quotient of square roots, 1e-5"
@@ -43,11 +43,22 @@ class MoEEdges(Probe):
         found, wanted = part.seen["ffn_out"], moe(part.layer, part.ffn_in, part.ids)
         value, source, limit = agreeing(token_errors(found, wanted), subject.numerics)
         name, note = ("experts", "") if value <= limit else blame(part, wanted)
-        return compare("ffn_out is the oracle's", value, "<=", limit, source, found[..., 0].numel(), where=part.where,
-                       part=name, chance=1.0, note=note)
+        return compare(
+            "ffn_out is the oracle's",
+            value,
+            "<=",
+            limit,
+            source,
+            found[..., 0].numel(),
+            where=part.where,
+            part=name,
+            chance=1.0,
+            note=note,
+        )
 
     def _weights(self, subject: Subject, rows: int) -> Check:
-        """sqrt(softplus) neither vanishes below −17 nor overflows above 88; the weights of the chosen sum to the factor."""
+        """sqrt(softplus) neither vanishes below −17 nor overflows above 88; the weights of the chosen sum to the
+        factor."""
         E, factor = len(LOGITS), subject.config.routed_scaling_factor
         weight, x = torch.tensor(LOGITS).view(E, 1).repeat(1, 4) / 4, torch.ones(rows, 4)
         table = torch.arange(E).repeat(2, 1)[:, [0, 2, 5, 9]]
@@ -55,9 +66,19 @@ class MoEEdges(Probe):
         z = torch.tensor(LOGITS, dtype=torch.float64)[[0, 2, 5, 9]]
         scores = torch.sqrt(torch.log1p(torch.exp(-z.abs())) + z.clamp(min=0))
         wanted = scores / scores.sum() * factor
-        error = torch.nan_to_num((found.double() - wanted).abs() / wanted.clamp(min=1e-37), nan=float("inf")).max().item()
-        return compare("weights of the chosen experts", error, "<=", 1e-4, f"{FP32}; logits −200 … 200", found.numel(),
-                       where=f"{rows} tokens, hash", part="router")
+        error = (
+            torch.nan_to_num((found.double() - wanted).abs() / wanted.clamp(min=1e-37), nan=float("inf")).max().item()
+        )
+        return compare(
+            "weights of the chosen experts",
+            error,
+            "<=",
+            1e-4,
+            f"{FP32}; logits −200 … 200",
+            found.numel(),
+            where=f"{rows} tokens, hash",
+            part="router",
+        )
 
     def _bias(self, subject: Subject, rows: int) -> Check:
         """A bias that turns the order round changes who is chosen and not what they weigh."""
@@ -71,8 +92,16 @@ class MoEEdges(Probe):
         error = (found.double() - picked / picked.sum(1, keepdim=True) * factor).abs().max().item()
         if not bool((indices.sort(1).values == torch.tensor([6, 7])).all()):
             error = float("inf")
-        return compare("the bias selects and does not weigh", error, "<=", 1e-5, FP32, found.numel(),
-                       where=f"{rows} tokens, scored", part="router")
+        return compare(
+            "the bias selects and does not weigh",
+            error,
+            "<=",
+            1e-5,
+            FP32,
+            found.numel(),
+            where=f"{rows} tokens, scored",
+            part="router",
+        )
 
     def _clamps(self, subject: Subject, rows: int, shared: bool) -> Check:
         """Gate clamped above, value on both sides, before the product: inputs that cross ±limit."""
@@ -91,15 +120,26 @@ class MoEEdges(Probe):
         wanted = (gate * torch.sigmoid(gate) * up) @ w2.double().T
         error = ((found.double() - wanted).norm() / wanted.norm()).item()
         crossed = int(((x.double() @ w3.double().T).abs() > limit).sum())
-        return compare("clamps of the experts", error, "<=", 1e-5, "fp32 rounding of a short sum", crossed,
-                       where=f"{rows} tokens, {'shared' if shared else 'routed'}", part="experts",
-                       note=f"{crossed} values beyond ±{limit:g}")
+        return compare(
+            "clamps of the experts",
+            error,
+            "<=",
+            1e-5,
+            "fp32 rounding of a short sum",
+            crossed,
+            where=f"{rows} tokens, {'shared' if shared else 'routed'}",
+            part="experts",
+            note=f"{crossed} values beyond ±{limit:g}",
+        )
 
     def _ids(self, subject: Subject, bad: int) -> Check:
         """A token id that no table knows is refused, not read as another one."""
         ids = tokens(subject, 4, self.seed)
         ids[0, 2] = bad
-        where, about = f"token id {bad}", dict(part="token ids", samples=1, source="hash layers look experts up by token id")
+        where, about = (
+            f"token id {bad}",
+            dict(part="token ids", samples=1, source="hash layers look experts up by token id"),
+        )
         if bad < 0 and "batch" in subject.can:  # such ids are padding to a subject that takes ragged rows
             ids[0, 2:] = bad
             finite = torch.isfinite(subject.run(ids).logits[:, :2]).all().item()
@@ -113,5 +153,6 @@ class MoEEdges(Probe):
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(MoEEdges)

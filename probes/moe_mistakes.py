@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 
-from probes.oracle.attention import Layer, rms
-from probes.oracle.blocks import expert, hyper_pre, router
-from probes.sublayers import Sublayers
+from dsv4.probes.oracle.attention import Layer, rms
+from dsv4.probes.oracle.blocks import expert, hyper_pre, router
+from dsv4.probes.sublayers import Sublayers
 
-MOST = 64        # tokens looked at
+MOST = 64  # tokens looked at
 EXPLAINED = 0.3  # of a difference may be left where a mistake explains it
 
 
@@ -23,7 +23,8 @@ def routed(layer: Layer, x: torch.Tensor, experts: torch.Tensor, weights: torch.
 
 
 def blame(part: Sublayers, wanted: torch.Tensor) -> tuple[str, str]:
-    """(part, note): the mistake that makes the ffn_out that is seen, if one leaves at most `EXPLAINED` of the difference."""
+    """(part, note): the mistake that makes the ffn_out that is seen, if one leaves at most `EXPLAINED` of the
+    difference."""
     cut = lambda t: t[:, :MOST].flatten(0, 1)
     found, x, ids = cut(part.seen["ffn_out"]), cut(part.ffn_in), cut(part.ids)
     away = lambda made: torch.nan_to_num((found - made).norm(), nan=math.inf, posinf=math.inf).item()
@@ -34,7 +35,9 @@ def blame(part: Sublayers, wanted: torch.Tensor) -> tuple[str, str]:
     errors = {name: away(make()) for name, (_, make) in known.items()}
     best = min(errors, key=errors.get)
     note = "; ".join(f"{name} {errors[name] / whole:.2g}" for name in sorted(errors, key=errors.get)[:3])
-    return (known[best][0] if errors[best] <= EXPLAINED * whole else "experts"), f"left of the difference by mistake: {note}"
+    return (
+        known[best][0] if errors[best] <= EXPLAINED * whole else "experts"
+    ), f"left of the difference by mistake: {note}"
 
 
 def mistakes(part: Sublayers, x: torch.Tensor, ids: torch.Tensor) -> dict[str, tuple[str, Callable]]:
@@ -59,7 +62,10 @@ def mistakes(part: Sublayers, x: torch.Tensor, ids: torch.Tensor) -> dict[str, t
         "equal weights": ("routing weights", lambda: routed(layer, x, experts, equal) + shared),
         "routing weights twice": ("routing weights", lambda: routed(layer, x, experts, weights**2) + shared),
         "weights not normalised": ("routing weights", lambda: routed(layer, x, experts, raw * factor) + shared),
-        "one expert fewer": ("routing weights", lambda: routed(layer, x, experts[:, :-1], share(weights[:, :-1])) + shared),
+        "one expert fewer": (
+            "routing weights",
+            lambda: routed(layer, x, experts[:, :-1], share(weights[:, :-1])) + shared,
+        ),
         "experts one off": ("expert order", lambda: routed(layer, x, (experts + 1) % E, weights) + shared),
         "experts of the first half": ("expert order", lambda: routed(layer, x, experts % (E // 2), weights) + shared),
         "ffn_norm twice": ("ffn_norm", lambda: inputs(rms(x, own, c.rms_norm_eps))),
@@ -77,10 +83,13 @@ def _hashed(layer: Layer, x: torch.Tensor, ids: torch.Tensor, one: Callable, sha
     def by_score() -> torch.Tensor:
         scores, best = all_scores(layer, x).topk(c.num_experts_per_tok, -1)
         return routed(layer, x, best, scores / scores.sum(-1, keepdim=True) * c.routed_scaling_factor) + shared
-    return {"every token as id 0": ("hash table", by(torch.zeros_like(ids))),
-            "next token id": ("hash table", by((ids + 1) % vocab)),
-            "token ids in bf16": ("hash table", by(ids.bfloat16().long().clamp(max=vocab - 1))),
-            "experts by score": ("hash table", by_score)}
+
+    return {
+        "every token as id 0": ("hash table", by(torch.zeros_like(ids))),
+        "next token id": ("hash table", by((ids + 1) % vocab)),
+        "token ids in bf16": ("hash table", by(ids.bfloat16().long().clamp(max=vocab - 1))),
+        "experts by score": ("hash table", by_score),
+    }
 
 
 def _scored(layer: Layer, x: torch.Tensor, ids: torch.Tensor, one: Callable, shared: torch.Tensor) -> dict:
@@ -90,9 +99,12 @@ def _scored(layer: Layer, x: torch.Tensor, ids: torch.Tensor, one: Callable, sha
 
     def with_(chosen: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
         return routed(layer, x, chosen, picked / picked.sum(-1, keepdim=True) * c.routed_scaling_factor) + shared
+
     best, biased = scores.topk(c.num_experts_per_tok, -1), (scores + bias).topk(c.num_experts_per_tok, -1)
-    return {"bias does not select": ("router", lambda: with_(best.indices, best.values)),
-            "bias weighs": ("router", lambda: with_(biased.indices, biased.values))}
+    return {
+        "bias does not select": ("router", lambda: with_(best.indices, best.values)),
+        "bias weighs": ("router", lambda: with_(biased.indices, biased.values)),
+    }
 
 
 def all_scores(layer: Layer, x: torch.Tensor) -> torch.Tensor:

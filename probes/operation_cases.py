@@ -3,18 +3,19 @@
 import torch
 
 from dsv4.gqa.config import GQAConfig
-from kernels.quantize import PackedWeight, WeightFormat
-from probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
-from probes.format_decode import awkward
-from probes.gqa.operation_cases import gqa_cases
-from probes.layouts import PAGE, fp8_rows
-from probes.packed_rows import formats_of, rows_of
+from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
+from dsv4.probes.format_decode import awkward
+from dsv4.probes.gqa.operation_cases import gqa_cases
+from dsv4.probes.layouts import PAGE, fp8_rows
+from dsv4.probes.packed_rows import formats_of, rows_of
 
 MAIN_BLOCK, ACTIVATION_BLOCK, KEY_BLOCK = 64, 128, 32  # columns of one scale in the quantisation simulation
 
 
 def operation_cases(name: str, i: Inputs) -> list[Case]:
-    """Cases of the operation called `name`; none if it is unknown here. Those of GQA models are in `probes.gqa.operation_cases`."""
+    """Cases of the operation called `name`; none if it is unknown here. Those of GQA models are in
+    `dsv4.probes.gqa.operation_cases`."""
     return gqa_cases(name, i) if isinstance(i.config, GQAConfig) else cases_of(globals().get(f"_{name}"), i)
 
 
@@ -23,15 +24,19 @@ def operation_cases(name: str, i: Inputs) -> list[Case]:
 
 def _rms_norm(i: Inputs):
     c = i.config
-    return [("", [i.act(i.N, c.hidden_size), i.act(c.hidden_size), c.rms_norm_eps]),
-            ("no weight", [i.act(i.N, c.num_attention_heads, c.head_dim), None, c.rms_norm_eps])]
+    return [
+        ("", [i.act(i.N, c.hidden_size), i.act(c.hidden_size), c.rms_norm_eps]),
+        ("no weight", [i.act(i.N, c.num_attention_heads, c.head_dim), None, c.rms_norm_eps]),
+    ]
 
 
 def _rotate(i: Inputs):
     c, cis = i.config, i.angles(i.N)
-    return [("heads", [i.act(i.N, c.num_attention_heads, c.head_dim), cis.unsqueeze(1)]),
-            ("rows", [i.act(i.N, c.head_dim), cis]),
-            ("index queries", [i.act(i.N, c.index_n_heads, c.index_head_dim), cis.unsqueeze(1)])]
+    return [
+        ("heads", [i.act(i.N, c.num_attention_heads, c.head_dim), cis.unsqueeze(1)]),
+        ("rows", [i.act(i.N, c.head_dim), cis]),
+        ("index queries", [i.act(i.N, c.index_n_heads, c.index_head_dim), cis.unsqueeze(1)]),
+    ]
 
 
 def _hadamard(i: Inputs):
@@ -41,16 +46,21 @@ def _hadamard(i: Inputs):
 
 def _simulate_fp8_blocks(i: Inputs):
     c = i.config
-    odd = lambda width: awkward(width, i.N).to(i.dtype)  # rows of zeros, halves between codes, values at and beside limits
-    return [("activations", [odd(max(c.hidden_size, 200)), ACTIVATION_BLOCK], (), "bits"),
-            ("main KV", [odd(c.head_dim), MAIN_BLOCK, c.qk_rope_head_dim], (), "bits"),
-            ("heads", [i.act(i.N, 3, c.head_dim), MAIN_BLOCK], (), "bits")]
+    # rows of zeros, halves between codes, values at and beside limits
+    odd = lambda width: awkward(width, i.N).to(i.dtype)
+    return [
+        ("activations", [odd(max(c.hidden_size, 200)), ACTIVATION_BLOCK], (), "bits"),
+        ("main KV", [odd(c.head_dim), MAIN_BLOCK, c.qk_rope_head_dim], (), "bits"),
+        ("heads", [i.act(i.N, 3, c.head_dim), MAIN_BLOCK], (), "bits"),
+    ]
 
 
 def _simulate_fp4_blocks(i: Inputs):
     c = i.config
-    return [("keys", [awkward(c.index_head_dim, i.N).to(i.dtype), KEY_BLOCK], (), "bits"),
-            ("queries", [i.act(i.N, c.index_n_heads, c.index_head_dim), KEY_BLOCK], (), "bits")]
+    return [
+        ("keys", [awkward(c.index_head_dim, i.N).to(i.dtype), KEY_BLOCK], (), "bits"),
+        ("queries", [i.act(i.N, c.index_n_heads, c.index_head_dim), KEY_BLOCK], (), "bits"),
+    ]
 
 
 def _write_rows(i: Inputs):
@@ -58,8 +68,11 @@ def _write_rows(i: Inputs):
     found = []
     for form in formats_of(i.config):
         pool = torch.full((3, form.page), 0xA5, dtype=torch.uint8)
-        slots = torch.randperm(3 * PAGE, generator=i.g)[:i.N]
-        for how, values in (("awkward", awkward(form.width, i.N)[:i.N].to(i.dtype)), ("random", i.act(i.N, form.width))):
+        slots = torch.randperm(3 * PAGE, generator=i.g)[: i.N]
+        for how, values in (
+            ("awkward", awkward(form.width, i.N)[: i.N].to(i.dtype)),
+            ("random", i.act(i.N, form.width)),
+        ):
             found.append((f"{form.kind}, {how}", [rows_of(form, pool), slots, values], (0,), "bits"))
     return found
 
@@ -71,8 +84,15 @@ def connection(i: Inputs) -> list:
     """streams, fn, scale, base, iterations, eps, norm eps."""
     c = i.config
     n, d = c.hc_mult, c.hidden_size
-    return [i.act(i.N, n, d), i.matrix(2 * n + n * n, n * d), torch.tensor([0.7, 1.3, 2.0]), i.rand(2 * n + n * n),
-            c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps]
+    return [
+        i.act(i.N, n, d),
+        i.matrix(2 * n + n * n, n * d),
+        torch.tensor([0.7, 1.3, 2.0]),
+        i.rand(2 * n + n * n),
+        c.hc_sinkhorn_iters,
+        c.hc_eps,
+        c.rms_norm_eps,
+    ]
 
 
 def merge(i: Inputs) -> list:
@@ -116,8 +136,12 @@ def _shared_expert(i: Inputs):
     c = i.config
     d, I = c.hidden_size, c.moe_intermediate_size
     w1, w3, w2 = i.weights(I, d), i.weights(I, d), i.weights(d, I)
-    return [of_codes(how, s, [i.act(i.N, d), w1[how], w3[how], w2[how], c.swiglu_limit, s])
-            for how in w2 if how in w1 for s in simulations(how)]
+    return [
+        of_codes(how, s, [i.act(i.N, d), w1[how], w3[how], w2[how], c.swiglu_limit, s])
+        for how in w2
+        if how in w1
+        for s in simulations(how)
+    ]
 
 
 def _experts(i: Inputs):
@@ -125,20 +149,26 @@ def _experts(i: Inputs):
     E, d, I, k = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     indices = torch.stack([torch.randperm(E, generator=i.g)[:k] for _ in range(i.N)])
     w13, w2, routing = i.stack(E, 2 * I, d, 2), i.stack(E, d, I), torch.rand(i.N, k, generator=i.g)
-    return [of_codes(how, s, [i.act(i.N, d), indices, routing, w13[how], w2[how], c.swiglu_limit, s])
-            for how in w2 if how in w13 for s in simulations(how)]
+    return [
+        of_codes(how, s, [i.act(i.N, d), indices, routing, w13[how], w2[how], c.swiglu_limit, s])
+        for how in w2
+        if how in w13
+        for s in simulations(how)
+    ]
 
 
 def _route_scored(i: Inputs):
     c = i.config
     d, E = c.hidden_size, c.n_routed_experts
-    return [("", [i.act(i.N, d), i.matrix(E, d).to(i.dtype), i.rand(E), c.num_experts_per_tok, c.routed_scaling_factor])]
+    return [
+        ("", [i.act(i.N, d), i.matrix(E, d).to(i.dtype), i.rand(E), c.num_experts_per_tok, c.routed_scaling_factor])
+    ]
 
 
 def _route_hashed(i: Inputs):
     c = i.config
     d, E = c.hidden_size, c.n_routed_experts
-    table = torch.stack([torch.randperm(E, generator=i.g)[:c.num_experts_per_tok] for _ in range(5)])
+    table = torch.stack([torch.randperm(E, generator=i.g)[: c.num_experts_per_tok] for _ in range(5)])
     return [("", [i.act(i.N, d), i.matrix(E, d).to(i.dtype), table, torch.arange(i.N) % 5, c.routed_scaling_factor])]
 
 
@@ -150,7 +180,7 @@ def _gated_pool(i: Inputs):
     found = []
     for ratio, slots in ((4, 8), (128, 128)):
         kv, gate = i.rand(i.N, slots, i.config.head_dim), i.rand(i.N, slots, i.config.head_dim)
-        gate[:, :slots // 3] = float("-inf")
+        gate[:, : slots // 3] = float("-inf")
         gate[0, :-1] = float("-inf")
         found.append((f"ratio {ratio}", [kv, gate]))
     return found
@@ -183,8 +213,12 @@ def _sparse_attention(i: Inputs):
     for how, (window, entries) in pools.items():
         for full in (False, True):
             some = near if full else torch.where(i.below(4, *near.shape) == 0, -1, near)
-            found.append((", ".join(filter(None, (how, f"complete={full}"))),
-                          [i.act(i.N, H, D), window, some, entries, far, *tail, full]))
+            found.append(
+                (
+                    ", ".join(filter(None, (how, f"complete={full}"))),
+                    [i.act(i.N, H, D), window, some, entries, far, *tail, full],
+                )
+            )
     return [*found, ("window only", [i.act(i.N, H, D), pools[""][0], near, None, None, *tail, True])]
 
 
@@ -199,5 +233,8 @@ def _hca_attention(i: Inputs):
     two = [i.act(2, i.N, H, D), i.act(50, D), near.repeat(2, 1), i.act(2, 90, D)[:, :33], seen.repeat(2, 1), *tail]
     longer = i.packed(form, 2, count=90)._replace(count=33)
     packed = [i.act(2, i.N, H, D), i.packed(form, count=50), near.repeat(2, 1), longer, fewer, *tail]
-    return [*((f"complete={full}", [*one, full]) for full in (False, True)), ("two rows of longer buffers", [*two, True]),
-            ("packed, two rows of longer buffers", [*packed, False])]
+    return [
+        *((f"complete={full}", [*one, full]) for full in (False, True)),
+        ("two rows of longer buffers", [*two, True]),
+        ("packed, two rows of longer buffers", [*packed, False]),
+    ]

@@ -4,18 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
-from probes.measure import attended, zeros_like_ids
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer, chosen
-from probes.subject import Subject
+from dsv4.probes.measure import attended, zeros_like_ids
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer, chosen
+from dsv4.probes.subject import Subject
 
 SIZES = (4.0, 1.0, 0.3, 0.1, 0.03)  # of a change of a token (whose RMS is 1), until the selection stays
-AIMS = 64                           # directions, of which the one that the last query attends to most is taken
+AIMS = 64  # directions, of which the one that the last query attends to most is taken
 
 
 @dataclass(frozen=True)
 class Change:
-    """A token that is changed. kind: what it is to the last query; moves: whether that must notice; part: whom to blame."""
+    """A token that is changed. kind: what it is to the last query; moves: whether that must notice; part: whom to
+    blame."""
 
     token: int
     kind: str
@@ -24,7 +25,8 @@ class Change:
 
 
 def judged(layer: Layer, T: int, late: int) -> torch.Tensor:
-    """Positions of the queries looked at: where few keys are visible and where that number changes, and the last ones."""
+    """Positions of the queries looked at: where few keys are visible and where that number changes, and the last
+    ones."""
     W, r, k = layer.config.sliding_window, layer.ratio, layer.config.index_topk
     few = {0, 1, W - 2, W - 1, W, W + 1} | ({r - 2, r - 1, r, 2 * r - 2, 2 * r - 1, 2 * r} if r else set())
     few |= {4 * k - 2, 4 * k - 1, 4 * k, 4 * k + 3} if r == 4 else set()
@@ -32,7 +34,8 @@ def judged(layer: Layer, T: int, late: int) -> torch.Tensor:
 
 
 def changes_for(layer: Layer, base: dict[str, torch.Tensor], picks: torch.Tensor | None) -> tuple[Change, ...]:
-    """base: the oracle's points (`points_at`), of whose first row the last query is meant; picks [k]: what that selects."""
+    """base: the oracle's points (`points_at`), of whose first row the last query is meant; picks [k]: what that
+    selects."""
     t = int(base["at"][-1])
     return around_window(layer, t) + entries_of(layer, base, picks, t) + future(layer, t)
 
@@ -52,7 +55,9 @@ def entries_of(layer: Layer, base: dict, picks: torch.Tensor | None, t: int) -> 
     n, outside = (t + 1) // layer.ratio if layer.ratio else 0, t - layer.config.sliding_window
     if layer.ratio == 128:
         tokens = {layer.ratio // 2, layer.ratio * (n - 1) + 5} if n else set()
-        return tuple(Change(j, "token of a visible entry", True, "compressed entries") for j in sorted(tokens) if j <= outside)
+        return tuple(
+            Change(j, "token of a visible entry", True, "compressed entries") for j in sorted(tokens) if j <= outside
+        )
     if layer.ratio != 4:
         return ()
     picked, scores = set(picks.tolist()) - {-1}, base["index_scores"][0, -1]
@@ -62,11 +67,14 @@ def entries_of(layer: Layer, base: dict, picks: torch.Tensor | None, t: int) -> 
     inside = {j: min(scores[w] for w in ws) for j, ws in of.items() if set(ws) <= picked}
     inside = inside or {j: scores[ws[0]] for j, ws in of.items() if ws[0] in picked}
     unselected = {j: max(scores[w] for w in ws) for j, ws in of.items() if not set(ws) & picked}
-    noticed = lambda j: sum(mass[w] for w in of[j])  # of those far from the boundary, those that attention would weigh most
-    best = sorted(sorted(inside, key=inside.get)[len(inside) // 2 if len(inside) > 3 else 0:], key=noticed)[-2:]
-    least = sorted(sorted(unselected, key=unselected.get)[:(len(unselected) + 1) // 2], key=noticed)[-2:]
-    return (*(Change(j, "token of a selected entry", True, "compressed entries") for j in best),
-            *(Change(j, "token of unselected entries only", False, "selection") for j in least))
+    # of those far from the boundary, those that attention would weigh most
+    noticed = lambda j: sum(mass[w] for w in of[j])
+    best = sorted(sorted(inside, key=inside.get)[len(inside) // 2 if len(inside) > 3 else 0 :], key=noticed)[-2:]
+    least = sorted(sorted(unselected, key=unselected.get)[: (len(unselected) + 1) // 2], key=noticed)[-2:]
+    return (
+        *(Change(j, "token of a selected entry", True, "compressed entries") for j in best),
+        *(Change(j, "token of unselected entries only", False, "selection") for j in least),
+    )
 
 
 def future(layer: Layer, t: int) -> tuple[Change, ...]:
@@ -87,9 +95,17 @@ def direction(layer: Layer, base: dict, x: torch.Tensor, change: Change, seed: i
     return aims[(base["q_after_rope"][0, -1] @ kv.T).amax(0).argmax()]
 
 
-def resized(subject: Subject, layer: Layer, i: int, x: torch.Tensor, changes: tuple[Change, ...], noise: torch.Tensor,
-            picks: torch.Tensor | None) -> torch.Tensor:
-    """Rows [C, T, d] of x [1, T, d] with one change each, the largest of SIZES by which the last query selects as before."""
+def resized(
+    subject: Subject,
+    layer: Layer,
+    i: int,
+    x: torch.Tensor,
+    changes: tuple[Change, ...],
+    noise: torch.Tensor,
+    picks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Rows [C, T, d] of x [1, T, d] with one change each, the largest of SIZES by which the last query selects as
+    before."""
     rows, pending, n = x.repeat(len(changes), 1, 1), list(range(len(changes))), x.shape[1] // (layer.ratio or 1)
     for size in SIZES:
         for j in pending:

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from probes.buffers import poison
-from probes.measure import pieces_of, tokens, window_of
-from probes.probe import Probe
-from probes.result import Check, compare
-from probes.subject import Subject
+from dsv4.probes.buffers import poison
+from dsv4.probes.measure import pieces_of, tokens, window_of
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare
+from dsv4.probes.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,41 @@ class Poison(Probe):
     def run(self, subject: Subject) -> list[Check]:
         ids = tokens(subject, 2 * window_of(subject.config) + 150, self.seed)
         checks = []
-        for name, schedule in (("one step", ()), ("chunks of 37", pieces_of(ids.shape[1], 37)), ("decode", [130, *[1] * 20])):
-            ids_now = ids[:, :sum(schedule)] if schedule else ids
+        for name, schedule in (
+            ("one step", ()),
+            ("chunks of 37", pieces_of(ids.shape[1], 37)),
+            ("decode", [130, *[1] * 20]),
+        ):
+            ids_now = ids[:, : sum(schedule)] if schedule else ids
             clean = self._run(subject, ids_now, schedule, poisoned=False)
             found = self._run(subject, ids_now, schedule, poisoned=True)
-            checks.append(compare("logits with a cache of NaN equal those with one of zeros", int((found != clean).sum()), "==",
-                                  0, "the same program on the same written values; NaN differs from itself", clean.numel(),
-                                  where=name, part="unwritten slots"))
+            checks.append(
+                compare(
+                    "logits with a cache of NaN equal those with one of zeros",
+                    int((found != clean).sum()),
+                    "==",
+                    0,
+                    "the same program on the same written values; NaN differs from itself",
+                    clean.numel(),
+                    where=name,
+                    part="unwritten slots",
+                )
+            )
         repeats = max(2, round(20 * min(1.0, self.effort)))
         first = self._run(subject, ids, (), poisoned=False)
         differing = sum(int((self._run(subject, ids, (), poisoned=False) != first).sum()) for _ in range(repeats - 1))
-        return checks + [compare("repeats are bitwise equal", differing, "==", 0, "the same program on the same numbers",
-                                 repeats - 1, where=f"{repeats} runs", part="determinism")]
+        return checks + [
+            compare(
+                "repeats are bitwise equal",
+                differing,
+                "==",
+                0,
+                "the same program on the same numbers",
+                repeats - 1,
+                where=f"{repeats} runs",
+                part="determinism",
+            )
+        ]
 
     def _run(self, subject: Subject, ids: torch.Tensor, schedule, poisoned: bool) -> torch.Tensor:
         cache = subject.model.new_cache(ids.shape[0], ids.shape[1])
@@ -42,11 +65,12 @@ class Poison(Probe):
             poison(subject, cache)
         parts, start = [], 0
         for n in schedule or [ids.shape[1]]:
-            parts.append(subject.model.append(ids[:, start:start + n], cache, chunk=n))
+            parts.append(subject.model.append(ids[:, start : start + n], cache, chunk=n))
             start += n
         return torch.cat(parts, 1).cpu()
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Poison)

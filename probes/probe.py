@@ -1,8 +1,8 @@
 """What every probe is, and how one is run.
 
-A probe is one small file with one dataclass: `name` (that of the file), `title`, `needs` (capabilities of a subject, see
-`probes.subject.CAPABILITIES`) and `run(subject) -> list[Check]`. Beside it lies `<name>.md`: what it measures, the public bug
-behind it, and where its thresholds come from.
+A probe is one small file with one dataclass: `name` (that of the file), `title`, `needs` (capabilities of a subject,
+see `dsv4.probes.subject.CAPABILITIES`) and `run(subject) -> list[Check]`. Beside it lies `<name>.md`: what it measures,
+the public bug behind it, and where its thresholds come from.
 """
 
 import importlib
@@ -12,24 +12,47 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels.errors import Dsv4Error
-from probes.result import Check, Status, vacuous
-from probes.subject import FAMILIES, Subject
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.probes.result import Check, Status, vacuous
+from dsv4.probes.subject import FAMILIES, Subject
 
 CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P26 (P17 is beside it)
-    "load_ledger", "config_ledger", "format_decode", "dtype_ledger", "rope", "index_oracle", "schedules", "influence", "edges",
-    "backend_matrix", "poison", "isolation", "moe_edges", "rollback", "memory_map", "mhc", "captured", "grafting", "speculation", "decoder",
-    "sparse_reading", "termination", "chunked_prefill", "host_tier", "bill",
+    "load_ledger",
+    "config_ledger",
+    "format_decode",
+    "dtype_ledger",
+    "rope",
+    "index_oracle",
+    "schedules",
+    "influence",
+    "edges",
+    "backend_matrix",
+    "poison",
+    "isolation",
+    "moe_edges",
+    "rollback",
+    "memory_map",
+    "mhc",
+    "captured",
+    "grafting",
+    "speculation",
+    "decoder",
+    "sparse_reading",
+    "termination",
+    "chunked_prefill",
+    "host_tier",
+    "bill",
 )
 BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Base of all probes. seed: of whatever the probe draws at random; effort: 1.0 is what `dsv4 audit` spends by default.
+    """Base of all probes. seed: of whatever the probe draws at random; effort: 1.0 is what `dsv4 audit` spends by
+    default.
 
     needs_of_gqa: what it needs of GQA models, where that is not what it `needs` of others. not_for: families of models
-    (`probes.subject.FAMILIES`) that have nothing it could measure, and why.
+    (`dsv4.probes.subject.FAMILIES`) that have nothing it could measure, and why.
     """
 
     name: ClassVar[str]
@@ -46,14 +69,14 @@ class Probe:
 
 def available() -> list[str]:
     """Names of the catalogue, and of those beside it, whose files exist."""
-    return [name for name in (*CATALOGUE, *BESIDE) if importlib.util.find_spec(f"probes.{name}") is not None]
+    return [name for name in (*CATALOGUE, *BESIDE) if importlib.util.find_spec(f"dsv4.probes.{name}") is not None]
 
 
 def probe_named(name: str) -> type[Probe]:
     """The probe class of a file. Raises Dsv4Error listing the names."""
     if name not in available():
         raise Dsv4Error(f"probe {name!r} is unknown; expected one of {', '.join(available())}")
-    module = importlib.import_module(f"probes.{name}")
+    module = importlib.import_module(f"dsv4.probes.{name}")
     classes = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Probe) and v is not Probe)
     return next(v for v in classes if v.name == name)
 
@@ -70,7 +93,8 @@ def applying(subject: Subject, names: Iterable[str]) -> list[str]:
 
 
 def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
-    """(checks, seconds). What the subject cannot do is VACUOUS; an exception is an ERROR, and no exception leaves here."""
+    """(checks, seconds). What the subject cannot do is VACUOUS; an exception is an ERROR, and no exception leaves
+    here."""
     why = left_out(probe, subject)
     if why is not None:
         return [vacuous(probe.title, why)], 0.0

@@ -11,16 +11,16 @@ import shlex
 import struct
 import subprocess
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from loaders.errors import CheckpointError
-from loaders.files import MAX_HEADER, open_checkpoint
-from loaders.layouts import detect_layout
-from loaders.load import Inventory
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import MAX_HEADER, open_checkpoint
+from dsv4.loaders.layouts import detect_layout
+from dsv4.loaders.load import Inventory
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("dsv4", "torch", "triton", "transformers")
@@ -30,27 +30,30 @@ _ABSOLUTE = re.compile(r"(?<![\w./~-])~?(?:/[\w.+@~-]+)+/?")  # not the slash of
 def provenance(subject, command: list[str], seeds: dict, started: float) -> dict:
     """What identifies an audit, as JSON values.
 
-    subject: probes.subject.Subject. Its checkpoint is found by its `files` (loaders.load.Inventory), `path` or `provenance`;
-    its `model`, if it is a dsv4.model.Model, gives the backend and the dispatch ledger; its `file` is a recorded dump.
+    subject: dsv4.probes.subject.Subject. Its checkpoint is found by its `files` (dsv4.loaders.load.Inventory), `path`
+    or `provenance`; its `model`, if it is a dsv4.model.Model, gives the backend and the dispatch ledger; its `file` is
+    a recorded dump.
     command: argv that repeats it. started: time.time() at the start. Call it after the run: the ledger counts so far.
     """
     model = getattr(subject, "model", None)
     path = checkpoint_path(subject)
     return {
-        "subject": without_paths(subject.name), "can": sorted(subject.can),
+        "subject": without_paths(subject.name),
+        "can": sorted(subject.can),
         "checkpoint": None if path is None else checkpoint(path, _inventory(subject)),
-        "recorded": recorded(getattr(subject, "file", None)), **commit(),
+        "recorded": recorded(getattr(subject, "file", None)),
+        **commit(),
         "device": device(getattr(subject, "device", None) or getattr(model, "device", None)),
         "versions": versions(),
-        "numerics": subject.numerics, "backend": _backend(subject, model), "dispatch": _dispatch(subject, model),
-        "seeds": dict(seeds), "command": command_line(command), "date": date(started),
-        "seconds": round(max(0.0, time.time() - started), 3), "about": without_paths(dict(subject.provenance)),
+        "numerics": subject.numerics,
+        "backend": _backend(subject, model),
+        "dispatch": _dispatch(subject, model),
+        "seeds": dict(seeds),
+        "command": command_line(command),
+        "date": date(started),
+        "seconds": round(max(0.0, time.time() - started), 3),
+        "about": without_paths(dict(subject.provenance)),
     }
-
-
-def versions() -> dict:
-    """Of python and the libraries; None for one that is not installed."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
 
 
 def command_line(command: list[str]) -> str:
@@ -60,7 +63,7 @@ def command_line(command: list[str]) -> str:
 
 def date(started: float) -> str:
     """time.time() → '2026-01-31T12:00:00Z'."""
-    return datetime.fromtimestamp(started, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def called(command: list[str]) -> list[str]:
@@ -73,7 +76,12 @@ def checkpoint_path(subject) -> Path | None:
     """The checkpoint directory of a subject; None if it has none."""
     said = subject.provenance
     inventory = _inventory(subject)
-    for found in (getattr(inventory, "path", None), getattr(subject, "path", None), said.get("path"), said.get("config")):
+    for found in (
+        getattr(inventory, "path", None),
+        getattr(subject, "path", None),
+        said.get("path"),
+        said.get("config"),
+    ):
         if found is not None and Path(found).is_dir():
             return Path(found).resolve()
     return None
@@ -82,8 +90,13 @@ def checkpoint_path(subject) -> Path | None:
 def checkpoint(path: Path, inventory=None) -> dict:
     """Name, layout and hashes. A broken checkpoint has provenance too: what cannot be read is said, not raised."""
     config = path / "config.json"
-    return {"name": path.name, "layout": _layout(path, inventory), "config_sha256": _sha256_of(config),
-            "headers_sha256": headers_sha256(path), "files": len(list(path.glob("*.safetensors")))}
+    return {
+        "name": path.name,
+        "layout": _layout(path, inventory),
+        "config_sha256": _sha256_of(config),
+        "headers_sha256": headers_sha256(path),
+        "files": len(list(path.glob("*.safetensors"))),
+    }
 
 
 def recorded(file: Path | None) -> dict | None:
@@ -169,7 +182,7 @@ def commit() -> dict:
 
 
 def versions() -> dict[str, str | None]:
-    """Of python and of the libraries that figures depend on."""
+    """Of python and of the libraries that figures depend on; None for one that is not installed."""
     return {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
 
 

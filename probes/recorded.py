@@ -1,4 +1,5 @@
-"""P17: a recorded run of any implementation, layer by layer against the oracle on its own recorded values. See recorded.md."""
+"""P17: a recorded run of any implementation, layer by layer against the oracle on its own recorded values. See
+recorded.md."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,17 +7,17 @@ from typing import ClassVar
 
 import torch
 
-from probes.bisect_report import PARTS
-from probes.local import GATE, Difference, attend, differences, entries_only, expected, rounded
-from probes.measure import TOLERANCES, agreeing, oracle_of
-from probes.oracle import Oracle
-from probes.probe import Probe
-from probes.result import Check, compare, vacuous
-from probes.subject import POINTS, Subject
+from dsv4.probes.bisect_report import PARTS
+from dsv4.probes.local import GATE, Difference, attend, differences, entries_only, expected, rounded
+from dsv4.probes.measure import TOLERANCES, agreeing, oracle_of
+from dsv4.probes.oracle import Oracle
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.subject import POINTS, Subject
 
 EXPECTED = {0: "window only", 4: "selected", 128: "all"}
 SOURCE = "nearest of the oracle's paths over the recorded queries, window rows and entries; median of the late queries"
-LATE = 64        # queries at the end by which the path is told
+LATE = 64  # queries at the end by which the path is told
 NEEDED = ("q_after_rope", "kv_window", "attn_out")
 AT_PATH = {0: "window", 4: "selection", 128: "compressed entries"}
 
@@ -39,6 +40,7 @@ class Recorded(Probe):
         def see(i: int, points: dict) -> None:
             checks.extend(layer_checks(subject, oracle, i, streams["before"], points))
             streams["before"] = points.get("streams")
+
         subject.stream(subject.ids, tuple(POINTS), see)
         return checks
 
@@ -53,27 +55,47 @@ def layer_checks(subject: Subject, oracle: Oracle, i: int, before: torch.Tensor 
     found = differences(i, points, exact, noisy, subject.config, subject.numerics)
     checks = [_point_check(subject, d, where) for d in found]
     missing = [p for p in points if p not in {d.point for d in found}]
-    checks += [vacuous(f"{p} equals the oracle's", "its inputs were not recorded", where=where, part=PARTS[p]) for p in missing]
+    checks += [
+        vacuous(f"{p} equals the oracle's", "its inputs were not recorded", where=where, part=PARTS[p]) for p in missing
+    ]
     return checks + [path_check(subject, oracle, i, points, exact, where)]
 
 
 def _point_check(subject: Subject, d: Difference, where: str) -> Check:
     if d.point == "selection":
-        return compare("selection: wrong decisions", d.errors.mean().item(), "<=", 1e-3,
-                       "known_bugs 0.2: at least 99.9 %, ties excluded", int((d.errors >= 0).sum()), where=where,
-                       part=PARTS[d.point], unit="of the picks")
+        return compare(
+            "selection: wrong decisions",
+            d.errors.mean().item(),
+            "<=",
+            1e-3,
+            "known_bugs 0.2: at least 99.9 %, ties excluded",
+            int((d.errors >= 0).sum()),
+            where=where,
+            part=PARTS[d.point],
+            unit="of the picks",
+        )
     value, source, limit = agreeing(d.errors, subject.numerics if subject.numerics in TOLERANCES else "native")
     left = 0 if d.kept is None else int((~d.kept).sum())
-    return compare(f"{d.point} equals the oracle's on the recorded values", value, "<=", limit, source, len(d.errors),
-                   where=where, part=PARTS[d.point], unit="relative",
-                   note=f"{left} tokens left out, whose experts rounding may change" if left else "")
+    return compare(
+        f"{d.point} equals the oracle's on the recorded values",
+        value,
+        "<=",
+        limit,
+        source,
+        len(d.errors),
+        where=where,
+        part=PARTS[d.point],
+        unit="relative",
+        note=f"{left} tokens left out, whose experts rounding may change" if left else "",
+    )
 
 
 # ---- the path ---------------------------------------------------------------------------------
 
 
 def path_check(subject: Subject, oracle: Oracle, i: int, points: dict, exact: dict, where: str) -> Check:
-    """Whether late queries attended to the window and the selected entries, to all, to the window only, or to nothing."""
+    """Whether late queries attended to the window and the selected entries, to all, to the window only, or to
+    nothing."""
     layer, name = oracle.layer(i), "path"
     part = AT_PATH[layer.ratio]
     missing = [p for p in (*NEEDED, *(["compressed_kv"] if layer.ratio else [])) if p not in points]
@@ -92,8 +114,17 @@ def path_check(subject: Subject, oracle: Oracle, i: int, points: dict, exact: di
         return vacuous(name, why, where=where, part=part)
     nearest = min(distance, key=distance.get)
     part = "compressed entries" if nearest in ("window only", "nothing") and layer.ratio else part
-    return compare(name, nearest if distance[nearest] < max(limit, 0.5 * power) else "none of them", "==", wanted, SOURCE,
-                   min(LATE, points["attn_out"].shape[1]), where=where, part=part, note=f"distances: {said}")
+    return compare(
+        name,
+        nearest if distance[nearest] < max(limit, 0.5 * power) else "none of them",
+        "==",
+        wanted,
+        SOURCE,
+        min(LATE, points["attn_out"].shape[1]),
+        where=where,
+        part=part,
+        note=f"distances: {said}",
+    )
 
 
 def paths(layer, points: dict) -> dict[str, torch.Tensor]:
@@ -116,5 +147,6 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Recorded)

@@ -1,7 +1,7 @@
 """One report, in every format: markdown with plots for people, JSON, JUnit XML and SARIF for machines.
 
-What is no evidence must not look like success: VACUOUS and WARN are never counted as passed in any format, and a report in
-which nothing could have failed does not end with exit code 0.
+What is no evidence must not look like success: VACUOUS and WARN are never counted as passed in any format, and a report
+in which nothing could have failed does not end with exit code 0.
 """
 
 import os
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loaders.errors import WriteError
-from probes.formats import json_report, junit, markdown, sarif
-from probes.result import Check, Status, vacuous, worst
+from dsv4.loaders.errors import WriteError
+from dsv4.probes.formats import json_report, junit, markdown, sarif
+from dsv4.probes.result import Check, Status, vacuous, worst
 
 CLEAN, FINDINGS, COULD_NOT_RUN = 0, 1, 2
 FORMATS = {".md": markdown.render, ".xml": junit.render, ".sarif": sarif.render, ".json": json_report.render}
@@ -49,8 +49,8 @@ class Section:
 
 @dataclass
 class Report:
-    """A title, where it comes from (probes.provenance), and a section a probe. left_out: probes that do not apply to such a model, and
-    why: neither passed nor without evidence."""
+    """A title, where it comes from (dsv4.probes.provenance), and a section a probe. left_out: probes that do not apply
+    to such a model, and why: neither passed nor without evidence."""
 
     title: str
     provenance: dict
@@ -102,8 +102,8 @@ def count(checks) -> dict[Status, int]:
 def write(report: Report, directory: str | Path, stem: str) -> list[Path]:
     """Write stem.md, .xml, .sarif, .json and the plots into `directory` (created if absent). Returns the paths.
 
-    Everything is rendered first, then written aside, then renamed: no file is ever half-written, and a failure to render or to
-    write leaves what was there. Raises WriteError.
+    Everything is rendered first, then written aside, then renamed: no file is ever half-written, and a failure to
+    render or to write leaves what was there. Raises WriteError.
     """
     if not stem or stem != Path(stem).name:
         raise WriteError(f"report name {stem!r} is not a plain file name; expected something like 'audit'")
@@ -136,10 +136,11 @@ def write_files(directory: str | Path, texts: Mapping[str, str]) -> list[Path]:
     return targets
 
 
-def write_measurement(directory: str | Path, stem: str, plots: Mapping[str, str], markdown: Callable[[dict[str, str]], str],
-                      document: str) -> list[Path]:
-    """Write stem.md, stem.json and an SVG for each title of `plots`, all or none: markdown(file by title), and the JSON `document`.
-    Raises WriteError."""
+def write_measurement(
+    directory: str | Path, stem: str, plots: Mapping[str, str], markdown: Callable[[dict[str, str]], str], document: str
+) -> list[Path]:
+    """Write stem.md, stem.json and an SVG for each title of `plots`, all or none: markdown(file by title), and the JSON
+    `document`. Raises WriteError."""
     files = {title: f"{stem}-{re.sub(r'[^a-z0-9]+', '-', title.lower())}.svg" for title in plots}
     texts = {files[title]: svg for title, svg in plots.items()}
     return write_files(directory, texts | {f"{stem}.md": markdown(files), f"{stem}.json": document})

@@ -23,10 +23,10 @@ class Status(str, enum.Enum):
 class Check:
     """One measured statement.
 
-    where: the layer or tensor it speaks of ('layer 2', 'layers.2.attn.wkv.weight'); part: what is at fault if it fails, in the
-    words of the model ('indexer keys', 'sink', 'load'); measured in `unit`, held by `relation` ('<=', '>=', '==') against
-    `threshold`, which comes from `source`; chance: what a random answer would have scored; samples: how many comparisons stand
-    behind it (0 makes it VACUOUS).
+    where: the layer or tensor it speaks of ('layer 2', 'layers.2.attn.wkv.weight'); part: what is at fault if it fails,
+    in the words of the model ('indexer keys', 'sink', 'load'); measured in `unit`, held by `relation` ('<=', '>=',
+    '==') against `threshold`, which comes from `source`; chance: what a random answer would have scored; samples: how
+    many comparisons stand behind it (0 makes it VACUOUS).
     """
 
     name: str
@@ -49,7 +49,8 @@ class Check:
 def compare(name: str, measured, relation: str, threshold, source: str, samples: int, **about) -> Check:
     """PASS or FAIL by `measured relation threshold`; FAIL for NaN; VACUOUS without samples or at chance level.
 
-    about: the other fields of `Check`. A threshold that chance alone would meet proves nothing: such a check is VACUOUS.
+    about: the other fields of `Check`. A threshold that chance alone would meet proves nothing: such a check is
+    VACUOUS.
     """
     about |= dict(measured=measured, relation=relation, threshold=threshold, source=source, samples=samples)
     check = Check(name, Status.PASS, **about)

@@ -7,24 +7,34 @@ from typing import ClassVar
 
 import torch
 
-from probes.measure import (
-    at_share, attended, far, heavy_tailed, limit_of, oracle_of, picks_of, steps_of_all_sizes, zeros_like_ids,
+from dsv4.probes.measure import (
+    at_share,
+    attended,
+    far,
+    heavy_tailed,
+    limit_of,
+    oracle_of,
+    picks_of,
+    steps_of_all_sizes,
+    zeros_like_ids,
 )
-from probes.oracle import Oracle
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer
-from probes.probe import Probe
-from probes.result import Check, compare, vacuous
-from probes.subject import Subject
+from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.subject import Subject
 
 Form = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Turned:
-    """What is rotated: values before rotation [B, n, (H,) R dims last], their positions, and what becomes of them afterwards.
+    """What is rotated: values before rotation [B, n, (H,) R dims last], their positions, and what becomes of them
+    afterwards.
 
-    at: positions as in the specification; others: wrong ones by name; form: rounding and storage after the rotation; mixed:
+    at: positions as in the specification; others: wrong ones by name; form: rounding and storage after the rotation;
+    mixed:
     whether `form` mixes pairs, so that they cannot be looked at one by one.
     """
 
@@ -47,7 +57,8 @@ class Turned:
 
 @dataclass(frozen=True)
 class Rope(Probe):
-    """Queries, window rows, entries, index keys and the rotation back, against the oracle and its plausible mistakes."""
+    """Queries, window rows, entries, index keys and the rotation back, against the oracle and its plausible
+    mistakes."""
 
     name: ClassVar[str] = "rope"
     title: ClassVar[str] = "rotations have the right base, pairs, positions and direction"
@@ -56,11 +67,16 @@ class Rope(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         if subject.family == "gqa":
-            from probes.gqa.rope import rope_checks
+            from dsv4.probes.gqa.rope import rope_checks
+
             return list(rope_checks(subject, self.seed))
         oracle, checks = oracle_of(subject), []
         T = min(max(600, 4 * subject.config.sliding_window), subject.config.max_position_embeddings)
-        x, rows, schedule = heavy_tailed(subject, T, self.seed), 2 if "batch" in subject.can else 1, steps_of_all_sizes(T)
+        x, rows, schedule = (
+            heavy_tailed(subject, T, self.seed),
+            2 if "batch" in subject.can else 1,
+            steps_of_all_sizes(T),
+        )
         same = x.repeat(rows, 1, 1)  # what is right for the first row is right for the others
         want = ("q_after_rope", "kv_window", "compressed_kv", "index_keys", "selection")
         for i in range(subject.config.num_hidden_layers):
@@ -70,11 +86,17 @@ class Rope(Probe):
             checks.append(self._back(subject, oracle, i, x, {key: value[:1] for key, value in points.items()}))
         return checks
 
-    def _thing(self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor | None, where: str) -> list[Check]:
+    def _thing(
+        self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor | None, where: str
+    ) -> list[Check]:
         title = f"{thing.point}: rotated pairs turn by the right angles"
         wanted = thing.turned(layer.frequencies, thing.at)
         if found is None or found.numel() == 0 or found.shape[1:] != wanted.shape[1:]:
-            why = "the subject gives none" if found is None else f"shape {list(found.shape)}, expected {list(wanted.shape)}"
+            why = (
+                "the subject gives none"
+                if found is None
+                else f"shape {list(found.shape)}, expected {list(wanted.shape)}"
+            )
             return [vacuous(title, why, where=where, part=f"rotation of {thing.part}")]
         checks = [self._nearest(subject, layer, thing, found, where)]
         R = 2 * len(layer.frequencies)
@@ -83,10 +105,12 @@ class Rope(Probe):
         return [*self._pairs(subject, title, thing, found, wanted.expand(found.shape), R, where), *checks]
 
     def _pairs(self, subject: Subject, title: str, thing: Turned, found, wanted, R: int, where: str) -> list[Check]:
-        """The worst pair's angle error, where positions count by the size of the pair there; and the values as a whole."""
+        """The worst pair's angle error, where positions count by the size of the pair there; and the values as a
+        whole."""
         limit, share, source = limit_of(subject)
         errors, still = far(found, wanted), at_share(far(found[..., :-R], wanted[..., :-R]), share)
-        kept = (errors <= at_share(errors, share)) | errors.isinf()  # a simulated step moves its row, and NaN is never left out
+        # a simulated step moves its row, and NaN is never left out
+        kept = (errors <= at_share(errors, share)) | errors.isinf()
         angles = angle_errors(found[kept], wanted[kept], R)
         worst = int(angles.argmax())
         sane = still <= limit
@@ -94,10 +118,28 @@ class Rope(Probe):
         note = f"worst pair {worst} of {R // 2}; dims that are not rotated differ by {still:.2g}"
         note += f"; first beyond three limits: row {first[0]}, number {first[1]}" if first else ""
         about = dict(where=where, part=f"rotation of {thing.part}" if sane else thing.part, note=note)
-        return [compare(title, angles[worst].item(), "<=", limit * 2, f"{source}; twice that, as an angle",
-                        found[..., 0].numel(), unit="rad", **about),
-                compare(f"{thing.point}: equal the oracle's", at_share(errors, share), "<=", limit, source, errors.numel(),
-                        unit="relative", **about)]
+        return [
+            compare(
+                title,
+                angles[worst].item(),
+                "<=",
+                limit * 2,
+                f"{source}; twice that, as an angle",
+                found[..., 0].numel(),
+                unit="rad",
+                **about,
+            ),
+            compare(
+                f"{thing.point}: equal the oracle's",
+                at_share(errors, share),
+                "<=",
+                limit,
+                source,
+                errors.numel(),
+                unit="relative",
+                **about,
+            ),
+        ]
 
     def _nearest(self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor, where: str) -> Check:
         """Which rotation explains what is seen."""
@@ -105,15 +147,25 @@ class Rope(Probe):
         forms = {"as specified": thing.turned(layer.frequencies, thing.at)} | mistakes(layer, thing)
         R = 0 if thing.mixed else 2 * len(layer.frequencies)
         errors = {name: at_share(far(found[..., -R:], form[..., -R:]), 0.5) for name, form in forms.items()}
-        apart = {name: at_share(far(form[..., -R:], forms["as specified"][..., -R:]), 0.9) for name, form in forms.items()}
+        apart = {
+            name: at_share(far(form[..., -R:], forms["as specified"][..., -R:]), 0.9) for name, form in forms.items()
+        }
         seen = {name: e for name, e in errors.items() if name == "as specified" or apart[name] > 3 * limit}
         name, part = f"{thing.point}: the rotation that explains it", f"rotation of {thing.part}"
         note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(seen.items(), key=lambda item: item[1])[:4])
         if len(seen) == 1:
             return vacuous(name, "no mistaken rotation differs at these positions", where=where, part=part)
-        return compare(name, min(seen, key=seen.get), "==", "as specified",
-                       "the nearest of the oracle's variants, median error", found[..., 0].numel(),
-                       where=where, part=part, note=note)
+        return compare(
+            name,
+            min(seen, key=seen.get),
+            "==",
+            "as specified",
+            "the nearest of the oracle's variants, median error",
+            found[..., 0].numel(),
+            where=where,
+            part=part,
+            note=note,
+        )
 
     def _back(self, subject: Subject, oracle: Oracle, i: int, x: torch.Tensor, points: dict) -> Check:
         """The rotation of the output back at the query's position."""
@@ -126,9 +178,17 @@ class Rope(Probe):
         out = points[i, "attn_out"]
         errors = {name: at_share(far(out, steps.output(layer, form, positions)), 0.5) for name, form in forms.items()}
         note = "; ".join(f"{name} {e:.2g}" for name, e in errors.items())
-        return compare("attn_out: rotated back before the output projection", min(errors, key=errors.get), "==", "rotated back",
-                       "the nearest of the oracle's variants, median error", out[..., 0].numel(), where=f"layer {i}",
-                       part="rotation of the output", note=note)
+        return compare(
+            "attn_out: rotated back before the output projection",
+            min(errors, key=errors.get),
+            "==",
+            "rotated back",
+            "the nearest of the oracle's variants, median error",
+            out[..., 0].numel(),
+            where=f"layer {i}",
+            part="rotation of the output",
+            note=note,
+        )
 
 
 def starts_of(schedule: tuple[int, ...]) -> torch.Tensor:
@@ -143,8 +203,10 @@ def rotated_things(layer: Layer, x: torch.Tensor, starts: torch.Tensor) -> list[
     kv = steps.rms(layer.linear("attn.wkv", x), layer.w("attn.kv_norm.weight"), c.rms_norm_eps)
     main = lambda values: steps.main_kv(layer, values)
     late = {"one position late": positions + 1, "positions counted from the start of the step": positions - starts}
-    things = [Turned("q_after_rope", q, positions, late, lambda values: values, "queries"),
-              Turned("kv_window", kv, positions, late, main, "window rows")]
+    things = [
+        Turned("q_after_rope", q, positions, late, lambda values: values, "queries"),
+        Turned("kv_window", kv, positions, late, main, "window rows"),
+    ]
     if layer.ratio:
         things.append(_entries(layer, x, "attn.compressor", "compressed_kv", main, "compressed entries"))
     if layer.ratio == 4:
@@ -156,8 +218,11 @@ def rotated_things(layer: Layer, x: torch.Tensor, starts: torch.Tensor) -> list[
 def _entries(layer: Layer, x: torch.Tensor, name: str, point: str, form: Form, part: str) -> Turned:
     values = steps.compress(layer, x, name)
     w = torch.arange(values.shape[1])
-    others = {"at the entry's number": w, "at the window's end": layer.ratio * w + layer.ratio - 1,
-              "one window late": layer.ratio * (w + 1)}
+    others = {
+        "at the entry's number": w,
+        "at the window's end": layer.ratio * w + layer.ratio - 1,
+        "one window late": layer.ratio * (w + 1),
+    }
     plain = steps.rotate(values, layer.ratio * w, layer.frequencies, inverse=True)
     return Turned(point, plain, layer.ratio * w, others, form, part, mixed=layer.simulate and point == "index_keys")
 
@@ -165,9 +230,11 @@ def _entries(layer: Layer, x: torch.Tensor, name: str, point: str, form: Form, p
 def mistakes(layer: Layer, thing: Turned) -> dict[str, torch.Tensor]:
     """What the values would be by the rotations that implementations really got wrong."""
     freqs, c = layer.frequencies, layer.config
-    forms = {"not rotated": thing.turned(freqs, 0 * thing.at),
-             "half-split pairs": thing.turned(freqs, thing.at, half_split=True),
-             "the other way round": thing.turned(-freqs, thing.at)}
+    forms = {
+        "not rotated": thing.turned(freqs, 0 * thing.at),
+        "half-split pairs": thing.turned(freqs, thing.at, half_split=True),
+        "the other way round": thing.turned(-freqs, thing.at),
+    }
     forms |= {name: thing.turned(freqs, at) for name, at in thing.others.items()}
     compressed = layer.ratio > 0
     bases = {"base of the other layer kind": steps.frequencies(c, not compressed)}
@@ -177,14 +244,17 @@ def mistakes(layer: Layer, thing: Turned) -> dict[str, torch.Tensor]:
         stretched = steps.frequencies(replace(c, compress_rope_theta=theta), True)
         bases |= {"YaRN missing": plain} if compressed else {"YaRN where none belongs": stretched}
         if compressed:
-            bases["base of the other kind, with YaRN"] = steps.frequencies(replace(c, compress_rope_theta=c.rope_theta), True)
+            bases["base of the other kind, with YaRN"] = steps.frequencies(
+                replace(c, compress_rope_theta=c.rope_theta), True
+            )
             bases["base of the other kind, no YaRN"] = steps.frequencies(c, False)
             del bases["base of the other layer kind"]
     return forms | {name: thing.turned(f, thing.at) for name, f in bases.items()}
 
 
 def angle_errors(found: torch.Tensor, wanted: torch.Tensor, R: int) -> torch.Tensor:
-    """RMS angle [R/2] between the pairs of the last R dims of [..., D], over everything else, weighted by their squares."""
+    """RMS angle [R/2] between the pairs of the last R dims of [..., D], over everything else, weighted by their
+    squares."""
     pair = lambda v: torch.view_as_complex(v[..., -R:].double().unflatten(-1, (-1, 2)).contiguous()).flatten(0, -2)
     a, b = pair(found), pair(wanted)
     weight = b.abs().square()
@@ -193,5 +263,6 @@ def angle_errors(found: torch.Tensor, wanted: torch.Tensor, R: int) -> torch.Ten
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Rope)

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from probes.control import chance_of, controls
-from probes.measure import agreeing, pieces_of, token_errors, tokens, window_of
-from probes.probe import Probe
-from probes.result import Check, compare
-from probes.subject import Subject
+from dsv4.probes.control import chance_of, controls
+from dsv4.probes.measure import agreeing, pieces_of, token_errors, tokens, window_of
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare
+from dsv4.probes.subject import Subject
 
 APART = 8  # tokens between the cuts of one run
 
@@ -35,7 +35,9 @@ class Schedules(Probe):
             where = f"cuts at {128 + r}, and every {APART} tokens up to {sum(grid)}"
             checks.append(self._check(subject, whole, subject.run(ids, (*grid, T - sum(grid))).logits, where, chance))
         for size in (64, 128):
-            checks.append(self._check(subject, whole, subject.run(ids, pieces_of(T, size)).logits, f"chunks of {size}", chance))
+            checks.append(
+                self._check(subject, whole, subject.run(ids, pieces_of(T, size)).logits, f"chunks of {size}", chance)
+            )
         for size in (5, 1):  # across the end of an HCA window
             some = (233, *[size] * 40, T - 233 - 40 * size) if size == 1 else (173, *[size] * 20, T - 273)
             where = f"tokens {some[0]} to {T - some[-1]} by {size}"
@@ -46,10 +48,21 @@ class Schedules(Probe):
         errors = token_errors(found, whole)
         value, source, limit = agreeing(errors, subject.numerics)
         first = next(iter((errors[0] > limit).nonzero().flatten().tolist()), None)
-        return compare("logits equal those of one step", value, "<=", limit, source, errors.numel(), where=how, part="caches",
-                       chance=chance, note="" if first is None else f"first beyond it at position {first}")
+        return compare(
+            "logits equal those of one step",
+            value,
+            "<=",
+            limit,
+            source,
+            errors.numel(),
+            where=how,
+            part="caches",
+            chance=chance,
+            note="" if first is None else f"first beyond it at position {first}",
+        )
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Schedules)

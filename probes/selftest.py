@@ -1,8 +1,8 @@
 """P0: every planted fault must be named by a probe that was not told of it, and every sound subject must be green.
 
-A fault is planted in a private copy of a synthetic checkpoint (`probes.mutations.profile`), the subject is opened as
-`dsv4 audit` opens it, and probes run until a FAIL or ERROR names one of the fault's `parts`. A red check that names something
-else does not count: such a fault is seen, but not named, and is a gap. So is one that no probe sees.
+A fault is planted in a private copy of a synthetic checkpoint (`dsv4.probes.mutations.profile`), the subject is opened
+as `dsv4 audit` opens it, and probes run until a FAIL or ERROR names one of the fault's `parts`. A red check that names
+something else does not count: such a fault is seen, but not named, and is a gap. So is one that no probe sees.
 """
 
 import os
@@ -24,21 +24,21 @@ from types import ModuleType
 import torch
 
 from dsv4.errors import InputError
+from dsv4.kernels.errors import Dsv4Error
 from dsv4.load import resolve_backend, resolve_device
 from dsv4.numerics import NUMERICS
-from kernels.errors import Dsv4Error
-from probes import mutations
-from probes.audit import open_subject
-from probes.machine import gpu_names
-from probes.mutations import Mutation, Site
-from probes.mutations.gqa_profiles import GQA_PROFILES
-from probes.probe import applying, available, execute, probe_named
-from probes.report import count
-from probes.result import Check, Status
+from dsv4.probes import mutations
+from dsv4.probes.audit import open_subject
+from dsv4.probes.machine import gpu_names
+from dsv4.probes.mutations import Mutation, Site
+from dsv4.probes.mutations.gqa_profiles import GQA_PROFILES
+from dsv4.probes.probe import applying, available, execute, probe_named
+from dsv4.probes.report import count
+from dsv4.probes.result import Check, Status
 
 RED = (Status.FAIL, Status.ERROR)
-PACKAGES = ("dsv4", "kernels", "loaders", "probes")
-BLUNDER = re.compile("same device|two devices|got a tensor on cpu")  # a fault that was written on a CPU, not the one that is meant
+# a fault that was written on a CPU, not the one that is meant
+BLUNDER = re.compile("same device|two devices|got a tensor on cpu")
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,14 @@ class Bench:
 
     @property
     def resolved(self) -> str:
-        """The backend that runs. Raises InputError for the reference, which is the definition: no kernel is changed in it."""
+        """The backend that runs. Raises InputError for the reference, which is the definition: no kernel is changed in
+        it."""
         backend = resolve_backend(self.backend, resolve_device(self.device))
         if backend == "reference":
-            raise InputError(f"on {self.device} with backend {self.backend!r} the reference would run, in which no kernel can "
-                             "be wrong; choose --backend cpu, or triton on a GPU")
+            raise InputError(
+                f"on {self.device} with backend {self.backend!r} the reference would run, in which no kernel can be "
+                "wrong; choose --backend cpu, or triton on a GPU"
+            )
         return backend
 
 
@@ -63,8 +66,9 @@ class Bench:
 class Found:
     """What became of one fault.
 
-    by: the probe, or 'load' for a refusal while loading; status, finding, where, part: of the check; word: of the mutation's
-    parts that it names; seen: probes that were red before and named something else; note: why it was not caught.
+    by: the probe, or 'load' for a refusal while loading; status, finding, where, part: of the check; word: of the
+    mutation's parts that it names; seen: probes that were red before and named something else; note: why it was not
+    caught.
     """
 
     caught: bool = False
@@ -125,7 +129,9 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
     except Exception as error:
         return Found(note=f"it could not be planted: {said(error)}")
     try:
-        subject = open_subject(site.checkpoint, "ours", mutation.numerics, bench.backend, bench.device, *mutation.caches)
+        subject = open_subject(
+            site.checkpoint, "ours", mutation.numerics, bench.backend, bench.device, *mutation.caches
+        )
     except Exception as error:
         return _judged(mutation, "load", [refusal(error)], ())
     try:
@@ -146,7 +152,8 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
 
 
 def refusal(error: Exception) -> Check:
-    """A typed error while loading is a finding; any other is a crash, and counts only if it names the part all the same."""
+    """A typed error while loading is a finding; any other is a crash, and counts only if it names the part all the
+    same."""
     if isinstance(error, Dsv4Error):
         return Check("refused while loading", Status.FAIL, note=said(error))
     return Check("crash while loading", Status.ERROR, note=said(error))
@@ -169,15 +176,25 @@ def _judged(mutation: Mutation, probe: str, checks: list[Check], seen: tuple[str
     for check in red:
         word = named(mutation.parts, texts_of(check))
         if word:
-            return Found(True, probe, check.status.value, check.name, check.where, check.part, word, seen,
-                         check.note if probe == "load" or check.status is Status.ERROR else "")
+            return Found(
+                True,
+                probe,
+                check.status.value,
+                check.name,
+                check.where,
+                check.part,
+                word,
+                seen,
+                check.note if probe == "load" or check.status is Status.ERROR else "",
+            )
     seen = (*seen, probe) if red else seen
     first = f"; {probe} said: {red[0].name}: {red[0].note}" if red and probe == "load" else ""
     return Found(seen=seen, note=("seen, but not named" if seen else "no probe saw it") + first)
 
 
 def texts_of(check: Check) -> tuple[str, ...]:
-    """What a check says of where the fault is. The name of an ERROR is only the probe's title; its note says what broke."""
+    """What a check says of where the fault is. The name of an ERROR is only the probe's title; its note says what
+    broke."""
     about = (check.part, check.where)
     if check.status is Status.ERROR or check.name.endswith("while loading"):
         return (*about, check.note)
@@ -185,7 +202,8 @@ def texts_of(check: Check) -> tuple[str, ...]:
 
 
 def named(words: Iterable[str], texts: Iterable[str]) -> str:
-    """The first of `words` that stands in a text, not as part of a longer word; '' for none. 'sink' is not in 'Sinkhorn'."""
+    """The first of `words` that stands in a text, not as part of a longer word; '' for none. 'sink' is not in
+    'Sinkhorn'."""
     texts = list(texts)
     for word in words:
         before, after = ("(?<![a-z0-9])" * word[:1].isalnum(), "(?![a-z0-9])" * word[-1:].isalnum())
@@ -195,7 +213,8 @@ def named(words: Iterable[str], texts: Iterable[str]) -> str:
 
 
 def chance(mutation: Mutation, texts: tuple[str, ...]) -> float:
-    """Share of a sound subject's checks that the mutation's words would match: how often any red check at all would count."""
+    """Share of a sound subject's checks that the mutation's words would match: how often any red check at all would
+    count."""
     return sum(bool(named(mutation.parts, [text])) for text in texts) / len(texts) if texts else float("nan")
 
 
@@ -206,7 +225,7 @@ def state() -> dict[str, object]:
     """What modules, classes and tables of this project hold, by place."""
     held: dict[str, object] = {}
     for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] not in PACKAGES:
+        if module is None or module_name.partition(".")[0] != "dsv4":
             continue
         for name, value in list(vars(module).items()):
             place = f"{module_name}.{name}"
@@ -229,28 +248,44 @@ def left_over(before: dict[str, object], after: dict[str, object]) -> tuple[str,
 
 
 def settings(mutations: Iterable[Mutation], backend: str, everything: bool) -> list[Clean]:
-    """What must be green: where faults are planted; if `everything`, the default profile in all numerics and with packed
-    caches, and the GQA models in theirs, also as reference."""
+    """What must be green: where faults are planted; if `everything`, the default profile in all numerics and with
+    packed caches, and the GQA models in theirs, also as reference."""
     plain = ("auto", "auto")
     found = {(m.profile, m.numerics, backend, m.caches): None for m in mutations}
     if everything:
         choices = [*((numerics, plain) for numerics in NUMERICS), ("qat", ("fp8", "fp4")), ("qat", ("fp8", "fp8"))]
-        found |= {("default", numerics, b, caches): None for b in ("reference", backend) for numerics, caches in choices}
-        found |= {(name, numerics, b, plain): None for name in GQA_PROFILES
-                  for b, numerics in (("reference", "fp32"), (backend, "fp32"), (backend, "native"))}
+        found |= {
+            ("default", numerics, b, caches): None for b in ("reference", backend) for numerics, caches in choices
+        }
+        found |= {
+            (name, numerics, b, plain): None
+            for name in GQA_PROFILES
+            for b, numerics in (("reference", "fp32"), (backend, "fp32"), (backend, "native"))
+        }
     return [Clean(*key, caches=caches) for *key, caches in sorted(found)]
 
 
 def audit_clean(setting: Clean, bench: Bench) -> Clean:
     """The whole catalogue."""
     begun = time.monotonic()
-    subject = open_subject(bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device,
-                           *setting.caches)
-    checks = [(name, check) for name in applying(subject, available()) for check in execute(probe_named(name)(), subject)[0]]
-    tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.where}" if c.where else "") + (f" ({c.part})" if c.part else "")
+    subject = open_subject(
+        bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device, *setting.caches
+    )
+    checks = [
+        (name, check) for name in applying(subject, available()) for check in execute(probe_named(name)(), subject)[0]
+    ]
+    tell = lambda name, c: (
+        f"{name}: {c.name}" + (f" at {c.where}" if c.where else "") + (f" ({c.part})" if c.part else "")
+    )
     of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)
-    return replace(setting, totals=count(c for _, c in checks), red=of(*RED), vacuous=of(Status.VACUOUS),
-                   texts=tuple("\n".join(texts_of(c)) for _, c in checks), seconds=time.monotonic() - begun)
+    return replace(
+        setting,
+        totals=count(c for _, c in checks),
+        red=of(*RED),
+        vacuous=of(Status.VACUOUS),
+        texts=tuple("\n".join(texts_of(c)) for _, c in checks),
+        seconds=time.monotonic() - begun,
+    )
 
 
 # ---- all of them --------------------------------------------------------------------------
@@ -261,10 +296,11 @@ def work(task: Mutation | Clean, bench: Bench) -> Outcome | Clean:
 
 
 def run_all(tasks: list[Mutation | Clean], bench: Bench, jobs: int) -> Iterator[tuple[int, Outcome | Clean]]:
-    """(number of the task, its result), as they become ready. Sound subjects come last, in processes where faults were planted;
-    but first, since they take longest, where every task has a process of its own.
+    """(number of the task, its result), as they become ready. Sound subjects come last, in processes where faults were
+    planted; but first, since they take longest, where every task has a process of its own.
 
-    A fault that kills its process takes the pool with it: the tasks that are lost are done again, each in a process of its own.
+    A fault that kills its process takes the pool with it: the tasks that are lost are done again, each in a process of
+    its own.
     """
     if jobs == 1:
         yield from _here(tasks, bench)
@@ -300,15 +336,21 @@ def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
     context = get_context("spawn" if lives is None else "forkserver")
     if lives is not None:  # many processes: each is a copy of one that has imported everything and touched no device
         context.set_forkserver_preload(preloaded())
-    gpus = gpu_names(torch.cuda.device_count()) if bench.device == "cuda" else ()  # processes are shared out to all, if none is named
+    # processes are shared out to all, if none is named
+    gpus = gpu_names(torch.cuda.device_count()) if bench.device == "cuda" else ()
     return ProcessPoolExecutor(jobs, context, _begin, (gpus, context.Value("q", 0)), max_tasks_per_child=lives)
 
 
 def preloaded() -> list[str]:
     """Modules that a process imports before it is copied."""
-    return [*(f"probes.mutations.{m.name}" for m in pkgutil.iter_modules(mutations.__path__)),
-            *(f"probes.{name}" for name in available()), "probes.subjects.ours", "probes.oracle.model",
-            "torch.fx.experimental.symbolic_shapes", "probes.forkserver"]
+    return [
+        *(f"dsv4.probes.mutations.{m.name}" for m in pkgutil.iter_modules(mutations.__path__)),
+        *(f"dsv4.probes.{name}" for name in available()),
+        "dsv4.probes.subjects.ours",
+        "dsv4.probes.oracle.model",
+        "torch.fx.experimental.symbolic_shapes",
+        "dsv4.probes.forkserver",
+    ]
 
 
 def _lives(bench: Bench) -> int | None:
@@ -317,8 +359,8 @@ def _lives(bench: Bench) -> int | None:
 
 
 def _begin(gpus: tuple[str, ...], begun) -> None:
-    """Of a worker: one thread, one of the GPUs by turns (begun: a Value shared by all workers), and an end when the process that
-    started it ends, however that was ended."""
+    """Of a worker: one thread, one of the GPUs by turns (begun: a Value shared by all workers), and an end when the
+    process that started it ends, however that was ended."""
     torch.set_num_threads(1)
     if gpus:  # read when CUDA is first called, which no process has done that workers are copies of
         with begun.get_lock():

@@ -1,31 +1,38 @@
-"""What a self-test has found so far, task by task, so that one that is cut off (a lease that ends, a limit of time) goes on where it stopped."""
+"""What a self-test has found so far, task by task, so that one that is cut off (a lease that ends, a limit of time)
+goes on where it stopped."""
 
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from probes.journal import Kept
-from probes.mutations import Mutation
-from probes.result import Status
-from probes.selftest import Clean, Found, Outcome
+from dsv4.probes.journal import Kept
+from dsv4.probes.mutations import Mutation
+from dsv4.probes.result import Status
+from dsv4.probes.selftest import Clean, Found, Outcome
 
 Task = Mutation | Clean
 
 
 def name_of(task: Task) -> str:
     """A task's name in the journal: a mutation's own, or how a sound subject is opened."""
-    return task.name if isinstance(task, Mutation) else ", ".join(("sound", task.profile, task.numerics, task.backend, *task.caches))
+    return (
+        task.name
+        if isinstance(task, Mutation)
+        else ", ".join(("sound", task.profile, task.numerics, task.backend, *task.caches))
+    )
 
 
 class SelftestJournal:
-    """Lines of JSON: ["of", what], ["done", seconds of the self-test so far, name of the task, its result]. No path: nothing is kept.
+    """Lines of JSON: ["of", what], ["done", seconds of the self-test so far, name of the task, its result]. No path:
+    nothing is kept.
 
     what: everything that results depend on. Raises InputError for a journal of something else.
     """
 
     def __init__(self, path: Path | None, what: dict):
         self.kept, self.results, self.before, self.begun = Kept(path, what), {}, 0.0, time.monotonic()
-        for _, self.before, name, result in self.kept.held:
+        for _, before, name, result in self.kept.held:
+            self.before = before
             self.results[name] = result
 
     @property
@@ -39,12 +46,25 @@ class SelftestJournal:
         if held is None:
             return None
         if isinstance(task, Mutation):
-            return Outcome(task, Found(**{**held["found"], "seen": tuple(held["found"]["seen"])}), held["seconds"], tuple(held["left"]))
+            return Outcome(
+                task,
+                Found(**{**held["found"], "seen": tuple(held["found"]["seen"])}),
+                held["seconds"],
+                tuple(held["left"]),
+            )
         lists = {key: tuple(held[key]) for key in ("red", "vacuous", "texts")}
         return replace(task, totals={Status(k): n for k, n in held["totals"].items()}, seconds=held["seconds"], **lists)
 
     def done(self, task: Task, result: Outcome | Clean) -> None:
-        held = ({"found": asdict(result.found), "seconds": result.seconds, "left": result.left} if isinstance(result, Outcome) else
-                {"totals": {k.value: n for k, n in result.totals.items()}, "red": result.red, "vacuous": result.vacuous, "texts": result.texts,
-                 "seconds": result.seconds})
+        held = (
+            {"found": asdict(result.found), "seconds": result.seconds, "left": result.left}
+            if isinstance(result, Outcome)
+            else {
+                "totals": {k.value: n for k, n in result.totals.items()},
+                "red": result.red,
+                "vacuous": result.vacuous,
+                "texts": result.texts,
+                "seconds": result.seconds,
+            }
+        )
         self.kept.append("done", round(self.seconds, 1), name_of(task), held)

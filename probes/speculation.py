@@ -7,28 +7,32 @@ from typing import ClassVar
 import torch
 
 from dsv4.graph import capacity, captures
+from dsv4.probes.acceptance import acceptance
+from dsv4.probes.control import attempted_all
+from dsv4.probes.measure import tokens
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.scripted import STOP, Script, Steered, Watched, came_out, cases
+from dsv4.probes.speculative_rounds import outputs, states
+from dsv4.probes.subject import Subject
+from dsv4.probes.visible import Rows, bits, of_output, rows_checks, visible
 from dsv4.speculation.captured import CapturedBlock
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import Static
 from dsv4.speculation.verify import Append, SingleSteps
-from probes.acceptance import acceptance
-from probes.control import attempted_all
-from probes.measure import tokens
-from probes.probe import Probe
-from probes.result import Check, compare, vacuous
-from probes.scripted import STOP, Script, Steered, Watched, came_out, cases
-from probes.speculative_rounds import outputs, states
-from probes.subject import Subject
-from probes.visible import Rows, bits, of_output, rows_checks, visible
 
 DRAFTS = 4
-PROMPTS = (125, 6)  # a pass crosses 128, and is at every residue mod 4 with 0 … 4 drafts accepted; the window is not full yet
-SECOND = 2          # drafts accepted by the second pass, which writes over what the first has left behind
-SPARE = 16          # tokens of context for a decoder that forgets too little
+# a pass crosses 128, and is at every residue mod 4 with 0 … 4 drafts accepted; the window is not full yet
+PROMPTS = (125, 6)
+SECOND = 2  # drafts accepted by the second pass, which writes over what the first has left behind
+SPARE = 16  # tokens of context for a decoder that forgets too little
 RUNS = "speculative decoding runs"
-NAMES = ("what may be read after a pass is as if nothing had been drafted", "logits after a pass are as if nothing had been drafted",
-         "drafts after a pass are as if nothing had been drafted before")
+NAMES = (
+    "what may be read after a pass is as if nothing had been drafted",
+    "logits after a pass are as if nothing had been drafted",
+    "drafts after a pass are as if nothing had been drafted before",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Speculation(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "rewind", "batch", "drafts"})
     not_for: ClassVar[Mapping[str, str]] = {
         "gqa": "its rounds draft with an MTP block, which they lack; what a rejected draft leaves behind is held by "
-               "rollback"}
+        "rollback"
+    }
 
     def run(self, subject: Subject) -> list[Check]:
         checks = attempted_all(RUNS, "acceptance", "acceptance", lambda: acceptance(self.seed, subject.model.device))
@@ -51,10 +56,15 @@ class Speculation(Probe):
         for length in PROMPTS:
             for accepted in range(DRAFTS + 1):
                 where = f"{accepted} of {DRAFTS} accepted after {length} tokens"
-                checks += attempted_all(RUNS, where, "after a pass", lambda: one(subject, length, accepted, where, self.seed))
+                checks += attempted_all(
+                    RUNS, where, "after a pass", lambda: one(subject, length, accepted, where, self.seed)
+                )
         checks += attempted_all(RUNS, "ragged rows", "accepted tokens", lambda: ragged(subject, self.seed))
         if not len(subject.model.mtp):
-            return [*checks, vacuous("rounds on the device, and drafts", "the subject has no MTP block", part="MTP window")]
+            return [
+                *checks,
+                vacuous("rounds on the device, and drafts", "the subject has no MTP block", part="MTP window"),
+            ]
         if subject.model.layer_devices is not None:
             return [*checks, vacuous("rounds on the device", "layers are spread over devices", part="after a round")]
         checks += attempted_all(RUNS, "Rounds", "after a round", lambda: states(subject, DRAFTS, self.seed))
@@ -62,18 +72,20 @@ class Speculation(Probe):
 
 
 class Undrafted:
-    """The same text without a draft: single steps of the main model; the MTP block from its start, in the pieces in which final
-    tokens reach it. Holds the prompt, and of the text all but the last token that `feed` was given."""
+    """The same text without a draft: single steps of the main model; the MTP block from its start, in the pieces in
+    which final tokens reach it. Holds the prompt, and of the text all but the last token that `feed` was given."""
 
     def __init__(self, subject: Subject, prompt: list[int], limit: int):
         self.subject, self.model = subject, subject.model
-        self.limit = capacity(subject.model, limit)  # as `generate_speculative` has it: captured steps split their sums by it
+        # as `generate_speculative` has it: captured steps split their sums by it
+        self.limit = capacity(subject.model, limit)
         self.cache = subject.model.new_cache(1, self.limit)
         ids = torch.tensor([prompt])
         _, streams = self.model.append(ids, self.cache, logits="last", return_streams=True, chunk=len(prompt))
         self.pending: list[int] = []
         self.last = streams[:, -1:]
-        self.pieces = [(streams[:, :-1], ids[:, 1:])] if len(prompt) > 1 else []  # streams [1, n, S, d], next ids [1, n] of the block
+        # streams [1, n, S, d], next ids [1, n] of the block
+        self.pieces = [(streams[:, :-1], ids[:, 1:])] if len(prompt) > 1 else []
 
     def feed(self, final: list[int]) -> torch.Tensor:
         """Tokens that became final: logits [n, vocab] after the one before them and after each of them but the last."""
@@ -87,21 +99,28 @@ class Undrafted:
         return torch.cat(found) if found else torch.empty(0, self.model.config.vocab_size)
 
     def look(self, drafts: int) -> tuple[Rows, list[torch.Tensor]]:
-        """What may be read now, of the main model and of a block that has seen final tokens alone; logits [1, vocab] of each of its
-        next drafts."""
+        """What may be read now, of the main model and of a block that has seen final tokens alone; logits [1, vocab] of
+        each of its next drafts."""
         rows = visible(self.subject, self.cache, 0, self.cache.lengths[0])
         rows = {at: held for at, held in rows.items() if at[0] != "mtp 0"}
         if not len(self.model.mtp):
             return rows, []
         block = self.model.new_cache(1, self.limit)
-        step = CapturedBlock(self.model, block, captures(self.model))  # as the drafter runs it: other kernels may sum in another order
+        # as the drafter runs it: other kernels may sum in another order
+        step = CapturedBlock(self.model, block, captures(self.model))
         for number, (streams, ids) in enumerate(self.pieces):
             counts = [ids.shape[1]]
             if number == 0 and len(self.pieces) > 1:  # the prompt
-                logits, streams = self.model.mtp_logits(streams, ids, block, return_streams=True, logits="last", chunk=counts[0])
+                logits, streams = self.model.mtp_logits(
+                    streams, ids, block, return_streams=True, logits="last", chunk=counts[0]
+                )
             else:
                 logits, streams = step(streams, ids, counts)
-        rows |= {at: held for at, held in visible(self.subject, block, 0, 0, block.mtp_lengths[0]).items() if at[0] == "mtp 0"}
+        rows |= {
+            at: held
+            for at, held in visible(self.subject, block, 0, 0, block.mtp_lengths[0]).items()
+            if at[0] == "mtp 0"
+        }
         found, streams = [logits[:, 0].clone()], streams[:, -1:]
         for _ in range(drafts - 1):
             logits, streams = step(streams, found[-1].argmax(-1).view(1, 1), [1])
@@ -116,15 +135,22 @@ def one(subject: Subject, length: int, accepted: int, where: str, seed: int) -> 
     drafter = Steered(script, [list(kept)], MTPDrafter() if len(subject.model.mtp) else None)
     most = 1 + sum(n + 1 for n in kept)
     limit = length + most + SPARE
-    [out] = generate_speculative(subject.model, [prompt], most, drafter, policy=Static(DRAFTS), max_context=limit,
-                                 verify=lambda m, c: Watched(subject, c, SingleSteps(m, c), script, [length], looks))
+    [out] = generate_speculative(
+        subject.model,
+        [prompt],
+        most,
+        drafter,
+        policy=Static(DRAFTS),
+        max_context=limit,
+        verify=lambda m, c: Watched(subject, c, SingleSteps(m, c), script, [length], looks),
+    )
     plain, text, at = Undrafted(subject, prompt, limit), [out.token_ids[0], *script.text[0, 1:].tolist()], 0
     rows, logits, drafts = [], [], []
     for number, n in enumerate((0, *kept)):  # tokens that were final before pass `number`; at the end those of the last
-        said = plain.feed(text[at:at + n + 1])
+        said = plain.feed(text[at : at + n + 1])
         at += n + 1
         if number:
-            logits.append((looks[number - 1].logits[0, :len(said)], said))
+            logits.append((looks[number - 1].logits[0, : len(said)], said))
         if number < len(kept):
             wanted, chain = plain.look(DRAFTS)
             rows.append((f"before pass {number}", looks[number].rows[0], wanted))
@@ -138,21 +164,39 @@ def one(subject: Subject, length: int, accepted: int, where: str, seed: int) -> 
 def ragged(subject: Subject, seed: int) -> Iterator[Check]:
     """Rows of different lengths that keep different numbers of drafts, in passes of one append, without the block."""
     rows, most = DRAFTS + 3, 9
-    prompts = [row[:3 + b].tolist() for b, row in enumerate(tokens(subject, rows + 3, seed, rows=rows))]
+    prompts = [row[: 3 + b].tolist() for b, row in enumerate(tokens(subject, rows + 3, seed, rows=rows))]
     script = Script(subject.config.vocab_size, rows, most + DRAFTS + 2, seed)
     right = cases(script, rows, DRAFTS)
     drafter = Steered(script, right)
-    found = generate_speculative(subject.model, prompts, most, drafter, policy=Static(DRAFTS), stop_ids=(STOP,),
-                                 max_context=rows + 3 + most + SPARE,
-                                 verify=lambda m, c: Watched(subject, c, Append(m, c), script, [len(p) for p in prompts]))
-    yield from came_out("generate_speculative", script, right, [out.token_ids for out in found], None, [most] * rows, DRAFTS)
+    found = generate_speculative(
+        subject.model,
+        prompts,
+        most,
+        drafter,
+        policy=Static(DRAFTS),
+        stop_ids=(STOP,),
+        max_context=rows + 3 + most + SPARE,
+        verify=lambda m, c: Watched(subject, c, Append(m, c), script, [len(p) for p in prompts]),
+    )
+    yield from came_out(
+        "generate_speculative", script, right, [out.token_ids for out in found], None, [most] * rows, DRAFTS
+    )
     wanted = [script.outcome(b, out.token_ids[0], DRAFTS, right[b], most)[1] for b, out in enumerate(found)]
     off = [b for b, out in enumerate(found) if out.speculation.verify_passes != len(wanted[b])]
-    yield compare("rows that take another number of passes than their right drafts need", len(off), "==", 0,
-                  "the longest right prefix stays, and a token of the model's own", rows, unit="rows", where="generate_speculative",
-                  part="accepted drafts")
+    yield compare(
+        "rows that take another number of passes than their right drafts need",
+        len(off),
+        "==",
+        0,
+        "the longest right prefix stays, and a token of the model's own",
+        rows,
+        unit="rows",
+        where="generate_speculative",
+        part="accepted drafts",
+    )
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(Speculation)

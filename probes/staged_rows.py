@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.staging import Pool, SlotTable
-from probes.gqa.steps import Tally
+from dsv4.kernels.staging import Pool, SlotTable
+from dsv4.probes.gqa.steps import Tally
 
 
 class Item(NamedTuple):
-    """A wanted item: its group, its number, the slot that it was given, the item that this slot held before, and holds by the table now;
-    valid: whether it was staged and may be read as it was; known: whether it was staged at all; end: the first item that is not
-    complete."""
+    """A wanted item: its group, its number, the slot that it was given, the item that this slot held before, and holds
+    by the table now;
+    valid: whether it was staged and may be read as it was; known: whether it was staged at all; end: the first item
+    that is not complete."""
 
     group: int
     number: int
@@ -27,7 +28,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Fetches:
-    """A fetch operation, looked at: give `run` to whoever fetches. rows: rows of the batch, whose groups lie side by side."""
+    """A fetch operation, looked at: give `run` to whoever fetches. rows: rows of the batch, whose groups lie side by
+    side."""
 
     real: Callable
     rows: int
@@ -39,8 +41,16 @@ class Fetches:
     evicted: int = 0
     bad: dict[tuple[int, int], str] = field(default_factory=dict)  # (group, slot) → what went wrong when it was filled
 
-    def run(self, table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool,
-            run: int = 0) -> torch.Tensor:
+    def run(
+        self,
+        table: SlotTable,
+        pools: tuple[Pool, ...],
+        wanted: torch.Tensor,
+        start: torch.Tensor,
+        unit: int,
+        tail: bool,
+        run: int = 0,
+    ) -> torch.Tensor:
         held, before = table.held.tolist(), table.count.tolist()
         out = self.real(table, pools, wanted, start, unit, tail, run)
         first = torch.arange(len(held), device=out.device).unsqueeze(1) * run
@@ -54,8 +64,12 @@ class Fetches:
             self.counted.see(int(said != (hits, len(asked) - hits)), 1, f"{self.where}, group {g}")
             self.hits, self.misses = self.hits + hits, self.misses + len(asked) - hits
             self.evicted += len(valid - set(now[g]))
-            items += [Item(g, n, slot, held[g][slot], now[g][slot], n in valid, n in held[g], begins[g]) if 0 <= slot < len(held[g]) else
-                      Item(g, n, -1, -1, -1, False, False, begins[g]) for n, slot in asked]
+            items += [
+                Item(g, n, slot, held[g][slot], now[g][slot], n in valid, n in held[g], begins[g])
+                if 0 <= slot < len(held[g])
+                else Item(g, n, -1, -1, -1, False, False, begins[g])
+                for n, slot in asked
+            ]
         self._judge(pools, items, len(held) // self.rows)
         return out
 
@@ -97,6 +111,7 @@ def cause(pool: Pool, item: Item, groups: int) -> str:
 
     def like(group: torch.Tensor, number: torch.Tensor) -> bool:
         return bool((words(pool.host, *torch.broadcast_tensors(group, number)) == found).all(-1).any())
+
     own, others = torch.tensor([item.group]), torch.tensor([g for g in range(pool.host.shape[0]) if g != item.group])
     if item.after != item.number:
         return "slot of another item"
@@ -110,8 +125,8 @@ def cause(pool: Pool, item: Item, groups: int) -> str:
 
 
 def poison(table: SlotTable, pools: tuple[Pool, ...], ends: list[int]) -> None:
-    """Fill every slot with NaN that may not be read any more: it holds nothing, or an item from ends[row] on, which was forgotten or
-    is not complete."""
+    """Fill every slot with NaN that may not be read any more: it holds nothing, or an item from ends[row] on, which was
+    forgotten or is not complete."""
     groups = table.held.shape[0] // len(ends)
     for g, items in enumerate(table.held.tolist()):
         for slot, item in enumerate(items):

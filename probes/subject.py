@@ -1,8 +1,9 @@
 """What can be audited, and what each kind of subject can be asked.
 
-A probe names what it `needs`; a subject says what it `can`. What a subject cannot do makes the probe's checks VACUOUS, never
-PASS. The kinds: a checkpoint directory alone (`probes.subjects.files`), this project's model (`probes.subjects.ours`),
-transformers' model (`probes.subjects.transformers`), a recorded dump (`probes.subjects.dump`).
+A probe names what it `needs`; a subject says what it `can`. What a subject cannot do makes the probe's checks VACUOUS,
+never PASS. The kinds: a checkpoint directory alone (`dsv4.probes.subjects.files`), this project's model
+(`dsv4.probes.subjects.ours`), transformers' model (`dsv4.probes.subjects.transformers`), a recorded dump
+(`dsv4.probes.subjects.dump`).
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,8 @@ CAPABILITIES = {
 
 @dataclass
 class Capture:
-    """What a run gave. points[(layer, name)] as in POINTS; logits fp32 [B, T, vocab] of every position that was run last."""
+    """What a run gave. points[(layer, name)] as in POINTS; logits fp32 [B, T, vocab] of every position that was run
+    last."""
 
     logits: torch.Tensor | None = None
     points: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
@@ -58,8 +60,9 @@ class Capture:
 class Subject:
     """The interface. A subject implements what it `can` and leaves the rest.
 
-    name: for the report; family: one of FAMILIES; config: dsv4.config.ModelConfig, of GQA models GQAConfig; numerics: how its numbers
-    are held, by the names of dsv4.numerics, or 'bf16' / 'fp32' for others; provenance: what identifies it (paths, versions, hashes).
+    name: for the report; family: one of FAMILIES; config: dsv4.config.ModelConfig, of GQA models GQAConfig; numerics:
+    how its numbers are held, by the names of dsv4.numerics, or 'bf16' / 'fp32' for others; provenance: what identifies
+    it (paths, versions, hashes).
     """
 
     name: str = ""
@@ -72,8 +75,8 @@ class Subject:
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
         """Forward of ids int64 [B, T] from an empty context, with the points named in `want`, of every layer.
 
-        schedule: tokens a step, in order (one step of T if empty); a negative number forgets as many tokens, which are then
-        run again by the steps after it. Points and logits are those of all T positions, however they were cut.
+        schedule: tokens a step, in order (one step of T if empty); a negative number forgets as many tokens, which are
+        then run again by the steps after it. Points and logits are those of all T positions, however they were cut.
         """
         raise NotImplementedError
 
@@ -88,11 +91,18 @@ class Subject:
         return capture.logits
 
     def block(self, layer: int, streams: torch.Tensor, ids: torch.Tensor, want: Sequence[str] = ()) -> Capture:
-        """One whole layer alone, on the streams [B, T, S, d] that enter it (and token ids), in one step from position 0."""
+        """One whole layer alone, on the streams [B, T, S, d] that enter it (and token ids), in one step from position
+        0."""
         raise NotImplementedError
 
-    def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
-                  want: Sequence[str] = ()) -> Capture:
+    def attention(
+        self,
+        layer: int,
+        attn_in: torch.Tensor,
+        ids: torch.Tensor,
+        schedule: Sequence[int] = (),
+        want: Sequence[str] = (),
+    ) -> Capture:
         """One layer's attention alone on attn_in [B, T, d] (and token ids), with its points; `attn_out` always."""
         raise NotImplementedError
 

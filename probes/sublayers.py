@@ -1,4 +1,5 @@
-"""A run taken apart: each layer's hyper-connections and experts by the oracle, on what the subject itself gave before them.
+"""A run taken apart: each layer's hyper-connections and experts by the oracle, on what the subject itself gave before
+them.
 
 So a fault shows in its own layer and sublayer, neither in those that follow nor in those that it reads.
 """
@@ -8,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from probes.measure import oracle_of, tokens
-from probes.oracle import Oracle
-from probes.oracle.attention import Layer, rms
-from probes.oracle.blocks import hyper_post, hyper_pre
-from probes.result import Check, vacuous
-from probes.subject import Capture, Subject
+from dsv4.probes.measure import oracle_of, tokens
+from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle.attention import Layer, rms
+from dsv4.probes.oracle.blocks import hyper_post, hyper_pre
+from dsv4.probes.result import Check, vacuous
+from dsv4.probes.subject import Capture, Subject
 
 WANT = ("attn_in", "attn_out", "ffn_out", "streams")
 TOKENS = 300  # more than kernels take in one piece (256)
@@ -21,8 +22,8 @@ TOKENS = 300  # more than kernels take in one piece (256)
 
 @dataclass(frozen=True)
 class Sublayers:
-    """Layer i in float64. seen: the subject's points of it; before, between, after: streams, `between` and `after` by the
-    oracle from the subject's attn_out and ffn_out; post and comb: [of attention, of the experts]."""
+    """Layer i in float64. seen: the subject's points of it; before, between, after: streams, `between` and `after` by
+    the oracle from the subject's attn_out and ffn_out; post and comb: [of attention, of the experts]."""
 
     layer: Layer
     i: int
@@ -49,8 +50,9 @@ def run_all(subject: Subject, seed: int) -> tuple[Oracle, Capture, torch.Tensor,
     return oracle, subject.run(ids, want=WANT), ids, first
 
 
-def taken_apart(subject: Subject, oracle: Oracle, capture: Capture, ids: torch.Tensor,
-                first: torch.Tensor) -> Iterator[Sublayers]:
+def taken_apart(
+    subject: Subject, oracle: Oracle, capture: Capture, ids: torch.Tensor, first: torch.Tensor
+) -> Iterator[Sublayers]:
     """Every layer of which the subject shows all of WANT."""
     before = first
     for i in range(subject.config.num_hidden_layers):
@@ -68,12 +70,26 @@ def of_layer(layer: Layer, i: int, ids: torch.Tensor, seen: dict[str, torch.Tens
     between = hyper_post(seen["attn_out"], before, post, comb)
     z, post2, comb2 = hyper_pre(layer, between, "hc_ffn")
     after = hyper_post(seen["ffn_out"], between, post2, comb2)
-    return Sublayers(layer, i, ids, seen, before, between, after, rms(y, layer.w("attn_norm.weight"), eps),
-                     rms(z, layer.w("ffn_norm.weight"), eps), (post, post2), (comb, comb2))
+    return Sublayers(
+        layer,
+        i,
+        ids,
+        seen,
+        before,
+        between,
+        after,
+        rms(y, layer.w("attn_norm.weight"), eps),
+        rms(z, layer.w("ffn_norm.weight"), eps),
+        (post, post2),
+        (comb, comb2),
+    )
 
 
 def missing(subject: Subject, parts: list[Sublayers], name: str, part: str) -> list[Check]:
     """VACUOUS for the layers that the subject does not show."""
     shown = {s.i for s in parts}
-    return [vacuous(name, f"the subject does not give all of {', '.join(WANT)}", where=f"layer {i}", part=part)
-            for i in range(subject.config.num_hidden_layers) if i not in shown]
+    return [
+        vacuous(name, f"the subject does not give all of {', '.join(WANT)}", where=f"layer {i}", part=part)
+        for i in range(subject.config.num_hidden_layers)
+        if i not in shown
+    ]

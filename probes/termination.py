@@ -8,18 +8,18 @@ from typing import ClassVar
 import torch
 
 from dsv4.gqa.choice import Attention
-from kernels.block_choice import Policy, dense
-from kernels.grouped_attention import Termination
-from probes.control import attempted_all
-from probes.gqa.steps import Call, Tally, Watched, captured, full_layers, out_of_reach, poisoned
-from probes.measure import limit_of, tokens
-from probes.oracle import reading
-from probes.oracle import termination as oracle
-from probes.probe import Probe
-from probes.result import Check, compare, vacuous
-from probes.gqa.stop_points import ASPECTS, Walk, allowed, alternatives, count
-from probes.subject import Subject
-from probes.wrapping import kept
+from dsv4.kernels.block_choice import Policy, dense
+from dsv4.kernels.grouped_attention import Termination
+from dsv4.probes.control import attempted_all
+from dsv4.probes.gqa.steps import Call, Tally, Watched, captured, full_layers, out_of_reach, poisoned
+from dsv4.probes.gqa.stop_points import ASPECTS, Walk, allowed, alternatives, count
+from dsv4.probes.measure import limit_of, tokens
+from dsv4.probes.oracle import reading
+from dsv4.probes.oracle import termination as oracle
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.subject import Subject
+from dsv4.probes.wrapping import kept
 
 TILE = 64
 LENGTHS = [14 * TILE + 20, 9 * TILE - 1, TILE + 6]
@@ -34,13 +34,15 @@ SAME = "the same operations on the same numbers"
 
 @dataclass(frozen=True)
 class TerminationProbe(Probe):
-    """One step of ragged rows under one rule after the other, dense and over chosen blocks; thresholds taken from what the probes of this
-    model do, so that some heads stop, some do not, and each part of the rule decides somewhere."""
+    """One step of ragged rows under one rule after the other, dense and over chosen blocks; thresholds taken from what
+    the probes of this model do, so that some heads stop, some do not, and each part of the rule decides somewhere."""
 
     name: ClassVar[str] = "termination"
     title: ClassVar[str] = "attention stops reading where the rule says"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "kernels", "rewind", "batch"})
-    not_for: ClassVar[dict[str, str]] = {"deepseek_v4": "its attention reads what it has chosen, and has no rule to stop"}
+    not_for: ClassVar[dict[str, str]] = {
+        "deepseek_v4": "its attention reads what it has chosen, and has no rule to stop"
+    }
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model
@@ -49,23 +51,28 @@ class TerminationProbe(Probe):
         checks = []
         with kept(model, "attention"):
             for policy in POLICIES:
-                checks += attempted_all("attention terminates", policy.name, "termination", lambda: self._policy(subject, policy))
+                checks += attempted_all(
+                    "attention terminates", policy.name, "termination", lambda: self._policy(subject, policy)
+                )
         return checks
 
     def _policy(self, subject: Subject, policy: Policy) -> Iterator[Check]:
         model, ids = subject.model, tokens(subject, max(LENGTHS) + 8, self.seed, rows=len(LENGTHS))
         model.attention = Attention(policy)
         cache = poisoned(model, len(LENGTHS), max(LENGTHS) + 8)
-        model.append(ids[:, :max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True)
+        model.append(ids[:, : max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True)
         operation = operation_of(policy)
         with Watched(model, operation) as watched:
+
             def step(rule: Termination, T: int) -> list[Call]:
                 model.attention = Attention(policy, rule)
                 model.append(ids[:, -T:], cache)
                 cache.rewind(T)
                 return watched.taken(operation)
+
             yield from never(subject, policy, [step(rule, 2) for rule in NEVER], watched)
-            alone = replace(NEVER[0], tile=TILE, splits=1)  # a kernel gives short rows a traversal a tile, in which nothing could stop
+            # a kernel gives short rows a traversal a tile, in which nothing could stop
+            alone = replace(NEVER[0], tile=TILE, splits=1)
             first = Look(subject, policy, alone, step(alone, 2))
             yield every_tile(first.calls, alone, f"{policy.name}, in one traversal")
             for name, rule in rules(*first.thresholds()):
@@ -91,8 +98,8 @@ def rules(tau: float, phi: float) -> Iterator[tuple[str, Termination]]:
 
 
 def never(subject: Subject, policy: Policy, steps: list[list[Call]], watched: Watched) -> Iterator[Check]:
-    """Rules that never stop: of two such rules the same bits, and those of attention without a rule over the same tiles in the same order;
-    every tile read."""
+    """Rules that never stop: of two such rules the same bits, and those of attention without a rule over the same tiles
+    in the same order; every tile read."""
     part, plain, same = NEVER_STOPPING, Tally(), Tally()
     operation = operation_of(policy)
     for a, b in zip(*steps):
@@ -110,25 +117,38 @@ def every_tile(calls: list[Call], rule: Termination, where: str) -> Check:
     tiles = Tally()
     for call in calls:
         full = [[len([tile for tile in walk.tiles if tile]) for walk in one] for one in by_query(call, rule)]
-        tiles.see(int((call.out[1].flatten().cpu() != torch.tensor(full).flatten()).sum()), call.out[1].numel(), f"layer {call.layer}")
-    return tiles.counted("queries of which not every tile was read", NEVER_STOPPING, "a threshold of 0 is never met", where)
+        tiles.see(
+            int((call.out[1].flatten().cpu() != torch.tensor(full).flatten()).sum()),
+            call.out[1].numel(),
+            f"layer {call.layer}",
+        )
+    return tiles.counted(
+        "queries of which not every tile was read", NEVER_STOPPING, "a threshold of 0 is never met", where
+    )
 
 
 def by_query(call: Call, rule: Termination) -> Iterator[list[Walk]]:
     """The walks of each query's KV heads, in the order of the batch."""
     chosen = len(call.given) == 9
     q, keys, values = call.given[:3]
-    blocks, start, scale = (call.given[3], call.given[4], call.given[6]) if chosen else (None, call.given[3], call.given[5])
+    blocks, start, scale = (
+        (call.given[3], call.given[4], call.given[6]) if chosen else (None, call.given[3], call.given[5])
+    )
     (B, T, H, D), KV = q.shape, keys.shape[1]
     heads, begins = q.double().cpu().view(B, T, KV, H // KV, D), start.tolist()
     for b in range(B):
-        k, v = (t[b, :, :begins[b] + T].double().cpu() for t in (keys, values))
+        k, v = (t[b, :, : begins[b] + T].double().cpu() for t in (keys, values))
         for t in range(T):
             p = begins[b] + t
-            order = lambda kv: (oracle.listed(blocks[b, t, kv].tolist(), call.given[7], rule.tile, p) if chosen else
-                                oracle.newest_first(p, rule.tile))
-            yield [Walk(b, p, heads[b, t, kv], k[kv, :p + 1], v[kv, :p + 1], order(kv), scale, chosen, rule.splits or 1)
-                   for kv in range(KV)]
+            order = lambda kv: (
+                oracle.listed(blocks[b, t, kv].tolist(), call.given[7], rule.tile, p)
+                if chosen
+                else oracle.newest_first(p, rule.tile)
+            )
+            yield [
+                Walk(b, p, heads[b, t, kv], k[kv, : p + 1], v[kv, : p + 1], order(kv), scale, chosen, rule.splits or 1)
+                for kv in range(KV)
+            ]
 
 
 class Look:
@@ -137,19 +157,26 @@ class Look:
     def __init__(self, subject: Subject, policy: Policy, rule: Termination, calls: list[Call]):
         self.policy, self.rule, self.calls = policy, rule, calls
         self.missing = set(full_layers(subject.model)) - {call.layer for call in calls}
-        self.rounding = ROUNDING["products in bf16" if subject.model.backend == "triton" and subject.numerics != "fp32" else "fp32"]
+        self.rounding = ROUNDING[
+            "products in bf16" if subject.model.backend == "triton" and subject.numerics != "fp32" else "fp32"
+        ]
         self.walks = [[walk for one in by_query(call, rule) for walk in one] for call in calls]
         self.outs = [[walk.outputs() for walk in walks] for walks in self.walks]
 
     def thresholds(self) -> tuple[float, float]:
         """(τ, φ): what half of all changes of the probes stay below."""
-        found = [oracle.changes(out[..., oracle.probed(out.shape[-1])]) for outs in self.outs for one in outs for out in one]
+        found = [
+            oracle.changes(out[..., oracle.probed(out.shape[-1])]) for outs in self.outs for one in outs for out in one
+        ]
         return tuple(torch.cat([pair[i].flatten() for pair in found]).median().item() for i in (0, 1))
 
     def judge(self, tally: dict[str, Tally], limit: float) -> None:
         for call, walks, outs in zip(self.calls, self.walks, self.outs):
             (out, read), KV = call.out, call.given[1].shape[1]
-            given, read = out.double().cpu().flatten(0, 1).unflatten(1, (KV, -1)).flatten(0, 1), read.cpu().flatten().tolist()
+            given, read = (
+                out.double().cpu().flatten(0, 1).unflatten(1, (KV, -1)).flatten(0, 1),
+                read.cpu().flatten().tolist(),
+            )
             right = [count(one, self.rule) for one in outs]
             for n, (walk, one, found) in enumerate(zip(walks, outs, read)):
                 at = f"layer {call.layer}, row {walk.row}, KV head {n % KV}"
@@ -157,7 +184,9 @@ class Look:
                 few, most = allowed(one, self.rule, self.rounding)
                 others = dict(alternatives(walk, one, self.rule, neighbours))
                 wrong = not few <= found <= most
-                tally["stop"].see(int(wrong), 1, at, tuple(name for name, tiles in others.items() if tiles == found) if wrong else ())
+                tally["stop"].see(
+                    int(wrong), 1, at, tuple(name for name, tiles in others.items() if tiles == found) if wrong else ()
+                )
                 for name, tiles in others.items():
                     tally[name].see(0, 1, at, chance=float(not few <= tiles <= most))
                 if self.rule.splits == 1 and 1 <= found <= len(one[0]):
@@ -168,12 +197,17 @@ class Look:
     def _ordered(self, walk: Walk, blocks: list[int]) -> bool:
         """Sinks, local blocks from the newest on, distant ones by falling score."""
         p, policy, live = walk.position, self.policy, [j for j in blocks if j >= 0]
-        sinks, near = sorted(reading.sinks(p, policy.block, policy.sink)), reading.locals_of(p, policy.block, policy.sink, policy.local)
+        sinks, near = (
+            sorted(reading.sinks(p, policy.block, policy.sink)),
+            reading.locals_of(p, policy.block, policy.sink, policy.local),
+        )
         first = [*sinks, *sorted(near, reverse=True)]
         low, high, _ = reading.summaries(walk.keys, policy.block)
         scores = reading.bounds(walk.q, low, high).max(0).values
-        rest = scores[live[len(first):]]
-        return live[:len(first)] == first and bool((rest[1:] <= rest[:-1] + 1e-5 * rest.abs().max()).all() if len(rest) else True)
+        rest = scores[live[len(first) :]]
+        return live[: len(first)] == first and bool(
+            (rest[1:] <= rest[:-1] + 1e-5 * rest.abs().max()).all() if len(rest) else True
+        )
 
 
 def judged(subject: Subject, where: str, rule: Termination, looks: list[Look], paths: list[dict]) -> Iterator[Check]:
@@ -183,21 +217,41 @@ def judged(subject: Subject, where: str, rule: Termination, looks: list[Look], p
         tally["calls"].see(len(look.missing), len(look.missing) + len(look.calls), where)
     rule_said, part = "the rule in float64, over the same tiles in the same order", "termination, stop point"
     name = "KV heads of queries that read other tiles than the rule says"
-    yield tally["calls"].counted("layers that had no rule to stop", "termination", "every layer without a window follows it", where)
-    yield tally["stop"].counted(name, "termination, stop point", rule_said, where, chance=tally["never stopping"].chance)
+    yield tally["calls"].counted(
+        "layers that had no rule to stop", "termination", "every layer without a window follows it", where
+    )
+    yield tally["stop"].counted(
+        name, "termination, stop point", rule_said, where, chance=tally["never stopping"].chance
+    )
     for aspect, alternative in ASPECTS.items() if where.endswith(WHOLE) else ():
         if alternative in tally:
             yield _decides(aspect, tally[alternative], where, part)
     if rule.splits == 1:
-        yield tally["output"].near("attention is one softmax over just the tiles that were read", "termination, output", subject, where)
+        yield tally["output"].near(
+            "attention is one softmax over just the tiles that were read", "termination, output", subject, where
+        )
     if "order" in tally:
-        yield tally["order"].counted("lists that are not in the order of importance", "termination, order of blocks",
-                                     "sinks, newest local first, best first", where)
-    wrong = [p["layer"] for p, call in zip((paths[c.layer] for c in looks[-1].calls), looks[-1].calls)
-             if p.get("tiles_read") != float(call.out[1].float().mean()) or p.get("of_tiles") != -(-p["tokens"] // rule.tile)]
-    yield compare("layers that say they read another number of tiles", len(wrong), "==", 0, "the mean of what attention counted",
-                  len(looks[-1].calls),
-                  where=", ".join([where, *wrong[:1]]), part="termination, tiles counted")
+        yield tally["order"].counted(
+            "lists that are not in the order of importance",
+            "termination, order of blocks",
+            "sinks, newest local first, best first",
+            where,
+        )
+    wrong = [
+        p["layer"]
+        for p, call in zip((paths[c.layer] for c in looks[-1].calls), looks[-1].calls)
+        if p.get("tiles_read") != float(call.out[1].float().mean()) or p.get("of_tiles") != -(-p["tokens"] // rule.tile)
+    ]
+    yield compare(
+        "layers that say they read another number of tiles",
+        len(wrong),
+        "==",
+        0,
+        "the mean of what attention counted",
+        len(looks[-1].calls),
+        where=", ".join([where, *wrong[:1]]),
+        part="termination, tiles counted",
+    )
 
 
 def _decides(aspect: str, tally: Tally, where: str, part: str) -> Check:
@@ -205,9 +259,19 @@ def _decides(aspect: str, tally: Tally, where: str, part: str) -> Check:
     name = f"stop points that would be others without {aspect}"
     if not tally.chance:
         return vacuous(name, "none: this model and these thresholds do not tell", where=where, part=part)
-    return compare(name, int(tally.chance), ">=", 1, "the rule with and without it, in float64", tally.samples, where=where, part=part)
+    return compare(
+        name,
+        int(tally.chance),
+        ">=",
+        1,
+        "the rule with and without it, in float64",
+        tally.samples,
+        where=where,
+        part=part,
+    )
 
 
 if __name__ == "__main__":
-    from probes.main import main
+    from dsv4.probes.main import main
+
     main(TerminationProbe)

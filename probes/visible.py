@@ -11,23 +11,35 @@ import torch
 from dsv4.cache import Cache
 from dsv4.gqa.cache import BLOCK, GroupedCache
 from dsv4.paged_cache import PagedCache, Snapshot
-from probes.buffers import UNWRITTEN, Buffer, buffers, head_buffers
-from probes.layouts import PAGE, Packed, packed_streams
-from probes.measure import agreeing
-from probes.result import Check, compare
-from probes.subject import Subject
+from dsv4.probes.buffers import UNWRITTEN, Buffer, buffers, head_buffers
+from dsv4.probes.layouts import PAGE, Packed, packed_streams
+from dsv4.probes.measure import agreeing
+from dsv4.probes.result import Check, compare
+from dsv4.probes.subject import Subject
 
-PARTS = {"window": "window rows", "main raw rows": "compressor rows", "index raw rows": "the indexer's compressor rows",
-         "entries": "entries", "index keys": "index keys", "mtp window": "MTP window",
-         "keys": "keys", "values": "values", "low": "lows of blocks", "high": "highs of blocks", "mean": "means of blocks"}
-DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}  # made of a layer's input
+PARTS = {
+    "window": "window rows",
+    "main raw rows": "compressor rows",
+    "index raw rows": "the indexer's compressor rows",
+    "entries": "entries",
+    "index keys": "index keys",
+    "mtp window": "MTP window",
+    "keys": "keys",
+    "values": "values",
+    "low": "lows of blocks",
+    "high": "highs of blocks",
+    "mean": "means of blocks",
+}
+# made of a layer's input
+DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}
 OF_GQA = ("keys", "values")  # the same of every layer of a GQA model
 SAME = "the same operations on the same numbers in the same order: equal bytes, whatever the numerics"
 
 
 @dataclass(frozen=True)
 class Held:
-    """Rows of one stream of one layer: raw uint8 [n, bytes] without what pads scales; of numbers of `dtype`, or packed."""
+    """Rows of one stream of one layer: raw uint8 [n, bytes] without what pads scales; of numbers of `dtype`, or
+    packed."""
 
     raw: torch.Tensor
     dtype: torch.dtype
@@ -51,8 +63,12 @@ def visible(subject: Subject, cache: Cache, b: int, length: int, mtp_length: int
         pages = {name: dict(enumerate(table.physical[b].tolist())) for name, table in cache.tables.items()}
         return of_pages(subject, cache, pages, length, mtp_length)
     if isinstance(cache, GroupedCache):
-        return {(buffer.label, buffer.stream): held(buffer.rows(b, tokens_read(subject, buffer.label, buffer.each, length)), buffer.tensor.dtype, None)
-                for buffer in head_buffers(cache)}
+        return {
+            (buffer.label, buffer.stream): held(
+                buffer.rows(b, tokens_read(subject, buffer.label, buffer.each, length)), buffer.tensor.dtype, None
+            )
+            for buffer in head_buffers(cache)
+        }
     found = {}
     for buffer in buffers(subject, cache):
         at = positions(subject, buffer.label, buffer.stream, ratio_of(cache, buffer.label), length, mtp_length)
@@ -62,14 +78,19 @@ def visible(subject: Subject, cache: Cache, b: int, length: int, mtp_length: int
     return found
 
 
-def of_pages(subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int]], length: int, mtp_length: int) -> Rows:
+def of_pages(
+    subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int]], length: int, mtp_length: int
+) -> Rows:
     """The same of a row, or of a snapshot, that holds `pages`: group → logical page → physical page, 0 for none."""
     if subject.family == "gqa":
         return of_head_pages(subject, cache, pages, length)
     packed, found = packed_streams(subject.config, subject.caches), {}
     for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True):
         for stream, tensor in layer.tensors.items():
-            at, group = positions(subject, plan.label, stream, plan.ratio, length, mtp_length), cache.groups[layer.groups[stream]]
+            at, group = (
+                positions(subject, plan.label, stream, plan.ratio, length, mtp_length),
+                cache.groups[layer.groups[stream]],
+            )
             if at is None:
                 continue
             page = torch.tensor([pages[group.name].get(int(p) // group.rows, 0) for p in at], dtype=torch.int64)
@@ -90,15 +111,21 @@ def of_head_pages(subject: Subject, cache: PagedCache, pages: dict[str, dict[int
             rows, table = pool.shape[2], pages[layer.groups[stream]]
             at = tokens_read(subject, plan.label, BLOCK // rows, length)
             page = torch.tensor([table.get(int(p) // rows, 0) for p in at], dtype=torch.int64)
-            raw = pool[page.to(pool.device), :, (at % rows).to(pool.device)].contiguous().view(torch.uint8).flatten(1).clone()
+            raw = (
+                pool[page.to(pool.device), :, (at % rows).to(pool.device)]
+                .contiguous()
+                .view(torch.uint8)
+                .flatten(1)
+                .clone()
+            )
             raw[page.to(raw.device) == 0] = UNWRITTEN
             found[plan.label, stream] = held(raw, pool.dtype, None)
     return found
 
 
 def tokens_read(subject: Subject, label: str, each: int, length: int) -> torch.Tensor:
-    """int64: of a layer of a GQA model, the tokens that its next step may read, or whole blocks of `each` tokens: one that is not whole is
-    summarised again before it is read."""
+    """int64: of a layer of a GQA model, the tokens that its next step may read, or whole blocks of `each` tokens: one
+    that is not whole is summarised again before it is read."""
     window = subject.model.config.windows[int(label.rpartition(" ")[2])]
     return torch.arange(0 if window is None else max(0, length - window + 1) // each, length // each)
 
@@ -108,8 +135,11 @@ def of_snapshot(subject: Subject, cache: PagedCache, snapshot: Snapshot) -> Rows
     return of_pages(subject, cache, snapshot.pages, snapshot.length, snapshot.mtp_length)
 
 
-def positions(subject: Subject, label: str, stream: str, ratio: int, length: int, mtp_length: int) -> torch.Tensor | None:
-    """int64: tokens, or entries, whose rows may be read; None for blocks that nothing runs (beyond the first MTP block)."""
+def positions(
+    subject: Subject, label: str, stream: str, ratio: int, length: int, mtp_length: int
+) -> torch.Tensor | None:
+    """int64: tokens, or entries, whose rows may be read; None for blocks that nothing runs (beyond the first MTP
+    block)."""
     if label.startswith("mtp"):
         if label != "mtp 0":
             return None
@@ -132,7 +162,7 @@ def key(label: str, stream: str) -> tuple[str, str]:
 
 def held(raw: torch.Tensor, dtype: torch.dtype, packed: Packed | None) -> Held:
     raw = raw.cpu()
-    return Held(raw if packed is None else raw[:, :packed.payload + packed.used], dtype, packed)
+    return Held(raw if packed is None else raw[:, : packed.payload + packed.used], dtype, packed)
 
 
 # ---- comparing ----------------------------------------------------------------------------
@@ -155,12 +185,16 @@ def errors_of(found: Held, wanted: Held) -> torch.Tensor:
 
 def differing(found: Rows, wanted: Rows, limit: float | None = None) -> dict[tuple[str, str], int]:
     """(label, stream) → how many rows differ, in order of layers: in any bit, or by more than `limit` of their norm."""
-    bad = {at: int((off(found[at], wanted[at]) if limit is None else errors_of(found[at], wanted[at]) > limit).sum()) for at in wanted}
+    bad = {
+        at: int((off(found[at], wanted[at]) if limit is None else errors_of(found[at], wanted[at]) > limit).sum())
+        for at in wanted
+    }
     return {at: n for at, n in bad.items() if n}
 
 
 def first_of(subject: Subject, bad: dict[tuple[str, str], int]) -> tuple[str, str]:
-    """(where, part) of what differs first. Where all that is made of a layer's input differs, the layer before is at fault."""
+    """(where, part) of what differs first. Where all that is made of a layer's input differs, the layer before is at
+    fault."""
     if not bad:
         return "", ""
     label = next(iter(bad))[0]
@@ -173,9 +207,11 @@ def first_of(subject: Subject, bad: dict[tuple[str, str], int]) -> tuple[str, st
     return label, PARTS[next(stream for stream in PARTS if stream in streams)]
 
 
-def rows_checks(name: str, where: str, part: str, subject: Subject, pairs: list[tuple[str, Rows, Rows]], exact: bool) -> Iterator[Check]:
-    """One check of all that is visible in pairs (when, found, wanted); its part says which stream of which layer differs first, in
-    the first pair that differs."""
+def rows_checks(
+    name: str, where: str, part: str, subject: Subject, pairs: list[tuple[str, Rows, Rows]], exact: bool
+) -> Iterator[Check]:
+    """One check of all that is visible in pairs (when, found, wanted); its part says which stream of which layer
+    differs first, in the first pair that differs."""
     _, _, limit = agreeing(torch.zeros(1), subject.numerics)
     at, what, why, wrong, errors, count = "", "", "", 0, [], 0
     for when, found, wanted in pairs:
@@ -194,7 +230,9 @@ def rows_checks(name: str, where: str, part: str, subject: Subject, pairs: list[
 
 def summary(bad: dict[tuple[str, str], int]) -> str:
     """'3 of the index keys of layer 1, …' of the first two streams."""
-    said = [f"{n} of the {PARTS[stream].removeprefix('the ')} of {label}" for (label, stream), n in list(bad.items())[:2]]
+    said = [
+        f"{n} of the {PARTS[stream].removeprefix('the ')} of {label}" for (label, stream), n in list(bad.items())[:2]
+    ]
     return ", ".join(said) + (", …" if len(bad) > 2 else "")
 
 

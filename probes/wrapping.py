@@ -19,7 +19,9 @@ def kept(thing, name: str) -> AbstractContextManager:
 
 
 @contextmanager
-def wrapped(objects: Iterable[tuple[int, object]], name: str, around: Callable[[int, object, Callable], Callable]) -> Iterator[None]:
+def wrapped(
+    objects: Iterable[tuple[int, object]], name: str, around: Callable[[int, object, Callable], Callable]
+) -> Iterator[None]:
     """The method `name` of each (number, object) made around(number, object, the method)."""
     with _set([(thing, around(i, thing, getattr(thing, name))) for i, thing in objects], name):
         yield
@@ -27,7 +29,8 @@ def wrapped(objects: Iterable[tuple[int, object]], name: str, around: Callable[[
 
 @contextmanager
 def _set(values: list[tuple[object, object]], name: str) -> Iterator[None]:
-    before = [(thing, vars(thing).get(name, ABSENT)) for thing, _ in values]  # its own: what its class has is not put onto it
+    # its own: what its class has is not put onto it
+    before = [(thing, vars(thing).get(name, ABSENT)) for thing, _ in values]
     for thing, value in values:
         setattr(thing, name, value)
     try:

@@ -1,10 +1,12 @@
 """Audit one checkpoint in every numerics, cache format and backend of a device, and print one table.
 
-    python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--jobs N] [--limit SECONDS] [--journal FILE] [--out DIR]
+    python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--jobs N] [--limit SECONDS]
+    [--journal FILE] [--out DIR]
 
-Each line is a `dsv4 audit` of its own, `--jobs` at a time: each on its own share of the processors and, of several GPUs, on the one with
-the fewest audits. Kernels of Triton are compiled once, by all processors, before the first. Writes <checkpoint>_matrix_<device>.md and
-.json to DIR (audits) after every audit that ends. Exit code 0 only if all of them ran to their end with something measured and nothing red.
+Each line is a `dsv4 audit` of its own, `--jobs` at a time: each on its own share of the processors and, of several
+GPUs, on the one with the fewest audits. Kernels of Triton are compiled once, by all processors, before the first.
+Writes <checkpoint>_matrix_<device>.md and .json to DIR (audits) after every audit that ends. Exit code 0 only if all of
+them ran to their end with something measured and nothing red.
 """
 
 import argparse
@@ -23,19 +25,27 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels.errors import Dsv4Error  # noqa: E402
-from probes.backend_matrix import TOKENS  # noqa: E402
-from probes.compile_ahead import compile_ahead  # noqa: E402
-from probes.journal import Kept  # noqa: E402
-from probes.machine import gpu_names  # noqa: E402
-from probes.result import Status  # noqa: E402
-from probes.subjects.files import FilesSubject  # noqa: E402
-from scripts.bench import report  # noqa: E402
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.probes.backend_matrix import TOKENS
+from dsv4.probes.compile_ahead import compile_ahead
+from dsv4.probes.journal import Kept
+from dsv4.probes.machine import gpu_names
+from dsv4.probes.result import Status
+from dsv4.probes.subjects.files import FilesSubject
+from scripts.bench import report
 
 SCRIPT = "scripts/audit_matrix.py"
-SETTINGS = (  # numerics, window rows and entries, index keys; packed caches are audited in the numerics that round as they do
-    ("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "bf16", "fp4"), ("qat", "fp8", "bf16"),
-    ("qat", "fp8", "fp8"), ("qat", "fp8", "fp4"), ("qat:fp32", "auto", "auto"))
+# numerics, window rows and entries, index keys; packed caches are audited in the numerics that round as they do
+SETTINGS = (
+    ("fp32", "auto", "auto"),
+    ("native", "auto", "auto"),
+    ("qat", "auto", "auto"),
+    ("qat", "bf16", "fp4"),
+    ("qat", "fp8", "bf16"),
+    ("qat", "fp8", "fp8"),
+    ("qat", "fp8", "fp4"),
+    ("qat:fp32", "auto", "auto"),
+)
 OF_GQA = tuple(setting for setting in SETTINGS if setting[0] in ("fp32", "native"))  # such models simulate no formats
 BACKENDS = {"cpu": "cpu,reference", "cuda": "triton,reference"}
 STATES = tuple(status.value for status in Status)
@@ -48,21 +58,25 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1800.0)
-    parser.add_argument("--journal", type=Path, help="audits that ended, kept in FILE; absent or of the same commit, device and checkpoint")
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        help="audits that ended, kept in FILE; absent or of the same commit, device and checkpoint",
+    )
     parser.add_argument("--out", type=Path, default=Path("audits"))
     return parser.parse_args(given)
 
 
 class Places:
-    """Where audits run: `jobs` at a time, each with processors of its own (as many processes as it then starts do not slow the others
-    down) and one of the GPUs."""
+    """Where audits run: `jobs` at a time, each with processors of its own (as many processes as it then starts do not
+    slow the others down) and one of the GPUs."""
 
     def __init__(self, jobs: int, gpus: int):
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         names = gpu_names(gpus)
         self.free: SimpleQueue[tuple[set[int], str | None]] = SimpleQueue()
         for i in range(jobs):
-            own = cores[i::jobs] or cores[i % max(len(cores), 1):][:1]
+            own = cores[i::jobs] or cores[i % max(len(cores), 1) :][:1]
             self.free.put((set(own), names[i % len(names)] if names else None))
 
     def run(self, command: list[str], limit: float) -> subprocess.CompletedProcess:
@@ -70,8 +84,14 @@ class Places:
         cores, gpu = place = self.free.get()
         pin = (lambda: os.sched_setaffinity(0, cores)) if cores else None
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=limit, preexec_fn=pin,
-                                  env={**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})})
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                preexec_fn=pin,
+                env={**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})},
+            )
         finally:
             self.free.put(place)
 
@@ -79,20 +99,42 @@ class Places:
 KEYS = ("backend", "numerics", "cache", "index_cache")  # of a row: what the audit was asked for
 
 
-def audited(checkpoint: Path, device: str, backend: str, setting: tuple[str, str, str], limit: float, places: Places) -> dict:
+def audited(
+    checkpoint: Path, device: str, backend: str, setting: tuple[str, str, str], limit: float, places: Places
+) -> dict:
     """A row of the table: what `dsv4 audit` of that setting says, or that it did not end."""
     numerics, cache, index = setting
     row = {"backend": backend, "numerics": numerics, "cache": cache, "index_cache": index, "exit": None, "red": []}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "dsv4", "audit", "run", str(checkpoint), "--backend", backend, "--device", device, "--numerics", numerics,
-                   "--cache", cache, "--index-cache", index, "--out", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "dsv4",
+            "audit",
+            "run",
+            str(checkpoint),
+            "--backend",
+            backend,
+            "--device",
+            device,
+            "--numerics",
+            numerics,
+            "--cache",
+            cache,
+            "--index-cache",
+            index,
+            "--out",
+            folder,
+        ]
         try:
             ended = places.run(command, limit)
             row["exit"] = ended.returncode
             found = next(Path(folder).glob("*.json"), None)
             if found is None:
-                row["red"] = [f"no report: {ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else 'it said nothing'}"]
+                row["red"] = [
+                    f"no report: {ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else 'it said nothing'}"
+                ]
             else:
                 row |= summary(json.loads(found.read_text()))
         except subprocess.TimeoutExpired:
@@ -103,7 +145,11 @@ def audited(checkpoint: Path, device: str, backend: str, setting: tuple[str, str
 def summary(document: dict) -> dict:
     """Counts by state, and the checks that are red."""
     checks = [(section["probe"], check) for section in document["sections"] for check in section["checks"]]
-    red = [": ".join((name, check["name"], *filter(None, [check.get("where")]))) for name, check in checks if check["status"] in ("FAIL", "ERROR")]
+    red = [
+        ": ".join((name, check["name"], *filter(None, [check.get("where")])))
+        for name, check in checks
+        if check["status"] in ("FAIL", "ERROR")
+    ]
     return document["totals"] | {"red": red}
 
 
@@ -113,14 +159,34 @@ def clean(row: dict) -> bool:
 
 def markdown(rows: list[dict], about: dict, name: str, missing: int) -> str:
     good = sum(map(clean, rows))
-    lines = [f"# Audits of {name}: every backend, numerics and cache format", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
-             f"**{good} of {len(rows)} clean**{f', {missing} not ended yet' if missing else ''}. VACUOUS: nothing could be measured there; the reports of single audits "
-             "say why.", "",
-             f"| backend | numerics | window rows, entries | index keys | {' | '.join(STATES)} | exit | s |",
-             f"|---|---|---|---|{'---:|' * (len(STATES) + 2)}"]
-    lines += ["| " + " | ".join(str(row.get(key, "–")) for key in ("backend", "numerics", "cache", "index_cache", *STATES, "exit", "seconds")) + " |"
-              for row in rows]
-    red = [f"- {row['backend']}, {row['numerics']}, {row['cache']}, {row['index_cache']}: {text}" for row in rows for text in row["red"]]
+    lines = [
+        f"# Audits of {name}: every backend, numerics and cache format",
+        "",
+        f"{report.headline(about)}.",
+        "",
+        f"    {about['command']}",
+        "",
+        f"**{good} of {len(rows)} clean**{f', {missing} not ended yet' if missing else ''}. VACUOUS: "
+        "nothing could be measured there; the reports of single audits "
+        "say why.",
+        "",
+        f"| backend | numerics | window rows, entries | index keys | {' | '.join(STATES)} | exit | s |",
+        f"|---|---|---|---|{'---:|' * (len(STATES) + 2)}",
+    ]
+    lines += [
+        "| "
+        + " | ".join(
+            str(row.get(key, "–"))
+            for key in ("backend", "numerics", "cache", "index_cache", *STATES, "exit", "seconds")
+        )
+        + " |"
+        for row in rows
+    ]
+    red = [
+        f"- {row['backend']}, {row['numerics']}, {row['cache']}, {row['index_cache']}: {text}"
+        for row in rows
+        for text in row["red"]
+    ]
     return "\n".join([*lines, *(["", "## Red", "", *red] if red else []), ""])
 
 
@@ -129,12 +195,17 @@ def main(given: list[str] | None = None) -> int:
     about, name = report.provenance(SCRIPT), args.checkpoint.resolve().name
     try:
         subject = FilesSubject(args.checkpoint)
-        kept = Kept(args.journal, {key: value for key, value in about.items() if key != "command"} | {"checkpoint": name})
+        kept = Kept(
+            args.journal, {key: value for key, value in about.items() if key != "command"} | {"checkpoint": name}
+        )
     except Dsv4Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = OF_GQA if subject.family == "gqa" else SETTINGS
-    asked = [(backend, *setting) for backend, setting in product((args.backends or BACKENDS[args.device]).split(","), settings)]
+    asked = [
+        (backend, *setting)
+        for backend, setting in product((args.backends or BACKENDS[args.device]).split(","), settings)
+    ]
     slug = report.device_slug(about["device"]) if args.device == "cuda" else "cpu"
     before = {tuple(row[key] for key in KEYS): row for _, row in kept.held}
     rows = {one: before[one] for one in asked if one in before}
@@ -146,13 +217,18 @@ def main(given: list[str] | None = None) -> int:
         print(f"kernels compiled: {time.monotonic() - begun:.0f} s", flush=True)
     places = Places(args.jobs, torch.cuda.device_count() if args.device == "cuda" else 0)
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(audited, args.checkpoint, args.device, one[0], one[1:], args.limit, places): one for one in left}
+        waiting = {
+            pool.submit(audited, args.checkpoint, args.device, one[0], one[1:], args.limit, places): one for one in left
+        }
         for future in as_completed(waiting):
             row = rows[waiting[future]] = future.result()
             if row["exit"] is not None:
                 kept.append("ended", row)
-            print(f"{len(rows)} of {len(asked)}: {' '.join(waiting[future])}: "
-                  f"{'clean' if clean(row) else 'RED ' + '; '.join(row['red'][:3])}, {row['seconds']} s", flush=True)
+            print(
+                f"{len(rows)} of {len(asked)}: {' '.join(waiting[future])}: "
+                f"{'clean' if clean(row) else 'RED ' + '; '.join(row['red'][:3])}, {row['seconds']} s",
+                flush=True,
+            )
             publish(args.out, name, slug, about, [rows[one] for one in asked if one in rows], len(asked))
     if not left:
         publish(args.out, name, slug, about, [*rows.values()], len(asked))
@@ -160,7 +236,13 @@ def main(given: list[str] | None = None) -> int:
 
 
 def publish(out: Path, name: str, slug: str, about: dict, held: list[dict], asked: int) -> None:
-    report.write(out, f"{name}_matrix_{slug}", {"about": about, "rows": held}, markdown(held, about, name, asked - len(held)), None)
+    report.write(
+        out,
+        f"{name}_matrix_{slug}",
+        {"about": about, "rows": held},
+        markdown(held, about, name, asked - len(held)),
+        None,
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Times of whole decode steps, each one CUDA graph, on a GPU with random weights.
 
-    python scripts/bench_decode.py [--dummy-weights flash] [--layers 16] [--context 8K,128K,1M] [--batch 1,8] [--cache fp8]
+    python scripts/bench_decode.py [--dummy-weights flash] [--layers 16] [--context 8K,128K,1M] [--batch 1,8] [--cache
+    fp8]
                                    [--index-cache fp4] [--transformers 5] [--prefill 8K,128K] [--out DIR]
 
-For each batch and context: ms a step and a layer, kernels, the bytes that a step must read as a time, peak memory, and how
-often the host waited, Triton compiled or memory was allocated after warm-up. `--transformers N` times N layers of
-transformers' eager model beside it (0: not). `--prefill` times whole prompts of those lengths too, in the model's own chunks,
-batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes bench_decode_<device>.json, .md
-and .svg to DIR (audits). Exit code 1 when a step was not clean.
+For each batch and context: ms a step and a layer, kernels, the bytes that a step must read as a time, peak memory, and
+how often the host waited, Triton compiled or memory was allocated after warm-up. `--transformers N` times N layers of
+transformers' eager model beside it (0: not). `--prefill` times whole prompts of those lengths too, in the model's own
+chunks, batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes
+bench_decode_<device>.json, .md and .svg to DIR (audits). Exit code 1 when a step was not clean.
 
-    python scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound [--attention-tokens 4096] [--layers 28]
+    python scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound [--attention-tokens 4096]
+    [--layers 28]
                                    [--context 128K,1M] [--batch 1]
 
-times a GQA model instead: dense steps and those of the policy in turns over one cache, and writes bench_decode_gqa_<device>.json and .md.
+times a GQA model instead: dense steps and those of the policy in turns over one cache, and writes
+bench_decode_gqa_<device>.json and .md.
 """
 
 import argparse
@@ -25,10 +28,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import decode_gqa, decode_report, report  # noqa: E402
-from scripts.bench.decode import STEPS, measure_point, profile_point, transformers_eager  # noqa: E402
-from scripts.bench.decode_prefill import measure_prefill  # noqa: E402
-from scripts.bench.timing import Clock, measure_machine  # noqa: E402
+from scripts.bench import decode_gqa, decode_report, report
+from scripts.bench.decode import STEPS, measure_point, profile_point, transformers_eager
+from scripts.bench.decode_prefill import measure_prefill
+from scripts.bench.timing import Clock, measure_machine
 
 SCRIPT = "scripts/bench_decode.py"
 EXPERTS = 16  # of transformers' model, whose bf16 stacks of 256 would not leave room
@@ -38,11 +41,14 @@ def arguments() -> argparse.Namespace:
     from dsv4.gqa.choice import NAMES
     from dsv4.gqa.dummy import GEOMETRIES
     from dsv4.memory import parse_count
+
     counts = lambda text: [parse_count(part) for part in text.split(",")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dummy-weights", default="flash", choices=("flash", "pro", *GEOMETRIES))
     parser.add_argument("--layers", type=int, default=None, help="16 of flash and pro, else all")
-    parser.add_argument("--attention", default="block-bound", choices=[name for name in NAMES if name != "dense"], help="of a GQA model")
+    parser.add_argument(
+        "--attention", default="block-bound", choices=[name for name in NAMES if name != "dense"], help="of a GQA model"
+    )
     parser.add_argument("--attention-tokens", type=int, default=4096)
     parser.add_argument("--context", type=counts, default=counts("8K,128K,1M"))
     parser.add_argument("--batch", type=counts, default=[1, 8])
@@ -72,27 +78,40 @@ def main() -> int:
     transformers, failed = None, []
     if args.transformers:
         try:
-            transformers = transformers_eager(args.transformers, EXPERTS, min(8192, min(args.context)),
-                                              prefill=min(8192, *args.prefill) if args.prefill else 0)
+            transformers = transformers_eager(
+                args.transformers,
+                EXPERTS,
+                min(8192, min(args.context)),
+                prefill=min(8192, *args.prefill) if args.prefill else 0,
+            )
             print(f"transformers {transformers['version']}: {transformers['layer_ms']:.1f} ms a layer", flush=True)
         except Exception as failure:  # other people's code: the comparison is missing, ours is still timed
             failed.append(f"transformers: {type(failure).__name__}: {failure}")
             print(failed[-1], flush=True)
         release()
     from dsv4.dummy import load_dummy
+
     choices = {"numerics": args.numerics, "backend": args.backend, "cache": args.cache, "index_cache": args.index_cache}
     model = load_dummy(args.dummy_weights, args.layers, device="cuda", **choices)
     setup = {"preset": args.dummy_weights.capitalize(), "layers": args.layers, **choices, "weight_bytes": model.nbytes}
     stem, points, prefills = f"bench_decode_{report.device_slug(machine.device)}", [], []
     results = points, machine, about, setup, transformers, failed, prefills
     for tokens in args.prefill:
-        attempt(f"prefill of {decode_report.context_name(tokens)}", failed, prefills,
-                lambda: measure_prefill(model, tokens, machine))
+        attempt(
+            f"prefill of {decode_report.context_name(tokens)}",
+            failed,
+            prefills,
+            lambda: measure_prefill(model, tokens, machine),
+        )
         write(args.out, stem, results)
     for batch in args.batch:
         for context in args.context:
-            attempt(f"batch {batch} at {decode_report.context_name(context)}", failed, points,
-                    lambda: measure_point(model, batch, context, machine, args.steps))
+            attempt(
+                f"batch {batch} at {decode_report.context_name(context)}",
+                failed,
+                points,
+                lambda: measure_point(model, batch, context, machine, args.steps),
+            )
             write(args.out, stem, results)
     for p in points:
         try:
@@ -109,17 +128,33 @@ def policies(args: argparse.Namespace, machine, about: dict) -> int:
     """Dense steps of a GQA model beside those of a policy."""
     from dsv4.dummy import load_dummy
     from dsv4.gqa.choice import attention_named
+
     model, failed, pairs = load_dummy(args.dummy_weights, args.layers, args.numerics, args.backend, "cuda"), [], []
     ways = [attention_named("dense"), attention_named(args.attention, args.attention_tokens)]
-    setup = {"geometry": args.dummy_weights, "layers": len(model.layers), "numerics": args.numerics, "backend": args.backend,
-             "weight_bytes": model.nbytes, "attention": ways[1].document()}
+    setup = {
+        "geometry": args.dummy_weights,
+        "layers": len(model.layers),
+        "numerics": args.numerics,
+        "backend": args.backend,
+        "weight_bytes": model.nbytes,
+        "attention": ways[1].document(),
+    }
     for batch in args.batch:
         for context in args.context:
-            attempt(f"batch {batch} at {decode_report.context_name(context)}", failed, pairs,
-                    lambda: decode_gqa.measure_pair(model, batch, context, machine, ways, args.steps))
+            attempt(
+                f"batch {batch} at {decode_report.context_name(context)}",
+                failed,
+                pairs,
+                lambda: decode_gqa.measure_pair(model, batch, context, machine, ways, args.steps),
+            )
             found = about, setup, machine, pairs, failed
-            report.write(args.out, f"bench_decode_gqa_{report.device_slug(machine.device)}", report.finite(decode_gqa.document(*found)),
-                         decode_gqa.markdown(*found), None)
+            report.write(
+                args.out,
+                f"bench_decode_gqa_{report.device_slug(machine.device)}",
+                report.finite(decode_gqa.document(*found)),
+                decode_gqa.markdown(*found),
+                None,
+            )
     print(decode_gqa.markdown(*found))
     return int(bool(failed) or decode_report.red([p for pair in pairs for p in pair.points]))
 
@@ -138,8 +173,13 @@ def attempt(name: str, failed: list[str], found: list, measure: Callable) -> Non
 
 def write(folder: Path, stem: str, results: tuple) -> None:
     points, _, about, _, transformers, _, prefills = results
-    report.write(folder, stem, report.finite(decode_report.document(*results)), decode_report.markdown(*results),
-                 decode_report.svg(points, about, transformers, prefills))
+    report.write(
+        folder,
+        stem,
+        report.finite(decode_report.document(*results)),
+        decode_report.markdown(*results),
+        decode_report.svg(points, about, transformers, prefills),
+    )
 
 
 def release() -> None:

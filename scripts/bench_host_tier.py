@@ -1,14 +1,17 @@
-"""Decode with the cache in host memory: against the resident cache and against streaming the dense cache over the same link.
+"""Decode with the cache in host memory: against the resident cache and against streaming the dense cache over the same
+link.
 
-    python scripts/bench_host_tier.py [--parts grouped decode entries flash] [--context 1M] [--layers 28] [--locality 0.9] [--out audits]
+    python scripts/bench_host_tier.py [--parts grouped decode entries flash] [--context 1M] [--layers 28] [--locality
+    0.9] [--out audits]
 
-grouped: keys and values of Qwen2.5-7B's shape (28 query heads, 4 KV heads × 128, bf16), 60 GB at 1M tokens and 28 layers: a step's
-attention in all layers as one captured graph, and the whole cache streamed. decode: the same cache under the model itself with random
-weights, captured steps, tokens a second. entries: those of Flash-width CSA layers (512 numbers, 512 of them chosen), in bf16 and in
-packed 584-byte rows. flash: decode through layers of Flash widths. Choices of the attention rows come from a trace with a given
-locality: each distant block (entry) of a step is, with that probability, of the choice before, else drawn anew. Output of the tier is
-held against the resident path bit for bit before anything is timed. The link is measured in the same run: large cudaMemcpyAsync, each
-way. Host memory is pinned once, for grouped and decode together. Writes host_tier_<device>.{json,md,svg} after each part;
+grouped: keys and values of Qwen2.5-7B's shape (28 query heads, 4 KV heads × 128, bf16), 60 GB at 1M tokens and 28
+layers: a step's attention in all layers as one captured graph, and the whole cache streamed. decode: the same cache
+under the model itself with random weights, captured steps, tokens a second. entries: those of Flash-width CSA layers
+(512 numbers, 512 of them chosen), in bf16 and in packed 584-byte rows. flash: decode through layers of Flash widths.
+Choices of the attention rows come from a trace with a given locality: each distant block (entry) of a step is, with
+that probability, of the choice before, else drawn anew. Output of the tier is held against the resident path bit for
+bit before anything is timed. The link is measured in the same run: large cudaMemcpyAsync, each way. Host memory is
+pinned once, for grouped and decode together. Writes host_tier_<device>.{json,md,svg} after each part;
 host_tier_csa_<device> for entries and flash alone.
 """
 
@@ -24,11 +27,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.errors import Dsv4Error  # noqa: E402
-from dsv4.memory import parse_count  # noqa: E402
-from scripts.bench import host_tier, host_tier_model, host_tier_report  # noqa: E402
-from scripts.bench.report import device_slug, provenance  # noqa: E402
-
+from dsv4.errors import Dsv4Error
+from dsv4.memory import parse_count
+from scripts.bench import host_tier, host_tier_model, host_tier_report
+from scripts.bench.report import device_slug, provenance
 
 PARTS = ("grouped", "decode", "entries", "flash")
 
@@ -40,8 +42,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--csa-layers", type=int, default=21)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--entry-batch", type=int, nargs="+", default=[1, 8], help="rows of the part entries; layers are divided by them")
-    parser.add_argument("--topk", type=int, default=29, help="distant blocks a step; with a sink and two local blocks 4096 tokens")
+    parser.add_argument(
+        "--entry-batch",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="rows of the part entries; layers are divided by them",
+    )
+    parser.add_argument(
+        "--topk", type=int, default=29, help="distant blocks a step; with a sink and two local blocks 4096 tokens"
+    )
     parser.add_argument("--slots", type=int, default=64, help="staged blocks a KV head")
     parser.add_argument("--entry-slots", type=int, default=1024, help="staged entries of a row")
     parser.add_argument("--flash-layers", type=int, default=6, help="of Flash widths, 3.6 GB each")
@@ -60,13 +70,19 @@ def measured(args):
         report[part] = run()
         report["seconds"][part] = time.perf_counter() - begun
         return report
+
     if {"grouped", "decode"} & set(args.parts):
         begun = time.perf_counter()
         model, cache, report["setup"] = host_tier_model.loaded(args)
         report["seconds"]["setup"] = time.perf_counter() - begun
         if "grouped" in args.parts:
-            yield timed("grouped", lambda: host_tier.grouped(args, [layer.rows for layer in cache.far], model.op) |
-                        {"stream_seconds": host_tier.stream_dense(model.op, cache.stream)})
+            yield timed(
+                "grouped",
+                lambda: (
+                    host_tier.grouped(args, [layer.rows for layer in cache.far], model.op)
+                    | {"stream_seconds": host_tier.stream_dense(model.op, cache.stream)}
+                ),
+            )
         if "decode" in args.parts:
             yield timed("decode", lambda: host_tier_model.decode(args, model, cache))
         del model, cache
@@ -92,7 +108,8 @@ def main() -> int:
 
 def write(report: dict, out: Path) -> str:
     """The three files of what is there so far; returns the markdown."""
-    grouped = {"grouped", "decode"} & set(report)  # of CSA alone they have files of their own, and those of GQA models stay
+    # of CSA alone they have files of their own, and those of GQA models stay
+    grouped = {"grouped", "decode"} & set(report)
     name = f"host_tier_{'' if grouped else 'csa_'}{device_slug(report['about']['device'])}"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -1,14 +1,14 @@
 """Times of every kernel beside its peers and its physical limits, on a GPU.
 
-    python scripts/bench_kernels.py [--only REGEX] [--name PART] [--quick] [--no-peers] [--without REGEX] [--list] [--journal FILE] [--out DIR]
-    python scripts/bench_kernels.py --from FILE.json
+    python scripts/bench_kernels.py [--only REGEX] [--name PART] [--quick] [--no-peers] [--without REGEX] [--list]
+    [--journal FILE] [--out DIR] python scripts/bench_kernels.py --from FILE.json
 
-Rows come from `scripts/bench/rows_*.py`. Each is first held against the reference; a row that fails prints RED and no time,
-and the exit code is 1. Then ours and each installed peer (`scripts/peers.sh` fetches them; their folder goes into the
-environment variable PEERS) are timed with a cold L2 as CUDA-graph replays; at the end the kernels of rows that missed their
-goal are profiled. --from judges the figures of an earlier run by the present goals beside peers, and draws its report again,
-where it stands; it measures nothing. With --journal a run that was cut off goes on where it stopped, when it is called again. Writes
-bench_kernels_[PART_]<device>.json, .md and .svg to DIR (audits).
+Rows come from `scripts/bench/rows_*.py`. Each is first held against the reference; a row that fails prints RED and no
+time, and the exit code is 1. Then ours and each installed peer (`scripts/peers.sh` fetches them; their folder goes into
+the environment variable PEERS) are timed with a cold L2 as CUDA-graph replays; at the end the kernels of rows that
+missed their goal are profiled. --from judges the figures of an earlier run by the present goals beside peers, and draws
+its report again, where it stands; it measures nothing. With --journal a run that was cut off goes on where it stopped,
+when it is called again. Writes bench_kernels_[PART_]<device>.json, .md and .svg to DIR (audits).
 """
 
 import argparse
@@ -25,21 +25,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.errors import InputError  # noqa: E402
-from scripts import bench  # noqa: E402
-from scripts.bench import beside, peers, redrawn, report  # noqa: E402
-from probes.journal import claim  # noqa: E402
-from scripts.bench.journal import CRASHED, Journal, supervise  # noqa: E402
-from scripts.bench.measure import DeviceLost, Result, examine, measure  # noqa: E402
-from scripts.bench.row import Row  # noqa: E402
-from scripts.bench.timing import Clock, measure_machine  # noqa: E402
+from dsv4.errors import InputError
+from dsv4.probes.journal import claim
+from scripts import bench
+from scripts.bench import beside, peers, redrawn, report
+from scripts.bench.journal import CRASHED, Journal, supervise
+from scripts.bench.measure import DeviceLost, Result, examine, measure
+from scripts.bench.row import Row
+from scripts.bench.timing import Clock, measure_machine
 
 SCRIPT = "scripts/bench_kernels.py"
 PROFILE = "profile"  # the part of a row that comes when all are timed
 
 
 def collect(device: str, only: str | None = None) -> tuple[list[Row], list[str]]:
-    """Rows of every rows_*.py whose name matches `only`, and a line for each module that cannot be imported or listed."""
+    """Rows of every rows_*.py whose name matches `only`, and a line for each module that cannot be imported or
+    listed."""
     rows: list[Row] = []
     broken = []
     for module in pkgutil.iter_modules(bench.__path__):
@@ -64,12 +65,16 @@ def main() -> int:
     parser.add_argument("--name", help="of a part of the rows, in the names of its files")
     parser.add_argument("--quick", action="store_true", help="20 replays instead of 60")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--without", metavar="REGEX", help="peers to leave out: some tune themselves for a minute a row")
+    parser.add_argument(
+        "--without", metavar="REGEX", help="peers to leave out: some tune themselves for a minute a row"
+    )
     parser.add_argument("--list", action="store_true", help="print rows with floors and goals; needs no GPU")
     parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
     parser.add_argument("--out", type=Path, default=Path("audits"))
     parser.add_argument("--journal", type=Path, help="what is done, kept in FILE; absent or of the same run")
-    parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help="draw an earlier run's report again, from its JSON")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", type=Path, help="draw an earlier run's report again, from its JSON"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.list:
@@ -84,19 +89,26 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         journal = args.journal or Path(folder) / "journal.jsonl"
         try:
-            claim(journal, {k: v for k, v in report.provenance(SCRIPT).items() if k != "command"} | {"quick": args.quick})
+            claim(
+                journal, {k: v for k, v in report.provenance(SCRIPT).items() if k != "command"} | {"quick": args.quick}
+            )
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        return supervise(journal, [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--journal", str(journal), "--child"])
+        return supervise(
+            journal,
+            [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--journal", str(journal), "--child"],
+        )
 
 
 def show(args) -> int:
     rows, broken = collect("cpu", args.only)
     for row in rows:
         relative = "".join(f", {beside.said(goal)}" for goal in row.beside)
-        print(f"{row.name}: floor {report.us(row.floor_us())} µs, goal {report.us(row.goal_us)}{relative}, "
-              f"peers {', '.join([*row.peers, *peers.for_row(row)]) or 'none'}")
+        print(
+            f"{row.name}: floor {report.us(row.floor_us())} µs, goal {report.us(row.goal_us)}{relative}, "
+            f"peers {', '.join([*row.peers, *peers.for_row(row)]) or 'none'}"
+        )
     for line in broken:
         print(f"BROKEN  {line}")
     return exit_code((), broken)
@@ -106,8 +118,13 @@ def draw_again(source: Path) -> None:
     """Raises InputError for a file that is no report."""
     results, machine, about = redrawn.read(source, collect("cpu")[0])
     about = about | {"redrawn": f"python {SCRIPT} --from {source}"}
-    report.write(source.parent, source.stem, report.document(results, machine, about), report.markdown(results, machine, about),
-                 report.svg(results, about))
+    report.write(
+        source.parent,
+        source.stem,
+        report.document(results, machine, about),
+        report.markdown(results, machine, about),
+        report.svg(results, about),
+    )
 
 
 def run(args, journal: Journal) -> int:
@@ -117,8 +134,12 @@ def run(args, journal: Journal) -> int:
         print(f"BROKEN  {line}", flush=True)
     begun, clock = time.monotonic(), Clock()
     machine, about = measure_machine(clock), report.provenance(SCRIPT)
-    print(f"{machine.device}: read {machine.bandwidth / 1e12:.2f} TB/s, copy {machine.copy / 1e12:.2f}, bf16 product "
-          f"{machine.matmul / 1e12:.0f} TFLOPS, empty kernel {machine.empty_us:.1f} µs, dependent kernel {machine.dependent_us:.1f} µs; {len(rows)} rows", flush=True)
+    print(
+        f"{machine.device}: read {machine.bandwidth / 1e12:.2f} TB/s, copy {machine.copy / 1e12:.2f}, bf16 product "
+        f"{machine.matmul / 1e12:.0f} TFLOPS, empty kernel {machine.empty_us:.1f} µs, dependent kernel "
+        f"{machine.dependent_us:.1f} µs; {len(rows)} rows",
+        flush=True,
+    )
     stem = "_".join(filter(None, ("bench_kernels", args.name, report.device_slug(machine.device))))
     ready = lambda: [journal.results[row.name] for row in rows if row.name in journal.results]
     for row in rows:
@@ -130,13 +151,25 @@ def run(args, journal: Journal) -> int:
             break
         crashed = {part for name, part in journal.crashed if name == row.name}
         try:
-            journal.done(measure(row, clock, machine, 20 if args.quick else 60, not args.no_peers,
-                                 lambda part, name=row.name: journal.begin(name, part), crashed, args.without))
+            journal.done(
+                measure(
+                    row,
+                    clock,
+                    machine,
+                    20 if args.quick else 60,
+                    not args.no_peers,
+                    lambda part, name=row.name: journal.begin(name, part),
+                    crashed,
+                    args.without,
+                )
+            )
         except DeviceLost as failure:
             print(f"LOST    {row.name}: {failure}", flush=True)
             return CRASHED
         print(f"{time.monotonic() - begun:5.0f} s {report.console(journal.results[row.name])}", flush=True)
-        report.write(args.out, stem, report.document(ready(), machine, about), report.markdown(ready(), machine, about), None)
+        report.write(
+            args.out, stem, report.document(ready(), machine, about), report.markdown(ready(), machine, about), None
+        )
     for row in rows:
         result = journal.results.get(row.name)
         if result and result.verdict == "MISSED" and not result.limits and (row.name, PROFILE) not in journal.crashed:
@@ -144,8 +177,13 @@ def run(args, journal: Journal) -> int:
             examine(row, result)
             journal.done(result)
     results = ready()
-    report.write(args.out, stem, report.document(results, machine, about), report.markdown(results, machine, about),
-                 report.svg(results, about))
+    report.write(
+        args.out,
+        stem,
+        report.document(results, machine, about),
+        report.markdown(results, machine, about),
+        report.svg(results, about),
+    )
     print(report.markdown(results, machine, about))
     return exit_code(results, broken)
 

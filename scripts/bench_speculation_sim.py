@@ -3,9 +3,11 @@
     python scripts/bench_speculation_sim.py [--costs FILE] [--batch 1,8,32] [--padding SHARE] [--trace KIND=FILE ...]
                                             [--requests 64] [--tokens 1024] [--seed 1] [--out DIR]
 
-Without --trace: synthetic ones, whose rates are assumptions, and those recorded of the demo checkpoint. KIND is 'mixed' or 'stationary' and says which goal applies.
---padding replaces the table's share of cost that unused tokens of a pass still have. Writes speculation_sim_<table>.json, .md
-and .svg to DIR (audits); <table> is the file's name, with the padding if it was replaced. Exit code 0 whatever the verdicts, 2 for input that cannot be used.
+Without --trace: synthetic ones, whose rates are assumptions, and those recorded of the demo checkpoint. KIND is 'mixed'
+or 'stationary' and says which goal applies.
+--padding replaces the table's share of cost that unused tokens of a pass still have. Writes
+speculation_sim_<table>.json, .md and .svg to DIR (audits); <table> is the file's name, with the padding if it was
+replaced. Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
 import argparse
@@ -15,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.errors import InputError  # noqa: E402
-from dsv4.speculation import read_costs, read_trace  # noqa: E402
-from scripts.bench import report, speculation, speculation_report, speculation_traces  # noqa: E402
-from scripts.bench.speculation_costs import FOLDER  # noqa: E402
+from dsv4.errors import InputError
+from dsv4.speculation import read_costs, read_trace
+from scripts.bench import report, speculation, speculation_report, speculation_traces
+from scripts.bench.speculation_costs import FOLDER
 
 SCRIPT = "scripts/bench_speculation_sim.py"
 
@@ -50,8 +52,10 @@ def run(args: argparse.Namespace) -> None:
         if not 0 <= args.padding <= 1:
             raise InputError(f"--padding {args.padding} was given; expected a share from 0 to 1")
         costs = dataclasses.replace(costs, padding=args.padding)
-    traces = [named_trace(text) for text in args.trace] or [*speculation.default_traces(args.requests, args.tokens, args.seed),
-                                                             *speculation_traces.recorded()]
+    traces = [named_trace(text) for text in args.trace] or [
+        *speculation.default_traces(args.requests, args.tokens, args.seed),
+        *speculation_traces.recorded(),
+    ]
     if min(args.requests, args.tokens, *args.batch) < 1:
         raise InputError("--requests, --tokens and --batch are counts; expected 1 or more")
     points = speculation.simulated(traces, costs, args.batch, said=lambda text: print(text, flush=True))
@@ -61,13 +65,25 @@ def run(args: argparse.Namespace) -> None:
     notes = [f"cost table, {key}: {value}" for key, value in costs.provenance.items()]
     notes += [f"{trace.name}: {dict(trace.provenance)}" for _, trace in traces]
     if not args.trace:
-        notes.append("the defaults of the cost-aware policy were chosen on traces of the same generators, with other seeds, and on every "
-                     "other recorded request")
-    setup = {"title": f"simulated: {costs.name}", "how": how, "notes": notes,
-             "costs": costs.document(), "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces]}
+        notes.append(
+            "the defaults of the cost-aware policy were chosen on traces of the same generators, with other seeds, "
+            "and on every other recorded request"
+        )
+    setup = {
+        "title": f"simulated: {costs.name}",
+        "how": how,
+        "notes": notes,
+        "costs": costs.document(),
+        "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces],
+    }
     about = report.provenance(SCRIPT)
-    report.write(args.out, f"speculation_sim_{stem}", speculation_report.document(points, about, setup, line),
-                 speculation_report.markdown(points, about, setup), speculation_report.svg(points, about, setup, line))
+    report.write(
+        args.out,
+        f"speculation_sim_{stem}",
+        speculation_report.document(points, about, setup, line),
+        speculation_report.markdown(points, about, setup),
+        speculation_report.svg(points, about, setup, line),
+    )
 
 
 def main(given: list[str] | None = None) -> int:

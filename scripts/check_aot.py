@@ -1,10 +1,12 @@
 """Compile every kernel for every supported GPU generation, without a GPU.
 
-    python scripts/check_aot.py [--only REGEX] [--capabilities 80,89,90,100,120] [--jobs 2] [--json OUT] [--modules PACKAGE]
+    python scripts/check_aot.py [--only REGEX] [--capabilities 80,89,90,100,120] [--jobs 2] [--json OUT] [--modules
+    PACKAGE]
 
-Cases come from `scripts/aot/*.py`: `cases()`, or `cases_for(capability)` of a module whose tiles differ by GPU. Prints a table: registers a thread, bytes of stack (spills), shared memory, and the
-tensor-core instructions in the PTX. Exit code 1 when a case does not compile, takes more shared memory than the GPU has, or
-multiplies in TF32: no kernel here asks for that, and Triton (3.6, 3.7) chooses it by itself for some fp32 products on sm_100.
+Cases come from `scripts/aot/*.py`: `cases()`, or `cases_for(capability)` of a module whose tiles differ by GPU. Prints
+a table: registers a thread, bytes of stack (spills), shared memory, and the tensor-core instructions in the PTX. Exit
+code 1 when a case does not compile, takes more shared memory than the GPU has, or multiplies in TF32: no kernel here
+asks for that, and Triton (3.6, 3.7) chooses it by itself for some fp32 products on sm_100.
 """
 
 import argparse
@@ -25,8 +27,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes for one block
-REGISTERS, FRAME = 0x2F, 0x11   # attributes of .nv.info: registers a thread, bytes of stack
+# bytes for one block
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+REGISTERS, FRAME = 0x2F, 0x11  # attributes of .nv.info: registers a thread, bytes of stack
 TF32 = r"\b(?:mma|wgmma|tcgen05)\.\S*tf32"
 PRODUCTS = {"wgmma": r"\bwgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"\btcgen05\.mma"}
 
@@ -73,6 +76,7 @@ def build(kernel, signature: dict, constexprs: dict, options: dict, capability: 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
+
     places = [(kernel.arg_names.index(name),) for name in options.pop("divisible", ())]
     places += [place for name, kind in signature.items() for place in pointers(kind, (kernel.arg_names.index(name),))]
     attrs = {place: [["tt.divisibility", 16]] for place in places}
@@ -93,6 +97,7 @@ def pointers(kind, place: tuple[int, ...]):
 def resources(cubin: bytes) -> tuple[int | None, int | None]:
     """Registers a thread and bytes of stack, the largest of any function, from the attributes of a cubin."""
     from scripts.bench.fatbin import sections
+
     at, size = sections(cubin).get(".nv.info", (0, 0))
     end, found = at + size, {REGISTERS: [], FRAME: []}
     while at + 4 <= end:
@@ -108,6 +113,7 @@ def resources(cubin: bytes) -> tuple[int | None, int | None]:
 def spills(ptx: str, capability: int) -> str:
     """ptxas's own words on spills; empty when it cannot be asked."""
     from triton.backends.nvidia import compiler
+
     arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(ptx)
@@ -126,14 +132,22 @@ def run(tasks: list[tuple[str, int, str, int]], jobs: int) -> list[dict]:
     """Compile cases (module, index, name, capability) in `jobs` processes."""
     rows, begun = [], time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(compile_case, module, index, capability): (module, name, capability)
-                   for module, index, name, capability in tasks}
+        futures = {
+            pool.submit(compile_case, module, index, capability): (module, name, capability)
+            for module, index, name, capability in tasks
+        }
         for done, future in enumerate(as_completed(futures), 1):
             module, name, capability = futures[future]
             try:
                 row = {"module": module, "name": name} | future.result()
             except BrokenProcessPool as failure:  # the compiler took its process down
-                row = {"module": module, "name": name, "capability": capability, "error": f"crashed: {failure}", "seconds": 0.0}
+                row = {
+                    "module": module,
+                    "name": name,
+                    "capability": capability,
+                    "error": f"crashed: {failure}",
+                    "seconds": 0.0,
+                }
             rows.append(row)
             progress = f"[{done}/{len(tasks)}] {time.monotonic() - begun:4.0f} s"
             print(f"{progress} {name} sm_{capability}: {row['error'] or 'ok'}", file=sys.stderr, flush=True)
@@ -169,13 +183,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--modules", default="scripts.aot", help="package to take cases from")
     args = parser.parse_args()
-    os.environ.pop("TRITON_INTERPRET", None)  # read when a kernel is defined, here and in the processes: compiled, not interpreted
+    # read when a kernel is defined, here and in the processes: compiled, not interpreted
+    os.environ.pop("TRITON_INTERPRET", None)
     capabilities = [int(c) for c in args.capabilities.split(",")]
     tasks, broken = [], []
     for module in modules(args.modules):
         try:
-            tasks += [(module, i, case[0], c) for c in capabilities for i, case in enumerate(cases(module, c))
-                      if re.search(args.only, case[0])]
+            tasks += [
+                (module, i, case[0], c)
+                for c in capabilities
+                for i, case in enumerate(cases(module, c))
+                if re.search(args.only, case[0])
+            ]
         except Exception as failure:  # the other modules are still checked; the exit code tells
             broken.append(f"{module}: {type(failure).__name__}: {failure}")
     rows = run(tasks, args.jobs)

@@ -1,12 +1,13 @@
-"""Measure what a trained demo checkpoint can do, the GQA one's facts, needles and loss too; every figure goes to a JSON file and a table.
+"""Measure what a trained demo checkpoint can do, the GQA one's facts, needles and loss too; every figure goes to a JSON
+file and a table.
 
     python scripts/measure_demo.py CHECKPOINT DATA --out FILE.json [--device cuda] [--numerics native,qat]
         [--lengths 4096,16384,32768] [--trials 100] [--only facts,needles,indexer,loss,mtp] [--plot FILE.svg]
         [--haystacks prose,filler,window] [--compare-state STATE]
 
-DATA is the corpus folder of scripts/training/corpus.py, of which the held-out part is read (and for the loss, beside it, text
-that was trained on). What each part measures stands in scripts/training/evaluation.py. The file is written after every part, so
-that an interrupted run leaves what it has.
+DATA is the corpus folder of scripts/training/corpus.py, of which the held-out part is read (and for the loss, beside
+it, text that was trained on). What each part measures stands in scripts/training/evaluation.py. The file is written
+after every part, so that an interrupted run leaves what it has.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -29,14 +30,14 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dsv4 import load_model  # noqa: E402
-from dsv4.errors import InputError  # noqa: E402
-from dsv4.gqa.model import GQAModel  # noqa: E402
-from dsv4.load import resolve_device  # noqa: E402
-from kernels.errors import Dsv4Error  # noqa: E402
-from scripts.training import evaluation  # noqa: E402
-from scripts.training.evaluation import Figure, Limits  # noqa: E402
-from scripts.training.rows import Rows, load_tokenizer  # noqa: E402
+from dsv4 import load_model
+from dsv4.errors import InputError
+from dsv4.gqa.model import GQAModel
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.load import resolve_device
+from scripts.training import evaluation
+from scripts.training.evaluation import Figure, Limits
+from scripts.training.rows import Rows, load_tokenizer
 
 PARTS = ("facts", "needles", "indexer", "loss", "mtp")
 HAYSTACKS = dict(zip(("prose", "filler", "window"), evaluation.HAYSTACKS))
@@ -49,8 +50,12 @@ class Report:
     def __init__(self, out: Path, device: str, program: Sequence[str] = ("scripts/measure_demo.py",)):
         self.out, self.console, self.begun = out, Console(stderr=True, highlight=False), time.time()
         self.source = {
-            "command": shlex.join(["python", *program, *sys.argv[1:]]), "device": device_name(device),
-            "torch": torch.__version__, "commit": commit(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+            "command": shlex.join(["python", *program, *sys.argv[1:]]),
+            "device": device_name(device),
+            "torch": torch.__version__,
+            "commit": commit(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         self.figures: list[dict] = []
 
     def say(self, text: str) -> None:
@@ -109,12 +114,15 @@ def measure(args, report: Report) -> None:
             "needles": lambda: evaluation.needles(model, rows, args.lengths, args.trials, limits, say, haystacks),
             "indexer": lambda: evaluation.indexer(model, rows, indexer_lengths(model), limits, say),
             "loss": lambda: sum((evaluation.losses(model, r, LOSS_LENGTHS, limits, say) for r in (rows, seen)), []),
-            "mtp": lambda: evaluation.mtp(model, rows, limits, say)}
+            "mtp": lambda: evaluation.mtp(model, rows, limits, say),
+        }
         for part in args.only:
             report.add(parts[part](), numerics)
     if args.compare_state is not None:
         say = lambda text: report.say(f"state in bf16: {text}")
-        report.add(evaluation.state_losses(args.compare_state, rows, LOSS_LENGTHS, limits, args.device, say), "bf16 state")
+        report.add(
+            evaluation.state_losses(args.compare_state, rows, LOSS_LENGTHS, limits, args.device, say), "bf16 state"
+        )
 
 
 def check_parts(model, args) -> None:
@@ -122,8 +130,11 @@ def check_parts(model, args) -> None:
     windows = {"needles of windows alone"} if "window" in args.haystacks and "needles" in args.only else set()
     absent = {"indexer", "mtp"} & set(args.only) | windows
     if isinstance(model, GQAModel) and (absent or args.compare_state is not None):
-        raise InputError(f"{args.checkpoint} is a GQA model, which has no {', '.join(sorted(absent)) or 'state in the demo format'}; pass "
-                         "--only facts,needles,loss --haystacks prose,filler")
+        raise InputError(
+            f"{args.checkpoint} is a GQA model, which has no "
+            f"{', '.join(sorted(absent)) or 'state in the demo format'}; pass --only facts,needles,loss --haystacks "
+            "prose,filler"
+        )
 
 
 def indexer_lengths(model) -> list[int]:
@@ -135,6 +146,7 @@ def indexer_lengths(model) -> list[int]:
 def plot(figures: list[dict], out: Path) -> None:
     """Needles found by length (with lower bounds), and by depth over all lengths, a line a numerics and haystack."""
     from matplotlib.figure import Figure as Canvas
+
     canvas = Canvas(figsize=(10, 4), layout="constrained")
     by_length, by_depth = canvas.subplots(1, 2, sharey=True)
     found: dict[str, list[dict]] = {}
@@ -178,7 +190,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--haystacks", type=words, default=list(HAYSTACKS), help=f"of {','.join(HAYSTACKS)}")
     parser.add_argument("--only", type=words, default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--plot", type=Path, help="needles by length and depth, as SVG (takes matplotlib)")
-    parser.add_argument("--compare-state", type=Path, help="training state whose loss in bf16 stands beside the checkpoint's")
+    parser.add_argument(
+        "--compare-state", type=Path, help="training state whose loss in bf16 stands beside the checkpoint's"
+    )
     args = parser.parse_args()
     for name, given, known in (("--only", args.only, PARTS), ("--haystacks", args.haystacks, HAYSTACKS)):
         if strange := [word for word in given if word not in known]:

@@ -1,10 +1,13 @@
-"""How often the host waits for the device in speculative generation, and what crosses to it, by the length of the response.
+"""How often the host waits for the device in speculative generation, and what crosses to it, by the length of the
+response.
 
     python scripts/measure_host_waits.py [CHECKPOINT] [--tokens 16,128,1024] [--draft-tokens 3 adaptive]
-                                         [--speculate mtp,lookup] [--temperatures 0,0.8] [--numerics native] [--device cuda] [--out DIR]
+                                         [--speculate mtp,lookup] [--temperatures 0,0.8] [--numerics native] [--device
+                                         cuda] [--out DIR]
 
-Runs what `dsv4 generate --speculate …` runs on a GPU, without a stop: either drafter, each policy, greedily and sampled. Writes host_waits_<device>.json and
-.md to DIR (audits); exit code 1 where a response that is longer made the host wait more often, or copies more a round.
+Runs what `dsv4 generate --speculate …` runs on a GPU, without a stop: either drafter, each policy, greedily and
+sampled. Writes host_waits_<device>.json and .md to DIR (audits); exit code 1 where a response that is longer made the
+host wait more often, or copies more a round.
 """
 
 import argparse
@@ -19,20 +22,23 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dsv4 import load_model  # noqa: E402
-from dsv4.chat import plain_ids  # noqa: E402
-from dsv4.generate import Sampling  # noqa: E402
-from dsv4.graph import captures  # noqa: E402
-from dsv4.run import make_drafter  # noqa: E402
-from dsv4.speculation.choice import policy_named  # noqa: E402
-from dsv4.speculation.resident import generate_resident  # noqa: E402
-from dsv4.speculation.rounds import Rounds  # noqa: E402
-from dsv4.tokenizer import Tokenizer  # noqa: E402
-from scripts.bench import report  # noqa: E402
-from scripts.bench.waits import counted_syncs  # noqa: E402
+from dsv4 import load_model
+from dsv4.chat import plain_ids
+from dsv4.generate import Sampling
+from dsv4.graph import captures
+from dsv4.run import make_drafter
+from dsv4.speculation.choice import policy_named
+from dsv4.speculation.resident import generate_resident
+from dsv4.speculation.rounds import Rounds
+from dsv4.tokenizer import Tokenizer
+from scripts.bench import report
+from scripts.bench.waits import counted_syncs
 
 SCRIPT, PROMPT = "scripts/measure_host_waits.py", "def quicksort(values):"
-ON_HOST = "These rounds ran on the host and had ended when the call returned: nothing was there to wait for or to poll, and counts of 0 say nothing of a GPU."
+ON_HOST = (
+    "These rounds ran on the host and had ended when the call returned: nothing was there to wait for or to "
+    "poll, and counts of 0 say nothing of a GPU."
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -60,8 +66,11 @@ class Watched(Rounds):
 
 
 def measure(model, ids: list[int], tokens: int, policy: str, drafter: str, temperature: float) -> dict:
-    """One row. The whole request is counted in a run of its own, because counts do not nest, and after one in which kernels compile."""
-    run = partial(generate_resident, model, [ids], tokens, make_drafter(drafter), Sampling(temperature), policy_named(policy))
+    """One row. The whole request is counted in a run of its own, because counts do not nest, and after one in which
+    kernels compile."""
+    run = partial(
+        generate_resident, model, [ids], tokens, make_drafter(drafter), Sampling(temperature), policy_named(policy)
+    )
     run()
     with counted_syncs() as whole:
         run()
@@ -70,25 +79,55 @@ def measure(model, ids: list[int], tokens: int, policy: str, drafter: str, tempe
     def make(*of, **more) -> Rounds:
         made.append(Watched(*of, **more))
         return made[0]
-    out, = run(make=make)
-    rounds, = made
-    return {"drafter": drafter, "policy": policy, "temperature": temperature, "tokens": len(out.token_ids), "rounds": len(rounds.counts.rounds), "synchronisations": len(rounds.waits),
-            "synchronisations_of_the_request": len(whole), "polls": rounds.counts.polls, "seconds": rounds.seconds,
-            "polls_per_second": rounds.counts.polls / rounds.seconds, "bytes_a_round": rounds.ring.nbytes, "bytes_at_the_end": rounds.host_out.nbytes,
-            "tokens_per_second": out.decode_rate, "why": sorted(set(rounds.waits))}
+
+    (out,) = run(make=make)
+    (rounds,) = made
+    return {
+        "drafter": drafter,
+        "policy": policy,
+        "temperature": temperature,
+        "tokens": len(out.token_ids),
+        "rounds": len(rounds.counts.rounds),
+        "synchronisations": len(rounds.waits),
+        "synchronisations_of_the_request": len(whole),
+        "polls": rounds.counts.polls,
+        "seconds": rounds.seconds,
+        "polls_per_second": rounds.counts.polls / rounds.seconds,
+        "bytes_a_round": rounds.ring.nbytes,
+        "bytes_at_the_end": rounds.host_out.nbytes,
+        "tokens_per_second": out.decode_rate,
+        "why": sorted(set(rounds.waits)),
+    }
 
 
 def markdown(about: dict, setup: dict, rows: list[dict]) -> str:
-    lines = ["# Waits of the host in speculative generation", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
-             f"{setup['checkpoint']}, numerics {setup['numerics']}, backend {setup['backend']} on {setup['device']}, one row, without a stop. "
-             "Policy: drafts a round. Synchronisations: copies and calls that return only when the device has ended, while decoding, "
-             "and in the whole request with its prompt and captures. Polls: how often the host asked whether a round had ended and it had not. "
-             "The ring crosses every round; the whole output once, at the end.", ""]
+    lines = [
+        "# Waits of the host in speculative generation",
+        "",
+        f"{report.headline(about)}.",
+        "",
+        f"    {about['command']}",
+        "",
+        f"{setup['checkpoint']}, numerics {setup['numerics']}, backend {setup['backend']} on {setup['device']}, one "
+        "row, without a stop. Policy: drafts a round. Synchronisations: copies and calls that return only when the "
+        "device has ended, while decoding, and in the whole request with its prompt and captures. Polls: how often "
+        "the host asked whether a round had ended and it had not. The ring crosses every round; the whole output "
+        "once, at the end.",
+        "",
+    ]
     lines += [] if setup["captured"] else [ON_HOST, ""]
-    lines += ["| drafter | policy | temperature | tokens | rounds | synchronisations, decoding | of the request | polls | polls a second | bytes a round "
-              "| at the end | tokens/s |", "|---|---|" + "---:|" * 10]
-    lines += [f"| {r['drafter']} | {r['policy']} | {r['temperature']:g} | {r['tokens']} | {r['rounds']} | {r['synchronisations']} "
-              f"| {r['synchronisations_of_the_request']} | {r['polls']} | {r['polls_per_second']:.0f} | {r['bytes_a_round']} | {r['bytes_at_the_end']} | {r['tokens_per_second']:.0f} |" for r in rows]
+    lines += [
+        "| drafter | policy | temperature | tokens | rounds | synchronisations, decoding | of the request | polls | "
+        "polls a second | bytes a round | at the end | tokens/s |",
+        "|---|---|" + "---:|" * 10,
+    ]
+    lines += [
+        f"| {r['drafter']} | {r['policy']} | {r['temperature']:g} | {r['tokens']} | {r['rounds']} | "
+        f"{r['synchronisations']} | {r['synchronisations_of_the_request']} | {r['polls']} | "
+        f"{r['polls_per_second']:.0f} | {r['bytes_a_round']} | {r['bytes_at_the_end']} | {r['tokens_per_second']:.0f} "
+        "|"
+        for r in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -99,8 +138,10 @@ def grows(rows: list[dict]) -> list[str]:
         some = list(some)
         for name in ("synchronisations", "synchronisations_of_the_request", "bytes_a_round"):
             if len({r[name] for r in some}) > 1:
-                found.append(f"{way[0]}, {way[1]}, at temperature {way[2]:g}, {name}: {[r[name] for r in some]} for {[r['tokens'] for r in some]} tokens; "
-                             "expected the same for all")
+                found.append(
+                    f"{way[0]}, {way[1]}, at temperature {way[2]:g}, {name}: {[r[name] for r in some]} for "
+                    f"{[r['tokens'] for r in some]} tokens; expected the same for all"
+                )
     return found
 
 
@@ -111,15 +152,34 @@ def main() -> int:
     ids = plain_ids(Tokenizer(args.checkpoint, model.config.vocab_size), PROMPT, model.config.bos_token_id)
     rows = []
     each = lambda given, kind=str: map(kind, given.split(","))
-    for drafter, policy, temperature, tokens in product(each(args.speculate), args.draft_tokens, each(args.temperatures, float), each(args.tokens, int)):
+    for drafter, policy, temperature, tokens in product(
+        each(args.speculate), args.draft_tokens, each(args.temperatures, float), each(args.tokens, int)
+    ):
         rows.append(measure(model, ids, tokens, policy, drafter, temperature))
-        print(f"{drafter}, {policy}, at temperature {temperature:g}, {tokens} tokens: {rows[-1]['synchronisations']} synchronisations, {rows[-1]['polls']} polls, "
-              f"{rows[-1]['bytes_a_round']} bytes a round", flush=True)
+        print(
+            f"{drafter}, {policy}, at temperature {temperature:g}, {tokens} tokens: "
+            f"{rows[-1]['synchronisations']} synchronisations, {rows[-1]['polls']} polls, "
+            f"{rows[-1]['bytes_a_round']} bytes a round",
+            flush=True,
+        )
     about = report.provenance(SCRIPT)
-    setup = {"checkpoint": args.checkpoint.name, "numerics": model.numerics.name, "backend": model.backend, "device": str(model.device),
-             "captured": captures(model), "draft_tokens": args.draft_tokens, "note": "" if captures(model) else ON_HOST}
+    setup = {
+        "checkpoint": args.checkpoint.name,
+        "numerics": model.numerics.name,
+        "backend": model.backend,
+        "device": str(model.device),
+        "captured": captures(model),
+        "draft_tokens": args.draft_tokens,
+        "note": "" if captures(model) else ON_HOST,
+    }
     name = report.device_slug(about["device"] if model.device.type == "cuda" else "cpu")
-    for path in report.write(args.out, f"host_waits_{name}", {"about": about, "setup": setup, "rows": rows}, markdown(about, setup, rows), None):
+    for path in report.write(
+        args.out,
+        f"host_waits_{name}",
+        {"about": about, "setup": setup, "rows": rows},
+        markdown(about, setup, rows),
+        None,
+    ):
         print(f"wrote {path}")
     for said in grows(rows):
         print(said)

@@ -2,9 +2,9 @@
 
     python scripts/measure_numerics.py CHECKPOINT [--tokens 512] [--out audits/numerics_NAME]
 
-Writes OUT.md and OUT.json: for each numerics the mean KL divergence from fp32 (nats), the share of positions with the same
-argmax, and the root mean square and largest difference of logits; and for the CSA layers the share of selected entries that
-fp32 selects too, beside chance. Random tokens, fixed seed. Effects are reported, not judged.
+Writes OUT.md and OUT.json: for each numerics the mean KL divergence from fp32 (nats), the share of positions with the
+same argmax, and the root mean square and largest difference of logits; and for the CSA layers the share of selected
+entries that fp32 selects too, beside chance. Random tokens, fixed seed. Effects are reported, not judged.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dsv4 import load_model
-from kernels.errors import Dsv4Error
+from dsv4.kernels.errors import Dsv4Error
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,25 +53,44 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     try:
-        ids = torch.randint(0, load_model(args.checkpoint, numerics="native").config.vocab_size, (1, args.tokens),
-                            generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            0,
+            load_model(args.checkpoint, numerics="native").config.vocab_size,
+            (1, args.tokens),
+            generator=torch.Generator().manual_seed(0),
+        )
         exact, chosen, model = run(args.checkpoint, "fp32", ids)
         for numerics in ("native", "qat", "qat:fp32"):
             logits, picked, _ = run(args.checkpoint, numerics, ids)
             p, q = exact.log_softmax(-1), logits.log_softmax(-1)
             shares = {i: overlap(picked[i], chosen[i], model.config.index_topk) for i in picked}
-            rows.append({"numerics": numerics, "mean_kl_nats": (p.exp() * (p - q)).sum(-1).mean().item(),
-                         "same_argmax": (exact.argmax(-1) == logits.argmax(-1)).float().mean().item(),
-                         "rms_logit_difference": (exact - logits).square().mean().sqrt().item(),
-                         "max_logit_difference": (exact - logits).abs().max().item(),
-                         "selection_overlap": {str(i): share for i, (share, _) in shares.items()},
-                         "selection_chance": next(iter(shares.values()))[1] if shares else None})
+            rows.append(
+                {
+                    "numerics": numerics,
+                    "mean_kl_nats": (p.exp() * (p - q)).sum(-1).mean().item(),
+                    "same_argmax": (exact.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+                    "rms_logit_difference": (exact - logits).square().mean().sqrt().item(),
+                    "max_logit_difference": (exact - logits).abs().max().item(),
+                    "selection_overlap": {str(i): share for i, (share, _) in shares.items()},
+                    "selection_chance": next(iter(shares.values()))[1] if shares else None,
+                }
+            )
     except Dsv4Error as error:
         sys.exit(f"error: {error}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    document = {"checkpoint": str(args.checkpoint), "tokens": args.tokens, "layout": model.inventory.layout.name, "commit": commit,
-                "logit_rms_of_fp32": exact.square().mean().sqrt().item(), "torch": torch.__version__, "device": f"{platform.machine()} CPU",
-                "command": " ".join(["python", "scripts/measure_numerics.py", *sys.argv[1:]]), "rows": rows}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
+    document = {
+        "checkpoint": str(args.checkpoint),
+        "tokens": args.tokens,
+        "layout": model.inventory.layout.name,
+        "commit": commit,
+        "logit_rms_of_fp32": exact.square().mean().sqrt().item(),
+        "torch": torch.__version__,
+        "device": f"{platform.machine()} CPU",
+        "command": " ".join(["python", "scripts/measure_numerics.py", *sys.argv[1:]]),
+        "rows": rows,
+    }
     text = markdown(document)
     print(text)
     if args.out:
@@ -80,17 +99,26 @@ def main() -> None:
 
 
 def markdown(document: dict) -> str:
-    lines = [f"# Numerics of `{document['checkpoint']}` against fp32", "",
-             f"{document['tokens']} random tokens, layout {document['layout']}, commit {document['commit']}, {document['device']}, "
-             f"torch {document['torch']}. fp32 logits have a root mean square of {document['logit_rms_of_fp32']:.3f}.", "",
-             f"`{document['command']}`", "",
-             "| numerics | mean KL (nats) | same argmax | rms logit difference | largest | selection shared with fp32, by CSA layer (chance) |",
-             "|---|---|---|---|---|---|"]
+    lines = [
+        f"# Numerics of `{document['checkpoint']}` against fp32",
+        "",
+        f"{document['tokens']} random tokens, layout {document['layout']}, commit {document['commit']}, "
+        f"{document['device']}, torch {document['torch']}. fp32 logits have a root mean square of "
+        f"{document['logit_rms_of_fp32']:.3f}.",
+        "",
+        f"`{document['command']}`",
+        "",
+        "| numerics | mean KL (nats) | same argmax | rms logit difference | largest | selection "
+        "shared with fp32, by CSA layer (chance) |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in document["rows"]:
         shares = ", ".join(f"{i}: {share:.1%}" for i, share in row["selection_overlap"].items())
         chance = "" if row["selection_chance"] is None else f" ({row['selection_chance']:.1%})"
-        lines.append(f"| {row['numerics']} | {row['mean_kl_nats']:.4f} | {row['same_argmax']:.1%} | {row['rms_logit_difference']:.4f} | "
-                     f"{row['max_logit_difference']:.3f} | {shares}{chance} |")
+        lines.append(
+            f"| {row['numerics']} | {row['mean_kl_nats']:.4f} | {row['same_argmax']:.1%} | "
+            f"{row['rms_logit_difference']:.4f} | {row['max_logit_difference']:.3f} | {shares}{chance} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,12 +1,15 @@
-"""Whether speculative text is plain text, and how fast: a checkpoint's greedy continuations with and without drafts, on this machine.
+"""Whether speculative text is plain text, and how fast: a checkpoint's greedy continuations with and without drafts, on
+this machine.
 
-    python scripts/measure_speculation.py [CHECKPOINT] [--numerics native,qat,fp32] [--texts 12] [--tokens 64] [--draft-tokens 3]
+    python scripts/measure_speculation.py [CHECKPOINT] [--numerics native,qat,fp32] [--texts 12] [--tokens 64]
+    [--draft-tokens 3]
                                           [--rows 4] [--together] [--out DIR]
 
-Each text is continued plainly, then with either drafter, as `dsv4 generate` runs it and as a request of the batch engine beside the
-others. --together: as those commands do with it, a pass is verified as one append unless steps are captured, and rows of the engine decode as one batch, with
-drafts and without, beside plain rows alone; this rounds otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a text differs
-where it should not (without --together).
+Each text is continued plainly, then with either drafter, as `dsv4 generate` runs it and as a request of the batch
+engine beside the others. --together: as those commands do with it, a pass is verified as one append unless steps are
+captured, and rows of the engine decode as one batch, with drafts and without, beside plain rows alone; this rounds
+otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a
+text differs where it should not (without --together).
 """
 
 import argparse
@@ -19,19 +22,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4 import load_model  # noqa: E402
-from dsv4.engine import BatchEngine, Request  # noqa: E402
-from dsv4.engine.batch import REWIND  # noqa: E402
-from dsv4.generate import generate  # noqa: E402
-from dsv4.graph import captures  # noqa: E402
-from dsv4.paged_cache import new_paged_cache  # noqa: E402
-from dsv4.speculation import Static  # noqa: E402
-from dsv4.speculation.draft import LookupDrafter, MTPDrafter  # noqa: E402
-from dsv4.speculation.loop import generate_speculative  # noqa: E402
-from dsv4.speculation.resident import generate_resident  # noqa: E402
-from dsv4.speculation.verify import Append, default  # noqa: E402
-from dsv4.tokenizer import Tokenizer  # noqa: E402
-from scripts.bench import report, speculation_traces  # noqa: E402
+from dsv4 import load_model
+from dsv4.engine import BatchEngine, Request
+from dsv4.engine.batch import REWIND
+from dsv4.generate import generate
+from dsv4.graph import captures
+from dsv4.paged_cache import new_paged_cache
+from dsv4.speculation import Static
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter
+from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.resident import generate_resident
+from dsv4.speculation.verify import Append, default
+from dsv4.tokenizer import Tokenizer
+from scripts.bench import report, speculation_traces
 
 SCRIPT = "scripts/measure_speculation.py"
 DRAFTERS = {"mtp": MTPDrafter, "lookup": LookupDrafter}
@@ -51,27 +54,53 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(model, texts: list[list[int]], tokens: int, size: int, rows: int, together: bool) -> list[dict]:
-    """A row for each drafter: how many texts are plain decoding's, where the others leave it, tokens/s beside plain decoding's."""
+    """A row for each drafter: how many texts are plain decoding's, where the others leave it, tokens/s beside plain
+    decoding's."""
     engine = partial(in_engine, model, texts, tokens, size, rows)
     by_itself = partial(alone, model, texts, tokens, size, Append if together else default)
-    ways = [("", by_itself, by_itself, DRAFTERS),
-            (", in the engine", partial(engine, together), partial(engine, False), [*(["off"] if together else []), *DRAFTERS])]
+    ways = [
+        ("", by_itself, by_itself, DRAFTERS),
+        (
+            ", in the engine",
+            partial(engine, together),
+            partial(engine, False),
+            [*(["off"] if together else []), *DRAFTERS],
+        ),
+    ]
     found = []
     for where, run, plainly, names in ways:
         plain, spent, _ = plainly("off")
         for name in names:
             ids, seconds, counted = run(name)
-            left = [next(i for i, (a, b) in enumerate(zip(*pair)) if a != b) for pair in zip(ids, plain) if pair[0] != pair[1]]
-            found.append({"numerics": model.numerics.name, "drafter": name + where, "texts": len(texts), "same": len(texts) - len(left),
-                          "left_at": left, "tokens_a_pass": sum(len(text) - 1 for text in ids) / sum(s.verify_passes for s in counted),
-                          "speed": spent / seconds, "plain_tokens_per_second": sum(len(text) - 1 for text in plain) / spent})
+            left = [
+                next(i for i, (a, b) in enumerate(zip(*pair)) if a != b)
+                for pair in zip(ids, plain)
+                if pair[0] != pair[1]
+            ]
+            found.append(
+                {
+                    "numerics": model.numerics.name,
+                    "drafter": name + where,
+                    "texts": len(texts),
+                    "same": len(texts) - len(left),
+                    "left_at": left,
+                    "tokens_a_pass": sum(len(text) - 1 for text in ids) / sum(s.verify_passes for s in counted),
+                    "speed": spent / seconds,
+                    "plain_tokens_per_second": sum(len(text) - 1 for text in plain) / spent,
+                }
+            )
             print(line(found[-1]), flush=True)
     return found
 
 
-def alone(model, texts: list[list[int]], tokens: int, size: int, verify, name: str) -> tuple[list[list[int]], float, list]:
+def alone(
+    model, texts: list[list[int]], tokens: int, size: int, verify, name: str
+) -> tuple[list[list[int]], float, list]:
     """Each text's tokens with that drafter ("off": without), the seconds of decoding in all, what was counted."""
-    outs = [generate(model, ids, tokens) if name == "off" else drafted(model, name, ids, tokens, size, verify) for ids in texts]
+    outs = [
+        generate(model, ids, tokens) if name == "off" else drafted(model, name, ids, tokens, size, verify)
+        for ids in texts
+    ]
     return [out.token_ids for out in outs], sum(out.decode_seconds for out in outs), [out.speculation for out in outs]
 
 
@@ -82,12 +111,21 @@ def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
     return generate_speculative(model, [ids], tokens, DRAFTERS[name](), policy=Static(size), verify=verify)[0]
 
 
-def in_engine(model, texts: list[list[int]], tokens: int, size: int, rows: int, together: bool, name: str) -> tuple[list[list[int]], float, list]:
-    """The same of requests of one engine, `rows` at a time, which ran them all once before; the seconds are of prompts too."""
+def in_engine(
+    model, texts: list[list[int]], tokens: int, size: int, rows: int, together: bool, name: str
+) -> tuple[list[list[int]], float, list]:
+    """The same of requests of one engine, `rows` at a time, which ran them all once before; the seconds are of prompts
+    too."""
     cache = new_paged_cache(model, rows, max(map(len, texts)) + tokens, max_rewind=REWIND)
     results, drafts = {}, name in DRAFTERS
-    engine = BatchEngine(model, cache, together=together, on_result=lambda r: results.update({r.id: r}),
-                         drafter=DRAFTERS[name]() if drafts else None, policy=Static(size) if drafts else None)
+    engine = BatchEngine(
+        model,
+        cache,
+        together=together,
+        on_result=lambda r: results.update({r.id: r}),
+        drafter=DRAFTERS[name]() if drafts else None,
+        policy=Static(size) if drafts else None,
+    )
     for _ in range(2):
         for i, ids in enumerate(texts):
             engine.submit(Request(i, tuple(ids), tokens))
@@ -99,8 +137,11 @@ def in_engine(model, texts: list[list[int]], tokens: int, size: int, rows: int, 
 
 
 def line(row: dict) -> str:
-    return (f"| {row['numerics']} | {row['drafter']} | {row['same']} of {row['texts']} | {', '.join(map(str, row['left_at'])) or '–'} "
-            f"| {row['tokens_a_pass']:.2f} | {row['speed']:.2f} | {row['plain_tokens_per_second']:.0f} |")
+    return (
+        f"| {row['numerics']} | {row['drafter']} | {row['same']} of {row['texts']} | "
+        f"{', '.join(map(str, row['left_at'])) or '–'} | {row['tokens_a_pass']:.2f} | {row['speed']:.2f} | "
+        f"{row['plain_tokens_per_second']:.0f} |"
+    )
 
 
 def main() -> int:
@@ -112,15 +153,27 @@ def main() -> int:
         model = load_model(args.checkpoint, numerics=numerics, mtp=True, device=device)
         encode = Tokenizer(args.checkpoint, model.config.vocab_size).encode
         prompts = [speculation_traces.prompts(pattern, encode) for pattern in speculation_traces.KINDS.values()]
-        texts = [ids for _, pair in zip(range(-(-args.texts // 2)), zip(*prompts)) for ids in pair][:args.texts]
+        texts = [ids for _, pair in zip(range(-(-args.texts // 2)), zip(*prompts)) for ids in pair][: args.texts]
         rows += measure(model, texts, args.tokens, args.draft_tokens, args.rows, args.together)
     about = report.provenance(SCRIPT)
-    text = ["# Speculative text beside plain text", "", f"{report.headline(about)}.", "", f"    {about['command']}", "",
-            f"{args.texts} texts of this project (code and prose by turns), {speculation_traces.PROMPT} tokens each, {args.tokens} more, greedy; "
-            f"{args.draft_tokens} drafts a pass, backend {model.backend}, one thread. Left at: the first token that differs. Speed: plain decoding's time "
-            f"over that with drafts: of decoding, and in the engine of everything ({args.rows} requests at a time, "
-            f"{'decoded as one batch, beside plain ones each alone in its steps' if args.together else 'each alone in its steps'}).", "",
-            "| numerics | drafter | same text | left at | tokens a pass | speed | plain tokens/s |", "|---|---|---:|---|---:|---:|---:|", *map(line, rows)]
+    together = "decoded as one batch, beside plain ones each alone in its steps"
+    text = [
+        "# Speculative text beside plain text",
+        "",
+        f"{report.headline(about)}.",
+        "",
+        f"    {about['command']}",
+        "",
+        f"{args.texts} texts of this project (code and prose by turns), {speculation_traces.PROMPT} tokens each, "
+        f"{args.tokens} more, greedy; {args.draft_tokens} drafts a pass, backend {model.backend}, one thread. Left "
+        "at: the first token that differs. Speed: plain decoding's time over that with drafts: of decoding, and in "
+        f"the engine of everything ({args.rows} requests at a time, "
+        f"{together if args.together else 'each alone in its steps'}).",
+        "",
+        "| numerics | drafter | same text | left at | tokens a pass | speed | plain tokens/s |",
+        "|---|---|---:|---|---:|---:|---:|",
+        *map(line, rows),
+    ]
     name = f"speculation_identity_{report.device_slug(about['device'])}" + ("_together" if args.together else "")
     for path in report.write(args.out, name, {"about": about, "rows": rows}, "\n".join(text), None):
         print(f"wrote {path}")

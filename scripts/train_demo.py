@@ -17,12 +17,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.training import recipe, stretch  # noqa: E402
-from scripts.training.architecture import BF16, CONFIG, QAT, WINDOW_ONLY, build, initialise  # noqa: E402
-from scripts.training.export import export  # noqa: E402
-from scripts.training.replay import Gradients  # noqa: E402
-from scripts.training.stretch import SEED  # noqa: E402
-from scripts.training.trainee import Trainee  # noqa: E402
+from scripts.training import recipe, stretch
+from scripts.training.architecture import BF16, CONFIG, QAT, WINDOW_ONLY, build, initialise
+from scripts.training.export import export
+from scripts.training.replay import Gradients
+from scripts.training.stretch import SEED
+from scripts.training.trainee import Trainee
 
 BALANCE = 1e-3  # step of the routing bias
 
@@ -50,13 +50,15 @@ class Run(stretch.Run):
         self.gradients = Gradients(self.trainee, self.parameters, True)
 
     def place(self, stage) -> int:
-        """First query of the indexer's chunk: it walks through the row, and is every other time at the end, where the questions are."""
+        """First query of the indexer's chunk: it walks through the row, and is every other time at the end, where the
+        questions are."""
         chunk, chunks = stage.wanted.chunk, stage.length // stage.wanted.chunk
         return chunk * (chunks - 1 if self.step % 2 else self.step // 2 * 7919 % chunks)
 
     @torch.no_grad()
     def stepped(self) -> dict[str, torch.Tensor]:
-        """Move each routing bias against the load of its experts (no auxiliary loss). Returns the worst load over the mean."""
+        """Move each routing bias against the load of its experts (no auxiliary loss). Returns the worst load over the
+        mean."""
         worst = []
         for name, chosen in self.trainee.chosen:
             bias = self.parameters.get(f"model.{name}.bias")
@@ -70,13 +72,17 @@ class Run(stretch.Run):
         return {"window_only": self.raw is WINDOW_ONLY}
 
     def summary(self, values: dict) -> str:
-        return (f"loss {values['next']:.3f}  draft {values['draft']:.3f}  index KL {values['indexer']:.3f}  kept {values['kept']:.3f}  "
-                f"load {values['load']:.2f}")
+        return (
+            f"loss {values['next']:.3f}  draft {values['draft']:.3f}  index KL {values['indexer']:.3f}  kept "
+            f"{values['kept']:.3f}  load {values['load']:.2f}"
+        )
 
 
 def main() -> None:
     parser = stretch.command_line(__doc__, recipe.DEMO)
-    parser.add_argument("--window-only", action="store_true", help="train the ablation: window layers only, of the same size")
+    parser.add_argument(
+        "--window-only", action="store_true", help="train the ablation: window layers only, of the same size"
+    )
     args = parser.parse_args()
     stretch.carry_out(args, partial(Run, raw=WINDOW_ONLY if args.window_only else CONFIG), export)
 

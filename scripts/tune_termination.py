@@ -1,11 +1,12 @@
 """What a rule that never ends costs dense decode, by how many units are fetched ahead, on a GPU: `CHUNK` of
 `kernels/grouped_attention/triton_decode.py` is chosen by this.
 
-    python scripts/tune_termination.py [--contexts 32K,128K] [--batches 1,8] [--chunks 4,8,16,32] [--tiles 128,256] [--replays 20]
+    python scripts/tune_termination.py [--contexts 32K,128K] [--batches 1,8] [--chunks 4,8,16,32] [--tiles 128,256]
+    [--replays 20]
 
-Attention with the rule and without it run in turn, cold; the figure is the ratio of their medians. Fetching more ahead stalls less
-often, and reads more in vain where a rule does end. Prints a line for each shape, and says where outputs that walk the same tiles, of
-128 tokens, are not the same bits.
+Attention with the rule and without it run in turn, cold; the figure is the ratio of their medians. Fetching more ahead
+stalls less often, and reads more in vain where a rule does end. Prints a line for each shape, and says where outputs
+that walk the same tiles, of 128 tokens, are not the same bits.
 """
 
 import argparse
@@ -17,9 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.memory import parse_count  # noqa: E402
-from dsv4.timing import Clock, capture  # noqa: E402
-from kernels.grouped_attention import Termination, grouped_attention, triton_decode  # noqa: E402
+from dsv4.kernels.grouped_attention import Termination, grouped_attention, triton_decode
+from dsv4.memory import parse_count
+from dsv4.timing import Clock, capture
 
 H, KV, D = 32, 8, 128
 numbers = lambda text: [parse_count(part) for part in text.split(",")]
@@ -45,7 +46,9 @@ def measure(clock: Clock, S: int, B: int, args: argparse.Namespace) -> None:
     q = torch.randn(B, 1, H, D, device="cuda", dtype=torch.bfloat16)
     keys, values = (torch.randn(B, KV, S, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     start = torch.full((B,), S - 1, device="cuda")
-    run = lambda rule: grouped_attention(q, keys, values, start, None, D ** -0.5, *([rule] if rule else []), backend="triton")
+    run = lambda rule: grouped_attention(
+        q, keys, values, start, None, D**-0.5, *([rule] if rule else []), backend="triton"
+    )
     plain, graphs, names, same = run(None), [capture(lambda: run(None))], ["without"], [True]
     for tile in args.tiles:
         for chunk in args.chunks:
@@ -55,7 +58,9 @@ def measure(clock: Clock, S: int, B: int, args: argparse.Namespace) -> None:
                 graphs.append(capture(lambda: run(rule)))
                 names.append(f"tiles of {tile}, {chunk} ahead")
     times = [t.cold_us for t in clock.in_turn([[g] for g in graphs], args.replays)]
-    told = [f"{name} {us / times[0]:.3f}{'' if equal else ' (OTHER BITS)'}" for name, us, equal in zip(names, times, same)][1:]
+    told = [
+        f"{name} {us / times[0]:.3f}{'' if equal else ' (OTHER BITS)'}" for name, us, equal in zip(names, times, same)
+    ][1:]
     print(f"{S} tokens, batch {B}: {times[0]:.1f} µs without; " + ", ".join(told), flush=True)
 
 

@@ -6,22 +6,57 @@ from pathlib import Path
 import torch
 
 from dsv4.config import ModelConfig
-from loaders.expected import official_tensors
-from loaders.files import DTYPES
-from loaders.write import write_checkpoint
-from probes.mutations import profile
+from dsv4.loaders.expected import official_tensors
+from dsv4.loaders.files import DTYPES
+from dsv4.loaders.write import write_checkpoint
+from dsv4.probes.mutations import profile
 
 # Widths are multiples of 32 for MXFP4, and differ wherever one could be taken for another.
 SMALL = dict(
-    model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"], vocab_size=320, hidden_size=128, moe_intermediate_size=96,
-    num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=1, head_dim=64, qk_rope_head_dim=16, q_lora_rank=64, o_groups=2,
-    o_lora_rank=32, sliding_window=8, index_n_heads=64, index_head_dim=32, index_topk=6, n_routed_experts=6, num_experts_per_tok=2,
-    n_shared_experts=1, routed_scaling_factor=1.5, compress_ratios=[0, 4, 128, 4, 128, 0], num_hash_layers=2, swiglu_limit=10.0,
-    hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, scoring_func="sqrtsoftplus", topk_method="noaux_tc",
-    norm_topk_prob=True, rope_theta=10000, compress_rope_theta=160000, max_position_embeddings=4096, num_nextn_predict_layers=1,
-    rope_scaling=dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=64), bos_token_id=0,
-    eos_token_id=1, tie_word_embeddings=False, hidden_act="silu", expert_dtype="fp4",
-    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128]),
+    model_type="deepseek_v4",
+    architectures=["DeepseekV4ForCausalLM"],
+    vocab_size=320,
+    hidden_size=128,
+    moe_intermediate_size=96,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=64,
+    qk_rope_head_dim=16,
+    q_lora_rank=64,
+    o_groups=2,
+    o_lora_rank=32,
+    sliding_window=8,
+    index_n_heads=64,
+    index_head_dim=32,
+    index_topk=6,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    routed_scaling_factor=1.5,
+    compress_ratios=[0, 4, 128, 4, 128, 0],
+    num_hash_layers=2,
+    swiglu_limit=10.0,
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+    hc_eps=1e-6,
+    rms_norm_eps=1e-6,
+    scoring_func="sqrtsoftplus",
+    topk_method="noaux_tc",
+    norm_topk_prob=True,
+    rope_theta=10000,
+    compress_rope_theta=160000,
+    max_position_embeddings=4096,
+    num_nextn_predict_layers=1,
+    rope_scaling=dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=64),
+    bos_token_id=0,
+    eos_token_id=1,
+    tie_word_embeddings=False,
+    hidden_act="silu",
+    expert_dtype="fp4",
+    quantization_config=dict(
+        activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128]
+    ),
 )
 
 
@@ -36,9 +71,13 @@ def random_values(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]
     return profile.random_values(config, seed, plain)
 
 
-def write_official(root: Path, raw: dict = SMALL, experts: str = "MXFP4", seed: int = 0, max_shard_bytes: int = 200_000) -> Path:
+def write_official(
+    root: Path, raw: dict = SMALL, experts: str = "MXFP4", seed: int = 0, max_shard_bytes: int = 200_000
+) -> Path:
     """An official checkpoint (FP8 + `experts`), sharded."""
-    return profile.write_values(root, raw, random_values(ModelConfig.from_official(raw), seed), experts, max_shard_bytes)
+    return profile.write_values(
+        root, raw, random_values(ModelConfig.from_official(raw), seed), experts, max_shard_bytes
+    )
 
 
 def write_dense(root: Path, raw: dict = SMALL, dtype: str = "F32", seed: int = 0) -> Path:

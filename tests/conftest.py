@@ -13,11 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything that imports one
 
-from dsv4 import cli, load_model  # noqa: E402
-from tests import checkpoints, oracle  # noqa: E402
+from dsv4 import cli, load_model
+from tests import checkpoints, oracle
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.interpreter import lighten
+
     lighten()
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
@@ -27,7 +28,8 @@ TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that orde
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """Processes of `-n auto`: the processors that this container may use, each of which takes 1 to 2 GB."""
-    from probes.machine import usable_processors
+    from dsv4.probes.machine import usable_processors
+
     return min(8, usable_processors())
 
 
@@ -75,6 +77,7 @@ def official(tmp_path_factory) -> Path:
 @pytest.fixture
 def command_line(monkeypatch, capsys):
     """Function: run `dsv4 …` in this process → (exit code, stdout, stderr)."""
+
     def call(*args):
         monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
         try:
@@ -84,6 +87,7 @@ def command_line(monkeypatch, capsys):
             code = stop.code or 0
         out = capsys.readouterr()
         return code, out.out, out.err
+
     return call
 
 
@@ -94,4 +98,5 @@ def copy_of(tmp_path):
 
     def copy(path: Path) -> Path:
         return Path(shutil.copytree(path, tmp_path / "copy"))
+
     return copy

@@ -1,4 +1,5 @@
-"""Triton's interpreter without the work whose result it throws away: the same values and the same errors in a third of the time.
+"""Triton's interpreter without the work whose result it throws away: the same values and the same errors in a third of
+the time.
 
 tests/kernels/test_interpreter.py holds it against the interpreter as it comes.
 """
@@ -14,7 +15,10 @@ PLAIN: dict[tuple[object, str], object] = {}  # what `lighten` replaced: (object
 
 def lighten() -> None:
     """Make the interpreter of this process light."""
-    builder, of = interpreter.interpreter_builder, lambda thing, name: PLAIN.setdefault((thing, name), getattr(thing, name))
+    builder, of = (
+        interpreter.interpreter_builder,
+        lambda thing, name: PLAIN.setdefault((thing, name), getattr(thing, name)),
+    )
     options = of(builder, "options")
     if not options.debug:  # every sum of integers is taken again in int64, for an assertion that returns at once
         builder.options = replace(options, sanitize_overflow=False)
@@ -35,6 +39,7 @@ def _numpy_types(plain):
         if scalar.name not in known:
             known[scalar.name] = plain(scalar)
         return known[scalar.name]
+
     return found
 
 
@@ -52,6 +57,7 @@ def _block_types(plain):
         else:
             self.element_ty, (self.shape, self.numel, said) = element_ty, known[sizes]
             self.name = f"<{said}, {element_ty}>"
+
     return made
 
 
@@ -67,12 +73,13 @@ def _tensors(plain):
         else:
             self.handle, self.type, self.dtype = handle, type, type.scalar
             self.shape, self.numel = known[sizes]
+
     return made
 
 
 class Patches:
-    """_patch_lang, which looks through triton.language for what to replace at each launch and at each call of a function by a
-    kernel: looked through once, replaced at each launch, and not again while it lasts."""
+    """_patch_lang, which looks through triton.language for what to replace at each launch and at each call of a
+    function by a kernel: looked through once, replaced at each launch, and not again while it lasts."""
 
     def __init__(self, plain):
         self.plain = plain
@@ -84,7 +91,8 @@ class Patches:
         launching = self.launch is None
         if not launching and seen in self.launch.seen:
             return interpreter._LangPatchScope()
-        scope = _Launch(self) if launching else interpreter._LangPatchScope()  # as it comes, nobody restores what a call replaced
+        # as it comes, nobody restores what a call replaced
+        scope = _Launch(self) if launching else interpreter._LangPatchScope()
         if seen in self.replaced:
             for thing, name, value in self.replaced[seen]:
                 scope.set_attr(thing, name, value)

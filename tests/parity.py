@@ -12,7 +12,8 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def assert_ragged_batches(ours, ids: torch.Tensor, wanted: torch.Tensor) -> None:
-    """ids int64 [1, 310] and their logits [1, 310, vocab]: rows of several lengths in one batch, prefilled and decoded, equal each alone."""
+    """ids int64 [1, 310] and their logits [1, 310, vocab]: rows of several lengths in one batch, prefilled and decoded,
+    equal each alone."""
     cache = ours.new_cache(len(LENGTHS), ids.shape[1])
     rows = torch.full((len(LENGTHS), max(LENGTHS)), -5)  # pads outside the vocabulary: they must not be looked at
     for b, n in enumerate(LENGTHS):
@@ -31,10 +32,15 @@ def assert_ragged_batches(ours, ids: torch.Tensor, wanted: torch.Tensor) -> None
 
 
 def assert_quiet(graph, cache, ids: torch.Tensor) -> None:
-    """50 replays of a captured step of two rows allocate nothing and never wait; nothing is compiled for them, nor for positions far apart."""
+    """50 replays of a captured step of two rows allocate nothing and never wait; nothing is compiled for them, nor for
+    positions far apart."""
     from triton import knobs
+
     compiled = []
-    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kw: compiled.append(kw.get("key"))
+    before, knobs.runtime.jit_post_compile_hook = (
+        knobs.runtime.jit_post_compile_hook,
+        lambda **kw: compiled.append(kw.get("key")),
+    )
     try:
         graph.step(ids)
         torch.cuda.synchronize()
@@ -54,7 +60,8 @@ def assert_quiet(graph, cache, ids: torch.Tensor) -> None:
 
 
 def assert_repeats(graph, cache, ids: torch.Tensor) -> None:
-    """Replays of a captured step from the same caches give the same bits, those of the eager captured step. Leaves the graph eager."""
+    """Replays of a captured step from the same caches give the same bits, those of the eager captured step. Leaves the
+    graph eager."""
     first = graph.step(ids).clone()
     for _ in range(20):
         cache.rewind(1)

@@ -1,4 +1,5 @@
-"""`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading pays."""
+"""`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading
+pays."""
 
 import json
 import sys
@@ -22,32 +23,55 @@ class Model(str, Enum):
 
 
 Out = Annotated[Path, typer.Option(help="Directory for regime_DEVICE.md, .json, .svg and .predictions.json.")]
-Capacity = Annotated[str | None, typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.",
-                                              show_default=False)]
-Layers = Annotated[int | None, typer.Option(min=1, show_default=False, help="Layers whose caches share the capacity; default: 28, of CSA those "
-                                            "of V4-Flash.")]
-Weights = Annotated[str | None, typer.Option(show_default=False, help="Bytes of weights that a step reads; default: 14G, of CSA what a step of one "
-                                             "row reads of V4-Flash.")]
+Capacity = Annotated[
+    str | None,
+    typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.", show_default=False),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(
+        min=1, show_default=False, help="Layers whose caches share the capacity; default: 28, of CSA those of V4-Flash."
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        show_default=False,
+        help="Bytes of weights that a step reads; default: 14G, of CSA what a step of one row reads of V4-Flash.",
+    ),
+]
 
 
 @regime_app.command()
-def measure(out: Out = Path("audits"),
-            model: Annotated[Model, typer.Option(help="gqa: dense attention and what keeps blocks of it. csa: V4-Flash's indexer and "
-                                                      "selection beside dense latents.")] = Model.gqa,
-            contexts: Annotated[str, typer.Option(help="Measured contexts.")] = "8K,16K,32K,64K,128K,256K,512K,1M",
-            batches: Annotated[str, typer.Option(help="Measured batches.")] = "1,2,4,8",
-            policies: Annotated[str, typer.Option(help="Of sink+window, page-16 bound, block-128 bound, block-128 mean.")] =
-            "sink+window,block-128 bound,page-16 bound",
-            budget: Annotated[str, typer.Option(help="Tokens that a policy keeps.")] = "4K",
-            heads: Annotated[str, typer.Option(help="Query heads, KV heads, columns of a head.")] = "28,4,128",
-            device: Annotated[str, typer.Option(help="cuda, cuda:N; cpu measures the reference there, and says so.")] = "cuda",
-            rounds: Annotated[int, typer.Option(min=3, help="Times that each row runs; the median counts.")] = 30,
-            capacity: Capacity = None, layers: Layers = None, weights: Weights = None):
-    """Measure, fit, write predictions down, measure what was held out, and report. Exit code 1 when a goal or a crossover FAILED."""
+def measure(
+    out: Out = Path("audits"),
+    model: Annotated[
+        Model,
+        typer.Option(
+            help="gqa: dense attention and what keeps blocks of it. csa: V4-Flash's indexer and "
+            "selection beside dense latents."
+        ),
+    ] = Model.gqa,
+    contexts: Annotated[str, typer.Option(help="Measured contexts.")] = "8K,16K,32K,64K,128K,256K,512K,1M",
+    batches: Annotated[str, typer.Option(help="Measured batches.")] = "1,2,4,8",
+    policies: Annotated[
+        str, typer.Option(help="Of sink+window, page-16 bound, block-128 bound, block-128 mean.")
+    ] = "sink+window,block-128 bound,page-16 bound",
+    budget: Annotated[str, typer.Option(help="Tokens that a policy keeps.")] = "4K",
+    heads: Annotated[str, typer.Option(help="Query heads, KV heads, columns of a head.")] = "28,4,128",
+    device: Annotated[str, typer.Option(help="cuda, cuda:N; cpu measures the reference there, and says so.")] = "cuda",
+    rounds: Annotated[int, typer.Option(min=3, help="Times that each row runs; the median counts.")] = 30,
+    capacity: Capacity = None,
+    layers: Layers = None,
+    weights: Weights = None,
+):
+    """Measure, fit, write predictions down, measure what was held out, and report. Exit code 1 when a goal or a
+    crossover FAILED."""
     from dsv4.bill import session
     from dsv4.bill.measure import Timer
     from dsv4.bill.regime import Hardware
     from dsv4.load import resolve_device
+
     target, stem = resolve_device(device), _stem(model, _short(device))
     _can_draw(out)
     source, sizes, rows = _source(model, heads, policies, budget, target), _counts(contexts), _counts(batches)
@@ -56,12 +80,17 @@ def measure(out: Out = Path("audits"),
     hardware = Hardware(about["device"], _capacity(capacity, target), layers, size)
     say = lambda line: typer.echo(line, err=True)
     plan = session.Plan.of(rows, sizes)
-    report = session.run(source, Timer(target, rounds), plan, hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say)
+    report = session.run(
+        source, Timer(target, rounds), plan, hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say
+    )
     report["notes"] += note
     _write(report, out, stem)
     from dsv4.bill.report import verdict
+
     failed = [g["goal"] for g in report["quality"]["goals"] if g["verdict"] == "FAILED"]
-    failed += [f"crossover of {c['policy']} at batch {c['batch']}" for c in report["crossovers"] if verdict(c) == "FAILED"]
+    failed += [
+        f"crossover of {c['policy']} at batch {c['batch']}" for c in report["crossovers"] if verdict(c) == "FAILED"
+    ]
     for name in failed:
         typer.echo(f"FAILED: {name}")
     if failed:
@@ -69,22 +98,36 @@ def measure(out: Out = Path("audits"),
 
 
 @regime_app.command(name="map")
-def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)],
-             out: Annotated[Path, typer.Option(help="Directory for regime_NAME.md, .json and .svg; of CSA regime_csa_NAME.*.")] = Path(),
-             name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
-             bandwidth: Annotated[str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.",
-                                                           show_default=False)] = None,
-             capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
-             layers: Layers = None, weights: Weights = None,
-             force: Annotated[bool, typer.Option("--force", help="Replace files that are no map of the same source and hardware.")] = False):
-    """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says so."""
+def draw_map(
+    report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="Directory for regime_NAME.md, .json and .svg; of CSA regime_csa_NAME.*.")
+    ] = Path(),
+    name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes/s (4.8T is 4.8e12); default: the fitted one.", show_default=False)
+    ] = None,
+    capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
+    layers: Layers = None,
+    weights: Weights = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files that are no map of the same source and hardware.")
+    ] = False,
+):
+    """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says
+    so."""
     from dsv4.bill import regime, session
     from dsv4.speculation.documents import expect_header, read_document
+
     _can_draw(out)
-    found = read_document(report, lambda d: expect_header(d, "a report of dsv4 regime measure", session.FORMAT, session.VERSION))
+    found = read_document(
+        report, lambda d: expect_header(d, "a report of dsv4 regime measure", session.FORMAT, session.VERSION)
+    )
     try:
         layers, size, note = _model(_kind(found, report), layers, weights)
-        hardware = regime.Hardware(name, _count(capacity), layers, size, None if bandwidth is None else _bandwidth(bandwidth))
+        hardware = regime.Hardware(
+            name, _count(capacity), layers, size, None if bandwidth is None else _bandwidth(bandwidth)
+        )
         remapped = session.remap(found, hardware)
         remapped["notes"] += note
     except (KeyError, TypeError) as error:
@@ -98,12 +141,16 @@ def draw_map(report: Annotated[Path, typer.Argument(help="A regime_*.json that w
 def _source(model: Model, heads: str, policies: str, budget: str, device):
     if model is Model.csa:
         from dsv4.bill.csa import CSA
+
         return CSA(device, "triton" if device.type == "cuda" else "reference")
     from dsv4.bill.gqa import GQA, POLICIES, Geometry
+
     try:
         H, KV, D = (int(n) for n in heads.split(","))
     except ValueError:
-        raise InputError(f"--heads {heads!r}; expected three numbers: query heads, KV heads, columns (28,4,128)") from None
+        raise InputError(
+            f"--heads {heads!r}; expected three numbers: query heads, KV heads, columns (28,4,128)"
+        ) from None
     if min(H, KV, D) < 1 or H % KV:
         raise InputError(f"--heads {heads!r}; expected KV heads that divide the query heads")
     chosen = [p.strip() for p in policies.split(",") if p.strip()]
@@ -120,12 +167,20 @@ def _about(model: Model, heads: str, device) -> dict:
     """What a report is of, and where it comes from: device, versions, commit, date and command."""
     import torch
 
-    from probes import provenance
+    from dsv4.probes import provenance
+
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "host processor"
     found = provenance.versions()
-    return {"model": f"{model.value} {heads}", "device": where, "torch": torch.__version__, "triton": found["triton"],
-            "python": found["python"], **provenance.commit(), "date": provenance.date(time.time()),
-            "command": provenance.command_line(sys.argv)}
+    return {
+        "model": f"{model.value} {heads}",
+        "device": where,
+        "torch": torch.__version__,
+        "triton": found["triton"],
+        "python": found["python"],
+        **provenance.commit(),
+        "date": provenance.date(time.time()),
+        "command": provenance.command_line(sys.argv),
+    }
 
 
 def _short(device: str) -> str:
@@ -133,6 +188,7 @@ def _short(device: str) -> str:
     import re
 
     import torch
+
     name = "cpu" if not device.startswith("cuda") else torch.cuda.get_device_name(torch.device(device))
     found = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+|T4)\b", name)
     return found[0] if found else name
@@ -141,6 +197,7 @@ def _short(device: str) -> str:
 def _stem(model: Model, name: str) -> str:
     """What files are called: of CSA with its family, so that no report of one kind of model replaces the other's."""
     import re
+
     return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", name.lower())
 
 
@@ -155,8 +212,10 @@ def _check_replaceable(folder: Path, stem: str, report: dict) -> None:
     except (OSError, ValueError, KeyError, TypeError):  # no report, or none that this program wrote
         same = False
     if not same:
-        raise InputError(f"{there[0]} is there and is no map of this source and hardware; expected a free name: give another --out or --name, "
-                         "or --force to replace it")
+        raise InputError(
+            f"{there[0]} is there and is no map of this source and hardware; expected a free name: give another --out "
+            "or --name, or --force to replace it"
+        )
 
 
 def _drawn_of(report: dict) -> list:
@@ -175,6 +234,7 @@ def _kind(found: dict, file: Path) -> Model:
 def _model(model: Model, layers: int | None, weights: str | None) -> tuple[int, int, list[str]]:
     """Layers and bytes of weights, as given or as they are assumed, and what must be said of the latter."""
     from dsv4.bill.defaults import assumed
+
     found = assumed(model.value)
     note = [found.note] * bool(found.note and layers is None and weights is None)
     return layers or found.layers, found.weights if weights is None else _count(weights), note
@@ -186,6 +246,7 @@ def _counts(text: str) -> list[int]:
 
 def _count(text: str) -> int:
     from dsv4.memory import parse_count
+
     return parse_count(text)
 
 
@@ -202,6 +263,7 @@ def _bandwidth(text: str) -> float:
 
 def _capacity(text: str | None, device) -> int:
     from dsv4.memory import free_bytes
+
     return _count(text) if text is not None else free_bytes(device)
 
 
@@ -214,6 +276,7 @@ def _wide(measured: list[int], longest: int = 1 << 22) -> list[int]:
 def _can_draw(folder: Path) -> None:
     """Before anything runs: matplotlib is there, and the directory can be made."""
     from dsv4.speculation.documents import check_can_draw
+
     check_can_draw(folder, "the map is an SVG, and matplotlib is not installed; pip install 'dsv4[plots]'")
 
 
@@ -221,6 +284,7 @@ def _write(report: dict, folder: Path, stem: str) -> None:
     from dsv4.bill.plot import svg
     from dsv4.bill.report import markdown
     from dsv4.speculation.documents import write_whole
+
     texts = json.dumps(report, indent=1) + "\n", markdown(report, f"{stem}.svg"), svg(report)
     for suffix, text in zip(SUFFIXES, texts):
         write_whole(folder / f"{stem}{suffix}", text)

@@ -1,8 +1,10 @@
-"""Decode attention of a CSA layer beside dense attention to the uncompressed latent: the indexer is the price of finding.
+"""Decode attention of a CSA layer beside dense attention to the uncompressed latent: the indexer is the price of
+finding.
 
-Bytes a layer, S tokens of context and N = ⌊S / 4⌋ entries: dense B·(S·1024 + 131072); CSA as `dsv4.bill.latent` has it, with V4-Flash's
-sizes B·(K·1024 + 131072) with K = min(512, N) + min(128, S) rows, and, where N > 512 so that there is a choice, for the index
-B·(N·b + 16384), b = 68 (FP4), 132 (FP8) or 256 (bf16) bytes a key, and 8·N for scores written and read.
+Bytes a layer, S tokens of context and N = ⌊S / 4⌋ entries: dense B·(S·1024 + 131072); CSA as `dsv4.bill.latent` has it,
+with V4-Flash's sizes B·(K·1024 + 131072) with K = min(512, N) + min(128, S) rows, and, where N > 512 so that there is a
+choice, for the index B·(N·b + 16384), b = 68 (FP4), 132 (FP8) or 256 (bf16) bytes a key, and 8·N for scores written and
+read.
 """
 
 from collections.abc import Mapping
@@ -13,9 +15,9 @@ from dsv4.bill.latent import LatentGeometry
 from dsv4.bill.regime import Way
 from dsv4.bill.rows import Row, Run
 from dsv4.config import LayerKind
-from kernels.attention import hca_attention, sparse_attention
-from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
-from kernels.indexer import index_scores, topk_entries
+from dsv4.kernels.attention import hca_attention, sparse_attention
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
+from dsv4.kernels.indexer import index_scores, topk_entries
 
 HEADS, LATENT, INDEX_HEADS, INDEX_DIM, WINDOW, TOPK, RATIO = 64, 512, 64, 128, 128, 512, 4
 INDEX_KEYS = {"bf16": (None, 256), "fp8": (RowFormat.INDEX_FP8, 132), "fp4": (RowFormat.INDEX_FP4, 68)}
@@ -70,15 +72,18 @@ def _index_keys(batch: int, entries: int, index: str, device, normal):
     if form is None:
         return normal(batch, entries, INDEX_DIM)
     layout, pages, different = pack_layout(form, INDEX_DIM, 0), -(-entries // PAGE), 32
-    some = PackedRows(form, torch.zeros(different, layout.page, dtype=torch.uint8, device=device), INDEX_DIM, 0, different * PAGE)
+    some = PackedRows(
+        form, torch.zeros(different, layout.page, dtype=torch.uint8, device=device), INDEX_DIM, 0, different * PAGE
+    )
     payload, scales = encode_rows(normal(different * PAGE, INDEX_DIM).float(), form, 0)
     some.payload[:], some.scales[:] = payload.view(different, PAGE, -1), scales.view(different, PAGE, -1)
-    data = some.data.repeat(-(-batch * pages // different), 1)[:batch * pages]
+    data = some.data.repeat(-(-batch * pages // different), 1)[: batch * pages]
     return PackedRows(form, data.view(batch, pages, layout.page), INDEX_DIM, 0, entries)
 
 
 class CSA:
-    """Rows of V4-Flash's attention: dense over the uncompressed latent (as HCA's kernel reads it), and CSA with its indexer."""
+    """Rows of V4-Flash's attention: dense over the uncompressed latent (as HCA's kernel reads it), and CSA with its
+    indexer."""
 
     name = "CSA"
 
@@ -96,7 +101,9 @@ class CSA:
         return latent_bytes(batch, min(WINDOW, context)) + _entries(batch, context) * (1024 + INDEX_KEYS[self.index][1])
 
     def ways(self) -> tuple[Way, list[Way]]:
-        return Way("dense", dense_bytes, held=latent_bytes), [Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, searched, self._held)]
+        return Way("dense", dense_bytes, held=latent_bytes), [
+            Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, searched, self._held)
+        ]
 
     def _csa_bytes(self, batch: int, context: int) -> int:
         return csa_bytes(batch, context, INDEX_KEYS[self.index][1])
@@ -107,24 +114,58 @@ class CSA:
     def rows(self, batch: int, context: int) -> list[Row]:
         rows = [Row("dense", batch, context, dense_bytes(batch, context), True, make=self._dense)]
         if searched(batch, context):  # else CSA reads every entry, and does not search
-            rows.append(Row("csa", batch, context, self._csa_bytes(batch, context), False, FINDING, searched(batch, context), self._csa))
+            rows.append(
+                Row(
+                    "csa",
+                    batch,
+                    context,
+                    self._csa_bytes(batch, context),
+                    False,
+                    FINDING,
+                    searched(batch, context),
+                    self._csa,
+                )
+            )
         return rows
 
     def _dense(self, inputs: Inputs) -> Mapping[str, Run]:
         def run(i):
             latent = inputs.latents[i % inputs.distinct]
-            return hca_attention(inputs.queries[i], latent.flatten(0, 1), inputs.near, latent[:, WINDOW:], inputs.seen, inputs.sink,
-                                 LATENT ** -0.5, backend=self.backend)
+            return hca_attention(
+                inputs.queries[i],
+                latent.flatten(0, 1),
+                inputs.near,
+                latent[:, WINDOW:],
+                inputs.seen,
+                inputs.sink,
+                LATENT**-0.5,
+                backend=self.backend,
+            )
+
         return {self.backend: run}
 
     def _csa(self, inputs: Inputs) -> Mapping[str, Run]:
         def run(i):
             latent = inputs.latents[i % inputs.distinct]
-            scores = index_scores(inputs.index_queries[i], inputs.weights, inputs.keys[i % inputs.distinct], inputs.visible,
-                                  backend=self.backend)
+            scores = index_scores(
+                inputs.index_queries[i],
+                inputs.weights,
+                inputs.keys[i % inputs.distinct],
+                inputs.visible,
+                backend=self.backend,
+            )
             best = topk_entries(scores, TOPK, backend=self.backend)
             if inputs.batch > 1:  # entries of a row are numbered in the pool of all
                 best = torch.where(best < 0, best, best + inputs.offset)
-            return sparse_attention(inputs.queries[i].flatten(0, 1), latent.flatten(0, 1), inputs.near, inputs.pools[i % inputs.distinct],
-                                    best.flatten(0, 1), inputs.sink, LATENT ** -0.5, backend=self.backend)
+            return sparse_attention(
+                inputs.queries[i].flatten(0, 1),
+                latent.flatten(0, 1),
+                inputs.near,
+                inputs.pools[i % inputs.distinct],
+                best.flatten(0, 1),
+                inputs.sink,
+                LATENT**-0.5,
+                backend=self.backend,
+            )
+
         return {self.backend: run}

@@ -1,10 +1,11 @@
-"""What a map assumes of a model unless told: layers whose caches share the capacity, and bytes of weights that a step reads."""
+"""What a map assumes of a model unless told: layers whose caches share the capacity, and bytes of weights that a step
+reads."""
 
 from dataclasses import dataclass
 
 from dsv4.bill.step import weights_read
 from dsv4.config import LayerKind, ModelConfig
-from loaders.expected import official_tensors, preset
+from dsv4.loaders.expected import official_tensors, preset
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ def flash() -> Assumed:
     config = ModelConfig.from_official(preset("flash"))
     kinds = [config.kind(i) for i in range(config.num_hidden_layers)]
     weights = sum(weights_read(official_tensors(config), config).values())
-    return Assumed(kinds.count(LayerKind.CSA), weights,
-                   f"Layers are the CSA layers of V4-Flash ({kinds.count(LayerKind.CSA)} of {len(kinds)}); weights are what a step of one row "
-                   f"reads, {config.num_experts_per_tok} of {config.n_routed_experts} routed experts a layer. More rows read "
-                   "more and other layers take time too, so that whole-step factors are upper bounds; the capacity is taken to hold no "
-                   "other experts.")
+    return Assumed(
+        kinds.count(LayerKind.CSA),
+        weights,
+        f"Layers are the CSA layers of V4-Flash ({kinds.count(LayerKind.CSA)} of {len(kinds)}); weights are what a "
+        f"step of one row reads, {config.num_experts_per_tok} of {config.n_routed_experts} routed experts a layer. "
+        "More rows read more and other layers take time too, so that whole-step factors are upper bounds; the "
+        "capacity is taken to hold no other experts.",
+    )

@@ -1,8 +1,8 @@
 """The bill: β and c₀ from dense rows, c₁ from rows that search, nothing from rows that are held out.
 
-c₁ is a fixed price, one for each row of the batch, which has a list of its own to find, and one for each thing that is scored: to find
-among 65536 pages takes ten times as long as among 512. A bill with one constant a policy is fitted beside it, so that the report can
-say what that would have missed by.
+c₁ is a fixed price, one for each row of the batch, which has a list of its own to find, and one for each thing that is
+scored: to find among 65536 pages takes ten times as long as among 512. A bill with one constant a policy is fitted
+beside it, so that the report can say what that would have missed by.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from dsv4.errors import InputError
 
 @dataclass(frozen=True)
 class Price:
-    """Of finding: `fixed` s a layer, `row` s for every row of the batch, and `each` s for every block (or entry) that is scored, of all
-    rows and heads."""
+    """Of finding: `fixed` s a layer, `row` s for every row of the batch, and `each` s for every block (or entry) that
+    is scored, of all rows and heads."""
 
     fixed: float
     each: float = 0.0
@@ -39,8 +39,12 @@ class Bill:
     def seconds(self, nbytes: float, finding: str | None = None, searched: int = 0, batch: int = 1) -> float:
         """bytes / β + c₀ (+ c₁). Raises InputError where the price of this finding was never measured."""
         if finding is not None and finding not in self.finding:
-            raise InputError(f"the price of finding by {finding!r} was not fitted; fitted are {', '.join(self.finding) or 'none'}")
-        return nbytes / self.bandwidth + self.c0 + (0.0 if finding is None else self.finding[finding].of(searched, batch))
+            raise InputError(
+                f"the price of finding by {finding!r} was not fitted; fitted are {', '.join(self.finding) or 'none'}"
+            )
+        return (
+            nbytes / self.bandwidth + self.c0 + (0.0 if finding is None else self.finding[finding].of(searched, batch))
+        )
 
     def predict(self, row: Row | Measured) -> float:
         return self.seconds(row.bytes, row.finding, row.searched, row.batch)
@@ -48,37 +52,48 @@ class Bill:
     @classmethod
     def from_document(cls, document: Mapping) -> "Bill":
         """What `dataclasses.asdict` made of one."""
-        return cls(document["bandwidth"], document["c0"], {name: Price(**price) for name, price in document["finding"].items()})
+        return cls(
+            document["bandwidth"], document["c0"], {name: Price(**price) for name, price in document["finding"].items()}
+        )
 
 
 def fit(measured: Iterable[Measured], constant: bool = False) -> Bill:
-    """Least squares of relative errors, since times span three orders of magnitude. Rows that are held out are not looked at.
+    """Least squares of relative errors, since times span three orders of magnitude. Rows that are held out are not
+    looked at.
 
-    constant: one price a policy, whatever is searched. Raises InputError where the rows determine no bill: fewer than two dense rows of
-    different bytes, or time that falls with bytes.
+    constant: one price a policy, whatever is searched. Raises InputError where the rows determine no bill: fewer than
+    two dense rows of different bytes, or time that falls with bytes.
     """
     rows = [r for r in measured if not r.held_out]
     dense = [r for r in rows if r.dense]
     if len({r.bytes for r in dense}) < 2:
-        raise InputError(f"{len(dense)} dense rows to fit; expected at least two of different bytes: measure more contexts")
+        raise InputError(
+            f"{len(dense)} dense rows to fit; expected at least two of different bytes: measure more contexts"
+        )
     times = [r.seconds for r in dense]
     c0, x = least_squares([[1.0] * len(dense), [r.bytes for r in dense]], times, times)  # x = 1/β
     if x <= 0:
-        raise InputError(f"time falls by {-x * 1e9:.3g} ns a GB over {len(dense)} dense rows; expected it to grow with bytes: the rows are "
-                         "noise, measure longer contexts")
+        raise InputError(
+            f"time falls by {-x * 1e9:.3g} ns a GB over {len(dense)} dense rows; expected it to grow with bytes: the "
+            "rows are noise, measure longer contexts"
+        )
     bill, prices = Bill(1 / x, c0), {}
     for name in dict.fromkeys(r.finding for r in rows if r.finding is not None):
         found = [r for r in rows if r.finding == name]
         rest, whole = [r.seconds - bill.seconds(r.bytes) for r in found], [r.seconds for r in found]
-        columns = [[1.0] * len(found), [0.0 if constant else r.searched for r in found], [0.0 if constant else r.batch for r in found]]
+        columns = [
+            [1.0] * len(found),
+            [0.0 if constant else r.searched for r in found],
+            [0.0 if constant else r.batch for r in found],
+        ]
         prices[name] = Price(*never_negative(columns, rest, whole))
     return Bill(bill.bandwidth, bill.c0, prices)
 
 
 def least_squares(columns: Sequence[Sequence[float]], y: Sequence[float], whole: Sequence[float]) -> list[float]:
-    """x that minimises Σ ((Σ_k x_k · columns_k − y) / whole)²; 0 for a column after the first that does not vary, and, from the last, for
-    columns beyond as many as there are rows."""
-    kept = [k for k, column in enumerate(columns) if k == 0 or len(set(column)) > 1][:len(y)]
+    """x that minimises Σ ((Σ_k x_k · columns_k − y) / whole)²; 0 for a column after the first that does not vary, and,
+    from the last, for columns beyond as many as there are rows."""
+    kept = [k for k, column in enumerate(columns) if k == 0 or len(set(column)) > 1][: len(y)]
     weight, x = 1 / np.asarray(whole, float), [0.0] * len(columns)
     scale = [max(map(abs, columns[k])) for k in kept]
     table = np.array([columns[k] for k in kept], float).T / scale * weight[:, None]
@@ -118,5 +133,10 @@ class Quality:
     def of(cls, measured: Sequence[Measured], predicted: Sequence[float]) -> "Quality":
         errors = [abs(p / r.seconds - 1) for r, p in zip(measured, predicted)]
         at = max(range(len(errors)), key=errors.__getitem__)
-        return cls(len(errors), r_squared([r.seconds for r in measured], predicted), median(errors), errors[at],
-                   f"{measured[at].policy} B{measured[at].batch} {measured[at].context}")
+        return cls(
+            len(errors),
+            r_squared([r.seconds for r in measured], predicted),
+            median(errors),
+            errors[at],
+            f"{measured[at].policy} B{measured[at].batch} {measured[at].context}",
+        )

@@ -1,8 +1,8 @@
 """Decode attention of a GQA layer: what each policy reads, and how it is run.
 
-Bytes a layer, by part: keys and values of the tokens that are kept (B·n·KV·D numbers each, n as `read_tokens`), the summaries of the blocks
-that are scored (one vector a block and KV head for means, two for bounds), queries and outputs (2·B·H·D). What a step writes of its own
-token, lists of blocks and their scores are left out.
+Bytes a layer, by part: keys and values of the tokens that are kept (B·n·KV·D numbers each, n as `read_tokens`), the
+summaries of the blocks that are scored (one vector a block and KV head for means, two for bounds), queries and outputs
+(2·B·H·D). What a step writes of its own token, lists of blocks and their scores are left out.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,13 @@ from dsv4.bill.regime import Way
 from dsv4.bill.rows import Row, Run
 from dsv4.errors import InputError
 from dsv4.gqa.config import GQAConfig
+from dsv4.kernels.block_choice import Policy, block_bounds, block_means, choose_blocks, page_bounds, sink_window
+from dsv4.kernels.gather_attention import gather_attention
+from dsv4.kernels.grouped_attention import grouped_attention
 from dsv4.numerics import Numerics
-from kernels.block_choice import Policy, block_bounds, block_means, choose_blocks, page_bounds, sink_window
-from kernels.gather_attention import gather_attention
-from kernels.grouped_attention import grouped_attention
 
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}  # the others do not take grouped heads
+# the others do not take grouped heads
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,12 @@ class Geometry:
         return 2 * batch * self.query_heads * self.head_dim * self.itemsize
 
 
-POLICIES = {"sink+window": sink_window, "page-16 bound": page_bounds, "block-128 bound": block_bounds, "block-128 mean": block_means}
+POLICIES = {
+    "sink+window": sink_window,
+    "page-16 bound": page_bounds,
+    "block-128 bound": block_bounds,
+    "block-128 mean": block_means,
+}
 
 
 def finding(policy: Policy) -> str | None:
@@ -66,14 +72,20 @@ def blocks_of(policy: Policy, context: int) -> int:
 
 
 def read_tokens(policy: Policy, context: int) -> int:
-    """Tokens of the kept blocks that the last token of a text of `context` tokens sees: the block of its position ends with itself."""
+    """Tokens of the kept blocks that the last token of a text of `context` tokens sees: the block of its position ends
+    with itself."""
     kept = min(policy.kept, blocks_of(policy, context))
     return context if policy.dense else kept * policy.block - -context % policy.block
 
 
 def searched(g: Geometry, policy: Policy, batch: int, context: int) -> int:
-    """Blocks that a layer's step scores, of all rows and KV heads: the distant ones. Sinks and local blocks are kept unseen."""
-    return 0 if policy.selector is None else batch * g.kv_heads * max(0, blocks_of(policy, context) - policy.local - policy.sink)
+    """Blocks that a layer's step scores, of all rows and KV heads: the distant ones. Sinks and local blocks are kept
+    unseen."""
+    return (
+        0
+        if policy.selector is None
+        else batch * g.kv_heads * max(0, blocks_of(policy, context) - policy.local - policy.sink)
+    )
 
 
 def summary_bytes(g: Geometry, policy: Policy, blocks: int) -> int:
@@ -87,7 +99,8 @@ def dense_parts(g: Geometry, batch: int, tokens: int) -> dict[str, int]:
 
 
 def policy_parts(g: Geometry, policy: Policy, batch: int, context: int) -> dict[str, int]:
-    """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token among them, and writes."""
+    """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token among them, and
+    writes."""
     if policy.dense:
         return dense_parts(g, batch, context)
     found = summary_bytes(g, policy, searched(g, policy, batch, context))
@@ -106,7 +119,16 @@ def held_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
 class Inputs:
     """Queries of every layer; caches and summaries of the distinct ones, at which a layer looks by its number."""
 
-    def __init__(self, g: Geometry, batch: int, context: int, layers: int, distinct: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        g: Geometry,
+        batch: int,
+        context: int,
+        layers: int,
+        distinct: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         make = torch.Generator(device=device).manual_seed(batch * 1000 + context)
         normal = lambda *shape: torch.randn(*shape, generator=make, device=device, dtype=dtype)
         self.batch, self.context, self.geometry, self.distinct = batch, context, g, distinct
@@ -121,12 +143,14 @@ class Inputs:
         return self.queries[i], self.keys[i % self.distinct], self.values[i % self.distinct]
 
     def summaries(self, block: int, selector: str | None) -> list[tuple]:
-        """For each distinct cache (low, high, mean) of its blocks, [B, KV, S / block, D], None where the selector reads none. They are
-        part of a cache, so they are made beforehand, not in a step."""
+        """For each distinct cache (low, high, mean) of its blocks, [B, KV, S / block, D], None where the selector reads
+        none. They are part of a cache, so they are made beforehand, not in a step."""
         if (block, selector) not in self._summaries:
             blocks = [k.unflatten(2, (-1, block)) for k in self.keys]
             self._summaries[block, selector] = [
-                (b.amin(3), b.amax(3), None) if selector == "bound" else (None, None, b.mean(3) if selector else None) for b in blocks]
+                (b.amin(3), b.amax(3), None) if selector == "bound" else (None, None, b.mean(3) if selector else None)
+                for b in blocks
+            ]
         return self._summaries[block, selector]
 
 
@@ -141,7 +165,11 @@ class GQA:
         self.dtype = {2: torch.bfloat16, 4: torch.float32}[geometry.itemsize]
 
     def document(self) -> dict:
-        return {"kind": "gqa", "geometry": asdict(self.geometry), "policies": [asdict(p) for p in self.policies.values()]}
+        return {
+            "kind": "gqa",
+            "geometry": asdict(self.geometry),
+            "policies": [asdict(p) for p in self.policies.values()],
+        }
 
     def dense_bytes(self, batch: int, context: int) -> int:
         return sum(dense_parts(self.geometry, batch, context).values())
@@ -151,8 +179,17 @@ class GQA:
 
     def ways(self) -> tuple[Way, list[Way]]:
         """Dense attention and the policies, as the bill sees them."""
-        ways = [Way(p.name, partial(policy_bytes, self.geometry, p), finding(p), p.tokens, partial(searched, self.geometry, p),
-                    partial(held_bytes, self.geometry, p)) for p in self.policies.values()]
+        ways = [
+            Way(
+                p.name,
+                partial(policy_bytes, self.geometry, p),
+                finding(p),
+                p.tokens,
+                partial(searched, self.geometry, p),
+                partial(held_bytes, self.geometry, p),
+            )
+            for p in self.policies.values()
+        ]
         return Way("dense", self.dense_bytes, held=self.geometry.cache), ways
 
     def inputs(self, batch: int, context: int, layers: int, distinct: int) -> Inputs:
@@ -160,21 +197,37 @@ class GQA:
 
     def rows(self, batch: int, context: int) -> list[Row]:
         if context % 128:
-            raise InputError(f"a context of {context} tokens cannot be measured; expected a multiple of 128, as caches are")
+            raise InputError(
+                f"a context of {context} tokens cannot be measured; expected a multiple of 128, as caches are"
+            )
         g, shape = self.geometry, (batch, context)
         rows = [Row("dense", *shape, self.dense_bytes(*shape), True, make=self._dense)]
-        return rows + [Row(p.name, *shape, policy_bytes(g, p, *shape), False, finding(p), searched(g, p, *shape), partial(self._sparse, p))
-                       for p in self.policies.values() if p.tokens < context]
+        return rows + [
+            Row(
+                p.name,
+                *shape,
+                policy_bytes(g, p, *shape),
+                False,
+                finding(p),
+                searched(g, p, *shape),
+                partial(self._sparse, p),
+            )
+            for p in self.policies.values()
+            if p.tokens < context
+        ]
 
     def _dense(self, inputs: Inputs) -> dict[str, Run]:
         if self.device.type != "cuda":
             return {"SDPA": lambda i: attend(*inputs.layer(i))}
         return {f"SDPA {name}": partial(_with_backend, inputs, backend) for name, backend in BACKENDS.items()} | {
-            self.backend: partial(self._whole, inputs)}
+            self.backend: partial(self._whole, inputs)
+        }
 
     def _whole(self, inputs: Inputs, i: int):
         q, keys, values = inputs.layer(i)
-        return grouped_attention(q.transpose(1, 2), keys, values, inputs.start, None, self.geometry.head_dim ** -0.5, backend=self.backend)
+        return grouped_attention(
+            q.transpose(1, 2), keys, values, inputs.start, None, self.geometry.head_dim**-0.5, backend=self.backend
+        )
 
     def _sparse(self, policy: Policy, inputs: Inputs) -> dict[str, Run]:
         inputs.summaries(policy.block, policy.selector)
@@ -182,11 +235,15 @@ class GQA:
 
     def read_kept(self, policy: Policy, inputs: Inputs, i: int) -> torch.Tensor:
         """One layer's step [B, 1, H, D]: its blocks are chosen and read."""
-        (q, keys, values), summaries = inputs.layer(i), inputs.summaries(policy.block, policy.selector)[i % inputs.distinct]
+        (q, keys, values), summaries = (
+            inputs.layer(i),
+            inputs.summaries(policy.block, policy.selector)[i % inputs.distinct],
+        )
         q = q.transpose(1, 2)
         kept = choose_blocks(q, self.geometry.kv_heads, *summaries, inputs.start, policy, backend=self.backend)
-        return gather_attention(q, keys, values, kept, inputs.start, None, self.geometry.head_dim ** -0.5, policy.block,
-                                backend=self.backend)
+        return gather_attention(
+            q, keys, values, kept, inputs.start, None, self.geometry.head_dim**-0.5, policy.block, backend=self.backend
+        )
 
 
 def attend(q, keys, values):

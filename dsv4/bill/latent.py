@@ -1,24 +1,25 @@
 """Decode attention of DeepSeek-V4's layers: what a window, CSA and HCA read.
 
-Bytes a layer of B rows of S tokens, by part: window B·min(W, S)·b rows of b bytes; entries of complete windows, of CSA min(topk, ⌊S / 4⌋), of
-HCA ⌊S / 128⌋ of them; and where CSA has more than topk entries, so that there is a choice, their index keys, its index queries, and 8 B a key
-for scores written and read; queries and outputs. What a step writes of its own token, compressors' raw rows, head weights of the indexer,
-lists of entries and sinks are left out: none grows with the context.
+Bytes a layer of B rows of S tokens, by part: window B·min(W, S)·b rows of b bytes; entries of complete windows, of CSA
+min(topk, ⌊S / 4⌋), of HCA ⌊S / 128⌋ of them; and where CSA has more than topk entries, so that there is a choice, their
+index keys, its index queries, and 8 B a key for scores written and read; queries and outputs. What a step writes of its
+own token, compressors' raw rows, head weights of the indexer, lists of entries and sinks are left out: none grows with
+the context.
 """
 
 from dataclasses import dataclass
 
 from dsv4.config import LayerKind, ModelConfig
+from dsv4.kernels.cache_rows import RowFormat, pack_layout
 from dsv4.numerics import Numerics
-from kernels.cache_rows import RowFormat, pack_layout
 
 RATIOS = {LayerKind.CSA: 4, LayerKind.HCA: 128}
 
 
 @dataclass(frozen=True)
 class LatentGeometry:
-    """Sizes of one layer, V4-Flash's unless told. row, key: bytes of a window row or entry, and of an index key, as cached; itemsize: of a
-    number of queries and outputs."""
+    """Sizes of one layer, V4-Flash's unless told. row, key: bytes of a window row or entry, and of an index key, as
+    cached; itemsize: of a number of queries and outputs."""
 
     heads: int = 64
     latent: int = 512
@@ -36,8 +37,17 @@ class LatentGeometry:
         c, plain = config, numerics.cache.itemsize
         row = row_bytes(numerics.kv_rows, c.head_dim, c.qk_rope_head_dim, plain)
         key = row_bytes(numerics.index_rows, c.index_head_dim, 0, plain)
-        return cls(c.num_attention_heads, c.head_dim, row, c.index_n_heads, c.index_head_dim, key, c.sliding_window, c.index_topk,
-                   numerics.activation.itemsize)
+        return cls(
+            c.num_attention_heads,
+            c.head_dim,
+            row,
+            c.index_n_heads,
+            c.index_head_dim,
+            key,
+            c.sliding_window,
+            c.index_topk,
+            numerics.activation.itemsize,
+        )
 
     def entries(self, kind: LayerKind, context: int) -> int:
         """Entries of a row that its last token attends to."""
@@ -52,14 +62,21 @@ class LatentGeometry:
         return seen if kind is LayerKind.CSA and seen > self.topk else 0
 
     def parts(self, kind: LayerKind, batch: int, context: int) -> dict[str, int]:
-        """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token among them, and writes."""
-        parts = {"window": batch * min(self.window, context) * self.row, "queries and outputs": 2 * batch * self.heads * self.latent * self.itemsize}
+        """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token among them, and
+        writes."""
+        parts = {
+            "window": batch * min(self.window, context) * self.row,
+            "queries and outputs": 2 * batch * self.heads * self.latent * self.itemsize,
+        }
         if kind is not LayerKind.WINDOW:
             parts[f"{kind.value} entries"] = batch * self.entries(kind, context) * self.row
         keys = self.scored(kind, context)
         if keys:
-            parts |= {"index keys": batch * keys * self.key, "index scores": batch * keys * 8,
-                      "index queries": batch * self.index_heads * self.index_dim * self.itemsize}
+            parts |= {
+                "index keys": batch * keys * self.key,
+                "index scores": batch * keys * 8,
+                "index queries": batch * self.index_heads * self.index_dim * self.itemsize,
+            }
         return parts
 
 

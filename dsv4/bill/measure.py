@@ -1,4 +1,5 @@
-"""Times of rows: layers in turn, so that each finds the cache of the chip cold; policies of one shape against each other."""
+"""Times of rows: layers in turn, so that each finds the cache of the chip cold; policies of one shape against each
+other."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,14 @@ from dsv4.bill.rows import Measured, Row, Run, Source
 from dsv4.memory import format_bytes, free_bytes
 from dsv4.timing import FLUSH_BYTES, Clock, capture
 
-LAYERS = 8           # calls of one replay: what a launch in a chain costs, and not what a replay costs
-SHARE = 0.7          # of the free memory that inputs may take
+LAYERS = 8  # calls of one replay: what a launch in a chain costs, and not what a replay costs
+SHARE = 0.7  # of the free memory that inputs may take
 COLD_BYTES = 4 * FLUSH_BYTES  # caches of this size may be read again by another layer and are still cold
 
 
 def layers_that_fit(one: int, free: int) -> int:
-    """Different layers' inputs of `one` bytes that are made: as many as are needed to be cold, if they fit; 0: not even one does."""
+    """Different layers' inputs of `one` bytes that are made: as many as are needed to be cold, if they fit; 0: not even
+    one does."""
     wanted = min(LAYERS, max(1, -(-COLD_BYTES // max(1, one))))
     return min(wanted, int(free * SHARE) // max(1, one))
 
@@ -35,7 +37,11 @@ class Timer:
         need, free = source.cache_bytes(batch, context), free_bytes(self.device)
         distinct = layers_that_fit(need, free)
         if not distinct:
-            return [], f"B{batch} {context}: one layer's cache takes {format_bytes(need)}, {format_bytes(int(free * SHARE))} may be used"
+            return (
+                [],
+                f"B{batch} {context}: one layer's cache takes {format_bytes(need)}, "
+                f"{format_bytes(int(free * SHARE))} may be used",
+            )
         rows, inputs = source.rows(batch, context), source.inputs(batch, context, LAYERS, distinct)
         try:
             made = [(row, dict(row.make(inputs))) for row in rows]
@@ -51,16 +57,23 @@ class Timer:
         prepared = [self._prepare(run) for run in runs]
         live = [p for p in prepared if not isinstance(p, str)]
         if self.clock:
-            found = iter([t.cold_us * 1e-6 / LAYERS for t in self.clock.in_turn([[graph] for graph in live], self.rounds)] if live else [])
+            found = iter(
+                [t.cold_us * 1e-6 / LAYERS for t in self.clock.in_turn([[graph] for graph in live], self.rounds)]
+                if live
+                else []
+            )
         else:
             rounds = [[_seconds(run) for run in live] for _ in range(self.rounds)]
             found = iter([median(times) / LAYERS for times in zip(*rounds)])
         return [p if isinstance(p, str) else next(found) for p in prepared]
 
     def _prepare(self, run: Run):
-        """A graph of all layers (on a CPU: a function), or the error of an implementation that does not take the shape."""
+        """A graph of all layers (on a CPU: a function), or the error of an implementation that does not take the
+        shape."""
+
         def layers():
             return [run(layer) for layer in range(LAYERS)]
+
         try:
             if self.clock:
                 return capture(layers)
@@ -78,7 +91,9 @@ def _seconds(run) -> float:
     return time.perf_counter() - begun
 
 
-def _fastest(made: Sequence[tuple[Row, Mapping[str, Run]]], times: Sequence[float | str], held_out: bool) -> list[Measured]:
+def _fastest(
+    made: Sequence[tuple[Row, Mapping[str, Run]]], times: Sequence[float | str], held_out: bool
+) -> list[Measured]:
     found, times = [], iter(times)
     for row, runs in made:
         seen = {name: next(times) for name in runs}

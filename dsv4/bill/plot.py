@@ -6,9 +6,11 @@ from dsv4.bill.report import times, tokens
 
 
 def svg(report: dict) -> str:
-    """Map of context × batch above, measured over predicted times below. Raises ModuleNotFoundError without matplotlib."""
+    """Map of context × batch above, measured over predicted times below. Raises ModuleNotFoundError without
+    matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none", "text.parse_math": False}):
         figure = Figure(figsize=(9, 8.5 if report["rows"] else 5), layout="constrained")
         axes = figure.subplots(2, 1, height_ratios=(1.2, 1)) if report["rows"] else [figure.subplots()]
@@ -25,25 +27,47 @@ def svg(report: dict) -> str:
 def _draw_map(figure, axis, report: dict) -> None:
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
+
     cells, hardware = report["map"], report["hardware"]
     contexts, batches, policies = (list(dict.fromkeys(c[key] for c in cells)) for key in ("context", "batch", "best"))
     letters = {policy: chr(ord("a") + n) for n, policy in enumerate(p for p in policies if p != "dense")}
     at = {(c["batch"], c["context"]): c["attention_speedup"] for c in cells}
-    mesh = axis.pcolormesh([[at[b, s] for s in contexts] for b in batches], cmap="viridis", norm=LogNorm(1, max(2.0, *at.values())))
+    mesh = axis.pcolormesh(
+        [[at[b, s] for s in contexts] for b in batches], cmap="viridis", norm=LogNorm(1, max(2.0, *at.values()))
+    )
     figure.colorbar(mesh, ax=axis, format="%g").set_label("attention, times faster than dense", fontsize=7)
     for c in cells:
         x, y = contexts.index(c["context"]), batches.index(c["batch"])
         if not c["fits"]:
             axis.add_patch(Rectangle((x, y), 1, 1, facecolor="0.85", edgecolor="0.6", hatch="//", linewidth=0))
         alone = "" if c["fits_by_policy"]["dense"] else "†"
-        said = "" if not c["fits"] else "dense" if c["best"] == "dense" else f"{times(c['attention_speedup'])} {letters[c['best']]}{alone}"
-        axis.text(x + 0.5, y + 0.5, said, ha="center", va="center", fontsize=6, color="white" if c["attention_speedup"] < 4 else "black")
+        said = (
+            ""
+            if not c["fits"]
+            else "dense"
+            if c["best"] == "dense"
+            else f"{times(c['attention_speedup'])} {letters[c['best']]}{alone}"
+        )
+        axis.text(
+            x + 0.5,
+            y + 0.5,
+            said,
+            ha="center",
+            va="center",
+            fontsize=6,
+            color="white" if c["attention_speedup"] < 4 else "black",
+        )
     axis.set_xticks([i + 0.5 for i in range(len(contexts))], map(tokens, contexts))
     axis.set_yticks([i + 0.5 for i in range(len(batches))], map(str, batches))
     axis.set_xlabel("context, tokens", fontsize=7)
     axis.set_ylabel("batch", fontsize=7)
-    axis.set_title(f"{report['about']['model']} on {hardware['name']}, fastest policy: " + ", ".join(f"{n} {p}" for p, n in letters.items())
-                   + f"\nhatched: the caches of {hardware['layers']} layers do not fit; †: those of dense attention do not", fontsize=8)
+    axis.set_title(
+        f"{report['about']['model']} on {hardware['name']}, fastest policy: "
+        + ", ".join(f"{n} {p}" for p, n in letters.items())
+        + f"\nhatched: the caches of {hardware['layers']} layers do not fit; †: those of dense "
+        "attention do not",
+        fontsize=8,
+    )
 
 
 def _draw_rows(axis, report: dict) -> None:
@@ -51,8 +75,16 @@ def _draw_rows(axis, report: dict) -> None:
         for held_out in (False, True):
             rows = [r for r in report["rows"] if (r["policy"], r["held_out"]) == (policy, held_out)]
             told, seen = ([r[key] * 1e6 for r in rows] for key in ("predicted", "seconds"))
-            axis.plot(told, seen, "o" if held_out else ".", ms=5, mfc="none" if held_out else f"C{n}", color=f"C{n}", lw=0,
-                      label=policy + (", held out" if held_out else ""))
+            axis.plot(
+                told,
+                seen,
+                "o" if held_out else ".",
+                ms=5,
+                mfc="none" if held_out else f"C{n}",
+                color=f"C{n}",
+                lw=0,
+                label=policy + (", held out" if held_out else ""),
+            )
     ends = [f(r[key] * 1e6 for r in report["rows"] for key in ("predicted", "seconds")) for f in (min, max)]
     axis.plot(ends, ends, color="0.6", lw=0.8)
     axis.set(xscale="log", yscale="log")

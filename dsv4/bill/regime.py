@@ -13,8 +13,8 @@ Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's a
 
 @dataclass(frozen=True)
 class Way:
-    """A policy as the bill sees it. least: up to that context it keeps everything, and is dense attention. searched: how many things it
-    scores to find what it reads. held: bytes that its cache of one layer takes, of all rows."""
+    """A policy as the bill sees it. least: up to that context it keeps everything, and is dense attention. searched:
+    how many things it scores to find what it reads. held: bytes that its cache of one layer takes, of all rows."""
 
     policy: str
     bytes: Bytes
@@ -29,8 +29,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Hardware:
-    """bandwidth: bytes/s, None for the fitted one. capacity: bytes for weights and caches of `layers` layers. weights: bytes that each
-    step reads beside the caches."""
+    """bandwidth: bytes/s, None for the fitted one. capacity: bytes for weights and caches of `layers` layers. weights:
+    bytes that each step reads beside the caches."""
 
     name: str
     capacity: int
@@ -40,9 +40,11 @@ class Hardware:
 
 
 def crossover(bill: Bill, dense: Way, sparse: Way, batch: int, longest: int = LONGEST) -> int | None:
-    """The shortest context from which on the sparse way is not slower, from `least` up to `longest`; None: it never pays there.
+    """The shortest context from which on the sparse way is not slower, from `least` up to `longest`; None: it never
+    pays there.
 
-    Found by bisection: the difference of the two times must change its sign once, as it does where dense bytes grow faster.
+    Found by bisection: the difference of the two times must change its sign once, as it does where dense bytes grow
+    faster.
     """
     pays = lambda context: sparse.seconds(bill, batch, context) <= dense.seconds(bill, batch, context)
     if not pays(longest):
@@ -57,7 +59,8 @@ def crossover(bill: Bill, dense: Way, sparse: Way, batch: int, longest: int = LO
 
 
 def measured_crossover(rows: Iterable[Measured], policy: str, batch: int) -> tuple[int | None, int | None]:
-    """(longest measured context where dense was faster, shortest from which on the policy was); None where there was none."""
+    """(longest measured context where dense was faster, shortest from which on the policy was); None where there was
+    none."""
     times = {(r.policy if not r.dense else "dense", r.context): r.seconds for r in rows if r.batch == batch}
     contexts = sorted(c for p, c in times if p == policy and ("dense", c) in times)
     ahead = [times[policy, c] <= times["dense", c] for c in contexts]
@@ -65,13 +68,16 @@ def measured_crossover(rows: Iterable[Measured], policy: str, batch: int) -> tup
     return contexts[last] if last >= 0 else None, contexts[last + 1] if last + 1 < len(contexts) else None
 
 
-def regime_map(bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[int], batches: Iterable[int],
-               hardware: Hardware) -> list[dict]:
-    """A cell for each context and batch: seconds of one layer by policy, which ways fit (the weights and what that way's caches take), the
-    fastest that does, and how many times faster than dense attention, which may not fit, its attention and the whole step are.
+def regime_map(
+    bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[int], batches: Iterable[int], hardware: Hardware
+) -> list[dict]:
+    """A cell for each context and batch: seconds of one layer by policy, which ways fit (the weights and what that
+    way's caches take), the fastest that does, and how many times faster than dense attention, which may not fit, its
+    attention and the whole step are.
 
-    The fastest is looked for among dense attention and the ways that search, if there are any: what forgets without looking is always
-    cheapest, and no answer to the same question. Where none of them fits, `fits` is false, and the fastest is that of all.
+    The fastest is looked for among dense attention and the ways that search, if there are any: what forgets without
+    looking is always cheapest, and no answer to the same question. Where none of them fits, `fits` is false, and the
+    fastest is that of all.
     """
     if hardware.bandwidth is not None:
         bill = Bill(hardware.bandwidth, bill.c0, bill.finding)
@@ -79,11 +85,25 @@ def regime_map(bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[i
     for batch in batches:
         for context in contexts:
             seconds = {way.policy: way.seconds(bill, batch, context) for way in (dense, *ways)}
-            fits = {way.policy: hardware.weights + hardware.layers * way.held(batch, context) <= hardware.capacity for way in (dense, *ways)}
-            best = min((dense, *able), key=lambda way: (not fits[way.policy], seconds[way.policy], way is not dense)).policy
+            fits = {
+                way.policy: hardware.weights + hardware.layers * way.held(batch, context) <= hardware.capacity
+                for way in (dense, *ways)
+            }
+            best = min(
+                (dense, *able), key=lambda way: (not fits[way.policy], seconds[way.policy], way is not dense)
+            ).policy
             rest = hardware.weights / bill.bandwidth
             step = {policy: rest + hardware.layers * t for policy, t in seconds.items()}
-            cells.append({"batch": batch, "context": context, "seconds": seconds, "best": best,
-                          "attention_speedup": seconds[dense.policy] / seconds[best], "step_speedup": step[dense.policy] / step[best],
-                          "fits": fits[best], "fits_by_policy": fits})
+            cells.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "seconds": seconds,
+                    "best": best,
+                    "attention_speedup": seconds[dense.policy] / seconds[best],
+                    "step_speedup": step[dense.policy] / step[best],
+                    "fits": fits[best],
+                    "fits_by_policy": fits,
+                }
+            )
     return cells

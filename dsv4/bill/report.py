@@ -38,21 +38,37 @@ def markdown(report: dict, picture: str) -> str:
     if report["rows"]:
         lines += _rows(report["rows"])
     hardware = report["hardware"]
-    lines += ["", "## Map", "", f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
-              f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention (whole step); – "
-              "where the caches do not fit, † where only those of dense attention do not.", "", *_map(report["map"]), "", f"![map]({picture})"]
+    lines += [
+        "",
+        "## Map",
+        "",
+        f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
+        f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention "
+        "(whole step); – where the caches do not fit, † where only those of dense attention do not.",
+        "",
+        *_map(report["map"]),
+        "",
+        f"![map]({picture})",
+    ]
     return "\n".join([*lines, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"])]) + "\n"
 
 
 def _headline(report: dict) -> list[str]:
-    """The title, and where the figures come from. A map without rows is of hardware on which nothing was measured: its title says which."""
+    """The title, and where the figures come from. A map without rows is of hardware on which nothing was measured: its
+    title says which."""
     about, measured = report["about"], bool(report["rows"])
     where = "" if measured else f" on {report['hardware']['name']}"
     shown = [f"{k} {v}" for k, v in about.items() if k not in ("command", "dirty") and v is not None]
     said = ", ".join(shown + ["tracked files changed since"] * bool(about.get("dirty"))) + "."
     command = ["", f"    {about['command']}"] if about.get("command") else []
-    return [f"# Regime: when {about['model']} decode should read sparsely{where}", "",
-            said if measured else f"A map of {report['hardware']['name']}, where nothing was measured; the bill was measured as: {said}", *command]
+    return [
+        f"# Regime: when {about['model']} decode should read sparsely{where}",
+        "",
+        said
+        if measured
+        else f"A map of {report['hardware']['name']}, where nothing was measured; the bill was measured as: {said}",
+        *command,
+    ]
 
 
 def _formula(bill: dict) -> str:
@@ -60,8 +76,11 @@ def _formula(bill: dict) -> str:
     parts = ["a fixed price"] + ["one for each row of the batch"] * any(p.get("row") for p in bill["finding"].values())
     parts.append("one for each block that is scored (of all rows and KV heads)")
     said = ", ".join(parts[:-1]) + (", and " if len(parts) > 1 else "") + parts[-1]
-    return (f"One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first: {said}. β and c₀ are fitted on dense "
-            "rows only, each c₁ on its own rows, relative errors least squares; rows held out were predicted on disk before they ran.")
+    return (
+        f"One layer's attention takes bytes / β + c₀, and c₁ more where blocks must be found first: {said}. β and c₀ "
+        "are fitted on dense rows only, each c₁ on its own rows, relative errors least squares; rows held out were "
+        "predicted on disk before they ran."
+    )
 
 
 def _fitted(bill: dict) -> str:
@@ -75,28 +94,47 @@ def _crossovers(crossovers: Sequence[dict], measured: bool) -> list[str]:
     if not measured:
         lines = [f"{said}, as the bill predicts it.", "", "| policy | batch | predicted |", "|---|---:|---:|"]
     else:
-        lines = [f"{said}; met: within a factor of two of where it was measured.", "",
-                 "| policy | batch | predicted | measured between | |", "|---|---:|---:|---|---|"]
+        lines = [
+            f"{said}; met: within a factor of two of where it was measured.",
+            "",
+            "| policy | batch | predicted | measured between | |",
+            "|---|---:|---:|---|---|",
+        ]
     return ["## Crossovers", "", *lines, *(_crossover(c, measured) for c in crossovers)]
 
 
 def _quality(quality: dict) -> list[str]:
     lines = ["| goal | wanted | found | |", "|---|---|---:|---|"]
-    lines += [f"| {g['goal']} | {g['wanted']} | {'–' if g['found'] is None else format(g['found'], '.4f')} | {g['verdict']} |"
-              for g in quality["goals"]]
+    lines += [
+        f"| {g['goal']} | {g['wanted']} | {'–' if g['found'] is None else format(g['found'], '.4f')} | {g['verdict']} |"
+        for g in quality["goals"]
+    ]
     lines += ["", "| rows | count | R² | median error | worst error | which |", "|---|---:|---:|---:|---:|---|"]
-    lines += [f"| {name} | {q['rows']} | {q['r_squared']:.4f} | {q['median_error']:.1%} | {q['worst_error']:.1%} | {q['worst']} |"
-              for name in ("fitted", "held out", "all") if (q := quality[name])]
+    lines += [
+        f"| {name} | {q['rows']} | {q['r_squared']:.4f} | {q['median_error']:.1%} | {q['worst_error']:.1%} | "
+        f"{q['worst']} |"
+        for name in ("fitted", "held out", "all")
+        if (q := quality[name])
+    ]
     return lines
 
 
 def _rows(rows: Sequence[dict]) -> list[str]:
-    lines = ["", "## Rows", "", "µs of one layer, cold L2, median; the fastest implementation of each.", "",
-              "| policy | batch | context | read | measured | predicted | error | | by |", "|---|---:|---:|---:|---:|---:|---:|---|---|"]
+    lines = [
+        "",
+        "## Rows",
+        "",
+        "µs of one layer, cold L2, median; the fastest implementation of each.",
+        "",
+        "| policy | batch | context | read | measured | predicted | error | | by |",
+        "|---|---:|---:|---:|---:|---:|---:|---|---|",
+    ]
     kind = lambda r: "held out" if r["held_out"] else "fitted" if r["dense"] or r["finding"] else "predicted only"
-    lines += [f"| {r['policy']} | {r['batch']} | {tokens(r['context'])} | {format_bytes(r['bytes'])} | {micro(r['seconds'])} | "
-              f"{micro(r['predicted'])} | {r['error']:+.1%} | {kind(r)} | {r['by']} |"
-              for r in sorted(rows, key=lambda r: (r["batch"], r["context"], not r["dense"], r["policy"]))]
+    lines += [
+        f"| {r['policy']} | {r['batch']} | {tokens(r['context'])} | {format_bytes(r['bytes'])} | "
+        f"{micro(r['seconds'])} | {micro(r['predicted'])} | {r['error']:+.1%} | {kind(r)} | {r['by']} |"
+        for r in sorted(rows, key=lambda r: (r["batch"], r["context"], not r["dense"], r["policy"]))
+    ]
     return lines
 
 
@@ -105,8 +143,15 @@ def _crossover(c: dict, measured: bool) -> str:
     if not measured:
         return f"| {c['policy']} | {c['batch']} | {said} |"
     below, above = c.get("measured_between", (None, None))
-    seen = "not measured" if below is above is None else f"over {tokens(below)}, never ahead" if above is None else \
-        f"up to {tokens(above)}, always ahead" if below is None else f"{tokens(below)} … {tokens(above)}"
+    seen = (
+        "not measured"
+        if below is above is None
+        else f"over {tokens(below)}, never ahead"
+        if above is None
+        else f"up to {tokens(above)}, always ahead"
+        if below is None
+        else f"{tokens(below)} … {tokens(above)}"
+    )
     return f"| {c['policy']} | {c['batch']} | {said} | {seen} | {verdict(c)} |"
 
 
@@ -117,7 +162,9 @@ def verdict(c: dict) -> str:
         return "not measured"
     if c["predicted"] is None:
         return "met" if above is None else "FAILED"
-    return "met" if (below or 0) / 2 <= c["predicted"] <= (2 * above if above is not None else float("inf")) else "FAILED"
+    return (
+        "met" if (below or 0) / 2 <= c["predicted"] <= (2 * above if above is not None else float("inf")) else "FAILED"
+    )
 
 
 def _cell(c: dict) -> str:

@@ -11,9 +11,10 @@ Run = Callable[[int], object]  # one layer's attention, of the layer of that num
 class Row:
     """One layer's decode attention of `batch` rows of `context` tokens.
 
-    policy: name in tables. bytes: what one layer must read and write. dense: whether β and c₀ may be fitted on it. finding: name of the
-    price of finding what to read, None where nothing is searched; searched: how many things are, of all rows and heads. make(inputs): implementations by name, of which the fastest counts;
-    they take the number of a layer, and layers do not share what they read.
+    policy: name in tables. bytes: what one layer must read and write. dense: whether β and c₀ may be fitted on it.
+    finding: name of the price of finding what to read, None where nothing is searched; searched: how many things are,
+    of all rows and heads. make(inputs): implementations by name, of which the fastest counts; they take the number of a
+    layer, and layers do not share what they read.
     """
 
     policy: str
@@ -36,7 +37,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A row's time: seconds of one layer, by the implementation that was fastest. held_out: it may be predicted and never fitted."""
+    """A row's time: seconds of one layer, by the implementation that was fastest. held_out: it may be predicted and
+    never fitted."""
 
     policy: str
     batch: int
@@ -57,7 +59,19 @@ class Measured:
 
     @classmethod
     def of(cls, row: Row, held_out: bool, seconds: float, by: str = "", others=None) -> "Measured":
-        return cls(row.policy, row.batch, row.context, row.bytes, row.dense, row.finding, row.searched, held_out, seconds, by, others)
+        return cls(
+            row.policy,
+            row.batch,
+            row.context,
+            row.bytes,
+            row.dense,
+            row.finding,
+            row.searched,
+            held_out,
+            seconds,
+            by,
+            others,
+        )
 
 
 class Source(Protocol):

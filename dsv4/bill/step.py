@@ -1,4 +1,5 @@
-"""What a whole decode step of a checkpoint reads: its weights once, and of every layer what its attention reads, by part.
+"""What a whole decode step of a checkpoint reads: its weights once, and of every layer what its attention reads, by
+part.
 
     step time = bytes / β + layers · (c₀ + c₁)
 """
@@ -11,35 +12,47 @@ from dsv4.bill.gqa import Geometry, dense_parts, policy_parts
 from dsv4.bill.latent import LatentGeometry
 from dsv4.config import ModelConfig
 from dsv4.gqa.config import GQAConfig
+from dsv4.kernels.block_choice import Policy, dense
+from dsv4.loaders.write import tensor_bytes
 from dsv4.numerics import Numerics
-from kernels.block_choice import Policy, dense
-from loaders.write import tensor_bytes
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # official name → (dtype, shape)
 GROUPS = (  # first match names the part of the weights a tensor belongs to; None: no plain step reads it
-    (r"mtp\..*|.*\.input_scale", None), (r"(model\.embed_tokens|embed)\.weight", "embedding"), (r"(lm_)?head\..*", "output head"),
-    (r".*\.ffn\.experts\..*", "routed experts"), (r".*\.tid2eid", "hash tables"), (r".*", "layers and norms"),
+    (r"mtp\..*|.*\.input_scale", None),
+    (r"(model\.embed_tokens|embed)\.weight", "embedding"),
+    (r"(lm_)?head\..*", "output head"),
+    (r".*\.ffn\.experts\..*", "routed experts"),
+    (r".*\.tid2eid", "hash tables"),
+    (r".*", "layers and norms"),
 )
 
 FORMULAS = {  # of each part, in words; rows: of the batch
-    "layers and norms": "each tensor once", "output head": "once", "embedding": "a row a token",
-    "routed experts": "num_experts_per_tok of n_routed_experts a layer and row, at most all", "hash tables": "a row a token and layer",
-    "keys": "layers × rows × tokens read × KV heads × head_dim × bytes a number", "values": "as keys",
+    "layers and norms": "each tensor once",
+    "output head": "once",
+    "embedding": "a row a token",
+    "routed experts": "num_experts_per_tok of n_routed_experts a layer and row, at most all",
+    "hash tables": "a row a token and layer",
+    "keys": "layers × rows × tokens read × KV heads × head_dim × bytes a number",
+    "values": "as keys",
     "block summaries": "layers × scored blocks of all rows and KV heads × vectors × head_dim × bytes a number",
     "queries and outputs": "layers × 2 × rows × heads × width × bytes a number",
     "window": "layers × rows × min(window, context) × bytes a cached row",
     "csa entries": "CSA layers × rows × min(topk, ⌊context / 4⌋) × bytes a cached row",
     "hca entries": "HCA layers × rows × ⌊context / 128⌋ × bytes a cached row",
     "index keys": "CSA layers × rows × ⌊context / 4⌋ × bytes a key, where that is more than topk",
-    "index scores": "8 B an index key: written and read", "index queries": "CSA layers × rows × index heads × index_head_dim × bytes a number",
+    "index scores": "8 B an index key: written and read",
+    "index queries": "CSA layers × rows × index heads × index_head_dim × bytes a number",
 }
 
 
 def weights_read(tensors: Tensors, config: ModelConfig | GQAConfig, rows: int = 1) -> dict[str, int]:
-    """Part → bytes of weights that a step of one token each of `rows` rows reads, each once, of tensors as they are held.
+    """Part → bytes of weights that a step of one token each of `rows` rows reads, each once, of tensors as they are
+    held.
 
-    Of the embedding and of tables by token id a row each; of routed experts those of so many tokens, num_experts_per_tok a token and layer:
-    for one row exact, for more the most that routing may ask for. A head that is tied to the embedding is the embedding, read whole.
+    Of the embedding and of tables by token id a row each; of routed experts those of so many tokens,
+    num_experts_per_tok a token and layer:
+    for one row exact, for more the most that routing may ask for. A head that is tied to the embedding is the
+    embedding, read whole.
     """
     stored, found = Counter(), Counter()
     for name, (dtype, shape) in tensors.items():
@@ -56,21 +69,32 @@ def weights_read(tensors: Tensors, config: ModelConfig | GQAConfig, rows: int = 
     return dict(found)
 
 
-def attention_parts(config: ModelConfig | GQAConfig, numerics: Numerics, batch: int, context: int, policy: Policy = dense()) -> list[dict[str, int]]:
-    """Of each layer, part → bytes that its attention reads of a cache of `context` tokens a row, the step's own among them, and writes.
+def attention_parts(
+    config: ModelConfig | GQAConfig, numerics: Numerics, batch: int, context: int, policy: Policy = dense()
+) -> list[dict[str, int]]:
+    """Of each layer, part → bytes that its attention reads of a cache of `context` tokens a row, the step's own among
+    them, and writes.
 
     policy: of a GQA model; layers with a window read just that, whatever it says.
     """
     if isinstance(config, GQAConfig):
         g = Geometry.of(config, numerics)
-        return [policy_parts(g, policy, batch, context) if window is None else dense_parts(g, batch, min(window, context))
-                for window in config.windows]
+        return [
+            policy_parts(g, policy, batch, context) if window is None else dense_parts(g, batch, min(window, context))
+            for window in config.windows
+        ]
     g = LatentGeometry.of(config, numerics)
     return [g.parts(config.kind(i), batch, context) for i in range(config.num_hidden_layers)]
 
 
-def step_parts(config: ModelConfig | GQAConfig, numerics: Numerics, tensors: Tensors, batch: int, context: int,
-               policy: Policy = dense()) -> dict[str, int]:
+def step_parts(
+    config: ModelConfig | GQAConfig,
+    numerics: Numerics,
+    tensors: Tensors,
+    batch: int,
+    context: int,
+    policy: Policy = dense(),
+) -> dict[str, int]:
     """Part → bytes of a whole step: those of `weights_read`, and `attention_parts` of all layers."""
     found = Counter(weights_read(tensors, config, batch))
     for parts in attention_parts(config, numerics, batch, context, policy):

@@ -1,18 +1,20 @@
 """Requests that join and leave between steps, over one pool of pages.
 
-A step of the engine advances each running request by one piece: a chunk of its prompt that ends at a multiple of 128, or a pass: its
-last token, and drafts behind it where the engine speculates (`dsv4.engine.passes`). When pages are short, drafts shrink first, down to
-none; then prefixes that nobody runs go (`PrefixTree.make_free`), then requests: the lowest priority first, among those the lowest mean
-acceptance ε of drafts (what speculation gains least from), among those the least recently advanced, among those the last to come. An
-evicted request waits and resumes by running its tokens again, in the pieces and passes in which they first ran. A prompt is read
-densely, whatever a GQA model's decoding tokens read (`model.attention`). Pressure, which makes policies draft less, is of the pages
-that requests hold: where kept prefixes add up to it, they go.
+A step of the engine advances each running request by one piece: a chunk of its prompt that ends at a multiple of 128,
+or a pass: its last token, and drafts behind it where the engine speculates (`dsv4.engine.passes`). When pages are
+short, drafts shrink first, down to none; then prefixes that nobody runs go (`PrefixTree.make_free`), then requests: the
+lowest priority first, among those the lowest mean acceptance ε of drafts (what speculation gains least from), among
+those the least recently advanced, among those the last to come. An evicted request waits and resumes by running its
+tokens again, in the pieces and passes in which they first ran. A prompt is read densely, whatever a GQA model's
+decoding tokens read (`model.attention`). Pressure, which makes policies draft less, is of the pages that requests hold:
+where kept prefixes add up to it, they go.
 
-Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its pieces, and its
-output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows as one batch instead (a captured
-step, where steps are captured), and resumes in chunks where decoding reads all that a prompt does: faster, and equal up to rounding. Speculation adds one thing that
-neighbours decide: how many drafts a pass has when pages are short or under pressure. Given equal logits that changes no token, greedy
-or sampled (`accept_drawn`); that passes of several tokens round otherwise than single steps is said in dsv4/speculation/README.md.
+Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its
+pieces, and its output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows
+as one batch instead (a captured step, where steps are captured), and resumes in chunks where decoding reads all that a
+prompt does: faster, and equal up to rounding. Speculation adds one thing that neighbours decide: how many drafts a pass
+has when pages are short or under pressure. Given equal logits that changes no token, greedy or sampled
+(`accept_drawn`); that passes of several tokens round otherwise than single steps is said in dsv4/speculation/README.md.
 """
 
 import time
@@ -44,18 +46,30 @@ REWIND = LARGEST + 1  # tokens of the longest pass
 class BatchEngine:
     """Runs requests on `cache`, which it has for itself. on_result(result) as each ends; clock() in seconds.
 
-    drafter None: plain decoding. policy: how many tokens a request drafts unless it has its own. verify(model, cache): makes what runs
-    a pass. Raises InputError where the drafter cannot run on this model, or the cache cannot rewind the longest pass.
+    drafter None: plain decoding. policy: how many tokens a request drafts unless it has its own. verify(model, cache):
+    makes what runs a pass. Raises InputError where the drafter cannot run on this model, or the cache cannot rewind the
+    longest pass.
     """
 
-    def __init__(self, model: CausalLM, cache: PagedCache, stop_ids=(), together: bool = False,
-                 on_result: Callable[[Result], None] | None = None, clock: Callable[[], float] = time.perf_counter,
-                 drafter: Drafter | None = None, policy: Policy | None = None, verify=partial(default, pads=False)):
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: PagedCache,
+        stop_ids=(),
+        together: bool = False,
+        on_result: Callable[[Result], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        verify=partial(default, pads=False),
+    ):
         if drafter is not None:
             check_can_speculate(model, drafter)
             if cache.max_rewind < REWIND:
-                raise InputError(f"the cache was built with max_rewind {cache.max_rewind} and passes have up to {REWIND} tokens; build it "
-                                 f"with max_rewind >= {REWIND}")
+                raise InputError(
+                    f"the cache was built with max_rewind {cache.max_rewind} and passes have up to {REWIND} tokens; "
+                    f"build it with max_rewind >= {REWIND}"
+                )
         elif policy is not None:
             raise InputError(f"the policy {policy.name!r} was given and nothing drafts; give a drafter too")
         self.model, self.cache, self.prefixes = model, cache, PrefixTree(cache)
@@ -66,15 +80,26 @@ class BatchEngine:
         self.waiting: list[Work] = []
         self.running: list[Work] = []
         self.steps = self.arrivals = self.evictions = 0
-        self._tight = False  # after an eviction nobody joins until somebody leaves: else two requests could evict each other for ever
+        # after an eviction nobody joins until somebody leaves: else two requests could evict each other for ever
+        self._tight = False
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never run ends at once, with its error as its result."""
-        result = Result(request.id, len(request.prompt_ids), speculation=Speculation(self.drafter.name if self.drafter else "off"))
+        result = Result(
+            request.id, len(request.prompt_ids), speculation=Speculation(self.drafter.name if self.drafter else "off")
+        )
         self.arrivals += 1
         policy = request.policy or self.policy
-        work = Work(request, self.arrivals, self.clock(), list(request.prompt_ids), result, policy,
-                    torch.Generator().manual_seed(request.sampling.seed), state=policy.initial())
+        work = Work(
+            request,
+            self.arrivals,
+            self.clock(),
+            list(request.prompt_ids),
+            result,
+            policy,
+            torch.Generator().manual_seed(request.sampling.seed),
+            state=policy.initial(),
+        )
         try:
             self._check(request)
         except Dsv4Error as error:
@@ -99,8 +124,15 @@ class BatchEngine:
         self._join()
         self.steps += 1
         self.watch.look()
-        ready = [w for w in self.running if w.result.token_ids and self.cache.lengths[w.row] >= w.text
-                 and w.again == len(w.passes)] if self.together else []
+        ready = (
+            [
+                w
+                for w in self.running
+                if w.result.token_ids and self.cache.lengths[w.row] >= w.text and w.again == len(w.passes)
+            ]
+            if self.together
+            else []
+        )
         if ready:
             self._guard(ready, self._pass)
         for work in [w for w in self.running if w not in ready]:
@@ -116,12 +148,17 @@ class BatchEngine:
         if not request.prompt_ids:
             raise InputError("the prompt is empty")
         if request.policy is not None and self.drafter is None:
-            raise InputError(f"the request has the policy {request.policy.name!r} and nothing drafts; give the engine a drafter")
+            raise InputError(
+                f"the request has the policy {request.policy.name!r} and nothing drafts; give the engine a drafter"
+            )
         if total > (most := self.model.config.max_position_embeddings):
             raise beyond_checkpoint(len(request.prompt_ids), request.max_tokens, most, "max_tokens")
         if total > self.cache.max_context:
-            raise ContextOverrun(f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over the "
-                                 f"max_context of {self.cache.max_context}; shorten it, lower max_tokens, or raise --max-context (at most {most})")
+            raise ContextOverrun(
+                f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over "
+                f"the max_context of {self.cache.max_context}; shorten it, lower max_tokens, or raise --max-context "
+                f"(at most {most})"
+            )
         check_ids(request.prompt_ids, self.model.config.vocab_size)
 
     def _join(self) -> None:
@@ -161,7 +198,8 @@ class BatchEngine:
         self._tight = True
 
     def _relieve(self) -> None:
-        """Where kept prefixes are what puts a pool under pressure, drop some: drafts are worth more than what nobody runs."""
+        """Where kept prefixes are what puts a pool under pressure, drop some: drafts are worth more than what nobody
+        runs."""
         if self.drafter is None:
             return
         for name, pool in self.cache.pools.items():
@@ -232,8 +270,14 @@ class BatchEngine:
             work.used = self.steps
             drafts = taken.drafts[work.row]
             if work.row in taken.broken:
-                self._end(work, "error", NotFinite(f"the draft logits after {len(work.ids)} tokens are not finite; audit the checkpoint's "
-                                                   "MTP block, or decode with --speculate off"))
+                self._end(
+                    work,
+                    "error",
+                    NotFinite(
+                        f"the draft logits after {len(work.ids)} tokens are not finite; audit the checkpoint's "
+                        "MTP block, or decode with --speculate off"
+                    ),
+                )
                 continue
             tokens, error = self._accept(work, taken.logits[work.row], drafts)
             accepted = sum(token == draft for token, draft in zip(tokens, drafts))
@@ -248,14 +292,17 @@ class BatchEngine:
             self.passes.keep(taken, going)
 
     def _accept(self, work: Work, logits: Logits, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
-        """Tokens that come out of logits [W + 1] after what a request has and after each of its drafts, up to a stop id or to
-        logits that are not finite: then also the error."""
+        """Tokens that come out of logits [W + 1] after what a request has and after each of its drafts, up to a stop id
+        or to logits that are not finite: then also the error."""
         tokens, greedy = [], work.request.sampling.temperature == 0
 
         def draw(place: int) -> int:
             if not logits.finite[place]:
-                raise NotFinite(f"the logits after {len(work.ids) + place} tokens are not finite; audit the checkpoint and numerics")
+                raise NotFinite(
+                    f"the logits after {len(work.ids) + place} tokens are not finite; audit the checkpoint and numerics"
+                )
             return logits.best[place] if greedy else sample(logits.values[place], work.request.sampling, work.generator)
+
         try:
             for token in accept_drawn(drafts, draw):
                 tokens.append(token)
@@ -285,11 +332,18 @@ class BatchEngine:
     # ---- figures -------------------------------------------------------------------------
 
     def figures(self) -> dict:
-        """Steps, evictions, the share of whole prompt blocks that were grafted, what `Watch` saw while requests ran, and of each pool
-        its figures now, with its mean fragmentation then."""
+        """Steps, evictions, the share of whole prompt blocks that were grafted, what `Watch` saw while requests ran,
+        and of each pool its figures now, with its mean fragmentation then."""
         pools, mean = self.cache.figures(), self.watch.mean_fragmentation()
         for name, pool in pools.items():
             pool["mean_fragmentation"] = mean[name]
-        return {"steps": self.steps, "evictions": self.evictions, "prefix_hit_rate": self.prefixes.hit_rate,
-                "prefix_hit_tokens": self.prefixes.hit_tokens, "prefixes_kept": len(self.prefixes.kept),
-                "prefixes_dropped": self.prefixes.dropped, **self.watch.document(), "pools": pools}
+        return {
+            "steps": self.steps,
+            "evictions": self.evictions,
+            "prefix_hit_rate": self.prefixes.hit_rate,
+            "prefix_hit_tokens": self.prefixes.hit_tokens,
+            "prefixes_kept": len(self.prefixes.kept),
+            "prefixes_dropped": self.prefixes.dropped,
+            **self.watch.document(),
+            "pools": pools,
+        }

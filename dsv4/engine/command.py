@@ -20,11 +20,11 @@ from dsv4.graph import capacity
 from dsv4.memory import count_named
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
+from dsv4.probes import provenance  # as in the command line, whose part this is: below it nothing knows the probes
 from dsv4.run import Session, drafts_asked, make_drafter, speculation_notes, termination_notes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.policy import PRESSURE_PERCENT, Policy
 from dsv4.tokenizer import Tokenizer
-from probes import provenance  # as in the command line, whose part this is: below it nothing knows the probes
 
 STDIN = Path("-")
 PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
@@ -32,9 +32,10 @@ PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
 
 @dataclass(frozen=True)
 class Options:
-    """Of a batch run. max_context and pool_tokens as in `parse_count`; by default what the largest request needs, within the
-    checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'; draft_tokens and draft_costs as `policy_named` takes
-    them, None: the default; report: directory of the report, if one is wanted. Raises InputError for options that are none."""
+    """Of a batch run. max_context and pool_tokens as in `parse_count`; by default what the largest request needs,
+    within the checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'; draft_tokens and
+    draft_costs as `policy_named` takes them, None: the default; report: directory of the report, if one is wanted.
+    Raises InputError for options that are none."""
 
     rows: int = 8
     max_context: str | None = None
@@ -47,7 +48,10 @@ class Options:
 
     def __post_init__(self):
         if self.speculate == "off" and (self.draft_tokens is not None or self.draft_costs is not None):
-            raise InputError("--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or --speculate lookup")
+            raise InputError(
+                "--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or "
+                "--speculate lookup"
+            )
         self.context, self.tokens, self.policy  # each is read once: a file of costs may be a pipe
 
     @cached_property
@@ -63,7 +67,9 @@ class Options:
         """Rows that run alone share a pass with nobody. None where nothing drafts."""
         if self.speculate == "off":
             return None
-        return policy_named(drafts_asked(self.draft_tokens, self.speculate), self.draft_costs, self.rows if self.together else 1)
+        return policy_named(
+            drafts_asked(self.draft_tokens, self.speculate), self.draft_costs, self.rows if self.together else 1
+        )
 
     @property
     def engine(self) -> dict:
@@ -74,11 +80,11 @@ class Options:
 
 
 def run_batch(load: Callable[[], Session], file: Path, options: Options, write: Callable[[dict], None]) -> int:
-    """Run the requests of a file, or of standard input ("-"); `write` gets each result as a document as it ends, then {"figures": …}.
-    Returns how many failed.
+    """Run the requests of a file, or of standard input ("-"); `write` gets each result as a document as it ends, then
+    {"figures": …}. Returns how many failed.
 
-    Raises InputError for a file that cannot be read and a report that cannot be written, before `load` is called, and for a drafter that
-    the model cannot run.
+    Raises InputError for a file that cannot be read and a report that cannot be written, before `load` is called, and
+    for a drafter that the model cannot run.
     """
     lines, started = _read(file), time.time()
     if options.report is not None:
@@ -92,6 +98,7 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
         text = tokenizer.decode(result.token_ids[:-1] if stopped else result.token_ids) if tokenizer else None
         documents.append(request_document(result, text))
         write(documents[-1])
+
     found = list(read_requests(lines, encode, options.speculate))
     cache = _cache(session, [r for r in found if isinstance(r, Request)], options)
     engine = BatchEngine(session.model, cache, session.stop_ids, options.together, finish, **options.engine)
@@ -103,20 +110,29 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
     write({"figures": figures})
     if options.report is not None:
         name = "stdin" if file == STDIN else file.stem
-        write_report(options.report, name, document(_about(session, file, options, figures["notes"], started), figures, documents))
+        write_report(
+            options.report,
+            name,
+            document(_about(session, file, options, figures["notes"], started), figures, documents),
+        )
     return sum(d["error"] is not None for d in documents)
 
 
 def _read(file: Path) -> list[str]:
-    """Lines; "-" is standard input. Bytes that are no UTF-8 are kept for the line's own error; a byte order mark is not."""
+    """Lines; "-" is standard input. Bytes that are no UTF-8 are kept for the line's own error; a byte order mark is
+    not."""
     if file == STDIN and sys.stdin is None:
-        raise InputError("cannot read requests from standard input: it is closed; pipe requests into it, or name a file")
+        raise InputError(
+            "cannot read requests from standard input: it is closed; pipe requests into it, or name a file"
+        )
     try:
         held = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
         return held.decode("utf-8-sig", "surrogateescape").split("\n")
     except OSError as error:
-        raise InputError(f"cannot read requests from {'standard input' if file == STDIN else file}: {error.strerror or error}; name a "
-                         "file that can be read, or pipe them in") from None
+        raise InputError(
+            f"cannot read requests from {'standard input' if file == STDIN else file}: {error.strerror or error}; "
+            "name a file that can be read, or pipe them in"
+        ) from None
 
 
 def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[int]]]:
@@ -131,6 +147,7 @@ def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[i
         if isinstance(model, GQAModel):
             return templated_ids(tokenizer, text)
         return plain_ids(tokenizer, text, model.config.bos_token_id)
+
     return tokenizer, encode
 
 
@@ -144,10 +161,13 @@ def _cache(session: Session, asked: Sequence[Request], options: Options) -> Page
 
 
 def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:
-    """Pages of each pool. More than `tokens` need where that many alone would be pressure: every row full where no number of tokens was
-    asked for, else one page a row, which it holds with its first entry already; of windows always what rows hold."""
+    """Pages of each pool. More than `tokens` need where that many alone would be pressure: every row full where no
+    number of tokens was asked for, else one page a row, which it holds with its first entry already; of windows always
+    what rows hold."""
     groups, wanted = model.page_layout().groups, rows * context if tokens is None else tokens
-    pages, running = (pool_pages(groups, rows, wanted, rewind, BLOCK, prefixes, context) for prefixes in (PREFIXES * rows, 0))
+    pages, running = (
+        pool_pages(groups, rows, wanted, rewind, BLOCK, prefixes, context) for prefixes in (PREFIXES * rows, 0)
+    )
     for name, group in groups.items():
         held = running[name]
         if group.back is None:
@@ -157,18 +177,28 @@ def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind:
 
 
 def _about(session: Session, file: Path, options: Options, notes: list[str], started: float) -> dict:
-    """What a reader of the figures has to know of how they came about, and what obtains them again; paths without their directories.
+    """What a reader of the figures has to know of how they came about, and what obtains them again; paths without their
+    directories.
     started: time.time() then."""
     model, drafts = session.model, options.speculate != "off"
-    return {"requests": file.name, "checkpoint": session.checkpoint.resolve().name, "numerics": model.numerics.name,
-            "backend": model.backend, "device": provenance.device(model.device),
-            "rows": options.rows, "rows run": "together" if options.together else "alone",
-            "speculate": options.speculate, "draft tokens": drafts_asked(options.draft_tokens, options.speculate) if drafts else "none",
-            **({} if options.draft_costs is None else {"draft costs": options.draft_costs.name}),
-            **({} if model.attention is None else {"attention": _attention(model.attention)}), "notes": notes,
-            **provenance.commit(), "versions": provenance.versions(),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-            "command": shlex.join(provenance.without_paths(part) for part in provenance.called(sys.argv))}
+    return {
+        "requests": file.name,
+        "checkpoint": session.checkpoint.resolve().name,
+        "numerics": model.numerics.name,
+        "backend": model.backend,
+        "device": provenance.device(model.device),
+        "rows": options.rows,
+        "rows run": "together" if options.together else "alone",
+        "speculate": options.speculate,
+        "draft tokens": drafts_asked(options.draft_tokens, options.speculate) if drafts else "none",
+        **({} if options.draft_costs is None else {"draft costs": options.draft_costs.name}),
+        **({} if model.attention is None else {"attention": _attention(model.attention)}),
+        "notes": notes,
+        **provenance.commit(),
+        "versions": provenance.versions(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "command": shlex.join(provenance.without_paths(part) for part in provenance.called(sys.argv)),
+    }
 
 
 def _attention(reading: Attention) -> str:

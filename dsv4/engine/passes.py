@@ -1,9 +1,11 @@
 """How rows of the engine run: text in pieces, and passes that verify drafts.
 
-Text is what is known beforehand: a prompt, or what an evicted request had. The MTP block follows it one token behind, because its
-entry at a token is made of the token after it too: so its pieces are the same whether a row began cold or on a borrowed prefix.
+Text is what is known beforehand: a prompt, or what an evicted request had. The MTP block follows it one token behind,
+because its entry at a token is made of the token after it too: so its pieces are the same whether a row began cold or
+on a borrowed prefix.
 
-A pass runs a row's last token and the drafts behind it. The last token takes its pages as text does: others may have to give way for it.
+A pass runs a row's last token and the drafts behind it. The last token takes its pages as text does: others may have to
+give way for it.
 Drafts get pages that are free, and are as few as those allow: nobody gives way for a draft.
 """
 
@@ -24,9 +26,9 @@ from dsv4.speculation.policy import room
 
 @dataclass
 class Taken:
-    """A pass that was run. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n, d], None where nobody
-    wants them; ran: how many tokens of each row; drafts: of each row; steps: of the drafting model; pressed: whether sizes were chosen under pressure; broken: rows whose
-    draft logits were not finite."""
+    """A pass that was run. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n,
+    d], None where nobody wants them; ran: how many tokens of each row; drafts: of each row; steps: of the drafting
+    model; pressed: whether sizes were chosen under pressure; broken: rows whose draft logits were not finite."""
 
     logits: dict[int, "Logits"]
     streams: torch.Tensor | None
@@ -46,10 +48,13 @@ class Logits(NamedTuple):
 
 
 def read(values: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[list[Logits], list[list[int]]]:
-    """Of values [N, M, vocab] those of each row; beside int64 [N, …] as lists. Here the host waits for the device, once for all of them."""
+    """Of values [N, M, vocab] those of each row; beside int64 [N, …] as lists. Here the host waits for the device, once
+    for all of them."""
     M = values.shape[1]
     told = torch.cat((values.argmax(-1), values.isfinite().all(-1), *([] if beside is None else [beside])), 1).tolist()
-    return [Logits(own, row[:M], list(map(bool, row[M:2 * M]))) for own, row in zip(values, told)], [row[2 * M:] for row in told]
+    return [Logits(own, row[:M], list(map(bool, row[M : 2 * M]))) for own, row in zip(values, told)], [
+        row[2 * M :] for row in told
+    ]
 
 
 class Passes:
@@ -73,24 +78,31 @@ class Passes:
     # ---- text ----------------------------------------------------------------------------
 
     def read(self, work: Work, start: int, end: int, last: bool) -> Logits | None:
-        """Run tokens start … end − 1 of a row's text; logits [1] after the last of them if wanted. Raises OutOfPages before
-        anything is run."""
+        """Run tokens start … end − 1 of a row's text; logits [1] after the last of them if wanted. Raises OutOfPages
+        before anything is run."""
         b, row = work.row, slice(work.row, work.row + 1)
         begun = work.streams is not None
         self.cache.make_room(row, end - start)
         if self.wants_streams:
             self.cache.make_room(row, end - start - 1 + begun, mtp=True)
         ids, counts = self._alone(b, torch.tensor(work.ids[start:end]))
-        out = self.model.append(ids, self.cache, n_new=counts, logits="last" if last else "none", chunk=BLOCK,
-                                return_streams=self.wants_streams, prompt=True)
+        out = self.model.append(
+            ids,
+            self.cache,
+            n_new=counts,
+            logits="last" if last else "none",
+            chunk=BLOCK,
+            return_streams=self.wants_streams,
+            prompt=True,
+        )
         logits, streams = out if self.wants_streams else (out, None)
         if self.wants_streams:
             behind = torch.cat((work.streams, streams[b])) if begun else streams[b]
             work.streams = streams[b, -1:].clone()
             if len(behind) > 1:
-                following, counts = self._alone(b, torch.tensor(work.ids[end - len(behind) + 1:end]))
+                following, counts = self._alone(b, torch.tensor(work.ids[end - len(behind) + 1 : end]))
                 self.drafter.prefilled(self._alone(b, behind[:-1])[0], following, counts)
-        return read(logits[b:b + 1])[0][0] if last else None
+        return read(logits[b : b + 1])[0][0] if last else None
 
     def follow(self, work: Work, token: int) -> None:
         """`token` comes after the text, all of which was run."""
@@ -119,8 +131,15 @@ class Passes:
         rows = slice(works[0].row, works[0].row + 1) if len(works) == 1 else slice(0, self.cache.batch)
         logits, told = read(values[rows], torch.cat((finite.unsqueeze(1), ids[:, 1:]), 1)[rows])
         of = dict(zip(range(rows.start, rows.stop), zip(logits, told)))
-        return Taken({w.row: of[w.row][0] for w in works}, streams, counts, {w.row: of[w.row][1][1:counts[w.row]] for w in works},
-                     {w.row: drafts.steps[w.row] for w in works}, pressed, {w.row for w in works if not of[w.row][1][0]})
+        return Taken(
+            {w.row: of[w.row][0] for w in works},
+            streams,
+            counts,
+            {w.row: of[w.row][1][1 : counts[w.row]] for w in works},
+            {w.row: drafts.steps[w.row] for w in works},
+            pressed,
+            {w.row for w in works if not of[w.row][1][0]},
+        )
 
     def again(self, work: Work) -> None:
         """Run the next pass of a row that resumes as it first ran. Raises OutOfPages before anything is run."""
@@ -132,11 +151,12 @@ class Passes:
             self.drafter.settle(work.row)
         ids, counts = self._alone(work.row, torch.tensor([work.ids[start], *drafts]))
         _, streams = self.verify(ids, counts, self.wants_streams)
-        self._hold(streams, {work.row: work.ids[start + 1:start + 1 + kept]}, counts)
+        self._hold(streams, {work.row: work.ids[start + 1 : start + 1 + kept]}, counts)
         work.again += 1
 
     def keep(self, taken: Taken, came: list[tuple[Work, list[int]]]) -> None:
-        """These tokens came out of the pass, of rows that go on: they stay, but for the last of each row, which is not run yet."""
+        """These tokens came out of the pass, of rows that go on: they stay, but for the last of each row, which is not
+        run yet."""
         self._hold(taken.streams, {work.row: tokens for work, tokens in came}, taken.ran)
         for work, tokens in came:
             work.passes.append(Pass(taken.drafts[work.row], len(tokens)))
@@ -153,8 +173,8 @@ class Passes:
             self.drafter.commit(streams, ids, counts)
 
     def _sizes(self, works: list[Work], pressed: bool) -> list[int]:
-        """Drafts of each row: what policies want, within the context, the tokens still asked for, what can be rewound, and the pages
-        that are free. The pages are taken."""
+        """Drafts of each row: what policies want, within the context, the tokens still asked for, what can be rewound,
+        and the pages that are free. The pages are taken."""
         sizes = [0] * self.cache.batch
         if self.drafter is None:
             return sizes
@@ -169,7 +189,9 @@ class Passes:
         """Take pages for up to `size` drafts; for how many there were free ones."""
         b, row, due = work.row, slice(work.row, work.row + 1), self.drafter.due(work.row)
         block = self.drafter.needs_mtp
-        while size > 0 and not (self.cache.fits([b], 1 + size) and (not block or self.cache.fits([b], due + size - 1, mtp=True))):
+        while size > 0 and not (
+            self.cache.fits([b], 1 + size) and (not block or self.cache.fits([b], due + size - 1, mtp=True))
+        ):
             size -= 1
         if size <= 0:
             return 0
@@ -186,7 +208,8 @@ class Passes:
         finite = self._finite = torch.ones(self.cache.batch, dtype=torch.bool, device=self.model.device)
         if not any(sizes):
             return Drafts(torch.zeros(self.cache.batch, 0, dtype=torch.int64), sizes, None, sizes), finite
-        # a draft is drawn as the token in its place will be, so that equal logits give equal tokens; the request's own generator stays
+        # a draft is drawn as the token in its place will be, so that equal logits give equal tokens; the request's own
+        # generator stays
         self._drawing = {w.row: (w, _copy(w.generator)) for w in works}
         return self.drafter.draft(sizes), finite
 
@@ -201,7 +224,8 @@ class Passes:
         return tokens, None
 
     def _pending(self, works: list[Work], drafts: Drafts) -> tuple[torch.Tensor, list[int]]:
-        """What a pass runs: each row's last token and its drafts int64 [B, W + 1], on the device, and how many of them."""
+        """What a pass runs: each row's last token and its drafts int64 [B, W + 1], on the device, and how many of
+        them."""
         pending = torch.zeros(self.cache.batch, 1, dtype=torch.int64)
         counts = [0] * self.cache.batch
         for work in works:

@@ -9,20 +9,36 @@ DRAWN = 8  # requests whose sizes are drawn: those with the most passes
 
 
 def svg(name: str, report: dict) -> str:
-    """Block sizes over committed tokens, a strip a request, acceptance, latency percentiles, and over steps live pages and their fragmentation. What is
-    drawn has an id, by which it can be found: `sizes-0`, `live-csa-entries`. Raises ModuleNotFoundError without matplotlib."""
+    """Block sizes over committed tokens, a strip a request, acceptance, latency percentiles, and over steps live pages
+    and their fragmentation. What is drawn has an id, by which it can be found: `sizes-0`, `live-csa-entries`. Raises
+    ModuleNotFoundError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none", "text.parse_math": False}):
-        drawn = [r for r in sorted(report["requests"], key=lambda r: -len(r["block_size_history"]))[:DRAWN] if r["block_size_history"]]
+        drawn = [
+            r
+            for r in sorted(report["requests"], key=lambda r: -len(r["block_size_history"]))[:DRAWN]
+            if r["block_size_history"]
+        ]
         strips = [f"request-{n}" for n in range(max(1, len(drawn)))]
         heights = [0.75] * len(strips) + [2.2] * 3
         figure = Figure(figsize=(9, sum(heights) + 1.2), layout="constrained")
-        axes = figure.subplot_mosaic([*([strip] * 4 for strip in strips), ["acceptance"] * 2 + ["time_to_first_token", "inter_token"],
-                                      ["pages"] * 4, ["fragmentation"] * 4], height_ratios=heights)
+        axes = figure.subplot_mosaic(
+            [
+                *([strip] * 4 for strip in strips),
+                ["acceptance"] * 2 + ["time_to_first_token", "inter_token"],
+                ["pages"] * 4,
+                ["fragmentation"] * 4,
+            ],
+            height_ratios=heights,
+        )
         about = report["about"]
-        axes[strips[0]].set_title(f"{name}: {about['speculate']}, draft tokens {about['draft tokens']}; {about['checkpoint']}, "
-                                f"{about['numerics']}, {about['device']}", fontsize=8)
+        axes[strips[0]].set_title(
+            f"{name}: {about['speculate']}, draft tokens {about['draft tokens']}; {about['checkpoint']}, "
+            f"{about['numerics']}, {about['device']}",
+            fontsize=8,
+        )
         _draw_sizes([axes[strip] for strip in strips], drawn, len(report["requests"]) - len(drawn))
         _draw_acceptance(axes["acceptance"], drawn)
         for what, found in report["latency_seconds"].items():
@@ -34,7 +50,8 @@ def svg(name: str, report: dict) -> str:
             axis.set_gid(key)
         out = StringIO()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # an id may be in any script; only the width of its text is a guess then
+            # an id may be in any script; only the width of its text is a guess then
+            warnings.filterwarnings("ignore", "Glyph .* missing")
             figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
 
@@ -51,9 +68,11 @@ def _draw_sizes(strips, drawn: list[dict], omitted: int) -> None:
     """drawn: requests, as many as strips or none."""
     most = max((len(r["token_ids"]) for r in drawn), default=1)
     for n, axis in enumerate(strips):
-        for r in drawn[n:n + 1]:
+        for r in drawn[n : n + 1]:
             at, sizes, color = committed(r), r["block_size_history"], f"C{n}"
-            axis.step([*at, len(r["token_ids"])], [*sizes, sizes[-1]], where="post", lw=1, color=color, gid=f"sizes-{n}")
+            axis.step(
+                [*at, len(r["token_ids"])], [*sizes, sizes[-1]], where="post", lw=1, color=color, gid=f"sizes-{n}"
+            )
             pressed = [i for i, under in enumerate(r["pressed_history"]) if under]
             axis.plot([at[i] for i in pressed], [sizes[i] for i in pressed], "v", ms=3, color=color, gid=f"pressed-{n}")
             axis.set_ylabel(_label(r["id"]), fontsize=6, rotation=0, ha="right", va="center")
@@ -61,8 +80,11 @@ def _draw_sizes(strips, drawn: list[dict], omitted: int) -> None:
         axis.set(xlim=(0, most), ylim=(-0.3, LARGEST + 0.5), yticks=(0, 4, 8))
         axis.tick_params(labelbottom=axis is strips[-1])
     axis.plot([], [], "v", ms=3, color="0.4", label="chosen under pressure")
-    axis.set_xlabel("drafted tokens of a pass, over tokens committed"
-                    + (f" ({omitted} requests with fewer passes or none are not drawn)" if omitted else ""), fontsize=8)
+    axis.set_xlabel(
+        "drafted tokens of a pass, over tokens committed"
+        + (f" ({omitted} requests with fewer passes or none are not drawn)" if omitted else ""),
+        fontsize=8,
+    )
     axis.legend(fontsize=6, loc="upper right")
 
 
@@ -92,7 +114,9 @@ def _draw_live(axis, figures: dict) -> None:
     _draw_courses(axis, "live", figures["live_share"], figures["steps_a_point"], figures)
     axis.axhline(PRESSURE_PERCENT, color="#b3423c", lw=0.8, ls=":", label=f"pressure, over {PRESSURE_PERCENT} %")
     evicted = figures["eviction_steps"]
-    axis.plot(evicted, [101] * len(evicted), "x", ms=4, color="0.2", label="an eviction", gid="evictions", clip_on=False)
+    axis.plot(
+        evicted, [101] * len(evicted), "x", ms=4, color="0.2", label="an eviction", gid="evictions", clip_on=False
+    )
     axis.set_ylabel("live pages, % of the pool", fontsize=8)
     axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=8)
 
@@ -107,11 +131,17 @@ def _draw_fragmentation(axis, figures: dict) -> None:
 def _draw_courses(axis, what: str, courses: dict[str, list[float]], every: int, figures: dict) -> None:
     """Shares of each pool, one every `every` steps, as percentages over the steps of the run."""
     for pool, course in courses.items():
-        axis.plot([i * every for i in range(len(course))], [100 * share for share in course], lw=1, label=pool,
-                  gid=f"{what}-{pool.replace(' ', '-')}")
+        axis.plot(
+            [i * every for i in range(len(course))],
+            [100 * share for share in course],
+            lw=1,
+            label=pool,
+            gid=f"{what}-{pool.replace(' ', '-')}",
+        )
     axis.set(xlim=(0, max(figures["steps"], 1)), ylim=(0, 104))
 
 
 def _label(name: str) -> str:
-    """A name for the legend: in quotes, because it leaves out those that begin with an underscore; what cannot be drawn is a ?."""
+    """A name for the legend: in quotes, because it leaves out those that begin with an underscore; what cannot be drawn
+    is a ?."""
     return "“" + "".join(c if c.isprintable() else "?" for c in name[:24]) + "”"

@@ -13,17 +13,33 @@ from dsv4.generate import Sampling
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.result import Speculation
 
-WORDS = {str: "a string", list: "a list", int: "an integer", dict: "an object", bool: "true or false", float: "a number", type(None): "null"}
-KEYS = {"id": str, "prompt": str, "token_ids": list, "max_tokens": int, "priority": (int, float), "seed": int,
-        "temperature": (int, float), "top_p": (int, float)}
+WORDS = {
+    str: "a string",
+    list: "a list",
+    int: "an integer",
+    dict: "an object",
+    bool: "true or false",
+    float: "a number",
+    type(None): "null",
+}
+KEYS = {
+    "id": str,
+    "prompt": str,
+    "token_ids": list,
+    "max_tokens": int,
+    "priority": (int, float),
+    "seed": int,
+    "temperature": (int, float),
+    "top_p": (int, float),
+}
 DEFAULT = re.compile(r"line \d+")  # what a request without an id is called
 PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, and how it is to be continued. Larger priorities stay longer when memory is short. policy: how many tokens
-    it drafts, where not as the engine's other requests."""
+    """A prompt as token ids, and how it is to be continued. Larger priorities stay longer when memory is short. policy:
+    how many tokens it drafts, where not as the engine's other requests."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -35,12 +51,14 @@ class Request:
 
 @dataclass
 class Result:
-    """What became of a request. stop_reason: 'eos', 'max_tokens', 'cancelled' or 'error' (then `error` is the exception).
+    """What became of a request. stop_reason: 'eos', 'max_tokens', 'cancelled' or 'error' (then `error` is the
+    exception).
 
-    Times in seconds: first_token since the request was submitted, between_tokens one for each later token; tokens of one pass come at
-    once, 0 s apart. grafted: prompt tokens that were borrowed, before any eviction; evictions: how often it lost its pages;
-    speculation: of passes that gave tokens first, not of those that ran again; pressed_history: of each of them, whether its size was
-    chosen under pressure.
+    Times in seconds: first_token since the request was submitted, between_tokens one for each later token; tokens of
+    one pass come at once, 0 s apart. grafted: prompt tokens that were borrowed, before any eviction; evictions: how
+    often it lost its pages;
+    speculation: of passes that gave tokens first, not of those that ran again; pressed_history: of each of them,
+    whether its size was chosen under pressure.
     """
 
     id: str
@@ -59,14 +77,28 @@ class Result:
         """JSON values; `text` of the tokens, if there is a tokenizer."""
         error = None if self.error is None else {"type": type(self.error).__name__, "message": str(self.error)}
         spec = self.speculation
-        return {"id": self.id, "text": text, "token_ids": self.token_ids, "stop_reason": self.stop_reason, "error": error,
-                "prompt_tokens": self.prompt_tokens, "grafted_tokens": self.grafted, "evictions": self.evictions,
-                "speculation": spec.method, "drafted": spec.proposed, "accepted": spec.accepted, "acceptance": spec.acceptance,
-                "mean_block_size": spec.mean_block_size, "block_size_variance": spec.block_size_variance,
-                "block_size_history": spec.block_size_history, "accepted_history": spec.accepted_history,
-                "pressed_history": self.pressed_history,
-                "time_to_first_token_seconds": self.first_token,
-                "inter_token_percentiles_seconds": percentiles(self.between_tokens), "inter_token_seconds": self.between_tokens}
+        return {
+            "id": self.id,
+            "text": text,
+            "token_ids": self.token_ids,
+            "stop_reason": self.stop_reason,
+            "error": error,
+            "prompt_tokens": self.prompt_tokens,
+            "grafted_tokens": self.grafted,
+            "evictions": self.evictions,
+            "speculation": spec.method,
+            "drafted": spec.proposed,
+            "accepted": spec.accepted,
+            "acceptance": spec.acceptance,
+            "mean_block_size": spec.mean_block_size,
+            "block_size_variance": spec.block_size_variance,
+            "block_size_history": spec.block_size_history,
+            "accepted_history": spec.accepted_history,
+            "pressed_history": self.pressed_history,
+            "time_to_first_token_seconds": self.first_token,
+            "inter_token_percentiles_seconds": percentiles(self.between_tokens),
+            "inter_token_seconds": self.between_tokens,
+        }
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -74,11 +106,15 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} if len(values) else None
 
 
-def read_requests(lines: Iterable[str], encode: Callable[[str], list[int]], method: str = "off") -> Iterator[Request | Result]:
-    """One Request a line of JSON; a line that is none gives the Result that says why, and harms no other. Empty lines are skipped.
+def read_requests(
+    lines: Iterable[str], encode: Callable[[str], list[int]], method: str = "off"
+) -> Iterator[Request | Result]:
+    """One Request a line of JSON; a line that is none gives the Result that says why, and harms no other. Empty lines
+    are skipped.
 
-    A request without an id is called after its line, from 1; so is one whose id another has, or is the name of another line, which keeps
-    its answer to itself: ids of results are unique. method: what the run drafts with, for results that never ran. encode(text) → token ids.
+    A request without an id is called after its line, from 1; so is one whose id another has, or is the name of another
+    line, which keeps its answer to itself: ids of results are unique. method: what the run drafts with, for results
+    that never ran. encode(text) → token ids.
     """
     seen = set()
     for number, line in enumerate(lines, 1):
@@ -109,14 +145,22 @@ def _fields(line: str, name: str) -> dict:
     for key, value in fields.items():
         if key not in KEYS:
             raise InputError(f"{name} has {key!r}; expected only {', '.join(KEYS)}")
-        if not isinstance(value, KEYS[key]) or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-            raise InputError(f"{name} has {key} {brief(json.dumps(value), 60)}; expected {WORDS.get(KEYS[key], 'a number')}")
+        if (
+            not isinstance(value, KEYS[key])
+            or isinstance(value, bool)
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
+            raise InputError(
+                f"{name} has {key} {brief(json.dumps(value), 60)}; expected {WORDS.get(KEYS[key], 'a number')}"
+            )
     return fields
 
 
 def _request(name: str, fields: dict, encode) -> Request:
     if ("prompt" in fields) == ("token_ids" in fields):
-        raise InputError(f"{name} has {'both' if 'prompt' in fields else 'neither'} prompt and token_ids; expected one of them")
+        raise InputError(
+            f"{name} has {'both' if 'prompt' in fields else 'neither'} prompt and token_ids; expected one of them"
+        )
     ids = encode(fields["prompt"]) if "prompt" in fields else fields["token_ids"]
     if any(type(i) is not int for i in ids):
         raise InputError(f"{name} has token_ids that are no integers; expected a list of token ids")
@@ -126,4 +170,10 @@ def _request(name: str, fields: dict, encode) -> Request:
         sampling = Sampling(fields.get("temperature", 0.0), fields.get("top_p", 1.0), fields.get("seed", 0))
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    return Request(name, tuple(ids), fields.get("max_tokens", Request.max_tokens), fields.get("priority", Request.priority), sampling)
+    return Request(
+        name,
+        tuple(ids),
+        fields.get("max_tokens", Request.max_tokens),
+        fields.get("priority", Request.priority),
+        sampling,
+    )

@@ -12,15 +12,20 @@ class Watch:
 
     def __init__(self, cache: PagedCache):
         self.cache, self.steps, self.pressed, self.every = cache, 0, 0, 1
-        self.live: dict[str, list[int]] = {name: [] for name in cache.pools}  # the most live pages of each `every` steps
-        self.fragmentation: dict[str, list[float]] = {name: [] for name in cache.pools}  # after the first of each `looked_every` steps
+        # the most live pages of each `every` steps
+        self.live: dict[str, list[int]] = {name: [] for name in cache.pools}
+        # after the first of each `looked_every` steps
+        self.fragmentation: dict[str, list[float]] = {name: [] for name in cache.pools}
         self.looked_every, self.evictions = SAMPLED, []
         self._begun: dict[str, int] = {}
         self._seen = False
 
     def look(self) -> None:
         """A step begins."""
-        self._begun, self._seen = {name: pool.live for name, pool in self.cache.pools.items()}, self.cache.under_pressure
+        self._begun, self._seen = (
+            {name: pool.live for name, pool in self.cache.pools.items()},
+            self.cache.under_pressure,
+        )
 
     def saw(self, pressed: bool) -> None:
         """Sizes were chosen under pressure, or not."""
@@ -45,21 +50,31 @@ class Watch:
         self.steps += 1
         if self.steps == self.every * POINTS:
             self.every *= 2
-            self.live = {name: [max(course[i:i + 2]) for i in range(0, len(course), 2)] for name, course in self.live.items()}
+            self.live = {
+                name: [max(course[i : i + 2]) for i in range(0, len(course), 2)] for name, course in self.live.items()
+            }
         if self.steps == self.looked_every * POINTS:
             self.looked_every *= 2
-            self.fragmentation = {name: [sum(course[i:i + 2]) / 2 for i in range(0, len(course), 2)]
-                                  for name, course in self.fragmentation.items()}
+            self.fragmentation = {
+                name: [sum(course[i : i + 2]) / 2 for i in range(0, len(course), 2)]
+                for name, course in self.fragmentation.items()
+            }
 
     def mean_fragmentation(self) -> dict[str, float]:
         """Of each pool over the steps, 0 before the first."""
         return {name: sum(course) / len(course) if course else 0.0 for name, course in self.fragmentation.items()}
 
     def document(self) -> dict:
-        """JSON values. live_share: of each pool, the largest share of its pages that was live when one of `steps_a_point` steps
-        began or ended; fragmentation: of each pool, the share of rows of live pages that held nothing after one of `steps_a_look` steps,
-        or the mean of looks where the run was long; eviction_steps: the step of each eviction, from 0."""
+        """JSON values. live_share: of each pool, the largest share of its pages that was live when one of
+        `steps_a_point` steps began or ended; fragmentation: of each pool, the share of rows of live pages that held
+        nothing after one of `steps_a_look` steps, or the mean of looks where the run was long; eviction_steps: the step
+        of each eviction, from 0."""
         pools = self.cache.pools
-        return {"share_of_steps_under_pressure": self.pressed / self.steps if self.steps else 0.0, "steps_a_point": self.every,
-                "live_share": {name: [n / pools[name].pages for n in course] for name, course in self.live.items()},
-                "steps_a_look": self.looked_every, "fragmentation": self.fragmentation, "eviction_steps": self.evictions}
+        return {
+            "share_of_steps_under_pressure": self.pressed / self.steps if self.steps else 0.0,
+            "steps_a_point": self.every,
+            "live_share": {name: [n / pools[name].pages for n in course] for name, course in self.live.items()},
+            "steps_a_look": self.looked_every,
+            "fragmentation": self.fragmentation,
+            "eviction_steps": self.evictions,
+        }

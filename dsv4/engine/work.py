@@ -21,12 +21,12 @@ class Pass(NamedTuple):
 
 @dataclass(eq=False)
 class Work:
-    """ids: prompt and new tokens, all final; the last is not run yet. row: of the cache, None while it waits; used: engine step that
-    last advanced it; state: of its policy; epsilon: mean acceptance of its drafts.
+    """ids: prompt and new tokens, all final; the last is not run yet. row: of the cache, None while it waits; used:
+    engine step that last advanced it; state: of its policy; epsilon: mean acceptance of its drafts.
 
     text: how many of `ids` run as a prompt does, in pieces of up to 128, since it joined; passes: what ran behind them,
-    of which the first `again` have run again since it joined; streams [1, n, d]: the main model's at the last token of the text that was
-    run, where the drafter wants them.
+    of which the first `again` have run again since it joined; streams [1, n, d]: the main model's at the last token of
+    the text that was run, where the drafter wants them.
     """
 
     request: Request

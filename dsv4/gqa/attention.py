@@ -14,23 +14,35 @@ from dsv4.step import Step
 
 
 class SelfAttention(Module):
-    """softmax(q·kᵀ/√D)·v with H query heads over KV heads of keys and values, rotated by position, causal, perhaps in a window.
+    """softmax(q·kᵀ/√D)·v with H query heads over KV heads of keys and values, rotated by position, causal, perhaps in a
+    window.
 
-    reading: what decoding tokens and prompts read of the cache. A layer with a window reads just that, whatever `reading` says.
+    reading: what decoding tokens and prompts read of the cache. A layer with a window reads just that, whatever
+    `reading` says.
 
-    A rule that never stops loses no bit of attention without one that adds the same tiles in the same order, on a GPU dealt to as many
-    splits: of dense attention (there in tiles of 128), and of one list of blocks given to both. But a policy's blocks are listed by
-    importance under a rule, and ascending without one, so between those two logits may differ by rounding, on every backend.
+    A rule that never stops loses no bit of attention without one that adds the same tiles in the same order, on a GPU
+    dealt to as many splits: of dense attention (there in tiles of 128), and of one list of blocks given to both. But a
+    policy's blocks are listed by importance under a rule, and ascending without one, so between those two logits may
+    differ by rounding, on every backend.
     """
 
     def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
         super().__init__()
         c, self.op = config, op
-        self.H, self.KV, self.D, self.window, self.scale = c.num_attention_heads, c.num_key_value_heads, c.head_dim, window, c.softmax_scale
+        self.H, self.KV, self.D, self.window, self.scale = (
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            window,
+            c.softmax_scale,
+        )
         self.kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING
 
         def projection(name: str, rows: int, columns: int, biased: bool) -> Projection:
-            return Projection(rows, columns, store(f"{name}.weight"), store(f"{name}.bias").dtype if biased else None, numerics, op)
+            return Projection(
+                rows, columns, store(f"{name}.weight"), store(f"{name}.bias").dtype if biased else None, numerics, op
+            )
+
         self.q_proj = projection("q_proj", self.H * self.D, c.hidden_size, c.qkv_bias)
         self.k_proj = projection("k_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
         self.v_proj = projection("v_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
@@ -38,17 +50,29 @@ class SelfAttention(Module):
         self.reading = Attention()
         self.path: dict = {}
         self.tiles: torch.Tensor | None = None  # int32 [B, T, KV] that the last step read before it terminated
-        self.reach = 0                          # tokens that a query of that step could have read, by the memory that was there
+        # tokens that a query of that step could have read, by the memory that was there
+        self.reach = 0
 
     def forward(self, x: torch.Tensor, norm: RMSNorm, step: Step, cache: LayerRows) -> torch.Tensor:
-        """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows, and summaries of their blocks, to the cache."""
+        """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows, and summaries of their blocks, to
+        the cache."""
         (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
         self.path, self.tiles = self.path_at(step.end, step.prompt), None
         rows = cache.staged(step, self.reading.policy)
         if rows is not None:
             self.reach = self.reading.policy.tokens
-            o, self.tiles = rows.decode(self.op, q, k, v, biases, step.cis("main"), self._places(rows, step), self.scale,
-                                        self.reading.policy, self.reading.termination)
+            o, self.tiles = rows.decode(
+                self.op,
+                q,
+                k,
+                v,
+                biases,
+                step.cis("main"),
+                self._places(rows, step),
+                self.scale,
+                self.reading.policy,
+                self.reading.termination,
+            )
         else:
             o = self._whole((q, k, v), biases, step, cache)
         return self.o_proj(o.view(step.N, -1))
@@ -60,12 +84,16 @@ class SelfAttention(Module):
         cache.written(step, keys, values)
         summaries = cache.summaries(step)
         if summaries is not None:
-            self.op.summarise_blocks(keys, step.start, step.T, summaries.low, summaries.high, summaries.mean, summaries.block)
+            self.op.summarise_blocks(
+                keys, step.start, step.T, summaries.low, summaries.high, summaries.mean, summaries.block
+            )
             cache.summarised(step, summaries)
         if step.piece is None or self.window is not None:
             return self.attend(q, keys, values, summaries, step)
         before = cache.memory_of(step) if step.piece.start else None
-        o, memory = self.op.chunked_prefill(q, keys, values, step.piece.start, step.piece.lengths, self.reading.prefill, self.scale, before)
+        o, memory = self.op.chunked_prefill(
+            q, keys, values, step.piece.start, step.piece.lengths, self.reading.prefill, self.scale, before
+        )
         cache.remember(step, memory)
         return o
 
@@ -74,14 +102,17 @@ class SelfAttention(Module):
         return step.memo(("staged", rows.block, rows.slots), lambda: rows.places(step.start, step.T))
 
     def guess(self, x: torch.Tensor, norm: RMSNorm, step: Step, rows) -> None:
-        """Fetch what x [N, d], the stream before the layer in front of this one has multiplied, chooses here: most of what the right
-        stream will. rows: of `LayerRows.staged`. The key and value that come with the query go where the token's own will stand."""
+        """Fetch what x [N, d], the stream before the layer in front of this one has multiplied, chooses here: most of
+        what the right stream will. rows: of `LayerRows.staged`. The key and value that come with the query go where the
+        token's own will stand."""
         (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
-        (start, here), = self._places(rows, step)
+        ((start, here),) = self._places(rows, step)
         q = self.op.rotary_rows(q, k, v, biases, step.cis("main"), rows.keys, rows.values, here)
         rows.prefetch(self.op, q, start, policy=self.reading.policy)
 
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, summaries: Summaries | None, step: Step) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, summaries: Summaries | None, step: Step
+    ) -> torch.Tensor:
         """q [B, T, H, D], rotated; keys, values [B, KV, S, D], which hold the step's own → [B, T, H, D]."""
         policy, rule = self.reading.policy, self.reading.termination
         if step.prompt or self.window is not None or policy.dense and rule is None:
@@ -93,15 +124,20 @@ class SelfAttention(Module):
         if policy.selector is None:
             summaries = Summaries()
         elif summaries is None or not summaries.serve(policy):
-            raise MissingSummaries(f"policy {policy.name} searches by {policy.selector} of blocks of {policy.block} tokens, and this cache "
-                                   "keeps none such: make it after model.attention is set, or call cache.adopt(model.attention)")
-        blocks = self.op.choose_blocks(q, self.KV, summaries.low, summaries.high, summaries.mean, step.start, policy, rule is not None)
+            raise MissingSummaries(
+                f"policy {policy.name} searches by {policy.selector} of blocks of {policy.block} tokens, and this "
+                "cache keeps none such: make it after model.attention is set, or call cache.adopt(model.attention)"
+            )
+        blocks = self.op.choose_blocks(
+            q, self.KV, summaries.low, summaries.high, summaries.mean, step.start, policy, rule is not None
+        )
         found = self.op.gather_attention(q, keys, values, blocks, step.start, None, self.scale, policy.block, rule)
         o, self.tiles = (found, None) if rule is None else found
         return o
 
     def path_at(self, end: int, prompt: bool = False) -> dict:
-        """What the last token of a row that then holds `end` tokens reads: `tokens`, and of what else there is a choice."""
+        """What the last token of a row that then holds `end` tokens reads: `tokens`, and of what else there is a
+        choice."""
         if self.window is not None:
             return {"tokens": min(self.window, end)}
         policy, chunking = self.reading.policy, self.reading.prefill
@@ -119,5 +155,8 @@ class SelfAttention(Module):
         if "chunk" in path:
             return f"{path['chunk']} tokens of its chunk and {path['tokens'] - path['chunk']} of the memory"
         if "blocks" in path:
-            return f"{path['blocks']} of {path['of_blocks']} blocks, {path['tokens']} tokens, by {self.reading.policy.name}"
+            return (
+                f"{path['blocks']} of {path['of_blocks']} blocks, {path['tokens']} tokens, by "
+                f"{self.reading.policy.name}"
+            )
         return f"{'the last' if self.window else 'all'} {path['tokens']} tokens"

@@ -1,9 +1,10 @@
 """Keys and values of a GQA model: position-addressed, allocated once.
 
-The row of a slot is a function of the tokens up to that position, and the only state beside the buffers is each row's length. Slots are
-as many as tokens, so any rewind is setting the length back. Summaries of blocks are made from the keys of the cache, again for each
-block that a step writes to; what they hold beyond a row's length is never looked at before that. What chunked prefill remembers is
-a function of the tokens so far too, but of those of a whole chunk: a row that is rewound forgets it.
+The row of a slot is a function of the tokens up to that position, and the only state beside the buffers is each row's
+length. Slots are as many as tokens, so any rewind is setting the length back. Summaries of blocks are made from the
+keys of the cache, again for each block that a step writes to; what they hold beyond a row's length is never looked at
+before that. What chunked prefill remembers is a function of the tokens so far too, but of those of a whole chunk: a row
+that is rewound forgets it.
 """
 
 import enum
@@ -17,11 +18,11 @@ import torch
 from dsv4.cache import Lengths
 from dsv4.errors import CapacityError, InputError, RewindError
 from dsv4.gqa.config import GQAConfig
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.chunked_prefill import Chunking, Memory
 from dsv4.numerics import Numerics
 from dsv4.step import Step
 from dsv4.streams import Stream, zeros
-from kernels.block_choice import Policy
-from kernels.chunked_prefill import Chunking, Memory
 
 BLOCK = 128  # tokens of one contiguous tile of a head; slots are a multiple of it
 
@@ -29,7 +30,7 @@ BLOCK = 128  # tokens of one contiguous tile of a head; slots are a multiple of 
 class AttentionKind(enum.Enum):
     """What a layer attends to."""
 
-    FULL = "full"        # every token before
+    FULL = "full"  # every token before
     SLIDING = "sliding"  # the last `window` of them
 
 
@@ -63,35 +64,53 @@ def slots(max_context: int) -> int:
     return -(-max_context // BLOCK) * BLOCK
 
 
-def cache_streams(config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None) -> list[LayerStreams]:
-    """Streams of every layer: what `GroupedCache` allocates. Summaries in layers without a window, where `policy` searches."""
+def cache_streams(
+    config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None
+) -> list[LayerStreams]:
+    """Streams of every layer: what `GroupedCache` allocates. Summaries in layers without a window, where `policy`
+    searches."""
     shape, dtype = (batch, config.num_key_value_heads, slots(max_context), config.head_dim), numerics.cache
-    formula = (f"{batch} rows × {config.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} × {config.head_dim} × "
-               f"{dtype.itemsize} B")
+    formula = (
+        f"{batch} rows × {config.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} × {config.head_dim} "
+        f"× {dtype.itemsize} B"
+    )
     streams = tuple(Stream(name, shape, dtype, formula) for name in ("keys", "values"))
     more = () if policy is None else summary_streams(config, batch, max_context, numerics, policy)
-    return [LayerStreams(f"layer {i}", AttentionKind.FULL, streams + more) if window is None else
-            LayerStreams(f"layer {i}", AttentionKind.SLIDING, streams) for i, window in enumerate(config.windows)]
+    return [
+        LayerStreams(f"layer {i}", AttentionKind.FULL, streams + more)
+        if window is None
+        else LayerStreams(f"layer {i}", AttentionKind.SLIDING, streams)
+        for i, window in enumerate(config.windows)
+    ]
 
 
-def summary_streams(config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy) -> tuple[Stream, ...]:
+def summary_streams(
+    config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy
+) -> tuple[Stream, ...]:
     """What the policy searches in one layer: a vector a block and KV head for means, two for bounds."""
     c, blocks, dtype = config, slots(max_context) // policy.block, numerics.cache
-    formula = (f"{batch} rows × {c.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} / {policy.block} blocks × {c.head_dim} × "
-               f"{dtype.itemsize} B")
-    return tuple(Stream(name, (batch, c.num_key_value_heads, blocks, c.head_dim), dtype, formula) for name in SEARCHED[policy.selector])
+    formula = (
+        f"{batch} rows × {c.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} / {policy.block} blocks "
+        f"× {c.head_dim} × {dtype.itemsize} B"
+    )
+    return tuple(
+        Stream(name, (batch, c.num_key_value_heads, blocks, c.head_dim), dtype, formula)
+        for name in SEARCHED[policy.selector]
+    )
 
 
 def token_bytes(config: GQAConfig, numerics: Numerics) -> tuple[int, str]:
     """Bytes of keys and values that one token of one row takes in all layers, and the formula."""
     c, size = config, numerics.cache.itemsize
-    return (2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size,
-            f"2 × {c.num_hidden_layers} layers × {c.num_key_value_heads} heads × {c.head_dim} × {size} B")
+    return (
+        2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size,
+        f"2 × {c.num_hidden_layers} layers × {c.num_key_value_heads} heads × {c.head_dim} × {size} B",
+    )
 
 
 class LayerRows:
-    """keys, values [batch, KV, S, D], contiguous: a block of BLOCK tokens of one head is one tile in memory. Summaries beside them, if
-    any, are of blocks of `block` tokens."""
+    """keys, values [batch, KV, S, D], contiguous: a block of BLOCK tokens of one head is one tile in memory. Summaries
+    beside them, if any, are of blocks of `block` tokens."""
 
     def __init__(self, plan: LayerStreams, device: torch.device, block: int = BLOCK):
         self.tensors = {stream.name: zeros(stream, device) for stream in plan.streams}
@@ -101,7 +120,8 @@ class LayerRows:
     last_memory: Memory | None = None  # all that its last call gave
 
     def staged(self, step: Step, policy: Policy):
-        """What a step reads by that finds its rows elsewhere (`dsv4.host_tier`), instead of `of`; None here, where they are at hand."""
+        """What a step reads by that finds its rows elsewhere (`dsv4.host_tier`), instead of `of`; None here, where they
+        are at hand."""
         return None
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,8 +167,16 @@ class LayerRows:
         ends = memory.positions[-1:], memory.scores[-1:], memory.updates
         if self.memory is None or self.memory.positions.shape[-1] != memory.positions.shape[-1]:
             positions, scores = (t.new_zeros(1, batch, *t.shape[2:]) for t in ends[:2])
-            self.memory = Memory(positions, scores, scores.new_zeros(batch, scores.shape[2], 0), ends[2].new_zeros(batch, scores.shape[2]))
-        for held, fresh in zip((self.memory.positions[:, step.rows], self.memory.scores[:, step.rows], self.memory.updates[step.rows]), ends):
+            self.memory = Memory(
+                positions,
+                scores,
+                scores.new_zeros(batch, scores.shape[2], 0),
+                ends[2].new_zeros(batch, scores.shape[2]),
+            )
+        for held, fresh in zip(
+            (self.memory.positions[:, step.rows], self.memory.scores[:, step.rows], self.memory.updates[step.rows]),
+            ends,
+        ):
             held.copy_(fresh)
 
 
@@ -158,20 +186,31 @@ class GroupedCache:
     policy: whose summaries are kept beside the keys (None: of none), written by the operation `summarise`.
     """
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, batch: int, max_context: int, devices: list[torch.device],
-                 policy: Policy | None = None, summarise: Callable | None = None):
+    def __init__(
+        self,
+        config: GQAConfig,
+        numerics: Numerics,
+        batch: int,
+        max_context: int,
+        devices: list[torch.device],
+        policy: Policy | None = None,
+        summarise: Callable | None = None,
+    ):
         if batch < 1 or max_context < 1:
             raise InputError(f"a cache needs batch >= 1 and max_context >= 1; got {batch}, {max_context}")
         if max_context > config.max_position_embeddings:
-            raise InputError(f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
-                             f"{config.max_position_embeddings}; ask for at most that")
+            raise InputError(
+                f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
+                f"{config.max_position_embeddings}; ask for at most that"
+            )
         self.config, self.numerics, self.summarise = config, numerics, summarise
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_context
         self.plan = self._planned(policy)
         with self._room():
             self.layers = self._made(devices, policy)
         self._main = Lengths(batch, max_context)
-        self.remembered: list[tuple[int, Chunking] | None] = [None] * batch  # where a row's memory of chunked prefill stands, and its cut
+        # where a row's memory of chunked prefill stands, and its cut
+        self.remembered: list[tuple[int, Chunking] | None] = [None] * batch
 
     def _planned(self, policy: Policy | None) -> list[LayerStreams]:
         return cache_streams(self.config, self.batch, self.max_context, self.numerics, policy)
@@ -180,8 +219,8 @@ class GroupedCache:
         return [LayerRows(p, d, policy.block if policy else BLOCK) for p, d in zip(self.plan, devices, strict=True)]
 
     def guess(self, layers, i: int, step: Step) -> Callable[[torch.Tensor], None] | None:
-        """What is to be done beside the rest of layer i, given the stream after its attention: fetching for the next layer, where its
-        rows are elsewhere. layers: the model's. None: nothing."""
+        """What is to be done beside the rest of layer i, given the stream after its attention: fetching for the next
+        layer, where its rows are elsewhere. layers: the model's. None: nothing."""
         return None
 
     @contextmanager
@@ -190,12 +229,14 @@ class GroupedCache:
             yield
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams if s.place != "pinned")
-            raise CapacityError(f"the cache needs {wanted} bytes for batch {self.batch} and max_context {self.max_context}, and they "
-                                f"could not be allocated ({str(error).splitlines()[0]}); lower one of them") from error
+            raise CapacityError(
+                f"the cache needs {wanted} bytes for batch {self.batch} and max_context {self.max_context}, and they "
+                f"could not be allocated ({str(error).splitlines()[0]}); lower one of them"
+            ) from error
 
     def adopt(self, policy: Policy) -> None:
-        """Keep what `policy` searches from now on, whatever was kept before: summaries are made from the keys that are here. Steps that
-        were captured before must be captured again. Copies no keys."""
+        """Keep what `policy` searches from now on, whatever was kept before: summaries are made from the keys that are
+        here. Steps that were captured before must be captured again. Copies no keys."""
         self.plan = self._planned(policy)
         with self._room():
             for layer, plan in zip(self.layers, self.plan):
@@ -220,7 +261,8 @@ class GroupedCache:
         return sum(t.untyped_storage().nbytes() for layer in self.layers for t in layer.tensors.values())
 
     def rewind(self, n: int | list[int]) -> None:
-        """Forget the last n tokens of every row (or n[b] of row b). Copies nothing. Raises RewindError, and then changes nothing."""
+        """Forget the last n tokens of every row (or n[b] of row b). Copies nothing. Raises RewindError, and then
+        changes nothing."""
         counts = [n] * self.batch if isinstance(n, int) else list(n)
         if len(counts) != self.batch:
             raise RewindError(f"rewind got {len(counts)} counts for a batch of {self.batch}")

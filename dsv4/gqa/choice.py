@@ -4,23 +4,26 @@ from dataclasses import asdict, dataclass
 
 from dsv4.errors import InputError
 from dsv4.gqa.cache import BLOCK
+from dsv4.kernels.block_choice import POLICIES, Policy, dense
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.grouped_attention import Termination
 from dsv4.memory import count_named, parse_count
 from dsv4.named_values import NUMBER, WHOLE, named_values
-from kernels.block_choice import POLICIES, Policy, dense
-from kernels.chunked_prefill import Chunking
-from kernels.grouped_attention import Termination
 
 NAMES = {name.replace("+", "-"): make for name, make in POLICIES.items()}  # of the command line
-NOT_GQA = ("another attention was asked for; a DeepSeek-V4 model has learnt what it reads (CSA, HCA): leave out --attention, --attention-tokens, "
-           "--terminate, --terminate-rule and --prefill-chunks")
+NOT_GQA = (
+    "another attention was asked for; a DeepSeek-V4 model has learnt what it reads (CSA, HCA): leave out "
+    "--attention, --attention-tokens, --terminate, --terminate-rule and --prefill-chunks"
+)
 RULE = {"tau": NUMBER, "phi": NUMBER, "patience": WHOLE}  # what the command line sets of a termination
 TOKENS = 4096  # that a policy keeps, unless another number is asked for
 
 
 @dataclass(frozen=True)
 class Attention:
-    """policy: the blocks that a decoding token reads. termination: when it stops reading them, most important first, or, without a
-    choice of blocks, newest first (None: never). prefill: prompts are attended to in chunks and a memory (None: densely and exactly).
+    """policy: the blocks that a decoding token reads. termination: when it stops reading them, most important first,
+    or, without a choice of blocks, newest first (None: never). prefill: prompts are attended to in chunks and a memory
+    (None: densely and exactly).
 
     Layers with a sliding window are as without all this: dense within their window, which is all that they ever read.
     Raises InputError for blocks that are not whole parts of a cache's tile.
@@ -32,8 +35,10 @@ class Attention:
 
     def __post_init__(self):
         if not self.policy.dense and BLOCK % self.policy.block:
-            raise InputError(f"policy {self.policy.name} has blocks of {self.policy.block} tokens; a GQA cache is made of tiles of {BLOCK}: "
-                             f"choose a divisor of {BLOCK}")
+            raise InputError(
+                f"policy {self.policy.name} has blocks of {self.policy.block} tokens; a GQA cache is made of tiles of "
+                f"{BLOCK}: choose a divisor of {BLOCK}"
+            )
 
     @property
     def plain(self) -> bool:
@@ -42,29 +47,52 @@ class Attention:
 
     def document(self) -> dict:
         """As JSON values."""
-        policy = {"name": "dense"} if self.policy.dense else asdict(self.policy) | {"kept_blocks": self.policy.kept, "kept_tokens": self.policy.tokens}
-        return {"policy": policy, "termination": None if self.termination is None else asdict(self.termination),
-                "prefill": None if self.prefill is None else asdict(self.prefill)}
+        policy = (
+            {"name": "dense"}
+            if self.policy.dense
+            else asdict(self.policy) | {"kept_blocks": self.policy.kept, "kept_tokens": self.policy.tokens}
+        )
+        return {
+            "policy": policy,
+            "termination": None if self.termination is None else asdict(self.termination),
+            "prefill": None if self.prefill is None else asdict(self.prefill),
+        }
 
 
-def attention_named(name: str | None, tokens: int | str | None = None, terminate: bool = False, prefill_chunks: str | None = None,
-                    rule: str | None = None) -> Attention | None:
+def attention_named(
+    name: str | None,
+    tokens: int | str | None = None,
+    terminate: bool = False,
+    prefill_chunks: str | None = None,
+    rule: str | None = None,
+) -> Attention | None:
     """What the options of the command line ask for; None where none was given.
 
-    name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K'; prefill_chunks: 'CHUNK,LOCAL,HEAVY'; rule: of
-    terminating, 'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError for what contradicts itself or is no such option,
-    UnsupportedInput for chunks that are no such cut and for values that no rule has.
+    name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K'; prefill_chunks:
+    'CHUNK,LOCAL,HEAVY'; rule: of terminating, 'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError for
+    what contradicts itself or is no such option, UnsupportedInput for chunks that are no such cut and for values that
+    no rule has.
     """
     if name is None and tokens is None and not terminate and prefill_chunks is None and rule is None:
         return None
     if name is not None and name not in NAMES:
         raise InputError(f"--attention {name!r} is unknown; expected {', '.join(NAMES)}")
     if name in (None, "dense") and tokens is not None:
-        raise InputError(f"--attention-tokens {tokens} was given, and dense attention reads every token; add --attention block-bound")
+        raise InputError(
+            f"--attention-tokens {tokens} was given, and dense attention reads every token; add --attention block-bound"
+        )
     if rule is not None and not terminate:
         raise InputError(f"--terminate-rule {rule} was given, and nothing ends before its last token; add --terminate")
-    policy = dense() if name in (None, "dense") else _kept(name, TOKENS if tokens is None else count_named("--attention-tokens", tokens))
-    stops = Termination(**named_values("--terminate-rule", rule or "", RULE, "tau=1e-5,phi=1e-3,patience=5")) if terminate else None
+    policy = (
+        dense()
+        if name in (None, "dense")
+        else _kept(name, TOKENS if tokens is None else count_named("--attention-tokens", tokens))
+    )
+    stops = (
+        Termination(**named_values("--terminate-rule", rule or "", RULE, "tau=1e-5,phi=1e-3,patience=5"))
+        if terminate
+        else None
+    )
     return Attention(policy, stops, None if prefill_chunks is None else _chunking(prefill_chunks))
 
 
@@ -73,8 +101,10 @@ def _kept(name: str, tokens: int) -> Policy:
     usual = NAMES[name]()
     least = usual.sink + (usual.local + 1 if usual.topk else 1)
     if tokens % usual.block or tokens < least * usual.block:
-        raise InputError(f"--attention-tokens is {tokens}; {name} keeps whole blocks of {usual.block} tokens, sink and local ones among them: "
-                         f"expected a multiple of {usual.block} from {least * usual.block}")
+        raise InputError(
+            f"--attention-tokens is {tokens}; {name} keeps whole blocks of {usual.block} tokens, sink and local ones "
+            f"among them: expected a multiple of {usual.block} from {least * usual.block}"
+        )
     return NAMES[name](tokens)
 
 

@@ -1,7 +1,8 @@
 """config.json of Qwen2, Llama and Mistral models, read strictly.
 
-Both spellings of transformers are read: the older (`rope_theta`, `rope_scaling`) and that of transformers 5 (`rope_parameters`). A key
-that would change the computation and is not understood here is refused; keys that change nothing are listed as never read.
+Both spellings of transformers are read: the older (`rope_theta`, `rope_scaling`) and that of transformers 5
+(`rope_parameters`). A key that would change the computation and is not understood here is refused; keys that change
+nothing are listed as never read.
 """
 
 from collections.abc import Mapping
@@ -10,22 +11,53 @@ from dataclasses import dataclass, field
 from dsv4.config import Reader, mapping, number
 from dsv4.errors import ConfigError
 from dsv4.gqa.rope import VARIANTS, Rope, mscale
-from loaders.config_files import DECODERS
+from dsv4.loaders.config_files import DECODERS
 
 DEFAULT_THETA = 10000.0  # of transformers, where a config states none
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 ROPE_KEYS = {  # beside rope_type and rope_theta
-    "default": set(), "linear": {"factor"},
+    "default": set(),
+    "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-             "truncate"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
 }
-# Keys of relatives of these models, or of other engines, that change what is computed: only the value that changes nothing is accepted.
+# Keys of relatives of these models, or of other engines, that change what is computed: only the value that changes
+# nothing is accepted.
 FIXED = {
-    "hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None, "dual_chunk_attention_config": None,
-    "use_mrope": False, "use_qk_norm": False, "qk_norm": False, "clip_qkv": None, "attention_multiplier": None, "residual_multiplier": None,
-    "embedding_multiplier": None, "logits_scaling": None, "attn_logit_softcapping": None, "final_logit_softcapping": None,
-    "num_experts": None, "num_local_experts": None, "attention_sink": None, "is_causal": True,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "dual_chunk_attention_config": None,
+    "use_mrope": False,
+    "use_qk_norm": False,
+    "qk_norm": False,
+    "clip_qkv": None,
+    "attention_multiplier": None,
+    "residual_multiplier": None,
+    "embedding_multiplier": None,
+    "logits_scaling": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "num_experts": None,
+    "num_local_experts": None,
+    "attention_sink": None,
+    "is_causal": True,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -34,8 +66,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class GQAConfig:
     """Checked configuration; names are those of config.json where it has one.
 
-    windows: of each layer, the last tokens that a query sees (itself included), or None for all. max_position_embeddings: where the
-    rotation is stretched by YaRN, at least its original context × factor. qkv_bias, output_bias, mlp_bias: which maps have one.
+    windows: of each layer, the last tokens that a query sees (itself included), or None for all.
+    max_position_embeddings: where the rotation is stretched by YaRN, at least its original context × factor. qkv_bias,
+    output_bias, mlp_bias: which maps have one.
     """
 
     model_type: str
@@ -78,34 +111,50 @@ class GQAConfig:
             reader.get("num_key_value_heads")
         head_dim = reader.optional("head_dim", None)
         if head_dim is None and (heads < 1 or values["hidden_size"] % heads):
-            raise ConfigError(f"config.json has no head_dim, and hidden_size {values['hidden_size']} is not a multiple of "
-                              f"num_attention_heads {heads}; state head_dim")
+            raise ConfigError(
+                f"config.json has no head_dim, and hidden_size {values['hidden_size']} is not a multiple of "
+                f"num_attention_heads {heads}; state head_dim"
+            )
         rope = _rope(raw, reader, values["max_position_embeddings"])
         if rope.kind == "yarn":
             values["max_position_embeddings"] = max(values["max_position_embeddings"], int(rope.original * rope.factor))
         eos, bos = reader.optional("eos_token_id", None), reader.optional("bos_token_id", None)
         eos = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
         config = cls(
-            model_type=kind, **values, num_key_value_heads=heads if kv is None else number("num_key_value_heads", kv, int),
+            model_type=kind,
+            **values,
+            num_key_value_heads=heads if kv is None else number("num_key_value_heads", kv, int),
             head_dim=values["hidden_size"] // heads if head_dim is None else number("head_dim", head_dim, int),
-            rms_norm_eps=reader.number("rms_norm_eps", float), rope=rope, windows=_windows(kind, reader, values["num_hidden_layers"]),
-            **_biases(kind, reader), tie_word_embeddings=_flag(reader, "tie_word_embeddings", False),
+            rms_norm_eps=reader.number("rms_norm_eps", float),
+            rope=rope,
+            windows=_windows(kind, reader, values["num_hidden_layers"]),
+            **_biases(kind, reader),
+            tie_word_embeddings=_flag(reader, "tie_word_embeddings", False),
             bos_token_id=None if bos is None else number("bos_token_id", bos, int),
-            eos_token_id=tuple(number("eos_token_id", e, int) for e in eos))
+            eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
+        )
         object.__setattr__(config, "never_read", tuple(sorted(set(raw) - reader.read - {"architectures"})))
         config.check()
         return config
 
     def check(self) -> None:
         """Raise ConfigError where fields contradict each other."""
+
         def need(ok: bool, message: str) -> None:
             if not ok:
                 raise ConfigError(message)
+
         for name in (*SIZES, "num_key_value_heads", "head_dim", "rms_norm_eps"):
             need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; expected a positive number")
-        need(self.num_attention_heads % self.num_key_value_heads == 0,
-             f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}")
-        need(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotation takes pairs of dims: expected an even number")
+        need(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{self.num_key_value_heads}",
+        )
+        need(
+            self.head_dim % 2 == 0,
+            f"head_dim is {self.head_dim}; rotation takes pairs of dims: expected an even number",
+        )
         for window in set(self.windows) - {None}:
             need(window > 0, f"sliding_window is {window}; expected a positive number, or null for none")
 
@@ -131,7 +180,8 @@ def _biases(kind: str, reader: Reader) -> dict[str, bool]:
 
 
 def _windows(kind: str, reader: Reader, layers: int) -> tuple[int | None, ...]:
-    """Window of each layer. Qwen2: from layer_types, else layers from max_window_layers on, and only if use_sliding_window; Mistral:
+    """Window of each layer. Qwen2: from layer_types, else layers from max_window_layers on, and only if
+    use_sliding_window; Mistral:
     sliding_window of all layers; Llama: none."""
     types = reader.optional("layer_types", None)
     if types is not None and (not isinstance(types, list) or len(types) != layers or not set(types) <= {SLIDING, FULL}):
@@ -147,8 +197,10 @@ def _windows(kind: str, reader: Reader, layers: int) -> tuple[int | None, ...]:
     of_all = FULL if window is None else SLIDING
     types = [of_all] * layers if types is None else types
     if window is None and SLIDING in types or kind != "qwen2" and set(types) != {of_all}:
-        raise ConfigError(f"config.json has layer_types with {SLIDING if window is None else FULL!r} layers, but a {kind} model with "
-                          f"sliding_window {window} has only {of_all!r}; correct one of them")
+        raise ConfigError(
+            f"config.json has layer_types with {SLIDING if window is None else FULL!r} layers, but a {kind} model "
+            f"with sliding_window {window} has only {of_all!r}; correct one of them"
+        )
     return tuple(window if t == SLIDING else None for t in types)
 
 
@@ -170,16 +222,26 @@ def _rope(raw: Mapping, reader: Reader, longest: int) -> Rope:
         raise ConfigError(f"{where} has rope_type {kind!r} and type {found['type']!r}; correct one of them")
     if kind not in VARIANTS:
         follows = " (it follows the length of the text, so that cached keys would have to be rotated anew)"
-        raise ConfigError(f"{where} has rope_type {kind!r:.60}{follows if kind in ('dynamic', 'longrope') else ''}; expected one of "
-                          f"{', '.join(VARIANTS)}")
+        raise ConfigError(
+            f"{where} has rope_type {kind!r:.60}{follows if kind in ('dynamic', 'longrope') else ''}; expected one of "
+            f"{', '.join(VARIANTS)}"
+        )
     strange = set(found) - ROPE_KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if strange:
-        raise ConfigError(f"{where} of type {kind!r} has {', '.join(sorted(map(str, strange)))}, which it does not use; expected only "
-                          f"{', '.join(sorted(ROPE_KEYS[kind] | {'rope_type', 'rope_theta'}))}")
+        raise ConfigError(
+            f"{where} of type {kind!r} has {', '.join(sorted(map(str, strange)))}, which it does not use; expected "
+            f"only {', '.join(sorted(ROPE_KEYS[kind] | {'rope_type', 'rope_theta'}))}"
+        )
     if found.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{where} has partial_rotary_factor {found['partial_rotary_factor']!r:.60}; these models rotate whole heads "
-                          "(1.0)")
-    stated = [number("rope_theta", t, float) for t in (found.get("rope_theta"), reader.optional("rope_theta", None)) if t is not None]
+        raise ConfigError(
+            f"{where} has partial_rotary_factor {found['partial_rotary_factor']!r:.60}; these models rotate whole "
+            "heads (1.0)"
+        )
+    stated = [
+        number("rope_theta", t, float)
+        for t in (found.get("rope_theta"), reader.optional("rope_theta", None))
+        if t is not None
+    ]
     if len(set(stated)) > 1:
         raise ConfigError(f"{where} has rope_theta {stated[0]}, config.json itself {stated[1]}; remove one of them")
     theta = stated[0] if stated else DEFAULT_THETA
@@ -189,7 +251,9 @@ def _rope(raw: Mapping, reader: Reader, longest: int) -> Rope:
 
 
 def _scaled(kind: str, found: Mapping, where: str, reader: Reader, longest: int) -> dict:
-    """What the variants have beside theta. `longest`: max_position_embeddings, the original context where none is stated."""
+    """What the variants have beside theta. `longest`: max_position_embeddings, the original context where none is
+    stated."""
+
     def value(key: str, default: float | None = None, least: float = 0.0) -> float:
         got = found.get(key)
         got = default if got is None else got
@@ -205,9 +269,15 @@ def _scaled(kind: str, found: Mapping, where: str, reader: Reader, longest: int)
     out = {"factor": value("factor", least=1.0)}
     if kind == "linear":
         return out
-    own, outer = found.get("original_max_position_embeddings"), reader.optional("original_max_position_embeddings", None)
+    own, outer = (
+        found.get("original_max_position_embeddings"),
+        reader.optional("original_max_position_embeddings", None),
+    )
     if None not in (own, outer) and own != outer:
-        raise ConfigError(f"{where} has original_max_position_embeddings {own!r:.20}, config.json itself {outer!r:.20}; remove one of them")
+        raise ConfigError(
+            f"{where} has original_max_position_embeddings {own!r:.20}, config.json itself {outer!r:.20}; "
+            "remove one of them"
+        )
     stated = next((v for v in (own, outer) if v is not None), longest)
     out["original"] = number("original_max_position_embeddings", stated, int)
     if out["original"] < 1:
@@ -215,8 +285,10 @@ def _scaled(kind: str, found: Mapping, where: str, reader: Reader, longest: int)
     if kind == "llama3":
         out |= {key: value(key) for key in ("low_freq_factor", "high_freq_factor")}
         if not out["high_freq_factor"] > out["low_freq_factor"]:
-            raise ConfigError(f"{where} has high_freq_factor {out['high_freq_factor']} and low_freq_factor {out['low_freq_factor']}; "
-                              "expected the first to be larger")
+            raise ConfigError(
+                f"{where} has high_freq_factor {out['high_freq_factor']} and low_freq_factor "
+                f"{out['low_freq_factor']}; expected the first to be larger"
+            )
         return out
     out |= {"beta_fast": value("beta_fast", 32.0), "beta_slow": value("beta_slow", 1.0)}
     truncate = found.get("truncate", True)

@@ -1,7 +1,8 @@
-"""GQA models of well-known widths with random weights, made on the device: for kernels and timings without a checkpoint.
+"""GQA models of well-known widths with random weights, made on the device: for kernels and timings without a
+checkpoint.
 
-Widths, heads and biases are those of the published configs of Llama 3.1 8B and Qwen2.5 7B. Contexts are not: they are opened to 1M
-tokens, so that decode at any length can be timed; what such weights say there means nothing anyway.
+Widths, heads and biases are those of the published configs of Llama 3.1 8B and Qwen2.5 7B. Contexts are not: they are
+opened to 1M tokens, so that decode at any length can be timed; what such weights say there means nothing anyway.
 """
 
 import torch
@@ -11,21 +12,49 @@ from dsv4.gqa.cache import GroupedCache
 from dsv4.gqa.choice import Attention
 from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.model import GQAModel
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.linear import Storage
 from dsv4.numerics import Numerics
-from kernels.quantize import WeightFormat
 
 LONGEST = 1 << 20
 GEOMETRIES = {
-    "llama-8b": dict(model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                     num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
-    "qwen2.5-7b": dict(model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-                       num_attention_heads=28, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False),
+    "llama-8b": dict(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+    ),
+    "qwen2.5-7b": dict(
+        model_type="qwen2",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        tie_word_embeddings=False,
+    ),
 }
 
 
-def load_gqa_dummy(name: str, layers: int | None, numerics: Numerics, backend: str, device: torch.device, max_context: int | None = None,
-                   seed: int = 0, attention: Attention | None = None) -> GQAModel:
+def load_gqa_dummy(
+    name: str,
+    layers: int | None,
+    numerics: Numerics,
+    backend: str,
+    device: torch.device,
+    max_context: int | None = None,
+    seed: int = 0,
+    attention: Attention | None = None,
+) -> GQAModel:
     """The first `layers` layers of a geometry, in bf16 (fp32 in numerics of that name); maps have gains near 1.
 
     Raises InputError for a number of layers that it does not have.
@@ -62,7 +91,8 @@ def fill_weights(model: GQAModel, seed: int = 0) -> None:
 
 @torch.no_grad()
 def fill_grouped(cache: GroupedCache, lengths: list[int], seed: int = 0) -> None:
-    """Keys and values of unit variance in every slot, as if row b held lengths[b] tokens; summaries, if any are kept, made from them."""
+    """Keys and values of unit variance in every slot, as if row b held lengths[b] tokens; summaries, if any are kept,
+    made from them."""
     for i, layer in enumerate(cache.layers):
         for held in (layer.keys, layer.values):
             held.normal_(generator=torch.Generator(held.device).manual_seed(seed + i))

@@ -7,13 +7,13 @@ import torch
 from dsv4.errors import InputError
 from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.model import GQAModel
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.linear import Storage
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import DTYPES
+from dsv4.loaders.ledger import LoadLedger, Piece
+from dsv4.loaders.load import Inventory
 from dsv4.numerics import Numerics
-from kernels.quantize import WeightFormat
-from loaders.errors import CheckpointError
-from loaders.files import DTYPES
-from loaders.ledger import LoadLedger, Piece
-from loaders.load import Inventory
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -21,17 +21,25 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str, index_cache: str) -> None:
     """Raise InputError for what applies to DeepSeek-V4 models alone."""
     if numerics.simulate:
-        raise InputError(f"numerics {numerics.name} simulate the FP8 and FP4 of DeepSeek-V4 checkpoints; the weights and caches of this "
-                         "GQA model have no such format: use native or fp32")
+        raise InputError(
+            f"numerics {numerics.name} simulate the FP8 and FP4 of DeepSeek-V4 checkpoints; the weights and caches of "
+            "this GQA model have no such format: use native or fp32"
+        )
     if mtp:
-        raise InputError("MTP was asked for; GQA models have no MTP block: use --speculate lookup, which drafts from the text itself")
+        raise InputError(
+            "MTP was asked for; GQA models have no MTP block: use --speculate lookup, which drafts from the text itself"
+        )
     if cache not in ("auto", "bf16"):
-        raise InputError(f"cache format {cache!r} packs the latent rows of DeepSeek-V4; a GQA model's keys and values are held as its "
-                         "activations: use auto")
+        raise InputError(
+            f"cache format {cache!r} packs the latent rows of DeepSeek-V4; a GQA model's keys and values are held as "
+            "its activations: use auto"
+        )
     if index_cache != "auto":
         raise InputError(f"index cache format {index_cache!r} was asked for; a GQA model has no index keys: use auto")
     if spread:
-        raise InputError("a device map was asked for; layers of GQA models are not spread over devices: leave out --device-map")
+        raise InputError(
+            "a device map was asked for; layers of GQA models are not spread over devices: leave out --device-map"
+        )
 
 
 def plan_model(inventory: Inventory, numerics: Numerics, backend: str) -> GQAModel:
@@ -41,10 +49,13 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str) -> GQAMod
     def storage(name: str) -> Storage:
         source = inventory.sources.get(name)
         return Storage() if source is None or numerics.dense else Storage(WeightFormat.DENSE, DTYPES[source.dtype])
+
     with torch.device("meta"):
         model = GQAModel(config, numerics, backend, storage)
     model.inventory, model.ledger = inventory, LoadLedger()
-    model.ledger.account(pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, config))
+    model.ledger.account(
+        pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, config)
+    )
     return model
 
 
@@ -66,4 +77,6 @@ def check_copies(inventory: Inventory) -> None:
     """Raise CheckpointError where a tied head has a matrix of its own in the file, and another than the embedding."""
     if HEAD in inventory.sources and inventory.config.get("tie_word_embeddings", False):
         if not torch.equal(inventory.read(HEAD), inventory.read(EMBEDDING)):
-            raise CheckpointError(f"tie_word_embeddings is true in config.json, but {HEAD} is not {EMBEDDING}; correct one of them")
+            raise CheckpointError(
+                f"tie_word_embeddings is true in config.json, but {HEAD} is not {EMBEDDING}; correct one of them"
+            )

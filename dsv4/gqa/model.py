@@ -17,15 +17,15 @@ from dsv4.gqa.prefill import append_chunks
 from dsv4.gqa.projection import Projection, maps
 from dsv4.gqa.rope import frequencies
 from dsv4.host_tier.layer import HostCache
+from dsv4.kernels.dispatch import bind
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.grouped_attention import traversals
+from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.module import Module, fuses
 from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.step import CapturedStep, Step
-from kernels.dispatch import bind
-from kernels.fusions import COMPOSITIONS
-from kernels.grouped_attention import traversals
-from kernels.operations import GQA_OPERATIONS
-from kernels.quantize import PackedWeight, WeightFormat
 
 GQA_COMPOSITIONS = {"linears": COMPOSITIONS["linears"]}
 
@@ -40,6 +40,7 @@ class MLP(Module):
         def projection(name: str, rows: int, columns: int) -> Projection:
             bias = store(f"{name}.bias").dtype if config.mlp_bias else None
             return Projection(rows, columns, store(f"{name}.weight"), bias, numerics, op)
+
         self.gate_proj, self.up_proj = projection("gate_proj", width, d), projection("up_proj", width, d)
         self.down_proj = projection("down_proj", d, width)
 
@@ -59,7 +60,9 @@ class Layer(Module):
         self.self_attn = SelfAttention(config, window, numerics, lambda leaf: store(f"self_attn.{leaf}"), op)
         self.mlp = MLP(config, numerics, lambda leaf: store(f"mlp.{leaf}"), op)
 
-    def forward(self, x: torch.Tensor, step: Step, cache: LayerRows, beside: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, step: Step, cache: LayerRows, beside: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
         """x [N, d] → [N, d]; writes the step to the layer's cache. beside: is given the stream after attention."""
         x = x + self.self_attn(x, self.input_layernorm, step, cache)
         if beside is not None:
@@ -73,8 +76,10 @@ class Decoder(Module):
     def __init__(self, config: GQAConfig, numerics: Numerics, store, op):
         super().__init__()
         self.embed_tokens = Embedding(config, store("embed_tokens.weight").dtype)
-        self.layers = nn.ModuleList(Layer(config, window, numerics, lambda leaf, i=i: store(f"layers.{i}.{leaf}"), op)
-                                    for i, window in enumerate(config.windows))
+        self.layers = nn.ModuleList(
+            Layer(config, window, numerics, lambda leaf, i=i: store(f"layers.{i}.{leaf}"), op)
+            for i, window in enumerate(config.windows)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm.weight").dtype, op)
 
 
@@ -94,7 +99,8 @@ class TiedHead(Module):
 
 
 class GQAModel(CausalLM):
-    """A model of `GQAConfig`. Build it with `dsv4.load_model`. store(tensor name) → dsv4.linear.Storage says how it is held."""
+    """A model of `GQAConfig`. Build it with `dsv4.load_model`. store(tensor name) → dsv4.linear.Storage says how it is
+    held."""
 
     def __init__(self, config: GQAConfig, numerics: Numerics, backend: str, store):
         super().__init__(config, numerics, backend)
@@ -102,7 +108,9 @@ class GQAModel(CausalLM):
         op.bound = op  # see dsv4.module.fuses
         self.model = Decoder(config, numerics, lambda leaf: store(f"model.{leaf}"), op)
         tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
-        self.lm_head = TiedHead(self.model.embed_tokens, op) if tied else Head(*shape, store("lm_head.weight"), numerics, op)
+        self.lm_head = (
+            TiedHead(self.model.embed_tokens, op) if tied else Head(*shape, store("lm_head.weight"), numerics, op)
+        )
         self.frequencies = {"main": frequencies(config.rope, config.head_dim)}
         self.attention = Attention()
 
@@ -117,13 +125,15 @@ class GQAModel(CausalLM):
         super().__setattr__(name, value)
 
     def _choose(self, attention: Attention) -> None:
-        """`model.attention = …`: what steps read from now on, and `new_cache` keeps. A step captured before must be captured again.
-        Raises InputError where it cannot be."""
+        """`model.attention = …`: what steps read from now on, and `new_cache` keeps. A step captured before must be
+        captured again. Raises InputError where it cannot be."""
         if not isinstance(attention, Attention):
             raise InputError(f"model.attention is a {type(attention).__name__}; expected a dsv4.gqa.choice.Attention")
         if self.backend == "training" and not attention.plain:
-            raise InputError("another attention than dense was asked for on the training backend, which is differentiable: blocks are chosen, "
-                             "not weighed; train densely and decode with a policy")
+            raise InputError(
+                "another attention than dense was asked for on the training backend, which is differentiable: blocks "
+                "are chosen, not weighed; train densely and decode with a policy"
+            )
         for layer in self.layers:
             layer.self_attn.reading = attention  # where it has a window, it reads just that
 
@@ -138,33 +148,56 @@ class GQAModel(CausalLM):
         """(d,): one residual stream."""
         return (self.config.hidden_size,)
 
-    def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND) -> GroupedCache:
-        """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound to anywhere: max_rewind is what
-        the caller needs at least.
+    def new_cache(
+        self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND
+    ) -> GroupedCache:
+        """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound to anywhere:
+        max_rewind is what the caller needs at least.
 
         Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings.
-        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit; of a cache in host memory
-        (`kv_memory`) also InputError where it would keep nothing there, PinnedMemoryError where pinned memory is short.
+        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit; of a cache in host
+        memory (`kv_memory`) also InputError where it would keep nothing there, PinnedMemoryError where pinned memory is
+        short.
         """
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
         policy = self.attention.policy
         if self.kv_memory is not None:
-            return HostCache(self.config, self.numerics, batch, max_context, [self.device] * len(self.layers), policy,
-                             self.op.summarise_blocks, self.kv_memory, self.backend == "triton")
-        return GroupedCache(self.config, self.numerics, batch, max_context, [self.device] * len(self.layers),
-                            None if policy.selector is None else policy, self.op.summarise_blocks)
+            return HostCache(
+                self.config,
+                self.numerics,
+                batch,
+                max_context,
+                [self.device] * len(self.layers),
+                policy,
+                self.op.summarise_blocks,
+                self.kv_memory,
+                self.backend == "triton",
+            )
+        return GroupedCache(
+            self.config,
+            self.numerics,
+            batch,
+            max_context,
+            [self.device] * len(self.layers),
+            None if policy.selector is None else policy,
+            self.op.summarise_blocks,
+        )
 
     def page_layout(self) -> GroupedLayout:
-        """Raises InputError where prompts are read in chunks: what these remember is no function of the tokens before a block."""
+        """Raises InputError where prompts are read in chunks: what these remember is no function of the tokens before a
+        block."""
         if self.attention.prefill is not None:
-            raise InputError("chunked prefill was asked for; requests over pages share prefixes of 128 tokens, which its chunks and memory do not "
-                             "follow: leave out --prefill-chunks, or run single requests with dsv4 generate")
+            raise InputError(
+                "chunked prefill was asked for; requests over pages share prefixes of 128 tokens, which its chunks "
+                "and memory do not follow: leave out --prefill-chunks, or run single requests with dsv4 generate"
+            )
         policy = self.attention.policy
         return GroupedLayout(self.config, self.numerics, None if policy.selector is None else policy)
 
     def layer_paths(self) -> list[dict]:
-        """What each layer really read in the last step, of a row that was longest. Waits for the device where tiles were counted."""
+        """What each layer really read in the last step, of a row that was longest. Waits for the device where tiles
+        were counted."""
         found = []
         for i, (layer, tiles) in enumerate(zip(self.layers, self.tiles or [None] * len(self.layers))):
             attn = layer.self_attn
@@ -175,7 +208,14 @@ class GQAModel(CausalLM):
                 read, of = float(tiles.float().mean()), -(-path["tokens"] // size)
                 splits = min(of, self._traversals(attn, tiles))
                 each = -(-of // splits)
-                path = path | {"tiles_read": read, "of_tiles": of, "tile": size, "batch": len(tiles), "traversals": splits, "tiles_each": each}
+                path = path | {
+                    "tiles_read": read,
+                    "of_tiles": of,
+                    "tile": size,
+                    "batch": len(tiles),
+                    "traversals": splits,
+                    "tiles_each": each,
+                }
                 text += f"; read {read:.1f} of {of} tiles of {size}, mean"
                 text += f", {splits} traversals of {each}" if splits > 1 else ""
                 text += "; so few cannot stop" if each < attn.reading.termination.useful else ""
@@ -185,7 +225,9 @@ class GQAModel(CausalLM):
     def _traversals(self, attn, tiles: torch.Tensor) -> int:
         return traversals(self.backend, tiles, attn.reach, attn.D, self.numerics.activation, attn.reading.termination)
 
-    def _run_pieces(self, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, prompt: bool) -> None:
+    def _run_pieces(
+        self, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, prompt: bool
+    ) -> None:
         if prompt and self.attention.prefill is not None:
             append_chunks(self, ids, cache, counts, chunk, out, self.attention.prefill)
         else:

@@ -1,12 +1,14 @@
 """Keys and values of GQA layers in pages, for requests that share pools (`dsv4.paged_cache`).
 
-A page is a tile: BLOCK tokens of every KV head of one layer, [KV, BLOCK, D], of keys and of values; where a policy searches, beside
-them the summaries of these tokens' blocks. Tables, holders, copies on write and grafts are those of every paged cache.
+A page is a tile: BLOCK tokens of every KV head of one layer, [KV, BLOCK, D], of keys and of values; where a policy
+searches, beside them the summaries of these tokens' blocks. Tables, holders, copies on write and grafts are those of
+every paged cache.
 
-Kernels read a head's tokens as one run of memory. So a step gathers what its rows hold into [B, KV, S, D], works on that as on a
-`GroupedCache` of S slots, to the bit, and writes its own tokens back. A layer of a step so moves 2 · 2 · B · KV · S · D · itemsize bytes
-(keys and values, read and written) more than a contiguous cache, and summaries 1 / block of that each: about twice what dense attention
-reads itself, whatever a policy chooses. Kernels that found tokens through the table would save it.
+Kernels read a head's tokens as one run of memory. So a step gathers what its rows hold into [B, KV, S, D], works on
+that as on a `GroupedCache` of S slots, to the bit, and writes its own tokens back. A layer of a step so moves 2 · 2 · B
+· KV · S · D · itemsize bytes (keys and values, read and written) more than a contiguous cache, and summaries 1 / block
+of that each: about twice what dense attention reads itself, whatever a policy chooses. Kernels that found tokens
+through the table would save it.
 """
 
 from collections.abc import Mapping
@@ -15,30 +17,32 @@ import torch
 
 from dsv4.gqa.cache import BLOCK, AttentionKind, LayerRows, LayerStreams, Summaries, cache_streams
 from dsv4.gqa.config import GQAConfig
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.block_summaries.reference import touched_blocks
 from dsv4.numerics import Numerics
 from dsv4.page_tables import PageTable
 from dsv4.paging import NOWHERE, PageGroup
 from dsv4.step import Step
 from dsv4.streams import Stream
-from kernels.block_choice import Policy
-from kernels.block_summaries.reference import touched_blocks
 
 GROUPS = {AttentionKind.FULL: "tokens", AttentionKind.SLIDING: "window"}  # of pages, by what a layer attends to
 
 
 class PagedRows(LayerRows):
-    """One layer, in the place of `LayerRows`. tensors: pools [pages + 1, KV, rows, D] of keys and values (BLOCK rows) and of summaries
-    (BLOCK / block rows), all addressed by one table. `groups` as of every `PagedLayer`."""
+    """One layer, in the place of `LayerRows`. tensors: pools [pages + 1, KV, rows, D] of keys and values (BLOCK rows)
+    and of summaries (BLOCK / block rows), all addressed by one table. `groups` as of every `PagedLayer`."""
 
-    def __init__(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], block: int):
+    def __init__(
+        self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], block: int
+    ):
         self.tensors, self.block = tensors, block
         self.keys, self.values = tensors["keys"], tensors["values"]
         self.groups = dict.fromkeys(tensors, GROUPS[plan.kind])
         self.table = tables[GROUPS[plan.kind]]
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, KV, S, D] as they were before the step: a copy. S: whole tiles that hold what the step may read, the table's
-        all where it is captured."""
+        """Keys and values [B, KV, S, D] as they were before the step: a copy. S: whole tiles that hold what the step
+        may read, the table's all where it is captured."""
         return self._gathered(step, self.keys), self._gathered(step, self.values)
 
     def written(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -48,19 +52,24 @@ class PagedRows(LayerRows):
             _copy(pool, there, whole, here)
 
     def summaries(self, step: Step) -> Summaries | None:
-        """Summaries of the step's rows [B, KV, S / block, D] as they were before the step: a copy; None where none are kept."""
-        kept = [self._gathered(step, self.tensors[name]) if name in self.tensors else None for name in Summaries._fields[:3]]
+        """Summaries of the step's rows [B, KV, S / block, D] as they were before the step: a copy; None where none are
+        kept."""
+        kept = [
+            self._gathered(step, self.tensors[name]) if name in self.tensors else None for name in Summaries._fields[:3]
+        ]
         return None if all(t is None for t in kept) else Summaries(*kept, self.block)
 
     def summarised(self, step: Step, summaries: Summaries) -> None:
-        """Write the summaries of blocks that the step's tokens touch, which stand in what `summaries` gave, to their pages."""
+        """Write the summaries of blocks that the step's tokens touch, which stand in what `summaries` gave, to their
+        pages."""
         here, there = step.memo(("summaries of pages", self.table.group.name, self.block), lambda: self._touched(step))
         for name in self.tensors.keys() - {"keys", "values"}:
             _copy(self.tensors[name], there, getattr(summaries, name), here)
 
     def _gathered(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """A copy [B, KV, S / BLOCK · rows, D] of the pages [pages + 1, KV, rows, D] that the step's rows hold. Zeros where a window has
-        given pages back: what lies in page 0 may be NaN, and kernels multiply all up to the last token."""
+        """A copy [B, KV, S / BLOCK · rows, D] of the pages [pages + 1, KV, rows, D] that the step's rows hold. Zeros
+        where a window has given pages back: what lies in page 0 may be NaN, and kernels multiply all up to the last
+        token."""
         (_, KV, rows, D), name = pool.shape, self.table.group.name
         pages = step.memo(("pages", name), lambda: self.table.first_pages(step, step.end))
         tiles = step.memo(("tiles", name, KV), lambda: _by_head(pages, KV).flatten())
@@ -72,13 +81,15 @@ class PagedRows(LayerRows):
 
     def _touched(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """`_rows` of the blocks that the step's tokens touch; of those it does not reach, the first again."""
-        number = (step.start // self.block).unsqueeze(1) + torch.arange(touched_blocks(step.T, self.block), device=step.device)
+        number = (step.start // self.block).unsqueeze(1) + torch.arange(
+            touched_blocks(step.T, self.block), device=step.device
+        )
         end = (step.start + step.T).unsqueeze(1)
         return self._rows(step, torch.where(number * self.block < end, number, number[:, :1]) * self.block, self.block)
 
     def _rows(self, step: Step, tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of tokens int64 [B, n] of the step's rows, int64 [B · KV · n]: rows of a gathered [B, KV, S / size, D], and of its pool, where
-        one row is of `size` tokens."""
+        """Of tokens int64 [B, n] of the step's rows, int64 [B · KV · n]: rows of a gathered [B, KV, S / size, D], and
+        of its pool, where one row is of `size` tokens."""
         KV, S = self.keys.shape[1], -(-step.end // BLOCK) * BLOCK
         batch, slot = torch.arange(step.B, device=step.device).unsqueeze(1), self.table.index(step, tokens)
         here = _by_head(batch, KV) * (S // size) + (tokens // size).unsqueeze(1)
@@ -99,7 +110,8 @@ def _copy(pool: torch.Tensor, there: torch.Tensor, whole: torch.Tensor, here: to
 class GroupedLayout:
     """The `PageLayout` of a GQA model. policy: whose summaries are kept beside the keys (None: of none).
 
-    Layers that attend to everything share one group of pages, those with a window another, whose pages go back behind it.
+    Layers that attend to everything share one group of pages, those with a window another, whose pages go back behind
+    it.
     """
 
     def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None):
@@ -112,8 +124,12 @@ class GroupedLayout:
 
     def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
         """As `GroupedCache` allocates them for one tile, of as many pages as the layer's group has beside page 0."""
-        return [LayerStreams(layer.label, layer.kind, tuple(_in_pages(s, pages[GROUPS[layer.kind]] + 1) for s in layer.streams))
-                for layer in cache_streams(self.config, 1, BLOCK, self.numerics, self.policy)]
+        return [
+            LayerStreams(
+                layer.label, layer.kind, tuple(_in_pages(s, pages[GROUPS[layer.kind]] + 1) for s in layer.streams)
+            )
+            for layer in cache_streams(self.config, 1, BLOCK, self.numerics, self.policy)
+        ]
 
     def layer(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]) -> PagedRows:
         return PagedRows(plan, tables, tensors, self.policy.block if self.policy else BLOCK)

@@ -1,8 +1,8 @@
-"""Prompts that are attended to in chunks and a memory (`kernels.chunked_prefill`), through the whole model.
+"""Prompts that are attended to in chunks and a memory (`dsv4.kernels.chunked_prefill`), through the whole model.
 
-Rows that begin together run together, right-padded to the longest: what pads write lies beyond their rows' lengths. Prompts run in
-pieces of whole chunks, so that memory does not grow with them; the memory of each layer goes from piece to piece, and from append to
-append, where a row stands at a whole number of chunks and was not rewound since.
+Rows that begin together run together, right-padded to the longest: what pads write lies beyond their rows' lengths.
+Prompts run in pieces of whole chunks, so that memory does not grow with them; the memory of each layer goes from piece
+to piece, and from append to append, where a row stands at a whole number of chunks and was not rewound since.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.gqa.cache import GroupedCache
+from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.step import Step
-from kernels.chunked_prefill import Chunking
 
 
 class Piece(NamedTuple):
@@ -32,36 +32,63 @@ def groups(counts: list[int], starts: list[int]) -> Iterator[slice]:
             yield slice(rows[0], rows[-1] + 1)
 
 
-def append_chunks(model, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, chunking: Chunking) -> None:
-    """Run ids int64 [B, T], counts[b] of row b, and give what comes out to the collector `out`. chunk: tokens of a row in one piece.
+def append_chunks(
+    model, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, chunking: Chunking
+) -> None:
+    """Run ids int64 [B, T], counts[b] of row b, and give what comes out to the collector `out`. chunk: tokens of a row
+    in one piece.
 
-    Raises InputError, before anything has run, for pieces that are no whole number of chunks and for rows that hold tokens which
-    no memory goes with.
+    Raises InputError, before anything has run, for pieces that are no whole number of chunks and for rows that hold
+    tokens which no memory goes with.
     """
     if chunk % chunking.chunk:
-        raise InputError(f"pieces of {chunk} tokens were asked for with chunked prefill; expected a multiple of its chunk, {chunking.chunk}")
+        raise InputError(
+            f"pieces of {chunk} tokens were asked for with chunked prefill; expected a multiple of its chunk, "
+            f"{chunking.chunk}"
+        )
     starts = cache.lengths
     for b, n in enumerate(counts):
         if n and starts[b] and cache.remembered[b] != (starts[b], chunking):
-            raise InputError(f"row {b} holds {starts[b]} tokens, at which chunked prefill in chunks of {chunking.chunk} cannot go on: it follows "
-                             "its own whole chunks, not rewound since; reset the cache, append with prompt=False, or prefill densely")
+            raise InputError(
+                f"row {b} holds {starts[b]} tokens, at which chunked prefill in chunks of {chunking.chunk} cannot go "
+                "on: it follows its own whole chunks, not rewound since; reset the cache, append with prompt=False, "
+                "or prefill densely"
+            )
     for rows in list(groups(counts, starts)):
         longest, begin = max(counts[rows]), starts[rows.start]
         for done in range(0, longest, chunk):
             tokens = min(chunk, longest - done)
-            _run(model, ids[rows, done:done + tokens], rows, cache, begin, done, counts, out, chunking)
+            _run(model, ids[rows, done : done + tokens], rows, cache, begin, done, counts, out, chunking)
 
 
-def _run(model, ids: torch.Tensor, rows: slice, cache: GroupedCache, begin: int, done: int, counts: list[int], out, chunking: Chunking) -> None:
+def _run(
+    model,
+    ids: torch.Tensor,
+    rows: slice,
+    cache: GroupedCache,
+    begin: int,
+    done: int,
+    counts: list[int],
+    out,
+    chunking: Chunking,
+) -> None:
     """One piece: tokens done … done + T − 1 of each of `rows`, which began at `begin`."""
     start, T = begin + done, ids.shape[1]
     left = [min(T, max(0, n - done)) for n in counts[rows]]
     real = torch.arange(T) < torch.tensor(left).unsqueeze(1)
-    step = Step(torch.where(real.to(ids.device), ids, 0).to(model.device), rows.start, [start] * len(left), model.rope_frequencies())
-    # A row that ends with this piece and a chunk may be gone on with: told that it is longer, the kernel keeps its memory.
+    step = Step(
+        torch.where(real.to(ids.device), ids, 0).to(model.device),
+        rows.start,
+        [start] * len(left),
+        model.rope_frequencies(),
+    )
+    # A row that ends with this piece and a chunk may be gone on with: told that it is longer, the kernel keeps its
+    # memory.
     ends = [begin + n + (n == done + T and T % chunking.chunk == 0) for n in counts[rows]]
     same = min(ends) == max(ends)  # filled on the device: a copy from the host would wait for all work before it
-    lengths = torch.full((len(ends),), ends[0], device=model.device) if same else torch.tensor(ends, device=model.device)
+    lengths = (
+        torch.full((len(ends),), ends[0], device=model.device) if same else torch.tensor(ends, device=model.device)
+    )
     step.prompt, step.piece = True, Piece(start, lengths)
     cache.make_room(rows, T)
     streams = model.run(step, cache)
@@ -70,7 +97,7 @@ def _run(model, ids: torch.Tensor, rows: slice, cache: GroupedCache, begin: int,
         alike = list(found)
         here = slice(rows.start + alike[0], rows.start + alike[-1] + 1)
         if n:
-            out.add(here, done, n, streams[alike[0]:alike[-1] + 1, :n].flatten(0, 1))
+            out.add(here, done, n, streams[alike[0] : alike[-1] + 1, :n].flatten(0, 1))
             cache._main.advance(here, n)
             goes_on = n == T and T % chunking.chunk == 0
             cache.remembered[here] = [(start + T, chunking) if goes_on else None] * len(alike)

@@ -11,7 +11,9 @@ from dsv4.numerics import Numerics
 class Projection(Linear):
     """y = W x, or W x + b."""
 
-    def __init__(self, out_features: int, in_features: int, storage: Storage, bias: torch.dtype | None, numerics: Numerics, op):
+    def __init__(
+        self, out_features: int, in_features: int, storage: Storage, bias: torch.dtype | None, numerics: Numerics, op
+    ):
         super().__init__(out_features, in_features, storage, numerics, op)
         self.bias = None if bias is None else parameter(out_features, dtype=bias)
 
@@ -21,7 +23,9 @@ class Projection(Linear):
         return y if bias is None else (y + bias).to(y.dtype)
 
 
-def maps(op, x: torch.Tensor, norm: RMSNorm, *modules: Projection) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
+def maps(
+    op, x: torch.Tensor, norm: RMSNorm, *modules: Projection
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
     """Projections of norm(x), x [N, d], and the biases that are still to be added to them (None: none)."""
     if not fuses(op, "linears", norm, *modules):
         y = norm(x)

@@ -1,7 +1,8 @@
 """Rotary frequencies of GQA models: default, linear, llama3 and YaRN.
 
-Pair i of a head rotates by position · f_i; dims i and i + D/2 are a pair (`kernels.rotary_rows`). Variants that follow the length of
-the text (dynamic NTK, LongRoPE) are refused by `dsv4.gqa.config`: a key in the cache would have to be rotated anew as the text grows.
+Pair i of a head rotates by position · f_i; dims i and i + D/2 are a pair (`dsv4.kernels.rotary_rows`). Variants that
+follow the length of the text (dynamic NTK, LongRoPE) are refused by `dsv4.gqa.config`: a key in the cache would have to
+be rotated anew as the text grows.
 """
 
 import math
@@ -9,15 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.rope import inverse_frequencies
+from dsv4.kernels.rope import inverse_frequencies
 
 VARIANTS = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """kind: one of VARIANTS. `original` is the context that the model was first trained for (llama3, yarn). attention: factor of cos
-    and sin (yarn). The other fields are those of config.json; what a variant does not use stays at its default."""
+    """kind: one of VARIANTS. `original` is the context that the model was first trained for (llama3, yarn). attention:
+    factor of cos and sin (yarn). The other fields are those of config.json; what a variant does not use stays at its
+    default."""
 
     kind: str
     theta: float
@@ -32,7 +34,8 @@ class Rope:
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's factor of cos and sin for a context `factor` times longer: 0.1 · weight · ln(factor) + 1 (Peng et al. 2023, eq. 22)."""
+    """YaRN's factor of cos and sin for a context `factor` times longer: 0.1 · weight · ln(factor) + 1 (Peng et al.
+    2023, eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -50,7 +53,8 @@ def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(f: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Llama 3.1: wavelengths over original/low are stretched by the factor, those under original/high kept, between them a ramp."""
+    """Llama 3.1: wavelengths over original/low are stretched by the factor, those under original/high kept, between
+    them a ramp."""
     wavelength = 2 * math.pi / f
     ramp = (rope.original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     ramp = ramp.clamp(0, 1)
@@ -58,8 +62,10 @@ def _llama3(f: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _yarn(f: torch.Tensor, rope: Rope, head_dim: int) -> torch.Tensor:
-    """YaRN (eq. 17-19): pairs that turn more than beta_fast times within the original context are kept, those that turn fewer than
-    beta_slow times are stretched by the factor, between them a ramp over the pairs; truncate: it begins and ends at whole pairs."""
+    """YaRN (eq. 17-19): pairs that turn more than beta_fast times within the original context are kept, those that turn
+    fewer than beta_slow times are stretched by the factor, between them a ramp over the pairs; truncate: it begins and
+    ends at whole pairs."""
+
     def pair_of(rotations: float) -> float:
         return head_dim * math.log(rope.original / (2 * math.pi * rotations)) / (2 * math.log(rope.theta))
 

@@ -11,10 +11,10 @@ NAMES = ("device", "host")  # of the command line
 class HostMemory:
     """Caches in pinned host memory; on the device what chooses, and a staging buffer of what was chosen.
 
-    staged: of a GQA model blocks a row and KV head, of a DeepSeek-V4 model entries a row, in each layer (None: twice what a step
-    chooses). What a step does not choose again stays while there is room: so these are the hot blocks as well. ahead: a GQA layer's
-    blocks are guessed and fetched while the layer before it multiplies: slower on an H100 with random weights, which are guessed wrong, and
-    not yet measured with trained ones.
+    staged: of a GQA model blocks a row and KV head, of a DeepSeek-V4 model entries a row, in each layer (None: twice
+    what a step chooses). What a step does not choose again stays while there is room: so these are the hot blocks as
+    well. ahead: a GQA layer's blocks are guessed and fetched while the layer before it multiplies: slower on an H100
+    with random weights, which are guessed wrong, and not yet measured with trained ones.
     """
 
     staged: int | None = None
@@ -26,18 +26,25 @@ class HostMemory:
 
 
 def memory_named(name: str, staged: int | None = None, ahead: bool = False, chooses: bool = True) -> HostMemory | None:
-    """What --kv-memory, --staged-blocks and --guess-ahead ask for; None for caches on the device. chooses: whether blocks are chosen, which
-    could be guessed. Raises InputError for what contradicts itself."""
+    """What --kv-memory, --staged-blocks and --guess-ahead ask for; None for caches on the device. chooses: whether
+    blocks are chosen, which could be guessed. Raises InputError for what contradicts itself."""
     if name not in NAMES:
         raise InputError(f"--kv-memory {name!r} is unknown; expected {' or '.join(NAMES)}")
     if name == "device":
         if staged is not None:
-            raise InputError(f"--staged-blocks {staged} says how much of a cache in host memory is kept on the device, and this cache is "
-                             "there already; add --kv-memory host")
+            raise InputError(
+                f"--staged-blocks {staged} says how much of a cache in host memory is kept on the device, and this "
+                "cache is there already; add --kv-memory host"
+            )
         if ahead:
-            raise InputError("--guess-ahead fetches blocks from host memory, and this cache is on the device already; add --kv-memory host")
+            raise InputError(
+                "--guess-ahead fetches blocks from host memory, and this cache is on the device already; add "
+                "--kv-memory host"
+            )
         return None
     if ahead and not chooses:
-        raise InputError("--guess-ahead guesses the blocks that a GQA model chooses, and none are chosen here (entries of CSA layers are not "
-                         "guessed); add --attention block-bound, or leave it out")
+        raise InputError(
+            "--guess-ahead guesses the blocks that a GQA model chooses, and none are chosen here (entries of CSA "
+            "layers are not guessed); add --attention block-bound, or leave it out"
+        )
     return HostMemory(staged, ahead)

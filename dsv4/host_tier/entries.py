@@ -11,27 +11,36 @@ from dsv4.host_tier.grouped import Traffic
 from dsv4.host_tier.layer import pinned_bytes
 from dsv4.host_tier.memory import HostBuffer, PinnedMemoryError, check_limit
 from dsv4.host_tier.planning import brought_entries, check_entries, entries_plan, staged_entries
+from dsv4.kernels.cache_rows import PAGE, PackedRows, write_rows
+from dsv4.kernels.dispatch import bind
+from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.kernels.staging import Pool, SlotTable, items_of, new_table, paired
 from dsv4.rows import Entries
 from dsv4.step import CapturedStep, Step
 from dsv4.streams import LayerStreams, Stream, zeros
-from kernels.cache_rows import PAGE, PackedRows, write_rows
-from kernels.dispatch import bind
-from kernels.operations import GQA_OPERATIONS
-from kernels.staging import Pool, SlotTable, items_of, new_table, paired
 
 
 class HostEntries(Entries):
-    """`Entries` whose rows are mapped pages of host memory. Writes go there. A step of one token a row reads the entries that it
-    chooses from staging rows, `slots` of each batch row. A longer one reads them where they are, over the link; or, where its choices
-    are more than all entries together, has these brought to `brought` first.
+    """`Entries` whose rows are mapped pages of host memory. Writes go there. A step of one token a row reads the
+    entries that it chooses from staging rows, `slots` of each batch row. A longer one reads them where they are, over
+    the link; or, where its choices are more than all entries together, has these brought to `brought` first.
 
-    stream: of the entries, as the plan of the cache has it. topk: entries that a query chooses at most. fetch: the operation, of the
-    backend's. brought: a buffer on the device of the stream's shape, which layers share (None: there is none).
-    Raises CapacityError where slots < topk, PinnedMemoryError where host memory is short.
+    stream: of the entries, as the plan of the cache has it. topk: entries that a query chooses at most. fetch: the
+    operation, of the backend's. brought: a buffer on the device of the stream's shape, which layers share (None: there
+    is none). Raises CapacityError where slots < topk, PinnedMemoryError where host memory is short.
     """
 
-    def __init__(self, stream: Stream, ratio: int, topk: int, slots: int | None, device: torch.device, fetch: Callable, write=write_rows,
-                 brought: torch.Tensor | None = None):
+    def __init__(
+        self,
+        stream: Stream,
+        ratio: int,
+        topk: int,
+        slots: int | None,
+        device: torch.device,
+        fetch: Callable,
+        write=write_rows,
+        brought: torch.Tensor | None = None,
+    ):
         slots, B = staged_entries(topk, slots), stream.shape[0]
         self.host, self.fetched, self.brought = HostBuffer(stream.shape, stream.dtype, device), fetch, brought
         there = self.host.device
@@ -41,9 +50,11 @@ class HostEntries(Entries):
         super().__init__(there, ratio, write)
         if self.packed:
             pages = -(-slots // PAGE)
-            self.here = there._replace(data=torch.zeros(B, pages, stream.shape[-1], dtype=torch.uint8, device=device), count=PAGE * pages)
+            self.here = there._replace(
+                data=torch.zeros(B, pages, stream.shape[-1], dtype=torch.uint8, device=device), count=PAGE * pages
+            )
             self.pools = tuple(paired(getattr(there, part), getattr(self.here, part)) for part in ("payload", "scales"))
-            self.rows = PAGE * pages                             # staging rows of a batch row
+            self.rows = PAGE * pages  # staging rows of a batch row
         else:
             self.here = torch.zeros(B, slots, stream.shape[-1], dtype=stream.dtype, device=device)
             self.pools, self.rows = (paired(items_of(there, 1), items_of(self.here, 1)),), slots
@@ -74,7 +85,9 @@ class HostEntries(Entries):
             pool = self._bring(step.rows, visible)
         return pool, rows
 
-    def chosen_captured(self, entry: torch.Tensor, step: CapturedStep, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+    def chosen_captured(
+        self, entry: torch.Tensor, step: CapturedStep, op
+    ) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
         if step.T == 1:
             return self._fetch(step, entry)
         self._drop(step)
@@ -91,20 +104,23 @@ class HostEntries(Entries):
         self._of(step).forget((step.start // self.ratio).unsqueeze(1))
 
     def _fetch(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
-        """Staging rows as a pool, and those of entry [B, 1, K]: [B, K]. The step's own window, and those that a rewound row had after
-        it, are stale."""
+        """Staging rows as a pool, and those of entry [B, 1, K]: [B, K]. The step's own window, and those that a rewound
+        row had after it, are stale."""
         pools, here = self.pools, self.here.data if self.packed else self.here
         if not self._all(step):
             pools = tuple(Pool(pool.host[step.rows], pool.staged[step.rows]) for pool in pools)
             here = here[step.rows]
-        return self._pool(here), self.fetched(self._of(step), pools, entry[:, 0], step.start, self.ratio, False, self.rows)
+        return self._pool(here), self.fetched(
+            self._of(step), pools, entry[:, 0], step.start, self.ratio, False, self.rows
+        )
 
     def _pool(self, here: torch.Tensor) -> torch.Tensor | PackedRows:
         flat = here.flatten(0, 1)
         return self.here._replace(data=flat, count=len(flat) * PAGE) if self.packed else flat
 
     def _bring(self, rows: slice, visible: int) -> torch.Tensor | PackedRows:
-        """The first `visible` entries of some batch rows on the device, at the rows of the pool where they stand in host memory."""
+        """The first `visible` entries of some batch rows on the device, at the rows of the pool where they stand in
+        host memory."""
         count = -(-visible // PAGE) if self.packed else visible
         for here, there in zip(self.brought[rows], self.host.host[rows]):
             here[:count].copy_(there[:count], non_blocking=True)
@@ -113,10 +129,24 @@ class HostEntries(Entries):
 
 
 class HostEntryCache(Cache):
-    """`Cache` with the main entries of CSA layers in host memory. make(stream, ratio): their `HostEntries`, given the buffer that they
-    come to whole. Raises as `Cache` and `HostEntries`, and InputError for a model without a CSA layer."""
+    """`Cache` with the main entries of CSA layers in host memory. make(stream, ratio): their `HostEntries`, given the
+    buffer that they come to whole. Raises as `Cache` and `HostEntries`, and InputError for a model without a CSA
+    layer."""
 
-    def __init__(self, topk: int, staged: int | None, make: Callable, config, numerics, batch, max_context, max_rewind, devices, mtp, write):
+    def __init__(
+        self,
+        topk: int,
+        staged: int | None,
+        make: Callable,
+        config,
+        numerics,
+        batch,
+        max_context,
+        max_rewind,
+        devices,
+        mtp,
+        write,
+    ):
         self.topk, self.asked, self.make, self.device = topk, staged, make, devices[0]
         super().__init__(config, numerics, batch, max_context, max_rewind, devices, mtp, write)
 
@@ -131,8 +161,10 @@ class HostEntryCache(Cache):
         try:
             self.far.append(self.make(stream, ratio, self.brought))
         except PinnedMemoryError as error:
-            raise PinnedMemoryError(f"the cache keeps {pinned_bytes(self.plan)} bytes in pinned host memory, of which {self.host_bytes} were "
-                                    f"had: {error}") from error
+            raise PinnedMemoryError(
+                f"the cache keeps {pinned_bytes(self.plan)} bytes in pinned host memory, of which {self.host_bytes} "
+                f"were had: {error}"
+            ) from error
         return self.far[-1]
 
     @property
@@ -152,18 +184,40 @@ class HostEntryCache(Cache):
         return Traffic(*map(sum, zip(*(entries.traffic() for entries in self.far))))
 
 
-def host_cache(model, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND,
-               choice: HostMemory = HostMemory()) -> HostEntryCache:
-    """`new_cache` of a DeepSeek-V4 model, the main entries of its CSA layers in host memory. Raises as `HostEntryCache`."""
+def host_cache(
+    model,
+    batch: int = 1,
+    max_context: int | None = None,
+    max_rewind: int = DEFAULT_MAX_REWIND,
+    choice: HostMemory = HostMemory(),
+) -> HostEntryCache:
+    """`new_cache` of a DeepSeek-V4 model, the main entries of its CSA layers in host memory. Raises as
+    `HostEntryCache`."""
     config = model.config
     if max_context is None:
         max_context = model.max_context or config.max_position_embeddings
     if model.layer_devices is not None:
-        raise InputError("entries in host memory were asked for with layers spread over devices; leave out --device-map or --kv-memory host")
+        raise InputError(
+            "entries in host memory were asked for with layers spread over devices; leave out --device-map or "
+            "--kv-memory host"
+        )
     devices = [model.device] * (config.num_hidden_layers + len(model.mtp))
     operation = bind({"fetch": GQA_OPERATIONS["fetch"]}, model.backend, model.dispatch).fetch
     write, topk = model.op.write_rows, config.index_topk
 
     def make(stream: Stream, ratio: int, brought: torch.Tensor) -> HostEntries:
         return HostEntries(stream, ratio, topk, choice.staged, model.device, operation, write, brought)
-    return HostEntryCache(topk, choice.staged, make, config, model.numerics, batch, max_context, max_rewind, devices, len(model.mtp) > 0, write)
+
+    return HostEntryCache(
+        topk,
+        choice.staged,
+        make,
+        config,
+        model.numerics,
+        batch,
+        max_context,
+        max_rewind,
+        devices,
+        len(model.mtp) > 0,
+        write,
+    )

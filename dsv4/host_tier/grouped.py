@@ -1,9 +1,10 @@
 """Keys and values of a GQA layer in host memory, its summaries and the blocks it reads on the device.
 
-The block of the current position is being written, so it has a staging slot of its own, the last: `rotary_rows` writes the token's key
-and value there, `write_back` copies them to host memory. All other slots hold complete blocks. To attention the staging buffer is a
-cache of its own, in which the query stands in the last block: every other slot lies before it and is seen whole, as its block is.
-So the kernels, the order of the list and every bit of the result are those of the resident cache.
+The block of the current position is being written, so it has a staging slot of its own, the last: `rotary_rows` writes
+the token's key and value there, `write_back` copies them to host memory. All other slots hold complete blocks. To
+attention the staging buffer is a cache of its own, in which the query stands in the last block: every other slot lies
+before it and is seen whole, as its block is. So the kernels, the order of the list and every bit of the result are
+those of the resident cache.
 """
 
 from copy import copy
@@ -13,20 +14,27 @@ import torch
 
 from dsv4.errors import CapacityError
 from dsv4.host_tier.memory import HostBuffer
-from kernels.block_choice import Policy
-from kernels.grouped_attention import Termination
-from kernels.staging import Pool, SlotTable, items_of, new_table, paired
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.grouped_attention import Termination
+from dsv4.kernels.staging import Pool, SlotTable, items_of, new_table, paired
 
 BLOCK = 128
 
 
 def host_use(cache) -> dict | None:
-    """What a cache keeps in host memory and has fetched from there, as JSON values; None for one on the device. Waits for the device."""
+    """What a cache keeps in host memory and has fetched from there, as JSON values; None for one on the device. Waits
+    for the device."""
     if not hasattr(cache, "host_bytes"):
         return None
     chosen, guessed = (cache.traffic(g) for g in (False, True))
-    return {"pinned_bytes": cache.host_bytes, "hits": chosen.hits, "misses": chosen.misses, "hit_rate": chosen.hit_rate,
-            "fetched_bytes": chosen.nbytes, "guessed_bytes": guessed.nbytes}
+    return {
+        "pinned_bytes": cache.host_bytes,
+        "hits": chosen.hits,
+        "misses": chosen.misses,
+        "hit_rate": chosen.hit_rate,
+        "fetched_bytes": chosen.nbytes,
+        "guessed_bytes": guessed.nbytes,
+    }
 
 
 class Traffic(NamedTuple):
@@ -42,27 +50,39 @@ class Traffic(NamedTuple):
 
 
 def staged_blocks(policy: Policy, max_context: int, asked: int | None = None) -> int:
-    """Blocks staged a row and KV head, beside the current one; by default as many again as a step chooses, where there are so many.
-    Raises CapacityError for fewer than a step chooses."""
+    """Blocks staged a row and KV head, beside the current one; by default as many again as a step chooses, where there
+    are so many. Raises CapacityError for fewer than a step chooses."""
     if policy.dense:
         return 0
     if asked is None:
         return max(policy.kept, min(2 * policy.kept, -(-max_context // policy.block)))
     if asked < policy.kept:
-        raise CapacityError(f"a step of {policy.name} reads {policy.kept} blocks a KV head at once, and staging has {asked} slots; make "
-                            f"at least {policy.kept}")
+        raise CapacityError(
+            f"a step of {policy.name} reads {policy.kept} blocks a KV head at once, and staging has {asked} slots; "
+            f"make at least {policy.kept}"
+        )
     return asked
 
 
 class HostRows:
-    """Cache of one layer: keys and values [B, KV, S, D] in host memory. slots: staged blocks a row and KV head, beside the current
-    one; those beyond what a step chooses keep what was chosen lately (default: `staged_blocks`). A dense policy chooses nothing and
-    stages nothing: such a layer is read whole (`DenseStream`).
+    """Cache of one layer: keys and values [B, KV, S, D] in host memory. slots: staged blocks a row and KV head, beside
+    the current one; those beyond what a step chooses keep what was chosen lately (default: `staged_blocks`). A dense
+    policy chooses nothing and stages nothing: such a layer is read whole (`DenseStream`).
 
-    Raises CapacityError where a step chooses more blocks than there are slots, PinnedMemoryError where host memory is short."""
+    Raises CapacityError where a step chooses more blocks than there are slots, PinnedMemoryError where host memory is
+    short."""
 
-    def __init__(self, batch: int, kv_heads: int, max_context: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-                 policy: Policy, slots: int | None = None):
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        max_context: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        policy: Policy,
+        slots: int | None = None,
+    ):
         unit = BLOCK if policy.dense else max(BLOCK, policy.block)
         self.shape, self.dtype, self.home = (batch, kv_heads, -(-max_context // unit) * unit, head_dim), dtype, device
         wanted = staged_blocks(policy, self.shape[2], slots)
@@ -83,8 +103,10 @@ class HostRows:
         self.low, self.high, self.mean = summary("bound"), summary("bound"), summary("mean")
         self.table = new_table(B * KV, S // self.block, slots, self.home)
         self.guesses = torch.zeros_like(self.table.count)
-        self.pools = tuple(paired(items_of(far, self.block), items_of(near, self.block))
-                           for far, near in ((self.host_keys, self.keys), (self.host_values, self.values)))
+        self.pools = tuple(
+            paired(items_of(far, self.block), items_of(near, self.block))
+            for far, near in ((self.host_keys, self.keys), (self.host_values, self.values))
+        )
 
     def part(self, rows: slice) -> "HostRows":
         """The same of some of the batch's rows: views."""
@@ -105,8 +127,15 @@ class HostRows:
         """What is held on the device, by the names of the plan."""
         if self.table is None:
             return {}
-        held = {"staged keys": self.keys, "staged values": self.values, "low": self.low, "high": self.high, "mean": self.mean,
-                **self.table._asdict(), "guesses": self.guesses}
+        held = {
+            "staged keys": self.keys,
+            "staged values": self.values,
+            "low": self.low,
+            "high": self.high,
+            "mean": self.mean,
+            **self.table._asdict(),
+            "guesses": self.guesses,
+        }
         return {name: t for name, t in held.items() if t is not None}
 
     @property
@@ -125,18 +154,29 @@ class HostRows:
         return Traffic(hits, misses, misses * sum(pool.item_bytes for pool in self.pools))
 
     def places(self, start: torch.Tensor, tokens: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each of the tokens at start[b] …: its position, and where it stands in the staging buffer, in the last slot. All layers of
-        a step share them."""
+        """Of each of the tokens at start[b] …: its position, and where it stands in the staging buffer, in the last
+        slot. All layers of a step share them."""
         found = [start + t if t else start for t in range(tokens)]
         return [(at, at % self.block + self.slots * self.block) for at in found]
 
-    def decode(self, op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases, cis: torch.Tensor, places, scale: float,
-               policy: Policy | None = None, rule: Termination | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Take in the tokens at `places` and attend: [B, T, H, D], the bits of the resident cache, and with a rule the tiles read int32
-        [B, T, KV].
+    def decode(
+        self,
+        op,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        biases,
+        cis: torch.Tensor,
+        places,
+        scale: float,
+        policy: Policy | None = None,
+        rule: Termination | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Take in the tokens at `places` and attend: [B, T, H, D], the bits of the resident cache, and with a rule the
+        tiles read int32 [B, T, KV].
 
-        q [N, H·D], k and v [N, KV·D], N = B·T, not yet rotated; biases, cis as in `rotary_rows`. Tokens of a row go one after the
-        other: each may choose as many blocks as there are slots. Everything is decided on the device.
+        q [N, H·D], k and v [N, KV·D], N = B·T, not yet rotated; biases, cis as in `rotary_rows`. Tokens of a row go one
+        after the other: each may choose as many blocks as there are slots. Everything is decided on the device.
         """
         B, T, found = self.shape[0], len(places), []
         for t, place in enumerate(places):
@@ -150,35 +190,60 @@ class HostRows:
     def _token(self, op, q, k, v, cis, biases, place, scale, policy, rule):
         start, here = place
         q = op.rotary_rows(q, k, v, biases, cis, self.keys, self.values, here)
-        op.write_back(self.keys, self.values, self.host_keys, self.host_values, start, self.table, self.low, self.high, self.mean,
-                      self.block)
+        op.write_back(
+            self.keys,
+            self.values,
+            self.host_keys,
+            self.host_values,
+            start,
+            self.table,
+            self.low,
+            self.high,
+            self.mean,
+            self.block,
+        )
         return self.attend(op, q, place, scale, None, policy, rule)
 
-    def attend(self, op, q: torch.Tensor, place, scale: float, blocks: torch.Tensor | None = None, policy: Policy | None = None,
-               rule: Termination | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q [B, 1, H, D], rotated; the token is in, at `place` (of `places`). blocks int32 [B, 1, KV, n]: a choice made elsewhere.
-        Returns what `decode` does."""
+    def attend(
+        self,
+        op,
+        q: torch.Tensor,
+        place,
+        scale: float,
+        blocks: torch.Tensor | None = None,
+        policy: Policy | None = None,
+        rule: Termination | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q [B, 1, H, D], rotated; the token is in, at `place` (of `places`). blocks int32 [B, 1, KV, n]: a choice made
+        elsewhere. Returns what `decode` does."""
         (B, KV), (start, here) = self.shape[:2], place
         if blocks is None:
             blocks = self._chosen(op, q, start, policy, rule)
         found = op.fetch(self.table, self.pools, blocks.view(B * KV, -1), start, self.block, True)
-        o = op.gather_attention(q, self.keys, self.values, found.view(B, 1, KV, -1), here, None, scale, self.block, rule)
+        o = op.gather_attention(
+            q, self.keys, self.values, found.view(B, 1, KV, -1), here, None, scale, self.block, rule
+        )
         return (o, None) if rule is None else o
 
     def _chosen(self, op, q, start, policy, rule) -> torch.Tensor:
-        return op.choose_blocks(q, self.shape[1], self.low, self.high, self.mean, start, policy or self.policy, rule is not None)
+        return op.choose_blocks(
+            q, self.shape[1], self.low, self.high, self.mean, start, policy or self.policy, rule is not None
+        )
 
-    def prefetch(self, op, q: torch.Tensor, start: torch.Tensor, blocks: torch.Tensor | None = None, policy: Policy | None = None) -> None:
-        """Stage what a guess of the query, or of its blocks, chooses. It changes no result: what it leaves out is fetched when the
-        query is there. start: of the coming token, or of the one before; counted apart (`traffic(guessed=True)`)."""
+    def prefetch(
+        self, op, q: torch.Tensor, start: torch.Tensor, blocks: torch.Tensor | None = None, policy: Policy | None = None
+    ) -> None:
+        """Stage what a guess of the query, or of its blocks, chooses. It changes no result: what it leaves out is
+        fetched when the query is there. start: of the coming token, or of the one before; counted apart
+        (`traffic(guessed=True)`)."""
         B, KV = self.shape[:2]
         if blocks is None:
             blocks = self._chosen(op, q, start, policy, None)
         op.fetch(self.table._replace(count=self.guesses), self.pools, blocks.view(B * KV, -1), start, self.block, True)
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, tokens: int) -> None:
-        """Copy rows start[b] … start[b] + tokens − 1 of keys and values [B, KV, S, D] to host memory, and drop what was staged of
-        them."""
+        """Copy rows start[b] … start[b] + tokens − 1 of keys and values [B, KV, S, D] to host memory, and drop what was
+        staged of them."""
         B, KV, S, D = self.shape
         position = start.unsqueeze(1) + torch.arange(tokens, device=start.device)
         rows = (torch.arange(B * KV, device=start.device).view(B, KV, 1) * S + position.unsqueeze(1)).flatten()
@@ -188,7 +253,8 @@ class HostRows:
             self.table.forget((start // self.block).repeat_interleave(KV).unsqueeze(1))
 
     def summarise(self, tokens: int, write) -> None:
-        """Summaries of the first `tokens` keys of every row, read from host memory. write: the operation `summarise_blocks`."""
+        """Summaries of the first `tokens` keys of every row, read from host memory. write: the operation
+        `summarise_blocks`."""
         if tokens and self.policy.selector is not None:
             start = torch.zeros(self.shape[0], dtype=torch.int64, device=self.home)
             write(self.host_keys, start, tokens, self.low, self.high, self.mean, self.block)

@@ -1,10 +1,11 @@
 """The cache of a GQA model whose keys and values are in host memory.
 
-A step reads a layer in one of two ways. A decoding step of a policy that chooses blocks has them staged (`HostRows.decode`). All others
-read the layer whole, as the resident cache would be read, through two buffers that layers come to one after the other (`DenseStream`):
-prompts, chunked prefill, the dense policy, and on a host processor steps of several tokens, whose products are summed otherwise than
-those of one. Either way tokens are written through, and every bit is that of the resident cache. Layers with a sliding window stay on
-the device: they never read more than that window.
+A step reads a layer in one of two ways. A decoding step of a policy that chooses blocks has them staged
+(`HostRows.decode`). All others read the layer whole, as the resident cache would be read, through two buffers that
+layers come to one after the other (`DenseStream`):
+prompts, chunked prefill, the dense policy, and on a host processor steps of several tokens, whose products are summed
+otherwise than those of one. Either way tokens are written through, and every bit is that of the resident cache. Layers
+with a sliding window stay on the device: they never read more than that window.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,15 @@ from dsv4.host_tier.grouped import HostRows, Traffic, staged_blocks
 from dsv4.host_tier.memory import PinnedMemoryError, check_limit
 from dsv4.host_tier.planning import check_grouped, grouped_plan
 from dsv4.host_tier.stream import DenseStream
+from dsv4.kernels.block_choice import Policy, dense
 from dsv4.step import Step
-from kernels.block_choice import Policy, dense
 
 
 class HostLayer(LayerRows):
     """One layer. keys, values [batch, KV, S, D] are the mapped pages of the host, `tensors` what the device holds.
 
-    several: whether steps of several tokens are bit for bit their single steps, so that blocks may be staged for them one by one.
+    several: whether steps of several tokens are bit for bit their single steps, so that blocks may be staged for them
+    one by one.
     """
 
     def __init__(self, rows: HostRows, several: bool, staged: int | None):
@@ -40,8 +42,8 @@ class HostLayer(LayerRows):
         self.tensors, self.block = self.rows.tensors(), self.rows.block
 
     def staged(self, step: Step, policy: Policy) -> HostRows | None:
-        """What the step decodes by: some rows of `self.rows`; None where it reads the layer whole (`of`). A guess that is under way has
-        ended. Raises MissingSummaries where what is staged serves another policy."""
+        """What the step decodes by: some rows of `self.rows`; None where it reads the layer whole (`of`). A guess that
+        is under way has ended. Raises MissingSummaries where what is staged serves another policy."""
         rows = self._staged(step, policy)
         if rows is not None and self.ahead is not None:
             self.ahead.join()
@@ -53,9 +55,11 @@ class HostLayer(LayerRows):
         rows, found = self.rows, self._summaries(step.rows)
         searched = policy.selector is None or found is not None and found.serve(policy)
         if rows.policy.dense or policy.block != rows.block or policy.kept > rows.slots or not searched:
-            raise MissingSummaries(f"policy {policy.name} reads {policy.kept} blocks of {policy.block} tokens, and this cache in host memory "
-                                   f"stages {rows.slots} blocks of {rows.block} for {rows.policy.name}: make it after model.attention is "
-                                   "set, or call cache.adopt(model.attention.policy)")
+            raise MissingSummaries(
+                f"policy {policy.name} reads {policy.kept} blocks of {policy.block} tokens, and this cache in host "
+                f"memory stages {rows.slots} blocks of {rows.block} for {rows.policy.name}: make it after "
+                "model.attention is set, or call cache.adopt(model.attention.policy)"
+            )
         return rows.part(step.rows)
 
     def guess(self, attention, norm, x: torch.Tensor, step: Step, policy: Policy) -> None:
@@ -64,8 +68,8 @@ class HostLayer(LayerRows):
         self.ahead.start(lambda: attention.guess(x, norm, step, rows), x)
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the step's rows [B, KV, S, D] as they were before the step, brought to the device; `written` gives the
-        step's own back. Layers are asked in turn."""
+        """Keys and values of the step's rows [B, KV, S, D] as they were before the step, brought to the device;
+        `written` gives the step's own back. Layers are asked in turn."""
         return self.stream.layer(self.index, step.rows, None if step.captured else max(step.starts))
 
     def written(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -77,14 +81,25 @@ class HostLayer(LayerRows):
 
 
 class HostCache(GroupedCache):
-    """`GroupedCache` with keys and values in host memory. policy: what is staged, and whose summaries are kept on the device.
+    """`GroupedCache` with keys and values in host memory. policy: what is staged, and whose summaries are kept on the
+    device.
 
     Raises InputError for what `check_grouped` refuses, CapacityError where less is asked to be staged than a step
     chooses or the device is short, PinnedMemoryError where host memory is.
     """
 
-    def __init__(self, config, numerics, batch: int, max_context: int, devices: list[torch.device], policy: Policy, summarise: Callable,
-                 choice: HostMemory, several: bool):
+    def __init__(
+        self,
+        config,
+        numerics,
+        batch: int,
+        max_context: int,
+        devices: list[torch.device],
+        policy: Policy,
+        summarise: Callable,
+        choice: HostMemory,
+        several: bool,
+    ):
         check_grouped(config, policy, choice)
         self.choice, self.several = choice, several
         super().__init__(config, numerics, batch, max_context, devices, policy, summarise)
@@ -102,8 +117,9 @@ class HostCache(GroupedCache):
             try:
                 layers.append(HostLayer(self._rows(plan, device, policy or dense()), self.several, self.choice.staged))
             except PinnedMemoryError as error:
-                raise PinnedMemoryError(f"the cache keeps {total} bytes in pinned host memory, of which {self.host_bytes} were had: {error}"
-                                        ) from error
+                raise PinnedMemoryError(
+                    f"the cache keeps {total} bytes in pinned host memory, of which {self.host_bytes} were had: {error}"
+                ) from error
             self.far.append(layers[-1])
         self.stream = DenseStream([layer.rows for layer in self.far])
         self.ahead = Ahead(devices[0]) if self.choice.ahead else None

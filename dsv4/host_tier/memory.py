@@ -1,7 +1,8 @@
 """Pinned pages of host memory that the device addresses.
 
-Assumed of a CUDA machine: unified addressing, and that registered pages have the same address on the device as on the host
-(`canUseHostPointerForRegisteredMem`: Linux on 64 bits). Both are tried when a buffer is made, on its first and last bytes.
+Assumed of a CUDA machine: unified addressing, and that registered pages have the same address on the device as on the
+host (`canUseHostPointerForRegisteredMem`: Linux on 64 bits). Both are tried when a buffer is made, on its first and
+last bytes.
 """
 
 import gc
@@ -14,8 +15,8 @@ import torch
 
 from dsv4.errors import CapacityError
 
-PORTABLE_MAPPED = 1 | 2   # cudaHostRegisterPortable | cudaHostRegisterMapped
-WAITS, PAUSE = 20, 0.5    # looks at free memory before it is called short, and seconds between them
+PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+WAITS, PAUSE = 20, 0.5  # looks at free memory before it is called short, and seconds between them
 
 
 class PinnedMemoryError(CapacityError):
@@ -23,8 +24,9 @@ class PinnedMemoryError(CapacityError):
 
 
 class HostBuffer:
-    """A zeroed tensor in host memory: `host` on the CPU, and `device`, the same bytes as a tensor of the device (the same tensor
-    where the device is the CPU). Views of either are of worth as long as this object lives. Raises PinnedMemoryError."""
+    """A zeroed tensor in host memory: `host` on the CPU, and `device`, the same bytes as a tensor of the device (the
+    same tensor where the device is the CPU). Views of either are of worth as long as this object lives. Raises
+    PinnedMemoryError."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self.nbytes, self._registered = dtype.itemsize, None
@@ -44,8 +46,10 @@ class HostBuffer:
             code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), PORTABLE_MAPPED))
         if code:
             _clear_error()
-            raise PinnedMemoryError(f"{_wanted(self.nbytes)} could not be pinned (CUDA error {code}); {_available()}; ask for less context "
-                                    "or fewer layers, or raise the limit (ulimit -l)")
+            raise PinnedMemoryError(
+                f"{_wanted(self.nbytes)} could not be pinned (CUDA error {code}); {_available()}; ask for less "
+                "context or fewer layers, or raise the limit (ulimit -l)"
+            )
         self._registered = flat.data_ptr()
 
     def close(self) -> None:
@@ -67,8 +71,9 @@ def _pages(nbytes: int) -> torch.Tensor:
     try:
         pages = mmap.mmap(-1, max(1, nbytes))
     except (OSError, ValueError, OverflowError) as error:
-        raise PinnedMemoryError(f"{_wanted(nbytes)} could not be mapped ({error}); {_available()}; ask for less context or fewer "
-                                "layers") from error
+        raise PinnedMemoryError(
+            f"{_wanted(nbytes)} could not be mapped ({error}); {_available()}; ask for less context or fewer layers"
+        ) from error
     with suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     check_limit(nbytes)
@@ -79,13 +84,15 @@ def check_limit(nbytes: int) -> None:
     """Raise PinnedMemoryError where that is more than the control group of this process may have in all."""
     limit = _limit()
     if limit is not None and nbytes > limit:
-        raise PinnedMemoryError(f"{_wanted(nbytes)} are more than the {limit} that this control group may have; ask for less context or "
-                                "fewer layers")
+        raise PinnedMemoryError(
+            f"{_wanted(nbytes)} are more than the {limit} that this control group may have; ask for less context or "
+            "fewer layers"
+        )
 
 
 def _await_room(nbytes: int) -> None:
-    """Raise PinnedMemoryError where the system stays short of that much: what takes pages beyond the last is ended by the system, without
-    a word. A virtual machine's memory may grow as it is used, a little behind what asks for it."""
+    """Raise PinnedMemoryError where the system stays short of that much: what takes pages beyond the last is ended by
+    the system, without a word. A virtual machine's memory may grow as it is used, a little behind what asks for it."""
     for _ in range(WAITS):
         free = _free()
         if free is None or nbytes <= free:
@@ -98,22 +105,34 @@ class _Bytes:
     """What `torch.as_tensor` takes for bytes of the device."""
 
     def __init__(self, pointer: int, nbytes: int):
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 def _mapped(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The bytes as a tensor of the device, and the proof of it."""
     with torch.cuda.device(device):
-        there = torch.as_tensor(_Bytes(flat.data_ptr(), flat.numel()), device=torch.device("cuda", torch.cuda.current_device()))
+        there = torch.as_tensor(
+            _Bytes(flat.data_ptr(), flat.numel()), device=torch.device("cuda", torch.cuda.current_device())
+        )
         if there.data_ptr() != flat.data_ptr():
-            raise PinnedMemoryError(f"{_wanted(flat.numel())} are at another address on the device; expected unified addressing of "
-                                    "registered pages (canUseHostPointerForRegisteredMem)")
+            raise PinnedMemoryError(
+                f"{_wanted(flat.numel())} are at another address on the device; expected unified addressing of "
+                "registered pages (canUseHostPointerForRegisteredMem)"
+            )
         ends = there[:1], there[-1:]
         for end in ends:
             end.fill_(90)
         torch.cuda.synchronize()
         if (flat[0], flat[-1]) != (90, 90):
-            raise PinnedMemoryError(f"{_wanted(flat.numel())} do not show the host what the device wrote; expected mapped pages")
+            raise PinnedMemoryError(
+                f"{_wanted(flat.numel())} do not show the host what the device wrote; expected mapped pages"
+            )
         for end in ends:
             end.fill_(0)
         torch.cuda.synchronize()
@@ -131,8 +150,8 @@ def _wanted(nbytes: int) -> str:
 
 
 def _limit() -> int | None:
-    """Bytes that the control group allows; None where it does not say. What is free now is not asked: a virtual machine whose memory
-    grows as it is used shows less than it can have."""
+    """Bytes that the control group allows; None where it does not say. What is free now is not asked: a virtual machine
+    whose memory grows as it is used shows less than it can have."""
     with suppress(OSError, ValueError):
         with open("/sys/fs/cgroup/memory.max") as limit:
             return int(limit.read())
@@ -152,5 +171,7 @@ def _available() -> str:
     free = _free()
     found = [] if free is None else [f"{free} bytes available now"]
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found.append("no limit on locked memory" if lock == resource.RLIM_INFINITY else f"at most {lock} bytes may be locked")
+    found.append(
+        "no limit on locked memory" if lock == resource.RLIM_INFINITY else f"at most {lock} bytes may be locked"
+    )
     return ", ".join(found)

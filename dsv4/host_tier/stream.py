@@ -1,4 +1,5 @@
-"""Whole layers of caches in host memory, one after the other through two buffers on the device: for what reads every token."""
+"""Whole layers of caches in host memory, one after the other through two buffers on the device: for what reads every
+token."""
 
 from collections.abc import Sequence
 
@@ -11,8 +12,9 @@ WHOLE = slice(None)
 
 
 class DenseStream:
-    """Layers come over the link in turn, by the copy engine: layer i + 1 while layer i is attended to. Two buffers of one layer's
-    keys and values, made at once. Copies of whole layers are of fixed size, so that a step can be captured. Raises CapacityError."""
+    """Layers come over the link in turn, by the copy engine: layer i + 1 while layer i is attended to. Two buffers of
+    one layer's keys and values, made at once. Copies of whole layers are of fixed size, so that a step can be captured.
+    Raises CapacityError."""
 
     def __init__(self, layers: Sequence[HostRows]):
         self.layers, self.first = layers, layers[0]
@@ -32,9 +34,9 @@ class DenseStream:
         return sum(t.nbytes for pair in self.held for t in pair)
 
     def layer(self, i: int, rows: slice = WHOLE, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, KV, S, D] of layer i, which is there for the current stream: of `rows` the first `tokens` (None: all), the
-        rest of the buffer holds anything. Layers are asked for in turn, all alike in one step; the work on layer i − 1 has been issued,
-        whose buffer is given away here."""
+        """Keys and values [B, KV, S, D] of layer i, which is there for the current stream: of `rows` the first `tokens`
+        (None: all), the rest of the buffer holds anything. Layers are asked for in turn, all alike in one step; the
+        work on layer i − 1 has been issued, whose buffer is given away here."""
         if i == 0:
             self._bring(0, rows, tokens)
         if i + 1 < len(self.layers):
@@ -46,11 +48,16 @@ class DenseStream:
     def _made(self, count: int) -> list[tuple[torch.Tensor, ...]]:
         first = self.first
         try:
-            return [tuple(torch.empty(first.shape, dtype=first.dtype, device=first.home) for _ in range(2)) for _ in range(count)]
+            return [
+                tuple(torch.empty(first.shape, dtype=first.dtype, device=first.home) for _ in range(2))
+                for _ in range(count)
+            ]
         except (RuntimeError, MemoryError) as error:
-            raise CapacityError(f"to read a cache in host memory whole, {count * first.host_bytes} bytes on {first.home} were needed for "
-                                f"{count} layers of it, and they could not be had ({str(error).splitlines()[0]}); lower the context or "
-                                "the batch") from error
+            raise CapacityError(
+                f"to read a cache in host memory whole, {count * first.host_bytes} bytes on {first.home} were needed "
+                f"for {count} layers of it, and they could not be had ({str(error).splitlines()[0]}); lower the "
+                "context or the batch"
+            ) from error
 
     def _bring(self, i: int, rows: slice, tokens: int | None) -> None:
         if not self.cuda:

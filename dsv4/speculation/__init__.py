@@ -1,9 +1,11 @@
-"""Speculative generation: drafts from a cheap source, one pass of the model that verifies them all, and rewinding of what was wrong.
+"""Speculative generation: drafts from a cheap source, one pass of the model that verifies them all, and rewinding of
+what was wrong.
 
-- `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `loop`: the generation;
+- `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `loop`: the
+  generation;
   `rounds`: the same without the host, with `resident_drafters`, `choosing` and `noise`; `result`: what is counted.
-- `policy`: how many tokens to draft, the specification; `policy_device`: the same for a batch on the device; `costs`, `trace`,
-  `oracle`, `simulate`: what sizes cost, what would have been accepted, and what each policy makes of it.
+- `policy`: how many tokens to draft, the specification; `policy_device`: the same for a batch on the device; `costs`,
+  `trace`, `oracle`, `simulate`: what sizes cost, what would have been accepted, and what each policy makes of it.
 """
 
 from dsv4.speculation.cost_aware import CostAware, CostAwareParameters
@@ -15,7 +17,25 @@ from dsv4.speculation.simulate import Run, simulate
 from dsv4.speculation.trace import Request, Trace, read_trace, write_trace
 
 __all__ = [
-    "LARGEST", "Adaptive", "AdaptiveParameters", "CostAware", "CostAwareParameters", "CostTable", "DevicePolicy", "Informed", "Oracle",
-    "Policy", "Request", "Run", "Static", "Trace", "on_device", "read_costs", "read_trace", "room", "simulate", "under_pressure",
+    "LARGEST",
+    "Adaptive",
+    "AdaptiveParameters",
+    "CostAware",
+    "CostAwareParameters",
+    "CostTable",
+    "DevicePolicy",
+    "Informed",
+    "Oracle",
+    "Policy",
+    "Request",
+    "Run",
+    "Static",
+    "Trace",
+    "on_device",
+    "read_costs",
+    "read_trace",
+    "room",
+    "simulate",
+    "under_pressure",
     "write_trace",
 ]

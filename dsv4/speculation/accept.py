@@ -2,13 +2,15 @@
 
 Greedy: the longest prefix of drafts that are each the target's argmax, then the target's own next token.
 
-Sampling is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318): a draft
-x ~ q stays with probability min(1, p(x) / q(x)); in place of the first that does not, a token is drawn from the residual
-max(p − q, 0), normalised; when all stay, the bonus token is drawn from p. Each emitted token is then distributed as p, whatever q.
+Sampling is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv
+2302.01318): a draft x ~ q stays with probability min(1, p(x) / q(x)); in place of the first that does not, a token is
+drawn from the residual max(p − q, 0), normalised; when all stay, the bonus token is drawn from p. Each emitted token is
+then distributed as p, whatever q.
 
-`accept_drawn`, and `accept_chosen` of draws, is rejection sampling of drafts that were chosen (q is 1 at the draft), with the draws of plain decoding: y ~ p comes
-out, and the draft stays if it is y. That is with probability p(x), and else y has the residual's distribution. Tokens then do not
-depend on how many were drafted where, which the uniforms of `accept_sampled` do.
+`accept_drawn`, and `accept_chosen` of draws, is rejection sampling of drafts that were chosen (q is 1 at the draft),
+with the draws of plain decoding: y ~ p comes out, and the draft stays if it is y. That is with probability p(x), and
+else y has the residual's distribution. Tokens then do not depend on how many were drafted where, which the uniforms of
+`accept_sampled` do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,28 +20,39 @@ import torch
 
 
 class Accepted(NamedTuple):
-    """count int64 [B]: drafts that stay. tokens int64 [B, W + 1]: the first count + 1 of a row come out, the rest mean nothing."""
+    """count int64 [B]: drafts that stay. tokens int64 [B, W + 1]: the first count + 1 of a row come out, the rest mean
+    nothing."""
 
     count: torch.Tensor
     tokens: torch.Tensor
 
 
 def accept_greedy(logits: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
-    """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; sizes int64 [B] drafts a row has."""
+    """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; sizes int64 [B] drafts
+    a row has."""
     return accept_chosen(logits.argmax(-1), drafts, sizes)
 
 
 def accept_chosen(chosen: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
-    """Drafts that are each what decoding without drafts says in their place: chosen int64 [B, W + 1], drafts int64 [B, W], sizes int64 [B]."""
-    return Accepted(_prefix(chosen[:, :-1] == drafts, sizes), chosen)  # an accepted draft is what was chosen, which so comes out everywhere
+    """Drafts that are each what decoding without drafts says in their place: chosen int64 [B, W + 1], drafts int64 [B,
+    W], sizes int64 [B]."""
+    # an accepted draft is what was chosen, which so comes out everywhere
+    return Accepted(_prefix(chosen[:, :-1] == drafts, sizes), chosen)
 
 
-def accept_sampled(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor, sizes: torch.Tensor, u: torch.Tensor,
-                   u_last: torch.Tensor) -> Accepted:
+def accept_sampled(
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    drafts: torch.Tensor,
+    sizes: torch.Tensor,
+    u: torch.Tensor,
+    u_last: torch.Tensor,
+) -> Accepted:
     """Rejection sampling.
 
-    p [B, W + 1, V]: target probabilities after the last token and after each draft. q [B, W, V]: those that the drafts were drawn
-    from; None if they were chosen, so that q is 1 at the draft. drafts int64 [B, W], sizes int64 [B]. u [B, W] and u_last [B]:
+    p [B, W + 1, V]: target probabilities after the last token and after each draft. q [B, W, V]: those that the drafts
+    were drawn from; None if they were chosen, so that q is 1 at the draft. drafts int64 [B, W], sizes int64 [B]. u [B,
+    W] and u_last [B]:
     uniform in [0, 1), independent of the drafts. Places beyond a row's size may hold anything, NaN included.
     """
     B, W = drafts.shape
@@ -51,7 +64,11 @@ def accept_sampled(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor
     if W:
         rejected, place = count < sizes, count.clamp(max=W - 1).view(B, 1, 1)
         taken = at.gather(1, place).squeeze(1)
-        drawn = torch.zeros_like(last).scatter_(-1, taken, 1.0) if q is None else q.gather(1, place.expand(B, 1, q.shape[-1])).squeeze(1)
+        drawn = (
+            torch.zeros_like(last).scatter_(-1, taken, 1.0)
+            if q is None
+            else q.gather(1, place.expand(B, 1, q.shape[-1])).squeeze(1)
+        )
         residual = (last - drawn).clamp(min=0)
         # p = q up to rounding leaves nothing over; a rejection there was rounding too, and p itself is right
         rejected = rejected & (residual.sum(-1) > 0)
@@ -61,8 +78,9 @@ def accept_sampled(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor
 
 
 def accept_drawn(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
-    """Tokens of one row that come out: draw(i) is what plain decoding draws after i drafts, asked for as long as the drafts before
-    were what it drew. So a generator is left as plain decoding leaves it, also when the caller stops in between."""
+    """Tokens of one row that come out: draw(i) is what plain decoding draws after i drafts, asked for as long as the
+    drafts before were what it drew. So a generator is left as plain decoding leaves it, also when the caller stops in
+    between."""
     for place, draft in enumerate(drafts):
         token = draw(place)
         yield token
@@ -72,7 +90,8 @@ def accept_drawn(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[
 
 
 def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Token ids int64 [...] from weights [..., V] ≥ 0 (not all 0) by inverting their sum at u [...] in [0, 1). Never one of weight 0."""
+    """Token ids int64 [...] from weights [..., V] ≥ 0 (not all 0) by inverting their sum at u [...] in [0, 1). Never
+    one of weight 0."""
     sums = weights.double().cumsum(-1)
     total = sums[..., -1:]
     at = torch.minimum(u.double().unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -1,8 +1,9 @@
 """Passes and drafts as captured steps: of one row, and of several rows on pages.
 
-On a GPU a pass of one row then has the bits of the captured single steps of plain decoding. Kernels of a captured step split their sums by what
-the cache could hold, not by what it holds, and not by how many tokens of the row a pass has (up to 16). Passes of `Model.append` split them by
-what is visible, which moves within a pass. Rows that share a pass are equal to that up to rounding: how sums are split depends on how many there are.
+On a GPU a pass of one row then has the bits of the captured single steps of plain decoding. Kernels of a captured step
+split their sums by what the cache could hold, not by what it holds, and not by how many tokens of the row a pass has
+(up to 16). Passes of `Model.append` split them by what is visible, which moves within a pass. Rows that share a pass
+are equal to that up to rounding: how sums are split depends on how many there are.
 """
 
 import time
@@ -20,8 +21,9 @@ from dsv4.speculation.verify import Append
 
 
 class Steps:
-    """Graphs of steps, each captured when that many tokens of one row, or of every row, are first wanted. On pages one graph of one row
-    serves every row; where several run, each has a place of its own, and those that rest leave theirs empty. On rings the batch must be of one row.
+    """Graphs of steps, each captured when that many tokens of one row, or of every row, are first wanted. On pages one
+    graph of one row serves every row; where several run, each has a place of its own, and those that rest leave theirs
+    empty. On rings the batch must be of one row.
 
     capture_seconds: what captures took so far, those in the middle of a run too, which its time is then less."""
 
@@ -34,12 +36,14 @@ class Steps:
         self.paged = isinstance(cache, PagedCache)
 
     def takes(self, counts: list[int]) -> bool:
-        """Whether rows that run counts[b] tokens each can be run here. Several run as many tokens each as the longest, where pages for that are
-        free: nobody gives way for tokens that do not count."""
+        """Whether rows that run counts[b] tokens each can be run here. Several run as many tokens each as the longest,
+        where pages for that are free: nobody gives way for tokens that do not count."""
         rows, width = [b for b, n in enumerate(counts) if n], max(counts)
         if len(rows) < 2 or not self.paged:
             return len(rows) == 1 and (self.paged or len(counts) == 1)
-        return all(self._lengths.now[b] + width <= self.cache.reach for b in rows) and self.cache.fits(rows, width, self.mtp)
+        return all(self._lengths.now[b] + width <= self.cache.reach for b in rows) and self.cache.fits(
+            rows, width, self.mtp
+        )
 
     def of(self, width: int, rows: int = 1) -> DecodeGraph:
         """The graph of so many tokens of each of so many rows."""
@@ -50,20 +54,26 @@ class Steps:
         return self.graphs[rows, width]
 
     def prepare(self, widths: Iterable[int]) -> None:
-        """Capture these widths now, where the batch is one row on rings: no step of others is run here, and pages are shown row by row."""
+        """Capture these widths now, where the batch is one row on rings: no step of others is run here, and pages are
+        shown row by row."""
         if not self.paged and self.takes([1] * self.cache.batch):
             for width in sorted(set(widths)):
                 self.of(width)
 
-    def run(self, ids: torch.Tensor, counts: list[int], streams: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids int64 [B, W]; streams [B, W, n, d] where the graph reads some; what is beyond a row's count may be anything. Returns logits and
-        streams [B, …] that are right in the rows that ran; logits last until the next run."""
+    def run(
+        self, ids: torch.Tensor, counts: list[int], streams: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids int64 [B, W]; streams [B, W, n, d] where the graph reads some; what is beyond a row's count may be
+        anything. Returns logits and streams [B, …] that are right in the rows that ran; logits last until the next
+        run."""
         active, width = [b for b, n in enumerate(counts) if n], max(counts)
         alone = len(active) == 1
         rows = slice(active[0], active[0] + 1) if alone else slice(None)
         places = 1 if alone else len(counts)
         if self.paged:
-            self._shown(places).show(active if alone else [b if n else None for b, n in enumerate(counts)], width, self.mtp)
+            self._shown(places).show(
+                active if alone else [b if n else None for b, n in enumerate(counts)], width, self.mtp
+            )
         graph = self.of(width, places)
         if streams is not None:
             graph.fed.copy_(streams[rows, :width])
@@ -72,7 +82,8 @@ class Steps:
         if self.paged:
             for b in active:
                 self._lengths.advance(slice(b, b + 1), counts[b])
-        after = graph.streams.view(places, -1, *graph.streams.shape[1:]).clone()  # a drafter keeps them beyond the next replay
+        # a drafter keeps them beyond the next replay
+        after = graph.streams.view(places, -1, *graph.streams.shape[1:]).clone()
         return tuple(t.expand(len(ids), *t.shape[1:]) for t in (logits, after))
 
     def _shown(self, places: int) -> Cache | PagedView:
@@ -100,8 +111,8 @@ class Captured(Steps):
 
 
 class CapturedBlock(Steps):
-    """A way to run the MTP block: streams [B, T, n, d], next tokens ids [B, T] → logits [B, 1, vocab] and streams [B, 1, n, d] after each row's
-    last. captured: whether steps are where they can be; all others are `Model.mtp_logits`."""
+    """A way to run the MTP block: streams [B, T, n, d], next tokens ids [B, T] → logits [B, 1, vocab] and streams [B,
+    1, n, d] after each row's last. captured: whether steps are where they can be; all others are `Model.mtp_logits`."""
 
     mtp, graph = True, BlockGraph
 
@@ -113,9 +124,13 @@ class CapturedBlock(Steps):
         if self.captured:
             super().prepare(widths)
 
-    def __call__(self, streams: torch.Tensor, ids: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, streams: torch.Tensor, ids: torch.Tensor, counts: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.captured and max(counts) <= self.cache.max_rewind + 1 and self.takes(counts):
             return self.run(ids, counts, streams)
-        logits, after = self.model.mtp_logits(streams, ids, self.cache, return_streams=True, n_new=counts, logits="last")
+        logits, after = self.model.mtp_logits(
+            streams, ids, self.cache, return_streams=True, n_new=counts, logits="last"
+        )
         rows = torch.arange(len(counts), device=after.device)
         return logits, after[rows, sent([max(0, n - 1) for n in counts], after.device)].unsqueeze(1)

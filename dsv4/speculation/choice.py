@@ -9,11 +9,19 @@ from dsv4.speculation.costs import CostTable, read_costs
 from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Policy, Static
 
 COSTS = "audits/speculation_costs_h100.json, measured by scripts/bench_speculation.py"
-PARAMETERS = {"weight": NUMBER, "start": NUMBER, "thresholds": several(NUMBER), "sizes": several(WHOLE), "pressure_cap": WHOLE}  # of ASBS
+# of ASBS
+PARAMETERS = {
+    "weight": NUMBER,
+    "start": NUMBER,
+    "thresholds": several(NUMBER),
+    "sizes": several(WHOLE),
+    "pressure_cap": WHOLE,
+}
 
 
 def policy_named(text: str, costs: Path | None = None, batch: int = 1) -> Policy:
-    """'1' … '8'; 'adaptive', with 'adaptive:weight=0.2,sizes=1/4/8' and so on for other parameters; 'cost-aware', by a table of costs.
+    """'1' … '8'; 'adaptive', with 'adaptive:weight=0.2,sizes=1/4/8' and so on for other parameters; 'cost-aware', by a
+    table of costs.
 
     costs: the table's file. batch: rows that share a pass, whose costs the table must have. Raises InputError.
     """
@@ -22,7 +30,9 @@ def policy_named(text: str, costs: Path | None = None, batch: int = 1) -> Policy
         raise InputError(f"--draft-costs was given with --draft-tokens {brief(text)}; only cost-aware weighs costs")
     if text == "cost-aware":
         if costs is None:
-            raise InputError(f"--draft-tokens cost-aware weighs what passes cost; add --draft-costs FILE, such as {COSTS}")
+            raise InputError(
+                f"--draft-tokens cost-aware weighs what passes cost; add --draft-costs FILE, such as {COSTS}"
+            )
         return CostAware(_table(costs), batch)
     if name == "adaptive" and (given or not colon):
         return Adaptive(_parameters(given))
@@ -40,7 +50,9 @@ def _table(costs: Path) -> CostTable:
 
 def _parameters(given: str) -> AdaptiveParameters:
     """'weight=0.2,thresholds=0.5/0.8'. Raises InputError."""
-    found = named_values("--draft-tokens adaptive", given, PARAMETERS, "adaptive:weight=0.2,thresholds=0.5/0.8,sizes=1/4/8")
+    found = named_values(
+        "--draft-tokens adaptive", given, PARAMETERS, "adaptive:weight=0.2,thresholds=0.5/0.8,sizes=1/4/8"
+    )
     try:
         return AdaptiveParameters(**found)
     except InputError as error:

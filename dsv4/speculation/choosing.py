@@ -1,4 +1,5 @@
-"""How the tokens of rounds are chosen: greedily, or drawn by noise that is counted. All of it runs inside a captured round."""
+"""How the tokens of rounds are chosen: greedily, or drawn by noise that is counted. All of it runs inside a captured
+round."""
 
 from abc import ABC, abstractmethod
 
@@ -10,7 +11,8 @@ from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
 
 
 class Choice(ABC):
-    """The interface. `at` int64 [B]: each row's position in its text of the token that the first place of logits is about."""
+    """The interface. `at` int64 [B]: each row's position in its text of the token that the first place of logits is
+    about."""
 
     @abstractmethod
     def own(self, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -18,11 +20,15 @@ class Choice(ABC):
 
     @abstractmethod
     def draft(self, logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts int64 [B] of a drafting model's logits fp32 [B, V], and what they were drawn from fp32 [B, V]; None if they were chosen."""
+        """Drafts int64 [B] of a drafting model's logits fp32 [B, V], and what they were drawn from fp32 [B, V]; None if
+        they were chosen."""
 
     @abstractmethod
-    def accept(self, logits: torch.Tensor, drafts: torch.Tensor, q: torch.Tensor | None, sizes: torch.Tensor, at: torch.Tensor) -> Accepted:
-        """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; q [B, W, V] as `draft` gave it;
+    def accept(
+        self, logits: torch.Tensor, drafts: torch.Tensor, q: torch.Tensor | None, sizes: torch.Tensor, at: torch.Tensor
+    ) -> Accepted:
+        """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; q [B, W, V] as
+        `draft` gave it;
         sizes int64 [B]: drafts that each row has."""
 
 
@@ -40,10 +46,11 @@ class Greedy(Choice):
 class Sampled(Choice):
     """At a temperature over 0. Row b's noise is that of sampling.seed + b.
 
-    Drafts that were chosen stay where they are what decoding without drafts draws with the same noise: with probability p(x), as by
-    rejection sampling, and the text then does not depend on what was drafted. Drafts that were drawn go through rejection sampling, which keeps more of
-    them than any rule whose text does not depend on drafts (Daliri et al. 2024, arXiv 2408.07978); the token that a round adds to them
-    is drawn by the number of the round's first position, which no other round begins at."""
+    Drafts that were chosen stay where they are what decoding without drafts draws with the same noise: with probability
+    p(x), as by rejection sampling, and the text then does not depend on what was drafted. Drafts that were drawn go
+    through rejection sampling, which keeps more of them than any rule whose text does not depend on drafts (Daliri et
+    al. 2024, arXiv 2408.07978); the token that a round adds to them is drawn by the number of the round's first
+    position, which no other round begins at."""
 
     def __init__(self, sampling: Sampling, batch: int, device: torch.device | str):
         self.sampling, self.seeds = sampling, row_seeds(sampling.seed, batch, device)

@@ -1,18 +1,21 @@
 """A policy that weighs what drafts are worth against what a pass costs.
 
-Each request has a belief: a probability for each of 8 hypotheses about how likely drafts are right: the first, and each after it
-where those before were (a block that was trained to look one token ahead is worse at chains of its own). A pass is evidence
-(Bayes), and with every committed token the text may have turned into another kind, so that the belief drifts towards the prior.
+Each request has a belief: a probability for each of 8 hypotheses about how likely drafts are right: the first, and each
+after it where those before were (a block that was trained to look one token ahead is worse at chains of its own). A
+pass is evidence (Bayes), and with every committed token the text may have turned into another kind, so that the belief
+drifts towards the prior.
 That replaces hysteresis: one rejection moves a sure belief little, several move it at once.
 
-A pass of width m costs C(m) seconds and commits E_g[k] tokens of a row under hypothesis g. The width is the one with the least
+A pass of width m costs C(m) seconds and commits E_g[k] tokens of a row under hypothesis g. The width is the one with
+the least
 
-    n · log C(m) − Σ_rows (Σ_g p_g · log E_g[k_row] − horizon · what the row would lose in a later pass, knowing what this one shows)
+    n · log C(m) − Σ_rows (Σ_g p_g · log E_g[k_row] − horizon · what the row would lose in a later pass, knowing what
+    this one shows)
 
-For one row whose belief is sure that is the best ratio E / C; likewise for rows that are all alike. For rows of several kinds
-it is the best common width too: a row stays longer where it is slow, so that its tokens there are worth more, by 1 / E; the sum
-of ratios would neglect that. The last term is the value of what a pass teaches (a one-step lookahead, also called knowledge
-gradient): without it a row that drafts nothing would learn nothing and stay so.
+For one row whose belief is sure that is the best ratio E / C; likewise for rows that are all alike. For rows of several
+kinds it is the best common width too: a row stays longer where it is slow, so that its tokens there are worth more, by
+1 / E; the sum of ratios would neglect that. The last term is the value of what a pass teaches (a one-step lookahead,
+also called knowledge gradient): without it a row that drafts nothing would learn nothing and stay so.
 """
 
 from collections.abc import Sequence
@@ -29,12 +32,13 @@ HYPOTHESES = 8  # a power of two: sums are folded in halves, so that their order
 
 @dataclass(frozen=True)
 class CostAwareParameters:
-    """rates and chained [8], prior [8, sums to 1]: hypotheses: the first draft is right with rate, a further one with chained if
-    those before are; drift: the probability that a token begins another kind of text; horizon: later passes of a row on its own
-    that profit from what one shows; sizes: candidates, ascending. Raises InputError. Defaults: five kinds of text whose drafts
-    are right independently, and three of a block that loses its thread, as the demo's does (first draft right 0.74 … 0.79, second
-    0.43 … 0.49); horizon and drift by the costs of an H100 at batch 1, 8 and 32. Chosen on every other recorded request and on synthetic traces of
-    another seed."""
+    """rates and chained [8], prior [8, sums to 1]: hypotheses: the first draft is right with rate, a further one with
+    chained if those before are; drift: the probability that a token begins another kind of text; horizon: later passes
+    of a row on its own that profit from what one shows; sizes: candidates, ascending. Raises InputError. Defaults: five
+    kinds of text whose drafts are right independently, and three of a block that loses its thread, as the demo's does
+    (first draft right 0.74 … 0.79, second
+    0.43 … 0.49); horizon and drift by the costs of an H100 at batch 1, 8 and 32. Chosen on every other recorded request
+    and on synthetic traces of another seed."""
 
     rates: tuple[float, ...] = (0.3, 0.5, 0.7, 0.85, 0.95, 0.6, 0.8, 0.93)
     chained: tuple[float, ...] = (0.3, 0.5, 0.7, 0.85, 0.95, 0.35, 0.4, 0.5)
@@ -47,7 +51,9 @@ class CostAwareParameters:
     def __post_init__(self):
         for name, found in (("rates", self.rates), ("chained", self.chained)):
             if len(found) != HYPOTHESES or not all(0 < r < 1 for r in found):
-                raise InputError(f"{name} are {found}; expected {HYPOTHESES} probabilities between 0 and 1, neither included")
+                raise InputError(
+                    f"{name} are {found}; expected {HYPOTHESES} probabilities between 0 and 1, neither included"
+                )
         if len(self.prior) != HYPOTHESES or not all(p > 0 for p in self.prior) or abs(sum(self.prior) - 1) > 1e-6:
             raise InputError(f"prior is {self.prior}; expected {HYPOTHESES} positive numbers that sum to 1")
         if not 0 < self.drift < 1:
@@ -59,32 +65,40 @@ class CostAwareParameters:
         if not self.sizes or any(a >= b for a, b in zip(self.sizes, self.sizes[1:])):
             raise InputError(f"sizes are {self.sizes}; expected ascending ones")
         if self.pressure_cap is not None and checked_size(self.pressure_cap, "pressure_cap") < self.sizes[0]:
-            raise InputError(f"pressure_cap {self.pressure_cap} is below the smallest size {self.sizes[0]}; allow a smaller size")
+            raise InputError(
+                f"pressure_cap {self.pressure_cap} is below the smallest size {self.sizes[0]}; allow a smaller size"
+            )
 
 
 class Tables:
-    """Everything that does not depend on the state, computed in fp64 and rounded to fp32 once. G = 8 hypotheses, K = len(sizes).
+    """Everything that does not depend on the state, computed in fp64 and rounded to fp32 once. G = 8 hypotheses, K =
+    len(sizes).
 
-    likelihood [9 · 9, G]: row proposed · 9 + accepted; 0 where accepted > proposed. stay [9], move [9, G]: after accepted + 1
-    tokens. value [G, K]: log E; cost [K]: log C; price [K, K] by the pass's size and the row's own: what the row adds to log C ·
-    n beyond a row that uses the whole width (0 or less), +inf where its own is larger. later [16, R, G, K]: by outcome
-    (accepted, zeros after 8), response and own size, the horizon times probability times loss.
+    likelihood [9 · 9, G]: row proposed · 9 + accepted; 0 where accepted > proposed. stay [9], move [9, G]: after
+    accepted + 1 tokens. value [G, K]: log E; cost [K]: log C; price [K, K] by the pass's size and the row's own: what
+    the row adds to log C · n beyond a row that uses the whole width (0 or less), +inf where its own is larger. later
+    [16, R, G, K]: by outcome (accepted, zeros after 8), response and own size, the horizon times probability times
+    loss.
     """
 
     def __init__(self, p: CostAwareParameters, costs: CostTable, batch: int, horizon: float):
         own = np.array(p.sizes)
-        right = np.column_stack([p.rates] + [p.chained] * (LARGEST - 1))                             # [G, 8]: if those before are
-        survive = np.concatenate([np.ones((HYPOTHESES, 1)), np.cumprod(right, axis=1)], axis=1)      # [G, 9]: the first a are right
+        # [G, 8]: if those before are
+        right = np.column_stack([p.rates] + [p.chained] * (LARGEST - 1))
+        # [G, 9]: the first a are right
+        survive = np.concatenate([np.ones((HYPOTHESES, 1)), np.cumprod(right, axis=1)], axis=1)
         likelihood = outcomes(right, survive)
         stay = (1 - p.drift) ** np.arange(1, LARGEST + 2)
         uniform = np.array([costs.uniform(batch, k) for k in p.sizes])
-        value = np.log(np.cumsum(survive, axis=1)[:, own])                                           # E = 1 + Σ survive
+        value = np.log(np.cumsum(survive, axis=1)[:, own])  # E = 1 + Σ survive
         loss = np.log(uniform) - value
-        loss -= loss.min(1, keepdims=True)                                                           # [G, K]: 0 at the best size
+        # [G, K]: 0 at the best size
+        loss -= loss.min(1, keepdims=True)
         responses = np.unique(loss.argmin(1))
         shown = np.zeros((16, HYPOTHESES, len(own)))
-        shown[:LARGEST + 1] = likelihood[own].transpose(1, 2, 0)                                      # [outcome, G, K]
-        marginal = batch * np.array(costs.linear(batch)[1])[own] / uniform                           # of n · log C, by a drafted token
+        shown[: LARGEST + 1] = likelihood[own].transpose(1, 2, 0)  # [outcome, G, K]
+        # of n · log C, by a drafted token
+        marginal = batch * np.array(costs.linear(batch)[1])[own] / uniform
         unused = marginal[:, None] * (own - own[:, None])
         self.likelihood = likelihood.reshape(-1, HYPOTHESES).astype(np.float32)
         self.stay = stay.astype(np.float32)
@@ -96,7 +110,8 @@ class Tables:
 
 
 def outcomes(right: np.ndarray, survive: np.ndarray) -> np.ndarray:
-    """P(accepted | proposed, g) as [9 proposed, 9 accepted, G] from what is right at each depth [G, 8] and so far [G, 9]."""
+    """P(accepted | proposed, g) as [9 proposed, 9 accepted, G] from what is right at each depth [G, 8] and so far [G,
+    9]."""
     table = np.zeros((LARGEST + 1, LARGEST + 1, len(right)))
     for proposed in range(LARGEST + 1):
         for accepted in range(proposed + 1):
@@ -105,7 +120,8 @@ def outcomes(right: np.ndarray, survive: np.ndarray) -> np.ndarray:
 
 
 def fold(values: np.ndarray, axis: int) -> np.ndarray:
-    """Sum along an axis whose length is a power of two, halves added to each other: the one order that host and device share."""
+    """Sum along an axis whose length is a power of two, halves added to each other: the one order that host and device
+    share."""
     while values.shape[axis] > 1:
         half = values.shape[axis] // 2
         first, second = np.split(values, [half], axis)
@@ -114,18 +130,19 @@ def fold(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 class CostAware(Policy):
-    """State: belief fp32 [8]. The rows of a pass are decided together: its cost is shared, its width is its largest size."""
+    """State: belief fp32 [8]. The rows of a pass are decided together: its cost is shared, its width is its largest
+    size."""
 
     def __init__(self, costs: CostTable, batch: int, parameters: CostAwareParameters = CostAwareParameters()):
         """batch: rows of the passes; their costs must be in the table, else InputError.
 
-        A row that shares its pass can use less of what it learns, the width being common: the horizon is divided by √batch (a
-        heuristic), and then doubled, up to 64 times itself, until a batch of new requests drafts at all.
+        A row that shares its pass can use less of what it learns, the width being common: the horizon is divided by
+        √batch (a heuristic), and then doubled, up to 64 times itself, until a batch of new requests drafts at all.
         """
         self.parameters, self.batch, self.name = parameters, batch, "cost-aware"
         self.pressure_cap = parameters.pressure_cap
         self.sizes = parameters.sizes
-        self.horizon = parameters.horizon / batch ** 0.5
+        self.horizon = parameters.horizon / batch**0.5
         self.tables = Tables(parameters, costs, batch, self.horizon)
         most, fresh = 64 * self.horizon, [self.initial()] * batch
         while self.horizon < most and not any(self.choose(fresh)):
@@ -151,14 +168,16 @@ class CostAware(Policy):
         if not live:
             return sizes
         belief = np.stack([states[b] for b in live])
-        value = fold(belief[:, :, None] * t.value, 1)                                 # [n, K]
-        later = fold(belief[:, None, None, :, None] * t.later, 3).min(2)              # [n, outcome, K]: after the best response
-        net = (value - fold(later, 1))[:, None, :] - t.price                          # [n, K of the pass, K of the row]
+        value = fold(belief[:, :, None] * t.value, 1)  # [n, K]
+        # [n, outcome, K]: after the best response
+        later = fold(belief[:, None, None, :, None] * t.later, 3).min(2)
+        net = (value - fold(later, 1))[:, None, :] - t.price  # [n, K of the pass, K of the row]
         worth = np.zeros((1 << (self.batch - 1).bit_length(), len(self.sizes)), np.float32)
         worth[live] = net.max(2)
         score = np.float32(len(live)) * t.cost - fold(worth, 0)
         if pressure and self.pressure_cap is not None:
             score = np.where(np.array(self.sizes) > self.pressure_cap, np.float32(np.inf), score)
-        for b, own in zip(live, net[:, int(score.argmin())].argmax(1)):               # argmin and argmax: the first of equals
+        # argmin and argmax: the first of equals
+        for b, own in zip(live, net[:, int(score.argmin())].argmax(1)):
             sizes[b] = self.sizes[own]
         return sizes

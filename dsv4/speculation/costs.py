@@ -14,12 +14,12 @@ SHORTEST, LONGEST = 1e-9, 1e9  # seconds: what is less or more, infinity include
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Of passes of one batch. draft: seconds of one draft step; verify[k]: seconds of a pass in which every row verifies k
-    drafted tokens and its own, k = 0 … 8; measured[k]: whether verify[k] was, rather than modelled.
+    """Of passes of one batch. draft: seconds of one draft step; verify[k]: seconds of a pass in which every row
+    verifies k drafted tokens and its own, k = 0 … 8; measured[k]: whether verify[k] was, rather than modelled.
 
-    catch_up: (n, seconds) ascending: of a step in which a drafter follows up to n passes in a row that drafted nothing, before the next draft
-    or when the last n is reached; none where it follows every pass. plain: seconds of a step without a drafter; None where that was not measured,
-    and verify[0] stands for it."""
+    catch_up: (n, seconds) ascending: of a step in which a drafter follows up to n passes in a row that drafted nothing,
+    before the next draft or when the last n is reached; none where it follows every pass. plain: seconds of a step
+    without a drafter; None where that was not measured, and verify[0] stands for it."""
 
     draft: float
     verify: tuple[float, ...]
@@ -43,14 +43,16 @@ class BatchCost:
 
 
 def after_rest(rested: int, most: int) -> int:
-    """Passes without drafts that wait to be followed after one more, where up to `most` may: they are followed before it when there are so many."""
+    """Passes without drafts that wait to be followed after one more, where up to `most` may: they are followed before
+    it when there are so many."""
     return rested % most + 1 if most else 0
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """padding: the share of their cost that tokens still have which a row does not use, because the pass is as wide as its
-    largest size. 1: a pass costs what its largest size costs (a captured step computes unused tokens and forgets them);
+    """padding: the share of their cost that tokens still have which a row does not use, because the pass is as wide as
+    its largest size. 1: a pass costs what its largest size costs (a captured step computes unused tokens and forgets
+    them);
     0: what its live tokens cost. provenance: how the figures were obtained.
     """
 
@@ -62,20 +64,23 @@ class CostTable:
     def of(self, batch: int) -> BatchCost:
         """Raises InputError for a batch that is not in the table: costs are not guessed."""
         if batch not in self.batches:
-            raise InputError(f"cost table {self.name!r} has no batch {batch}; it has {sorted(self.batches)}: measure it, or use one of "
-                             "those")
+            raise InputError(
+                f"cost table {self.name!r} has no batch {batch}; it has {sorted(self.batches)}: measure it, or use "
+                "one of those"
+            )
         return self.batches[batch]
 
     def uniform(self, batch: int, size: int) -> float:
-        """Seconds of drafting and verifying `size` tokens in every row, and of a pass without drafts among many: with its share of following
-        as many as may wait."""
+        """Seconds of drafting and verifying `size` tokens in every row, and of a pass without drafts among many: with
+        its share of following as many as may wait."""
         cost = self.of(batch)
         share = 0.0 if size or not cost.catch_up else cost.following(cost.rests) / cost.rests
         return cost.draft * size + cost.verify[size] + share
 
     def seconds(self, batch: int, sizes: Sequence[int], width: int | None = None) -> float:
-        """Seconds of a pass whose live rows have these sizes, without what follows passes that drafted nothing. Draft steps are the batch's;
-        rows at rest cost no live tokens. width: of a pass that is wider than its largest size."""
+        """Seconds of a pass whose live rows have these sizes, without what follows passes that drafted nothing. Draft
+        steps are the batch's; rows at rest cost no live tokens. width: of a pass that is wider than its largest
+        size."""
         cost = self.of(batch)
         largest = max(sizes) if width is None else width
         share = min(max((sum(sizes) + len(sizes)) / batch - 1, 0.0), float(largest))  # drafted tokens of a mean row
@@ -87,8 +92,8 @@ class CostTable:
     def linear(self, batch: int) -> tuple[list[float], list[float]]:
         """(base, price), each by the pass's largest size m: a pass costs about base[m] + price[m] · all drafted tokens.
 
-        The tangent where every row drafts m: exact there, and where verify is concave in the size never less than the true cost, so
-        that a row which drafts less because the price says so does save. price is 0 at padding 1.
+        The tangent where every row drafts m: exact there, and where verify is concave in the size never less than the
+        true cost, so that a row which drafts less because the price says so does save. price is 0 at padding 1.
         """
         cost, base, price = self.of(batch), [], []
         for m in range(LARGEST + 1):
@@ -98,11 +103,21 @@ class CostTable:
         return base, price
 
     def document(self) -> dict:
-        batches = {str(n): {"draft": c.draft, "verify": list(c.verify), "measured": list(c.measured)}
-                   | ({"catch_up": list(map(list, c.catch_up))} if c.catch_up else {}) | ({} if c.plain is None else {"plain": c.plain})
-                   for n, c in sorted(self.batches.items())}
-        return {"format": FORMAT, "version": VERSION, "unit": "seconds", "name": self.name, "provenance": dict(self.provenance),
-                "padding": self.padding, "batches": batches}
+        batches = {
+            str(n): {"draft": c.draft, "verify": list(c.verify), "measured": list(c.measured)}
+            | ({"catch_up": list(map(list, c.catch_up))} if c.catch_up else {})
+            | ({} if c.plain is None else {"plain": c.plain})
+            for n, c in sorted(self.batches.items())
+        }
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "unit": "seconds",
+            "name": self.name,
+            "provenance": dict(self.provenance),
+            "padding": self.padding,
+            "batches": batches,
+        }
 
 
 def read_costs(path: str | Path) -> CostTable:
@@ -111,7 +126,8 @@ def read_costs(path: str | Path) -> CostTable:
 
 
 def parse_costs(document: object) -> CostTable:
-    """Raises InputError for another format, missing fields, or costs that no clock gave: not positive, not finite, or out of all measure."""
+    """Raises InputError for another format, missing fields, or costs that no clock gave: not positive, not finite, or
+    out of all measure."""
     document = expect_header(document, "a cost table", FORMAT, VERSION)
     if document.get("unit") != "seconds":
         raise InputError(f"unit is {brief(document.get('unit'))}; expected 'seconds'")
@@ -119,10 +135,17 @@ def parse_costs(document: object) -> CostTable:
     if not _number(padding) or not 0 <= padding <= 1:
         raise InputError(f"padding is {brief(padding)}; expected a share from 0 to 1")
     if not isinstance(provenance, dict) or not provenance:
-        raise InputError(f"provenance is {brief(provenance)}; expected an object that says how the figures were obtained")
+        raise InputError(
+            f"provenance is {brief(provenance)}; expected an object that says how the figures were obtained"
+        )
     if not isinstance(batches, dict) or not batches or not all(n.isdecimal() and int(n) > 0 for n in batches):
-        raise InputError("batches is not an object from batch sizes to costs; expected at least one, like \"1\"")
-    return CostTable(str(document.get("name", "")), float(padding), {int(n): parse_batch(n, c) for n, c in batches.items()}, provenance)
+        raise InputError('batches is not an object from batch sizes to costs; expected at least one, like "1"')
+    return CostTable(
+        str(document.get("name", "")),
+        float(padding),
+        {int(n): parse_batch(n, c) for n, c in batches.items()},
+        provenance,
+    )
 
 
 def parse_batch(batch: str, cost: object) -> BatchCost:
@@ -131,25 +154,46 @@ def parse_batch(batch: str, cost: object) -> BatchCost:
     draft, verify, measured = (cost.get(key) for key in ("draft", "verify", "measured"))
     if not _number(draft) or draft < 0:
         raise InputError(f"draft of batch {batch} is {brief(draft)}; expected seconds, 0 or more")
-    if not isinstance(verify, list) or len(verify) != LARGEST + 1 or not all(_number(t) and t >= SHORTEST for t in verify):
-        raise InputError(f"verify of batch {batch} is {brief(verify, 80)}; expected {LARGEST + 1} positive numbers of seconds, for 0 … {LARGEST} "
-                         "drafted tokens")
+    if (
+        not isinstance(verify, list)
+        or len(verify) != LARGEST + 1
+        or not all(_number(t) and t >= SHORTEST for t in verify)
+    ):
+        raise InputError(
+            f"verify of batch {batch} is {brief(verify, 80)}; expected {LARGEST + 1} positive numbers of seconds, for "
+            f"0 … {LARGEST} drafted tokens"
+        )
     if not isinstance(measured, list) or len(measured) != LARGEST + 1 or not all(isinstance(m, bool) for m in measured):
-        raise InputError(f"measured of batch {batch} is {brief(measured, 80)}; expected true or false for each of the {LARGEST + 1} figures")
+        raise InputError(
+            f"measured of batch {batch} is {brief(measured, 80)}; expected true or false for each of the "
+            f"{LARGEST + 1} figures"
+        )
     catch_up, plain = cost.get("catch_up", []), cost.get("plain")
     if not _ascending_pairs(catch_up):
-        raise InputError(f"catch_up of batch {batch} is {brief(catch_up, 80)}; expected pairs [passes, seconds], more passes in each than in the one before")
+        raise InputError(
+            f"catch_up of batch {batch} is {brief(catch_up, 80)}; expected pairs [passes, seconds], more passes "
+            "in each than in the one before"
+        )
     if plain is not None and not (_number(plain) and plain >= SHORTEST):
         raise InputError(f"plain of batch {batch} is {brief(plain)}; expected a positive number of seconds")
-    return BatchCost(float(draft), tuple(map(float, verify)), tuple(measured), tuple((n, float(t)) for n, t in catch_up),
-                     None if plain is None else float(plain))
+    return BatchCost(
+        float(draft),
+        tuple(map(float, verify)),
+        tuple(measured),
+        tuple((n, float(t)) for n, t in catch_up),
+        None if plain is None else float(plain),
+    )
 
 
 def _ascending_pairs(found: object) -> bool:
     if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         return False
     counts = [0, *(n for n, _ in found)]
-    return all(type(n) is int for n in counts) and all(a < b for a, b in zip(counts, counts[1:])) and all(_number(t) and t >= 0 for _, t in found)
+    return (
+        all(type(n) is int for n in counts)
+        and all(a < b for a, b in zip(counts, counts[1:]))
+        and all(_number(t) and t >= 0 for _, t in found)
+    )
 
 
 def _number(value: object) -> bool:

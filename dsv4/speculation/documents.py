@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
-    """`parse` of a JSON file. Raises InputError naming the file when it cannot be read, is not JSON, or `parse` refuses it."""
+    """`parse` of a JSON file. Raises InputError naming the file when it cannot be read, is not JSON, or `parse` refuses
+    it."""
     path = Path(path)
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")))
@@ -26,14 +27,17 @@ def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
 
 
 def check_can_draw(directory: Path, wanted: str) -> None:
-    """Make the directory of a report with plots. Raises InputError where it could not be written: before a run, not after it. wanted:
+    """Make the directory of a report with plots. Raises InputError where it could not be written: before a run, not
+    after it. wanted:
     why there must be plots, and what else can be done."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(wanted)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"the report cannot be written to {directory}: {error.strerror}; choose a directory that can be made") from None
+        raise InputError(
+            f"the report cannot be written to {directory}: {error.strerror}; choose a directory that can be made"
+        ) from None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -51,8 +55,12 @@ def write_whole(path: Path, text: str) -> None:
 def expect_header(document: object, what: str, name: str, version: int) -> dict:
     """The document, if its 'format' and 'version' are these. Raises InputError."""
     if not isinstance(document, dict):
-        raise InputError(f"found a {type(document).__name__}; expected {what}: an object with format {name!r}, version {version}")
+        raise InputError(
+            f"found a {type(document).__name__}; expected {what}: an object with format {name!r}, version {version}"
+        )
     if document.get("format") != name or document.get("version") != version:
-        raise InputError(f"found {document.get('format')!r} version {document.get('version')!r}; expected {what}: format {name!r}, "
-                         f"version {version}")
+        raise InputError(
+            f"found {document.get('format')!r} version {document.get('version')!r}; expected {what}: format {name!r}, "
+            f"version {version}"
+        )
     return document

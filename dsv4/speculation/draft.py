@@ -17,7 +17,8 @@ from dsv4.speculation.captured import CapturedBlock
 
 
 class Drafts(NamedTuple):
-    """tokens int64 [B, W]; row b has its first sizes[b] filled. q fp32 [B, W, V]: what they were drawn from; None if chosen.
+    """tokens int64 [B, W]; row b has its first sizes[b] filled. q fp32 [B, W, V]: what they were drawn from; None if
+    chosen.
 
     steps: runs of a drafting model that each row took part in.
     """
@@ -33,7 +34,8 @@ Choose = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, torch.Tensor | 
 
 
 class Drafter(ABC):
-    """Drafts for a batch. `needs_streams`: whether it wants the main model's streams before the head; `needs_mtp`: the MTP block.
+    """Drafts for a batch. `needs_streams`: whether it wants the main model's streams before the head; `needs_mtp`: the
+    MTP block.
     `draft_tokens`: of a pass, where nothing else is asked for."""
 
     name: str
@@ -61,8 +63,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def commit(self, streams: torch.Tensor | None, tokens: torch.Tensor, counts: list[int]) -> None:
-        """tokens int64 [B, T] on the host: row b's next counts[b] tokens are final. streams [B, T, n, d]: the main model's at the
-        positions before each of them; None unless `needs_streams`."""
+        """tokens int64 [B, T] on the host: row b's next counts[b] tokens are final. streams [B, T, n, d]: the main
+        model's at the positions before each of them; None unless `needs_streams`."""
 
     @abstractmethod
     def draft(self, sizes: list[int]) -> Drafts:
@@ -72,21 +74,25 @@ class Drafter(ABC):
 class MTPDrafter(Drafter):
     """Chained drafts of the MTP block.
 
-    The block's entry at position t is made of the streams at t and the token at t + 1. While drafting beyond the last final token
-    the main model's streams do not exist yet, so the block's own are fed back. Such entries are guesses: they are forgotten after
-    drafting, and made again from the main model's streams once verification has those. So between drafts the block's cache holds
-    what it would hold had nothing ever been drafted.
+    The block's entry at position t is made of the streams at t and the token at t + 1. While drafting beyond the last
+    final token the main model's streams do not exist yet, so the block's own are fed back. Such entries are guesses:
+    they are forgotten after drafting, and made again from the main model's streams once verification has those. So
+    between drafts the block's cache holds what it would hold had nothing ever been drafted.
 
-    Final tokens wait in `_due` until the row drafts again, and then go through the block as one step, which also gives the first draft.
+    Final tokens wait in `_due` until the row drafts again, and then go through the block as one step, which also gives
+    the first draft.
     """
 
     name, needs_streams, needs_mtp = "mtp", True, True
-    draft_tokens = 1  # the best static size, or next to it, wherever it was measured: each draft is a layer and a head, and the first is right the most often
+    # the best static size, or next to it, wherever it was measured: each draft is a layer and a head, and the first is
+    # right the most often
+    draft_tokens = 1
 
     def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
         self._model, self._cache, self._choose = model, cache, choose
         self._run = self.captured = CapturedBlock(model, cache, captures(model))
-        self._due: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]  # (streams [c, n, d], next ids [c]) of a row
+        # (streams [c, n, d], next ids [c]) of a row
+        self._due: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]
 
     def join(self, b: int, prompt: list[int]) -> None:
         self._due[b] = []
@@ -120,8 +126,9 @@ class MTPDrafter(Drafter):
             if from_ is not None:
                 q = from_.new_zeros(B, width, from_.shape[-1]) if q is None else q
                 q[which, i] = from_
-            step_ids, counts = tokens[:, i:i + 1], [int(size > i + 1) for size in sizes]
-        self._cache.rewind_mtp([max(0, size - 1) for size in sizes])  # all but the first were made of the block's own streams
+            step_ids, counts = tokens[:, i : i + 1], [int(size > i + 1) for size in sizes]
+        # all but the first were made of the block's own streams
+        self._cache.rewind_mtp([max(0, size - 1) for size in sizes])
         return Drafts(tokens, list(sizes), q, list(sizes))
 
     def _take(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -135,19 +142,22 @@ class MTPDrafter(Drafter):
         ids = torch.zeros(len(self._due), widest, dtype=torch.int64)
         for b, (own, following) in due.items():
             counts[b], self._due[b] = len(following), []
-            streams[b, :counts[b]], ids[b, :counts[b]] = own, following
+            streams[b, : counts[b]], ids[b, : counts[b]] = own, following
         return streams, ids, counts
 
 
 class LookupDrafter(Drafter):
-    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): what followed the longest earlier occurrence of
-    the row's last tokens, prompt and output alike. Needs no drafting model. The latest occurrence wins."""
+    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): what followed the longest earlier
+    occurrence of the row's last tokens, prompt and output alike. Needs no drafting model. The latest occurrence
+    wins."""
 
     name = "lookup"
 
     def __init__(self, longest: int = 4, shortest: int = 2):
         if not 1 <= shortest <= longest:
-            raise InputError(f"prompt lookup of {shortest} to {longest} tokens was asked for; expected 1 <= shortest <= longest")
+            raise InputError(
+                f"prompt lookup of {shortest} to {longest} tokens was asked for; expected 1 <= shortest <= longest"
+            )
         self.longest, self.shortest = longest, shortest
 
     def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
@@ -166,7 +176,9 @@ class LookupDrafter(Drafter):
     def draft(self, sizes: list[int]) -> Drafts:
         found = [row.continuation(size) if size else [] for row, size in zip(self._rows, sizes)]
         width = max(map(len, found), default=0)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.int64).view(len(sizes), width)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.int64).view(
+            len(sizes), width
+        )
         return Drafts(tokens, list(map(len, found)), None, [0] * len(sizes))
 
 
@@ -186,7 +198,8 @@ class _NGrams:
             self.tokens.append(token)
 
     def continuation(self, size: int) -> list[int]:
-        """Up to `size` tokens behind the longest known suffix; a match that reaches the end goes on in what it drafts (a period)."""
+        """Up to `size` tokens behind the longest known suffix; a match that reaches the end goes on in what it drafts
+        (a period)."""
         for n in self._lengths:
             position = self._after.get(tuple(self.tokens[-n:])) if n <= len(self.tokens) else None
             if position is not None:

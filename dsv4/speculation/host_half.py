@@ -1,4 +1,5 @@
-"""The host's half of rounds: it captures them, launches them, polls for what they left and tells it; it waits for the device in no call."""
+"""The host's half of rounds: it captures them, launches them, polls for what they left and tells it; it waits for the
+device in no call."""
 
 import time
 from abc import ABC, abstractmethod
@@ -33,13 +34,15 @@ class Counts:
     rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
     sizes: list[list[int]] = field(default_factory=list)
     polls: int = 0
-    caught_up: list[int] = field(default_factory=list)  # rounds without drafts behind each step in which the drafter followed them
+    # rounds without drafts behind each step in which the drafter followed them
+    caught_up: list[int] = field(default_factory=list)
 
 
-NAP = 20e-6   # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
-SPIN = 4e-3   # seconds of polling without a nap while the device has nothing else to do: a nap is then little beside the round
-AHEAD = 2     # rounds under way at most: the host launches one, 0.1 ms at Flash widths, while another runs
-RING = 4      # rounds whose records the host can still read: as many as may be under way, and some more
+NAP = 20e-6  # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
+# seconds of polling without a nap while the device has nothing else to do: a nap is then little beside the round
+SPIN = 4e-3
+AHEAD = 2  # rounds under way at most: the host launches one, 0.1 ms at Flash widths, while another runs
+RING = 4  # rounds whose records the host can still read: as many as may be under way, and some more
 
 
 def check_one_device(model: CausalLM) -> None:
@@ -49,35 +52,49 @@ def check_one_device(model: CausalLM) -> None:
 
 
 class HostHalf(ABC):
-    """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a round does is the
-    subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring, ahead: as for `Rounds`. follows: as a drafter's, none where it need
-    not follow rounds without drafts. Raises InputError where layers lie on several devices."""
+    """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a
+    round does is the subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring, ahead:
+    as for `Rounds`. follows: as a drafter's, none where it need not follow rounds without drafts. Raises InputError
+    where layers lie on several devices."""
 
     done: torch.Tensor
     start: torch.Tensor
     log: torch.Tensor
     drafter: RoundDrafter
 
-    def __init__(self, model: CausalLM, cache: TokenCache, most: int, room: int, widths: Sequence[int] | None, ring: int,
-                 ahead: int = AHEAD, follows: Sequence[int] = ()):
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: TokenCache,
+        most: int,
+        room: int,
+        widths: Sequence[int] | None,
+        ring: int,
+        ahead: int = AHEAD,
+        follows: Sequence[int] = (),
+    ):
         device = model.device
         check_one_device(model)
         self.model, self.cache, self.most, self.room = model, cache, most, room
-        self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)  # the last columns: what counts for nothing
+        # the last columns: what counts for nothing
+        self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.ring = Ring(ring, cache.batch, most + 1, device, ahead)
         self.follows = follows
         self.captures = captures(model)
         self.side = torch.cuda.Stream(device) if self.captures else None
-        self.widths = sorted({*(range(most + 1) if widths is None else widths), most})  # what is captured; others run as the next larger
+        # what is captured; others run as the next larger
+        self.widths = sorted({*(range(most + 1) if widths is None else widths), most})
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.catching_up: dict[int, torch.cuda.CUDAGraph] = {}  # by how many tokens a row
-        self.tiles: dict[int, list[torch.Tensor | None] | None] = {}  # that each graph's attention read: each replay writes them again
+        # that each graph's attention read: each replay writes them again
+        self.tiles: dict[int, list[torch.Tensor | None] | None] = {}
 
     def _anew(self, sizes: list[list[int]], done: list[bool]) -> None:
         """No round has run. sizes: of the first `ahead` rounds."""
-        self.under_way: deque[torch.cuda.Event | None] = deque()  # what ends with each round that is not read yet, the oldest first
+        # what ends with each round that is not read yet, the oldest first
+        self.under_way: deque[torch.cuda.Event | None] = deque()
         self.decided = deque(sizes)  # drafts of each row in the rounds that come, as far as they are known
         self.known, self.counts = Progress(0, [0] * len(done), done), Counts()
         self.rested = 0  # rounds without drafts since the drafter followed
@@ -100,7 +117,8 @@ class HostHalf(ABC):
 
     @contextmanager
     def _undisturbed(self):
-        """Rounds that run meanwhile change nothing: every row counts as done, and what is chosen and learnt is put back."""
+        """Rounds that run meanwhile change nothing: every row counts as done, and what is chosen and learnt is put
+        back."""
         state = self._state()
         held = [t.clone() for t in state]
         self.done.fill_(True)
@@ -125,7 +143,8 @@ class HostHalf(ABC):
 
     @torch.inference_mode()
     def _catch_up(self, width: int) -> None:
-        """The drafter follows rounds without drafts, up to `width` tokens a row: changes nothing where it is done again."""
+        """The drafter follows rounds without drafts, up to `width` tokens a row: changes nothing where it is done
+        again."""
         self.drafter.catch_up(width, self.start)
 
     def history(self) -> list[list[tuple[int, int]]]:
@@ -133,12 +152,15 @@ class HostHalf(ABC):
         drafted, accepted, count = self.log[:, 0].T.tolist(), self.log[:, 1].T.tolist(), self.log[:, 2].T.tolist()
         return [[(d, a) for d, a, n in zip(*row) if n] for row in zip(drafted, accepted, count)]
 
-    def run(self, on_tokens: Callable[[int, list[int]], None] | None = None,
-            until: Callable[[Iterable[bool]], bool] = all) -> list[list[int]]:
-        """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens) as they are known:
+    def run(
+        self, on_tokens: Callable[[int, list[int]], None] | None = None, until: Callable[[Iterable[bool]], bool] = all
+    ) -> list[list[int]]:
+        """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens)
+        as they are known:
         every token once and in order, those of rounds that were under way at the end too.
 
-        With `ahead` rounds under way the oldest is waited for by polling. Records that came early are read early; what they decide is of later rounds.
+        With `ahead` rounds under way the oldest is waited for by polling. Records that came early are read early; what
+        they decide is of later rounds.
         """
         while not until(self.known.done):
             self.counts.sizes.append(self.decided.popleft())
@@ -195,7 +217,8 @@ class HostHalf(ABC):
         return ended
 
     def _read(self, on_tokens: Callable[[int, list[int]], None] | None) -> None:
-        """Wait for the oldest round under way, and tell what it said. Before its event has passed nothing of its record is right."""
+        """Wait for the oldest round under way, and tell what it said. Before its event has passed nothing of its record
+        is right."""
         self._wait(self.under_way[0], idle=len(self.under_way) == 1)
         self.under_way.popleft()
         known = self.known
@@ -208,8 +231,8 @@ class HostHalf(ABC):
                 on_tokens(b, tokens)
 
     def _wait(self, event: torch.cuda.Event | None, idle: bool) -> None:
-        """Poll until `event` has passed, with naps: the processor is others'. idle: the device then has nothing to do until the host goes on,
-        so naps begin only where the wait is long; else a round behind this one hides them."""
+        """Poll until `event` has passed, with naps: the processor is others'. idle: the device then has nothing to do
+        until the host goes on, so naps begin only where the wait is long; else a round behind this one hides them."""
         begun = time.perf_counter()
         while not self._ended(event):
             if not idle or time.perf_counter() - begun > SPIN:

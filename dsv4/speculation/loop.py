@@ -1,13 +1,14 @@
-"""Speculative generation for a batch of rows: draft, verify all drafts in one pass, keep what is right, rewind the rest.
+"""Speculative generation for a batch of rows: draft, verify all drafts in one pass, keep what is right, rewind the
+rest.
 
-A row always holds one final token that the model has not run yet (`pending`). A pass runs it and the drafts behind it, position by
-position as plain decoding would, and keeps the longest prefix that plain decoding could have produced. Caches are addressed by
-position, so keeping is a matter of lengths: the window, entries, index keys, compressor rows and the MTP block's window are all
-rewound by setting theirs.
+A row always holds one final token that the model has not run yet (`pending`). A pass runs it and the drafts behind it,
+position by position as plain decoding would, and keeps the longest prefix that plain decoding could have produced.
+Caches are addressed by position, so keeping is a matter of lengths: the window, entries, index keys, compressor rows
+and the MTP block's window are all rewound by setting theirs.
 
-What is exact: given equal logits, greedy tokens are those of plain greedy decoding, and sampled tokens have its distribution. Whether
-a pass of several tokens gives the logits of single steps to the last bit is a matter of the backend's kernels: see README.md beside
-this file.
+What is exact: given equal logits, greedy tokens are those of plain greedy decoding, and sampled tokens have its
+distribution. Whether a pass of several tokens gives the logits of single steps to the last bit is a matter of the
+backend's kernels: see README.md beside this file.
 """
 
 import time
@@ -23,13 +24,13 @@ from dsv4.errors import InputError
 from dsv4.generate import Generation, Sampling, context_full, context_limit, distribution
 from dsv4.graph import capacity
 from dsv4.host_tier.grouped import host_use
+from dsv4.speculation import verify as ways
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.captured import Steps
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import Policy, Static, room
 from dsv4.speculation.prefill import prefill
 from dsv4.speculation.result import Speculation
-from dsv4.speculation import verify as ways
 from dsv4.speculation.verify import Verify
 
 
@@ -46,25 +47,54 @@ class _Row:
         return not self.out.stop_reason
 
 
-def generate_speculative(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter, sampling: Sampling = Sampling(),
-                         policy: Policy | None = None, max_context: int | None = None, stop_ids: Iterable[int] = (),
-                         on_token: Callable[[int, int], None] | None = None, on_prefill: Callable[[int, int], None] | None = None,
-                         pressure: Callable[[], bool] = lambda: False, max_rewind: int = DEFAULT_MAX_REWIND,
-                         verify: Callable[[CausalLM, TokenCache], Verify] = ways.default) -> list[Generation]:
+def generate_speculative(
+    model: CausalLM,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    drafter: Drafter,
+    sampling: Sampling = Sampling(),
+    policy: Policy | None = None,
+    max_context: int | None = None,
+    stop_ids: Iterable[int] = (),
+    on_token: Callable[[int, int], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+    pressure: Callable[[], bool] = lambda: False,
+    max_rewind: int = DEFAULT_MAX_REWIND,
+    verify: Callable[[CausalLM, TokenCache], Verify] = ways.default,
+) -> list[Generation]:
     """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does of one.
 
-    policy: chooses how many tokens each row drafts (None: always the drafter's `draft_tokens`). on_token(row, id) as tokens become final. Row b
-    draws from a generator of seed sampling.seed + b of its own, so that its tokens do not depend on its neighbours; a pass drafts at most
-    max_rewind − 1 tokens. verify: makes what runs a pass, by default one append. Raises as `generate` does (ContextOverrun as soon as one
-    row's next token has no room), and InputError where the model cannot draft.
+    policy: chooses how many tokens each row drafts (None: always the drafter's `draft_tokens`). on_token(row, id) as
+    tokens become final. Row b draws from a generator of seed sampling.seed + b of its own, so that its tokens do not
+    depend on its neighbours; a pass drafts at most max_rewind − 1 tokens. verify: makes what runs a pass, by default
+    one append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError
+    where the model cannot draft.
     """
     check_can_speculate(model, drafter)
     policy = policy or Static(drafter.draft_tokens)
     limit = context_limit(model, prompts, max_new_tokens, max_context)
     cache = model.new_cache(len(prompts), capacity(model, limit), max_rewind)
-    rows = [_Row(Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)), policy.initial(),
-                 torch.Generator().manual_seed(sampling.seed + b)) for b, ids in enumerate(prompts)]
-    batch = _Batch(model, cache, rows, drafter, sampling, limit, max_new_tokens, frozenset(stop_ids), on_token, verify(model, cache), policy)
+    rows = [
+        _Row(
+            Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)),
+            policy.initial(),
+            torch.Generator().manual_seed(sampling.seed + b),
+        )
+        for b, ids in enumerate(prompts)
+    ]
+    batch = _Batch(
+        model,
+        cache,
+        rows,
+        drafter,
+        sampling,
+        limit,
+        max_new_tokens,
+        frozenset(stop_ids),
+        on_token,
+        verify(model, cache),
+        policy,
+    )
     begun = time.perf_counter()
     logits, streams = batch.prefill(on_prefill)
     batch.seconds("prefill_seconds", begun)
@@ -83,10 +113,35 @@ def generate_speculative(model: CausalLM, prompts: list[list[int]], max_new_toke
 class _Batch:
     """The rows of one call of `generate_speculative`."""
 
-    def __init__(self, model: CausalLM, cache: TokenCache, rows: list[_Row], drafter: Drafter, sampling: Sampling, limit: int,
-                 max_new_tokens: int, stops: frozenset[int], on_token, verify: Verify, policy: Policy):
-        self.model, self.cache, self.rows, self.drafter, self.sampling, self.limit = model, cache, rows, drafter, sampling, limit
-        self.max_new_tokens, self.stops, self.on_token, self.verify, self.policy = max_new_tokens, stops, on_token, verify, policy
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: TokenCache,
+        rows: list[_Row],
+        drafter: Drafter,
+        sampling: Sampling,
+        limit: int,
+        max_new_tokens: int,
+        stops: frozenset[int],
+        on_token,
+        verify: Verify,
+        policy: Policy,
+    ):
+        self.model, self.cache, self.rows, self.drafter, self.sampling, self.limit = (
+            model,
+            cache,
+            rows,
+            drafter,
+            sampling,
+            limit,
+        )
+        self.max_new_tokens, self.stops, self.on_token, self.verify, self.policy = (
+            max_new_tokens,
+            stops,
+            on_token,
+            verify,
+            policy,
+        )
         drafter.begin([row.out.prompt_ids for row in rows], model, cache, self._choose)
 
     def seconds(self, name: str, begun: float) -> None:
@@ -103,17 +158,20 @@ class _Batch:
         return [way for way in (self.verify, self.drafter.captured) if isinstance(way, Steps)]
 
     def prepare(self) -> None:
-        """Capture what passes of a single row will run, if it goes on; other widths are captured when they are wanted."""
+        """Capture what passes of a single row will run, if it goes on; other widths are captured when they are
+        wanted."""
         if len(self.rows) > 1 or not self.rows[0].active or self.cache.lengths[0] == self.limit:
             return
         sizes = {0, *(self._cut(0, size) for size in self.policy.sizes)}
-        for way in self._captured():  # a pass has its drafts and one more; the block runs as many as a pass kept, and then one by one
+        # a pass has its drafts and one more; the block runs as many as a pass kept, and then one by one
+        for way in self._captured():
             way.prepare(range(1, max(sizes) + 2) if way is self.drafter.captured else (size + 1 for size in sizes))
 
     # ---- prefill ----------------------------------------------------------------------------
 
     def prefill(self, on_prefill) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the prompts; of each row's last token the logits [B, 1, vocab] and the streams [B, 1, n, d], if the drafter needs them."""
+        """Run the prompts; of each row's last token the logits [B, 1, vocab] and the streams [B, 1, n, d], if the
+        drafter needs them."""
         told = self.drafter.prefilled if self.drafter.needs_streams else None
         return prefill(self.model, self.cache, [row.out.prompt_ids for row in self.rows], told, on_prefill)
 
@@ -136,12 +194,15 @@ class _Batch:
         pending = torch.tensor([[row.out.token_ids[-1]] for row in self.rows])
         ids = torch.cat((pending.to(drafts.tokens.device), drafts.tokens), 1)
         before = self.cache.lengths
-        logits, streams = self.verify(ids, [1 + size if on else 0 for on, size in zip(active, drafts.sizes)], self.drafter.needs_streams)
+        logits, streams = self.verify(
+            ids, [1 + size if on else 0 for on, size in zip(active, drafts.sizes)], self.drafter.needs_streams
+        )
         kept = self._keep(self._accept(logits, drafts), drafts, streams)
         self.cache.rewind([now - length - n for now, length, n in zip(self.cache.lengths, before, kept)])
 
     def _cut(self, b: int, wanted: int) -> int:
-        """Drafts of row b: what its policy wants, within the context, the tokens it may still give, and what can be rewound."""
+        """Drafts of row b: what its policy wants, within the context, the tokens it may still give, and what can be
+        rewound."""
         row = self.rows[b]
         if not row.active:
             return 0
@@ -154,8 +215,9 @@ class _Batch:
             return accept_greedy(logits, drafted, sizes)
         u = torch.zeros(len(self.rows), drafted.shape[1] + 1, dtype=torch.float64)
         for b, (row, size) in enumerate(zip(self.rows, drafts.sizes)):
-            if row.active:  # as many draws as the row has drafts, so that its own draws are the same beside any neighbour
-                u[b, :size + 1] = torch.rand(size + 1, dtype=torch.float64, generator=row.generator)
+            # as many draws as the row has drafts, so that its own draws are the same beside any neighbour
+            if row.active:
+                u[b, : size + 1] = torch.rand(size + 1, dtype=torch.float64, generator=row.generator)
         u = u.to(logits.device, non_blocking=True)
         return accept_sampled(distribution(logits, self.sampling), drafts.q, drafted, sizes, u[:, 1:], u[:, 0])
 
@@ -169,7 +231,7 @@ class _Batch:
             if not row.active:
                 kept.append(0)
                 continue
-            kept.append(self._give(b, emitted[b][:counts[b] + 1]))
+            kept.append(self._give(b, emitted[b][: counts[b] + 1]))
             if len(row.out.token_ids) > kept[b]:  # the first token came of prefill, not of a pass
                 row.state = self.policy.observe(row.state, counts[b], drafts.sizes[b])
                 row.out.speculation.passed(drafts.sizes[b], min(counts[b], kept[b]), drafts.steps[b])
@@ -200,7 +262,12 @@ class _Batch:
 def check_can_speculate(model: CausalLM, drafter: Drafter) -> None:
     """Raises InputError, naming what to do instead, where `drafter` cannot run on this model."""
     if model.backend == "training":
-        raise InputError("the training backend runs whole sequences and keeps no cache to rewind; speculate with reference, cpu or triton")
+        raise InputError(
+            "the training backend runs whole sequences and keeps no cache to rewind; speculate with reference, "
+            "cpu or triton"
+        )
     if drafter.needs_mtp and not len(model.mtp):
-        raise InputError("drafting with the MTP block was asked for, and this model has none; use --speculate lookup, which drafts from "
-                         "the text itself, or --speculate off")
+        raise InputError(
+            "drafting with the MTP block was asked for, and this model has none; use --speculate lookup, which "
+            "drafts from the text itself, or --speculate off"
+        )

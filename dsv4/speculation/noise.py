@@ -1,16 +1,19 @@
 """Uniform numbers by counting: each is a function of a row's seed, a position of its text and what the number decides.
 
-The n-th output of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 17; the finalizer is
-Stafford's mix 13) is mix(state + n · γ), so any of them can be had without those before it. Integers of 64 bits that wrap are the same
-on every device: a captured graph needs no state of the host, and draws what an eager run on a CPU draws.
+The n-th output of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 17;
+the finalizer is Stafford's mix 13) is mix(state + n · γ), so any of them can be had without those before it. Integers
+of 64 bits that wrap are the same on every device: a captured graph needs no state of the host, and draws what an eager
+run on a CPU draws.
 
-**What may be drawn twice.** A round drafts beyond the place that turns out to be its last, and a later round draws there again, with the
-same numbers. That biases nothing. Let t be the last position that has come out after some round. Everything decided so far (tokens,
-how many drafts stayed, the sizes that policies chose by that, and so where the next round begins) is a function of numbers at positions
-up to t: a draft at a position decides only about itself and, if it stays, about places behind it; the first draft that goes ends what
-the round says. Sizes that adapt are such functions too. Given all that, the numbers beyond t are still independent and uniform, whatever
-was computed of them and thrown away; t is a stopping time of the sequence of positions. Numbers at positions up to t are never read again:
-positions only rise. Rows of a batch must have seeds of their own, because policies may choose one row's size by another's luck.
+**What may be drawn twice.** A round drafts beyond the place that turns out to be its last, and a later round draws
+there again, with the same numbers. That biases nothing. Let t be the last position that has come out after some round.
+Everything decided so far (tokens, how many drafts stayed, the sizes that policies chose by that, and so where the next
+round begins) is a function of numbers at positions up to t: a draft at a position decides only about itself and, if it
+stays, about places behind it; the first draft that goes ends what the round says. Sizes that adapt are such functions
+too. Given all that, the numbers beyond t are still independent and uniform, whatever was computed of them and thrown
+away; t is a stopping time of the sequence of positions. Numbers at positions up to t are never read again:
+positions only rise. Rows of a batch must have seeds of their own, because policies may choose one row's size by
+another's luck.
 """
 
 import torch
@@ -35,7 +38,8 @@ def _shifted(z: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def splitmix64(state: torch.Tensor, n: torch.Tensor | int) -> torch.Tensor:
-    """Output number n ≥ 1 of the generator that begins at `state`; int64 tensors that broadcast, read as words of 64 bits."""
+    """Output number n ≥ 1 of the generator that begins at `state`; int64 tensors that broadcast, read as words of 64
+    bits."""
     z = state + n * GAMMA
     for shift, factor in ROUNDS:
         z = (z ^ _shifted(z, shift)) * factor
@@ -43,10 +47,11 @@ def splitmix64(state: torch.Tensor, n: torch.Tensor | int) -> torch.Tensor:
 
 
 def uniforms(seeds: torch.Tensor, at: torch.Tensor, role: int) -> torch.Tensor:
-    """fp64 in [0, 1), multiples of 2⁻⁵³, of seeds int64 [B] and positions `at` int64 [B] or [B, W]; role: DRAFT, KEEP or OWN."""
+    """fp64 in [0, 1), multiples of 2⁻⁵³, of seeds int64 [B] and positions `at` int64 [B] or [B, W]; role: DRAFT, KEEP
+    or OWN."""
     state = splitmix64(seeds, 1)  # else neighbouring seeds would be one sequence, shifted
     word = splitmix64(state.view(-1, *[1] * (at.dim() - 1)), at * ROLES + (role + 1))
-    return _shifted(word, 11).double() * 2.0 ** -53
+    return _shifted(word, 11).double() * 2.0**-53
 
 
 def row_seeds(seed: int, batch: int, device: torch.device | str) -> torch.Tensor:

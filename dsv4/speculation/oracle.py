@@ -13,9 +13,10 @@ from dsv4.speculation.trace import Request, Trace
 def potential(request: Request, costs: CostTable, batch: int, width: int | None = None) -> np.ndarray:
     """Seconds from each position to the end, fp64 [T + 1, R + 1], for a row that pays its share (1 / batch) of passes.
 
-    width None: the least possible, by dynamic programming from the end, when all rows always draft alike. Otherwise: when every
-    pass is `width` wide, whatever the row itself could use. The second dimension, at batch 1 without a width: how many passes without
-    drafts wait to be followed; else R is 0, and such a pass has its share of following many (`CostTable.uniform`).
+    width None: the least possible, by dynamic programming from the end, when all rows always draft alike. Otherwise:
+    when every pass is `width` wide, whatever the row itself could use. The second dimension, at batch 1 without a
+    width: how many passes without drafts wait to be followed; else R is 0, and such a pass has its share of following
+    many (`CostTable.uniform`).
     """
     T, share = len(request), [costs.uniform(batch, k) / batch for k in range(LARGEST + 1)]
     cost, accepted = costs.of(batch), request.accepted.tolist()
@@ -42,20 +43,22 @@ def resting(left: np.ndarray, rested: int, cost: BatchCost) -> float:
 def bound(trace: Trace, costs: CostTable, batch: int) -> float:
     """tokens/s that no schedule of a drafter exceeds: every row pays at least its share of its own sizes.
 
-    Holds at padding 1 when verify grows with the size; at less padding when it is also concave in the size (tokens that share
-    a pass are never dearer than apart)."""
+    Holds at padding 1 when verify grows with the size; at less padding when it is also concave in the size (tokens that
+    share a pass are never dearer than apart)."""
     return trace.tokens / sum(potential(r, costs, batch)[0, 0] for r in trace.requests)
 
 
 class Oracle(Policy):
-    """Knows how many drafts each position accepts. State: (potential, accepted, position, passes without drafts that wait).
+    """Knows how many drafts each position accepts. State: (potential, accepted, position, passes without drafts that
+    wait).
 
-    Assumes that acceptance at a position does not depend on how it was reached, and that costs add up. At batch 1 (width None)
-    its time is the least possible one, exactly: it follows the dynamic programme. In a larger batch rows are coupled by their
-    common pass, and the exact optimum would need the product of all rows' positions; there it looks one pass ahead: the sizes
-    that minimise the cost of the pass and the sum of the rows' potentials after it. With the potentials of passes of one width,
-    that is one step of policy iteration from the static size, and not slower in the long run: rank the best over all widths.
-    `bound` is what no schedule of a drafter exceeds. Needs traces, so it only exists in simulation.
+    Assumes that acceptance at a position does not depend on how it was reached, and that costs add up. At batch 1
+    (width None) its time is the least possible one, exactly: it follows the dynamic programme. In a larger batch rows
+    are coupled by their common pass, and the exact optimum would need the product of all rows' positions; there it
+    looks one pass ahead: the sizes that minimise the cost of the pass and the sum of the rows' potentials after it.
+    With the potentials of passes of one width, that is one step of policy iteration from the static size, and not
+    slower in the long run: rank the best over all widths. `bound` is what no schedule of a drafter exceeds. Needs
+    traces, so it only exists in simulation.
     """
 
     pressure_cap = None  # of speed only: the others are ranked against it without pressure
@@ -81,26 +84,35 @@ class Oracle(Policy):
     def choose(self, states: Sequence, pressure: bool = False) -> list[int]:
         if pressure:
             raise InputError("the oracle is not defined under pressure; rank policies without it")
-        rows = [(self._after(left, t, rested), min(int(counts[t]), len(counts) - t - 1)) for left, counts, t, rested in states]
+        rows = [
+            (self._after(left, t, rested), min(int(counts[t]), len(counts) - t - 1))
+            for left, counts, t, rested in states
+        ]
         plans = {}
         for m in range(LARGEST + 1):
             plans[tuple(min(m, most) for _, most in rows)] = None
             if self.price[m]:  # a row may draft less than it could, where live tokens cost
-                plans[tuple(int(np.argmin(after[:min(m, most) + 1] + self.price[m] * np.arange(min(m, most) + 1)))
-                            for after, most in rows)] = None
+                plans[
+                    tuple(
+                        int(np.argmin(after[: min(m, most) + 1] + self.price[m] * np.arange(min(m, most) + 1)))
+                        for after, most in rows
+                    )
+                ] = None
         cost = lambda plan: self.costs.seconds(self.batch, plan) + sum(after[k] for k, (after, _) in zip(plan, rows))
         return list(min(plans, key=cost))
 
     def _after(self, left: np.ndarray, t: int, rested: int) -> np.ndarray:
-        """Seconds to the end by how many drafts come out of the next pass, fp64 [up to 9], with those of following the passes before it."""
+        """Seconds to the end by how many drafts come out of the next pass, fp64 [up to 9], with those of following the
+        passes before it."""
         cost = self.costs.of(self.batch)
-        after = left[t + 1:t + LARGEST + 2, 0] + cost.following(rested)
+        after = left[t + 1 : t + LARGEST + 2, 0] + cost.following(rested)
         after[0] = resting(left[t + 1], rested, cost)
         return after
 
 
 class Informed(Policy):
-    """Knows the true rates of a synthetic trace, not the outcomes: about what the best estimator could reach. State: (rates, position).
+    """Knows the true rates of a synthetic trace, not the outcomes: about what the best estimator could reach. State:
+    (rates, position).
 
     Chooses as `CostAware` does, with a sure belief of the next 8 rates."""
 
@@ -116,7 +128,9 @@ class Informed(Policy):
 
     def initial(self, request: Request | None = None) -> tuple[np.ndarray, int]:
         if request is None or request.rates is None:
-            raise InputError("the informed policy needs the rates of a synthetic trace; a recorded one does not have them")
+            raise InputError(
+                "the informed policy needs the rates of a synthetic trace; a recorded one does not have them"
+            )
         return np.concatenate([request.rates, np.zeros(LARGEST)]), 0
 
     def observe(self, state, accepted: int, proposed: int):
@@ -126,7 +140,7 @@ class Informed(Policy):
     def choose(self, states: Sequence, pressure: bool = False) -> list[int]:
         if pressure:
             raise InputError("the informed policy is not defined under pressure; rank policies without it")
-        ahead = np.stack([rates[t:t + LARGEST] for rates, t in states])
+        ahead = np.stack([rates[t : t + LARGEST] for rates, t in states])
         expected = np.cumsum(np.concatenate([np.ones((len(states), 1)), np.cumprod(ahead, axis=1)], axis=1), axis=1)
         value = np.log(expected)
         net = value[:, None, :] - self.price

@@ -1,8 +1,8 @@
 """How many tokens to draft: the specification, in plain Python with fp32 arithmetic.
 
-A size is the number of drafted tokens of one row in one pass. Drafting k costs k draft steps and a verify pass over k + 1
-tokens (the last committed one and the drafts); a drafted tokens are accepted, a + 1 tokens are committed. Size 0 is a pass
-without speculation.
+A size is the number of drafted tokens of one row in one pass. Drafting k costs k draft steps and a verify pass over k +
+1 tokens (the last committed one and the drafts); a drafted tokens are accepted, a + 1 tokens are committed. Size 0 is a
+pass without speculation.
 
 Every operation on fp32 state is rounded by itself (numpy.float32; no fused multiply-add, no double in between), so that
 `policy_device`, which runs inside the captured step, is equal bit for bit. Parameters are rounded to fp32 once.
@@ -22,7 +22,8 @@ PRESSURE_CAP = 2
 
 
 def under_pressure(live_pages, pages: int, percent: int = PRESSURE_PERCENT):
-    """Whether more than `percent` % of the pages are live: in integers, so that ints and int64 tensors agree at the boundary."""
+    """Whether more than `percent` % of the pages are live: in integers, so that ints and int64 tensors agree at the
+    boundary."""
     return live_pages * 100 > pages * percent
 
 
@@ -55,7 +56,8 @@ class Policy:
         raise NotImplementedError
 
     def choose(self, states: Sequence[Any], pressure: bool = False) -> list[int]:
-        """Sizes of the next pass for rows that share it; None is a row at rest: it does not count, and its size is 0."""
+        """Sizes of the next pass for rows that share it; None is a row at rest: it does not count, and its size is
+        0."""
         raise NotImplementedError
 
     def step(self, states: Sequence[Any], accepted: Sequence[int], proposed: Sequence[int], pressure: bool = False):
@@ -68,15 +70,17 @@ class Policy:
 def room(remaining: int, free: int) -> int:
     """The most tokens worth drafting: a pass commits up to size + 1 tokens, and writes as many.
 
-    remaining: tokens that the request may still commit; free: slots of its context that are still empty. Sizes are cut to
-    it after `choose`, and `observe` is told what was drafted.
+    remaining: tokens that the request may still commit; free: slots of its context that are still empty. Sizes are cut
+    to it after `choose`, and `observe` is told what was drafted.
     """
     return max(0, min(remaining, free) - 1)
 
 
 def checked(accepted: int, proposed: int) -> None:
     if not 0 <= accepted <= proposed <= LARGEST:
-        raise InputError(f"{accepted} of {proposed} drafted tokens were accepted; expected 0 <= accepted <= drafted <= {LARGEST}")
+        raise InputError(
+            f"{accepted} of {proposed} drafted tokens were accepted; expected 0 <= accepted <= drafted <= {LARGEST}"
+        )
 
 
 def checked_size(size: int, what: str) -> int:
@@ -110,9 +114,9 @@ class Static(Policy):
 class AdaptiveParameters:
     """Of `Adaptive`; the defaults are those of the issue.
 
-    weight: of the newest ratio in the mean; start: the mean of a new request; thresholds ascending: sizes[i + 1] is taken from
-    thresholds[i] on, sizes[0] below all. The smallest size is at least 1: with nothing drafted nothing is measured, and the
-    mean could never rise again. Raises InputError.
+    weight: of the newest ratio in the mean; start: the mean of a new request; thresholds ascending: sizes[i + 1] is
+    taken from thresholds[i] on, sizes[0] below all. The smallest size is at least 1: with nothing drafted nothing is
+    measured, and the mean could never rise again. Raises InputError.
     """
 
     weight: float = 0.2
@@ -123,16 +127,23 @@ class AdaptiveParameters:
 
     def __post_init__(self):
         if not 0 < self.weight <= 1 or not 0 <= self.start <= 1:
-            raise InputError(f"weight {self.weight} and start {self.start} were asked for; expected 0 < weight <= 1, 0 <= start <= 1")
+            raise InputError(
+                f"weight {self.weight} and start {self.start} were asked for; expected 0 < weight <= 1, 0 <= start <= 1"
+            )
         if not _ascending(self.thresholds) or not all(0 < t <= 1 for t in self.thresholds):
             raise InputError(f"thresholds are {self.thresholds}; expected ascending numbers over 0 and up to 1")
         for size in self.sizes:
             checked_size(size, "a size")
         if len(self.sizes) != len(self.thresholds) + 1 or not _ascending(self.sizes) or self.sizes[0] < 1:
-            raise InputError(f"sizes are {self.sizes}; expected {len(self.thresholds) + 1} ascending ones, 1 or more, for "
-                             f"{len(self.thresholds)} thresholds")
+            raise InputError(
+                f"sizes are {self.sizes}; expected {len(self.thresholds) + 1} ascending ones, 1 or more, for "
+                f"{len(self.thresholds)} thresholds"
+            )
         if self.pressure_cap is not None and checked_size(self.pressure_cap, "pressure_cap") < 1:
-            raise InputError("pressure_cap is 0; expected 1 or more: with nothing drafted the acceptance would never be measured again")
+            raise InputError(
+                "pressure_cap is 0; expected 1 or more: with nothing drafted the acceptance would never be "
+                "measured again"
+            )
 
 
 def _ascending(values: Sequence[float]) -> bool:
@@ -140,7 +151,8 @@ def _ascending(values: Sequence[float]) -> bool:
 
 
 class Adaptive(Policy):
-    """Adaptive block size: an exponential mean of r = accepted / proposed picks the size. State: the mean, np.float32."""
+    """Adaptive block size: an exponential mean of r = accepted / proposed picks the size. State: the mean,
+    np.float32."""
 
     def __init__(self, parameters: AdaptiveParameters = AdaptiveParameters()):
         self.parameters = p = parameters

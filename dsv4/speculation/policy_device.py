@@ -1,9 +1,10 @@
 """The policies of `policy` and `cost_aware` for all rows of a batch, as tensor operations.
 
-For use inside a captured step: constants are placed on the device when a policy is made; `step` never waits for the device,
-copies nothing from the host and has no branch on data. State tensors are updated in place, so that replays follow each other.
-Each operation rounds by itself and sums are folded in halves, so sizes and states equal the specification bit for bit; code
-generators that contract a product and a sum (Inductor, Triton with fused multiply-add) would break that.
+For use inside a captured step: constants are placed on the device when a policy is made; `step` never waits for the
+device, copies nothing from the host and has no branch on data. State tensors are updated in place, so that replays
+follow each other. Each operation rounds by itself and sums are folded in halves, so sizes and states equal the
+specification bit for bit; code generators that contract a product and a sum (Inductor, Triton with fused multiply-add)
+would break that.
 
 Inputs are not checked, which would mean waiting for them: 0 <= accepted <= proposed <= 8 is the caller's to hold.
 """
@@ -11,20 +12,23 @@ Inputs are not checked, which would mean waiting for them: 0 <= accepted <= prop
 import torch
 
 from dsv4.errors import InputError
+from dsv4.kernels import draft_sizes
 from dsv4.speculation.cost_aware import HYPOTHESES, CostAware
 from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
-from kernels import draft_sizes
 
 
 class DevicePolicy:
     """The interface. `step(accepted, proposed, pressure, live) → sizes`, `reset(fresh)`.
 
-    accepted, proposed: int64 or int32 [B], of the pass that just ended; pressure: bool scalar tensor; live: bool [B], rows that
-    take part in the next pass (None: all). sizes int64 [B], 0 for rows at rest. Before the first pass, and for rows that
-    rested, proposed is 0: they keep what they know. reset(fresh bool [B]): those rows begin a new request.
+    accepted, proposed: int64 or int32 [B], of the pass that just ended; pressure: bool scalar tensor; live: bool [B],
+    rows that take part in the next pass (None: all). sizes int64 [B], 0 for rows at rest. Before the first pass, and
+    for rows that rested, proposed is 0: they keep what they know. reset(fresh bool [B]): those rows begin a new
+    request.
     """
 
-    def step(self, accepted: torch.Tensor, proposed: torch.Tensor, pressure: torch.Tensor, live: torch.Tensor | None = None):
+    def step(
+        self, accepted: torch.Tensor, proposed: torch.Tensor, pressure: torch.Tensor, live: torch.Tensor | None = None
+    ):
         self.observe(accepted, proposed)
         return self.choose(pressure, live)
 
@@ -62,7 +66,9 @@ class DeviceAdaptive(DevicePolicy):
         self.start = self.mean.clone()
         self.thresholds = torch.tensor([float(t) for t in policy.thresholds], dtype=torch.float32, device=device)
         self.sizes = torch.tensor(policy.parameters.sizes, dtype=torch.int64, device=device)
-        self.cap = torch.full((), LARGEST if policy.pressure_cap is None else policy.pressure_cap, dtype=torch.int64, device=device)
+        self.cap = torch.full(
+            (), LARGEST if policy.pressure_cap is None else policy.pressure_cap, dtype=torch.int64, device=device
+        )
 
     def observe(self, accepted, proposed) -> None:
         ratio = accepted.float() / proposed.clamp(min=1).float()
@@ -97,17 +103,21 @@ class DeviceCostAware(DevicePolicy):
         cap = LARGEST if policy.pressure_cap is None else policy.pressure_cap
         self.over = self.sizes > cap
         self.infinite = torch.full((), torch.inf, dtype=torch.float32, device=device)
-        self.spare = torch.zeros((1 << (batch - 1).bit_length()) - batch, len(policy.sizes), dtype=torch.float32, device=device)
+        self.spare = torch.zeros(
+            (1 << (batch - 1).bit_length()) - batch, len(policy.sizes), dtype=torch.float32, device=device
+        )
 
     def observe(self, accepted, proposed) -> None:
         weighed = self.belief * self.likelihood.index_select(0, proposed * (LARGEST + 1) + accepted)
         weighed = weighed / _fold(weighed, 1).unsqueeze(1)
-        self.belief.copy_(weighed * self.stay.index_select(0, accepted).unsqueeze(1) + self.move.index_select(0, accepted))
+        self.belief.copy_(
+            weighed * self.stay.index_select(0, accepted).unsqueeze(1) + self.move.index_select(0, accepted)
+        )
 
     def net(self) -> torch.Tensor:
         """What each row is worth at each width of the pass and size of its own: fp32 [B, K, K]."""
-        value = _fold(self.belief.unsqueeze(2) * self.value, 1)                              # [B, K]
-        later = _fold(self.belief.view(-1, 1, 1, HYPOTHESES, 1) * self.later, 3).amin(2)     # [B, outcome, K]
+        value = _fold(self.belief.unsqueeze(2) * self.value, 1)  # [B, K]
+        later = _fold(self.belief.view(-1, 1, 1, HYPOTHESES, 1) * self.later, 3).amin(2)  # [B, outcome, K]
         return (value - _fold(later, 1)).unsqueeze(1) - self.price
 
     def choose(self, pressure, live=None):
@@ -118,12 +128,13 @@ class DeviceCostAware(DevicePolicy):
         score = rows - _fold(torch.cat([worth, self.spare]), 0)
         score = torch.where(pressure & self.over, self.infinite, score)
         width = self._first(score == score.amin())
-        chosen = net.index_select(1, width.unsqueeze(0)).squeeze(1)                          # [B, K]
+        chosen = net.index_select(1, width.unsqueeze(0)).squeeze(1)  # [B, K]
         own = self._first(chosen == chosen.amax(1, keepdim=True))
         return _resting(self.sizes.index_select(0, own), live)
 
     def _first(self, found: torch.Tensor) -> torch.Tensor:
-        """Index of the first true of the last dimension: argmin and argmax do not promise which of equals they return."""
+        """Index of the first true of the last dimension: argmin and argmax do not promise which of equals they
+        return."""
         return torch.where(found, self.index, self.none).amin(-1)
 
     def reset(self, fresh) -> None:
@@ -144,11 +155,20 @@ class KernelCostAware(DeviceCostAware):
 
     def net(self) -> torch.Tensor:
         net, _ = draft_sizes.weigh(self.belief, self.value, self.later, self.price, self.all.view(torch.uint8))
-        return net[:, :len(self.sizes), :len(self.sizes)]
+        return net[:, : len(self.sizes), : len(self.sizes)]
 
     def choose(self, pressure, live=None):
-        return draft_sizes.choose(self.belief, self.value, self.later, self.price, self.cost, self.sizes, self.all if live is None else live,
-                                  pressure, self.cap)
+        return draft_sizes.choose(
+            self.belief,
+            self.value,
+            self.later,
+            self.price,
+            self.cost,
+            self.sizes,
+            self.all if live is None else live,
+            pressure,
+            self.cap,
+        )
 
 
 def on_device(policy: Policy, batch: int, device: torch.device | str) -> DevicePolicy:

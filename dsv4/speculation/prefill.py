@@ -9,13 +9,19 @@ from dsv4.causal import CausalLM, TokenCache
 OnStreams = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
 
-def prefill(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_streams: OnStreams | None = None,
-            on_prefill: Callable[[int, int], None] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def prefill(
+    model: CausalLM,
+    cache: TokenCache,
+    prompts: list[list[int]],
+    on_streams: OnStreams | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Append the prompts to an empty cache in the pieces that plain generation takes.
 
-    on_streams(streams [B, T, n, d], next ids int64 [B, T], counts): the main model's streams of a piece, the token after each, and in how
-    many positions of each row that is known (after a prompt's last token it is not). on_prefill(done, total). Returns of each row's last
-    token the logits [B, 1, vocab] and, if on_streams is given, the streams [B, 1, n, d].
+    on_streams(streams [B, T, n, d], next ids int64 [B, T], counts): the main model's streams of a piece, the token
+    after each, and in how many positions of each row that is known (after a prompt's last token it is not).
+    on_prefill(done, total). Returns of each row's last token the logits [B, 1, vocab] and, if on_streams is given, the
+    streams [B, 1, n, d].
     """
     lengths, chunk = [len(row) for row in prompts], model.chunk
     longest, held = max(lengths), None
@@ -24,8 +30,14 @@ def prefill(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_str
     for start in range(0, longest, chunk):
         counts = [min(chunk, max(0, n - start)) for n in lengths]
         ending = [b for b, n in enumerate(lengths) if start < n <= start + chunk]
-        out = model.append(ids[:, start:start + chunk], cache, n_new=counts, logits="last" if ending else "none",
-                           return_streams=on_streams is not None, prompt=True)
+        out = model.append(
+            ids[:, start : start + chunk],
+            cache,
+            n_new=counts,
+            logits="last" if ending else "none",
+            return_streams=on_streams is not None,
+            prompt=True,
+        )
         fresh, streams = out if on_streams is not None else (out, None)
         if ending:
             logits[ending] = fresh[ending]
@@ -34,7 +46,9 @@ def prefill(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_str
             for b in ending:
                 held[b, 0] = streams[b, counts[b] - 1]
             known = [max(0, min(n - 1, start + chunk) - start) for n in lengths]
-            on_streams(streams, torch.nn.functional.pad(ids, (0, 1))[:, start + 1:start + 1 + streams.shape[1]], known)
+            on_streams(
+                streams, torch.nn.functional.pad(ids, (0, 1))[:, start + 1 : start + 1 + streams.shape[1]], known
+            )
         if on_prefill is not None:
             on_prefill(min(start + chunk, longest), longest)
     return logits, held

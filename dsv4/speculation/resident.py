@@ -19,30 +19,50 @@ from dsv4.speculation.result import Speculation
 from dsv4.speculation.rounds import Rounds
 
 
-def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, drafter: Drafter = MTPDrafter(),
-                      sampling: Sampling = Sampling(), policy: Policy | None = None, max_context: int | None = None,
-                      stop_ids: Iterable[int] = (), on_token: Callable[[int, int], None] | None = None,
-                      on_prefill: Callable[[int, int], None] | None = None, ahead: int = AHEAD,
-                      make: Callable[..., Rounds] = Rounds) -> list[Generation]:
+def generate_resident(
+    model: CausalLM,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    drafter: Drafter = MTPDrafter(),
+    sampling: Sampling = Sampling(),
+    policy: Policy | None = None,
+    max_context: int | None = None,
+    stop_ids: Iterable[int] = (),
+    on_token: Callable[[int, int], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+    ahead: int = AHEAD,
+    make: Callable[..., Rounds] = Rounds,
+) -> list[Generation]:
     """As `generate_speculative`, with the MTP block or prompt lookup. on_token(row, id) as the host learns of tokens.
 
-    Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed, of the same distribution.
-    ahead: as for `Rounds`; make: what runs the rounds, for whoever watches them. The cache holds one token more than the context and what a
-    round may draft, which is less than the policy wants where the context ends near the checkpoint's. Raises as `generate_speculative`, and
-    InputError where the context is the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the
-    request, after all tokens that fit.
+    Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed,
+    of the same distribution.
+    ahead: as for `Rounds`; make: what runs the rounds, for whoever watches them. The cache holds one token more than
+    the context and what a round may draft, which is less than the policy wants where the context ends near the
+    checkpoint's. Raises as `generate_speculative`, and InputError where the context is the checkpoint's or layers lie
+    on several devices; ContextOverrun when the context ends before the request, after all tokens that fit.
     """
     check_can_speculate(model, drafter)
     check_one_device(model)
     policy = policy or Static(drafter.draft_tokens)
-    limit, stops, longest = context_limit(model, prompts, max_new_tokens, max_context), frozenset(stop_ids), model.config.max_position_embeddings
+    limit, stops, longest = (
+        context_limit(model, prompts, max_new_tokens, max_context),
+        frozenset(stop_ids),
+        model.config.max_position_embeddings,
+    )
     most = min(max(policy.sizes), longest - limit - 1)
     if most < 0:
-        raise InputError(f"a context of {limit} tokens is all that the checkpoint takes; rounds with drafts run one token behind it: "
-                         "lower --max-context or --max-new-tokens by one, or leave out --speculate")
-    back = FOLLOWS[-1] - 1 if drafter.needs_mtp and 0 in policy.sizes else 1  # so that the block may follow many rounds without drafts at once
+        raise InputError(
+            f"a context of {limit} tokens is all that the checkpoint takes; rounds with drafts run one token behind "
+            "it: lower --max-context or --max-new-tokens by one, or leave out --speculate"
+        )
+    # so that the block may follow many rounds without drafts at once
+    back = FOLLOWS[-1] - 1 if drafter.needs_mtp and 0 in policy.sizes else 1
     cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, back))
-    outs = [Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name)) for ids in prompts]
+    outs = [
+        Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name))
+        for ids in prompts
+    ]
     choice, begun = choice_of(sampling, len(prompts), model.device), time.perf_counter()
     tokens, drafts = primed(model, cache, prompts, on_prefill, choice, drafter)
     firsts = tokens.tolist()  # waits for the prompts: their time ends here
@@ -53,11 +73,25 @@ def generate_resident(model: CausalLM, prompts: list[list[int]], max_new_tokens:
         for token in found:
             if on_token is not None and token not in stops:
                 on_token(row, token)
+
     for b, token in enumerate(firsts):
         tell(b, [token])
     begun = time.perf_counter()
-    widths = [n for n in (policy.sizes if drafter.needs_mtp else (0, *policy.sizes)) if n <= most]  # a text that repeats nothing drafts nothing
-    rounds = make(model, cache, most, tokens, drafts, left, stops, on_device(policy, len(prompts), model.device), widths, choice=choice, ahead=ahead)
+    # a text that repeats nothing drafts nothing
+    widths = [n for n in (policy.sizes if drafter.needs_mtp else (0, *policy.sizes)) if n <= most]
+    rounds = make(
+        model,
+        cache,
+        most,
+        tokens,
+        drafts,
+        left,
+        stops,
+        on_device(policy, len(prompts), model.device),
+        widths,
+        choice=choice,
+        ahead=ahead,
+    )
     if any(left):
         rounds.prepare()
     captured = time.perf_counter() - begun

@@ -1,4 +1,5 @@
-"""Drafters of rounds: what `draft` drafts, as tensor operations without the host, so that a round with them can be captured."""
+"""Drafters of rounds: what `draft` drafts, as tensor operations without the host, so that a round with them can be
+captured."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.policy import LARGEST
 from dsv4.speculation.prefill import prefill
 
-# By how many tokens of a row the MTP block follows rounds without drafts: a step over many costs little more than one over a few, since experts run
-# for the last token alone. Few sizes, because each is compiled and captured.
+# By how many tokens of a row the MTP block follows rounds without drafts: a step over many costs little more than one
+# over a few, since experts run for the last token alone. Few sizes, because each is compiled and captured.
 FOLLOWS = (2, 8, 32)
 
 
@@ -29,12 +30,13 @@ class Drafted(NamedTuple):
 
 
 class RoundDrafter(ABC):
-    """The interface. A row holds `start` int64 [B] tokens in the model's caches and one more that is chosen, not yet in them.
+    """The interface. A row holds `start` int64 [B] tokens in the model's caches and one more that is chosen, not yet in
+    them.
 
-    offered int64 [B]: drafts that the next round can have of each row. lengths: of caches of its own, which the host moves on with the
-    model's. follows: tokens of a row, ascending, by which it can `catch_up` with rounds without drafts, as it must
-    before it drafts and when it keeps as many as the last says; none where it has nothing to catch up with. All tensors are updated in place, so
-    that replays follow each other.
+    offered int64 [B]: drafts that the next round can have of each row. lengths: of caches of its own, which the host
+    moves on with the model's. follows: tokens of a row, ascending, by which it can `catch_up` with rounds without
+    drafts, as it must before it drafts and when it keeps as many as the last says; none where it has nothing to catch
+    up with. All tensors are updated in place, so that replays follow each other.
     """
 
     offered: torch.Tensor
@@ -50,10 +52,12 @@ class RoundDrafter(ABC):
         """D of each row; those of a row that offers none mean nothing."""
 
     def told(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """Of chosen int64 [B, T] the first count int64 [B] are the rows' next tokens; before the sizes of the next round are chosen."""
+        """Of chosen int64 [B, T] the first count int64 [B] are the rows' next tokens; before the sizes of the next
+        round are chosen."""
 
     def follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, start: torch.Tensor) -> None:
-        """The same, beside what follows `told`, in a round with drafts. streams [B·T, n, d]: the main model's at positions start … start + T − 1."""
+        """The same, beside what follows `told`, in a round with drafts. streams [B·T, n, d]: the main model's at
+        positions start … start + T − 1."""
 
     def keep(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
         """The same in a round without drafts: T is 1, streams [B, n, d]. To be caught up with."""
@@ -66,17 +70,21 @@ class RoundDrafter(ABC):
 
 
 class MTPDrafts(RoundDrafter):
-    """Chained drafts of the MTP block, which holds as many entries as the model's caches hold tokens, less those that are kept.
+    """Chained drafts of the MTP block, which holds as many entries as the model's caches hold tokens, less those that
+    are kept.
 
-    features [B, d], chained [B, n, d]: of the block at the last token that it followed, what its head says the next draft of, and its streams there.
+    features [B, d], chained [B, n, d]: of the block at the last token that it followed, what its head says the next
+    draft of, and its streams there.
     choice: how drafts come of logits.
 
-    A round without drafts leaves the block and its head alone: its token and the main model's streams are kept, and go through the block as one
-    step with others, before the next draft or when no more can wait. A step over more tokens than the cache can be rewound would write over what
-    the block's window still needs.
+    A round without drafts leaves the block and its head alone: its token and the main model's streams are kept, and go
+    through the block as one step with others, before the next draft or when no more can wait. A step over more tokens
+    than the cache can be rewound would write over what the block's window still needs.
     """
 
-    def __init__(self, model: Model, cache: Cache, features: torch.Tensor, chained: torch.Tensor, choice: Choice = Greedy()):
+    def __init__(
+        self, model: Model, cache: Cache, features: torch.Tensor, chained: torch.Tensor, choice: Choice = Greedy()
+    ):
         if not model.mtp:
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
         self.model, self.cache, self.choice, self.lengths = model, cache, choice, (cache._mtp,)
@@ -110,7 +118,8 @@ class MTPDrafts(RoundDrafter):
         return Drafted(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)
 
     def follow(self, streams, chosen, count, start):
-        """The block over what was verified; it stands after the last token that counts then. Other rows stay as they were."""
+        """The block over what was verified; it stands after the last token that counts then. Other rows stay as they
+        were."""
         features, after = run_block(self.model, self.cache, streams, chosen, start, (count - 1).clamp(min=0))
         moved = (count > 0).unsqueeze(1)
         self.features.copy_(torch.where(moved, features, self.features))
@@ -131,18 +140,20 @@ class MTPDrafts(RoundDrafter):
 
 
 class LookupDrafts(RoundDrafter):
-    """Prompt lookup as `LookupDrafter` defines it, over texts on the device: the longest suffix of `longest` to `shortest` tokens that
-    stands earlier and has a follower there, of those the latest; a match that reaches the end goes on in what it drafts.
+    """Prompt lookup as `LookupDrafter` defines it, over texts on the device: the longest suffix of `longest` to
+    `shortest` tokens that stands earlier and has a follower there, of those the latest; a match that reaches the end
+    goes on in what it drafts.
 
-    text int64 [B, longest + room]: pads of −1, the row's length tokens, and what means nothing. A round looks through all of it, in about a
-    dozen operations over B · room numbers: no index is kept. tokens int64 [B]: each row's first after its prompt.
+    text int64 [B, longest + room]: pads of −1, the row's length tokens, and what means nothing. A round looks through
+    all of it, in about a dozen operations over B · room numbers: no index is kept. tokens int64 [B]: each row's first
+    after its prompt.
     """
 
     def __init__(self, prompts: list[list[int]], tokens: torch.Tensor, room: int, longest: int, shortest: int):
         self.longest, self.shortest = longest, shortest
         held = torch.full((len(prompts), longest + room), -1, dtype=torch.int64)
         for row, ids in zip(held, prompts):
-            row[longest:longest + len(ids)] = torch.tensor(ids)
+            row[longest : longest + len(ids)] = torch.tensor(ids)
         self.text = held.to(tokens.device)
         self.length = torch.tensor(list(map(len, prompts)), device=tokens.device)
         self.behind, self.offered = torch.zeros_like(self.length), torch.zeros_like(self.length)
@@ -167,25 +178,34 @@ class LookupDrafts(RoundDrafter):
         """Where each row's match goes on (0 where there is none)."""
         room = self.text.shape[1] - self.longest
         place, length = torch.arange(room, device=self.text.device), self.length.unsqueeze(1)
-        alike, run = place < length, torch.zeros_like(place)  # a token at `place` follows; of how many tokens back all agree
+        # a token at `place` follows; of how many tokens back all agree
+        alike, run = place < length, torch.zeros_like(place)
         for back in range(1, self.longest + 1):
             last = self.text.gather(1, self.longest + length - back)
-            alike = alike & (self.text[:, self.longest - back:self.longest - back + room] == last)
+            alike = alike & (self.text[:, self.longest - back : self.longest - back + room] == last)
             run = run + alike
         best = torch.where(run >= self.shortest, run * room + place, -1).amax(1)  # the longest, and of those the latest
         self.behind.copy_(best.clamp(min=0) % room)
         self.offered.copy_((best >= 0) * LARGEST)
 
 
-def primed(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_prefill: Callable[[int, int], None] | None = None,
-           choice: Choice = Greedy(), drafter: Drafter = MTPDrafter()) -> tuple[torch.Tensor, RoundDrafter]:
+def primed(
+    model: CausalLM,
+    cache: TokenCache,
+    prompts: list[list[int]],
+    on_prefill: Callable[[int, int], None] | None = None,
+    choice: Choice = Greedy(),
+    drafter: Drafter = MTPDrafter(),
+) -> tuple[torch.Tensor, RoundDrafter]:
     """Append prompts to an empty cache, and to the MTP block's own if it drafts.
 
-    Returns what `Rounds` starts from: the tokens chosen after the prompts int64 [B], and what `drafter` is on the device. Raises
-    InputError for a drafter that is nothing there.
+    Returns what `Rounds` starts from: the tokens chosen after the prompts int64 [B], and what `drafter` is on the
+    device. Raises InputError for a drafter that is nothing there.
     """
     if not isinstance(drafter, (MTPDrafter, LookupDrafter)):
-        raise InputError(f"drafter {drafter.name} has no device implementation; expected {MTPDrafter.name} or {LookupDrafter.name}")
+        raise InputError(
+            f"drafter {drafter.name} has no device implementation; expected {MTPDrafter.name} or {LookupDrafter.name}"
+        )
     tell = lambda streams, following, known: model.mtp_logits(streams, following, cache, n_new=known, logits="none")
     logits, streams = prefill(model, cache, prompts, tell if drafter.needs_mtp else None, on_prefill)
     tokens = choice.own(logits, torch.tensor(cache.lengths, device=model.device)).squeeze(1)
@@ -193,6 +213,12 @@ def primed(model: CausalLM, cache: TokenCache, prompts: list[list[int]], on_pref
         room = cache.max_context + 1  # the last token that a round writes is not in the caches
         return tokens, LookupDrafts(prompts, tokens, room, drafter.longest, drafter.shortest)
     with torch.inference_mode():
-        features, after = run_block(model, cache, streams.flatten(0, 1), tokens.unsqueeze(1), torch.tensor(cache.mtp_lengths, device=model.device))
+        features, after = run_block(
+            model,
+            cache,
+            streams.flatten(0, 1),
+            tokens.unsqueeze(1),
+            torch.tensor(cache.mtp_lengths, device=model.device),
+        )
     cache._mtp.advance(slice(0, len(prompts)), 1)
     return tokens, MTPDrafts(model, cache, features, after, choice)

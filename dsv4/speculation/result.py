@@ -9,8 +9,8 @@ class Speculation:
     """Counts of one row. `block_size_history`: drafted tokens of each verify pass of this row, 0 where none could be;
     `accepted_history`: how many of them came out as tokens.
 
-    accepted: drafts that came out as tokens; those behind a stop id were not. draft_steps: runs of the MTP block for this row while
-    drafting, 0 for prompt lookup.
+    accepted: drafts that came out as tokens; those behind a stop id were not. draft_steps: runs of the MTP block for
+    this row while drafting, 0 for prompt lookup.
     """
 
     method: str
@@ -48,7 +48,16 @@ class Speculation:
     def document(self, new_tokens: int) -> dict:
         """JSON values. tokens_per_pass leaves out the first token, which prefill gave."""
         passes = self.verify_passes
-        return {"method": self.method, "proposed": self.proposed, "accepted": self.accepted, "acceptance": self.acceptance,
-                "verify_passes": passes, "draft_steps": self.draft_steps, "mean_block_size": self.mean_block_size,
-                "block_size_variance": self.block_size_variance, "tokens_per_pass": (new_tokens - 1) / passes if passes else None,
-                "block_size_history": self.block_size_history, "accepted_history": self.accepted_history}
+        return {
+            "method": self.method,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "acceptance": self.acceptance,
+            "verify_passes": passes,
+            "draft_steps": self.draft_steps,
+            "mean_block_size": self.mean_block_size,
+            "block_size_variance": self.block_size_variance,
+            "tokens_per_pass": (new_tokens - 1) / passes if passes else None,
+            "block_size_history": self.block_size_history,
+            "accepted_history": self.accepted_history,
+        }

@@ -1,23 +1,25 @@
 """Speculative decoding that stays on the device: a round drafts, verifies, commits and chooses the next block sizes.
 
-A round with D drafts is captured once (a CUDA graph; on a CPU it runs as it is) and serves every position of a ragged batch. The
-host chooses which D to replay from sizes that earlier rounds left in pinned memory (`ring`), and never waits
-for the device in a call (`host_half`): rows that are to have fewer drafts than D have theirs refused. With two rounds under way a round decides
-the sizes not of the next one, which is launched by then, but of the one after it.
+A round with D drafts is captured once (a CUDA graph; on a CPU it runs as it is) and serves every position of a ragged
+batch. The host chooses which D to replay from sizes that earlier rounds left in pinned memory (`ring`), and never waits
+for the device in a call (`host_half`): rows that are to have fewer drafts than D have theirs refused. With two rounds
+under way a round decides the sizes not of the next one, which is launched by then, but of the one after it.
 
 A row holds `start` tokens in the caches; `token` is the last one that it has chosen, not yet in them. A round:
 
     d_1 … d_D: drafts of what follows `token` (`resident_drafters`: the MTP block, or the text itself)
     verify token, d_1 … d_D at start … start + D: what the model itself says after each
-    a = how many drafts stay, and which token follows them (`choosing`: greedily, or sampled):  c_0 … c_a are the row's next tokens
-    the drafter is told what really follows; the MTP block again at start … start + D, with the model's streams: latents of all, the
-    rest of the block for the last that stays alone; or, where nothing was drafted, later together with others (`RoundDrafter.keep`)
+    a = how many drafts stay, and which token follows them (`choosing`: greedily, or sampled):  c_0 … c_a are the row's
+    next tokens the drafter is told what really follows; the MTP block again at start … start + D, with the model's
+    streams: latents of all, the rest of the block for the last that stays alone; or, where nothing was drafted, later
+    together with others (`RoundDrafter.keep`)
 
-With the block as drafter, its entry at position t is made of the main model's streams at t and the token at t + 1, so it holds
-`start` entries before it drafts; d_1 comes of where it stood last, d_2 … d_D of its own streams fed back, from position `start` on.
+With the block as drafter, its entry at position t is made of the main model's streams at t and the token at t + 1, so
+it holds `start` entries before it drafts; d_1 comes of where it stood last, d_2 … d_D of its own streams fed back, from
+position `start` on.
 
-What verifying wrote beyond the new length is written again before it can be seen (`dsv4.cache`); so are the block's entries of
-chained drafts.
+What verifying wrote beyond the new length is written again before it can be seen (`dsv4.cache`); so are the block's
+entries of chained drafts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,53 +29,75 @@ import torch
 
 from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
+from dsv4.kernels.commit_rows import commit, next_sizes
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy
 from dsv4.speculation.host_half import AHEAD, RING, HostHalf
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident_drafters import Drafted, RoundDrafter
 from dsv4.step import CapturedStep
-from kernels.commit_rows import commit, next_sizes
 
-SPARE = 8     # rounds that may run after the last that gives a row a token
+SPARE = 8  # rounds that may run after the last that gives a row a token
 
 
 class Rounds(HostHalf):
     """Decodes a batch whose prompts are in `cache`, with up to `most` drafts a round.
 
-    tokens int64 [B], drafter: the token that was chosen after each prompt, and what drafts what follows (`primed`). left: tokens that
-    each row may still produce. stop_ids end a row, which keeps them. widths: drafts for which a round is captured when it is first wanted
-    (None: every number). ring: rounds whose records are held for the host; ahead: rounds under way, no more than that: sizes are decided so many
-    rounds before. choice: how tokens are chosen of logits. Raises InputError where a round could reach beyond the cache, or layers lie on several devices.
+    tokens int64 [B], drafter: the token that was chosen after each prompt, and what drafts what follows (`primed`).
+    left: tokens that each row may still produce. stop_ids end a row, which keeps them. widths: drafts for which a round
+    is captured when it is first wanted (None: every number). ring: rounds whose records are held for the host; ahead:
+    rounds under way, no more than that: sizes are decided so many rounds before. choice: how tokens are chosen of
+    logits. Raises InputError where a round could reach beyond the cache, or layers lie on several devices.
     """
 
-    def __init__(self, model: CausalLM, cache: TokenCache, most: int, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int],
-                 stop_ids: Iterable[int], policy: DevicePolicy, widths: Sequence[int] | None = None, ring: int = RING,
-                 choice: Choice = Greedy(), ahead: int = AHEAD):
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: TokenCache,
+        most: int,
+        tokens: torch.Tensor,
+        drafter: RoundDrafter,
+        left: Sequence[int],
+        stop_ids: Iterable[int],
+        policy: DevicePolicy,
+        widths: Sequence[int] | None = None,
+        ring: int = RING,
+        choice: Choice = Greedy(),
+        ahead: int = AHEAD,
+    ):
         B, device = cache.batch, model.device
         super().__init__(model, cache, most, max(left), widths, ring, ahead, drafter.follows if most else ())
         self.drafter, self.policy, self.choice = drafter, policy, choice
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
         self.done = torch.zeros(B, dtype=torch.bool, device=device)
-        self.pressure = torch.zeros((), dtype=torch.bool, device=device)  # rings have no pages, and are never short of them
+        # rings have no pages, and are never short of them
+        self.pressure = torch.zeros((), dtype=torch.bool, device=device)
         self.stops = torch.tensor(sorted(set(stop_ids)) or [-1], device=device)
-        self.log = torch.zeros(self.room + SPARE, 3, B, dtype=torch.int64, device=device)  # of each round: drafted, accepted, tokens
+        # of each round: drafted, accepted, tokens
+        self.log = torch.zeros(self.room + SPARE, 3, B, dtype=torch.int64, device=device)
         self.round = torch.zeros(1, dtype=torch.int64, device=device)
         self.restart(tokens, drafter, left)
 
     def restart(self, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int]) -> None:
-        """Begin other requests in the same rows, from where `cache` stands now; graphs stay. Arguments as for a new one.
+        """Begin other requests in the same rows, from where `cache` stands now; graphs stay. Arguments as for a new
+        one.
 
-        Raises InputError where a round could reach beyond the cache, or a row could write more than any did when this was made.
+        Raises InputError where a round could reach beyond the cache, or a row could write more than any did when this
+        was made.
         """
         lengths = self.cache.lengths
-        reach = max(length + n for length, n in zip(lengths, left)) + self.most + 1  # rows that are done run on, behind their last token
+        # rows that are done run on, behind their last token
+        reach = max(length + n for length, n in zip(lengths, left)) + self.most + 1
         if reach > self.cache.max_context or self.most > self.cache.max_rewind:
-            raise InputError(f"rounds of {self.most} drafts reach {reach} tokens and rewind {self.most}; the cache has max_context "
-                             f"{self.cache.max_context} and max_rewind {self.cache.max_rewind}; build it larger or draft fewer")
+            raise InputError(
+                f"rounds of {self.most} drafts reach {reach} tokens and rewind {self.most}; the cache has max_context "
+                f"{self.cache.max_context} and max_rewind {self.cache.max_rewind}; build it larger or draft fewer"
+            )
         if max(left) > self.room:
-            raise InputError(f"a row may write {max(left)} tokens; these rounds were made for {self.room}: make new ones")
+            raise InputError(
+                f"a row may write {max(left)} tokens; these rounds were made for {self.room}: make new ones"
+            )
         for held, given in ((self.start, lengths), (self.left, list(left)), (self.token, tokens)):
             held.copy_(torch.as_tensor(given))
         self.drafter.take(drafter)
@@ -104,10 +128,25 @@ class Rounds(HostHalf):
     def _round(self, D: int) -> None:
         B, drafts = len(self.token), self._drafts(D)
         ids = torch.cat((self.token.unsqueeze(1), drafts.tokens), 1)
-        streams, logits = self.model.captured(CapturedStep(ids, self.start, self.cache.max_context, self.model.rope_frequencies()), self.cache)
+        streams, logits = self.model.captured(
+            CapturedStep(ids, self.start, self.cache.max_context, self.model.rope_frequencies()), self.cache
+        )
         proposed = self.sizes.clamp(0, D).masked_fill(self.done, 0)
         accepted, chosen = self._accept(logits.view(B, D + 1, -1), drafts, proposed)
-        count = commit(chosen, accepted, proposed, self.stops, self.room, self.token, self.left, self.written, self.done, self.out, self.log, self.round)
+        count = commit(
+            chosen,
+            accepted,
+            proposed,
+            self.stops,
+            self.room,
+            self.token,
+            self.left,
+            self.written,
+            self.done,
+            self.out,
+            self.log,
+            self.round,
+        )
         with self._aside():  # a dozen tiny kernels, beside the block's
             self.policy.observe(accepted, proposed)
             self.drafter.told(chosen, count)
@@ -122,13 +161,14 @@ class Rounds(HostHalf):
         self.ring.send()
 
     def _record(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """What this round says to the host: of chosen int64 [B, T] the first count[b] tokens, how rows stand now, and what they want next."""
+        """What this round says to the host: of chosen int64 [B, T] the first count[b] tokens, how rows stand now, and
+        what they want next."""
         self.ring.put(chosen, count, self._wanted(), self.drafter.offered, self.left, self.done, self.sizes, self.round)
 
     @contextmanager
     def _aside(self):
-        """Kernels that run beside what follows, until the round waits for `side`. What they read of the round's own tensors must live as
-        long as the round."""
+        """Kernels that run beside what follows, until the round waits for `side`. What they read of the round's own
+        tensors must live as long as the round."""
         if self.side is None:
             yield
             return
@@ -137,4 +177,10 @@ class Rounds(HostHalf):
             yield
 
     def _state(self) -> list[torch.Tensor]:
-        return [self.done, self.sizes, self.round, self.ring.records, *(t for t in vars(self.policy).values() if isinstance(t, torch.Tensor))]
+        return [
+            self.done,
+            self.sizes,
+            self.round,
+            self.ring.records,
+            *(t for t in vars(self.policy).values() if isinstance(t, torch.Tensor)),
+        ]

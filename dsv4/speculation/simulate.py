@@ -15,8 +15,8 @@ from dsv4.speculation.trace import Request, Trace
 class Run:
     """What happened. seconds: of the passes by the cost table; the policy's own time is not in it.
 
-    block_size_history[request]: drafted tokens of each of its passes (of those that began). widths: of all passes. Acceptance is None when nothing
-    was drafted; mean and variance of the block size are over all passes of all rows.
+    block_size_history[request]: drafted tokens of each of its passes (of those that began). widths: of all passes.
+    Acceptance is None when nothing was drafted; mean and variance of the block size are over all passes of all rows.
     """
 
     policy: str
@@ -53,8 +53,13 @@ class Run:
         kept = asdict(self)
         if not history:
             del kept["block_size_history"], kept["widths"]
-        return {**kept, "tokens_per_second": self.tokens_per_second, "acceptance": self.acceptance,
-                "mean_block_size": self.mean_block_size, "block_size_variance": self.block_size_variance}
+        return {
+            **kept,
+            "tokens_per_second": self.tokens_per_second,
+            "acceptance": self.acceptance,
+            "mean_block_size": self.mean_block_size,
+            "block_size_variance": self.block_size_variance,
+        }
 
 
 @dataclass
@@ -77,7 +82,8 @@ class _Decisions:
         self.ahead, self.waiting = ahead, deque()
 
     def next(self, decided: list[int], fresh: set[int]) -> list[int]:
-        """Sizes of the pass that begins now. fresh: rows whose request begins with it, and for which nothing was decided before."""
+        """Sizes of the pass that begins now. fresh: rows whose request begins with it, and for which nothing was
+        decided before."""
         while len(self.waiting) < self.ahead - 1:
             self.waiting.append(list(decided))
         for sizes in self.waiting:
@@ -87,17 +93,26 @@ class _Decisions:
         return self.waiting.popleft()
 
 
-def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressure: Callable[[int], bool] = lambda tokens: False,
-             ahead: int = 1) -> Run:
+def simulate(
+    policy: Policy,
+    trace: Trace,
+    costs: CostTable,
+    batch: int,
+    pressure: Callable[[int], bool] = lambda tokens: False,
+    ahead: int = 1,
+) -> Run:
     """Decode the requests of `trace` in `batch` rows; a row whose request has ended takes the next one.
 
-    Ends when a row finds none left: so every pass has all its rows, and all of the trace is decoded at batch 1. pressure(tokens
-    committed so far) says whether the cache is under pressure in the next pass. A policy that never drafts needs no drafter, and passes
-    without drafts of the others are followed as on a device (`BatchCost.catch_up`). ahead: as of `Rounds`: with 2 a pass has the sizes that were
-    decided before the one before it, and its width is of then. Raises InputError with fewer requests than rows.
+    Ends when a row finds none left: so every pass has all its rows, and all of the trace is decoded at batch 1.
+    pressure(tokens committed so far) says whether the cache is under pressure in the next pass. A policy that never
+    drafts needs no drafter, and passes without drafts of the others are followed as on a device (`BatchCost.catch_up`).
+    ahead: as of `Rounds`: with 2 a pass has the sizes that were decided before the one before it, and its width is of
+    then. Raises InputError with fewer requests than rows.
     """
     if len(trace.requests) < batch:
-        raise InputError(f"trace {trace.name!r} has {len(trace.requests)} requests for {batch} rows; expected at least one a row")
+        raise InputError(
+            f"trace {trace.name!r} has {len(trace.requests)} requests for {batch} rows; expected at least one a row"
+        )
     run, waiting, cost, rested = Run(policy.name, trace.name, batch), iter(trace.requests), costs.of(batch), 0
     rows = [_begin(policy, next(waiting), run) for _ in range(batch)]
     decisions, fresh = _Decisions(ahead), set(range(batch))
@@ -108,7 +123,9 @@ def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressur
         run.passes, fresh = run.passes + 1, set()
         run.widths.append(width)
         if policy.drafts:
-            run.seconds += costs.seconds(batch, sizes, width) + (cost.following(rested) if width or rested == cost.rests else 0.0)
+            run.seconds += costs.seconds(batch, sizes, width) + (
+                cost.following(rested) if width or rested == cost.rests else 0.0
+            )
             rested = 0 if width else after_rest(rested, cost.rests)
         else:
             run.seconds += cost.step
@@ -116,7 +133,11 @@ def simulate(policy: Policy, trace: Trace, costs: CostTable, batch: int, pressur
             accepted = min(size, int(row.request.accepted[row.at]))
             row.at += accepted + 1
             row.history.append(size)
-            run.tokens, run.drafted, run.accepted = run.tokens + accepted + 1, run.drafted + size, run.accepted + accepted
+            run.tokens, run.drafted, run.accepted = (
+                run.tokens + accepted + 1,
+                run.drafted + size,
+                run.accepted + accepted,
+            )
             if row.at < len(row.request):
                 row.state = policy.observe(row.state, accepted, size)
                 continue

@@ -1,4 +1,5 @@
-"""Acceptance traces: of each position of a generated text, how many of the next drafted tokens would have been accepted."""
+"""Acceptance traces: of each position of a generated text, how many of the next drafted tokens would have been
+accepted."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,9 @@ FORMAT, VERSION = "dsv4-acceptance-trace", 1
 class Request:
     """One generated text of T tokens.
 
-    accepted int64 [T], 0 … 8: with t tokens committed, how many of 8 drafted tokens would be accepted. A pass that drafts k
-    from there commits min(k, accepted[t]) + 1 tokens. rates fp64 [T] (synthetic traces only): the probability that token t
-    is one which a draft gets right, given that those before it were.
+    accepted int64 [T], 0 … 8: with t tokens committed, how many of 8 drafted tokens would be accepted. A pass that
+    drafts k from there commits min(k, accepted[t]) + 1 tokens. rates fp64 [T] (synthetic traces only): the probability
+    that token t is one which a draft gets right, given that those before it were.
     """
 
     name: str
@@ -33,7 +34,8 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests and where they come from (`provenance`: 'kind' is 'recorded' or 'synthetic', and whatever obtains it again)."""
+    """Requests and where they come from (`provenance`: 'kind' is 'recorded' or 'synthetic', and whatever obtains it
+    again)."""
 
     name: str
     requests: tuple[Request, ...]
@@ -46,10 +48,18 @@ class Trace:
 
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Whole or not at all. Raises InputError when the file cannot be written."""
-    requests = [{"name": r.name, "accepted": r.accepted.tolist(), **({} if r.rates is None else {"rates": r.rates.tolist()})}
-                for r in trace.requests]
-    document = {"format": FORMAT, "version": VERSION, "largest": LARGEST, "name": trace.name, "provenance": dict(trace.provenance),
-                "requests": requests}
+    requests = [
+        {"name": r.name, "accepted": r.accepted.tolist(), **({} if r.rates is None else {"rates": r.rates.tolist()})}
+        for r in trace.requests
+    ]
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "largest": LARGEST,
+        "name": trace.name,
+        "provenance": dict(trace.provenance),
+        "requests": requests,
+    }
     write_whole(Path(path), json.dumps(document) + "\n")
 
 
@@ -62,7 +72,10 @@ def parse_trace(document: object) -> Trace:
     """Raises InputError for another format or counts outside 0 … 8."""
     document = expect_header(document, "an acceptance trace", FORMAT, VERSION)
     if document.get("largest") != LARGEST:
-        raise InputError(f"largest is {document.get('largest')!r}; expected {LARGEST}: record how many of {LARGEST} drafts are accepted")
+        raise InputError(
+            f"largest is {document.get('largest')!r}; expected {LARGEST}: record how many of {LARGEST} drafts "
+            "are accepted"
+        )
     provenance, requests = document.get("provenance"), document.get("requests")
     if not isinstance(provenance, dict) or provenance.get("kind") not in ("recorded", "synthetic"):
         raise InputError(f"provenance is {provenance!r}; expected an object whose 'kind' is 'recorded' or 'synthetic'")
@@ -78,22 +91,32 @@ def _request(index: int, document: object) -> Request:
         raise InputError(f"request {index} has no 'accepted'; expected a count for each of its tokens")
     for t, count in enumerate(counts):
         if type(count) is not int or not 0 <= count <= LARGEST:
-            raise InputError(f"request {index} has {count!r} accepted at token {t}; expected a whole number from 0 to {LARGEST}")
+            raise InputError(
+                f"request {index} has {count!r} accepted at token {t}; expected a whole number from 0 to {LARGEST}"
+            )
     if rates is not None:
         if not isinstance(rates, list) or len(rates) != len(counts):
             raise InputError(f"request {index} has 'rates' that are not {len(counts)} numbers, one a token")
         for t, rate in enumerate(rates):
             if type(rate) not in (int, float) or not 0 <= rate <= 1:
                 raise InputError(f"request {index} has rate {rate!r} at token {t}; expected 0 … 1")
-    return Request(str(document.get("name", index)), np.array(counts, np.int64), None if rates is None else np.array(rates, np.float64))
+    return Request(
+        str(document.get("name", index)),
+        np.array(counts, np.int64),
+        None if rates is None else np.array(rates, np.float64),
+    )
 
 
 def counts_of(drafted: Sequence[Sequence[int]], chosen: Sequence[int]) -> np.ndarray:
-    """Counts of a recorded greedy run, int64 [T]. drafted[t]: up to 8 ids drafted with t tokens committed, for tokens t, t + 1, …;
-    chosen [T + 8 or more]: what the model chose itself."""
+    """Counts of a recorded greedy run, int64 [T]. drafted[t]: up to 8 ids drafted with t tokens committed, for tokens
+    t, t + 1, …; chosen [T + 8 or more]: what the model chose itself."""
     counts = np.zeros(len(drafted), np.int64)
     for t, ids in enumerate(drafted):
-        while counts[t] < min(len(ids), LARGEST) and t + counts[t] < len(chosen) and ids[counts[t]] == chosen[t + counts[t]]:
+        while (
+            counts[t] < min(len(ids), LARGEST)
+            and t + counts[t] < len(chosen)
+            and ids[counts[t]] == chosen[t + counts[t]]
+        ):
             counts[t] += 1
     return counts
 
@@ -101,35 +124,64 @@ def counts_of(drafted: Sequence[Sequence[int]], chosen: Sequence[int]) -> np.nda
 # Synthetic traces. A token is one that drafts get right or not, whoever drafts it from where: from position t, all are
 # accepted up to the next difficult token. A policy then sees independent trials, and positions of one text agree.
 
+
 def synthetic_request(name: str, rates: np.ndarray, rng: np.random.Generator, falloff: float = 1.0) -> Request:
-    """rates fp64 [T]. falloff: a draft at depth j, from 0, also fails by itself with probability 1 − falloff^j (errors of a
-    chain of drafts); independent between positions."""
+    """rates fp64 [T]. falloff: a draft at depth j, from 0, also fails by itself with probability 1 − falloff^j (errors
+    of a chain of drafts); independent between positions."""
     T = len(rates)
     easy = np.concatenate([rng.random(T) < rates, np.zeros(LARGEST, bool)])
-    right = np.stack([easy[j:j + T] for j in range(LARGEST)], axis=1)  # [T, 8]: draft j from position t is for token t + j
+    # [T, 8]: draft j from position t is for token t + j
+    right = np.stack([easy[j : j + T] for j in range(LARGEST)], axis=1)
     if falloff < 1:
         right &= rng.random(right.shape) < falloff ** np.arange(LARGEST)
     return Request(name, np.cumprod(right, axis=1).sum(1), np.asarray(rates, np.float64))
 
 
-def stationary(name: str, rate: float, requests: int = 64, tokens: int = 1024, seed: int = 0, falloff: float = 1.0) -> Trace:
+def stationary(
+    name: str, rate: float, requests: int = 64, tokens: int = 1024, seed: int = 0, falloff: float = 1.0
+) -> Trace:
     """Every token with the same rate."""
     rng = np.random.default_rng(seed)
     made = tuple(synthetic_request(f"{name} {i}", np.full(tokens, rate), rng, falloff) for i in range(requests))
-    about = {"kind": "synthetic", "generator": "stationary", "rate": rate, "requests": requests, "tokens": tokens, "seed": seed,
-             "falloff": falloff}
+    about = {
+        "kind": "synthetic",
+        "generator": "stationary",
+        "rate": rate,
+        "requests": requests,
+        "tokens": tokens,
+        "seed": seed,
+        "falloff": falloff,
+    }
     return Trace(name, made, about)
 
 
-def mixed(name: str = "mixed", high: float = 0.95, low: float = 0.35, segment: int = 128, requests: int = 64, tokens: int = 1024,
-          seed: int = 0, falloff: float = 1.0) -> Trace:
-    """Segments of code (high) and free text (low) by turns, lengths geometric with mean `segment`; half the requests begin with each."""
+def mixed(
+    name: str = "mixed",
+    high: float = 0.95,
+    low: float = 0.35,
+    segment: int = 128,
+    requests: int = 64,
+    tokens: int = 1024,
+    seed: int = 0,
+    falloff: float = 1.0,
+) -> Trace:
+    """Segments of code (high) and free text (low) by turns, lengths geometric with mean `segment`; half the requests
+    begin with each."""
     rng = np.random.default_rng(seed)
     made = []
     for i in range(requests):
         begun = bool(rng.random() < 0.5)
         turns = np.cumsum(rng.random(tokens) < 1 / segment) % 2 == 1
         made.append(synthetic_request(f"{name} {i}", np.where(turns ^ begun, high, low), rng, falloff))
-    about = {"kind": "synthetic", "generator": "mixed", "high": high, "low": low, "segment": segment, "requests": requests,
-             "tokens": tokens, "seed": seed, "falloff": falloff}
+    about = {
+        "kind": "synthetic",
+        "generator": "mixed",
+        "high": high,
+        "low": low,
+        "segment": segment,
+        "requests": requests,
+        "tokens": tokens,
+        "seed": seed,
+        "falloff": falloff,
+    }
     return Trace(name, tuple(made), about)

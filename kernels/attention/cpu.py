@@ -1,19 +1,20 @@
 """Attention of a single query on a host processor.
 
-One query and a few hundred keys cost less arithmetic than the tensor operations around it. All keys go into one buffer, the
-sink as one more key of zeros: its logit is then set, and its value adds nothing.
+One query and a few hundred keys cost less arithmetic than the tensor operations around it. All keys go into one buffer,
+the sink as one more key of zeros: its logit is then set, and its value adds nothing.
 """
 
 import torch
 
-from kernels.attention import reference
-from kernels.cache_rows import PackedRows
+from dsv4.kernels.attention import reference
+from dsv4.kernels.cache_rows import PackedRows
 
 MAX_KEYS = 2048  # copied together; beyond this the reference reads entries in place
 
 
-def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False,
-                     together: int = 1) -> torch.Tensor:
+def sparse_attention(
+    q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False, together: int = 1
+) -> torch.Tensor:
     K = 0 if entry_index is None else entry_index.shape[1]
     W = window_index.shape[1]
     if not complete or q.shape[0] != 1 or W + K > MAX_KEYS or packed(window, entries):
@@ -25,7 +26,9 @@ def sparse_attention(q, window, window_index, entries, entry_index, sink, scale:
     return _attend_all(q[0], rows, sink, scale).unsqueeze(0)
 
 
-def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
+def hca_attention(
+    q, window, window_index, entries, visible, sink, scale: float, complete: bool = False
+) -> torch.Tensor:
     B, T, _, D = q.shape
     W = window_index.shape[1]
     if not complete or B * T != 1 or packed(window, entries) or W + entries.shape[1] > MAX_KEYS:

@@ -1,32 +1,67 @@
 """Device code of attention for Hopper: 64 heads × 64 keys at a time on wgmma, rows copied ahead of their use.
 
-It computes what `triton_tiles.attend` does. Written in Gluon, where layouts, copies and waits are explicit: what decides is that
-the copies of the next tiles are under way while a tile is multiplied. Of the two warpgroups each has the logits of half of the
-keys of a tile, and half of the columns of the output.
+It computes what `triton_tiles.attend` does. Written in Gluon, where layouts, copies and waits are explicit: what
+decides is that the copies of the next tiles are under way while a tile is multiplied. Of the two warpgroups each has
+the logits of half of the keys of a tile, and half of the columns of the output.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
-BLOCK = gl.constexpr(64)     # columns of one scale of a packed row
-BLOCKS = gl.constexpr(7)     # such blocks of a packed row; the eighth is in bf16
+BLOCK = gl.constexpr(64)  # columns of one scale of a packed row
+BLOCKS = gl.constexpr(7)  # such blocks of a packed row; the eighth is in bf16
 PAYLOAD = gl.constexpr(576)  # bytes of a packed row, without its scales
 
 
 @gluon.jit(do_not_specialize=["T", "W", "K", "splits", "wi_n", "ei_n", "v_b"])
-def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBLE, scale, T, H, W, K, splits,
-           q_b, q_t, q_h, e_b, wi_n, wi_k, ei_n, ei_k, v_b, v_t,
-           W_ROW: gl.constexpr, E_ROW: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
-           BN: gl.constexpr, STAGES: gl.constexpr):
+def attend(
+    Q,
+    OUT,
+    LSE,
+    SINK,
+    WINDOW,
+    ENTRIES,
+    WINDOW_INDEX,
+    ENTRY_INDEX,
+    VISIBLE,
+    scale,
+    T,
+    H,
+    W,
+    K,
+    splits,
+    q_b,
+    q_t,
+    q_h,
+    e_b,
+    wi_n,
+    wi_k,
+    ei_n,
+    ei_k,
+    v_b,
+    v_t,
+    W_ROW: gl.constexpr,
+    E_ROW: gl.constexpr,
+    PACKED: gl.constexpr,
+    LISTED: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """As `triton_tiles.attend`, for rows of 512, both pools in bf16 or both PACKED (KV_FP8 with 64 columns in bf16)."""
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = 512
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])  # logits
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])   # output
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])  # output
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     n, split = gl.program_id(0) // gl.cdiv(H, 64), gl.program_id(1)
@@ -35,8 +70,9 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
     # The queries, then the first tiles are on their way before anything else.
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
-    async_copy.async_copy_global_to_shared(q_shared, Q + b * q_b + t * q_t + head[:, None] * q_h + d[None, :],
-                                           mask=(head < H)[:, None])
+    async_copy.async_copy_global_to_shared(
+        q_shared, Q + b * q_b + t * q_t + head[:, None] * q_h + d[None, :], mask=(head < H)[:, None]
+    )
     seen = K
     if not LISTED:  # unseen = entry[tile] >= visible
         seen = gl.maximum(0, gl.minimum(gl.load(VISIBLE + b * v_b + t * v_t), K)).to(gl.int32)
@@ -47,7 +83,11 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
     h = h0 + gl.arange(0, 64, gl.SliceLayout(1, S))
     if SPLIT:
         if first >= last:
-            gl.store(LSE + (n * H + h) * splits + split, gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S)), mask=h < H)
+            gl.store(
+                LSE + (n * H + h) * splits + split,
+                gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S)),
+                mask=h < H,
+            )
             return
     lists = WINDOW_INDEX + n * wi_n, wi_k, ENTRY_INDEX + n * ei_n, ei_k, near, W, seen
     run = ENTRIES + b * e_b
@@ -110,14 +150,15 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         total += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
     out = (acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
     async_copy.wait_group(0)  # the queries, if there was no tile
-    q_shared.store(out)       # so that whole rows are written
+    q_shared.store(out)  # so that whole rows are written
     place = (n * splits + split) * (H * D) + (head * D)[:, None] + d[None, :]
     gl.store(OUT + place, q_shared.load(COPY), mask=(head < H)[:, None])
 
 
 @gluon.jit
 def rows_of(tile, lists, LISTED: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows of a tile in their pool, int32 [BN], −1 beyond the ends of the lists. Of the int64 indices the low halves are read."""
+    """Rows of a tile in their pool, int32 [BN], −1 beyond the ends of the lists. Of the int64 indices the low halves
+    are read."""
     window_list, wi_k, entry_list, ei_k, near, W, seen = lists
     j = gl.arange(0, BN, LAYOUT)
     low = gl.pointer_type(gl.int32)
@@ -146,10 +187,12 @@ def copy_rows(k, row, nearby, WINDOW, run, W_ROW: gl.constexpr, E_ROW: gl.conste
 
 
 # Packed rows ----------------------------------------------------------------------------------------------------------
-# They are handled in two halves of four blocks of columns, since the compiler puts a barrier between writes to one buffer.
+# They are handled in two halves of four blocks of columns, since the compiler puts a barrier between writes to one
+# buffer.
 
-PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 16], [8, 1, 4], [8, 1, 1], [2, 1, 0]))  # [keys, blocks, columns]: 16 a thread
-TAIL = gl.constexpr(gl.SliceLayout(1, PIECE))                                        # [keys, columns] of one block
+# [keys, blocks, columns]: 16 a thread
+PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 16], [8, 1, 4], [8, 1, 1], [2, 1, 0]))
+TAIL = gl.constexpr(gl.SliceLayout(1, PIECE))  # [keys, columns] of one block
 KEYS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, PIECE)))
 
 
@@ -198,7 +241,8 @@ def unpack(ring, stage, k, BN: gl.constexpr):
 
 @gluon.jit
 def scaled(code, word):
-    """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64], scales in bytes 0 … 3 of word → bf16."""
+    """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64], scales in bytes 0 … 3 of word →
+    bf16."""
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))
     exponent = (word.to(gl.int32)[:, None] >> (8 * block)[None, :]) & 255
     bits = gl.where(exponent == 0, 0x00400000, exponent << 23)

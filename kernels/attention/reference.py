@@ -6,7 +6,7 @@ is not scaled and has no value.
 
 import torch
 
-from kernels.cache_rows import PackedRows, decode_rows, read_rows
+from dsv4.kernels.cache_rows import PackedRows, decode_rows, read_rows
 
 SCRATCH_BYTES = 64 << 20
 
@@ -21,12 +21,14 @@ def gather_rows(pool: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _dense(pool: torch.Tensor | PackedRows, index: torch.Tensor) -> torch.Tensor | PackedRows:
-    """A packed pool as fp32 [rows, D] where that decodes fewer rows than reading it at `index`: one pool of a long step."""
+    """A packed pool as fp32 [rows, D] where that decodes fewer rows than reading it at `index`: one pool of a long
+    step."""
     return decode_rows(pool) if isinstance(pool, PackedRows) and index.numel() > pool.count else pool
 
 
-def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False,
-                     together: int = 1) -> torch.Tensor:
+def sparse_attention(
+    q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False, together: int = 1
+) -> torch.Tensor:
     """Window rows ∪ selected entries, each query with its own list.
 
     q [N, H, D]; window [R, D] and entries [E, D]: pools of rows, or PackedRows; window_index int64 [N, W] and
@@ -44,8 +46,9 @@ def sparse_attention(q, window, window_index, entries, entry_index, sink, scale:
     out = torch.empty_like(q)
     for i in range(0, N, tile):
         s = slice(i, min(i + tile, N))
-        out[s] = _sparse_tile(q[s], window, window_index[s], entries, None if entry_index is None else entry_index[s],
-                              sink, scale)
+        out[s] = _sparse_tile(
+            q[s], window, window_index[s], entries, None if entry_index is None else entry_index[s], sink, scale
+        )
     return out
 
 
@@ -60,7 +63,9 @@ def _sparse_tile(q, window, window_index, entries, entry_index, sink, scale):
     start = 0
     for rows, absent in parts:
         stop = start + rows.shape[1]
-        logits[:, :, start:stop] = torch.bmm(queries, rows.transpose(1, 2)).masked_fill_(absent.unsqueeze(1), float("-inf"))
+        logits[:, :, start:stop] = torch.bmm(queries, rows.transpose(1, 2)).masked_fill_(
+            absent.unsqueeze(1), float("-inf")
+        )
         start = stop
     p = torch.softmax(logits, -1)
     W = window_index.shape[1]
@@ -70,7 +75,9 @@ def _sparse_tile(q, window, window_index, entries, entry_index, sink, scale):
     return out.to(q.dtype)
 
 
-def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
+def hca_attention(
+    q, window, window_index, entries, visible, sink, scale: float, complete: bool = False
+) -> torch.Tensor:
     """Window rows ∪ every visible entry of the row (HCA: entries are shared by all queries).
 
     q [B, T, H, D]; window [R, D] and window_index int64 [B·T, W] as in `sparse_attention`;
@@ -99,7 +106,9 @@ def _hca_tile(q, window, window_index, entries, visible, sink, scale):
     rows, absent = gather_rows(window, window_index)
     logits = torch.empty(B, T, H, W + n + 1, dtype=torch.float32, device=q.device)
     logits[..., -1] = sink
-    near = torch.bmm(queries.reshape(B * T, H, D), rows.transpose(1, 2)).masked_fill_(absent.unsqueeze(1), float("-inf"))
+    near = torch.bmm(queries.reshape(B * T, H, D), rows.transpose(1, 2)).masked_fill_(
+        absent.unsqueeze(1), float("-inf")
+    )
     logits[..., :W] = near.view(B, T, H, W)
     entry = torch.arange(n, device=q.device)
     seen = visible.amax(1)
@@ -108,12 +117,12 @@ def _hca_tile(q, window, window_index, entries, visible, sink, scale):
         tile = slice(e, min(e + step, n))
         far = torch.bmm(queries.view(B, T * H, D), _live_rows(entries[:, tile], entry[tile], seen).transpose(1, 2))
         unseen = (entry[tile] >= visible.unsqueeze(-1)).unsqueeze(2)
-        logits[..., W + tile.start:W + tile.stop] = far.view(B, T, H, -1).masked_fill_(unseen, float("-inf"))
+        logits[..., W + tile.start : W + tile.stop] = far.view(B, T, H, -1).masked_fill_(unseen, float("-inf"))
     p = torch.softmax(logits, -1)
     out = torch.bmm(p[..., :W].reshape(B * T, H, W), rows).view(B, T * H, D)
     for e in range(0, n, step):
         tile = slice(e, min(e + step, n))
-        far = p[..., W + tile.start:W + tile.stop].reshape(B, T * H, -1)
+        far = p[..., W + tile.start : W + tile.stop].reshape(B, T * H, -1)
         out = torch.baddbmm(out, far, _live_rows(entries[:, tile], entry[tile], seen))
     return out.view(B, T, H, D).to(q.dtype)
 

@@ -10,12 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
 TOKENS, KEYS = 16, 64  # of a tile
 
 
-def sparse_attention(q, window, band, entries, mask, sink, scale: float, complete: bool = False, together: int = 1) -> torch.Tensor:
+def sparse_attention(
+    q, window, band, entries, mask, sink, scale: float, complete: bool = False, together: int = 1
+) -> torch.Tensor:
     """Window ∪ entries. q [B·T, H, D]; window [B·T, D]; band: B, T, window, ratio (`dsv4.sequence.Band`); entries
     [B, n, D] or None; mask uint8 [B, T, n] of the selected ones, None for all visible; sink fp32 [H].
     Returns [B·T, H, D] in q.dtype.
@@ -24,8 +26,16 @@ def sparse_attention(q, window, band, entries, mask, sink, scale: float, complet
     if entries is None or entries.shape[1] == 0:
         entries, mask = q.new_zeros(B, 0, D), None
     attend = _Attention.apply if q.is_cuda else masked_attention
-    return attend(q.view(B, T, H, D), window.view(B, T, D), entries.to(q.dtype), mask, sink, scale, band.window,
-                  max(1, band.ratio)).view(B * T, H, D)
+    return attend(
+        q.view(B, T, H, D),
+        window.view(B, T, D),
+        entries.to(q.dtype),
+        mask,
+        sink,
+        scale,
+        band.window,
+        max(1, band.ratio),
+    ).view(B * T, H, D)
 
 
 def hca_attention(q, window, band, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
@@ -34,7 +44,8 @@ def hca_attention(q, window, band, entries, visible, sink, scale: float, complet
 
 
 def masked_attention(q, kv, entries, mask, sink, scale: float, window: int, ratio: int) -> torch.Tensor:
-    """The definition, with masks of size T × (T + n). q [B, T, H, D], kv [B, T, D], entries [B, n, D] → [B, T, H, D]."""
+    """The definition, with masks of size T × (T + n). q [B, T, H, D], kv [B, T, D], entries [B, n, D] → [B, T, H,
+    D]."""
     B, T, H, _ = q.shape
     keys = torch.cat((kv, entries), 1).float()
     t, n = torch.arange(T, device=q.device), entries.shape[1]
@@ -52,14 +63,34 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, kv, entries, mask, sink, scale, window, ratio):
         B, T, H, D = q.shape
         if TOKENS * H < 16 or H & (H - 1) or D & (D - 1) or D < 16:
-            raise UnsupportedInput(f"training attention takes powers of two of heads and dims (at least 16); found {H} and {D}")
+            raise UnsupportedInput(
+                f"training attention takes powers of two of heads and dims (at least 16); found {H} and {D}"
+            )
         q, kv, entries = q.contiguous(), kv.contiguous(), entries.contiguous()
         out, lse = torch.empty_like(q), torch.empty(B, T, H, dtype=torch.float32, device=q.device)
         n = entries.shape[1]
         ratio = ratio if n else 1 << 30  # no entry is visible to anyone
         _forward[(triton.cdiv(T, TOKENS), B)](
-            q, kv, entries, q if mask is None else mask, sink, out, lse, T, n, scale, window, ratio, H, D, TOKENS, KEYS,
-            mask is not None, num_warps=4, num_stages=2)
+            q,
+            kv,
+            entries,
+            q if mask is None else mask,
+            sink,
+            out,
+            lse,
+            T,
+            n,
+            scale,
+            window,
+            ratio,
+            H,
+            D,
+            TOKENS,
+            KEYS,
+            mask is not None,
+            num_warps=4,
+            num_stages=2,
+        )
         ctx.save_for_backward(q, kv, entries, mask, sink, out, lse)
         ctx.args = scale, window, ratio
         return out
@@ -75,22 +106,66 @@ class _Attention(torch.autograd.Function):
         dentries = torch.zeros(entries.shape, dtype=torch.float32, device=q.device)
         common = (scale, window, ratio, H, D, TOKENS, KEYS)
         _backward_queries[(triton.cdiv(T, TOKENS), B)](
-            q, kv, entries, q if mask is None else mask, out, lse, grad, delta, dq, T, n, *common, mask is not None,
-            num_warps=4, num_stages=2)
+            q,
+            kv,
+            entries,
+            q if mask is None else mask,
+            out,
+            lse,
+            grad,
+            delta,
+            dq,
+            T,
+            n,
+            *common,
+            mask is not None,
+            num_warps=4,
+            num_stages=2,
+        )
         _backward_window[(triton.cdiv(T, KEYS), B)](q, kv, lse, grad, delta, dkv, T, *common, num_warps=4, num_stages=2)
         if n:
             tiles = triton.cdiv(n, KEYS)
             splits = max(1, min(triton.cdiv(T, TOKENS), 1024 // (B * tiles)))
             _backward_entries[(tiles, splits, B)](
-                q, entries, q if mask is None else mask, lse, grad, delta, dentries, T, n, splits, *common, mask is not None,
-                num_warps=4, num_stages=2)
+                q,
+                entries,
+                q if mask is None else mask,
+                lse,
+                grad,
+                delta,
+                dentries,
+                T,
+                n,
+                splits,
+                *common,
+                mask is not None,
+                num_warps=4,
+                num_stages=2,
+            )
         dsink = -(torch.exp(sink - lse) * delta).sum((0, 1))
         return dq, dkv, dentries.to(entries.dtype), None, dsink, None, None, None
 
 
 @triton.jit
-def _forward(Q, KV, E, MASK, SINK, OUT, LSE, T, n, scale, W: tl.constexpr, RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-             BT: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+def _forward(
+    Q,
+    KV,
+    E,
+    MASK,
+    SINK,
+    OUT,
+    LSE,
+    T,
+    n,
+    scale,
+    W: tl.constexpr,
+    RATIO: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     t0, b = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     row, d, col = tl.arange(0, BT * H), tl.arange(0, D), tl.arange(0, BN)
     t, h = t0 + row // H, row % H
@@ -129,13 +204,34 @@ def _forward(Q, KV, E, MASK, SINK, OUT, LSE, T, n, scale, W: tl.constexpr, RATIO
 def _selected(MASK, b, t0, e, T, n, H: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
     """Mask of a tile, [BT·H, BN]: one byte a token and entry, for all heads."""
     token = t0 + tl.arange(0, BT)
-    chosen = tl.load(MASK + (b * T + token)[:, None] * n + e[None, :], mask=(token[:, None] < T) & (e[None, :] < n), other=0)
+    chosen = tl.load(
+        MASK + (b * T + token)[:, None] * n + e[None, :], mask=(token[:, None] < T) & (e[None, :] < n), other=0
+    )
     return tl.reshape(tl.broadcast_to((chosen != 0)[:, None, :], (BT, H, BN)), (BT * H, BN))
 
 
 @triton.jit
-def _backward_queries(Q, KV, E, MASK, OUT, LSE, GRAD, DELTA, DQ, T, n, scale, W: tl.constexpr, RATIO: tl.constexpr, H: tl.constexpr,
-                      D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+def _backward_queries(
+    Q,
+    KV,
+    E,
+    MASK,
+    OUT,
+    LSE,
+    GRAD,
+    DELTA,
+    DQ,
+    T,
+    n,
+    scale,
+    W: tl.constexpr,
+    RATIO: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     t0, b = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     row, d, col = tl.arange(0, BT * H), tl.arange(0, D), tl.arange(0, BN)
     t = t0 + row // H
@@ -183,8 +279,22 @@ def _key_gradient(Q, GRAD, LSE, DELTA, k, seen, b, t0, T, scale, H: tl.constexpr
 
 
 @triton.jit
-def _backward_window(Q, KV, LSE, GRAD, DELTA, DKV, T, scale, W: tl.constexpr, RATIO: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-                     BT: tl.constexpr, BN: tl.constexpr):
+def _backward_window(
+    Q,
+    KV,
+    LSE,
+    GRAD,
+    DELTA,
+    DKV,
+    T,
+    scale,
+    W: tl.constexpr,
+    RATIO: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+):
     j0, b = tl.program_id(0) * BN, tl.program_id(1).to(tl.int64)
     j, d = j0 + tl.arange(0, BN), tl.arange(0, D)
     at, live = (b * T + j)[:, None] * D + d[None, :], j[:, None] < T
@@ -198,8 +308,26 @@ def _backward_window(Q, KV, LSE, GRAD, DELTA, DKV, T, scale, W: tl.constexpr, RA
 
 
 @triton.jit
-def _backward_entries(Q, E, MASK, LSE, GRAD, DELTA, DE, T, n, splits, scale, W: tl.constexpr, RATIO: tl.constexpr, H: tl.constexpr,
-                      D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+def _backward_entries(
+    Q,
+    E,
+    MASK,
+    LSE,
+    GRAD,
+    DELTA,
+    DE,
+    T,
+    n,
+    splits,
+    scale,
+    W: tl.constexpr,
+    RATIO: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     e0, split, b = tl.program_id(0) * BN, tl.program_id(1), tl.program_id(2).to(tl.int64)
     e, d = e0 + tl.arange(0, BN), tl.arange(0, D)
     at, live = (b * n + e)[:, None] * D + d[None, :], e[:, None] < n

@@ -1,8 +1,9 @@
 """Attention on the GPU: one pass over the keys of each query, split among programs while queries are few.
 
-A split leaves its partial output and the logarithm of its sum, and a second kernel merges them; how many splits there are
-depends on shapes only, and not on how many tokens of a row a pass has while these are FEW: a pass that verifies drafts gives
-each the bits of a step of its own. See `triton_tiles` for the device code, and `hopper` for what Hopper runs at widths of 512.
+A split leaves its partial output and the logarithm of its sum, and a second kernel merges them; how many splits there
+are depends on shapes only, and not on how many tokens of a row a pass has while these are FEW: a pass that verifies
+drafts gives each the bits of a step of its own. See `triton_tiles` for the device code, and `hopper` for what Hopper
+runs at widths of 512.
 """
 
 import math
@@ -11,24 +12,33 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention import hopper
-from kernels.attention.triton_tiles import attend, merge
-from kernels.cache_rows import PackedRows, RowFormat
-from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, processors, require_device
+from dsv4.kernels.attention import hopper
+from dsv4.kernels.attention.triton_tiles import attend, merge
+from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import (
+    capability,
+    dependent_launch,
+    dot_in_fp32,
+    interpreting,
+    next_power,
+    processors,
+    require_device,
+)
 
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
-MERGED = 2048    # numbers that a program, one warp, merges at a time
-FEW = 16         # queries of a batch row that are planned as one
+MERGED = 2048  # numbers that a program, one warp, merges at a time
+FEW = 16  # queries of a batch row that are planned as one
 MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # what merging costs: a launch, and partial outputs written and read through L2
 
 
 class Tile(NamedTuple):
     """Heads × keys that a program multiplies at a time; what a program (`start`) and each tile cost on an H100, in µs.
 
-    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05, and their partial outputs are kept
-    in the queries' type: that halves the traffic of merging, and rounding them costs what rounding the result costs.
+    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05, and their partial outputs
+    are kept in the queries' type: that halves the traffic of merging, and rounding them costs what rounding the result
+    costs.
     """
 
     heads: int
@@ -39,27 +49,42 @@ class Tile(NamedTuple):
     each: float
     wide: bool = False
     unchain: bool = False  # see `add_tile`
-    copied: bool = False   # by `hopper.attend`
+    copied: bool = False  # by `hopper.attend`
 
 
-def sparse_attention(q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False,
-                     together: int = 1) -> torch.Tensor:
+def sparse_attention(
+    q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False, together: int = 1
+) -> torch.Tensor:
     """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
     N, H, D = q.shape
     near, far = _Pool.of(window, D), None if entry_index is None else _Pool.of(entries, D)
-    return _launch("sparse_attention", q.unsqueeze(1), near, window_index, far, entry_index, None, sink, scale, together).view(N, H, D)
+    return _launch(
+        "sparse_attention", q.unsqueeze(1), near, window_index, far, entry_index, None, sink, scale, together
+    ).view(N, H, D)
 
 
-def hca_attention(q, window, window_index, entries, visible, sink, scale: float, complete: bool = False) -> torch.Tensor:
+def hca_attention(
+    q, window, window_index, entries, visible, sink, scale: float, complete: bool = False
+) -> torch.Tensor:
     """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
     D = q.shape[-1]
-    return _launch("hca_attention", q, _Pool.of(window, D), window_index, _Pool.of(entries, D), None, visible, sink, scale,
-                   q.shape[1]).view(q.shape)
+    return _launch(
+        "hca_attention",
+        q,
+        _Pool.of(window, D),
+        window_index,
+        _Pool.of(entries, D),
+        None,
+        visible,
+        sink,
+        scale,
+        q.shape[1],
+    ).view(q.shape)
 
 
 class _Pool(NamedTuple):
-    """Rows as the kernel takes them: `row` is numbers from row to row, or bytes from page to page if packed; `run` likewise
-    from one batch row to the next; `count` rows of a batch row; `words` as in `load_fp8_rows`."""
+    """Rows as the kernel takes them: `row` is numbers from row to row, or bytes from page to page if packed; `run`
+    likewise from one batch row to the next; `count` rows of a batch row; `words` as in `load_fp8_rows`."""
 
     data: torch.Tensor
     packed: bool
@@ -77,8 +102,10 @@ class _Pool(NamedTuple):
         if not isinstance(rows, PackedRows):
             return cls(data, False, data.stride(-2), run, data.shape[-2], 0, True)
         if rows.format is not RowFormat.KV_FP8 or rows.width != D:
-            raise UnsupportedInput(f"attention takes packed rows in {RowFormat.KV_FP8.value}, {D} wide; found "
-                                   f"{rows.format.value}, {rows.width} wide")
+            raise UnsupportedInput(
+                f"attention takes packed rows in {RowFormat.KV_FP8.value}, {D} wide; found "
+                f"{rows.format.value}, {rows.width} wide"
+            )
         words = (data.data_ptr() | data.stride(-2) | run) % 8 == 0 and D % 2 == 0
         return cls(data, True, data.stride(-2), run, rows.count, rows.rope, words)
 
@@ -88,8 +115,18 @@ class _Pool(NamedTuple):
         return self.data.shape[-2] * self.row >= 1 << 31
 
 
-def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, entry_index, visible, sink, scale: float,
-            together: int) -> torch.Tensor:
+def _launch(
+    name: str,
+    q,
+    window: _Pool,
+    window_index,
+    entries: _Pool | None,
+    entry_index,
+    visible,
+    sink,
+    scale: float,
+    together: int,
+) -> torch.Tensor:
     """q [B, T, H, D] → [B·T, H, D]. Entries by entry_index [B·T, K], or those below `visible` [B, T], or none."""
     B, T, H, D = q.shape
     N, W, DP = B * T, window_index.shape[1], max(16, next_power(D))
@@ -114,18 +151,69 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
         partial = torch.empty(N, splits, H, D, dtype=q.dtype if tile.wide else torch.float32, device=q.device)
         lse = torch.empty(N, H, splits, dtype=torch.float32, device=q.device)
     seen = window_index if visible is None else visible
-    common = (q, partial, lse, sink, window.data, far.data, window_index, listing, seen, scale * LOG2E, T, H, W, K, splits,
-              *q.stride()[:3], far.run, *window_index.stride(), *listing.stride(), *seen.stride())
+    common = (
+        q,
+        partial,
+        lse,
+        sink,
+        window.data,
+        far.data,
+        window_index,
+        listing,
+        seen,
+        scale * LOG2E,
+        T,
+        H,
+        W,
+        K,
+        splits,
+        *q.stride()[:3],
+        far.run,
+        *window_index.stride(),
+        *listing.stride(),
+        *seen.stride(),
+    )
     grid = (N * -(-H // tile.heads), splits)
     if tile.copied:
-        hopper.attend[grid](*common, window.row, far.row, packed, listed, splits > 1, tile.keys, tile.stages,
-                            num_warps=tile.warps, launch_pdl=dependent)
+        hopper.attend[grid](
+            *common,
+            window.row,
+            far.row,
+            packed,
+            listed,
+            splits > 1,
+            tile.keys,
+            tile.stages,
+            num_warps=tile.warps,
+            launch_pdl=dependent,
+        )
     else:
         one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
-        attend[grid](*common, D, max(window.rope, far.rope), max(64, DP) if packed else DP, tile.heads, tile.keys,
-                     max(1, 32 * tile.warps // tile.keys), window.row, far.row, window.packed, far.packed,
-                     window.words and far.words, window.big or far.big, listed, one_loop, splits > 1, tile.unchain, fp32,
-                     capability(q.device) >= (8, 9), tile.stages, dependent, num_warps=tile.warps, launch_pdl=dependent)
+        attend[grid](
+            *common,
+            D,
+            max(window.rope, far.rope),
+            max(64, DP) if packed else DP,
+            tile.heads,
+            tile.keys,
+            max(1, 32 * tile.warps // tile.keys),
+            window.row,
+            far.row,
+            window.packed,
+            far.packed,
+            window.words and far.words,
+            window.big or far.big,
+            listed,
+            one_loop,
+            splits > 1,
+            tile.unchain,
+            fp32,
+            capability(q.device) >= (8, 9),
+            tile.stages,
+            dependent,
+            num_warps=tile.warps,
+            launch_pdl=dependent,
+        )
     if splits > 1:
         _merge(partial, lse, sink, out, dependent)
     return out
@@ -134,14 +222,16 @@ def _launch(name: str, q, window: _Pool, window_index, entries: _Pool | None, en
 def _merge(partial, lse, sink, out, dependent: bool) -> None:
     """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D].
 
-    Programs are one warp, since several would exchange sums through shared memory: those took as long (14 µs for 1024 programs
-    of 4 KB, 3 µs for 512 without any) as if only one or two of them ran at a time on a multiprocessor of an H100.
+    Programs are one warp, since several would exchange sums through shared memory: those took as long (14 µs for 1024
+    programs of 4 KB, 3 µs for 512 without any) as if only one or two of them ran at a time on a multiprocessor of an
+    H100.
     """
     N, splits, H, D = partial.shape
     together = min(64, next_power(splits))
     columns = min(max(16, next_power(D)), max(32, MERGED // together))
-    merge[(N * H, -(-D // columns))](partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=1,
-                                     launch_pdl=dependent)
+    merge[(N * H, -(-D // columns))](
+        partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=1, launch_pdl=dependent
+    )
 
 
 def _refuse(name: str, D: int, window_index, listing, window: _Pool, far: _Pool) -> None:
@@ -150,8 +240,9 @@ def _refuse(name: str, D: int, window_index, listing, window: _Pool, far: _Pool)
     if {window_index.dtype, listing.dtype} != {torch.int64}:
         raise UnsupportedInput(f"{name} takes indices in int64; found {window_index.dtype}, {listing.dtype}")
     if window.packed and far.packed and window.rope != far.rope:
-        raise UnsupportedInput(f"{name} takes packed pools that keep the same columns in bf16; found {window.rope} and "
-                               f"{far.rope} of them")
+        raise UnsupportedInput(
+            f"{name} takes packed pools that keep the same columns in bf16; found {window.rope} and {far.rope} of them"
+        )
 
 
 def _copies_whole(q, window: _Pool, far: _Pool) -> bool:
@@ -159,13 +250,26 @@ def _copies_whole(q, window: _Pool, far: _Pool) -> bool:
     packed = window.packed and far.packed and window.rope == 64
     plain = not window.packed and not far.packed
     aligned = all(t.data_ptr() % 16 == 0 for t in (q, window.data, far.data))
-    return (packed or plain) and aligned and not any(step % 16 for step in (*q.stride()[:3], window.row, far.row, far.run))
+    return (
+        (packed or plain) and aligned and not any(step % 16 for step in (*q.stride()[:3], window.row, far.row, far.run))
+    )
 
 
 @lru_cache(maxsize=4096)
-def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, copied: bool, capability: tuple[int, int],
-         processors: int) -> tuple[Tile, int]:
+def plan(
+    N: int,
+    H: int,
+    D: int,
+    W: int,
+    K: int,
+    fp32: bool,
+    packed: bool,
+    copied: bool,
+    capability: tuple[int, int],
+    processors: int,
+) -> tuple[Tile, int]:
     """The tile, and the number of splits of W window rows and K entries, that cost least for N queries of H heads."""
+
     def cost(choice):
         tile, splits = choice
         tiles = -(-W // tile.keys) + -(-K // tile.keys)
@@ -178,7 +282,9 @@ def plan(N: int, H: int, D: int, W: int, K: int, fp32: bool, packed: bool, copie
         most = max(1, min(tiles, processors // (N * -(-H // tile.heads))))
         return {-(-tiles // -(-tiles // s)) for s in range(1, most + 1)} if tiles else {1}
 
-    return min(((tile, s) for tile in tile_shapes(fp32, packed, copied, capability) for s in sorted(splits(tile))), key=cost)
+    return min(
+        ((tile, s) for tile in tile_shapes(fp32, packed, copied, capability) for s in sorted(splits(tile))), key=cost
+    )
 
 
 def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, int]) -> list[Tile]:

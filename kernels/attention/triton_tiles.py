@@ -1,31 +1,75 @@
-"""Device code of attention over one shared latent (K = V): one pass over tiles of keys, and the merge of partial passes.
+"""Device code of attention over one shared latent (K = V): one pass over tiles of keys, and the merge of partial
+passes.
 
-A program takes one query, a block of its heads, and a run of the query's tiles: first the window's, then the entries'. Logits
-are kept in powers of two (scale and sink come multiplied by log2 e).
+A program takes one query, a block of its heads, and a run of the query's tiles: first the window's, then the entries'.
+Logits are kept in powers of two (scale and sink come multiplied by log2 e).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.cache_rows.triton import load_fp8_rows
-from kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.cache_rows.triton import load_fp8_rows
+from dsv4.kernels.quantize.triton_codes import narrow, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["T", "W", "K", "splits", "wi_n", "ei_n", "v_b"])
-def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBLE, scale, T, H, W, K, splits,
-           q_b, q_t, q_h, e_b, wi_n, wi_k, ei_n, ei_k, v_b, v_t,
-           D: tl.constexpr, ROPE: tl.constexpr, DP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
-           W_ROW: tl.constexpr, E_ROW: tl.constexpr, W_PACKED: tl.constexpr, E_PACKED: tl.constexpr, WORDS: tl.constexpr,
-           BIG: tl.constexpr, LISTED: tl.constexpr, ONE_LOOP: tl.constexpr, SPLIT: tl.constexpr, UNCHAIN: tl.constexpr,
-           FP32: tl.constexpr, HARDWARE: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
+def attend(
+    Q,
+    OUT,
+    LSE,
+    SINK,
+    WINDOW,
+    ENTRIES,
+    WINDOW_INDEX,
+    ENTRY_INDEX,
+    VISIBLE,
+    scale,
+    T,
+    H,
+    W,
+    K,
+    splits,
+    q_b,
+    q_t,
+    q_h,
+    e_b,
+    wi_n,
+    wi_k,
+    ei_n,
+    ei_k,
+    v_b,
+    v_t,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    DP: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    LANES: tl.constexpr,
+    W_ROW: tl.constexpr,
+    E_ROW: tl.constexpr,
+    W_PACKED: tl.constexpr,
+    E_PACKED: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIG: tl.constexpr,
+    LISTED: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    UNCHAIN: tl.constexpr,
+    FP32: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Attention of query n = b·T + t over its window rows and entries.
 
     Q [B, T, H, D]; OUT [N, splits, H, D] with LSE fp32 [N, H, splits] (base 2, −inf of an empty split) if SPLIT, else
-    OUT [N, H, D]. WINDOW_INDEX [N, W]; LISTED: ENTRY_INDEX [N, K] are rows of a flat pool, else the entries are those below
-    VISIBLE [B, T] of run b, K in the buffer. W_ROW, E_ROW: numbers from row to row, or bytes from page to page if packed.
-    ONE_LOOP: both pools have one type and row stride. BIG: offsets need 64 bits. WORDS, HARDWARE: as in `load_fp8_rows`.
+    OUT [N, H, D]. WINDOW_INDEX [N, W]; LISTED: ENTRY_INDEX [N, K] are rows of a flat pool, else the entries are those
+    below VISIBLE [B, T] of run b, K in the buffer. W_ROW, E_ROW: numbers from row to row, or bytes from page to page if
+    packed.
+    ONE_LOOP: both pools have one type and row stride. BIG: offsets need 64 bits. WORDS, HARDWARE: as in
+    `load_fp8_rows`.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -56,8 +100,8 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         sink = tl.load(SINK + h, mask=h < H, other=0.0).to(tl.float32) * LOG2E
         m = sink
     l, acc = tl.zeros((BH, BN), tl.float32), tl.zeros((BH, DP), tl.float32)
-    # Each loop is behind a condition and so runs at least once: else ptxas, which sees that a product left in flight may meet
-    # zeros at the end of the loop, waits for every product.
+    # Each loop is behind a condition and so runs at least once: else ptxas, which sees that a product left in flight
+    # may meet zeros at the end of the loop, waits for every product.
     if ONE_LOOP:
         if first < last:
             for tile in tl.range(first, last, num_stages=STAGES):
@@ -74,7 +118,9 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
                     row = compact(rows, BIG)
                     rows = listed_rows(tile + 1, near, window_list, wi_k, W, entry_list, ei_k, listed, BN, LANES)
                 else:
-                    row = compact(listed_rows(tile, near, window_list, wi_k, W, entry_list, ei_k, listed, BN, LANES), BIG)
+                    row = compact(
+                        listed_rows(tile, near, window_list, wi_k, W, entry_list, ei_k, listed, BN, LANES), BIG
+                    )
                 k = load_rows(WINDOW, row, d, D, ROPE, DP, W_ROW, W_PACKED, WORDS, FP32, HARDWARE)
                 m, l, acc = add_tile(q, k, row >= 0, m, l, acc, scale, T, UNCHAIN)
         first = tl.maximum(first, near)
@@ -93,16 +139,19 @@ def attend(Q, OUT, LSE, SINK, WINDOW, ENTRIES, WINDOW_INDEX, ENTRY_INDEX, VISIBL
         tl.store(LSE + (n * H + h) * splits + split, m + tl.log2(total), mask=h < H)
     else:
         total += tl.exp2(sink - tl.where(m == float("-inf"), 0.0, m))
-    tl.store(OUT + ((n * splits + split) * H + h)[:, None] * D + d[None, :], narrow(acc / total[:, None], OUT.dtype.element_ty),
-             mask=inside)
+    tl.store(
+        OUT + ((n * splits + split) * H + h)[:, None] * D + d[None, :],
+        narrow(acc / total[:, None], OUT.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
 def listed_rows(tile, near, window_list, wi_k, W, entry_list, ei_k, K, BN: tl.constexpr, LANES: tl.constexpr):
     """Rows that the lists hold for a tile, int64 [BN, LANES], −1 beyond their ends and in all lanes but one.
 
-    Loaded one tile ahead, and with lanes so that there are as many numbers as threads: fewer would be loaded again by every
-    thread, for each layout that is needed of them.
+    Loaded one tile ahead, and with lanes so that there are as many numbers as threads: fewer would be loaded again by
+    every thread, for each layout that is needed of them.
     """
     listed = tl.where(tile < near, window_list, entry_list)
     stride, limit = tl.where(tile < near, wi_k, ei_k), tl.where(tile < near, W, K)
@@ -118,8 +167,19 @@ def compact(rows, BIG: tl.constexpr):
 
 
 @triton.jit
-def load_rows(pool, row, d, D: tl.constexpr, ROPE: tl.constexpr, DP: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
-              WORDS: tl.constexpr, FP32: tl.constexpr, HARDWARE: tl.constexpr):
+def load_rows(
+    pool,
+    row,
+    d,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    DP: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PACKED: tl.constexpr,
+    WORDS: tl.constexpr,
+    FP32: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """rows.masked_fill_(absent, 0): [BN, DP] in the type of the products. Absent rows (< 0) are not read."""
     if PACKED:
         k = load_fp8_rows(pool, row, STRIDE, D, ROPE, DP, WORDS, HARDWARE)
@@ -132,11 +192,12 @@ def load_rows(pool, row, d, D: tl.constexpr, ROPE: tl.constexpr, DP: tl.constexp
 
 @triton.jit
 def add_tile(q, k, present, m, l, acc, scale, T, UNCHAIN: tl.constexpr):
-    """One step of the running softmax. m [BH] maximum, l [BH, BN] sums by place in the tile, acc [BH, DP] weighted rows.
+    """One step of the running softmax. m [BH] maximum, l [BH, BN] sums by place in the tile, acc [BH, DP] weighted
+    rows.
 
-    UNCHAIN: when one product feeds another, the compiler gives each warp whole rows of both; 64 heads are rows for four warps,
-    and the other four would repeat their work. It does not see through this condition, which always holds and is gone before
-    the machine code.
+    UNCHAIN: when one product feeds another, the compiler gives each warp whole rows of both; 64 heads are rows for four
+    warps, and the other four would repeat their work. It does not see through this condition, which always holds and is
+    gone before the machine code.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if UNCHAIN:
@@ -160,7 +221,9 @@ def weigh(s, present, m, scale):
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge(PARTIAL, LSE, SINK, OUT, H, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr):
+def merge(
+    PARTIAL, LSE, SINK, OUT, H, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """Partial outputs [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] and the sink → OUT [N, H, D].
 
     BS splits at a time, in order; an empty split has no output, and what is in its place counts nothing.

@@ -2,20 +2,21 @@
 
 from dataclasses import dataclass
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
 SELECTORS = (None, "mean", "bound")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The keep-set of a step: the sink blocks, the local blocks and the top-k distant blocks, whatever the context length.
+    """The keep-set of a step: the sink blocks, the local blocks and the top-k distant blocks, whatever the context
+    length.
 
-    selector: "bound" (upper bound on any token's dot product in the block, maximum over the query group), "mean" (mean-pooled
-    keys, mean over the group; loses short needles), or None where nothing distant is kept. block: tokens of a block. sink: first
-    blocks of the sequence. local: the block of the current position and those before it, `local` in all. topk: distant blocks;
-    distant are the complete blocks between the sink and the local ones. dense: everything is read, and nothing else counts.
-    Raises UnsupportedInput for a policy that contradicts itself.
+    selector: "bound" (upper bound on any token's dot product in the block, maximum over the query group), "mean"
+    (mean-pooled keys, mean over the group; loses short needles), or None where nothing distant is kept. block: tokens
+    of a block. sink: first blocks of the sequence. local: the block of the current position and those before it,
+    `local` in all. topk: distant blocks; distant are the complete blocks between the sink and the local ones. dense:
+    everything is read, and nothing else counts. Raises UnsupportedInput for a policy that contradicts itself.
     """
 
     name: str
@@ -28,12 +29,18 @@ class Policy:
 
     def __post_init__(self):
         problem = (
-            f"selector {self.selector!r}; expected mean, bound or None" if self.selector not in SELECTORS else
-            f"block {self.block}; expected a power of two from 16" if self.block < 16 or self.block & (self.block - 1) else
-            f"{self.sink} sink, {self.local} local and {self.topk} distant blocks; expected none negative and at least the block "
-            "of the current position" if min(self.sink, self.topk) < 0 or self.local < 1 else
-            f"{self.topk} distant blocks and selector {self.selector!r}; expected a selector exactly where topk is positive"
-            if not self.dense and bool(self.topk) != (self.selector is not None) else None)
+            f"selector {self.selector!r}; expected mean, bound or None"
+            if self.selector not in SELECTORS
+            else f"block {self.block}; expected a power of two from 16"
+            if self.block < 16 or self.block & (self.block - 1)
+            else f"{self.sink} sink, {self.local} local and {self.topk} distant blocks; expected none negative and at "
+            "least the block of the current position"
+            if min(self.sink, self.topk) < 0 or self.local < 1
+            else f"{self.topk} distant blocks and selector {self.selector!r}; expected a selector exactly where "
+            "topk is positive"
+            if not self.dense and bool(self.topk) != (self.selector is not None)
+            else None
+        )
         if problem:
             raise UnsupportedInput(f"policy {self.name}: {problem}")
 
@@ -53,7 +60,8 @@ def dense() -> Policy:
 
 
 def sink_window(tokens: int = 4096, block: int = 128, sink: int = 1) -> Policy:
-    """StreamingLLM: the first and the last blocks. Keys keep the positions that they were cached with (no re-numbering)."""
+    """StreamingLLM: the first and the last blocks. Keys keep the positions that they were cached with (no
+    re-numbering)."""
     return Policy("sink+window", None, block, sink, tokens // block - sink)
 
 
@@ -71,5 +79,10 @@ def block_means(tokens: int = 4096, block: int = 128, sink: int = 1, local: int 
     return Policy(f"block-{block} mean", "mean", block, sink, local, tokens // block - sink - local)
 
 
-POLICIES = {"dense": dense, "sink+window": sink_window, "page-bound": page_bounds, "block-bound": block_bounds,
-            "block-mean": block_means}
+POLICIES = {
+    "dense": dense,
+    "sink+window": sink_window,
+    "page-bound": page_bounds,
+    "block-bound": block_bounds,
+    "block-mean": block_means,
+}

@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels.block_choice.policy import Policy
-from kernels.errors import UnsupportedInput
-from kernels.indexer.reference import topk_entries
+from dsv4.kernels.block_choice.policy import Policy
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer.reference import topk_entries
 
 
 def distant_blocks(start: torch.Tensor, tokens: int, policy: Policy) -> torch.Tensor:
@@ -13,31 +13,49 @@ def distant_blocks(start: torch.Tensor, tokens: int, policy: Policy) -> torch.Te
     return position // policy.block - policy.local + 1
 
 
-def block_scores(q: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | None, mean: torch.Tensor | None,
-                 start: torch.Tensor, policy: Policy) -> torch.Tensor:
+def block_scores(
+    q: torch.Tensor,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    start: torch.Tensor,
+    policy: Policy,
+) -> torch.Tensor:
     """Scores of the distant blocks: fp32 [B, T, KV, N], −inf for all other blocks. Products in fp32.
 
-    bound: max over the query heads h of the group of Σ_d max(q_hd·low_d, q_hd·high_d) = [relu(q), −relu(−q)]·[high; low], which no
-    q_h·k of the block exceeds. mean: the group's mean query · mean. q [B, T, H, D]; low, high, mean [B, KV, N, D] as
-    `summarise_blocks` writes them (those that the selector does not use may be None); start int64 [B] as in `grouped_attention`.
+    bound: max over the query heads h of the group of Σ_d max(q_hd·low_d, q_hd·high_d) = [relu(q), −relu(−q)]·[high;
+    low], which no q_h·k of the block exceeds. mean: the group's mean query · mean. q [B, T, H, D]; low, high, mean [B,
+    KV, N, D] as `summarise_blocks` writes them (those that the selector does not use may be None); start int64 [B] as
+    in `grouped_attention`.
     """
     (B, T, H, D), (KV, N) = q.shape, (mean if policy.selector == "mean" else low).shape[1:3]
-    heads = q.float().view(B, T, KV, H // KV, D).transpose(1, 2)                                        # [B, KV, T, G, D]
+    # [B, KV, T, G, D]
+    heads = q.float().view(B, T, KV, H // KV, D).transpose(1, 2)
     if policy.selector == "mean":
         scores = heads.mean(3) @ mean.float().transpose(-1, -2)
     else:
         signed, extremes = torch.cat((heads.relu(), -(-heads).relu()), -1), torch.cat((high, low), -1).float()
-        scores = (signed.flatten(2, 3) @ extremes.transpose(-1, -2)).unflatten(2, (T, -1)).amax(3)      # [B, KV, T, N]
+        scores = (signed.flatten(2, 3) @ extremes.transpose(-1, -2)).unflatten(2, (T, -1)).amax(3)  # [B, KV, T, N]
     number, until = torch.arange(N, device=q.device), distant_blocks(start, T, policy).view(B, 1, T, 1)
     return scores.masked_fill((number < policy.sink) | (number >= until), float("-inf")).transpose(1, 2)
 
 
-def choose_blocks(q: torch.Tensor, kv_heads: int, low: torch.Tensor | None, high: torch.Tensor | None, mean: torch.Tensor | None,
-                  start: torch.Tensor, policy: Policy, by_importance: bool = False) -> torch.Tensor:
-    """The keep-set of every query: int32 [B, T, KV, policy.kept], ascending, −1 at the end where there are fewer blocks.
+def choose_blocks(
+    q: torch.Tensor,
+    kv_heads: int,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    start: torch.Tensor,
+    policy: Policy,
+    by_importance: bool = False,
+) -> torch.Tensor:
+    """The keep-set of every query: int32 [B, T, KV, policy.kept], ascending, −1 at the end where there are fewer
+    blocks.
 
-    Arguments as in `block_scores`. Kept are the sink blocks, the local blocks, and the topk distant blocks of the highest score, of
-    equal scores the lowest block. by_importance: sinks, the local blocks from the newest on, then the distant by falling score.
+    Arguments as in `block_scores`. Kept are the sink blocks, the local blocks, and the topk distant blocks of the
+    highest score, of equal scores the lowest block. by_importance: sinks, the local blocks from the newest on, then the
+    distant by falling score.
     """
     if policy.dense:
         raise UnsupportedInput("choose_blocks: the dense policy keeps every block; use grouped_attention")

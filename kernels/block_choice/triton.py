@@ -1,28 +1,34 @@
 """Block choice on the GPU: scores in one pass, then exact top-k; all of fixed size, from positions on the device.
 
-Up to 8192 blocks (1M tokens in blocks of 128) one program holds all scores of a query and KV head and writes the keep-set. More (pages
-of 16 of more than 128K tokens) are searched by the indexer's kernels, and a last one puts what they found in order: one program took
-longer for 32768 pages than those take for 65536.
+Up to 8192 blocks (1M tokens in blocks of 128) one program holds all scores of a query and KV head and writes the
+keep-set. More (pages of 16 of more than 128K tokens) are searched by the indexer's kernels, and a last one puts what
+they found in order: one program took longer for 32768 pages than those take for 65536.
 """
 
 import torch
 import triton
 
-from kernels.block_choice import reference
-from kernels.block_choice.policy import Policy
-from kernels.block_choice.triton_choice import arrange_rows, choose_rows, score_blocks
-from kernels.errors import UnsupportedInput
-from kernels.indexer.triton_choose import choose, plan
-from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
+from dsv4.kernels.block_choice import reference
+from dsv4.kernels.block_choice.policy import Policy
+from dsv4.kernels.block_choice.triton_choice import arrange_rows, choose_rows, score_blocks
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer.triton_choose import choose, plan
+from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
 
 HELD = 1 << 13  # blocks that one program holds
-BLOCKS = 64     # of a tile of scores
+BLOCKS = 64  # of a tile of scores
 
 
-def block_scores(q: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor | None, mean: torch.Tensor | None,
-                 start: torch.Tensor, policy: Policy) -> torch.Tensor:
-    """As the reference; products of bf16 are exact, summed in fp32. Contiguous summaries of bf16 or fp32; raises UnsupportedInput
-    beyond."""
+def block_scores(
+    q: torch.Tensor,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    start: torch.Tensor,
+    policy: Policy,
+) -> torch.Tensor:
+    """As the reference; products of bf16 are exact, summed in fp32. Contiguous summaries of bf16 or fp32; raises
+    UnsupportedInput beyond."""
     (B, T), pair = q.shape[:2], _summaries("block_scores", q, low, high, mean, start, policy)
     KV, N = pair[0].shape[1:3]
     scores = torch.empty(B, T, KV, N, dtype=torch.float32, device=q.device)
@@ -31,8 +37,16 @@ def block_scores(q: torch.Tensor, low: torch.Tensor | None, high: torch.Tensor |
     return scores
 
 
-def choose_blocks(q: torch.Tensor, kv_heads: int, low: torch.Tensor | None, high: torch.Tensor | None, mean: torch.Tensor | None,
-                  start: torch.Tensor, policy: Policy, by_importance: bool = False) -> torch.Tensor:
+def choose_blocks(
+    q: torch.Tensor,
+    kv_heads: int,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    start: torch.Tensor,
+    policy: Policy,
+    by_importance: bool = False,
+) -> torch.Tensor:
     """As the reference; raises UnsupportedInput as `block_scores`, and where the indexer's `topk_entries` does."""
     (B, T), kept, early = q.shape[:2], policy.kept, dependent_launch(q.device)
     if policy.dense:
@@ -43,8 +57,22 @@ def choose_blocks(q: torch.Tensor, kv_heads: int, low: torch.Tensor | None, high
         return out
     sizes = policy.sink, policy.local, policy.topk, kept, policy.block
     if not policy.topk:
-        arrange_rows[(rows,)](q, start, start, out, T, kv_heads, 0, *sizes, next_power(kept), False, by_importance, early,
-                              num_warps=1, launch_pdl=early)
+        arrange_rows[(rows,)](
+            q,
+            start,
+            start,
+            out,
+            T,
+            kv_heads,
+            0,
+            *sizes,
+            next_power(kept),
+            False,
+            by_importance,
+            early,
+            num_warps=1,
+            launch_pdl=early,
+        )
         return out
     first, second = _summaries("choose_blocks", q, low, high, mean, start, policy)
     if first.shape[1] != kv_heads:
@@ -54,13 +82,41 @@ def choose_blocks(q: torch.Tensor, kv_heads: int, low: torch.Tensor | None, high
     visible = _score(q, first, second, start, policy, scores, False)
     if N <= HELD:
         candidates, classes = max(64, next_power(N)), next_power(policy.topk)
-        choose_rows[(rows,)](scores, start, out, T, kv_heads, N, *sizes, candidates, classes if 2 * classes <= candidates else 0,
-                             next_power(kept), by_importance, early, num_warps=min(16, max(4, candidates // 512)), launch_pdl=early)
+        choose_rows[(rows,)](
+            scores,
+            start,
+            out,
+            T,
+            kv_heads,
+            N,
+            *sizes,
+            candidates,
+            classes if 2 * classes <= candidates else 0,
+            next_power(kept),
+            by_importance,
+            early,
+            num_warps=min(16, max(4, candidates // 512)),
+            launch_pdl=early,
+        )
         return out
     best = torch.empty(rows, 1, policy.topk, dtype=torch.int64, device=q.device)
     choose(plan(rows, N, policy.topk), scores, N, policy.topk, visible.view(rows, 1), best)
-    arrange_rows[(rows,)](scores, start, best, out, T, kv_heads, N, *sizes, next_power(kept), True, by_importance, early, num_warps=4,
-                          launch_pdl=early)
+    arrange_rows[(rows,)](
+        scores,
+        start,
+        best,
+        out,
+        T,
+        kv_heads,
+        N,
+        *sizes,
+        next_power(kept),
+        True,
+        by_importance,
+        early,
+        num_warps=4,
+        launch_pdl=early,
+    )
     return out
 
 
@@ -77,9 +133,32 @@ def _score(q, first, second, start, policy: Policy, scores, every: bool) -> torc
     programs = min(tiles, max(1, 2 * processors(q.device) // rows))
     stages = 2 if capability(q.device)[0] in (9, 10) or width <= 128 else 1
     score_blocks[(rows, programs)](
-        q, first, second, start, scores, visible, T, KV, N, policy.sink, policy.local, *q.stride()[:3], H // KV, D, width,
-        max(16, next_power(H // KV)), BLOCKS, policy.block, policy.selector == "bound", every,
-        any(dot_in_fp32(t) for t in (q, first)), stages, early, num_warps=4, launch_pdl=early)
+        q,
+        first,
+        second,
+        start,
+        scores,
+        visible,
+        T,
+        KV,
+        N,
+        policy.sink,
+        policy.local,
+        *q.stride()[:3],
+        H // KV,
+        D,
+        width,
+        max(16, next_power(H // KV)),
+        BLOCKS,
+        policy.block,
+        policy.selector == "bound",
+        every,
+        any(dot_in_fp32(t) for t in (q, first)),
+        stages,
+        early,
+        num_warps=4,
+        launch_pdl=early,
+    )
     return visible
 
 
@@ -87,13 +166,17 @@ def _summaries(name: str, q, low, high, mean, start, policy: Policy) -> tuple[to
     """What the policy's selector reads. Raises UnsupportedInput."""
     pair = (mean, mean) if policy.selector == "mean" else (high, low)
     if policy.selector is None or any(t is None for t in pair):
-        raise UnsupportedInput(f"{name}: policy {policy.name} has selector {policy.selector!r}, but its summaries are not given")
+        raise UnsupportedInput(
+            f"{name}: policy {policy.name} has selector {policy.selector!r}, but its summaries are not given"
+        )
     require_device(name, q, *pair, start)
     (B, T, H, D), (KV, N) = q.shape, pair[0].shape[1:3]
     for t in pair:
         if t.shape != (B, KV, N, D) or H % KV or not t.is_contiguous():
-            raise UnsupportedInput(f"{name} takes contiguous summaries [B, KV, N, D]; found {tuple(t.shape)} with strides {t.stride()} "
-                                   f"for queries {tuple(q.shape)}")
+            raise UnsupportedInput(
+                f"{name} takes contiguous summaries [B, KV, N, D]; found {tuple(t.shape)} with strides {t.stride()} "
+                f"for queries {tuple(q.shape)}"
+            )
     if any(t.dtype not in (torch.bfloat16, torch.float32) for t in (q, *pair)) or pair[0].dtype is not pair[1].dtype:
         raise UnsupportedInput(f"{name} takes bf16 and fp32; found {q.dtype}, {pair[0].dtype} and {pair[1].dtype}")
     if start.dtype is not torch.int64 or start.shape != (B,):

@@ -1,15 +1,15 @@
 """Device code of block choice: scores of blocks in one pass over their summaries, and exact top-k without sorting.
 
-A keep-set is written in three runs: sink blocks, distant blocks, local blocks; or by importance sinks, local blocks from the newest
-on, distant blocks by falling score.
+A keep-set is written in three runs: sink blocks, distant blocks, local blocks; or by importance sinks, local blocks
+from the newest on, distant blocks by falling score.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.indexer.triton_scores import monotone
-from kernels.indexer.triton_topk import _threshold, sortable
-from kernels.quantize.triton_codes import widen
+from dsv4.kernels.indexer.triton_scores import monotone
+from dsv4.kernels.indexer.triton_topk import _threshold, sortable
+from dsv4.kernels.quantize.triton_codes import widen
 
 _LOWEST = tl.constexpr(-(2**31))
 
@@ -29,13 +29,38 @@ def summaries(POOL, number, live, d, D: tl.constexpr, FP32: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "sink", "local"])
-def score_blocks(Q, FIRST, SECOND, START, SCORES, VISIBLE, T, KV, N, sink, local, q_b, q_t, q_h, G: tl.constexpr, D: tl.constexpr,
-                 DP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, EVERY: tl.constexpr,
-                 FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
-    """SCORES fp32 [rows, N] of the distant blocks of query and KV head (axis 0); programs of axis 1 share the tiles of BN blocks.
+def score_blocks(
+    Q,
+    FIRST,
+    SECOND,
+    START,
+    SCORES,
+    VISIBLE,
+    T,
+    KV,
+    N,
+    sink,
+    local,
+    q_b,
+    q_t,
+    q_h,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUND: tl.constexpr,
+    EVERY: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """SCORES fp32 [rows, N] of the distant blocks of query and KV head (axis 0); programs of axis 1 share the tiles of
+    BN blocks.
 
-    FIRST, SECOND [B, KV, N, D]: high and low if BOUND, else the mean twice. EVERY: −inf for all other blocks, which otherwise holds
-    for sinks only. VISIBLE int64 [rows]: the end of the distant blocks.
+    FIRST, SECOND [B, KV, N, D]: high and low if BOUND, else the mean twice. EVERY: −inf for all other blocks, which
+    otherwise holds for sinks only. VISIBLE int64 [rows]: the end of the distant blocks.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -61,7 +86,7 @@ def score_blocks(Q, FIRST, SECOND, START, SCORES, VISIBLE, T, KV, N, sink, local
             s = tl.dot(first, tl.trans(up), input_precision="ieee")
             s = tl.dot(summaries(SECOND, number, live, d, D, FP32), tl.trans(down), s, input_precision="ieee")
             score = tl.max(tl.where((h < G)[None, :], s, float("-inf")), 1)
-        else:      # heads beyond the group are zeros
+        else:  # heads beyond the group are zeros
             score = tl.sum(tl.dot(first, tl.trans(q), input_precision="ieee"), 1) / G
         score = tl.where(live, score, float("-inf"))
         tl.store(SCORES + row.to(tl.int64) * N + number, score, mask=(number < N) & ((number < until) | EVERY))
@@ -88,7 +113,7 @@ def by_score(SCORES, OUT, found, BK: tl.constexpr):
     number = tl.load(OUT + i, mask=i < found, other=0)
     mine = sortable(monotone(tl.load(SCORES + number, mask=i < found, other=0.0)), number)
     rank = tl.zeros((BK,), tl.int32)
-    for j in range(0, found):
+    for j in range(found):
         other = tl.load(OUT + j)
         rank += (sortable(monotone(tl.load(SCORES + other)), other) > mine).to(tl.int32)
     tl.debug_barrier()
@@ -96,8 +121,24 @@ def by_score(SCORES, OUT, found, BK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "sink", "local", "k", "kept"])
-def choose_rows(SCORES, START, OUT, T, KV, N, sink, local, k, kept, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
-                CLASSES: tl.constexpr, BK: tl.constexpr, RANKED: tl.constexpr, DEPENDENT: tl.constexpr):
+def choose_rows(
+    SCORES,
+    START,
+    OUT,
+    T,
+    KV,
+    N,
+    sink,
+    local,
+    k,
+    kept,
+    BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    CLASSES: tl.constexpr,
+    BK: tl.constexpr,
+    RANKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """The keep-set int32 [kept] of one row of scores a program, which holds all N of them."""
     row = tl.program_id(0)
     if DEPENDENT:
@@ -124,9 +165,26 @@ def choose_rows(SCORES, START, OUT, T, KV, N, sink, local, k, kept, BLOCK: tl.co
 
 
 @triton.jit(do_not_specialize=["T", "sink", "local", "k", "kept"])
-def arrange_rows(SCORES, START, BEST, OUT, T, KV, N, sink, local, k, kept, BLOCK: tl.constexpr, BK: tl.constexpr, CHOSEN: tl.constexpr,
-                 RANKED: tl.constexpr, DEPENDENT: tl.constexpr):
-    """The keep-set int32 [kept] of one row a program from BEST int64 [rows, k], distant blocks in any order, if CHOSEN."""
+def arrange_rows(
+    SCORES,
+    START,
+    BEST,
+    OUT,
+    T,
+    KV,
+    N,
+    sink,
+    local,
+    k,
+    kept,
+    BLOCK: tl.constexpr,
+    BK: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    RANKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The keep-set int32 [kept] of one row a program from BEST int64 [rows, k], distant blocks in any order, if
+    CHOSEN."""
     row = tl.program_id(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -141,7 +199,7 @@ def arrange_rows(SCORES, START, BEST, OUT, T, KV, N, sink, local, k, kept, BLOCK
         found = tl.sum((number >= 0).to(tl.int32), 0)
         begin = fixed_blocks(OUT, current, sink, local, found, kept, BK, RANKED)
         rank = tl.zeros((BK,), tl.int32)
-        for j in range(0, k):
+        for j in range(k):
             other = tl.load(BEST + j)
             rank += ((other >= 0) & (other < number)).to(tl.int32)
         tl.store(OUT + begin + rank, number.to(tl.int32), mask=number >= 0)

@@ -4,17 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.block_summaries import reference
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.block_summaries import reference
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, widen
 
-CHANNELS = 64       # of a program
-LARGEST = 1 << 8    # tokens of a block that a program holds
+CHANNELS = 64  # of a program
+LARGEST = 1 << 8  # tokens of a block that a program holds
 
 
-def summarise_blocks(keys: torch.Tensor, start: torch.Tensor, tokens: int, low: torch.Tensor | None, high: torch.Tensor | None,
-                     mean: torch.Tensor | None, block: int) -> None:
+def summarise_blocks(
+    keys: torch.Tensor,
+    start: torch.Tensor,
+    tokens: int,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    block: int,
+) -> None:
     """As the reference, for contiguous bf16 and fp32; raises UnsupportedInput beyond."""
     require_device("summarise_blocks", keys, start, low, high, mean)
     (B, KV, S, D), written = keys.shape, [t for t in (low, high, mean) if t is not None]
@@ -24,8 +31,25 @@ def summarise_blocks(keys: torch.Tensor, start: torch.Tensor, tokens: int, low: 
     columns, early = min(CHANNELS, max(16, next_power(D))), dependent_launch(keys.device)
     some, pooled = low if low is not None else keys, mean if mean is not None else keys
     grid = reference.touched_blocks(tokens, block), B * KV, triton.cdiv(D, columns)
-    _summarise[grid](keys, start, some, high if high is not None else keys, pooled, tokens, KV, S, written[0].shape[2], D, columns,
-                     block, low is not None, mean is not None, early, num_warps=4, launch_pdl=early)
+    _summarise[grid](
+        keys,
+        start,
+        some,
+        high if high is not None else keys,
+        pooled,
+        tokens,
+        KV,
+        S,
+        written[0].shape[2],
+        D,
+        columns,
+        block,
+        low is not None,
+        mean is not None,
+        early,
+        num_warps=4,
+        launch_pdl=early,
+    )
 
 
 summarise_blocks.__doc__ = f"{reference.summarise_blocks.__doc__}\n\n    {summarise_blocks.__doc__}"
@@ -44,16 +68,35 @@ def check(keys, start, low, high, mean, block: int) -> None:
         if t is None:
             continue
         if not t.is_contiguous() or t.dtype not in (torch.bfloat16, torch.float32):
-            raise UnsupportedInput(f"summarise_blocks takes {name} contiguous in bf16 or fp32, not {t.dtype} with strides {t.stride()}")
+            raise UnsupportedInput(
+                f"summarise_blocks takes {name} contiguous in bf16 or fp32, not {t.dtype} with strides {t.stride()}"
+            )
         if name != "keys" and t.shape != (B, KV, S // block, D):
-            raise UnsupportedInput(f"summarise_blocks takes {name} of shape {(B, KV, S // block, D)}, not {tuple(t.shape)}")
+            raise UnsupportedInput(
+                f"summarise_blocks takes {name} of shape {(B, KV, S // block, D)}, not {tuple(t.shape)}"
+            )
         if name in ("low", "high") and t.dtype is not keys.dtype:
             raise UnsupportedInput(f"summarise_blocks takes {name} in the keys' dtype {keys.dtype}, not {t.dtype}")
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _summarise(KEYS, START, LOW, HIGH, MEAN, tokens, KV, S, N, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
-               EXTREMES: tl.constexpr, POOLED: tl.constexpr, DEPENDENT: tl.constexpr):
+def _summarise(
+    KEYS,
+    START,
+    LOW,
+    HIGH,
+    MEAN,
+    tokens,
+    KV,
+    S,
+    N,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    POOLED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Summaries of the j-th touched block (axis 0) of a row and head (axis 1), BD channels (axis 2)."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

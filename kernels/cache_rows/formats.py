@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
-PAGE = 64       # rows
-KV_BLOCK = 64   # columns of one scale of KV_FP8
+PAGE = 64  # rows
+KV_BLOCK = 64  # columns of one scale of KV_FP8
 KEY_BLOCK = 32  # dims of one scale of INDEX_FP4
 
 
@@ -47,8 +47,10 @@ def pack_layout(format: RowFormat, width: int, rope: int = 0) -> Layout:
     match format:
         case RowFormat.KV_FP8:
             if rope % 2 or not 0 <= rope < width:
-                raise UnsupportedInput(f"an FP8 cache row of {width} columns cannot keep {rope} of them in bf16; expected an even "
-                                       f"number below {width}")
+                raise UnsupportedInput(
+                    f"an FP8 cache row of {width} columns cannot keep {rope} of them in bf16; expected an even "
+                    f"number below {width}"
+                )
             payload, scales = width - rope + 2 * rope, -(-(width - rope) // KV_BLOCK)
             scales = -(-scales // 8) * 8
             return Layout(payload, scales, -(-PAGE * (payload + scales) // payload) * payload)
@@ -56,15 +58,18 @@ def pack_layout(format: RowFormat, width: int, rope: int = 0) -> Layout:
             return Layout(width, 4, PAGE * (width + 4))
         case RowFormat.INDEX_FP4:
             if width % KEY_BLOCK:
-                raise UnsupportedInput(f"FP4 index keys of {width} dims do not divide into blocks of {KEY_BLOCK}; expected a multiple")
+                raise UnsupportedInput(
+                    f"FP4 index keys of {width} dims do not divide into blocks of {KEY_BLOCK}; expected a multiple"
+                )
             return Layout(width // 2, width // KEY_BLOCK, PAGE * (width // 2 + width // KEY_BLOCK))
 
 
 class PackedRows(NamedTuple):
     """Rows of a cache as bytes; what attention and the indexer take in place of a tensor of rows.
 
-    data uint8 [pages, page bytes] for a flat pool, [B, pages, page bytes] for one run of rows a batch row; row r is in page
-    r // 64 at r % 64. `count`: rows (of each batch row) that exist for the caller; width, rope as in `pack_layout`.
+    data uint8 [pages, page bytes] for a flat pool, [B, pages, page bytes] for one run of rows a batch row; row r is in
+    page r // 64 at r % 64. `count`: rows (of each batch row) that exist for the caller; width, rope as in
+    `pack_layout`.
     """
 
     format: RowFormat
@@ -89,4 +94,6 @@ class PackedRows(NamedTuple):
 
     def _view(self, width: int, offset: int) -> torch.Tensor:
         data = self.data
-        return data.as_strided((*data.shape[:-1], PAGE, width), (*data.stride()[:-1], width, 1), data.storage_offset() + offset)
+        return data.as_strided(
+            (*data.shape[:-1], PAGE, width), (*data.stride()[:-1], width, 1), data.storage_offset() + offset
+        )

@@ -3,11 +3,20 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, PackedRows, RowFormat
-from kernels.quantize.formats import (
-    E2M1_MAX, E4M3_MAX, ceil_log2, decode_e8m0, encode_e2m1, encode_e8m0, pack_e2m1, power_of_two, round_e4m3, unpack_e2m1,
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, PackedRows, RowFormat
+from dsv4.kernels.quantize.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    ceil_log2,
+    decode_e8m0,
+    encode_e2m1,
+    encode_e8m0,
+    pack_e2m1,
+    power_of_two,
+    round_e4m3,
+    unpack_e2m1,
 )
-from kernels.quantize.weights import FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
+from dsv4.kernels.quantize.weights import FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
 
 
 def encode_rows(values: torch.Tensor, format: RowFormat, rope: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +54,7 @@ def decode_payload(payload: torch.Tensor, scales: torch.Tensor, rows: PackedRows
         case RowFormat.KV_FP8:
             D = rows.width - rows.rope
             codes = payload[:, :D].contiguous().view(torch.float8_e4m3fn).float()
-            scale = decode_e8m0(scales[:, :-(-D // KV_BLOCK)]).repeat_interleave(KV_BLOCK, 1)[:, :D]
+            scale = decode_e8m0(scales[:, : -(-D // KV_BLOCK)]).repeat_interleave(KV_BLOCK, 1)[:, :D]
             return torch.cat((codes * scale, payload[:, D:].contiguous().view(torch.bfloat16).float()), 1)
         case RowFormat.INDEX_FP8:
             return payload.contiguous().view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
@@ -63,7 +72,7 @@ def decode_rows(rows: PackedRows) -> torch.Tensor:
     """All rows that exist: fp32 [count, D] of a flat pool, [B, count, D] of a batch."""
     lead = rows.data.shape[:-2]
     payload, scales = rows.payload.flatten(0, -2), rows.scales.flatten(0, -2)
-    return decode_payload(payload, scales, rows).view(*lead, -1, rows.width)[..., :rows.count, :]
+    return decode_payload(payload, scales, rows).view(*lead, -1, rows.width)[..., : rows.count, :]
 
 
 def write_rows(rows: PackedRows, slots: torch.Tensor, values: torch.Tensor) -> None:

@@ -4,11 +4,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, PackedRows, RowFormat
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import (
-    decode_e4m3, decode_e8m0, e2m1_exponent, e4m3_exponent, encode_e2m1, encode_e4m3, magnitude, narrow, power_of_two, widen,
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, PackedRows, RowFormat
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import (
+    decode_e4m3,
+    decode_e8m0,
+    e2m1_exponent,
+    e4m3_exponent,
+    encode_e2m1,
+    encode_e4m3,
+    magnitude,
+    narrow,
+    power_of_two,
+    widen,
 )
 
 ROWS, COLUMNS, DIMS = tl.constexpr(PAGE), tl.constexpr(KV_BLOCK), tl.constexpr(KEY_BLOCK)
@@ -17,13 +26,16 @@ ROWS, COLUMNS, DIMS = tl.constexpr(PAGE), tl.constexpr(KV_BLOCK), tl.constexpr(K
 def write_rows(rows: PackedRows, slots, values) -> None:
     """Encode values [M, D] (fp32 or bf16, any strides) and store them at rows `slots` int64 [M] of a flat pool.
 
-    The bytes are those of the reference's `encode_rows` (of a NaN in a bf16 column: some NaN). Slots are ≥ 0: a negative one is
-    skipped, so that nothing is written outside the pool. Raises UnsupportedInput for a pool that is not flat.
+    The bytes are those of the reference's `encode_rows` (of a NaN in a bf16 column: some NaN). Slots are ≥ 0: a
+    negative one is skipped, so that nothing is written outside the pool. Raises UnsupportedInput for a pool that is not
+    flat.
     """
     require_device("write_rows", rows.data, slots, values)
     if rows.data.dim() != 2 or rows.data.stride(1) != 1:
-        raise UnsupportedInput(f"write_rows takes a flat pool [pages, page bytes] with its bytes side by side; found shape "
-                               f"{tuple(rows.data.shape)}, strides {rows.data.stride()}")
+        raise UnsupportedInput(
+            f"write_rows takes a flat pool [pages, page bytes] with its bytes side by side; found shape "
+            f"{tuple(rows.data.shape)}, strides {rows.data.stride()}"
+        )
     M, D = values.shape
     if D != rows.width:
         raise UnsupportedInput(f"write_rows got values of {D} columns for rows of {rows.width}")
@@ -42,8 +54,21 @@ def write_rows(rows: PackedRows, slots, values) -> None:
 
 
 @triton.jit
-def _write_kv(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, ROPE: tl.constexpr, PAYLOAD: tl.constexpr,
-              SCALES: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _write_kv(
+    DATA,
+    SLOTS,
+    VALUES,
+    slots_step,
+    row,
+    column,
+    page,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -63,13 +88,17 @@ def _write_kv(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexp
     tl.store(place + 1, ((kept >> 8) & 255).to(tl.uint8), mask=rotated)
     # scales = encode_e8m0(exponent); F.pad(scales, (0, -scales.shape[1] % 8))
     byte = tl.where(block * COLUMNS < NOPE, k + 127, 0)
-    tl.store(DATA + (slot >> 6) * page + ROWS * PAYLOAD + (slot & 63) * SCALES + block, byte.to(tl.uint8),
-             mask=(block < SCALES) & (slot >= 0))
+    tl.store(
+        DATA + (slot >> 6) * page + ROWS * PAYLOAD + (slot & 63) * SCALES + block,
+        byte.to(tl.uint8),
+        mask=(block < SCALES) & (slot >= 0),
+    )
 
 
 @triton.jit
-def _write_keys_fp8(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, DP: tl.constexpr,
-                    PDL: tl.constexpr):
+def _write_keys_fp8(
+    DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -82,12 +111,17 @@ def _write_keys_fp8(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.co
     tl.store(DATA + (slot >> 6) * page + (slot & 63) * D + d, code.to(tl.uint8), mask=(d < D) & (slot >= 0))
     # power_of_two(exponent).contiguous().view(torch.uint8)
     byte = ((k + 127) << 23) >> (8 * i)
-    tl.store(DATA + (slot >> 6) * page + ROWS * D + (slot & 63) * 4 + i, (byte & 255).to(tl.uint8), mask=(i < 4) & (slot >= 0))
+    tl.store(
+        DATA + (slot >> 6) * page + ROWS * D + (slot & 63) * 4 + i,
+        (byte & 255).to(tl.uint8),
+        mask=(i < 4) & (slot >= 0),
+    )
 
 
 @triton.jit
-def _write_keys_fp4(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, BLOCKS: tl.constexpr,
-                    PDL: tl.constexpr):
+def _write_keys_fp4(
+    DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -102,17 +136,28 @@ def _write_keys_fp4(DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.co
     # pack_e2m1: code[..., 0::2] | (code[..., 1::2] << 4)
     code = encode_e2m1(even * scale) | (encode_e2m1(odd * scale) << 4)
     tl.store(DATA + (slot >> 6) * page + (slot & 63) * (D // 2) + pair, code.to(tl.uint8), mask=inside)
-    tl.store(DATA + (slot >> 6) * page + ROWS * (D // 2) + (slot & 63) * (D // DIMS) + block, (k + 127).to(tl.uint8),
-             mask=(block < D // DIMS) & (slot >= 0))
+    tl.store(
+        DATA + (slot >> 6) * page + ROWS * (D // 2) + (slot & 63) * (D // DIMS) + block,
+        (k + 127).to(tl.uint8),
+        mask=(block < D // DIMS) & (slot >= 0),
+    )
 
 
 @triton.jit
-def load_fp8_rows(data, row, PAGE_BYTES: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, DP: tl.constexpr,
-                  WORDS: tl.constexpr, HARDWARE: tl.constexpr):
+def load_fp8_rows(
+    data,
+    row,
+    PAGE_BYTES: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    DP: tl.constexpr,
+    WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """Rows of KV_FP8 pages as fp32 [N, DP], zeros where row [N] < 0 and beyond D (DP: a multiple of 64).
 
-    Offsets have the type of `row`. WORDS: pages begin at multiples of 8 bytes, and D is even. HARDWARE: the machine converts
-    E4M3 (capability 8.9); both ways are exact.
+    Offsets have the type of `row`. WORDS: pages begin at multiples of 8 bytes, and D is even. HARDWARE: the machine
+    converts E4M3 (capability 8.9); both ways are exact.
     """
     NOPE: tl.constexpr = D - ROPE
     PAYLOAD: tl.constexpr = D + ROPE
@@ -121,23 +166,31 @@ def load_fp8_rows(data, row, PAGE_BYTES: tl.constexpr, D: tl.constexpr, ROPE: tl
     page, slot, present, block = row >> 6, row & 63, row >= 0, tl.arange(0, DP // COLUMNS)
     payload, scales = page * PAGE_BYTES + slot * PAYLOAD, page * PAGE_BYTES + ROWS * PAYLOAD + slot * SCALES
     c = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    code = tl.load(data + payload[:, None, None] + c[None, :, :], mask=present[:, None, None] & (c < NOPE)[None, :, :], other=0)
+    code = tl.load(
+        data + payload[:, None, None] + c[None, :, :], mask=present[:, None, None] & (c < NOPE)[None, :, :], other=0
+    )
     if WORDS and SCALES == 8:  # one load for all scales of a row
         word = tl.load((data + scales).to(tl.pointer_type(tl.int64)), mask=present, other=0)
         exponent = tl.where((block < USED)[None, :], (word[:, None] >> (8 * block)[None, :]) & 255, 0)
     else:
-        exponent = tl.load(data + scales[:, None] + block[None, :], mask=present[:, None] & (block < USED)[None, :], other=0)
+        exponent = tl.load(
+            data + scales[:, None] + block[None, :], mask=present[:, None] & (block < USED)[None, :], other=0
+        )
     # codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1)
     x = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if HARDWARE else decode_e4m3(code)
     x = x * decode_e8m0(exponent)[:, :, None]
-    if WORDS and USED * COLUMNS == NOPE and ROPE == COLUMNS:  # the rotated columns are a block of their own: load only that
+    # the rotated columns are a block of their own: load only that
+    if WORDS and USED * COLUMNS == NOPE and ROPE == COLUMNS:
         place = (data + payload + NOPE).to(tl.pointer_type(tl.bfloat16))
         rotated = tl.load(place[:, None] + tl.arange(0, COLUMNS)[None, :], mask=present[:, None], other=0.0)
         x = tl.where((block == USED)[None, :, None], widen(rotated)[:, None, :], x)
     elif ROPE > 0:
         place = data + (payload - NOPE)[:, None, None] + 2 * c[None, :, :]
         inside = present[:, None, None] & ((c >= NOPE) & (c < D))[None, :, :]
-        low, high = tl.load(place, mask=inside, other=0).to(tl.int32), tl.load(place + 1, mask=inside, other=0).to(tl.int32)
+        low, high = (
+            tl.load(place, mask=inside, other=0).to(tl.int32),
+            tl.load(place + 1, mask=inside, other=0).to(tl.int32),
+        )
         x = tl.where((c < NOPE)[None, :, :], x, ((high << 24) | (low << 16)).to(tl.float32, bitcast=True))
     elif D < DP:
         x = tl.where((c < D)[None, :, :], x, 0.0)

@@ -1,11 +1,12 @@
 """Two-phase chunked sparse prefill of GQA models: chunks attend to themselves and to a memory of what came before."""
 
-from kernels.chunked_prefill import reference
-from kernels.chunked_prefill import triton as triton_kernels
-from kernels.chunked_prefill.chunking import Chunking, Memory
-from kernels.dispatch import Operation
+from dsv4.kernels.chunked_prefill import reference
+from dsv4.kernels.chunked_prefill import triton as triton_kernels
+from dsv4.kernels.chunked_prefill.chunking import Chunking, Memory
+from dsv4.kernels.dispatch import Operation
 
-chunked_prefill = Operation("chunked_prefill", {
-    "reference": reference.chunked_prefill, "triton": triton_kernels.chunked_prefill})
+chunked_prefill = Operation(
+    "chunked_prefill", {"reference": reference.chunked_prefill, "triton": triton_kernels.chunked_prefill}
+)
 
 __all__ = ["Chunking", "Memory", "chunked_prefill"]

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """chunk S tokens are attended together; of what came before, `local` L and `heavy` H tokens a KV head, M = L + H < S.
+    """chunk S tokens are attended together; of what came before, `local` L and `heavy` H tokens a KV head, M = L + H <
+    S.
 
     Raises UnsupportedInput for sizes that are no such cut.
     """
@@ -21,8 +22,10 @@ class Chunking:
 
     def __post_init__(self):
         if min(self.local, self.heavy) < 0 or not 1 <= self.memory < self.chunk:
-            raise UnsupportedInput(f"chunk {self.chunk}, local {self.local}, heavy {self.heavy}: expected local and heavy of at least 0 "
-                                   "that together are at least 1 and less than the chunk")
+            raise UnsupportedInput(
+                f"chunk {self.chunk}, local {self.local}, heavy {self.heavy}: expected local and heavy of at least 0 "
+                "that together are at least 1 and less than the chunk"
+            )
 
     @property
     def memory(self) -> int:
@@ -36,7 +39,8 @@ class Chunking:
 class Memory(NamedTuple):
     """What the chunks 0 … n−1 of one call kept, per KV head.
 
-    positions int32 [n + 1, B, KV, M], ascending: [i] is what chunk i attended, [n] what a call that goes on begins with; −1
+    positions int32 [n + 1, B, KV, M], ascending: [i] is what chunk i attended, [n] what a call that goes on begins
+    with; −1
         where a row has no memory: before its second chunk, and after its last.
     scores fp32, likewise: mass that these tokens had been given when they were kept.
     mass fp32 [B, KV, T]: what phase 1 gave the tokens of this call; 0 in a row's last chunk, of which nothing is kept.
@@ -53,23 +57,33 @@ def check(q, keys, values, start: int, lengths, chunking: Chunking, scale: float
     """Raise UnsupportedInput where the arguments of `chunked_prefill` contradict each other."""
     name, (B, T, H, D), S = "chunked_prefill", q.shape, chunking.chunk
     if keys.shape != values.shape or keys.dim() != 4 or keys.shape[0] != B or keys.shape[3] != D or H % keys.shape[1]:
-        raise UnsupportedInput(f"{name}: q {list(q.shape)}, keys {list(keys.shape)}, values {list(values.shape)}; expected q [B, T, H, D] "
-                               "and keys and values [B, KV, S, D] with KV dividing H")
+        raise UnsupportedInput(
+            f"{name}: q {list(q.shape)}, keys {list(keys.shape)}, values {list(values.shape)}; expected q [B, T, H, "
+            "D] and keys and values [B, KV, S, D] with KV dividing H"
+        )
     if {keys.dtype, values.dtype} != {q.dtype}:
-        raise UnsupportedInput(f"{name}: q in {q.dtype}, keys in {keys.dtype}, values in {values.dtype}; expected one type")
+        raise UnsupportedInput(
+            f"{name}: q in {q.dtype}, keys in {keys.dtype}, values in {values.dtype}; expected one type"
+        )
     if lengths.shape != (B,) or lengths.dtype is not torch.int64:
         raise UnsupportedInput(f"{name}: lengths {lengths.dtype} {list(lengths.shape)}; expected int64 [{B}]")
     if start < 0 or start % S or start + T > keys.shape[2]:
-        raise UnsupportedInput(f"{name}: tokens {start} … {start + T} of a cache of {keys.shape[2]}; expected a start at a multiple of the "
-                               f"chunk, {S}, and a cache that holds them")
+        raise UnsupportedInput(
+            f"{name}: tokens {start} … {start + T} of a cache of {keys.shape[2]}; expected a start at a multiple of "
+            f"the chunk, {S}, and a cache that holds them"
+        )
     if not scale > 0:
         raise UnsupportedInput(f"{name}: scale {scale}; expected a positive number")
     if bool(start) != (memory is not None):
-        raise UnsupportedInput(f"{name}: start {start} {'with' if memory else 'without'} a memory; the first call begins at 0 without one, "
-                               "and each that follows takes what the one before returned")
+        raise UnsupportedInput(
+            f"{name}: start {start} {'with' if memory else 'without'} a memory; the first call begins at 0 without "
+            "one, and each that follows takes what the one before returned"
+        )
     kept = (B, keys.shape[1], chunking.memory)
     if memory is not None and tuple(memory.positions.shape[1:]) != kept:
-        raise UnsupportedInput(f"{name}: a memory of {list(memory.positions.shape[1:])}; expected {list(kept)} [B, KV, local + heavy]")
+        raise UnsupportedInput(
+            f"{name}: a memory of {list(memory.positions.shape[1:])}; expected {list(kept)} [B, KV, local + heavy]"
+        )
 
 
 def empty_memory(q, KV: int, chunking: Chunking, before: Memory | None) -> Memory:
@@ -79,7 +93,9 @@ def empty_memory(q, KV: int, chunking: Chunking, before: Memory | None) -> Memor
     each, begin = B * KV, -(-B * KV // 2) * 4  # a count takes two fp32; scores begin at 16 bytes
     zeros = torch.zeros(begin + positions.numel() + each * T, device=device)  # one fill
     scores, mass = zeros[begin:].split((positions.numel(), each * T))
-    memory = Memory(positions, scores.view_as(positions), mass.view(B, KV, T), zeros[:2 * each].view(torch.int64).view(B, KV))
+    memory = Memory(
+        positions, scores.view_as(positions), mass.view(B, KV, T), zeros[: 2 * each].view(torch.int64).view(B, KV)
+    )
     if before is not None:
         memory.positions[0].copy_(before.positions[-1])
         memory.scores[0].copy_(before.scores[-1])

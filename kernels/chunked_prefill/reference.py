@@ -1,15 +1,17 @@
-"""Two-phase chunked sparse prefill: attention of each chunk to itself, and to a memory of fixed size of what came before."""
+"""Two-phase chunked sparse prefill: attention of each chunk to itself, and to a memory of fixed size of what came
+before."""
 
 from typing import NamedTuple
 
 import torch
 
-from kernels.chunked_prefill.chunking import Chunking, Memory, check, empty_memory
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.chunked_prefill.chunking import Chunking, Memory, check, empty_memory
+from dsv4.kernels.errors import UnsupportedInput
 
 
 class Partial(NamedTuple):
-    """A softmax over some keys, not yet divided: m [..., n] largest logit, l [..., n] = Σ e^(s−m), o [..., n, D] = Σ e^(s−m)·v."""
+    """A softmax over some keys, not yet divided: m [..., n] largest logit, l [..., n] = Σ e^(s−m), o [..., n, D] = Σ
+    e^(s−m)·v."""
 
     m: torch.Tensor
     l: torch.Tensor
@@ -38,17 +40,18 @@ def column_sums(s, total: Partial) -> torch.Tensor:
 
 
 def select(positions, scores, heavy: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of candidates [KV, C] in ascending positions the `heavy` with the highest scores, still ascending; of equals the first."""
+    """Of candidates [KV, C] in ascending positions the `heavy` with the highest scores, still ascending; of equals the
+    first."""
     kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :heavy].sort(-1).values
     return positions.gather(1, kept), scores.gather(1, kept)
 
 
 def attend_chunk(q, keys, values, first: int, past: Memory, scale: float):
-    """Both phases for one chunk: q [n, H, D] at `first`, keys and values [KV, ·, D] of its row. Returns (out [n, H, D], what phase 1
-    gave its keys [KV, n], scores of the memory with what it was given [KV, M])."""
+    """Both phases for one chunk: q [n, H, D] at `first`, keys and values [KV, ·, D] of its row. Returns (out [n, H, D],
+    what phase 1 gave its keys [KV, n], scores of the memory with what it was given [KV, M])."""
     (n, H, D), KV = q.shape, len(keys)
     mine = q.float().view(n, KV, -1, D).permute(1, 2, 0, 3)  # [KV, G, n, D]
-    own, own_v = (t[:, None, first:first + n].float() for t in (keys, values))
+    own, own_v = (t[:, None, first : first + n].float() for t in (keys, values))
     s, total = attend(mine, own, own_v, scale, torch.ones(n, n, dtype=torch.bool, device=q.device).tril())
     mass, scores = column_sums(s, total), past.scores
     if first:
@@ -59,22 +62,25 @@ def attend_chunk(q, keys, values, first: int, past: Memory, scale: float):
     return (total.o / total.l.unsqueeze(-1)).permute(2, 0, 1, 3).reshape(n, H, D).to(q.dtype), mass, scores
 
 
-def chunked_prefill(q, keys, values, start: int, lengths, chunking: Chunking, scale: float,
-                    memory: Memory | None = None) -> tuple[torch.Tensor, Memory]:
-    """Sparse attention of a prompt in chunks of S tokens; the cache stays whole, so that decoding may attend to all of it.
+def chunked_prefill(
+    q, keys, values, start: int, lengths, chunking: Chunking, scale: float, memory: Memory | None = None
+) -> tuple[torch.Tensor, Memory]:
+    """Sparse attention of a prompt in chunks of S tokens; the cache stays whole, so that decoding may attend to all of
+    it.
 
-    q [B, T, H, D]: token t of row b stands at start + t, where start is a multiple of S; keys, values [B, KV, ≥ start + T, D]
-    hold every token up to there, rotated by their positions. lengths int64 [B]: tokens of each whole prompt (T must be a
-    multiple of S where one is longer than start + T). Returns (out [B, T, H, D] in q's dtype, 0 beyond a row's length; Memory).
-    Query head h reads KV head h // (H // KV). fp32 softmax. Raises UnsupportedInput. A prompt may come in several calls, each with the
-    Memory of the one before.
+    q [B, T, H, D]: token t of row b stands at start + t, where start is a multiple of S; keys, values [B, KV, ≥ start +
+    T, D] hold every token up to there, rotated by their positions. lengths int64 [B]: tokens of each whole prompt (T
+    must be a multiple of S where one is longer than start + T). Returns (out [B, T, H, D] in q's dtype, 0 beyond a
+    row's length; Memory). Query head h reads KV head h // (H // KV). fp32 softmax. Raises UnsupportedInput. A prompt
+    may come in several calls, each with the Memory of the one before.
 
-    Phase 1, all chunks at once: causal attention inside the chunk. Column sums of its probabilities, normalised by the chunk's
-    own softmax (each query hands out 1), are the first scores of its keys. Phase 2, chunk by chunk from the second: attention of
-    all its queries to the M tokens of the memory, fused with phase 1. Their column sums, normalised by the fused softmax (what
-    the query really gave), are added to the scores of the memory. So a score only ever grows: what phase 2 takes from the keys
-    of the own chunk, by widening the softmax, is not taken back. Then memory = the last L tokens of the chunk ∪ the H with the
-    highest scores among the older memory and the rest of the chunk, per KV head; of equals the earliest.
+    Phase 1, all chunks at once: causal attention inside the chunk. Column sums of its probabilities, normalised by the
+    chunk's own softmax (each query hands out 1), are the first scores of its keys. Phase 2, chunk by chunk from the
+    second: attention of all its queries to the M tokens of the memory, fused with phase 1. Their column sums,
+    normalised by the fused softmax (what the query really gave), are added to the scores of the memory. So a score only
+    ever grows: what phase 2 takes from the keys of the own chunk, by widening the softmax, is not taken back. Then
+    memory = the last L tokens of the chunk ∪ the H with the highest scores among the older memory and the rest of the
+    chunk, per KV head; of equals the earliest.
     """
     check(q, keys, values, start, lengths, chunking, scale, memory)
     (B, T), S, out = q.shape[:2], chunking.chunk, torch.zeros_like(q)
@@ -83,15 +89,21 @@ def chunked_prefill(q, keys, values, start: int, lengths, chunking: Chunking, sc
         for i, first in enumerate(range(start, min(length, start + T), S)):
             last = min(first + S, length, start + T)
             if length > last < first + S:
-                raise UnsupportedInput(f"chunked_prefill: row {b} goes on to {length}, and these tokens end at {last}, inside a chunk "
-                                       f"of {S}")
+                raise UnsupportedInput(
+                    f"chunked_prefill: row {b} goes on to {length}, and these tokens end at {last}, inside a chunk of "
+                    f"{S}"
+                )
             here = slice(first - start, last - start)
-            past = Memory(*(t[i, b, :, :chunking.memory if first else 0] for t in kept[:2]), None, None)
+            past = Memory(*(t[i, b, :, : chunking.memory if first else 0] for t in kept[:2]), None, None)
             out[b, here], mass, scores = attend_chunk(q[b, here], keys[b], values[b], first, past, scale)
             if length > last:
                 place = torch.arange(first, last, dtype=torch.int32, device=q.device).expand(len(mass), -1)
                 rest, local = slice(0, S - chunking.local), slice(S - chunking.local, S)
-                heavy = select(torch.cat((past.positions, place[:, rest]), 1), torch.cat((scores, mass[:, rest]), 1), chunking.heavy)
+                heavy = select(
+                    torch.cat((past.positions, place[:, rest]), 1),
+                    torch.cat((scores, mass[:, rest]), 1),
+                    chunking.heavy,
+                )
                 kept.positions[i + 1, b] = torch.cat((heavy[0], place[:, local]), 1)
                 kept.scores[i + 1, b] = torch.cat((heavy[1], mass[:, local]), 1)
                 kept.mass[b, :, here] = mass

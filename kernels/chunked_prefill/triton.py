@@ -1,7 +1,9 @@
 """Chunked sparse prefill on a GPU: two launches for all chunks, then two for each chunk that has others before it.
 
-Phase 1 runs the chunks side by side; phase 2 must go through them in order, since each chunk's queries decide what the next one sees.
-Rows that have ended leave their programs at once: what is launched depends on shapes only, and nothing waits for the host.
+Phase 1 runs the chunks side by side; phase 2 must go through them in order, since each chunk's queries decide what the
+next one sees.
+Rows that have ended leave their programs at once: what is launched depends on shapes only, and nothing waits for the
+host.
 """
 
 import math
@@ -9,16 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.chunked_prefill.chunking import Chunking, Memory, check, empty_memory
-from kernels.chunked_prefill.reference import chunked_prefill as definition
-from kernels.chunked_prefill.triton_attend import to_memory, within_chunks
-from kernels.chunked_prefill.triton_keep import choose, chunk_mass
-from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, require_device
+from dsv4.kernels.chunked_prefill.chunking import Chunking, Memory, check, empty_memory
+from dsv4.kernels.chunked_prefill.reference import chunked_prefill as definition
+from dsv4.kernels.chunked_prefill.triton_attend import to_memory, within_chunks
+from dsv4.kernels.chunked_prefill.triton_keep import choose, chunk_mass
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, require_device
 
 LOG2E = 1 / math.log(2)
 MAX_CANDIDATES = 1 << 15  # of one KV head, that one program selects among
-AT_ONCE = 256             # tokens of a memory whose logits a program may hold in registers
+AT_ONCE = 256  # tokens of a memory whose logits a program may hold in registers
 
 
 class Tile(NamedTuple):
@@ -38,7 +40,9 @@ class Tiles(NamedTuple):
     sums: Tile
 
 
-def chunked_prefill(q, keys, values, start: int, lengths, chunking: Chunking, scale: float, memory: Memory | None = None):
+def chunked_prefill(
+    q, keys, values, start: int, lengths, chunking: Chunking, scale: float, memory: Memory | None = None
+):
     require_device("chunked_prefill", q, keys, values, lengths)
     check(q, keys, values, start, lengths, chunking, scale, memory)
     _refuse(q, keys, values, chunking)
@@ -81,31 +85,115 @@ class _Call:
         q, tile, T, (H, G), S = self.q, self.tiles.within, self.T, self.heads, self.chunking.chunk
         B, D = q.shape[0], q.shape[3]
         within_chunks[(-(-T // tile.rows), B * H)](
-            q, self.keys, self.values, self.out, self.lse, self.lengths, self.scale, self.start, T, H, G, *self.steps, *self.cache, S, D,
-            tile.rows, tile.columns, self.fp32, tile.stages, self.dependent, **self.options(tile.warps))
+            q,
+            self.keys,
+            self.values,
+            self.out,
+            self.lse,
+            self.lengths,
+            self.scale,
+            self.start,
+            T,
+            H,
+            G,
+            *self.steps,
+            *self.cache,
+            S,
+            D,
+            tile.rows,
+            tile.columns,
+            self.fp32,
+            tile.stages,
+            self.dependent,
+            **self.options(tile.warps),
+        )
         tile = self.tiles.sums
         if T // S:
             chunk_mass[(T // S * S // tile.rows, B * H)](
-                q, self.keys, self.lse, self.lengths, self.given, self.scale, self.start, T, H, G, *self.steps, *self.cache, S, D,
-                tile.rows, tile.columns, self.fp32, tile.stages, self.dependent, **self.options(tile.warps))
+                q,
+                self.keys,
+                self.lse,
+                self.lengths,
+                self.given,
+                self.scale,
+                self.start,
+                T,
+                H,
+                G,
+                *self.steps,
+                *self.cache,
+                S,
+                D,
+                tile.rows,
+                tile.columns,
+                self.fp32,
+                tile.stages,
+                self.dependent,
+                **self.options(tile.warps),
+            )
 
     def phase_two(self, i: int, kept: Memory) -> None:
         """Chunk i of the call attends to its memory."""
         q, tile, T, (H, G), S = self.q, self.tiles.memory, self.T, self.heads, self.chunking.chunk
         (B, _, _, D), c0 = q.shape, i * S
         to_memory[(min(S, -(-(T - c0) // tile.rows) * tile.rows) // tile.rows, B * H)](
-            q, self.keys, self.values, kept.positions[i], self.out, self.lse, self.lengths, self.part, self.scale, self.start, T, c0,
-            self.splits, H, G, self.KV, *self.steps, *self.cache, S, D, self.chunking.memory, tile.rows, tile.columns, tile.rows, self.fp32,
-            tile.stages, self.dependent, **self.options(tile.warps))
+            q,
+            self.keys,
+            self.values,
+            kept.positions[i],
+            self.out,
+            self.lse,
+            self.lengths,
+            self.part,
+            self.scale,
+            self.start,
+            T,
+            c0,
+            self.splits,
+            H,
+            G,
+            self.KV,
+            *self.steps,
+            *self.cache,
+            S,
+            D,
+            self.chunking.memory,
+            tile.rows,
+            tile.columns,
+            tile.rows,
+            self.fp32,
+            tile.stages,
+            self.dependent,
+            **self.options(tile.warps),
+        )
 
     def update(self, i: int, had_memory: bool, kept: Memory) -> None:
         """Memory after chunk i, which is whole, in the rows that go on."""
         T, c, c0, past = self.T, self.chunking, i * self.chunking.chunk, self.chunking.memory if had_memory else 0
         candidates = next_power(max(past + c.chunk - c.local, c.local))
         choose[(self.q.shape[0] * self.KV,)](
-            kept.positions[i], kept.scores[i], self.given, kept.mass, self.part, self.lengths, kept.updates, self.start, T, c0,
-            kept.positions.stride(0), self.KV, self.heads[1], c.chunk, c.local, c.heavy, past, self.splits, candidates, self.dependent,
-            **self.options(min(16, max(1, candidates // 256))))
+            kept.positions[i],
+            kept.scores[i],
+            self.given,
+            kept.mass,
+            self.part,
+            self.lengths,
+            kept.updates,
+            self.start,
+            T,
+            c0,
+            kept.positions.stride(0),
+            self.KV,
+            self.heads[1],
+            c.chunk,
+            c.local,
+            c.heavy,
+            past,
+            self.splits,
+            candidates,
+            self.dependent,
+            **self.options(min(16, max(1, candidates // 256))),
+        )
 
 
 def _refuse(q, keys, values, chunking: Chunking) -> None:
@@ -117,11 +205,15 @@ def _refuse(q, keys, values, chunking: Chunking) -> None:
     if chunking.chunk % 16:
         raise UnsupportedInput(f"chunked_prefill: chunks of {chunking.chunk}; the triton backend takes multiples of 16")
     if chunking.memory + chunking.chunk - chunking.local > MAX_CANDIDATES:
-        raise UnsupportedInput(f"chunked_prefill: {chunking.memory + chunking.chunk - chunking.local} candidates a KV head; the triton "
-                               f"backend selects among up to {MAX_CANDIDATES}")
+        raise UnsupportedInput(
+            f"chunked_prefill: {chunking.memory + chunking.chunk - chunking.local} candidates a KV head; the triton "
+            f"backend selects among up to {MAX_CANDIDATES}"
+        )
     if keys.stride()[2:] != (D, 1) or keys.stride() != values.stride():
-        raise UnsupportedInput(f"chunked_prefill: keys of strides {keys.stride()}, values of {values.stride()}; expected heads that are "
-                               "contiguous [S, D] and the same in both")
+        raise UnsupportedInput(
+            f"chunked_prefill: keys of strides {keys.stride()}, values of {values.stride()}; expected heads that are "
+            "contiguous [S, D] and the same in both"
+        )
 
 
 def tiles(fp32: bool, D: int, chunking: Chunking, capability: tuple[int, int]) -> Tiles:
@@ -131,7 +223,8 @@ def tiles(fp32: bool, D: int, chunking: Chunking, capability: tuple[int, int]) -
         found = Tiles(Tile(32, 16, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1))
     elif interpreting():
         found = Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1))
-    elif roomy and chunking.chunk <= 512:  # programs are short: two or three on a multiprocessor hide each other's loads
+    # programs are short: two or three on a multiprocessor hide each other's loads
+    elif roomy and chunking.chunk <= 512:
         found = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
     elif roomy or capability in ((8, 0), (8, 7)):
         found = Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))

@@ -1,14 +1,15 @@
-"""Device code of both phases' attention: a program takes a tile of queries of one head. In phase 2 it also sums, key by key, what its
-queries gave the memory: the queries are at hand, and a launch of its own would cost more than the product that is computed again. Of a
-memory that one tile holds, nothing is computed or fetched twice.
+"""Device code of both phases' attention: a program takes a tile of queries of one head. In phase 2 it also sums, key by
+key, what its queries gave the memory: the queries are at hand, and a launch of its own would cost more than the product
+that is computed again. Of a memory that one tile holds, nothing is computed or fetched twice.
 
-Logits are kept in powers of two (scale comes multiplied by log2 e). A finished softmax is (lse, o): its output, and m + log2 l.
+Logits are kept in powers of two (scale comes multiplied by log2 e). A finished softmax is (lse, o): its output, and m +
+log2 l.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.quantize.triton_codes import narrow, widen
 
 
 @triton.jit
@@ -21,7 +22,8 @@ def load_queries(Q, b, h, first, t, live, d, q_b, q_t, q_h, FP32: tl.constexpr):
 
 @triton.jit
 def weigh(q, k, seen, m, scale, MASKED: tl.constexpr):
-    """Weights p [BM, BN] of a tile of keys below the largest logit so far: (that, what e^(s−m) of before shrinks by, both [BM], p)."""
+    """Weights p [BM, BN] of a tile of keys below the largest logit so far: (that, what e^(s−m) of before shrinks by,
+    both [BM], p)."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
@@ -38,8 +40,31 @@ def add_tile(q, k, v, seen, m, l, acc, scale, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["start", "T"])
-def within_chunks(Q, K, V, OUT, LSE, LENGTHS, scale, start, T, H, G, q_b, q_t, q_h, kv_b, kv_h, S: tl.constexpr, D: tl.constexpr,
-                  BM: tl.constexpr, BN: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
+def within_chunks(
+    Q,
+    K,
+    V,
+    OUT,
+    LSE,
+    LENGTHS,
+    scale,
+    start,
+    T,
+    H,
+    G,
+    q_b,
+    q_t,
+    q_h,
+    kv_b,
+    kv_h,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Phase 1. Q, OUT [B, T, H, D]; K, V [B, KV, ·, D]; LSE fp32 [B, H, T]. S is a multiple of BM and BM of BN.
 
     Beyond a row's length OUT is 0 and LSE +inf.
@@ -101,8 +126,25 @@ def rows_of(POOL, row, there, d, D: tl.constexpr, FP32: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def at_once(q, K, V, row, d, m, place, live, PART, goes_on, scale, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, FP32: tl.constexpr):
-    """Attention to all rows of a memory, fused with the output at place and its lse m; what they are given goes to PART. (lse, output)."""
+def at_once(
+    q,
+    K,
+    V,
+    row,
+    d,
+    m,
+    place,
+    live,
+    PART,
+    goes_on,
+    scale,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BN: tl.constexpr,
+    FP32: tl.constexpr,
+):
+    """Attention to all rows of a memory, fused with the output at place and its lse m; what they are given goes to
+    PART. (lse, output)."""
     n = tl.arange(0, BN)
     k = rows_of(K, row, n < M, d, D, FP32, BN != M)
     v = rows_of(V, row, n < M, d, D, FP32, BN != M)
@@ -113,13 +155,26 @@ def at_once(q, K, V, row, d, m, place, live, PART, goes_on, scale, D: tl.constex
     weights = p.to(v.dtype)
     if goes_on:
         tl.store(PART + n, tl.sum(p, 0), mask=n < M)
-    before = tl.load(place, mask=live[:, None], other=0.0)  # not before: registers hold p; and added last, so that none waits for it
+    # not before: registers hold p; and added last, so that none waits for it
+    before = tl.load(place, mask=live[:, None], other=0.0)
     return top + tl.log2(l), tl.dot(weights, v, input_precision="ieee") + widen(before) * (keep * share)[:, None]
 
 
 @triton.jit
-def give(q, K, POSITIONS, d, fused, PART, scale, D: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, FP32: tl.constexpr,
-         STAGES: tl.constexpr):
+def give(
+    q,
+    K,
+    POSITIONS,
+    d,
+    fused,
+    PART,
+    scale,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BK: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """PART [M]: what the queries give the rows of a memory, by the softmax whose lse is `fused`."""
     key = tl.arange(0, BK)
     for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
@@ -130,14 +185,45 @@ def give(q, K, POSITIONS, d, fused, PART, scale, D: tl.constexpr, M: tl.constexp
 
 
 @triton.jit(do_not_specialize=["start", "T", "c0", "splits"])
-def to_memory(Q, K, V, POSITIONS, OUT, LSE, LENGTHS, PART, scale, start, T, c0, splits, H, G, KV, q_b, q_t, q_h, kv_b, kv_h,
-              S: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-              FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
+def to_memory(
+    Q,
+    K,
+    V,
+    POSITIONS,
+    OUT,
+    LSE,
+    LENGTHS,
+    PART,
+    scale,
+    start,
+    T,
+    c0,
+    splits,
+    H,
+    G,
+    KV,
+    q_b,
+    q_t,
+    q_h,
+    kv_b,
+    kv_h,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Phase 2 of the chunk that begins at token c0 of the call: OUT and LSE of phase 1 become those of both.
 
-    K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, KV, M] are read. Where another chunk follows, PART fp32 [B, KV, splits, M]
-    gets what these BM queries gave each key, by the fused softmax: split g · S / BM + tile of queries.
-    BN keys at a time: all M at once where BN holds them; otherwise the column sums take a second pass, of BK keys at a time.
+    K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, KV, M] are read. Where another chunk follows, PART fp32
+    [B, KV, splits, M] gets what these BM queries gave each key, by the fused softmax: split g · S / BM + tile of
+    queries.
+    BN keys at a time: all M at once where BN holds them; otherwise the column sums take a second pass, of BK keys at a
+    time.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -1,18 +1,19 @@
 """Device code of what is kept: column sums of phase 1, and the selection.
 
-Sums are taken keys first, so that what a head gives a key is one program's (of a memory, a fixed number of programs'), and added in a
-fixed order: no atomics, the same bits every time.
+Sums are taken keys first, so that what a head gives a key is one program's (of a memory, a fixed number of programs'),
+and added in a fixed order: no atomics, the same bits every time.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.quantize.triton_codes import widen
+from dsv4.kernels.quantize.triton_codes import widen
 
 
 @triton.jit
 def add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ: tl.constexpr, MASKED: tl.constexpr, FP32: tl.constexpr):
-    """acc [BK, BQ] += e^(s−m)/l of BQ queries from `first` on; Q and LSE begin at their chunk and head, key [BK] counts in the chunk."""
+    """acc [BK, BQ] += e^(s−m)/l of BQ queries from `first` on; Q and LSE begin at their chunk and head, key [BK] counts
+    in the chunk."""
     i = tl.arange(0, BQ)
     q = tl.load(Q + first * q_t + i[:, None] * q_t + d[None, :])
     if FP32:
@@ -25,10 +26,32 @@ def add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ: tl.constexpr, MAS
 
 
 @triton.jit(do_not_specialize=["start", "T"])
-def chunk_mass(Q, K, LSE, LENGTHS, GIVEN, scale, start, T, H, G, q_b, q_t, q_h, kv_b, kv_h, S: tl.constexpr, D: tl.constexpr,
-               BK: tl.constexpr, BQ: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
-    """GIVEN fp32 [B, H, T]: what one query head gave BK keys in phase 1; LSE is phase 1's. Left alone where no chunk follows.
-    BK divides S, BQ divides BK."""
+def chunk_mass(
+    Q,
+    K,
+    LSE,
+    LENGTHS,
+    GIVEN,
+    scale,
+    start,
+    T,
+    H,
+    G,
+    q_b,
+    q_t,
+    q_h,
+    kv_b,
+    kv_h,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BK: tl.constexpr,
+    BQ: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """GIVEN fp32 [B, H, T]: what one query head gave BK keys in phase 1; LSE is phase 1's. Left alone where no chunk
+    follows. BK divides S, BQ divides BK."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -40,7 +63,11 @@ def chunk_mass(Q, K, LSE, LENGTHS, GIVEN, scale, start, T, H, G, q_b, q_t, q_h, 
     k = tl.load(K + b * kv_b + h // G * kv_h + (start + c0) * D + key[:, None] * D + d[None, :])
     if FP32:
         k = widen(k)
-    acc, LSE, Q = tl.zeros((BK, BQ), tl.float32), LSE + bh.to(tl.int64) * T + c0, Q + b * q_b + c0.to(tl.int64) * q_t + h * q_h
+    acc, LSE, Q = (
+        tl.zeros((BK, BQ), tl.float32),
+        LSE + bh.to(tl.int64) * T + c0,
+        Q + b * q_b + c0.to(tl.int64) * q_t + h * q_h,
+    )
     FEW: tl.constexpr = S <= 8 * BK  # steps: then a mask in each costs less than to begin a second loop
     if not FEW:
         for first in range(n0, n0 + BK, BQ):  # queries among the keys
@@ -52,7 +79,8 @@ def chunk_mass(Q, K, LSE, LENGTHS, GIVEN, scale, start, T, H, G, q_b, q_t, q_h, 
 
 @triton.jit
 def of_group(GIVEN, T, there, G: tl.constexpr):
-    """What the G query heads of a group gave keys, summed in their order; GIVEN points at the first head's. 0 where not there."""
+    """What the G query heads of a group gave keys, summed in their order; GIVEN points at the first head's. 0 where not
+    there."""
     total = tl.load(GIVEN, mask=there, other=0.0)
     for g in tl.static_range(1, G):
         total += tl.load(GIVEN + g * T, mask=there, other=0.0)
@@ -61,16 +89,18 @@ def of_group(GIVEN, T, there, G: tl.constexpr):
 
 @triton.jit
 def heaviest(score, candidate, HEAVY: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
-    """scores.sort(descending=True, stable=True)[:HEAVY].sort() of the N of C that are candidates: (which, their places).
+    """scores.sort(descending=True, stable=True)[:HEAVY].sort() of the N of C that are candidates: (which, their
+    places).
 
-    All above the HEAVY-th largest, and the first that equal it. Scores are not negative: as integers they have the same order; NaN is
-    above all, whatever its sign.
+    All above the HEAVY-th largest, and the first that equal it. Scores are not negative: as integers they have the same
+    order; NaN is above all, whatever its sign.
     """
     key = tl.where(score != score, 0x7FC00000, score.to(tl.int32, bitcast=True))
     key = tl.where(candidate, key, -1)
     count = tl.sum((key >= 1 << 30).to(tl.int32), 0)
     least, found, shift = (count >= HEAVY).to(tl.int32) << 30, tl.where(count >= HEAVY, count, N), 28
-    # Two bits at a time: the three counts are one sum. found keys are not below least; when they are HEAVY, no bit that is left matters
+    # Two bits at a time: the three counts are one sum. found keys are not below least; when they are HEAVY, no bit that
+    # is left matters
     BITS: tl.constexpr = 10 if N < 1024 else 16
     for_counts = tl.zeros((C,), tl.int32 if N < 1024 else tl.int64)
     while (shift >= 0) & (found != HEAVY):
@@ -90,19 +120,41 @@ def heaviest(score, candidate, HEAVY: tl.constexpr, N: tl.constexpr, C: tl.const
 
 
 @triton.jit(do_not_specialize=["start", "T", "c0", "position_next"])
-def choose(POSITIONS, SCORES, GIVEN, MASS, PART, LENGTHS, UPDATES, start, T, c0, position_next, KV, G: tl.constexpr, S: tl.constexpr,
-           L: tl.constexpr, HEAVY: tl.constexpr, PAST: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, KV, L + HEAVY], the next `position_next` further on;
-    and the chunk's part of MASS [B, KV, T], summed over the heads of GIVEN [B, KV · G, T].
+def choose(
+    POSITIONS,
+    SCORES,
+    GIVEN,
+    MASS,
+    PART,
+    LENGTHS,
+    UPDATES,
+    start,
+    T,
+    c0,
+    position_next,
+    KV,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    L: tl.constexpr,
+    HEAVY: tl.constexpr,
+    PAST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    C: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, KV, L + HEAVY], the next
+    `position_next` further on; and the chunk's part of MASS [B, KV, T], summed over the heads of GIVEN [B, KV · G, T].
 
-    A program takes the C ≥ PAST + S − L candidates of one KV head: PAST of the old memory (0: there is none), then the chunk's.
+    A program takes the C ≥ PAST + S − L candidates of one KV head: PAST of the old memory (0: there is none), then the
+    chunk's.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     bkv = tl.program_id(0)
     b, M = (bkv // KV).to(tl.int64), L + HEAVY
-    length, updates = tl.load(LENGTHS + b), tl.load(UPDATES + bkv)  # all loads are on their way before one is waited for
+    # all loads are on their way before one is waited for
+    length, updates = tl.load(LENGTHS + b), tl.load(UPDATES + bkv)
     POSITIONS, SCORES, PART = POSITIONS + bkv * M, SCORES + bkv * M, PART + bkv.to(tl.int64) * SPLITS * M
     MASS, GIVEN = MASS + bkv.to(tl.int64) * T + c0, GIVEN + bkv.to(tl.int64) * G * T + c0
     j, near = tl.arange(0, C), S - L + tl.arange(0, C)

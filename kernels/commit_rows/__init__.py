@@ -1,13 +1,13 @@
-"""The end of a round of speculative decoding: which tokens come out and what that leaves of each row, in two launches on a GPU, where
-tensor operations would be over forty."""
+"""The end of a round of speculative decoding: which tokens come out and what that leaves of each row, in two launches
+on a GPU, where tensor operations would be over forty."""
 
 from functools import wraps
 
 import torch
 
-from kernels.commit_rows import reference
-from kernels.commit_rows import triton as triton_kernels
-from kernels.commit_rows.reference import HEAD, SIZE, next_sizes
+from dsv4.kernels.commit_rows import reference
+from dsv4.kernels.commit_rows import triton as triton_kernels
+from dsv4.kernels.commit_rows.reference import HEAD, SIZE, next_sizes
 
 __all__ = ["HEAD", "SIZE", "commit", "next_sizes", "record"]
 

@@ -2,21 +2,24 @@
 
 import torch
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
-HEAD = 4  # numbers before a record's tokens: its round, how many tokens count, the size of a later round, whether the row is done
+# numbers before a record's tokens: its round, how many tokens count, the size of a later round, whether the row is done
+HEAD = 4
 SIZE = 2  # where among them the size is
 
 
 def check_tensors(operation: str, shapes: dict[str, tuple[int, ...]], **given: torch.Tensor) -> None:
-    """Raise UnsupportedInput unless each tensor has its shape and is int64 (`done`: bool), and those with −1 in the shape, whose size is
-    free there, hold something."""
+    """Raise UnsupportedInput unless each tensor has its shape and is int64 (`done`: bool), and those with −1 in the
+    shape, whose size is free there, hold something."""
     for name, shape in shapes.items():
         found, dtype = given[name], torch.bool if name == "done" else torch.int64
         fits = found.dim() == len(shape) and all(n == wanted or wanted < 0 < n for n, wanted in zip(found.shape, shape))
         if found.dtype is not dtype or not fits:
-            raise UnsupportedInput(f"{operation}: {name} is {found.dtype} {list(found.shape)}; expected {dtype} "
-                                   f"[{', '.join('any' if n < 0 else str(n) for n in shape)}]")
+            raise UnsupportedInput(
+                f"{operation}: {name} is {found.dtype} {list(found.shape)}; expected {dtype} "
+                f"[{', '.join('any' if n < 0 else str(n) for n in shape)}]"
+            )
 
 
 def check_commit(chosen: torch.Tensor, room: int, **others: torch.Tensor) -> None:
@@ -24,9 +27,14 @@ def check_commit(chosen: torch.Tensor, room: int, **others: torch.Tensor) -> Non
     check_tensors("commit_rows.commit", {"chosen": (-1, -1)}, chosen=chosen)
     B, T = chosen.shape
     rows = dict.fromkeys(("accepted", "proposed", "token", "left", "written", "done"), (B,))
-    check_tensors("commit_rows.commit", rows | {"stops": (-1,), "out": (B, -1), "log": (-1, 3, B), "round": (1,)}, **others)
+    check_tensors(
+        "commit_rows.commit", rows | {"stops": (-1,), "out": (B, -1), "log": (-1, 3, B), "round": (1,)}, **others
+    )
     if room < 0 or others["out"].shape[1] < room + T:
-        raise UnsupportedInput(f"commit_rows.commit: out has {others['out'].shape[1]} columns; expected at least {T} behind room {room} ≥ 0")
+        raise UnsupportedInput(
+            f"commit_rows.commit: out has {others['out'].shape[1]} columns; expected at least {T} behind room "
+            f"{room} ≥ 0"
+        )
 
 
 def check_record(chosen: torch.Tensor, ahead: int, **others: torch.Tensor) -> None:
@@ -36,29 +44,57 @@ def check_record(chosen: torch.Tensor, ahead: int, **others: torch.Tensor) -> No
     rows = dict.fromkeys(("count", "wanted", "offered", "left", "sizes", "done"), (B,))
     check_tensors("commit_rows.record", rows | {"round": (1,), "records": (-1, B, -1)}, **others)
     if others["records"].shape[2] < HEAD + T:
-        raise UnsupportedInput(f"commit_rows.record: records hold {others['records'].shape[2]} numbers a row; expected at least {HEAD} and "
-                               f"{T} tokens")
+        raise UnsupportedInput(
+            f"commit_rows.record: records hold {others['records'].shape[2]} numbers a row; expected at least {HEAD} "
+            f"and {T} tokens"
+        )
     if not 1 <= ahead <= len(others["records"]):
-        raise UnsupportedInput(f"commit_rows.record: sizes are to be those of {ahead} rounds before; expected 1 to the {len(others['records'])} that "
-                               "records hold")
+        raise UnsupportedInput(
+            f"commit_rows.record: sizes are to be those of {ahead} rounds before; expected 1 to the "
+            f"{len(others['records'])} that records hold"
+        )
 
 
-def commit(chosen: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor, stops: torch.Tensor, room: int, token: torch.Tensor,
-           left: torch.Tensor, written: torch.Tensor, done: torch.Tensor, out: torch.Tensor, log: torch.Tensor,
-           round: torch.Tensor) -> torch.Tensor:
+def commit(
+    chosen: torch.Tensor,
+    accepted: torch.Tensor,
+    proposed: torch.Tensor,
+    stops: torch.Tensor,
+    room: int,
+    token: torch.Tensor,
+    left: torch.Tensor,
+    written: torch.Tensor,
+    done: torch.Tensor,
+    out: torch.Tensor,
+    log: torch.Tensor,
+    round: torch.Tensor,
+) -> torch.Tensor:
     """Which of the chosen tokens come out, and what that leaves of each row.
 
-    chosen int64 [B, T]; accepted int64 [B], below T: drafts that stay, after which one more token follows; proposed int64 [B]: drafts that
-    there were; stops int64 [S]: tokens that end a row, which keeps the first of them ([-1]: none). Updated in place, with rows that are
-    done left as they are: token int64 [B], the last that came out; left int64 [B] ≥ 0, tokens that a row may still produce; written int64
-    [B], those that it did (written + left ≤ room); done bool [B]; out int64 [B, room + T or more], where tokens that come out follow those
-    written and the others go to columns from `room` on, which count for nothing; log int64 [N, 3, B], whose entry number round int64 [1]
-    (≥ 0, only read; beyond the end the last) becomes proposed, accepted and count.
+    chosen int64 [B, T]; accepted int64 [B], below T: drafts that stay, after which one more token follows; proposed
+    int64 [B]: drafts that there were; stops int64 [S]: tokens that end a row, which keeps the first of them ([-1]:
+    none). Updated in place, with rows that are done left as they are: token int64 [B], the last that came out; left
+    int64 [B] ≥ 0, tokens that a row may still produce; written int64 [B], those that it did (written + left ≤ room);
+    done bool [B]; out int64 [B, room + T or more], where tokens that come out follow those written and the others go to
+    columns from `room` on, which count for nothing; log int64 [N, 3, B], whose entry number round int64 [1] (≥ 0, only
+    read; beyond the end the last) becomes proposed, accepted and count.
 
     Returns count int64 [B]: the first count[b] tokens of chosen[b] came out. Raises UnsupportedInput.
     """
-    check_commit(chosen, room, accepted=accepted, proposed=proposed, stops=stops, token=token, left=left, written=written, done=done, out=out,
-                 log=log, round=round)
+    check_commit(
+        chosen,
+        room,
+        accepted=accepted,
+        proposed=proposed,
+        stops=stops,
+        token=token,
+        left=left,
+        written=written,
+        done=done,
+        out=out,
+        log=log,
+        round=round,
+    )
     T = chosen.shape[1]
     place = torch.arange(T, device=chosen.device)
     first_stop = torch.where((chosen.unsqueeze(-1) == stops).any(-1), place, T).amin(1)
@@ -75,21 +111,43 @@ def commit(chosen: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor,
 
 
 def next_sizes(wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Drafts of the next round, int64 [B]: the least of what the policy wants, what the drafter has, and what a row may write beside the token
-    that every round adds. All int64 [B]."""
+    """Drafts of the next round, int64 [B]: the least of what the policy wants, what the drafter has, and what a row may
+    write beside the token that every round adds. All int64 [B]."""
     return torch.minimum(torch.minimum(wanted, offered), (left - 1).clamp(min=0))
 
 
-def record(chosen: torch.Tensor, count: torch.Tensor, wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor, done: torch.Tensor,
-           sizes: torch.Tensor, round: torch.Tensor, records: torch.Tensor, ahead: int = 1) -> None:
+def record(
+    chosen: torch.Tensor,
+    count: torch.Tensor,
+    wanted: torch.Tensor,
+    offered: torch.Tensor,
+    left: torch.Tensor,
+    done: torch.Tensor,
+    sizes: torch.Tensor,
+    round: torch.Tensor,
+    records: torch.Tensor,
+    ahead: int = 1,
+) -> None:
     """What this round says to the host, with sizes of the round that is `ahead` behind it, and sizes of the next one.
 
-    chosen int64 [B, T], of which the first count int64 [B] came out; wanted, offered int64 [B]: drafts that the policy wants and that the
-    drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: records int64 [R, B, HEAD + T or more], whose entry at round mod R becomes
-    round, count, `next_sizes`, done, the chosen tokens and zeros; sizes int64 [B]: what the record of `ahead` − 1 rounds before says (1: this one), no more
-    than is offered and left now; then round int64 [1] (≥ 0) counts one more. Raises UnsupportedInput, also where `ahead` is not 1 … R.
+    chosen int64 [B, T], of which the first count int64 [B] came out; wanted, offered int64 [B]: drafts that the policy
+    wants and that the drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: records int64 [R,
+    B, HEAD + T or more], whose entry at round mod R becomes round, count, `next_sizes`, done, the chosen tokens and
+    zeros; sizes int64 [B]: what the record of `ahead` − 1 rounds before says (1: this one), no more than is offered and
+    left now; then round int64 [1] (≥ 0) counts one more. Raises UnsupportedInput, also where `ahead` is not 1 … R.
     """
-    check_record(chosen, ahead, count=count, wanted=wanted, offered=offered, left=left, done=done, sizes=sizes, round=round, records=records)
+    check_record(
+        chosen,
+        ahead,
+        count=count,
+        wanted=wanted,
+        offered=offered,
+        left=left,
+        done=done,
+        sizes=sizes,
+        round=round,
+        records=records,
+    )
     later = next_sizes(wanted, offered, left)
     head = torch.stack((round.expand_as(count), count, later, done.long()), 1)
     rest = chosen.new_zeros(len(chosen), records.shape[2] - HEAD - chosen.shape[1])

@@ -1,22 +1,42 @@
 """The end of a round on a GPU: one program for all rows, since a launch takes longer than the work of a hundred.
 
-Bit for bit the reference. A program reads all that it updates before it writes: behind the barrier, since one thread writes what others
-read too.
+Bit for bit the reference. A program reads all that it updates before it writes: behind the barrier, since one thread
+writes what others read too.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.commit_rows import reference
-from kernels.commit_rows.reference import HEAD, SIZE
-from kernels.errors import UnsupportedInput
-from kernels.launch import next_power, require_device
+from dsv4.kernels.commit_rows import reference
+from dsv4.kernels.commit_rows.reference import HEAD, SIZE
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import next_power, require_device
 
 
 @triton.jit(do_not_specialize=["B", "T", "room", "width", "entries"])
-def commit_rows(CHOSEN, ACCEPTED, PROPOSED, STOPS, TOKEN, LEFT, WRITTEN, DONE, OUT, LOG, ROUND, COUNT, B, T, S, room, width, entries,
-                BP: tl.constexpr, TP: tl.constexpr):
+def commit_rows(
+    CHOSEN,
+    ACCEPTED,
+    PROPOSED,
+    STOPS,
+    TOKEN,
+    LEFT,
+    WRITTEN,
+    DONE,
+    OUT,
+    LOG,
+    ROUND,
+    COUNT,
+    B,
+    T,
+    S,
+    room,
+    width,
+    entries,
+    BP: tl.constexpr,
+    TP: tl.constexpr,
+):
     """BP, TP: rows and tokens padded to powers of two. width: columns of OUT. entries: of LOG."""
     b, place = tl.arange(0, BP), tl.arange(0, TP).to(tl.int64)
     row, there = b < B, (b < B)[:, None] & (place < T)[None, :]
@@ -47,9 +67,28 @@ def commit_rows(CHOSEN, ACCEPTED, PROPOSED, STOPS, TOKEN, LEFT, WRITTEN, DONE, O
 
 
 @triton.jit(do_not_specialize=["B", "T", "width", "rounds", "ahead"])
-def record_rows(CHOSEN, COUNT, WANTED, OFFERED, LEFT, DONE, SIZES, ROUND, RECORDS, B, T, width, rounds, ahead, FIRST: tl.constexpr,
-                SIZE: tl.constexpr, BP: tl.constexpr, WP: tl.constexpr):
-    """BP, WP: rows, and the `width` numbers of a record, padded to powers of two. FIRST: where its tokens begin; SIZE: where its size is."""
+def record_rows(
+    CHOSEN,
+    COUNT,
+    WANTED,
+    OFFERED,
+    LEFT,
+    DONE,
+    SIZES,
+    ROUND,
+    RECORDS,
+    B,
+    T,
+    width,
+    rounds,
+    ahead,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BP: tl.constexpr,
+    WP: tl.constexpr,
+):
+    """BP, WP: rows, and the `width` numbers of a record, padded to powers of two. FIRST: where its tokens begin; SIZE:
+    where its size is."""
     b, i = tl.arange(0, BP), tl.arange(0, WP)
     row, token, at = b < B, i - FIRST, b.to(tl.int64)
     some = row[:, None] & ((token >= 0) & (token < T))[None, :]
@@ -59,7 +98,8 @@ def record_rows(CHOSEN, COUNT, WANTED, OFFERED, LEFT, DONE, SIZES, ROUND, RECORD
     left, done = tl.load(LEFT + b, mask=row, other=0), tl.load(DONE + b, mask=row, other=0) != 0
     most = tl.minimum(offered, tl.maximum(left - 1, 0))
     later = tl.minimum(wanted, most)
-    before = (number + 1 - ahead + rounds) % rounds  # of 1 round ahead it is this one's own place, which is not written yet
+    # of 1 round ahead it is this one's own place, which is not written yet
+    before = (number + 1 - ahead + rounds) % rounds
     decided = tl.load(RECORDS + (before * B + at) * width + SIZE, mask=row, other=0)
     sizes = tl.where(ahead == 1, later, tl.minimum(decided, most))
     numbers = tl.where(i[None, :] == 0, number, numbers)
@@ -73,33 +113,110 @@ def record_rows(CHOSEN, COUNT, WANTED, OFFERED, LEFT, DONE, SIZES, ROUND, RECORD
     tl.store(ROUND, number + 1)
 
 
-def commit(chosen: torch.Tensor, accepted: torch.Tensor, proposed: torch.Tensor, stops: torch.Tensor, room: int, token: torch.Tensor,
-           left: torch.Tensor, written: torch.Tensor, done: torch.Tensor, out: torch.Tensor, log: torch.Tensor,
-           round: torch.Tensor) -> torch.Tensor:
+def commit(
+    chosen: torch.Tensor,
+    accepted: torch.Tensor,
+    proposed: torch.Tensor,
+    stops: torch.Tensor,
+    room: int,
+    token: torch.Tensor,
+    left: torch.Tensor,
+    written: torch.Tensor,
+    done: torch.Tensor,
+    out: torch.Tensor,
+    log: torch.Tensor,
+    round: torch.Tensor,
+) -> torch.Tensor:
     """As the reference, in one launch. What is updated must be contiguous."""
     require_device("commit_rows.commit", chosen, accepted, proposed, stops, token, left, written, done, out, log, round)
-    reference.check_commit(chosen, room, accepted=accepted, proposed=proposed, stops=stops, token=token, left=left, written=written, done=done,
-                           out=out, log=log, round=round)
+    reference.check_commit(
+        chosen,
+        room,
+        accepted=accepted,
+        proposed=proposed,
+        stops=stops,
+        token=token,
+        left=left,
+        written=written,
+        done=done,
+        out=out,
+        log=log,
+        round=round,
+    )
     _require_contiguous("commit_rows.commit", token=token, left=left, written=written, done=done, out=out, log=log)
     (B, T), count = chosen.shape, torch.empty(len(chosen), dtype=torch.int64, device=chosen.device)
     read = (x.contiguous() for x in (chosen, accepted, proposed, stops))
     BP, TP = max(2, next_power(B)), max(2, next_power(T))
-    commit_rows[(1,)](*read, token, left, written, done.view(torch.uint8), out, log, round, count, B, T, len(stops), room, out.shape[1],
-                      len(log), BP, TP, num_warps=_warps(BP * TP))
+    commit_rows[(1,)](
+        *read,
+        token,
+        left,
+        written,
+        done.view(torch.uint8),
+        out,
+        log,
+        round,
+        count,
+        B,
+        T,
+        len(stops),
+        room,
+        out.shape[1],
+        len(log),
+        BP,
+        TP,
+        num_warps=_warps(BP * TP),
+    )
     return count
 
 
-def record(chosen: torch.Tensor, count: torch.Tensor, wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor, done: torch.Tensor,
-           sizes: torch.Tensor, round: torch.Tensor, records: torch.Tensor, ahead: int = 1) -> None:
+def record(
+    chosen: torch.Tensor,
+    count: torch.Tensor,
+    wanted: torch.Tensor,
+    offered: torch.Tensor,
+    left: torch.Tensor,
+    done: torch.Tensor,
+    sizes: torch.Tensor,
+    round: torch.Tensor,
+    records: torch.Tensor,
+    ahead: int = 1,
+) -> None:
     """As the reference, in one launch. What is updated must be contiguous."""
     require_device("commit_rows.record", chosen, count, wanted, offered, left, done, sizes, round, records)
-    reference.check_record(chosen, ahead, count=count, wanted=wanted, offered=offered, left=left, done=done, sizes=sizes, round=round,
-                           records=records)
+    reference.check_record(
+        chosen,
+        ahead,
+        count=count,
+        wanted=wanted,
+        offered=offered,
+        left=left,
+        done=done,
+        sizes=sizes,
+        round=round,
+        records=records,
+    )
     _require_contiguous("commit_rows.record", sizes=sizes, records=records)
     (B, T), (rounds, _, width) = chosen.shape, records.shape
     *read, done = (x.contiguous() for x in (chosen, count, wanted, offered, left, done))
     BP, WP = max(2, next_power(B)), next_power(width)
-    record_rows[(1,)](*read, done.view(torch.uint8), sizes, round, records, B, T, width, rounds, ahead, HEAD, SIZE, BP, WP, num_warps=_warps(BP * WP))
+    record_rows[(1,)](
+        *read,
+        done.view(torch.uint8),
+        sizes,
+        round,
+        records,
+        B,
+        T,
+        width,
+        rounds,
+        ahead,
+        HEAD,
+        SIZE,
+        BP,
+        WP,
+        num_warps=_warps(BP * WP),
+    )
 
 
 commit.__doc__ = f"{reference.commit.__doc__}\n    {commit.__doc__}"
@@ -109,7 +226,9 @@ record.__doc__ = f"{reference.record.__doc__}\n    {record.__doc__}"
 def _require_contiguous(operation: str, **updated: torch.Tensor) -> None:
     for name, x in updated.items():
         if not x.is_contiguous():
-            raise UnsupportedInput(f"{operation}: {name} is updated in place and has strides {x.stride()}; expected a contiguous tensor")
+            raise UnsupportedInput(
+                f"{operation}: {name} is updated in place and has strides {x.stride()}; expected a contiguous tensor"
+            )
 
 
 def _warps(size: int) -> int:

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.compress import reference
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, require_device
+from dsv4.kernels.compress import reference
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, require_device
 
 CHANNELS = 128  # of a program
 
@@ -15,8 +15,10 @@ CHANNELS = 128  # of a program
 def gated_pool(kv: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     require_device("gated_pool", kv, gate)
     if kv.shape != gate.shape or kv.dtype is not torch.float32 or gate.dtype is not torch.float32:
-        raise UnsupportedInput(f"gated_pool: kv {kv.dtype} {tuple(kv.shape)} and gate {gate.dtype} {tuple(gate.shape)}; "
-                               "expected fp32 of one shape [M, S, D]")
+        raise UnsupportedInput(
+            f"gated_pool: kv {kv.dtype} {tuple(kv.shape)} and gate {gate.dtype} {tuple(gate.shape)}; "
+            "expected fp32 of one shape [M, S, D]"
+        )
     M, S, D = kv.shape
     pooled = torch.empty(M, D, dtype=torch.float32, device=kv.device)
     if not pooled.numel():
@@ -24,8 +26,9 @@ def gated_pool(kv: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if not S:
         return pooled.zero_()
     (slots, warps), pdl = (8, 1) if S <= 8 else (32, 4), dependent_launch(kv.device)
-    _gated_pool[(M, triton.cdiv(D, CHANNELS))](kv, gate, pooled, *kv.stride(), *gate.stride(), S, D, slots, CHANNELS,
-                                               pdl, num_warps=warps, launch_pdl=pdl)
+    _gated_pool[(M, triton.cdiv(D, CHANNELS))](
+        kv, gate, pooled, *kv.stride(), *gate.stride(), S, D, slots, CHANNELS, pdl, num_warps=warps, launch_pdl=pdl
+    )
     return pooled
 
 
@@ -46,8 +49,22 @@ def pool_slots(top, total, pooled, kv, gate):
 
 
 @triton.jit
-def _gated_pool(KV, GATE, Y, kv_window, kv_slot, kv_channel, gate_window, gate_slot, gate_channel, S: tl.constexpr,
-                D: tl.constexpr, SLOTS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+def _gated_pool(
+    KV,
+    GATE,
+    Y,
+    kv_window,
+    kv_slot,
+    kv_channel,
+    gate_window,
+    gate_slot,
+    gate_channel,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    B: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -58,7 +75,10 @@ def _gated_pool(KV, GATE, Y, kv_window, kv_slot, kv_channel, gate_window, gate_s
         s = start + tl.arange(0, SLOTS)
         live = (s[:, None] < S) & (c[None, :] < D)
         kv = tl.load(KV + window * kv_window + s[:, None] * kv_slot + c[None, :] * kv_channel, mask=live, other=0.0)
-        gate = tl.load(GATE + window * gate_window + s[:, None] * gate_slot + c[None, :] * gate_channel, mask=live,
-                       other=float("-inf"))
+        gate = tl.load(
+            GATE + window * gate_window + s[:, None] * gate_slot + c[None, :] * gate_channel,
+            mask=live,
+            other=float("-inf"),
+        )
         top, total, pooled = pool_slots(top, total, pooled, kv, gate)
     tl.store(Y + window * D + c, pooled / total, mask=c < D)

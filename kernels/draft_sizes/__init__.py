@@ -1,5 +1,6 @@
-"""The cost-aware policy of `dsv4.speculation` on a GPU: three launches a round, where tensor operations would be fifty."""
+"""The cost-aware policy of `dsv4.speculation` on a GPU: three launches a round, where tensor operations would be
+fifty."""
 
-from kernels.draft_sizes.triton import choose, observe, weigh
+from dsv4.kernels.draft_sizes.triton import choose, observe, weigh
 
 __all__ = ["choose", "observe", "weigh"]

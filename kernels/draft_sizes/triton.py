@@ -1,14 +1,15 @@
 """Beliefs about drafts and the sizes that follow from them, bit for bit as `dsv4.speculation.cost_aware` computes them.
 
-Each operation is rounded by itself (compiled without fused multiply-add, divisions by IEEE) and sums are folded in halves, as there.
-Shapes and meanings of the tables are those of `dsv4.speculation.cost_aware.Tables`; G = 8 hypotheses, K sizes, B rows.
+Each operation is rounded by itself (compiled without fused multiply-add, divisions by IEEE) and sums are folded in
+halves, as there. Shapes and meanings of the tables are those of `dsv4.speculation.cost_aware.Tables`; G = 8 hypotheses,
+K sizes, B rows.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import next_power, require_device
+from dsv4.kernels.launch import next_power, require_device
 
 GROUPS, OUTCOMES, PROPOSED = 8, 16, 9
 EXACT = {"enable_fp_fusion": False}
@@ -16,11 +17,24 @@ EXACT = {"enable_fp_fusion": False}
 
 @triton.jit
 def fold_groups(P, T, at, mask):
-    """Σ_g P[g] · T[g][at], halves added to each other: T holds GROUPS rows of `mask`-shaped tables, given as pointers for g = 0."""
-    t0, t1 = tl.load(P) * tl.load(T + at, mask=mask, other=0.0), tl.load(P + 1) * tl.load(T + at + 1, mask=mask, other=0.0)
-    t2, t3 = tl.load(P + 2) * tl.load(T + at + 2, mask=mask, other=0.0), tl.load(P + 3) * tl.load(T + at + 3, mask=mask, other=0.0)
-    t4, t5 = tl.load(P + 4) * tl.load(T + at + 4, mask=mask, other=0.0), tl.load(P + 5) * tl.load(T + at + 5, mask=mask, other=0.0)
-    t6, t7 = tl.load(P + 6) * tl.load(T + at + 6, mask=mask, other=0.0), tl.load(P + 7) * tl.load(T + at + 7, mask=mask, other=0.0)
+    """Σ_g P[g] · T[g][at], halves added to each other: T holds GROUPS rows of `mask`-shaped tables, given as pointers
+    for g = 0."""
+    t0, t1 = (
+        tl.load(P) * tl.load(T + at, mask=mask, other=0.0),
+        tl.load(P + 1) * tl.load(T + at + 1, mask=mask, other=0.0),
+    )
+    t2, t3 = (
+        tl.load(P + 2) * tl.load(T + at + 2, mask=mask, other=0.0),
+        tl.load(P + 3) * tl.load(T + at + 3, mask=mask, other=0.0),
+    )
+    t4, t5 = (
+        tl.load(P + 4) * tl.load(T + at + 4, mask=mask, other=0.0),
+        tl.load(P + 5) * tl.load(T + at + 5, mask=mask, other=0.0),
+    )
+    t6, t7 = (
+        tl.load(P + 6) * tl.load(T + at + 6, mask=mask, other=0.0),
+        tl.load(P + 7) * tl.load(T + at + 7, mask=mask, other=0.0),
+    )
     return ((t0 + t4) + (t2 + t6)) + ((t1 + t5) + (t3 + t7))
 
 
@@ -47,10 +61,22 @@ def observe_rows(BELIEF, LIKELIHOOD, STAY, MOVE, ACCEPTED, PROPOSED_, G: tl.cons
 
 
 @triton.jit
-def weigh_rows(BELIEF, VALUE, LATER, PRICE, LIVE, NET, WORTH, K, RESPONSES: tl.constexpr, G: tl.constexpr, A: tl.constexpr,
-               KP: tl.constexpr):
-    """Program b: NET fp32 [B, KP of the pass, KP of the row], −inf beyond K, and what the row adds at each width, WORTH fp32 [rows, KP];
-    a row at rest adds nothing. VALUE [K, G], LATER [A, RESPONSES, K, G]: hypotheses last."""
+def weigh_rows(
+    BELIEF,
+    VALUE,
+    LATER,
+    PRICE,
+    LIVE,
+    NET,
+    WORTH,
+    K,
+    RESPONSES: tl.constexpr,
+    G: tl.constexpr,
+    A: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """Program b: NET fp32 [B, KP of the pass, KP of the row], −inf beyond K, and what the row adds at each width, WORTH
+    fp32 [rows, KP]; a row at rest adds nothing. VALUE [K, G], LATER [A, RESPONSES, K, G]: hypotheses last."""
     b, k, a, w = tl.program_id(0), tl.arange(0, KP), tl.arange(0, A), tl.arange(0, KP)
     P, size = BELIEF + b * G, k < K
     value = fold_groups(P, VALUE, k * G, size)
@@ -70,7 +96,8 @@ def weigh_rows(BELIEF, VALUE, LATER, PRICE, LIVE, NET, WORTH, K, RESPONSES: tl.c
 
 @triton.jit
 def choose_width(NET, WORTH, COST, SIZES, LIVE, PRESSURE, OUT, B, K, CAP, ROWS: tl.constexpr, KP: tl.constexpr):
-    """The pass's width, and OUT int64 [B]: the size of each row, 0 at rest. Of equals the smaller. WORTH [ROWS, KP] is 0 beyond B."""
+    """The pass's width, and OUT int64 [B]: the size of each row, 0 at rest. Of equals the smaller. WORTH [ROWS, KP] is
+    0 beyond B."""
     row, k = tl.arange(0, ROWS), tl.arange(0, KP)
     live = tl.load(LIVE + row, mask=row < B, other=0) != 0
     worth = fold_last(tl.load(WORTH + row[None, :] * KP + k[:, None]), ROWS, KP)
@@ -85,29 +112,50 @@ def choose_width(NET, WORTH, COST, SIZES, LIVE, PRESSURE, OUT, B, K, CAP, ROWS: 
     tl.store(OUT + row, tl.where(live, chosen, 0), mask=row < B)
 
 
-def observe(belief: torch.Tensor, likelihood: torch.Tensor, stay: torch.Tensor, move: torch.Tensor, accepted: torch.Tensor,
-            proposed: torch.Tensor) -> None:
-    """belief fp32 [B, 8], updated in place; likelihood [81, 8], stay [9], move [9, 8]; accepted, proposed int64 or int32 [B]."""
+def observe(
+    belief: torch.Tensor,
+    likelihood: torch.Tensor,
+    stay: torch.Tensor,
+    move: torch.Tensor,
+    accepted: torch.Tensor,
+    proposed: torch.Tensor,
+) -> None:
+    """belief fp32 [B, 8], updated in place; likelihood [81, 8], stay [9], move [9, 8]; accepted, proposed int64 or
+    int32 [B]."""
     require_device("draft_sizes.observe", belief, likelihood, stay, move, accepted, proposed)
-    observe_rows[(len(belief),)](belief, likelihood, stay, move, accepted, proposed, GROUPS, PROPOSED, num_warps=1, **EXACT)
+    observe_rows[(len(belief),)](
+        belief, likelihood, stay, move, accepted, proposed, GROUPS, PROPOSED, num_warps=1, **EXACT
+    )
 
 
-def weigh(belief: torch.Tensor, value: torch.Tensor, later: torch.Tensor, price: torch.Tensor,
-          live: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(net fp32 [B, W, W] by width of the pass and size of the row, −inf beyond K; its maxima fp32 [rows, W], 0 for rows at rest), W and
-    rows powers of two."""
+def weigh(
+    belief: torch.Tensor, value: torch.Tensor, later: torch.Tensor, price: torch.Tensor, live: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(net fp32 [B, W, W] by width of the pass and size of the row, −inf beyond K; its maxima fp32 [rows, W], 0 for
+    rows at rest), W and rows powers of two."""
     B, K = len(belief), len(price)
     wide, rows = next_power(max(K, 2)), max(2, next_power(B))
     net = torch.empty(B, wide, wide, device=belief.device)
     worth = torch.zeros(rows, wide, device=belief.device)
-    weigh_rows[(B,)](belief, value, later, price, live, net, worth, K, later.shape[1], GROUPS, OUTCOMES, wide, num_warps=4, **EXACT)
+    weigh_rows[(B,)](
+        belief, value, later, price, live, net, worth, K, later.shape[1], GROUPS, OUTCOMES, wide, num_warps=4, **EXACT
+    )
     return net, worth
 
 
-def choose(belief: torch.Tensor, value: torch.Tensor, later: torch.Tensor, price: torch.Tensor, cost: torch.Tensor, sizes: torch.Tensor,
-           live: torch.Tensor, pressure: torch.Tensor, cap: int) -> torch.Tensor:
-    """Sizes int64 [B]. belief fp32 [B, 8]; value [K, 8], later [16, R, K, 8] (hypotheses last), price [K, K], cost [K] fp32; sizes int64
-    [K]; live bool [B], pressure bool scalar on the device; cap: the largest size under pressure."""
+def choose(
+    belief: torch.Tensor,
+    value: torch.Tensor,
+    later: torch.Tensor,
+    price: torch.Tensor,
+    cost: torch.Tensor,
+    sizes: torch.Tensor,
+    live: torch.Tensor,
+    pressure: torch.Tensor,
+    cap: int,
+) -> torch.Tensor:
+    """Sizes int64 [B]. belief fp32 [B, 8]; value [K, 8], later [16, R, K, 8] (hypotheses last), price [K, K], cost [K]
+    fp32; sizes int64 [K]; live bool [B], pressure bool scalar on the device; cap: the largest size under pressure."""
     require_device("draft_sizes.choose", belief, value, later, price, cost, sizes, live, pressure)
     B, K, live, pressure = len(belief), len(sizes), live.view(torch.uint8), pressure.view(torch.uint8)
     net, worth = weigh(belief, value, later, price, live)

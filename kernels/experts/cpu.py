@@ -7,14 +7,14 @@ costs more than their arithmetic, so the k matrices are gathered and multiplied 
 import torch
 import torch.nn.functional as F
 
-from kernels.experts import reference
-from kernels.experts.reference import clamped_swiglu, expert
-from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.quantize.kept import dequantised_stack
-from kernels.quantize.reference import simulate_fp8_blocks
-from kernels.quantize.weights import PackedWeight, WeightFormat
+from dsv4.kernels.experts import reference
+from dsv4.kernels.experts.reference import clamped_swiglu, expert
+from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
+from dsv4.kernels.quantize.kept import dequantised_stack
+from dsv4.kernels.quantize.reference import simulate_fp8_blocks
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 
-MAX_PAIRS = 16       # (token, expert) pairs
+MAX_PAIRS = 16  # (token, expert) pairs
 MAX_GATHERED = 1 << 24  # weights gathered at once
 
 
@@ -31,11 +31,12 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
         y = F.linear(inputs if same else inputs.float(), tall.view(k * I2, D)).view(k, I2).to(x.dtype)
     else:
         y = _products(inputs.repeat_interleave(k, 0), w13, flat)
-    h = clamped_swiglu(y[:, :I2 // 2], y[:, I2 // 2:], limit).mul_(routing.view(-1, 1)).to(x.dtype)
+    h = clamped_swiglu(y[:, : I2 // 2], y[:, I2 // 2 :], limit).mul_(routing.view(-1, 1)).to(x.dtype)
     if simulate:
         h = simulate_fp8_blocks(h, ACTIVATION_BLOCK)
     if N == 1 and w2.weight.dtype is torch.float32 is x.dtype:
-        return torch.addbmm(h[0, 0], w2.weight.index_select(0, flat), h.unsqueeze(-1), beta=0).view(1, D)  # sums over the k experts
+        # sums over the k experts
+        return torch.addbmm(h[0, 0], w2.weight.index_select(0, flat), h.unsqueeze(-1), beta=0).view(1, D)
     return _products(h, w2, flat).float().view(N, k, D).sum(1)
 
 

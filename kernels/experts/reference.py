@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.linear.reference import linear
-from kernels.quantize.weights import PackedWeight
+from dsv4.kernels.linear.reference import linear
+from dsv4.kernels.quantize.weights import PackedWeight
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -12,7 +12,9 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.
     return F.silu(gate.float().clamp_(max=limit)).mul_(up.float().clamp_(-limit, limit))
 
 
-def shared_expert(x, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
+def shared_expert(
+    x, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float, simulate: bool
+) -> torch.Tensor:
     """w2·(silu(min(w1 x, limit))·clamp(w3 x, ±limit)): x [N, D] → fp32 [N, D]. w1 gate, w3 up, w2 down."""
     h = clamped_swiglu(linear(x, w1, simulate), linear(x, w3, simulate), limit).to(x.dtype)
     return linear(h, w2, simulate).float()
@@ -43,10 +45,16 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
 
 def expert(w: PackedWeight, e) -> PackedWeight:
     """Matrix e of a stack, or the stack of several for an index tensor."""
-    pick = (lambda t: None if t is None else t[e]) if isinstance(e, int) else (lambda t: None if t is None else _rows(t, e))
+    pick = (
+        (lambda t: None if t is None else t[e])
+        if isinstance(e, int)
+        else (lambda t: None if t is None else _rows(t, e))
+    )
     return PackedWeight(w.format, pick(w.weight), pick(w.scale), pick(w.global_scale), w.block)
 
 
 def _rows(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """index_select on dim 0, which float8 dtypes lack: through their bytes."""
-    return t.view(torch.uint8).index_select(0, index).view(t.dtype) if t.dtype.itemsize == 1 else t.index_select(0, index)
+    return (
+        t.view(torch.uint8).index_select(0, index).view(t.dtype) if t.dtype.itemsize == 1 else t.index_select(0, index)
+    )

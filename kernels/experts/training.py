@@ -5,11 +5,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.experts import reference
-from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.training import linear
-from kernels.quantize.training import simulate_fp8_blocks
-from kernels.quantize.weights import PackedWeight
+from dsv4.kernels.experts import reference
+from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
+from dsv4.kernels.linear.training import linear
+from dsv4.kernels.quantize.training import simulate_fp8_blocks
+from dsv4.kernels.quantize.weights import PackedWeight
 
 
 def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
@@ -17,7 +17,8 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
     E = w13.weight.shape[0]
     chosen, order = torch.sort(indices.flatten(), stable=True)  # sorted place → (token, slot)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(N * k, device=x.device))
-    ends = torch.searchsorted(chosen, torch.arange(E, device=x.device), right=True)  # bincount would wait for the device
+    # bincount would wait for the device
+    ends = torch.searchsorted(chosen, torch.arange(E, device=x.device), right=True)
     rows = _Spread.apply(simulate_fp8_blocks(x, ACTIVATION_BLOCK) if simulate else x, order // k, place, k)
     h = _swiglu(_grouped(rows, w13.weight, ends), routing.flatten()[order], limit)
     if simulate:
@@ -25,7 +26,9 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
     return _Gather.apply(_grouped(h, w2.weight, ends), order // k, place, k)
 
 
-def shared_expert(x, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
+def shared_expert(
+    x, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float, simulate: bool
+) -> torch.Tensor:
     if simulate:
         x = simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     y = torch.cat((linear(x, w1), linear(x, w3)), -1)
@@ -56,7 +59,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        place, = ctx.saved_tensors
+        (place,) = ctx.saved_tensors
         return grad.index_select(0, place).view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
 
 
@@ -70,12 +73,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        token, = ctx.saved_tensors
+        (token,) = ctx.saved_tensors
         return grad.index_select(0, token), None, None, None
 
 
 def _swiglu(y: torch.Tensor, weight: torch.Tensor | None, limit: float) -> torch.Tensor:
-    """weight · silu(min(gate, limit)) · clamp(up, ±limit): y [M, 2I] (gate, then up), weight fp32 [M] or None → [M, I]."""
+    """weight · silu(min(gate, limit)) · clamp(up, ±limit): y [M, 2I] (gate, then up), weight fp32 [M] or None → [M,
+    I]."""
     if y.is_cuda:
         return _SwiGLU.apply(y, weight, limit)
     gate, up = y.float().chunk(2, -1)
@@ -89,8 +93,16 @@ class _SwiGLU(torch.autograd.Function):
         y = y.contiguous()
         M, I2 = y.shape
         h = y.new_empty(M, I2 // 2)
-        _swiglu_forward[(M,)](y, y if weight is None else weight, h, I2 // 2, limit, weight is not None,
-                              triton.next_power_of_2(I2 // 2), num_warps=2)
+        _swiglu_forward[(M,)](
+            y,
+            y if weight is None else weight,
+            h,
+            I2 // 2,
+            limit,
+            weight is not None,
+            triton.next_power_of_2(I2 // 2),
+            num_warps=2,
+        )
         ctx.save_for_backward(y, weight)
         ctx.limit = limit
         return h
@@ -100,8 +112,18 @@ class _SwiGLU(torch.autograd.Function):
         y, weight = ctx.saved_tensors
         dy, dw = torch.empty_like(y), None if weight is None else torch.empty_like(weight)
         I = y.shape[1] // 2
-        _swiglu_back[(y.shape[0],)](y, y if weight is None else weight, grad.contiguous(), dy, dy if weight is None else dw, I,
-                                    ctx.limit, weight is not None, triton.next_power_of_2(I), num_warps=2)
+        _swiglu_back[(y.shape[0],)](
+            y,
+            y if weight is None else weight,
+            grad.contiguous(),
+            dy,
+            dy if weight is None else dw,
+            I,
+            ctx.limit,
+            weight is not None,
+            triton.next_power_of_2(I),
+            num_warps=2,
+        )
         return dy, dw, None
 
 

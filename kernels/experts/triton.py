@@ -1,40 +1,56 @@
 """SwiGLU experts on a GPU.
 
-Few tokens, of all (TOKENS at most) or an expert (MEAN): the weights' bytes are the time, and they are streamed once for all
-tokens of an expert (`triton_few`): sort, first product with SwiGLU, second product, sum; one token needs no sort. More tokens,
-and weights that do not stream, go step by step through tiles (`triton_many`).
+Few tokens, of all (TOKENS at most) or an expert (MEAN): the weights' bytes are the time, and they are streamed once for
+all tokens of an expert (`triton_few`): sort, first product with SwiGLU, second product, sum; one token needs no sort.
+More tokens, and weights that do not stream, go step by step through tiles (`triton_many`).
 """
 
 import torch
 import triton
 
-from kernels.errors import UnsupportedInput
-from kernels.experts import reference
-from kernels.experts.triton_few import add_pairs
-from kernels.experts.triton_many import tile_experts, tile_shared
-from kernels.experts.triton_stream import Routed, Shared, stream_experts
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.linear.triton_streams import TOKENS
-from kernels.linear.triton_weights import Held, check, hold
-from kernels.quantize.weights import PackedWeight
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.experts import reference
+from dsv4.kernels.experts.triton_few import add_pairs
+from dsv4.kernels.experts.triton_many import tile_experts, tile_shared
+from dsv4.kernels.experts.triton_stream import Routed, Shared, stream_experts
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.linear.triton_streams import TOKENS
+from dsv4.kernels.linear.triton_weights import Held, check, hold
+from dsv4.kernels.quantize.weights import PackedWeight
 
 MEAN = 8  # pairs an expert, on average, up to which weights are streamed
 SUM_TILE = 1024
 
 
-def experts(x: torch.Tensor, indices: torch.Tensor, routing: torch.Tensor, w13: PackedWeight, w2: PackedWeight, limit: float,
-            simulate: bool) -> torch.Tensor:
+def experts(
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    routing: torch.Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    limit: float,
+    simulate: bool,
+) -> torch.Tensor:
     return _mixture("experts", x, (indices, routing, w13, w2), None, limit, simulate, False, torch.float32)
 
 
-def shared_expert(x: torch.Tensor, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float,
-                  simulate: bool) -> torch.Tensor:
+def shared_expert(
+    x: torch.Tensor, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float, simulate: bool
+) -> torch.Tensor:
     return _mixture("shared_expert", x, None, (w1, w3, w2), limit, False, simulate, torch.float32)
 
 
-def moe(x: torch.Tensor, indices: torch.Tensor, routing: torch.Tensor, w13: PackedWeight, w2: PackedWeight,
-        shared: tuple[PackedWeight, PackedWeight, PackedWeight], limit: float, simulate: bool,
-        simulate_shared: bool) -> torch.Tensor:
+def moe(
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    routing: torch.Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    shared: tuple[PackedWeight, PackedWeight, PackedWeight],
+    limit: float,
+    simulate: bool,
+    simulate_shared: bool,
+) -> torch.Tensor:
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in x.dtype."""
     return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, x.dtype)
 
@@ -42,9 +58,18 @@ def moe(x: torch.Tensor, indices: torch.Tensor, routing: torch.Tensor, w13: Pack
 experts.__doc__, shared_expert.__doc__ = reference.experts.__doc__, reference.shared_expert.__doc__
 
 
-def _mixture(name: str, x: torch.Tensor, routed: tuple | None, shared: tuple | None, limit: float, simulate: bool,
-             simulate_shared: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Σ over the routed experts (indices, routing, w13, w2), and the shared one (w1, w3, w2), of those that are not None."""
+def _mixture(
+    name: str,
+    x: torch.Tensor,
+    routed: tuple | None,
+    shared: tuple | None,
+    limit: float,
+    simulate: bool,
+    simulate_shared: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Σ over the routed experts (indices, routing, w13, w2), and the shared one (w1, w3, w2), of those that are not
+    None."""
     N, d = x.shape
     x = check(name, x, d)
     require_device(name, x)
@@ -59,16 +84,18 @@ def _mixture(name: str, x: torch.Tensor, routed: tuple | None, shared: tuple | N
     fused = beside is not None and beside.streams and N <= TOKENS
     y = ys = None
     if streams or fused:
-        y, ys = stream_experts(x, pairs if streams else None, beside if fused else None, limit, simulate, simulate_shared,
-                               alone)
+        y, ys = stream_experts(
+            x, pairs if streams else None, beside if fused else None, limit, simulate, simulate_shared, alone
+        )
     if pairs is not None and not streams:
         y = tile_experts(name, x, pairs, limit, simulate)
     if shared is not None and not fused:
         ys = tile_shared(name, x, shared, limit, simulate_shared, alone)
     if pairs is not None:
         block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
-        add_pairs[(N, triton.cdiv(d, block))](y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4,
-                                              launch_pdl=early)
+        add_pairs[(N, triton.cdiv(d, block))](
+            y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4, launch_pdl=early
+        )
     return out
 
 
@@ -93,9 +120,12 @@ def _shared(name: str, x: torch.Tensor, shared: tuple | None, simulate: bool) ->
 
 
 def _refuse(name: str, x: torch.Tensor, first: Held, second: Held, rows: int, simulate: bool) -> None:
-    """Raises UnsupportedInput for dense weights that are to be simulated, and for shapes that do not belong together."""
+    """Raises UnsupportedInput for dense weights that are to be simulated, and for shapes that do not belong
+    together."""
     if simulate and (first.scale is None or second.scale is None):
         raise UnsupportedInput("activations are quantised for FP8 and FP4 weights only; this weight is dense")
     if first.O != rows or first.K != x.shape[1] or second.O != x.shape[1]:
-        raise UnsupportedInput(f"{name}: x of {x.shape[1]} columns, first weight {tuple(first.weight.shape)} in {first.format} "
-                               f"and second {tuple(second.weight.shape)} in {second.format} do not belong together")
+        raise UnsupportedInput(
+            f"{name}: x of {x.shape[1]} columns, first weight {tuple(first.weight.shape)} in {first.format} "
+            f"and second {tuple(second.weight.shape)} in {second.format} do not belong together"
+        )

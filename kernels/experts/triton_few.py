@@ -1,11 +1,12 @@
-"""Experts of a few tokens: each expert's weights are streamed once for all of its tokens, the shared expert's beside them."""
+"""Experts of a few tokens: each expert's weights are streamed once for all of its tokens, the shared expert's beside
+them."""
 
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_skinny import skinny, tokens
-from kernels.linear.triton_words import announce, await_others, begin
-from kernels.quantize.triton_codes import narrow, rounded, widen
+from dsv4.kernels.linear.triton_skinny import skinny, tokens
+from dsv4.kernels.linear.triton_words import announce, await_others, begin
+from dsv4.kernels.quantize.triton_codes import narrow, rounded, widen
 
 
 @triton.jit
@@ -45,17 +46,67 @@ def swiglu(gate, up, limit):
 
 
 @triton.jit
-def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP, G, G_UP, row, I: tl.constexpr, limit, ROUTING,
-          H, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
-          BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr = 0):
-    """Columns row … row + 4·RH of the hidden state of `count` pairs from place `first` on; EACH pairs share a row of X."""
+def _hide(
+    X,
+    x_stride,
+    ORDER,
+    first,
+    count,
+    EACH: tl.constexpr,
+    W,
+    W_UP,
+    S,
+    S_UP,
+    G,
+    G_UP,
+    row,
+    I: tl.constexpr,
+    limit,
+    ROUTING,
+    H,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    NH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    SIMULATE: tl.constexpr,
+    APART: tl.constexpr,
+    EARLY: tl.constexpr = 0,
+):
+    """Columns row … row + 4·RH of the hidden state of `count` pairs from place `first` on; EACH pairs share a row of
+    X."""
     T: tl.constexpr = 2 if APART else 8 * NH
     n, mine = tokens(KS, NH, APART)
     t = tl.arange(0, T)
     ids = _ids(ORDER, first, t, count)
     at = _ids(ORDER, first, n, count) // EACH * x_stride
-    y = skinny(X, at, mine & (n < count), W, S, row, I, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, W_UP, S_UP, APART=APART,
-               row_at=ids // EACH * x_stride, count=count, EARLY=EARLY)
+    y = skinny(
+        X,
+        at,
+        mine & (n < count),
+        W,
+        S,
+        row,
+        I,
+        K,
+        KS,
+        RH,
+        NH,
+        FORMAT,
+        FP32,
+        BO,
+        BK,
+        SIMULATE,
+        W_UP,
+        S_UP,
+        APART=APART,
+        row_at=ids // EACH * x_stride,
+        count=count,
+        EARLY=EARLY,
+    )
     gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, T]), (0, 2, 3, 1)))
     if G is not None:
         gate, up = gate * tl.load(G), up * tl.load(G_UP)
@@ -65,32 +116,106 @@ def _hide(X, x_stride, ORDER, first, count, EACH: tl.constexpr, W, W_UP, S, S_UP
     if ROUTING is not None:
         h *= tl.load(ROUTING + ids, mask=t < count, other=0.0)[None, :]
     o = row + tl.arange(0, 4 * RH)
-    tl.store(H + ids[None, :] * I + o[:, None], narrow(h, H.dtype.element_ty), mask=(o[:, None] < I) & (t[None, :] < count))
+    tl.store(
+        H + ids[None, :] * I + o[:, None], narrow(h, H.dtype.element_ty), mask=(o[:, None] < I) & (t[None, :] < count)
+    )
 
 
 @triton.jit(do_not_specialize=["N", "blocks"])
-def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G, H, W1, W3, S1, S3, G1, G3, HS, limit, blocks,
-         EACH: tl.constexpr, I: tl.constexpr, K: tl.constexpr, NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
-         FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr,
-         APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr, I_S: tl.constexpr,
-         RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr, BO_S: tl.constexpr, BK_S: tl.constexpr,
-         SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, NH_S: tl.constexpr, EARLY: tl.constexpr,
-         SPLIT: tl.constexpr):
+def hide(
+    X,
+    x_stride,
+    XS,
+    xs_stride,
+    N,
+    INDICES,
+    ORDER,
+    TABLE,
+    ROUTING,
+    W,
+    S,
+    G,
+    H,
+    W1,
+    W3,
+    S1,
+    S3,
+    G1,
+    G3,
+    HS,
+    limit,
+    blocks,
+    EACH: tl.constexpr,
+    I: tl.constexpr,
+    K: tl.constexpr,
+    NH: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    SIMULATE: tl.constexpr,
+    APART: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    PARTS: tl.constexpr,
+    I_S: tl.constexpr,
+    RH_S: tl.constexpr,
+    FORMAT_S: tl.constexpr,
+    FP32_S: tl.constexpr,
+    BO_S: tl.constexpr,
+    BK_S: tl.constexpr,
+    SIMULATE_S: tl.constexpr,
+    APART_S: tl.constexpr,
+    NH_S: tl.constexpr,
+    EARLY: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     """First product and SwiGLU: H [P, I] of the pairs, HS [N, I_S] of the shared expert, both in x.dtype.
 
-    Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S: stacks of
-    matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X, XS:
-    rows for either. APART is for blocks of up to two pairs. SPLIT, where there may be larger ones: 1, two pairs at a time, so that a
-    pair has the bits that it has alone, at the price of reading weights again, mostly from caches; 2, not taken apart, of fewer
-    rows, since they hold more in registers.
+    Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S:
+    stacks of matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared
+    expert. X, XS:
+    rows for either. APART is for blocks of up to two pairs. SPLIT, where there may be larger ones: 1, two pairs at a
+    time, so that a pair has the bits that it has alone, at the price of reading weights again, mostly from caches; 2,
+    not taken apart, of fewer rows, since they hold more in registers.
     """
     announce(EARLY)
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
     programs = tl.num_programs(0)
     if W1 is not None:
         for tile in range(tl.program_id(0), shared, programs):
-            _hide(XS, xs_stride, None, 0, N, 1, W1, W3, S1, S3, G1, G3, tile * 4 * RH_S, I_S, limit, None, HS, K, KS, RH_S, NH_S,
-                  FORMAT_S, FP32_S, BO_S, BK_S, SIMULATE_S, APART_S, EARLY)
+            _hide(
+                XS,
+                xs_stride,
+                None,
+                0,
+                N,
+                1,
+                W1,
+                W3,
+                S1,
+                S3,
+                G1,
+                G3,
+                tile * 4 * RH_S,
+                I_S,
+                limit,
+                None,
+                HS,
+                K,
+                KS,
+                RH_S,
+                NH_S,
+                FORMAT_S,
+                FP32_S,
+                BO_S,
+                BK_S,
+                SIMULATE_S,
+                APART_S,
+                EARLY,
+            )
     if W is not None:
         await_others(EARLY)  # for those whose experts are
         ROWS: tl.constexpr = (I + 4 * RH - 1) // (4 * RH)
@@ -106,26 +231,148 @@ def hide(X, x_stride, XS, xs_stride, N, INDICES, ORDER, TABLE, ROUTING, W, S, G,
                 row = tile % ROWS * 4 * RH
                 if SPLIT == 1:
                     for pair in range(0, count, 2):
-                        _hide(X, x_stride, ORDER, first + pair, tl.minimum(count - pair, 2), EACH, w, w + WORDS // 2, s, s_up, g, g_up,
-                              row, I, limit, ROUTING, H, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
+                        _hide(
+                            X,
+                            x_stride,
+                            ORDER,
+                            first + pair,
+                            tl.minimum(count - pair, 2),
+                            EACH,
+                            w,
+                            w + WORDS // 2,
+                            s,
+                            s_up,
+                            g,
+                            g_up,
+                            row,
+                            I,
+                            limit,
+                            ROUTING,
+                            H,
+                            K,
+                            KS,
+                            RH,
+                            NH,
+                            FORMAT,
+                            FP32,
+                            BO,
+                            BK,
+                            SIMULATE,
+                            APART,
+                        )
                 elif SPLIT == 2 and count > 2:
-                    for half in range(0, RH // 2):
-                        _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row + 8 * half, I, limit,
-                              ROUTING, H, K, KS, 2, NH, FORMAT, FP32, BO, BK, SIMULATE, False)
+                    for half in range(RH // 2):
+                        _hide(
+                            X,
+                            x_stride,
+                            ORDER,
+                            first,
+                            count,
+                            EACH,
+                            w,
+                            w + WORDS // 2,
+                            s,
+                            s_up,
+                            g,
+                            g_up,
+                            row + 8 * half,
+                            I,
+                            limit,
+                            ROUTING,
+                            H,
+                            K,
+                            KS,
+                            2,
+                            NH,
+                            FORMAT,
+                            FP32,
+                            BO,
+                            BK,
+                            SIMULATE,
+                            False,
+                        )
                 else:
-                    _hide(X, x_stride, ORDER, first, count, EACH, w, w + WORDS // 2, s, s_up, g, g_up, row, I, limit, ROUTING, H, K,
-                          KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE, APART)
+                    _hide(
+                        X,
+                        x_stride,
+                        ORDER,
+                        first,
+                        count,
+                        EACH,
+                        w,
+                        w + WORDS // 2,
+                        s,
+                        s_up,
+                        g,
+                        g_up,
+                        row,
+                        I,
+                        limit,
+                        ROUTING,
+                        H,
+                        K,
+                        KS,
+                        RH,
+                        NH,
+                        FORMAT,
+                        FP32,
+                        BO,
+                        BK,
+                        SIMULATE,
+                        APART,
+                    )
 
 
 @triton.jit
-def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
-             RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
-             SIMULATE: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr = 0):
+def _project(
+    H,
+    ORDER,
+    first,
+    count,
+    W,
+    S,
+    G,
+    PARTS: tl.constexpr,
+    row,
+    Y,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    NH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    SIMULATE: tl.constexpr,
+    APART: tl.constexpr,
+    EARLY: tl.constexpr = 0,
+):
     n, mine = tokens(KS, NH, APART)
     o, t = row + tl.arange(0, 8 * RH), tl.arange(0, 2 if APART else 8 * NH)
     ids = _ids(ORDER, first, t, count)
-    y = skinny(H, _ids(ORDER, first, n, count) * K, mine & (n < count), W, S, row, D, K, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE,
-               APART=APART, row_at=ids * K, count=count, EARLY=EARLY)
+    y = skinny(
+        H,
+        _ids(ORDER, first, n, count) * K,
+        mine & (n < count),
+        W,
+        S,
+        row,
+        D,
+        K,
+        KS,
+        RH,
+        NH,
+        FORMAT,
+        FP32,
+        BO,
+        BK,
+        SIMULATE,
+        APART=APART,
+        row_at=ids * K,
+        count=count,
+        EARLY=EARLY,
+    )
     if G is not None:
         y *= tl.load(G + tl.minimum(o, D - 1) // (D // PARTS))[:, None]
     y = narrow(rounded(y, H.dtype.element_ty), Y.dtype.element_ty)
@@ -133,20 +380,80 @@ def _project(H, ORDER, first, count, W, S, G, PARTS: tl.constexpr, row, Y, D: tl
 
 
 @triton.jit(do_not_specialize=["N", "blocks"])
-def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks, D: tl.constexpr, I: tl.constexpr,
-            NH: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
-            BK: tl.constexpr, SIMULATE: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-            PARTS: tl.constexpr, I_S: tl.constexpr, RH_S: tl.constexpr, FORMAT_S: tl.constexpr, FP32_S: tl.constexpr,
-            BO_S: tl.constexpr, BK_S: tl.constexpr, SIMULATE_S: tl.constexpr, APART_S: tl.constexpr, PARTS_S: tl.constexpr,
-            NH_S: tl.constexpr, EARLY: tl.constexpr, SPLIT: tl.constexpr):
-    """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See `hide`."""
+def project(
+    H,
+    N,
+    INDICES,
+    ORDER,
+    TABLE,
+    W,
+    S,
+    G,
+    Y,
+    HS,
+    W2,
+    S2,
+    G2,
+    YS,
+    blocks,
+    D: tl.constexpr,
+    I: tl.constexpr,
+    NH: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    SIMULATE: tl.constexpr,
+    APART: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    PARTS: tl.constexpr,
+    I_S: tl.constexpr,
+    RH_S: tl.constexpr,
+    FORMAT_S: tl.constexpr,
+    FP32_S: tl.constexpr,
+    BO_S: tl.constexpr,
+    BK_S: tl.constexpr,
+    SIMULATE_S: tl.constexpr,
+    APART_S: tl.constexpr,
+    PARTS_S: tl.constexpr,
+    NH_S: tl.constexpr,
+    EARLY: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See
+    `hide`."""
     announce(EARLY)
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
     programs = tl.num_programs(0)
     if W2 is not None:
         for tile in range(tl.program_id(0), shared, programs):
-            _project(HS, None, 0, N, W2, S2, G2, PARTS_S, tile * 8 * RH_S, YS, D, I_S, KS, RH_S, NH_S, FORMAT_S, FP32_S, BO_S, BK_S,
-                     SIMULATE_S, APART_S, EARLY)
+            _project(
+                HS,
+                None,
+                0,
+                N,
+                W2,
+                S2,
+                G2,
+                PARTS_S,
+                tile * 8 * RH_S,
+                YS,
+                D,
+                I_S,
+                KS,
+                RH_S,
+                NH_S,
+                FORMAT_S,
+                FP32_S,
+                BO_S,
+                BK_S,
+                SIMULATE_S,
+                APART_S,
+                EARLY,
+            )
     if W is not None:
         await_others(EARLY)
         ROWS: tl.constexpr = (D + 8 * RH - 1) // (8 * RH)
@@ -159,15 +466,78 @@ def project(H, N, INDICES, ORDER, TABLE, W, S, G, Y, HS, W2, S2, G2, YS, blocks,
                 w, row = W + e.to(tl.int64) * WORDS, tile % ROWS * 8 * RH
                 if SPLIT == 1:
                     for pair in range(0, count, 2):
-                        _project(H, ORDER, first + pair, tl.minimum(count - pair, 2), w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT,
-                                 FP32, BO, BK, SIMULATE, APART)
+                        _project(
+                            H,
+                            ORDER,
+                            first + pair,
+                            tl.minimum(count - pair, 2),
+                            w,
+                            s,
+                            g,
+                            PARTS,
+                            row,
+                            Y,
+                            D,
+                            I,
+                            KS,
+                            RH,
+                            NH,
+                            FORMAT,
+                            FP32,
+                            BO,
+                            BK,
+                            SIMULATE,
+                            APART,
+                        )
                 elif SPLIT == 2 and count > 2:
-                    for half in range(0, RH // 2):
-                        _project(H, ORDER, first, count, w, s, g, PARTS, row + 16 * half, Y, D, I, KS, 2, NH, FORMAT, FP32, BO, BK,
-                                 SIMULATE, False)
+                    for half in range(RH // 2):
+                        _project(
+                            H,
+                            ORDER,
+                            first,
+                            count,
+                            w,
+                            s,
+                            g,
+                            PARTS,
+                            row + 16 * half,
+                            Y,
+                            D,
+                            I,
+                            KS,
+                            2,
+                            NH,
+                            FORMAT,
+                            FP32,
+                            BO,
+                            BK,
+                            SIMULATE,
+                            False,
+                        )
                 else:
-                    _project(H, ORDER, first, count, w, s, g, PARTS, row, Y, D, I, KS, RH, NH, FORMAT, FP32, BO, BK, SIMULATE,
-                             APART)
+                    _project(
+                        H,
+                        ORDER,
+                        first,
+                        count,
+                        w,
+                        s,
+                        g,
+                        PARTS,
+                        row,
+                        Y,
+                        D,
+                        I,
+                        KS,
+                        RH,
+                        NH,
+                        FORMAT,
+                        FP32,
+                        BO,
+                        BK,
+                        SIMULATE,
+                        APART,
+                    )
 
 
 @triton.jit

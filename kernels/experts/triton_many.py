@@ -4,17 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.experts.triton_few import swiglu
-from kernels.experts.triton_order import blocks_of, sort_pairs
-from kernels.experts.triton_stream import Routed
-from kernels.launch import dot_in_fp32, next_power
-from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton import products, stages, tile_columns
-from kernels.linear.triton_tiles import arrange, in_order, order, tile_product, tile_words, whole_lanes
-from kernels.linear.triton_weights import Held
-from kernels.quantize.triton import simulate_fp8_blocks
-from kernels.quantize.triton_codes import narrow, widen
-from kernels.quantize.weights import PackedWeight
+from dsv4.kernels.experts.triton_few import swiglu
+from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
+from dsv4.kernels.experts.triton_stream import Routed
+from dsv4.kernels.launch import dot_in_fp32, next_power
+from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
+from dsv4.kernels.linear.triton import products, stages, tile_columns
+from dsv4.kernels.linear.triton_tiles import arrange, in_order, order, tile_product, tile_words, whole_lanes
+from dsv4.kernels.linear.triton_weights import Held
+from dsv4.kernels.quantize.triton import simulate_fp8_blocks
+from dsv4.kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.quantize.weights import PackedWeight
 
 GATE_TILE = 1024
 
@@ -39,15 +39,16 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
 
 
 def tile_tokens(P: int, E: int, most: int) -> int:
-    """Tokens of a tile: a third more than an expert has on average, as most then need one tile, and none much too large."""
+    """Tokens of a tile: a third more than an expert has on average, as most then need one tile, and none much too
+    large."""
     return next(t for t in (16, 32, 64, 128) if t >= min(4 * P // (3 * E), most))
 
 
 def tile_shape(name: str, w: Held, bt: int, fp32: bool) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile with `bt` tokens.
 
-    An FP4 tile spends its time on dequantising; 4 warps leave room for a second program beside it, and their loads of scales are
-    wide enough to be begun ahead. Of 16 tokens there are products for fewer rows, and bytes to wait for.
+    An FP4 tile spends its time on dequantising; 4 warps leave room for a second program beside it, and their loads of
+    scales are wide enough to be begun ahead. Of 16 tokens there are products for fewer rows, and bytes to wait for.
     """
     columns = tile_columns(name, w, fp32)
     if fp32:
@@ -57,8 +58,14 @@ def tile_shape(name: str, w: Held, bt: int, fp32: bool) -> tuple[int, int, int]:
     return (128, columns, 8 if bt > 64 else 4) if bt >= 64 else (64, columns, 4)
 
 
-def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWeight, PackedWeight], limit: float,
-                simulate: bool, out: torch.Tensor | None) -> torch.Tensor:
+def tile_shared(
+    name: str,
+    x: torch.Tensor,
+    shared: tuple[PackedWeight, PackedWeight, PackedWeight],
+    limit: float,
+    simulate: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     """The shared expert [N, d] in x.dtype, or, rounded to it, into `out`: two products, SwiGLU, product."""
     w1, w3, w2 = shared
     gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
@@ -69,23 +76,74 @@ def tile_shared(name: str, x: torch.Tensor, shared: tuple[PackedWeight, PackedWe
     return y if out is None else out.copy_(y)
 
 
-def _product(name: str, x: torch.Tensor, w: Held, y: torch.Tensor, places: torch.Tensor, table: torch.Tensor, each: int,
-             bt: int, fp32: bool) -> None:
+def _product(
+    name: str,
+    x: torch.Tensor,
+    w: Held,
+    y: torch.Tensor,
+    places: torch.Tensor,
+    table: torch.Tensor,
+    each: int,
+    bt: int,
+    fp32: bool,
+) -> None:
     """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
     bo, bk, warps = tile_shape(name, w, bt, fp32)
     blocks = blocks_of(y.shape[0], w.weight.shape[0], bt)
     weight = tile_words(w)
     scales = 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1]
     _expert_product[(triton.cdiv(w.O, bo), blocks)](
-        x, x.stride(0), places, table, weight, w.scale, w.glob, y, blocks, each, w.O, w.K, bo, bt, bk,
-        w.format, fp32, *w.block, weight.shape[-2] * weight.shape[-1], scales, w.parts, num_warps=warps,
-        num_stages=1 if fp32 else stages(x.device))
+        x,
+        x.stride(0),
+        places,
+        table,
+        weight,
+        w.scale,
+        w.glob,
+        y,
+        blocks,
+        each,
+        w.O,
+        w.K,
+        bo,
+        bt,
+        bk,
+        w.format,
+        fp32,
+        *w.block,
+        weight.shape[-2] * weight.shape[-1],
+        scales,
+        w.parts,
+        num_warps=warps,
+        num_stages=1 if fp32 else stages(x.device),
+    )
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _expert_product(X, x_stride, ORDER, TABLE, W, S, G, Y, blocks, EACH: tl.constexpr, O: tl.constexpr, K: tl.constexpr,
-                    BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr,
-                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BYTES: tl.constexpr, SCALES: tl.constexpr, PARTS: tl.constexpr):
+def _expert_product(
+    X,
+    x_stride,
+    ORDER,
+    TABLE,
+    W,
+    S,
+    G,
+    Y,
+    blocks,
+    EACH: tl.constexpr,
+    O: tl.constexpr,
+    K: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BYTES: tl.constexpr,
+    SCALES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Y [P, O]: row p of X (shared by EACH pairs) times its expert's matrix, of BYTES elements and SCALES scales."""
     b = tl.program_id(1)
     e = tl.load(TABLE + 1 + b)
@@ -96,16 +154,33 @@ def _expert_product(X, x_stride, ORDER, TABLE, W, S, G, Y, blocks, EACH: tl.cons
         o = tl.program_id(0) * BO + tl.arange(0, BO)
         row = tl.minimum(o, O - 1).to(tl.int64)
         s = S if S is None else S + e.to(tl.int64) * SCALES
-        y = tile_product(X, pair // EACH * x_stride, live, W + e.to(tl.int64) * BYTES, s, row, K, BO, BT, BK, FORMAT, FP32,
-                         ROWS, COLUMNS)
+        y = tile_product(
+            X,
+            pair // EACH * x_stride,
+            live,
+            W + e.to(tl.int64) * BYTES,
+            s,
+            row,
+            K,
+            BO,
+            BT,
+            BK,
+            FORMAT,
+            FP32,
+            ROWS,
+            COLUMNS,
+        )
         if G is not None:
             y *= tl.load(G + e.to(tl.int64) * PARTS + row // (O // PARTS))[:, None]
-        tl.store(Y + pair[None, :] * O + o[:, None], narrow(y, Y.dtype.element_ty), mask=(o[:, None] < O) & live[None, :])
+        tl.store(
+            Y + pair[None, :] * O + o[:, None], narrow(y, Y.dtype.element_ty), mask=(o[:, None] < O) & live[None, :]
+        )
 
 
 @triton.jit
-def _gate_pairs(GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr,
-                PER: tl.constexpr):
+def _gate_pairs(
+    GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr, PER: tl.constexpr
+):
     """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart, in order PER."""
     p, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     gate = widen(tl.load(GATE + p * stride + i, mask=i < I, other=0.0))

@@ -1,8 +1,8 @@
 """Pairs (token, expert) in the order of their experts, in blocks of at most T pairs of one expert.
 
-`order` int32 [P]: pair numbers (token · k + slot), those of an expert side by side and in their own order. `table` int32
-[1 + 3·BLOCKS]: how many entries of the following three lists to look at, then each block's expert (−1 for none), its first
-place in `order`, and its pairs.
+`order` int32 [P]: pair numbers (token · k + slot), those of an expert side by side and in their own order. `table`
+int32 [1 + 3·BLOCKS]: how many entries of the following three lists to look at, then each block's expert (−1 for none),
+its first place in `order`, and its pairs.
 
 While one program sorts, others may quantise the tokens, so that the products need not do it once for each tile.
 """
@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import dependent_launch, next_power
-from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton_words import begin
-from kernels.quantize.triton import simulate_fp8_blocks
-from kernels.quantize.triton_codes import fp8_blocks, narrow, widen
+from dsv4.kernels.launch import dependent_launch, next_power
+from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
+from dsv4.kernels.linear.triton_words import begin
+from dsv4.kernels.quantize.triton import simulate_fp8_blocks
+from dsv4.kernels.quantize.triton_codes import fp8_blocks, narrow, widen
 
-FEW = 512    # pairs that one program sorts
+FEW = 512  # pairs that one program sorts
 TILE = 1024  # columns that another quantises
 
 
@@ -26,8 +26,9 @@ def blocks_of(P: int, E: int, T: int) -> int:
     return min(P, P // T + E) if P <= FEW else P // T + E
 
 
-def sort_pairs(indices: torch.Tensor, E: int, T: int,
-               x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def sort_pairs(
+    indices: torch.Tensor, E: int, T: int, x: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """indices int64 [N, k], contiguous → (order, table, and x [N, d] through FP8 in blocks of 128).
 
     One launch; two for many pairs and x.
@@ -44,14 +45,47 @@ def sort_pairs(indices: torch.Tensor, E: int, T: int,
     rounded = None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, K = (0, 1) if x is None else (x.shape[0] * triton.cdiv(x.shape[1], TILE), x.shape[1])
     _sort_few[(1 + tiles,)](
-        indices, order, table, lists, P, blocks, x, 0 if x is None else x.stride(0), rounded, K, next_power(P),
-        min(32, next_power(P)), T, TILE, ACTIVATION_BLOCK, early, num_warps=8 if P > 128 else 4, launch_pdl=early)
+        indices,
+        order,
+        table,
+        lists,
+        P,
+        blocks,
+        x,
+        0 if x is None else x.stride(0),
+        rounded,
+        K,
+        next_power(P),
+        min(32, next_power(P)),
+        T,
+        TILE,
+        ACTIVATION_BLOCK,
+        early,
+        num_warps=8 if P > 128 else 4,
+        launch_pdl=early,
+    )
     return order, table, rounded
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
-def _sort_few(INDICES, ORDER, TABLE, LISTS, P, blocks, X, x_stride, ROUNDED, K: tl.constexpr, B: tl.constexpr,
-              CHUNK: tl.constexpr, T: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _sort_few(
+    INDICES,
+    ORDER,
+    TABLE,
+    LISTS,
+    P,
+    blocks,
+    X,
+    x_stride,
+    ROUNDED,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    CHUNK: tl.constexpr,
+    T: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin(EARLY)
     if tl.program_id(0) == 0:
         _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B, CHUNK, T)
@@ -65,8 +99,8 @@ def _sort_few(INDICES, ORDER, TABLE, LISTS, P, blocks, X, x_stride, ROUNDED, K: 
 
 @triton.jit
 def _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr):
-    """All pairs against all, CHUNK at a time. LISTS int32 [3, P]: expert, rank among the expert's pairs and their count, by
-    place."""
+    """All pairs against all, CHUNK at a time. LISTS int32 [3, P]: expert, rank among the expert's pairs and their
+    count, by place."""
     p = tl.arange(0, B)
     live = p < P
     e = tl.load(INDICES + p, mask=live, other=0).to(tl.int32)
@@ -96,7 +130,8 @@ def _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B: tl.constexpr, CHUNK: tl.co
 
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
-    """A program an expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert: room for all, some of it left empty."""
+    """A program an expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert: room for all, some of it left
+    empty."""
     begin(EARLY)
     e = tl.program_id(0)
     i = tl.arange(0, CHUNK)

@@ -5,15 +5,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kernels.experts.triton_few import hide, project
-from kernels.experts.triton_order import blocks_of, sort_pairs
-from kernels.launch import dot_in_fp32, processors
-from kernels.linear.triton_streams import TOKENS, apart, early, warps
-from kernels.linear.triton_weights import Held
+from dsv4.kernels.experts.triton_few import hide, project
+from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
+from dsv4.kernels.launch import dot_in_fp32, processors
+from dsv4.kernels.linear.triton_streams import TOKENS, apart, early, warps
+from dsv4.kernels.linear.triton_weights import Held
 
 DYNAMIC = 512  # pairs up to which every possible tile has a program, so that the hardware balances them
 REGISTERS = 128  # a thread, which leave room for 8 programs of two warps on a multiprocessor
-RESIDENT = 6   # programs a multiprocessor that share the tiles of more pairs, of which many may not exist
+RESIDENT = 6  # programs a multiprocessor that share the tiles of more pairs, of which many may not exist
 
 
 class Routed(NamedTuple):
@@ -47,8 +47,8 @@ class Shared(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One weight of a launch: what is compiled for it. height: rows of a result that a group of 8 weight rows makes (8, or 4 of
-    the gate and 4 up). apart: see `triton_skinny`."""
+    """One weight of a launch: what is compiled for it. height: rows of a result that a group of 8 weight rows makes (8,
+    or 4 of the gate and 4 up). apart: see `triton_skinny`."""
 
     weight: Held
     simulate: bool
@@ -59,8 +59,8 @@ class Part(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Groups of 8 rows of a tile: there are many tiles, so as many as registers hold. Quantising x on the way costs the
-        same for few rows as for many; that is worth programs of twice the registers."""
+        """Groups of 8 rows of a tile: there are many tiles, so as many as registers hold. Quantising x on the way costs
+        the same for few rows as for many; that is worth programs of twice the registers."""
         form = self.weight.format
         if self.fp32 or form in ("bf16", "fp32"):
             return 2
@@ -79,10 +79,17 @@ class Part(NamedTuple):
 ABSENT = (2, "bf16", False, 1, 128, False, False)  # constants of a part that a launch lacks
 
 
-def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None, limit: float, simulate: bool,
-                   simulate_shared: bool, out: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Rows of the pairs [P, d] and of the shared expert [N, d], in x.dtype; the latter into `out`, if given, rounded to it. Up to
-    TOKENS tokens each has the bits that it has alone (a shared expert in MXFP4: from three tokens on).
+def stream_experts(
+    x: torch.Tensor,
+    routed: Routed | None,
+    shared: Shared | None,
+    limit: float,
+    simulate: bool,
+    simulate_shared: bool,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Rows of the pairs [P, d] and of the shared expert [N, d], in x.dtype; the latter into `out`, if given, rounded to
+    it. Up to TOKENS tokens each has the bits that it has alone (a shared expert in MXFP4: from three tokens on).
 
     Two launches, three if there are pairs to sort.
     """
@@ -100,7 +107,10 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
         blocks = k if N == 1 else blocks_of(N * k, E, 8 * nh)
         if N > 1:
             order, table, rounded = sort_pairs(indices, E, 8 * nh, x if simulate else None)
-        first, second = Part(w13, simulate and rounded is None, nh, fp32, 4, split), Part(w2, simulate, nh, fp32, 8, split)
+        first, second = (
+            Part(w13, simulate and rounded is None, nh, fp32, 4, split),
+            Part(w2, simulate, nh, fp32, 8, split),
+        )
         h, y = new(N * k, I), new(N * k, d)
     if shared is not None:
         shared_I, fp32 = shared.w2.K, dot_in_fp32(x) or "fp32" in (shared.w1.format, shared.w2.format)
@@ -115,25 +125,98 @@ def stream_experts(x: torch.Tensor, routed: Routed | None, shared: Shared | None
     alike = k if N <= TOKENS else blocks
     programs, ks = _grid(first, blocks, alike, I, shared_first, shared_I, N * k, x.device)
     hide[(programs,)](
-        xr, xr.stride(0), xs, xs.stride(0), N, indices, order, table, routing, *_tensors(first), h, _words(w1), _words(w3),
-        *_both(w1, w3, "scale"), *_both(w1, w3, "glob"), hs, float(limit), blocks, k, I, d, nh, ks, *_constants(first),
-        *_sizes(first), shared_I, *_constants(shared_first), few, ahead, larger, num_warps=ks, num_stages=1, launch_pdl=ahead > 0,
-        **options)
+        xr,
+        xr.stride(0),
+        xs,
+        xs.stride(0),
+        N,
+        indices,
+        order,
+        table,
+        routing,
+        *_tensors(first),
+        h,
+        _words(w1),
+        _words(w3),
+        *_both(w1, w3, "scale"),
+        *_both(w1, w3, "glob"),
+        hs,
+        float(limit),
+        blocks,
+        k,
+        I,
+        d,
+        nh,
+        ks,
+        *_constants(first),
+        *_sizes(first),
+        shared_I,
+        *_constants(shared_first),
+        few,
+        ahead,
+        larger,
+        num_warps=ks,
+        num_stages=1,
+        launch_pdl=ahead > 0,
+        **options,
+    )
     programs, ks = _grid(second, blocks, alike, d, shared_second, d, N * k, x.device)
     project[(programs,)](
-        h, N, indices, order, table, *_tensors(second), y, hs, *_tensors(shared_second), ys, blocks, d, I, nh, ks,
-        *_constants(second), *_sizes(second), shared_I, *_constants(shared_second), 1 if w2s is None else w2s.parts, few,
-        ahead, larger, num_warps=ks, num_stages=1, launch_pdl=ahead > 0, **options)
+        h,
+        N,
+        indices,
+        order,
+        table,
+        *_tensors(second),
+        y,
+        hs,
+        *_tensors(shared_second),
+        ys,
+        blocks,
+        d,
+        I,
+        nh,
+        ks,
+        *_constants(second),
+        *_sizes(second),
+        shared_I,
+        *_constants(shared_second),
+        1 if w2s is None else w2s.parts,
+        few,
+        ahead,
+        larger,
+        num_warps=ks,
+        num_stages=1,
+        launch_pdl=ahead > 0,
+        **options,
+    )
     return y, ys
 
 
-def _grid(part: Part | None, blocks: int, alike: int, rows: int, shared: Part | None, shared_rows: int, pairs: int,
-          device: torch.device) -> tuple[int, int]:
-    """Programs and warps of a launch that makes `rows` results of each block, and `shared_rows` of the shared expert. alike: blocks
-    that the number of warps, and with it the order of sums, is chosen for: one token's while tokens are few."""
-    tiles_of = lambda n: (0 if part is None else n * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
+def _grid(
+    part: Part | None,
+    blocks: int,
+    alike: int,
+    rows: int,
+    shared: Part | None,
+    shared_rows: int,
+    pairs: int,
+    device: torch.device,
+) -> tuple[int, int]:
+    """Programs and warps of a launch that makes `rows` results of each block, and `shared_rows` of the shared expert.
+    alike: blocks that the number of warps, and with it the order of sums, is chosen for: one token's while tokens are
+    few."""
+    tiles_of = lambda n: (
+        (0 if part is None else n * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
+    )
     tiles, parts = tiles_of(blocks), [p for p in (part, shared) if p is not None]
-    ks = warps(min(p.weight.K for p in parts), any(p.fp32 for p in parts), tiles_of(alike), max(p.groups for p in parts), device)
+    ks = warps(
+        min(p.weight.K for p in parts),
+        any(p.fp32 for p in parts),
+        tiles_of(alike),
+        max(p.groups for p in parts),
+        device,
+    )
     resident = 8 if part is not None and part.apart else RESIDENT
     return tiles if pairs <= DYNAMIC else min(tiles, resident * processors(device)), ks
 
@@ -151,7 +234,11 @@ def _sizes(part: Part | None) -> tuple[int, int, int]:
     if part is None:
         return 1, 1, 1
     w = part.weight
-    return w.words.shape[-2] * w.words.shape[-1], 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1], w.parts
+    return (
+        w.words.shape[-2] * w.words.shape[-1],
+        1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1],
+        w.parts,
+    )
 
 
 def _words(w: Held | None) -> torch.Tensor | None:

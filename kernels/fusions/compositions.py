@@ -5,15 +5,24 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.cache_rows import PackedRows
-from kernels.cache_rows.formats import KEY_BLOCK as INDEX_KEY_BLOCK  # of the simulation as of the rows: one loses nothing in the other
-from kernels.cache_rows.formats import KV_BLOCK
-from kernels.quantize.weights import PackedWeight
-from kernels.rope.reference import rotation
+from dsv4.kernels.cache_rows import PackedRows
+
+# of the simulation as of the rows: one loses nothing in the other
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK as INDEX_KEY_BLOCK
+from dsv4.kernels.cache_rows.formats import KV_BLOCK
+from dsv4.kernels.quantize.weights import PackedWeight
+from dsv4.kernels.rope.reference import rotation
 
 
-def linears(op, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...], simulate: tuple[bool, ...],
-            dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor, ...]:
+def linears(
+    op,
+    x: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    weights: tuple[PackedWeight, ...],
+    simulate: tuple[bool, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+) -> tuple[torch.Tensor, ...]:
     """Several linear maps of one input: x [N, K], normalised by rms_norm(x, norm, eps) first unless norm [K] is None.
 
     weights[i] [O_i, K]; simulate[i] as in `linear`; dtypes[i]: torch.float32 for a result that is not rounded to
@@ -21,43 +30,62 @@ def linears(op, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights:
     """
     if norm is not None:
         x = op.rms_norm(x, norm, eps)
-    return tuple(op.linear(x if dtype is None else x.to(dtype), w, sim) for w, sim, dtype in zip(weights, simulate, dtypes, strict=True))
+    return tuple(
+        op.linear(x if dtype is None else x.to(dtype), w, sim)
+        for w, sim, dtype in zip(weights, simulate, dtypes, strict=True)
+    )
 
 
 def query_heads(op, q: torch.Tensor, cis: torch.Tensor, eps: float) -> torch.Tensor:
-    """RoPE(rms(q)) of each head, no weight: q [N, H, D], cis complex64 [N, d/2] → [N, H, D] in q.dtype. May overwrite q."""
+    """RoPE(rms(q)) of each head, no weight: q [N, H, D], cis complex64 [N, d/2] → [N, H, D] in q.dtype. May overwrite
+    q."""
     return op.rotate(op.rms_norm(q, None, eps), cis.unsqueeze(1))
 
 
 def latent(op, kv: torch.Tensor, weight: torch.Tensor, eps: float, cis: torch.Tensor, simulate: bool) -> torch.Tensor:
-    """RoPE(rms(kv)): kv [N, D], cis complex64 [N, d/2] → [N, D] in kv.dtype; through FP8 (all but the rotated dims) if `simulate`."""
+    """RoPE(rms(kv)): kv [N, D], cis complex64 [N, d/2] → [N, D] in kv.dtype; through FP8 (all but the rotated dims) if
+    `simulate`."""
     kv = op.rotate(op.rms_norm(kv, weight, eps), cis)
     return op.simulate_fp8_blocks(kv, KV_BLOCK, 2 * cis.shape[-1]) if simulate else kv
 
 
 def index_queries(op, q: torch.Tensor, cis: torch.Tensor, simulate: bool) -> torch.Tensor:
-    """Index queries [N, H, D], rotated by cis complex64 [N, d/2]; through Hadamard and FP4 if `simulate`. May overwrite q."""
+    """Index queries [N, H, D], rotated by cis complex64 [N, d/2]; through Hadamard and FP4 if `simulate`. May overwrite
+    q."""
     q = op.rotate(q, cis.unsqueeze(1))
     return op.simulate_fp4_blocks(op.hadamard(q), INDEX_KEY_BLOCK) if simulate else q
 
 
-def store_rows(op, raw: torch.Tensor, ape: torch.Tensor, phase: torch.Tensor, ring: torch.Tensor, slots: torch.Tensor) -> None:
-    """Compressor rows into their ring: raw fp32 [N, 2·w] (kv ‖ gate), gate + ape[phase], to ring fp32 [R, 2·w] at slots.
+def store_rows(
+    op, raw: torch.Tensor, ape: torch.Tensor, phase: torch.Tensor, ring: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Compressor rows into their ring: raw fp32 [N, 2·w] (kv ‖ gate), gate + ape[phase], to ring fp32 [R, 2·w] at
+    slots.
 
     ape fp32 [ratio, w]; phase, slots int64 [N]. Overwrites raw.
     """
-    raw[:, ape.shape[1]:].add_(ape.index_select(0, phase))
+    raw[:, ape.shape[1] :].add_(ape.index_select(0, phase))
     ring.index_copy_(0, slots, raw)
 
 
-def pool_entries(op, pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtype: torch.dtype, weight: torch.Tensor, eps: float,
-                 cis: torch.Tensor, simulate: str | None) -> torch.Tensor:
+def pool_entries(
+    op,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    overlap: int,
+    dtype: torch.dtype,
+    weight: torch.Tensor,
+    eps: float,
+    cis: torch.Tensor,
+    simulate: str | None,
+) -> torch.Tensor:
     """Windows of compressor rows → entries: gated pooling, norm, RoPE, and the cache's simulation.
 
-    pool fp32 [R, 2·c·D] (kv ‖ gate, c = overlap pieces of D each); slots int64 [M, S]: rows of each window, −1 absent; with
-    c = 2 the first S/2 slots give their pieces 0, the others their pieces 1. Pooled in fp32, cast to `dtype`, normalised by
-    weight [D], rotated by cis complex64 [M, d/2]. simulate: None, "kv" (FP8 but for the rotated dims) or "key"
-    (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 has no part, whatever the pool holds; a window of none is 0.
+    pool fp32 [R, 2·c·D] (kv ‖ gate, c = overlap pieces of D each); slots int64 [M, S]: rows of each window, −1 absent;
+    with c = 2 the first S/2 slots give their pieces 0, the others their pieces 1. Pooled in fp32, cast to `dtype`,
+    normalised by weight [D], rotated by cis complex64 [M, d/2]. simulate: None, "kv" (FP8 but for the rotated dims) or
+    "key" (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 has no part, whatever the pool holds; a window
+    of none is 0.
     """
     M, S = slots.shape
     D = pool.shape[1] // (2 * overlap)
@@ -65,7 +93,9 @@ def pool_entries(op, pool: torch.Tensor, slots: torch.Tensor, overlap: int, dtyp
     piece = torch.arange(S, device=slots.device) // (S // overlap)
     rows = (slots.clamp(min=0) * (2 * overlap) + piece).flatten()
     kv, gate = pool.view(-1, D).index_select(0, torch.cat((rows, rows + overlap))).view(2, M, S, D).unbind()
-    pooled = op.gated_pool(kv.masked_fill(absent, 0), gate.masked_fill(absent, float("-inf"))).masked_fill(absent.all(1), 0)
+    pooled = op.gated_pool(kv.masked_fill(absent, 0), gate.masked_fill(absent, float("-inf"))).masked_fill(
+        absent.all(1), 0
+    )
     entries = op.rotate(op.rms_norm(pooled.to(dtype), weight, eps), cis)
     if simulate == "kv":
         return op.simulate_fp8_blocks(entries, KV_BLOCK, 2 * cis.shape[-1])
@@ -78,8 +108,8 @@ def select_entries(op, q, weights, keys, visible, k: int) -> torch.Tensor:
 
 
 def project_heads(op, o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int) -> torch.Tensor:
-    """Output heads o [N, H, D], rotated by cis complex64 [N, d/2] (the inverse rotation), through the grouped projection
-    w [G·R, H·D/G] → [N, G·R]. May overwrite o."""
+    """Output heads o [N, H, D], rotated by cis complex64 [N, d/2] (the inverse rotation), through the grouped
+    projection w [G·R, H·D/G] → [N, G·R]. May overwrite o."""
     o = op.rotate(o, cis.unsqueeze(1))
     return op.grouped_linear(o.reshape(o.shape[0], groups, -1), w).flatten(1)
 
@@ -90,25 +120,38 @@ def mhc_pre_norm(op, streams, fn, scale, base, iters: int, eps: float, norm_eps:
     return op.rms_norm(x, weight, rms_eps), post, comb
 
 
-def mhc_post_pre_norm(op, out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float):
+def mhc_post_pre_norm(
+    op, out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
+):
     """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb)."""
     streams = op.mhc_post(out, streams, post, comb)
     return streams, *mhc_pre_norm(op, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 
-def moe(op, x, indices, routing, w13: PackedWeight, w2: PackedWeight, shared: tuple[PackedWeight, PackedWeight, PackedWeight],
-        limit: float, simulate: bool, simulate_shared: bool) -> torch.Tensor:
+def moe(
+    op,
+    x,
+    indices,
+    routing,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    shared: tuple[PackedWeight, PackedWeight, PackedWeight],
+    limit: float,
+    simulate: bool,
+    simulate_shared: bool,
+) -> torch.Tensor:
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in x.dtype."""
     routed = op.experts(x, indices, routing, w13, w2, limit, simulate)
     return (routed + op.shared_expert(x, *shared, limit, simulate_shared)).to(x.dtype)
 
 
-# A decode step ---------------------------------------------------------------------------------------------------------
+# A decode step
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Latents(NamedTuple):
-    """Each token's key and value on its way into the window: kv [N, D] and the rest as in `latent`, to rows `slots` int64 [N] of
-    `pool` (a tensor [R, D], or flat PackedRows)."""
+    """Each token's key and value on its way into the window: kv [N, D] and the rest as in `latent`, to rows `slots`
+    int64 [N] of `pool` (a tensor [R, D], or flat PackedRows)."""
 
     kv: torch.Tensor
     weight: torch.Tensor
@@ -118,7 +161,8 @@ class Latents(NamedTuple):
 
 
 class IndexHeads(NamedTuple):
-    """What the indexer asks with: q [N, H, D] as in `index_queries`; head weights [N, H], to be multiplied by `scale` in fp32."""
+    """What the indexer asks with: q [N, H, D] as in `index_queries`; head weights [N, H], to be multiplied by `scale`
+    in fp32."""
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -129,9 +173,11 @@ class IndexHeads(NamedTuple):
 class Windows(NamedTuple):
     """One compressor's part of a step: rows into their ring, then windows of rows into entries.
 
-    raw, ape, phase, ring, slots as in `store_rows`; rows, overlap, weight, cis, simulate as in `pool_entries`. live bool [M]:
-    windows that this step completes; entries of those that it does not stay as they are: on pages they may be another's. Entries go to
-    rows `entry_slots` int64 [M] of `entries` (a tensor [R, D], or flat PackedRows). Where M > 0, tokens and windows of a batch row lie side by side.
+    raw, ape, phase, ring, slots as in `store_rows`; rows, overlap, weight, cis, simulate as in `pool_entries`. live
+    bool [M]:
+    windows that this step completes; entries of those that it does not stay as they are: on pages they may be
+    another's. Entries go to rows `entry_slots` int64 [M] of `entries` (a tensor [R, D], or flat PackedRows). Where M >
+    0, tokens and windows of a batch row lie side by side.
     """
 
     raw: torch.Tensor
@@ -149,13 +195,22 @@ class Windows(NamedTuple):
     entry_slots: torch.Tensor
 
 
-def attention_inputs(op, batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float, latents: Latents, index: IndexHeads | None,
-                     windows: tuple[Windows, ...]) -> tuple[torch.Tensor, ...]:
+def attention_inputs(
+    op,
+    batch: int,
+    q: torch.Tensor,
+    cis: torch.Tensor,
+    eps: float,
+    latents: Latents,
+    index: IndexHeads | None,
+    windows: tuple[Windows, ...],
+) -> tuple[torch.Tensor, ...]:
     """Everything between a layer's linear maps and its attention, of a step of `batch` rows of equally many tokens.
 
-    q [N, H, D] as in `query_heads`, which the window, the index queries and the compressors' rows go with; eps: of all norms.
-    Returns queries, index queries and head weights fp32 [N, H] if there is an indexer, and the buffers that were written: of the
-    window, then ring and entries of each compressor. May overwrite q, index.q and raw.
+    q [N, H, D] as in `query_heads`, which the window, the index queries and the compressors' rows go with; eps: of all
+    norms.
+    Returns queries, index queries and head weights fp32 [N, H] if there is an indexer, and the buffers that were
+    written: of the window, then ring and entries of each compressor. May overwrite q, index.q and raw.
     """
     found = [_part(op, "query_heads")(q, cis, eps)]
     if index is not None:
@@ -184,8 +239,8 @@ def _put(op, pool: torch.Tensor | PackedRows, slots: torch.Tensor, values: torch
 
 
 class Kept(NamedTuple):
-    """Where the compressors of one ratio keep things: raw rows in rings of `ring` rows a batch row; entries of each compressor in
-    pools of entries[i] a batch row. overlap: as in `pool_entries`."""
+    """Where the compressors of one ratio keep things: raw rows in rings of `ring` rows a batch row; entries of each
+    compressor in pools of entries[i] a batch row. overlap: as in `pool_entries`."""
 
     ratio: int
     overlap: int
@@ -193,15 +248,23 @@ class Kept(NamedTuple):
     entries: tuple[int, ...]
 
 
-def place(op, start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...], window: tuple[int, int],
-          kept: tuple[Kept, ...]) -> tuple[torch.Tensor, ...]:
-    """What layers derive from positions alone, of a step of `tokens` tokens a row from start int64 [B] on. N = B·tokens.
+def place(
+    op,
+    start: torch.Tensor,
+    tokens: int,
+    frequencies: tuple[torch.Tensor, ...],
+    window: tuple[int, int],
+    kept: tuple[Kept, ...],
+) -> tuple[torch.Tensor, ...]:
+    """What layers derive from positions alone, of a step of `tokens` tokens a row from start int64 [B] on. N =
+    B·tokens.
 
-    window: (tokens W, rows R of the ring a batch row). Returns rows of the ring int64 [N, W] of the last W positions of each
-    token, −1 before position 0, and its own [N]; for each frequencies fp32 [d/2] the rotation and the inverse one, fp32
-    [N, d/2, 2] (cos, sin); and of each `kept`, with C windows that a row may complete and M = B·C: visible entries int64
-    [B, tokens], place in the window [N], row of the ring [N], new windows [B, C], whether complete bool [M], rows of the ring of
-    their tokens [M, overlap·ratio] (−1: none), the last frequencies' rotation fp32 [M, d/2, 2], and rows [M] of each pool.
+    window: (tokens W, rows R of the ring a batch row). Returns rows of the ring int64 [N, W] of the last W positions of
+    each token, −1 before position 0, and its own [N]; for each frequencies fp32 [d/2] the rotation and the inverse one,
+    fp32 [N, d/2, 2] (cos, sin); and of each `kept`, with C windows that a row may complete and M = B·C: visible entries
+    int64 [B, tokens], place in the window [N], row of the ring [N], new windows [B, C], whether complete bool [M], rows
+    of the ring of their tokens [M, overlap·ratio] (−1: none), the last frequencies' rotation fp32 [M, d/2, 2], and rows
+    [M] of each pool.
     """
     W, R = window
     row = torch.arange(len(start), device=start.device).unsqueeze(1)
@@ -219,8 +282,16 @@ def place(op, start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor,
         at = (new * k.ratio).unsqueeze(-1) + offset
         rows = torch.where((at < 0) | ~live.unsqueeze(-1), -1, at % k.ring + row.unsqueeze(-1) * k.ring)
         cis = rotation((new * k.ratio).flatten(), frequencies[-1])
-        found += [(pos + 1) // k.ratio, (pos % k.ratio).flatten(), (pos % k.ring + row * k.ring).flatten(), new, live.flatten(),
-                  rows.flatten(0, 1), torch.view_as_real(cis), *((new + row * n).flatten() for n in k.entries)]
+        found += [
+            (pos + 1) // k.ratio,
+            (pos % k.ratio).flatten(),
+            (pos % k.ring + row * k.ring).flatten(),
+            new,
+            live.flatten(),
+            rows.flatten(0, 1),
+            torch.view_as_real(cis),
+            *((new + row * n).flatten() for n in k.entries),
+        ]
     return tuple(found)
 
 
@@ -231,12 +302,16 @@ def embed_streams(op, ids: torch.Tensor, table: torch.Tensor, streams: int, dtyp
 
 
 def chosen_rows(op, entry: torch.Tensor, run: int) -> torch.Tensor:
-    """Entries int64 [B, T, K] (−1 absent) of batch rows whose runs of `run` lie one after another → rows [B·T, K], −1 likewise."""
+    """Entries int64 [B, T, K] (−1 absent) of batch rows whose runs of `run` lie one after another → rows [B·T, K], −1
+    likewise."""
     base = torch.arange(entry.shape[0], device=entry.device).view(-1, 1, 1) * run
     return torch.where(entry < 0, entry, entry + base).flatten(0, 1)
 
 
-def mhc_post_head_norm(op, out, streams, post, comb, fn, scale, base, eps: float, norm_eps: float, weight, rms_eps: float):
-    """The last sublayer's output back into the streams, and the head's input, normalised: returns (streams, x [N, d])."""
+def mhc_post_head_norm(
+    op, out, streams, post, comb, fn, scale, base, eps: float, norm_eps: float, weight, rms_eps: float
+):
+    """The last sublayer's output back into the streams, and the head's input, normalised: returns (streams, x [N,
+    d])."""
     streams = op.mhc_post(out, streams, post, comb)
     return streams, op.rms_norm(op.mhc_head(streams, fn, scale, base, eps, norm_eps), weight, rms_eps)

@@ -1,17 +1,18 @@
-"""Heads on a GPU: norm, rotation and the cache's simulation of a row in one kernel, rounded where separate operations round."""
+"""Heads on a GPU: norm, rotation and the cache's simulation of a row in one kernel, rounded where separate operations
+round."""
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK
-from kernels.hadamard.triton import check_width
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import fp4_blocks, fp8_blocks, hadamard_rows, narrow, rounded, turn, widen
-from kernels.rms_norm.triton import MANY, WIDEST, normed
-from kernels.rope.triton import Turns, turns_of
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK
+from dsv4.kernels.hadamard.triton import check_width
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import fp4_blocks, fp8_blocks, hadamard_rows, narrow, rounded, turn, widen
+from dsv4.kernels.rms_norm.triton import MANY, WIDEST, normed
+from dsv4.kernels.rope.triton import Turns, turns_of
 
 # Simulations: none, FP8 of main KV, Hadamard and FP4 of index keys.
 PLAIN, KV, KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -26,7 +27,8 @@ def query_heads(q: torch.Tensor, cis: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def latent(kv: torch.Tensor, weight: torch.Tensor, eps: float, cis: torch.Tensor, simulate: bool) -> torch.Tensor:
-    """RoPE(rms(kv)): kv [N, D], cis complex64 [N, d/2] → [N, D] in kv.dtype; all but rotated dims through FP8 if `simulate`."""
+    """RoPE(rms(kv)): kv [N, D], cis complex64 [N, d/2] → [N, D] in kv.dtype; all but rotated dims through FP8 if
+    `simulate`."""
     require_device("latent", kv, weight, cis)
     y = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
     simulation = (KV if simulate else PLAIN).value
@@ -34,7 +36,8 @@ def latent(kv: torch.Tensor, weight: torch.Tensor, eps: float, cis: torch.Tensor
 
 
 def index_queries(q: torch.Tensor, cis: torch.Tensor, simulate: bool) -> torch.Tensor:
-    """Index queries [N, H, D], rotated by cis complex64 [N, d/2]; through Hadamard and FP4 if `simulate`. Overwrites q."""
+    """Index queries [N, H, D], rotated by cis complex64 [N, d/2]; through Hadamard and FP4 if `simulate`. Overwrites
+    q."""
     require_device("index_queries", q, cis)
     if simulate:
         check_width(q.shape[-1])
@@ -44,8 +47,10 @@ def index_queries(q: torch.Tensor, cis: torch.Tensor, simulate: bool) -> torch.T
 def checked_turns(name: str, cis: torch.Tensor, rows: int, D: int) -> Turns:
     """Rotations of `rows` rows of D columns, one each or one for all. Raises UnsupportedInput."""
     if 2 * cis.shape[-1] > D or D % 2 or D > WIDEST:
-        raise UnsupportedInput(f"{name}: rows of {D} columns with {cis.shape[-1]} rotated pairs; expected an even number of "
-                               f"columns, at most {WIDEST}, and no more pairs than fit")
+        raise UnsupportedInput(
+            f"{name}: rows of {D} columns with {cis.shape[-1]} rotated pairs; expected an even number of "
+            f"columns, at most {WIDEST}, and no more pairs than fit"
+        )
     return turns_of(cis, torch.Size((rows,)))
 
 
@@ -65,21 +70,58 @@ def head_rows(name, x, y, weight, eps, cis, norm: bool, simulation: int) -> torc
     B = padded(D, simulation)
     R = max(1, TILE // B) if N * H >= MANY else 1
     weight, pdl = weight if weight is None else weight.contiguous(), dependent_launch(x.device)
-    _rows[(triton.cdiv(N * H, R),)](x, y, x if weight is None else weight, turns.cis, N * H, H, H * turns.heads,
-                                    *x.stride()[:2], *y.stride()[:2], eps, D, 2 * cis.shape[-1], turns.conjugate, norm,
-                                    weight is not None, simulation, D.bit_length() - 1, R, B, pdl,
-                                    num_warps=min(16, max(1, R * B // 1024)), launch_pdl=pdl)
+    _rows[(triton.cdiv(N * H, R),)](
+        x,
+        y,
+        x if weight is None else weight,
+        turns.cis,
+        N * H,
+        H,
+        H * turns.heads,
+        *x.stride()[:2],
+        *y.stride()[:2],
+        eps,
+        D,
+        2 * cis.shape[-1],
+        turns.conjugate,
+        norm,
+        weight is not None,
+        simulation,
+        D.bit_length() - 1,
+        R,
+        B,
+        pdl,
+        num_warps=min(16, max(1, R * B // 1024)),
+        launch_pdl=pdl,
+    )
     return y
 
 
 @triton.jit
-def finished(y, W, CIS, at, live, i, eps, DTYPE: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, CONJUGATE: tl.constexpr,
-             NORM: tl.constexpr, WEIGHED: tl.constexpr, SIMULATION: tl.constexpr, STEPS: tl.constexpr, R: tl.constexpr,
-             B: tl.constexpr):
-    """Tile [R, B] of rows of D columns, values of DTYPE as fp32, normalised if NORM, rotated, and simulated; each step rounds.
+def finished(
+    y,
+    W,
+    CIS,
+    at,
+    live,
+    i,
+    eps,
+    DTYPE: tl.constexpr,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    SIMULATION: tl.constexpr,
+    STEPS: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Tile [R, B] of rows of D columns, values of DTYPE as fp32, normalised if NORM, rotated, and simulated; each step
+    rounds.
 
-    CIS fp32: TURNED numbers (cos, sin interleaved) from offset `at` int64 [R] on; rows that are not `live` read nothing; i int32
-    [B]: columns; STEPS: log2(D). Weights and rotations are asked for before the rows are needed.
+    CIS fp32: TURNED numbers (cos, sin interleaved) from offset `at` int64 [R] on; rows that are not `live` read
+    nothing; i int32 [B]: columns; STEPS: log2(D). Weights and rotations are asked for before the rows are needed.
     """
     weight, place = 1.0, i[None, :] - (D - TURNED)
     turned = (place >= 0) & (place < TURNED)
@@ -103,9 +145,30 @@ def finished(y, W, CIS, at, live, i, eps, DTYPE: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rows(X, Y, W, CIS, M, heads, turning, x_token, x_head, y_token, y_head, eps, D: tl.constexpr, TURNED: tl.constexpr,
-          CONJUGATE: tl.constexpr, NORM: tl.constexpr, WEIGHED: tl.constexpr, SIMULATION: tl.constexpr, STEPS: tl.constexpr,
-          R: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+def _rows(
+    X,
+    Y,
+    W,
+    CIS,
+    M,
+    heads,
+    turning,
+    x_token,
+    x_head,
+    y_token,
+    y_head,
+    eps,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    SIMULATION: tl.constexpr,
+    STEPS: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """R rows, `heads` of each token; `turning` rows in order share a rotation."""
     if PDL:
         gdc_launch_dependents()
@@ -113,6 +176,23 @@ def _rows(X, Y, W, CIS, M, heads, turning, x_token, x_head, y_token, y_head, eps
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
     token, head, within = row // heads, row % heads, (row[:, None] < M) & (i[None, :] < D)
     x = widen(tl.load(X + (token * x_token + head * x_head)[:, None] + i[None, :], mask=within, other=0.0))
-    y = finished(x, W, CIS, (row // turning) * TURNED, row < M, i, eps, Y.dtype.element_ty, D, TURNED, CONJUGATE, NORM, WEIGHED,
-                 SIMULATION, STEPS, R, B)
+    y = finished(
+        x,
+        W,
+        CIS,
+        (row // turning) * TURNED,
+        row < M,
+        i,
+        eps,
+        Y.dtype.element_ty,
+        D,
+        TURNED,
+        CONJUGATE,
+        NORM,
+        WEIGHED,
+        SIMULATION,
+        STEPS,
+        R,
+        B,
+    )
     tl.store(Y + (token * y_token + head * y_head)[:, None] + i[None, :], narrow(y, Y.dtype.element_ty), mask=within)

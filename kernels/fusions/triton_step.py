@@ -1,16 +1,17 @@
-"""What surrounds the layers of a decode step on a GPU: positions, embedded tokens, rows of entries, and the end of the streams."""
+"""What surrounds the layers of a decode step on a GPU: positions, embedded tokens, rows of entries, and the end of the
+streams."""
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.fusions.compositions import Kept
-from kernels.hyper_connections.triton_merge import merge
-from kernels.hyper_connections.triton_statistics import statistics
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.fusions.compositions import Kept
+from dsv4.kernels.hyper_connections.triton_merge import merge
+from dsv4.kernels.hyper_connections.triton_statistics import statistics
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, widen
 
 COLUMNS = 1024  # of one program
 
@@ -23,13 +24,20 @@ def wait(PDL: tl.constexpr):
         gdc_wait()
 
 
-def place(start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...], window: tuple[int, int],
-          kept: tuple[Kept, ...]) -> tuple[torch.Tensor, ...]:
+def place(
+    start: torch.Tensor,
+    tokens: int,
+    frequencies: tuple[torch.Tensor, ...],
+    window: tuple[int, int],
+    kept: tuple[Kept, ...],
+) -> tuple[torch.Tensor, ...]:
     """As the definition, in one launch: a program for each token and for each window of each ratio."""
     require_device("place", start, *frequencies)
     if start.dtype is not torch.int64 or any(f.dtype is not torch.float32 or f.stride(0) != 1 for f in frequencies):
-        raise UnsupportedInput(f"place: starts {start.dtype}, frequencies {[f.dtype for f in frequencies]}; expected int64, and "
-                               "fp32 side by side")
+        raise UnsupportedInput(
+            f"place: starts {start.dtype}, frequencies {[f.dtype for f in frequencies]}; expected int64, and "
+            "fp32 side by side"
+        )
     B, half, (W, R) = len(start), frequencies[0].shape[0], window
     new = lambda *shape, dtype=torch.int64: torch.empty(*shape, dtype=dtype, device=start.device)
     turns = lambda n: new(n, half, 2, dtype=torch.float32)
@@ -39,17 +47,43 @@ def place(start: torch.Tensor, tokens: int, frequencies: tuple[torch.Tensor, ...
     for k in kept:
         C = (tokens + k.ratio - 1) // k.ratio
         M = B * C
-        ratios += ((new(B, tokens), new(N), new(N), new(B, C), new(M, dtype=torch.bool), new(M, k.overlap * k.ratio), turns(M),
-                    *(new(M) for _ in k.entries)),)
+        ratios += (
+            (
+                new(B, tokens),
+                new(N),
+                new(N),
+                new(B, C),
+                new(M, dtype=torch.bool),
+                new(M, k.overlap * k.ratio),
+                turns(M),
+                *(new(M) for _ in k.entries),
+            ),
+        )
         shapes += k.ratio, k.overlap * k.ratio, k.ring, C
         pools += (k.entries,)
-    flat = tuple(t for outs in cis for t in outs), tuple(tuple(t.view(torch.uint8) if t.dtype is torch.bool else t for t in outs)
-                                                       for outs in ratios)
+    flat = (
+        tuple(t for outs in cis for t in outs),
+        tuple(tuple(t.view(torch.uint8) if t.dtype is torch.bool else t for t in outs) for outs in ratios),
+    )
     pdl = dependent_launch(start.device)
     if N:
         _place[(B, tokens + sum(shapes[3::4]))](
-            start, tuple(frequencies), common, *flat, pools, tokens, shapes, W, R, next_power(W), half, next_power(half),
-            pdl, num_warps=4, launch_pdl=pdl)
+            start,
+            tuple(frequencies),
+            common,
+            *flat,
+            pools,
+            tokens,
+            shapes,
+            W,
+            R,
+            next_power(W),
+            half,
+            next_power(half),
+            pdl,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
     return *common, *flat[0], *(t for outs in ratios for t in outs)
 
 
@@ -67,12 +101,26 @@ def _turn(F, CIS, INVERSE, row, pos, HALF: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _place(START, FREQUENCIES, COMMON, CIS, RATIOS, POOLS, T, SHAPES: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-           WP: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr):
+def _place(
+    START,
+    FREQUENCIES,
+    COMMON,
+    CIS,
+    RATIOS,
+    POOLS,
+    T,
+    SHAPES: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    WP: tl.constexpr,
+    HALF: tl.constexpr,
+    P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Row `program 0` of the batch; along axis 1 its T tokens, then the windows of each ratio.
 
-    RATIOS: outputs of each ratio in the order of `place`; POOLS: rows of each of its pools, which grow with the context that a
-    cache is made for. SHAPES, 4 a ratio: ratio, overlap · ratio, rows of the ring, windows.
+    RATIOS: outputs of each ratio in the order of `place`; POOLS: rows of each of its pools, which grow with the context
+    that a cache is made for. SHAPES, 4 a ratio: ratio, overlap · ratio, rows of the ring, windows.
     """
     b, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait(PDL)
@@ -91,12 +139,16 @@ def _place(START, FREQUENCIES, COMMON, CIS, RATIOS, POOLS, T, SHAPES: tl.constex
     role -= T
     for r in tl.static_range(len(RATIOS)):
         if (role >= 0) & (role < SHAPES[4 * r + 3]):
-            _new_window(FREQUENCIES[len(FREQUENCIES) - 1], RATIOS[r], POOLS[r], b, role, start, T, SHAPES, 4 * r, HALF, P)
+            _new_window(
+                FREQUENCIES[len(FREQUENCIES) - 1], RATIOS[r], POOLS[r], b, role, start, T, SHAPES, 4 * r, HALF, P
+            )
         role -= SHAPES[4 * r + 3]
 
 
 @triton.jit
-def _new_window(F, OUT, POOLS, b, c, start, T, SHAPES: tl.constexpr, AT: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr):
+def _new_window(
+    F, OUT, POOLS, b, c, start, T, SHAPES: tl.constexpr, AT: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr
+):
     """The c-th window of one ratio that row b of the batch may complete. SHAPES: from AT on, as for `_place`."""
     RATIO: tl.constexpr = SHAPES[AT]
     S: tl.constexpr = SHAPES[AT + 1]
@@ -116,19 +168,24 @@ def embed_streams(ids: torch.Tensor, table: torch.Tensor, streams: int, dtype: t
     """As the definition; rows of ids outside the table are NaN."""
     require_device("embed_streams", ids, table)
     if ids.dtype is not torch.int64 or table.stride(1) != 1:
-        raise UnsupportedInput(f"embed_streams: ids {ids.dtype}, table with strides {tuple(table.stride())}; expected int64, and "
-                               "columns side by side")
+        raise UnsupportedInput(
+            f"embed_streams: ids {ids.dtype}, table with strides {tuple(table.stride())}; expected int64, and "
+            "columns side by side"
+        )
     (N,), (vocab, d) = ids.shape, table.shape
     y = torch.empty(N, streams, d, dtype=dtype, device=ids.device)
     block, pdl = min(COLUMNS, next_power(d)), dependent_launch(ids.device)
     if y.numel():
-        _embed[(N, triton.cdiv(d, block))](ids, table, y, ids.stride(0), table.stride(0), vocab, d, streams, block,
-                                           pdl, num_warps=4, launch_pdl=pdl)
+        _embed[(N, triton.cdiv(d, block))](
+            ids, table, y, ids.stride(0), table.stride(0), vocab, d, streams, block, pdl, num_warps=4, launch_pdl=pdl
+        )
     return y
 
 
 @triton.jit
-def _embed(IDS, TABLE, Y, ids_step, row, vocab, D: tl.constexpr, STREAMS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+def _embed(
+    IDS, TABLE, Y, ids_step, row, vocab, D: tl.constexpr, STREAMS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr
+):
     n, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     wait(PDL)
     token = tl.load(IDS + n * ids_step)

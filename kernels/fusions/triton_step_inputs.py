@@ -1,32 +1,40 @@
 """`attention_inputs` on a GPU: everything between a layer's linear maps and its attention in one launch.
 
-Programs take different parts: for each row of the batch and compressor one stores the rows and pools the windows that they
-complete; for each token one makes the latent and puts it into the window; the others take a few heads each.
+Programs take different parts: for each row of the batch and compressor one stores the rows and pools the windows that
+they complete; for each token one makes the latent and puts it into the window; the others take a few heads each.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.cache_rows import PackedRows, RowFormat
-from kernels.compress.triton import pool_slots
-from kernels.errors import UnsupportedInput
-from kernels.fusions.compositions import IndexHeads, Latents, Windows
-from kernels.fusions.triton_compress import SIMULATIONS
-from kernels.fusions.triton_heads import KEY, KV, PLAIN, checked_turns, finished, padded
-from kernels.fusions.triton_step import wait
-from kernels.fusions.triton_step_rows import FORMS, put
-from kernels.hadamard.triton import check_width
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, rounded, widen
+from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.compress.triton import pool_slots
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows
+from dsv4.kernels.fusions.triton_compress import SIMULATIONS
+from dsv4.kernels.fusions.triton_heads import KEY, KV, PLAIN, checked_turns, finished, padded
+from dsv4.kernels.fusions.triton_step import wait
+from dsv4.kernels.fusions.triton_step_rows import FORMS, put
+from dsv4.kernels.hadamard.triton import check_width
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, rounded, widen
 
 TILE = 2048  # numbers of heads that a program takes, and of slots that it pools, at least one row
 WARPS = 4
 
 
-def attention_inputs(batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float, latents: Latents, index: IndexHeads | None,
-                     windows: tuple[Windows, ...]) -> tuple[torch.Tensor, ...]:
-    """As the definition, in one launch; q, index queries and caches are written in place, and windows not complete left alone."""
+def attention_inputs(
+    batch: int,
+    q: torch.Tensor,
+    cis: torch.Tensor,
+    eps: float,
+    latents: Latents,
+    index: IndexHeads | None,
+    windows: tuple[Windows, ...],
+) -> tuple[torch.Tensor, ...]:
+    """As the definition, in one launch; q, index queries and caches are written in place, and windows not complete left
+    alone."""
     _check(batch, q, cis, latents, index, windows)
     N, H, D = q.shape
     data, page, form = _pool(latents.pool)
@@ -38,14 +46,32 @@ def attention_inputs(batch: int, q: torch.Tensor, cis: torch.Tensor, eps: float,
     programs, pdl = batch * len(windows) + N + triton.cdiv(N * H, heads) + index_programs, dependent_launch(q.device)
     if N:
         _inputs[(programs,)](
-            q, _turns(cis.expand(N, -1)), near, tensors, parts, N, N // batch, eps, 0.0 if index is None else float(index.scale),
-            (D, H, B, heads), of_index, tuple(n for shape in shapes for n in shape), form, page,
-            (KV if latents.simulate else PLAIN).value, 2 * cis.shape[-1], pdl, num_warps=WARPS, launch_pdl=pdl)
+            q,
+            _turns(cis.expand(N, -1)),
+            near,
+            tensors,
+            parts,
+            N,
+            N // batch,
+            eps,
+            0.0 if index is None else float(index.scale),
+            (D, H, B, heads),
+            of_index,
+            tuple(n for shape in shapes for n in shape),
+            form,
+            page,
+            (KV if latents.simulate else PLAIN).value,
+            2 * cis.shape[-1],
+            pdl,
+            num_warps=WARPS,
+            launch_pdl=pdl,
+        )
     return q, *asked, data, *(t for w in windows for t in (w.ring, _pool(w.entries)[0]))
 
 
 def _asked(index: IndexHeads | None) -> tuple[tuple, tuple, tuple, int]:
-    """(results, tensors, D, H, padded D, heads of a program and simulation, programs) of index queries and head weights."""
+    """(results, tensors, D, H, padded D, heads of a program and simulation, programs) of index queries and head
+    weights."""
     if index is None:
         return (), (None, None, None), (1, 1, 1, 1, 0), 0
     (N, H, D), B = index.q.shape, next_power(index.q.shape[2])
@@ -58,8 +84,19 @@ def _compressor(batch: int, w: Windows) -> tuple[tuple, tuple]:
     """(tensors, shape) of one compressor, as `_window` takes them."""
     D, simulation, (data, stride, form) = w.ring.shape[1] // (2 * w.overlap), SIMULATIONS[w.simulate], _pool(w.entries)
     (M, S), B = w.rows.shape, padded(D, KV.value if form == FORMS[RowFormat.KV_FP8].value else simulation)
-    tensors = (w.raw, w.ape, w.phase, w.ring, w.slots, w.rows, w.live.view(torch.uint8), w.weight, _turns(w.cis), data,
-               w.entry_slots)
+    tensors = (
+        w.raw,
+        w.ape,
+        w.phase,
+        w.ring,
+        w.slots,
+        w.rows,
+        w.live.view(torch.uint8),
+        w.weight,
+        _turns(w.cis),
+        data,
+        w.entry_slots,
+    )
     return tensors, (D, w.overlap, S, M // batch, simulation, form, stride, B, max(1, min(S, 2 * TILE // B)))
 
 
@@ -82,7 +119,9 @@ def _check(batch: int, q, cis, latents: Latents, index: IndexHeads | None, windo
     heads = [q] if index is None else [q, index.q]
     require_device("attention_inputs", *heads, cis, *held, *rows, latents.slots)
     if any(not t.is_contiguous() for t in (*heads, *rows)) or any(t.dim() != 2 or t.stride(1) != 1 for t in held):
-        raise UnsupportedInput("attention_inputs takes contiguous queries and rows, and flat pools whose numbers lie side by side")
+        raise UnsupportedInput(
+            "attention_inputs takes contiguous queries and rows, and flat pools whose numbers lie side by side"
+        )
     if any(t.dtype is not torch.float32 for w in windows for t in (w.raw, w.ape, w.ring)):
         raise UnsupportedInput("attention_inputs takes a compressor's rows, biases and ring in float32")
     for t in heads:
@@ -91,17 +130,36 @@ def _check(batch: int, q, cis, latents: Latents, index: IndexHeads | None, windo
         if index.simulate:
             check_width(index.q.shape[2])
     if len(q) % batch or any(len(w.rows) % batch for w in windows):
-        raise UnsupportedInput(f"attention_inputs: {len(q)} tokens and {[len(w.rows) for w in windows]} windows of {batch} rows; "
-                               "expected multiples")
+        raise UnsupportedInput(
+            f"attention_inputs: {len(q)} tokens and {[len(w.rows) for w in windows]} windows of {batch} rows; "
+            "expected multiples"
+        )
 
 
 @triton.jit(do_not_specialize=["N"])
-def _inputs(Q, CIS, NEAR, INDEX, WINDOWS, N, T: tl.constexpr, eps, scale, HEADS: tl.constexpr, ASKED: tl.constexpr,
-            SHAPES: tl.constexpr, FORM: tl.constexpr, PAGE_BYTES: tl.constexpr, SIMULATION: tl.constexpr, TURNED: tl.constexpr,
-            PDL: tl.constexpr):
-    """Q [N, H, D], in place. NEAR: KV, weight, pool and slots; INDEX: queries, weights and scaled weights; WINDOWS of each
-    compressor: as its Windows. HEADS: D, H, padded D, heads of a program; ASKED: the same of the index queries, and their
-    simulation; SHAPES: see `_window`. Programs: a row of the batch for each compressor, tokens, heads, index heads."""
+def _inputs(
+    Q,
+    CIS,
+    NEAR,
+    INDEX,
+    WINDOWS,
+    N,
+    T: tl.constexpr,
+    eps,
+    scale,
+    HEADS: tl.constexpr,
+    ASKED: tl.constexpr,
+    SHAPES: tl.constexpr,
+    FORM: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    SIMULATION: tl.constexpr,
+    TURNED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Q [N, H, D], in place. NEAR: KV, weight, pool and slots; INDEX: queries, weights and scaled weights; WINDOWS of
+    each compressor: as its Windows. HEADS: D, H, padded D, heads of a program; ASKED: the same of the index queries,
+    and their simulation; SHAPES: see `_window`. Programs: a row of the batch for each compressor, tokens, heads, index
+    heads."""
     pid = tl.program_id(0)
     wait(PDL)
     rows = N // T
@@ -115,8 +173,25 @@ def _inputs(Q, CIS, NEAR, INDEX, WINDOWS, N, T: tl.constexpr, eps, scale, HEADS:
     if (pid >= 0) & (pid < N):
         n, i = pid.to(tl.int64), tl.arange(0, B)
         y = widen(tl.load(NEAR[0] + n * D + i, mask=i < D, other=0.0))[None, :]
-        y = finished(y, NEAR[1], CIS, (n + tl.arange(0, 1)) * TURNED, tl.arange(0, 1) == 0, i, eps, DTYPE, D, TURNED, False, True,
-                     True, SIMULATION, 0, 1, B)
+        y = finished(
+            y,
+            NEAR[1],
+            CIS,
+            (n + tl.arange(0, 1)) * TURNED,
+            tl.arange(0, 1) == 0,
+            i,
+            eps,
+            DTYPE,
+            D,
+            TURNED,
+            False,
+            True,
+            True,
+            SIMULATION,
+            0,
+            1,
+            B,
+        )
         put(NEAR[2], tl.load(NEAR[3] + n), y, D, TURNED, PAGE_BYTES, FORM, B)
     pid -= N
     programs = tl.cdiv(N * HEADS[1], HEADS[3])
@@ -124,20 +199,65 @@ def _inputs(Q, CIS, NEAR, INDEX, WINDOWS, N, T: tl.constexpr, eps, scale, HEADS:
         _heads(Q, None, None, CIS, pid * HEADS[3], N, eps, 0.0, D, HEADS[1], B, HEADS[3], 0, TURNED)
     if INDEX[0] is not None:
         if pid >= programs:
-            _heads(INDEX[0], INDEX[1], INDEX[2], CIS, (pid - programs) * ASKED[3], N, eps, scale, ASKED[0], ASKED[1], ASKED[2],
-                   ASKED[3], ASKED[4], TURNED)
+            _heads(
+                INDEX[0],
+                INDEX[1],
+                INDEX[2],
+                CIS,
+                (pid - programs) * ASKED[3],
+                N,
+                eps,
+                scale,
+                ASKED[0],
+                ASKED[1],
+                ASKED[2],
+                ASKED[3],
+                ASKED[4],
+                TURNED,
+            )
 
 
 @triton.jit
-def _heads(Q, WEIGHTS, SCALED, CIS, first, N, eps, scale, D: tl.constexpr, H: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
-           SIMULATION: tl.constexpr, TURNED: tl.constexpr):
+def _heads(
+    Q,
+    WEIGHTS,
+    SCALED,
+    CIS,
+    first,
+    N,
+    eps,
+    scale,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    B: tl.constexpr,
+    R: tl.constexpr,
+    SIMULATION: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     """R rows of heads from `first` on. With WEIGHTS they are index queries: no norm, but weights to be scaled."""
     row, i = first.to(tl.int64) + tl.arange(0, R), tl.arange(0, B)
     live = row < N * H
     at, inside = Q + row[:, None] * D + i[None, :], live[:, None] & (i[None, :] < D)
     y = widen(tl.load(at, mask=inside, other=0.0))
-    y = finished(y, Q, CIS, row // H * TURNED, live, i, eps, Q.dtype.element_ty, D, TURNED, False, WEIGHTS is None, False,
-                 SIMULATION, D.bit_length() - 1, R, B)
+    y = finished(
+        y,
+        Q,
+        CIS,
+        row // H * TURNED,
+        live,
+        i,
+        eps,
+        Q.dtype.element_ty,
+        D,
+        TURNED,
+        False,
+        WEIGHTS is None,
+        False,
+        SIMULATION,
+        D.bit_length() - 1,
+        R,
+        B,
+    )
     tl.store(at, narrow(y, Q.dtype.element_ty), mask=inside)
     if WEIGHTS is not None:
         # weights.float() * scale
@@ -145,9 +265,11 @@ def _heads(Q, WEIGHTS, SCALED, CIS, first, N, eps, scale, D: tl.constexpr, H: tl
 
 
 @triton.jit
-def _window(W, b, T: tl.constexpr, eps, TURNED: tl.constexpr, SHAPES: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows and windows of row b of the batch. SHAPES, from AT on: width, overlap, slots of a window, windows of a row, simulation,
-    form and stride of the entries' pool, padded width, slots at a time."""
+def _window(
+    W, b, T: tl.constexpr, eps, TURNED: tl.constexpr, SHAPES: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Rows and windows of row b of the batch. SHAPES, from AT on: width, overlap, slots of a window, windows of a row,
+    simulation, form and stride of the entries' pool, padded width, slots at a time."""
     D: tl.constexpr = SHAPES[AT]
     OVERLAP: tl.constexpr = SHAPES[AT + 1]
     S: tl.constexpr = SHAPES[AT + 2]
@@ -184,6 +306,23 @@ def _window(W, b, T: tl.constexpr, eps, TURNED: tl.constexpr, SHAPES: tl.constex
                 top, total, pooled = pool_slots(top, total, pooled, kv, gate)
             pooled /= tl.where(top == float("-inf"), 1.0, total)
             y = rounded(pooled, DTYPE)[None, :]
-            y = finished(y, W[7], W[8], (m + tl.arange(0, 1)) * TURNED, tl.arange(0, 1) == 0, i, eps, DTYPE, D, TURNED, False, True,
-                         True, SIMULATION, D.bit_length() - 1, 1, B)
+            y = finished(
+                y,
+                W[7],
+                W[8],
+                (m + tl.arange(0, 1)) * TURNED,
+                tl.arange(0, 1) == 0,
+                i,
+                eps,
+                DTYPE,
+                D,
+                TURNED,
+                False,
+                True,
+                True,
+                SIMULATION,
+                D.bit_length() - 1,
+                1,
+                B,
+            )
             put(W[9], tl.load(W[10] + m), y, D, TURNED, STRIDE, FORM, B)

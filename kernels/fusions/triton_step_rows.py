@@ -3,9 +3,15 @@
 import triton
 import triton.language as tl
 
-from kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, RowFormat
-from kernels.quantize.triton_codes import (
-    e2m1_exponent, e4m3_exponent, encode_e2m1, encode_e4m3, magnitude, narrow, power_of_two,
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, RowFormat
+from dsv4.kernels.quantize.triton_codes import (
+    e2m1_exponent,
+    e4m3_exponent,
+    encode_e2m1,
+    encode_e4m3,
+    magnitude,
+    narrow,
+    power_of_two,
 )
 
 PLAIN, KV_FP8, INDEX_FP8, INDEX_FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -17,8 +23,8 @@ _ROWS, _COLUMNS, _DIMS = tl.constexpr(PAGE), tl.constexpr(KV_BLOCK), tl.constexp
 def put(POOL, slot, y, D: tl.constexpr, ROPE: tl.constexpr, STRIDE: tl.constexpr, FORM: tl.constexpr, B: tl.constexpr):
     """Values fp32 [1, B] of a row of D ≤ B numbers to row `slot` int64 of a pool; the bytes are those of `encode_rows`.
 
-    STRIDE: elements from row to row, or bytes from page to page; KV_FP8 keeps the last ROPE numbers in bf16. A negative slot is
-    skipped.
+    STRIDE: elements from row to row, or bytes from page to page; KV_FP8 keeps the last ROPE numbers in bf16. A negative
+    slot is skipped.
     """
     y = tl.reshape(y, [B])
     if slot >= 0:
@@ -48,7 +54,11 @@ def _put_kv(page, slot, y, D: tl.constexpr, ROPE: tl.constexpr, B: tl.constexpr)
     code = encode_e4m3(x * power_of_two(-k)[:, None])
     tl.store(payload + c, code.to(tl.uint8), mask=c < NOPE)
     # kept = x[:, D:].to(torch.bfloat16).view(torch.uint8)
-    kept, place, rotated = narrow(x, tl.bfloat16).to(tl.int16, bitcast=True), payload + NOPE + 2 * (c - NOPE), (c >= NOPE) & (c < D)
+    kept, place, rotated = (
+        narrow(x, tl.bfloat16).to(tl.int16, bitcast=True),
+        payload + NOPE + 2 * (c - NOPE),
+        (c >= NOPE) & (c < D),
+    )
     tl.store(place, (kept & 255).to(tl.uint8), mask=rotated)
     tl.store(place + 1, ((kept >> 8) & 255).to(tl.uint8), mask=rotated)
     # scales = encode_e8m0(exponent); F.pad(scales, (0, -scales.shape[1] % 8))

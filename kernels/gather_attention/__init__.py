@@ -1,8 +1,10 @@
 """Attention over the kept blocks of a cache, masked by position."""
 
-from kernels.dispatch import Operation
-from kernels.gather_attention import cpu, reference
-from kernels.gather_attention import triton as triton_kernels
+from dsv4.kernels.dispatch import Operation
+from dsv4.kernels.gather_attention import cpu, reference
+from dsv4.kernels.gather_attention import triton as triton_kernels
 
-gather_attention = Operation("gather_attention", {
-    "reference": reference.gather_attention, "cpu": cpu.gather_attention, "triton": triton_kernels.gather_attention})
+gather_attention = Operation(
+    "gather_attention",
+    {"reference": reference.gather_attention, "cpu": cpu.gather_attention, "triton": triton_kernels.gather_attention},
+)

@@ -1,17 +1,28 @@
-"""Attention over kept blocks on a host processor: whole blocks are copied, a query at a time, so that what is copied stays in its caches.
+"""Attention over kept blocks on a host processor: whole blocks are copied, a query at a time, so that what is copied
+stays in its caches.
 
-The reference gathers token by token, of all queries at once: for 16 queries of 4K kept tokens that is memory traffic and little else.
+The reference gathers token by token, of all queries at once: for 16 queries of 4K kept tokens that is memory traffic
+and little else.
 """
 
 import torch
 
-from kernels.gather_attention import reference
-from kernels.gather_attention.reference import positions_of, tiles_read, tokens_of
-from kernels.grouped_attention.termination import Termination
+from dsv4.kernels.gather_attention import reference
+from dsv4.kernels.gather_attention.reference import positions_of, tiles_read, tokens_of
+from dsv4.kernels.grouped_attention.termination import Termination
 
 
-def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, start: torch.Tensor,
-                     window: int | None, scale: float, block: int, termination: Termination | None = None):
+def gather_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    start: torch.Tensor,
+    window: int | None,
+    scale: float,
+    block: int,
+    termination: Termination | None = None,
+):
     if keys.shape[2] % block or not blocks.numel():
         return reference.gather_attention(q, keys, values, blocks, start, window, scale, block, termination)
     read = None
@@ -27,7 +38,8 @@ def _attended(q, keys, values, blocks, start, window, scale, block, read) -> tor
     """read: bool [B, T, KV, n·block], the tokens that count (None: all)."""
     out, (H, D), KV = torch.empty_like(q), q.shape[2:], keys.shape[1]
     for b, first in enumerate(start.tolist()):
-        place = positions_of(blocks[b], block)                                                          # [T, KV, n·block]
+        # [T, KV, n·block]
+        place = positions_of(blocks[b], block)
         position = first + torch.arange(q.shape[1]).view(-1, 1, 1)
         seen = (place >= 0) & (place <= position)
         if window is not None:
@@ -36,7 +48,9 @@ def _attended(q, keys, values, blocks, start, window, scale, block, read) -> tor
             seen &= read[b]
         for t, (kept, visible) in enumerate(zip(blocks[b].clamp(min=0), seen)):
             k, v = (torch.where(visible.unsqueeze(-1), _copied(x[b], kept, block), 0) for x in (keys, values))
-            logits = (q[b, t].float().view(KV, H // KV, D) @ k.transpose(-1, -2) * scale).masked_fill(~visible.unsqueeze(1), float("-inf"))
+            logits = (q[b, t].float().view(KV, H // KV, D) @ k.transpose(-1, -2) * scale).masked_fill(
+                ~visible.unsqueeze(1), float("-inf")
+            )
             p = torch.softmax(logits, -1).masked_fill(~visible.any(-1)[:, None, None], 0)
             out[b, t] = (p @ v).flatten(0, 1).to(q.dtype)
     return out
@@ -45,7 +59,11 @@ def _attended(q, keys, values, blocks, start, window, scale, block, read) -> tor
 def _copied(cache: torch.Tensor, blocks: torch.Tensor, block: int) -> torch.Tensor:
     """Blocks int [KV, n] of cache [KV, S, D] as fp32 [KV, n·block, D]."""
     whole = cache.unflatten(1, (-1, block)).flatten(2)
-    return torch.stack([head.index_select(0, numbers) for head, numbers in zip(whole, blocks)]).float().view(len(cache), -1, cache.shape[-1])
+    return (
+        torch.stack([head.index_select(0, numbers) for head, numbers in zip(whole, blocks)])
+        .float()
+        .view(len(cache), -1, cache.shape[-1])
+    )
 
 
 gather_attention.__doc__ = reference.gather_attention.__doc__

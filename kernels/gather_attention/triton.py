@@ -2,16 +2,25 @@
 
 import torch
 
-from kernels.gather_attention import reference
-from kernels.grouped_attention.termination import Termination
-from kernels.grouped_attention.triton_decode import attend_queries
+from dsv4.kernels.gather_attention import reference
+from dsv4.kernels.grouped_attention.termination import Termination
+from dsv4.kernels.grouped_attention.triton_decode import attend_queries
 
 
-def gather_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, start: torch.Tensor,
-                     window: int | None, scale: float, block: int, termination: Termination | None = None):
-    """As the reference, for contiguous keys and values of bf16 or fp32, head_dim ≤ 256, up to 64 query heads a KV head, and blocks
-    that divide tiles of 128 tokens (those of `termination`) or are multiples of them; raises UnsupportedInput beyond. Up to 16
-    tokens a row change no other token's bits."""
+def gather_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    start: torch.Tensor,
+    window: int | None,
+    scale: float,
+    block: int,
+    termination: Termination | None = None,
+):
+    """As the reference, for contiguous keys and values of bf16 or fp32, head_dim ≤ 256, up to 64 query heads a KV head,
+    and blocks that divide tiles of 128 tokens (those of `termination`) or are multiples of them; raises
+    UnsupportedInput beyond. Up to 16 tokens a row change no other token's bits."""
     return attend_queries("gather_attention", q, keys, values, blocks, start, window, scale, block, termination)
 
 

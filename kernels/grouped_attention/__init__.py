@@ -2,22 +2,29 @@
 
 import torch
 
-from kernels.dispatch import Operation
-from kernels.grouped_attention import cpu, reference, training
-from kernels.grouped_attention import triton as triton_kernels
-from kernels.grouped_attention.termination import Termination
-from kernels.grouped_attention.triton_decode import traversals as planned
-from kernels.launch import interpreting
+from dsv4.kernels.dispatch import Operation
+from dsv4.kernels.grouped_attention import cpu, reference, training
+from dsv4.kernels.grouped_attention import triton as triton_kernels
+from dsv4.kernels.grouped_attention.termination import Termination
+from dsv4.kernels.grouped_attention.triton_decode import traversals as planned
+from dsv4.kernels.launch import interpreting
 
-grouped_attention = Operation("grouped_attention", {
-    "reference": reference.grouped_attention, "cpu": cpu.grouped_attention, "training": training.grouped_attention,
-    "triton": triton_kernels.grouped_attention})
+grouped_attention = Operation(
+    "grouped_attention",
+    {
+        "reference": reference.grouped_attention,
+        "cpu": cpu.grouped_attention,
+        "training": training.grouped_attention,
+        "triton": triton_kernels.grouped_attention,
+    },
+)
 
 
 def traversals(backend: str, counted: torch.Tensor, tokens: int, D: int, dtype: torch.dtype, rule: Termination) -> int:
     """To how many traversals a step under `rule` deals the tiles of a query that has up to `tokens` tokens.
 
-    counted: the tiles read [B, T, KV] of that step, of whose values nothing is needed; D: width of a head; dtype: of its numbers.
+    counted: the tiles read [B, T, KV] of that step, of whose values nothing is needed; D: width of a head; dtype: of
+    its numbers.
     """
     B, T, KV = counted.shape
     if backend != "triton":

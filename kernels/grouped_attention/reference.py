@@ -2,18 +2,27 @@
 
 import torch
 
-from kernels.grouped_attention.termination import Termination, newest_first, traverse
+from dsv4.kernels.grouped_attention.termination import Termination, newest_first, traverse
 
 SCRATCH_BYTES = 256 << 20  # of logits: queries are taken a few at a time
 
 
-def grouped_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, window: int | None,
-                      scale: float, termination: Termination | None = None):
-    """o = softmax(scale · q·K)·V over keys 0 … p of a query at position p, of these only the last `window` if that is given.
+def grouped_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: torch.Tensor,
+    window: int | None,
+    scale: float,
+    termination: Termination | None = None,
+):
+    """o = softmax(scale · q·K)·V over keys 0 … p of a query at position p, of these only the last `window` if that is
+    given.
 
-    q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]: query t of row b stands at p = start[b] + t, and its own key is in
-    the cache. Query head h reads KV head h // (H // KV). Returns [B, T, H, D] in q.dtype; fp32 softmax.
-    With `termination` returns (out, tiles read int32 [B, T, KV]) instead: the first tile of the sequence, then the newest first.
+    q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]: query t of row b stands at p = start[b] + t, and its
+    own key is in the cache. Query head h reads KV head h // (H // KV). Returns [B, T, H, D] in q.dtype; fp32 softmax.
+    With `termination` returns (out, tiles read int32 [B, T, KV]) instead: the first tile of the sequence, then the
+    newest first.
     `out` is one softmax over the tiles that were read: without any left out, to the bit that without a rule.
     """
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
@@ -22,7 +31,9 @@ def grouped_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     if termination is not None:
         tiles = newest_first(position, first, -(-S // termination.tile), termination.tile).expand(B, T, KV, -1, -1)
         read = traverse(q, keys, values, tiles, position, window, scale, termination)
-        return _attend(q, keys, values, position, first, scale, _marked(tiles, read, S)), read.sum(-1, dtype=torch.int32)
+        return _attend(q, keys, values, position, first, scale, _marked(tiles, read, S)), read.sum(
+            -1, dtype=torch.int32
+        )
     return _attend(q, keys, values, position, first, scale)
 
 
@@ -42,7 +53,7 @@ def _attend(q, keys, values, position, first, scale, read=None) -> torch.Tensor:
     for t in range(0, T, step):
         s = slice(t, t + step)
         heads = q[:, s].float().view(B, -1, KV, H // KV, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, KV, G·t, D]
-        seen = (place <= position[:, s].unsqueeze(-1)) & (place >= first[:, s].unsqueeze(-1))     # [B, t, S]
+        seen = (place <= position[:, s].unsqueeze(-1)) & (place >= first[:, s].unsqueeze(-1))  # [B, t, S]
         seen = seen[:, None, None] if read is None else (seen.unsqueeze(2) & read[:, s]).transpose(1, 2).unsqueeze(2)
         logits = (heads @ k.transpose(-1, -2) * scale).unflatten(2, (H // KV, -1)).masked_fill(~seen, float("-inf"))
         o = torch.softmax(logits, -1).flatten(2, 3) @ v

@@ -1,22 +1,22 @@
 """Run-time termination of attention (ART): when to stop reading keys.
 
-A query's keys come in tiles, the most important first. After tile t a probe looks at x⁽ᵗ⁾, some scattered channels of the output
-that the tiles so far give, normalised by their own sum. A tile is stable when ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ < τ and 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ.
-A query head stops after p stable tiles in a row, for good.
+A query's keys come in tiles, the most important first. After tile t a probe looks at x⁽ᵗ⁾, some scattered channels of
+the output that the tiles so far give, normalised by their own sum. A tile is stable when ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ < τ and 1 −
+cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ. A query head stops after p stable tiles in a row, for good.
 
-The heads of a group share their tiles, so a tile is read until every head of the group has stopped, and a head that has stopped
-keeps adding what is read anyway: the bytes are paid for, and more keys only bring it nearer to attention over all of them. Each
-head's own decision is the one that it would take alone.
+The heads of a group share their tiles, so a tile is read until every head of the group has stopped, and a head that has
+stopped keeps adding what is read anyway: the bytes are paid for, and more keys only bring it nearer to attention over
+all of them. Each head's own decision is the one that it would take alone.
 
-Tiles in which a query sees nothing (padding of a keep-set, keys outside the window) are no tiles: they are neither read, counted
-nor probed, or else an unchanged output would pass for a stable one.
+Tiles in which a query sees nothing (padding of a keep-set, keys outside the window) are no tiles: they are neither
+read, counted nor probed, or else an unchanged output would pass for a stable one.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
 PROBED, STEP, OFFSET = 32, 37, 5  # channels of a probe, and where they are
 
@@ -25,13 +25,15 @@ PROBED, STEP, OFFSET = 32, 37, 5  # channels of a probe, and where they are
 class Termination:
     """τ, φ and p, and what an ablation leaves out.
 
-    scale, direction, persistence: False leaves out the test of ‖Δx‖, of the cosine, or the wait for p stable tiles (then p = 1).
-    tile: tokens of a tile, a multiple of 64. splits: a query's tiles are dealt out to so many traversals like cards, each of which
-    terminates by itself on the output over its own tiles, and their outputs are merged by their sums; 1 is the definition. None
-    leaves the number to the implementation: 1 in the reference; on a GPU as many as without a rule (`dealt`).
-    least: tiles that a traversal should have, so that it can stop; where the implementation's own number of traversals would leave
-    each fewer, there are fewer. None: its own number. Tiles are counted over what a row may hold, since a captured step knows no
-    length. Not together with splits.
+    scale, direction, persistence: False leaves out the test of ‖Δx‖, of the cosine, or the wait for p stable tiles
+    (then p = 1).
+    tile: tokens of a tile, a multiple of 64. splits: a query's tiles are dealt out to so many traversals like cards,
+    each of which terminates by itself on the output over its own tiles, and their outputs are merged by their sums; 1
+    is the definition. None leaves the number to the implementation: 1 in the reference; on a GPU as many as without a
+    rule (`dealt`).
+    least: tiles that a traversal should have, so that it can stop; where the implementation's own number of traversals
+    would leave each fewer, there are fewer. None: its own number. Tiles are counted over what a row may hold, since a
+    captured step knows no length. Not together with splits.
     """
 
     tau: float = 1e-5
@@ -46,11 +48,18 @@ class Termination:
 
     def __post_init__(self):
         for name, value, fits, wanted in (
-                ("tau", self.tau, self.tau >= 0, "0 (never stop) or more"), ("phi", self.phi, 0 <= self.phi <= 2, "between 0 and 2"),
-                ("patience", self.patience, self.patience >= 1, "1 or more"),
-                ("tile", self.tile, self.tile > 0 and self.tile % 64 == 0, "a multiple of 64"),
-                ("splits", self.splits, self.splits is None or self.splits >= 1, "1 or more, or None"),
-                ("least", self.least, self.least is None or self.least >= 1 and self.splits is None, "1 or more, without splits, or None")):
+            ("tau", self.tau, self.tau >= 0, "0 (never stop) or more"),
+            ("phi", self.phi, 0 <= self.phi <= 2, "between 0 and 2"),
+            ("patience", self.patience, self.patience >= 1, "1 or more"),
+            ("tile", self.tile, self.tile > 0 and self.tile % 64 == 0, "a multiple of 64"),
+            ("splits", self.splits, self.splits is None or self.splits >= 1, "1 or more, or None"),
+            (
+                "least",
+                self.least,
+                self.least is None or self.least >= 1 and self.splits is None,
+                "1 or more, without splits, or None",
+            ),
+        ):
             if not fits:
                 raise UnsupportedInput(f"termination: {name} is {value}; expected {wanted}")
         if not self.scale and not self.direction:
@@ -63,41 +72,54 @@ class Termination:
 
     @property
     def useful(self) -> int:
-        """Tiles from which on a traversal may leave some out: its first, `wait` stable ones, and one that is not read."""
+        """Tiles from which on a traversal may leave some out: its first, `wait` stable ones, and one that is not
+        read."""
         return self.wait + 2
 
     def dealt(self, own: int, tiles: int) -> int:
         """Traversals of a query that has up to `tiles` tiles, where the implementation would make `own` without a rule.
 
-        Its own number by default, for two reasons. A rule that never ends then has the bits of no rule, and nearly its time. And a
-        device deals so many because it has processors for them: what they read at once should take no longer than a traversal of few
-        tiles, so that fewer, which can stop, cost time wherever the device would else have been filled (reasoned, not measured).
+        Its own number by default, for two reasons. A rule that never ends then has the bits of no rule, and nearly its
+        time. And a device deals so many because it has processors for them: what they read at once should take no
+        longer than a traversal of few tiles, so that fewer, which can stop, cost time wherever the device would else
+        have been filled (reasoned, not measured).
         """
         if self.splits is not None:
             return self.splits
         return own if self.least is None else max(1, min(own, tiles // self.least))
 
     def stable(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Whether the probe x [..., channels] fp32 is stable after `before`: bool [...]. Zeros have no direction, so are not."""
-        near = (x - before).square().sum(-1) < self.tau ** 2
+        """Whether the probe x [..., channels] fp32 is stable after `before`: bool [...]. Zeros have no direction, so
+        are not."""
+        near = (x - before).square().sum(-1) < self.tau**2
         along = (x * before).sum(-1) > (1 - self.phi) * (x.square().sum(-1) * before.square().sum(-1)).sqrt()
         return (near | (not self.scale)) & (along | (not self.direction))
 
 
 def probed_channels(D: int) -> torch.Tensor:
-    """The channels of a probe: int64 [min(32, D)], (5 + 37·i) mod D, ascending; all of them where D has at most 32 or is a
-    multiple of 37, in which case the first 32."""
+    """The channels of a probe: int64 [min(32, D)], (5 + 37·i) mod D, ascending; all of them where D has at most 32 or
+    is a multiple of 37, in which case the first 32."""
     if D <= PROBED or D % STEP == 0:
         return torch.arange(min(PROBED, D))
     return ((OFFSET + STEP * torch.arange(PROBED)) % D).sort().values
 
 
-def traverse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, position: torch.Tensor,
-             window: int | None, scale: float, rule: Termination) -> torch.Tensor:
-    """Which tiles of tokens are read, in their order, with termination: bool [B, T, KV, n]; not those in which nothing is seen.
+def traverse(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: torch.Tensor,
+    position: torch.Tensor,
+    window: int | None,
+    scale: float,
+    rule: Termination,
+) -> torch.Tensor:
+    """Which tiles of tokens are read, in their order, with termination: bool [B, T, KV, n]; not those in which nothing
+    is seen.
 
-    q [B, T, H, D]; keys, values [B, KV, S, D]; tiles int64 [B, T, KV, n, tile]: positions, −1 = nothing there; position int64
-    [B, T]: of each query. The output is attention over what was read, as one softmax, so that a rule that never ends has its bits.
+    q [B, T, H, D]; keys, values [B, KV, S, D]; tiles int64 [B, T, KV, n, tile]: positions, −1 = nothing there; position
+    int64 [B, T]: of each query. The output is attention over what was read, as one softmax, so that a rule that never
+    ends has its bits.
     """
     read = torch.zeros(tiles.shape[:4], dtype=torch.bool, device=q.device)
     splits = rule.dealt(1, tiles.shape[3])
@@ -113,7 +135,11 @@ def _traversal(q, keys, values, tiles, position, window, scale, rule):
     top = heads.new_full(heads.shape[:-1], float("-inf"))
     total, acc, before = torch.zeros_like(top), torch.zeros_like(heads), None
     streak, stopped = torch.zeros_like(top, dtype=torch.int32), torch.zeros_like(top, dtype=torch.bool)
-    read, begun, channels = [], torch.zeros(B, T, KV, dtype=torch.bool, device=q.device), probed_channels(D).to(q.device)
+    read, begun, channels = (
+        [],
+        torch.zeros(B, T, KV, dtype=torch.bool, device=q.device),
+        probed_channels(D).to(q.device),
+    )
     b, kv = torch.arange(B, device=q.device).view(B, 1, 1, 1), torch.arange(KV, device=q.device).view(KV, 1)
     for place in tiles.unbind(3):
         seen = (place >= 0) & (place <= position.view(B, T, 1, 1))
@@ -137,9 +163,11 @@ def _traversal(q, keys, values, tiles, position, window, scale, rule):
 
 
 def newest_first(position: torch.Tensor, first: torch.Tensor, n: int, tile: int) -> torch.Tensor:
-    """Tiles of a dense traversal: the first tile of the sequence, where it is seen at all, then the newest to the oldest.
+    """Tiles of a dense traversal: the first tile of the sequence, where it is seen at all, then the newest to the
+    oldest.
 
-    position int64 [B, T]; first int64 [B, T]: the first position seen. Returns positions int64 [B, T, 1, n, tile], −1 beyond.
+    position int64 [B, T]; first int64 [B, T]: the first position seen. Returns positions int64 [B, T, 1, n, tile], −1
+    beyond.
     """
     last, lowest = (position // tile).unsqueeze(-1), (first // tile).unsqueeze(-1)
     i = torch.arange(n, device=position.device)

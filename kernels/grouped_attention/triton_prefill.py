@@ -1,16 +1,20 @@
-"""Device code of grouped-query attention of many queries: tiles of queries of one head against tiles of keys, causal from `start`.
+"""Device code of grouped-query attention of many queries: tiles of queries of one head against tiles of keys, causal
+from `start`.
 
-Tiles of keys that all queries of a tile see go without a mask; only those on the diagonal, and at the far edge of a window, have one.
+Tiles of keys that all queries of a tile see go without a mask; only those on the diagonal, and at the far edge of a
+window, have one.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.quantize.triton_codes import narrow, widen
 
 
 @triton.jit
-def _rows(POOL, first, limit, d, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, FP32: tl.constexpr):
+def _rows(
+    POOL, first, limit, d, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, FP32: tl.constexpr
+):
     """Rows first … first + BN − 1 of one head [BN, DP]; MASKED: zeros behind `limit`, which is not read."""
     i = tl.arange(0, BN)
     at = POOL + (tl.full((), 0, tl.int64) + first) * D + i[:, None] * D + d[None, :]
@@ -24,8 +28,28 @@ def _rows(POOL, first, limit, d, D: tl.constexpr, DP: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def _over(q, KEYS, VALUES, begin, end, place, limit, window, scale, m, l, acc, d, D: tl.constexpr, DP: tl.constexpr,
-          BN: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr):
+def _over(
+    q,
+    KEYS,
+    VALUES,
+    begin,
+    end,
+    place,
+    limit,
+    window,
+    scale,
+    m,
+    l,
+    acc,
+    d,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Add tiles begin … end − 1 of keys to the running softmax of queries at positions `place`."""
     for tile in tl.range(begin, end, num_stages=STAGES):
         k = _rows(KEYS, tile * BN, limit, d, D, DP, BN, MASKED, FP32)
@@ -46,12 +70,34 @@ def _over(q, KEYS, VALUES, begin, end, place, limit, window, scale, m, l, acc, d
 
 
 @triton.jit(do_not_specialize=["T", "window"])
-def prefill(Q, KEYS, VALUES, START, OUT, scale, window, T, S, H, q_b, q_t, q_h, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-            BM: tl.constexpr, BN: tl.constexpr, WINDOWED: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr,
-            DEPENDENT: tl.constexpr):
+def prefill(
+    Q,
+    KEYS,
+    VALUES,
+    START,
+    OUT,
+    scale,
+    window,
+    T,
+    S,
+    H,
+    q_b,
+    q_t,
+    q_h,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """BM queries (axis 1, the latest first: they see the most) of head h (axis 0) of row b (axis 2).
 
-    Q, OUT [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; START int64 [B]. Heads of a group run side by side, over the same keys.
+    Q, OUT [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; START int64 [B]. Heads of a group run side by side, over the same
+    keys.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -74,10 +120,53 @@ def prefill(Q, KEYS, VALUES, START, OUT, scale, window, T, S, H, q_b, q_t, q_h, 
     if WINDOWED:
         far = tl.maximum(low - window + 1, 0) // BN
         full = tl.where(limit >= window, tl.minimum(tl.maximum((limit - window) // BN + 1, far), end), far)
-        m, l, acc = _over(q, KEYS, VALUES, far, full, place, limit, window, scale, m, l, acc, d, D, DP, BN, True, WINDOWED, FP32,
-                          STAGES)
+        m, l, acc = _over(
+            q,
+            KEYS,
+            VALUES,
+            far,
+            full,
+            place,
+            limit,
+            window,
+            scale,
+            m,
+            l,
+            acc,
+            d,
+            D,
+            DP,
+            BN,
+            True,
+            WINDOWED,
+            FP32,
+            STAGES,
+        )
     whole = tl.maximum(whole, full)
-    m, l, acc = _over(q, KEYS, VALUES, full, whole, place, limit, window, scale, m, l, acc, d, D, DP, BN, False, WINDOWED, FP32, STAGES)
-    m, l, acc = _over(q, KEYS, VALUES, whole, end, place, limit, window, scale, m, l, acc, d, D, DP, BN, True, WINDOWED, FP32, STAGES)
+    m, l, acc = _over(
+        q,
+        KEYS,
+        VALUES,
+        full,
+        whole,
+        place,
+        limit,
+        window,
+        scale,
+        m,
+        l,
+        acc,
+        d,
+        D,
+        DP,
+        BN,
+        False,
+        WINDOWED,
+        FP32,
+        STAGES,
+    )
+    m, l, acc = _over(
+        q, KEYS, VALUES, whole, end, place, limit, window, scale, m, l, acc, d, D, DP, BN, True, WINDOWED, FP32, STAGES
+    )
     at = OUT + ((b * T + t)[:, None] * H + h) * D + d[None, :]
     tl.store(at, narrow(acc / l[:, None], OUT.dtype.element_ty), mask=inside)

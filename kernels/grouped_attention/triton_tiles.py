@@ -1,23 +1,25 @@
-"""Device code of grouped-query attention of single queries: one pass over dealt-out tiles of keys, and the merge of such passes.
+"""Device code of grouped-query attention of single queries: one pass over dealt-out tiles of keys, and the merge of
+such passes.
 
-A program takes one token of a row, one KV head with all query heads of its group, and every `splits`-th of the token's units. A
-unit is UNIT tokens: of the sequence, the first unit first and then the newest to the oldest, or of a list of blocks in its order.
-Dealing units out like cards gives each split keys of all ages, and equal work at every length. Logits are kept in powers of two
-(scale comes multiplied by log2 e).
+A program takes one token of a row, one KV head with all query heads of its group, and every `splits`-th of the token's
+units. A unit is UNIT tokens: of the sequence, the first unit first and then the newest to the oldest, or of a list of
+blocks in its order. Dealing units out like cards gives each split keys of all ages, and equal work at every length.
+Logits are kept in powers of two (scale comes multiplied by log2 e).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_tiles import weigh
-from kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.attention.triton_tiles import weigh
+from dsv4.kernels.quantize.triton_codes import narrow, widen
 
 LOG2E = 1.4426950408889634
 
 
 @triton.jit
 def unit_base(i, first, last, UNIT: tl.constexpr):
-    """First position of unit i of a dense traversal: the first unit of the sequence if it is seen at all, then newest first."""
+    """First position of unit i of a dense traversal: the first unit of the sequence if it is seen at all, then newest
+    first."""
     back = tl.where(first == 0, i - 1, i)
     return tl.where((first == 0) & (i == 0), 0, last - back) * UNIT
 
@@ -31,9 +33,21 @@ def listed_base(BLOCKS, at, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def base_of(j, split, splits, first, last, BLOCKS, n, LISTED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
-            UNIT: tl.constexpr):
-    """Position at which tile j of a split's tiles begins: a number, or [BN] positions where tiles hold several blocks."""
+def base_of(
+    j,
+    split,
+    splits,
+    first,
+    last,
+    BLOCKS,
+    n,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Position at which tile j of a split's tiles begins: a number, or [BN] positions where tiles hold several
+    blocks."""
     SUB: tl.constexpr = UNIT // BN
     i, part = split + j // SUB * splits, j % SUB * BN
     if LISTED:
@@ -57,8 +71,18 @@ def positions(base, LISTED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr)
 
 
 @triton.jit
-def load_tile(POOL, base, seen, d, D: tl.constexpr, DP: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
-              FP32: tl.constexpr):
+def load_tile(
+    POOL,
+    base,
+    seen,
+    d,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    FP32: tl.constexpr,
+):
     """Keys or values [BN, DP] at a tile's positions; zeros where they are not seen, which is not read."""
     if LISTED and BLOCK < BN:
         at = base[:, None].to(tl.int64) * D + d[None, :]
@@ -74,7 +98,8 @@ def load_tile(POOL, base, seen, d, D: tl.constexpr, DP: tl.constexpr, LISTED: tl
 
 @triton.jit
 def add_tile(q, k, v, seen, m, l, acc, scale):
-    """One step of the running softmax. m [BH] maximum, l [BH, BN] sums by place in the tile, acc [BH, DP] weighted values."""
+    """One step of the running softmax. m [BH] maximum, l [BH, BN] sums by place in the tile, acc [BH, DP] weighted
+    values."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     m, keep, p = weigh(s, seen, m, scale)
     return m, l * keep[:, None] + p, tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
@@ -82,7 +107,8 @@ def add_tile(q, k, v, seen, m, l, acc, scale):
 
 @triton.jit
 def probe(l, acc, probed, before, norm, tau, cosine, SCALE: tl.constexpr, DIRECTION: tl.constexpr):
-    """(stable int1 [BH], x [BH, DP], x·x [BH]) of the output so far; `before` and `norm` are those of the tile before."""
+    """(stable int1 [BH], x [BH, DP], x·x [BH]) of the output so far; `before` and `norm` are those of the tile
+    before."""
     total = tl.sum(l, 1)
     x = tl.where(probed[None, :], acc / tl.where(total == 0, 1.0, total)[:, None], 0.0)
     square = tl.sum(x * x, 1)
@@ -95,17 +121,57 @@ def probe(l, acc, probed, before, norm, tau, cosine, SCALE: tl.constexpr, DIRECT
 
 
 @triton.jit(do_not_specialize=["T", "n", "splits", "window", "patience"])
-def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, cosine, patience, T, S, KV, n, splits, q_b, q_t, q_h,
-           G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-           LISTED: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, ART: tl.constexpr,
-           ENDS: tl.constexpr, SCALE: tl.constexpr, DIRECTION: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr,
-           PROBED: tl.constexpr, CHUNK: tl.constexpr, FP32: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
+def attend(
+    Q,
+    KEYS,
+    VALUES,
+    BLOCKS,
+    START,
+    OUT,
+    LSE,
+    READ,
+    scale,
+    window,
+    tau,
+    cosine,
+    patience,
+    T,
+    S,
+    KV,
+    n,
+    splits,
+    q_b,
+    q_t,
+    q_h,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ART: tl.constexpr,
+    ENDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    STEP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PROBED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FP32: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Attention of token t of row b to its keys under one KV head: axis 0 is (b·T + t)·KV + kv, axis 1 the split.
 
-    Q [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; BLOCKS int32 [B, T, KV, n] if LISTED; START int64 [B]. OUT [B·T, splits, H, D] in
-    fp32 with LSE fp32 [B·T, H, splits] (base 2, −inf of an empty split) if SPLIT, else OUT [B·T, H, D]. ART: READ int32 [B·T·KV,
-    splits] gets the units that were added. ENDS: terminates (some split may have units enough to leave one out); channel d is probed if
-    ((d − OFFSET)·STEP) mod D < PROBED, and only while ending could still leave a unit out. Keys are then fetched CHUNK units at a time:
+    Q [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; BLOCKS int32 [B, T, KV, n] if LISTED; START int64 [B]. OUT [B·T, splits,
+    H, D] in fp32 with LSE fp32 [B·T, H, splits] (base 2, −inf of an empty split) if SPLIT, else OUT [B·T, H, D]. ART:
+    READ int32 [B·T·KV, splits] gets the units that were added. ENDS: terminates (some split may have units enough to
+    leave one out); channel d is probed if ((d − OFFSET)·STEP) mod D < PROBED, and only while ending could still leave a
+    unit out. Keys are then fetched CHUNK units at a time:
     those behind the end, in the same stretch, are fetched and not added.
     """
     if DEPENDENT:
@@ -132,14 +198,17 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
     m = tl.full((BH,), float("-inf"), tl.float32)
     l, acc = tl.zeros((BH, BN), tl.float32), tl.zeros((BH, DP), tl.float32)
     SUB: tl.constexpr = UNIT // BN
-    read, met = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)  # units of which something was seen; of this unit: 1 if it was
+    # units of which something was seen; of this unit: 1 if it was
+    read, met = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     if ENDS:
         probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
         before, norm, streak = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32), tl.zeros((BH,), tl.int32)
         stopped, running = h >= G, mine > 0
         need = patience + tl.full((), 0, tl.int32)  # stable units until all heads have stopped, at the least
-        for c in tl.range(0, tl.cdiv(mine, CHUNK), num_stages=1):  # Triton (3.7) fails on this as a while; what is skipped costs a branch
-            if running:  # a stretch whose tiles are on their way before it is known whether they are wanted: all of it is read
+        # Triton (3.7) fails on this as a while; what is skipped costs a branch
+        for c in tl.range(0, tl.cdiv(mine, CHUNK), num_stages=1):
+            # a stretch whose tiles are on their way before it is known whether they are wanted: all of it is read
+            if running:
                 for j in tl.range(c * (CHUNK * SUB), tl.minimum((c + 1) * CHUNK, mine) * SUB, num_stages=STAGES):
                     base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
                     place = positions(base, LISTED, BLOCK, BN)
@@ -150,7 +219,8 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
                     m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
                     met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
                     if j % SUB == SUB - 1:  # the end of a unit
-                        if (met > 0) & (j // SUB + need < mine):  # of which something is seen, and ending may leave some out
+                        # of which something is seen, and ending may leave some out
+                        if (met > 0) & (j // SUB + need < mine):
                             stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
                             streak = tl.where(stable & (read > 0), streak + 1, 0)
                             before, norm = x, square
@@ -160,7 +230,8 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
                         read += met
                         met = tl.full((), 0, tl.int32)
     else:
-        for j in tl.range(0, mine * SUB, num_stages=STAGES):  # a number of a block carried from tile to tile would undo the pipeline
+        # a number of a block carried from tile to tile would undo the pipeline
+        for j in tl.range(0, mine * SUB, num_stages=STAGES):
             base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
             place = positions(base, LISTED, BLOCK, BN)
             seen = (place > lowest) & (place <= p)
@@ -183,10 +254,23 @@ def attend(Q, KEYS, VALUES, BLOCKS, START, OUT, LSE, READ, scale, window, tau, c
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge(PARTIAL, LSE, READ, OUT, TILES, H, splits, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
-          ART: tl.constexpr, DEPENDENT: tl.constexpr):
-    """PARTIAL fp32 [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] → OUT [N, H, D]; the units that all splits
-    read → TILES int32 [N, KV]. BS splits at a time, in order; an empty split counts nothing."""
+def merge(
+    PARTIAL,
+    LSE,
+    READ,
+    OUT,
+    TILES,
+    H,
+    splits,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BS: tl.constexpr,
+    ART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """PARTIAL fp32 [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] → OUT [N, H, D]; the units that
+    all splits read → TILES int32 [N, KV]. BS splits at a time, in order; an empty split counts nothing."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -207,7 +291,9 @@ def merge(PARTIAL, LSE, READ, OUT, TILES, H, splits, G: tl.constexpr, D: tl.cons
         keep, weight = tl.exp2(top - safe), tl.exp2(lse - safe)
         total, acc = total * keep + tl.sum(weight, 0), acc * keep + tl.sum(weight[:, None] * part, 0)
         top = above
-    tl.store(OUT + nh.to(tl.int64) * D + d, narrow(acc / tl.where(total == 0, 1.0, total), OUT.dtype.element_ty), mask=d < D)
+    tl.store(
+        OUT + nh.to(tl.int64) * D + d, narrow(acc / tl.where(total == 0, 1.0, total), OUT.dtype.element_ty), mask=d < D
+    )
     if ART:
         if (h % G == 0) & (tl.program_id(1) == 0):
             tl.store(TILES + nh // G, tl.sum(count, 0))

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.errors import UnsupportedInput
 
 _MATRICES: dict[tuple[int, torch.device], torch.Tensor] = {}
 

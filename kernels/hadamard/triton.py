@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.hadamard import reference
-from kernels.launch import dependent_launch, require_device
-from kernels.quantize.triton_codes import hadamard_rows, narrow, widen
-from kernels.rms_norm.triton import rows_of
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.hadamard import reference
+from dsv4.kernels.launch import dependent_launch, require_device
+from dsv4.kernels.quantize.triton_codes import hadamard_rows, narrow, widen
+from dsv4.kernels.rms_norm.triton import rows_of
 
 WIDEST = 16384
 TILE = 512  # elements of a program of one warp, which exchanges them without shared memory's barriers
@@ -23,8 +23,18 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     if not x.numel():
         return y
     rows, R, pdl = rows_of(x), max(1, TILE // D), dependent_launch(x.device)
-    _hadamard[(triton.cdiv(rows.shape[0], R),)](rows, y, rows.shape[0], rows.stride(0), D, D.bit_length() - 1, R, pdl,
-                                                num_warps=min(16, max(1, D // 1024)), launch_pdl=pdl)
+    _hadamard[(triton.cdiv(rows.shape[0], R),)](
+        rows,
+        y,
+        rows.shape[0],
+        rows.stride(0),
+        D,
+        D.bit_length() - 1,
+        R,
+        pdl,
+        num_warps=min(16, max(1, D // 1024)),
+        launch_pdl=pdl,
+    )
     return y
 
 

@@ -13,7 +13,7 @@ from math import exp
 import torch
 import torch.nn.functional as F
 
-from kernels.hyper_connections import reference
+from dsv4.kernels.hyper_connections import reference
 
 MAX_TOKENS = 4  # beyond this the tensor form is faster
 FLOOR = -700.0  # of a sigmoid's argument: below it exp(-x) overflows, and the sigmoid is 0 in fp32 long before
@@ -55,12 +55,20 @@ def _sigmoid(x: float) -> float:
 
 
 mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
-    reference.mhc_pre.__doc__, reference.mhc_post.__doc__, reference.mhc_head.__doc__)
+    reference.mhc_pre.__doc__,
+    reference.mhc_post.__doc__,
+    reference.mhc_head.__doc__,
+)
 
 
 def _row(m: list[float], base: list[float], i: int, s: float, eps: float):
     """Row of the comb matrix before Sinkhorn: softmax of four logits, plus eps."""
-    x0, x1, x2, x3 = m[i] * s + base[i], m[i + 1] * s + base[i + 1], m[i + 2] * s + base[i + 2], m[i + 3] * s + base[i + 3]
+    x0, x1, x2, x3 = (
+        m[i] * s + base[i],
+        m[i + 1] * s + base[i + 1],
+        m[i + 2] * s + base[i + 2],
+        m[i + 3] * s + base[i + 3],
+    )
     top = max(x0, x1, x2, x3)
     e0, e1, e2, e3 = exp(x0 - top), exp(x1 - top), exp(x2 - top), exp(x3 - top)
     total = e0 + e1 + e2 + e3
@@ -91,9 +99,25 @@ def _mix_token(m: list[float], scale: list[float], base: list[float], iters: int
         b2 = k02 * u0 + k12 * u1 + k22 * u2 + k32 * u3 + e * b2
         b3 = k03 * u0 + k13 * u1 + k23 * u2 + k33 * u3 + e * b3
     u0, u1, u2, u3, v0, v1, v2, v3 = 1 / a0, 1 / a1, 1 / a2, 1 / a3, 1 / b0, 1 / b1, 1 / b2, 1 / b3
-    return pre + post + [
-        k00 * u0 * v0, k01 * u0 * v1, k02 * u0 * v2, k03 * u0 * v3,
-        k10 * u1 * v0, k11 * u1 * v1, k12 * u1 * v2, k13 * u1 * v3,
-        k20 * u2 * v0, k21 * u2 * v1, k22 * u2 * v2, k23 * u2 * v3,
-        k30 * u3 * v0, k31 * u3 * v1, k32 * u3 * v2, k33 * u3 * v3,
-    ]
+    return (
+        pre
+        + post
+        + [
+            k00 * u0 * v0,
+            k01 * u0 * v1,
+            k02 * u0 * v2,
+            k03 * u0 * v3,
+            k10 * u1 * v0,
+            k11 * u1 * v1,
+            k12 * u1 * v2,
+            k13 * u1 * v3,
+            k20 * u2 * v0,
+            k21 * u2 * v1,
+            k22 * u2 * v2,
+            k23 * u2 * v3,
+            k30 * u3 * v0,
+            k31 * u3 * v1,
+            k32 * u3 * v2,
+            k33 * u3 * v3,
+        ]
+    )

@@ -41,8 +41,8 @@ def mix(m: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, n: int, iters:
     pre = σ(m·scale₀ + base) + eps, post = 2σ(m·scale₁ + base), comb = sinkhorn(m·scale₂ + base).
     """
     pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + eps
-    post = 2 * torch.sigmoid(m[:, n:2 * n] * scale[1] + base[n:2 * n])
-    comb = sinkhorn((m[:, 2 * n:] * scale[2] + base[2 * n:]).unflatten(-1, (n, n)), iters, eps)
+    post = 2 * torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    comb = sinkhorn((m[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n)), iters, eps)
     return pre, post, comb
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.hyper_connections import reference
+from dsv4.kernels.hyper_connections import reference
 
 
 def statistics(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
@@ -23,8 +23,8 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     n = streams.shape[1]
     m = statistics(streams, fn, norm_eps)
     pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + eps
-    post = 2 * torch.sigmoid(m[:, n:2 * n] * scale[1] + base[n:2 * n])
-    logits = (m[:, 2 * n:] * scale[2] + base[2 * n:]).view(-1, n, n)
+    post = 2 * torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    logits = (m[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
     comb = _Sinkhorn.apply(logits, iters, eps) if streams.is_cuda else reference.sinkhorn(logits, iters, eps)
     return _collapse(streams, pre), post, comb
 
@@ -41,7 +41,10 @@ def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Ten
 
 
 mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
-    reference.mhc_pre.__doc__, reference.mhc_post.__doc__, reference.mhc_head.__doc__)
+    reference.mhc_pre.__doc__,
+    reference.mhc_post.__doc__,
+    reference.mhc_head.__doc__,
+)
 
 
 def _collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -106,7 +109,9 @@ class _Sinkhorn(torch.autograd.Function):
         comb, soft, held = ctx.saved_tensors
         out = torch.empty_like(comb)
         N, n, _ = comb.shape
-        _sinkhorn_back[(triton.cdiv(N, 64),)](grad.contiguous(), comb, soft, held, out, N, ctx.iters, n, 64, num_warps=4)
+        _sinkhorn_back[(triton.cdiv(N, 64),)](
+            grad.contiguous(), comb, soft, held, out, N, ctx.iters, n, 64, num_warps=4
+        )
         return out, None, None
 
 
@@ -212,8 +217,21 @@ class _Post(torch.autograd.Function):
         out, streams, post, comb = ctx.saved_tensors
         N, n, d = streams.shape
         dout, ds, dpost, dcomb = (torch.empty_like(t) for t in (out, streams, post, comb))
-        _post_back[(N,)](out, streams, post, comb, grad.contiguous(), dout, ds, dpost, dcomb, d, n, triton.next_power_of_2(d),
-                         num_warps=2)
+        _post_back[(N,)](
+            out,
+            streams,
+            post,
+            comb,
+            grad.contiguous(),
+            dout,
+            ds,
+            dpost,
+            dcomb,
+            d,
+            n,
+            triton.next_power_of_2(d),
+            num_warps=2,
+        )
         return dout, ds, dpost, dcomb
 
 

@@ -1,7 +1,7 @@
 """mHC on a GPU: everything between two sublayers in two kernels.
 
-The first (`triton_statistics`) mixes the last sublayer's output into the streams and multiplies them with fn, split over d;
-the second (`triton_merge`) makes the mixing weights and the next sublayer's input, normalised or not.
+The first (`triton_statistics`) mixes the last sublayer's output into the streams and multiplies them with fn, split
+over d; the second (`triton_merge`) makes the mixing weights and the next sublayer's input, normalised or not.
 """
 
 import torch
@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.hyper_connections import reference
-from kernels.hyper_connections.triton_merge import merge
-from kernels.hyper_connections.triton_statistics import coefficients, mixed, statistics
-from kernels.launch import dependent_launch, require_device
-from kernels.quantize.triton_codes import narrow
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.hyper_connections import reference
+from dsv4.kernels.hyper_connections.triton_merge import merge
+from dsv4.kernels.hyper_connections.triton_statistics import coefficients, mixed, statistics
+from dsv4.kernels.launch import dependent_launch, require_device
+from dsv4.kernels.quantize.triton_codes import narrow
 
 MOST_STREAMS = 8  # comb's n² numbers are registers of one thread
-WIDEST = 32768    # columns of a stream, which one program collapses and normalises
-COLUMNS = 1024    # of one program of mhc_post
+WIDEST = 32768  # columns of a stream, which one program collapses and normalises
+COLUMNS = 1024  # of one program of mhc_post
 
 
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
@@ -31,7 +31,9 @@ def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb:
     N, n, d = streams.shape
     if new.numel():
         pdl = dependent_launch(streams.device)
-        _post[(N, triton.cdiv(d, COLUMNS))](out, streams, post, comb, new, d, n, COLUMNS, pdl, num_warps=4, launch_pdl=pdl)
+        _post[(N, triton.cdiv(d, COLUMNS))](
+            out, streams, post, comb, new, d, n, COLUMNS, pdl, num_warps=4, launch_pdl=pdl
+        )
     return new
 
 
@@ -48,14 +50,18 @@ def mhc_pre_norm(streams, fn, scale, base, iters: int, eps: float, norm_eps: flo
     return _pre("mhc_pre_norm", None, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)[1:]
 
 
-def mhc_post_pre_norm(out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight,
-                      rms_eps: float):
+def mhc_post_pre_norm(
+    out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
+):
     """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb)."""
     return _pre("mhc_post_pre_norm", (out, post, comb), streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 
 mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
-    reference.mhc_pre.__doc__, reference.mhc_post.__doc__, reference.mhc_head.__doc__)
+    reference.mhc_pre.__doc__,
+    reference.mhc_post.__doc__,
+    reference.mhc_head.__doc__,
+)
 
 
 def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps):
@@ -75,7 +81,9 @@ def _checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Ten
     if streams.shape[1] > MOST_STREAMS:
         raise UnsupportedInput(f"{name}: {streams.shape[1]} streams; the triton backend takes at most {MOST_STREAMS}")
     if streams.shape[2] > WIDEST:
-        raise UnsupportedInput(f"{name}: streams of {streams.shape[2]} columns; the triton backend takes at most {WIDEST}")
+        raise UnsupportedInput(
+            f"{name}: streams of {streams.shape[2]} columns; the triton backend takes at most {WIDEST}"
+        )
     return streams.contiguous(), [None if t is None else t.contiguous() for t in others]
 
 

@@ -1,7 +1,7 @@
 """Second mHC kernel on a GPU: products added up, streams collapsed and normalised, the matrix made doubly stochastic.
 
-Collapsing needs n numbers of a token, Sinkhorn's iteration the others. The two do not wait for each other: some programs
-do the one, the others the other.
+Collapsing needs n numbers of a token, Sinkhorn's iteration the others. The two do not wait for each other: some
+programs do the one, the others the other.
 """
 
 import torch
@@ -9,18 +9,28 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.hyper_connections.triton_statistics import Parts
-from kernels.launch import dependent_launch, next_power, processors
-from kernels.quantize.triton_codes import INTERPRETED, narrow, rounded, widen
+from dsv4.kernels.hyper_connections.triton_statistics import Parts
+from dsv4.kernels.launch import dependent_launch, next_power, processors
+from dsv4.kernels.quantize.triton_codes import INTERPRETED, narrow, rounded, widen
 
-MOST = 32       # tokens of one program of Sinkhorn's, at most
-ADDED = 4096    # numbers of parts that such a program has in flight
-HELD = 128      # numbers of the streams that a thread holds while the products are added up
-WARPS = 4       # of Sinkhorn's programs, whose threads all do the same: more would queue for the reciprocals
+MOST = 32  # tokens of one program of Sinkhorn's, at most
+ADDED = 4096  # numbers of parts that such a program has in flight
+HELD = 128  # numbers of the streams that a thread holds while the products are added up
+WARPS = 4  # of Sinkhorn's programs, whose threads all do the same: more would queue for the reciprocals
 
 
-def merge(streams: torch.Tensor, parts: Parts, scale: torch.Tensor, base: torch.Tensor, iters: int, eps: float, norm_eps: float,
-          weight: torch.Tensor | None, rms_eps: float, head: bool = False):
+def merge(
+    streams: torch.Tensor,
+    parts: Parts,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+    weight: torch.Tensor | None,
+    rms_eps: float,
+    head: bool = False,
+):
     """(y [N, d], post fp32 [N, n], comb fp32 [N, n, n]) of streams [N, n, d] (N ≥ 1) and their parts.
 
     y is normalised by weight [d] unless that is None. A head has neither post nor comb: they are None.
@@ -34,16 +44,44 @@ def merge(streams: torch.Tensor, parts: Parts, scale: torch.Tensor, base: torch.
         post, comb = (torch.empty(N, width, dtype=torch.float32, device=device) for width in (n, n * n))
     B, split_block = next_power(d), next_power(splits)
     warps, pdl = min(16, max(WARPS, n * B // (32 * HELD))), dependent_launch(device)
-    _merge[(blocks + N,)](streams, parts.data, scale, base, streams if weight is None else weight, y, post, comb, N, splits, blocks,
-                          iters, eps, norm_eps, rms_eps, d, n, parts.products, MP, min(split_block, max(1, ADDED // (block * MP))),
-                          min(split_block, 128), block, B, n * B <= warps * 32 * HELD, not head, weight is not None, pdl,
-                          num_warps=warps, launch_pdl=pdl)
+    _merge[(blocks + N,)](
+        streams,
+        parts.data,
+        scale,
+        base,
+        streams if weight is None else weight,
+        y,
+        post,
+        comb,
+        N,
+        splits,
+        blocks,
+        iters,
+        eps,
+        norm_eps,
+        rms_eps,
+        d,
+        n,
+        parts.products,
+        MP,
+        min(split_block, max(1, ADDED // (block * MP))),
+        min(split_block, 128),
+        block,
+        B,
+        n * B <= warps * 32 * HELD,
+        not head,
+        weight is not None,
+        pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
     return y, post, comb if head else comb.view(N, n, n)
 
 
 @triton.jit
 def reciprocal(x):
-    """1/x to an ulp or so; x > 0. Sinkhorn's steps correct one another's rounding, and each waits for the one before it."""
+    """1/x to an ulp or so; x > 0. Sinkhorn's steps correct one another's rounding, and each waits for the one before
+    it."""
     if INTERPRETED:
         y = 1.0 / x
     else:
@@ -52,11 +90,37 @@ def reciprocal(x):
 
 
 @triton.jit(do_not_specialize=["N", "splits", "blocks", "iters"])
-def _merge(H, PART, SCALE, BASE, WEIGHT, Y, POST, COMB, N, splits, blocks, iters, eps, norm_eps, rms_eps, d: tl.constexpr,
-           n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, MIXED: tl.constexpr, COLLAPSED: tl.constexpr, T: tl.constexpr,
-           B: tl.constexpr, HOLDS: tl.constexpr, MIXES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """Weights are loaded before the wait for the first kernel (PDL), everything else after it. MIXED, COLLAPSED: splits that a
-    program of either kind loads at a time."""
+def _merge(
+    H,
+    PART,
+    SCALE,
+    BASE,
+    WEIGHT,
+    Y,
+    POST,
+    COMB,
+    N,
+    splits,
+    blocks,
+    iters,
+    eps,
+    norm_eps,
+    rms_eps,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    MIXED: tl.constexpr,
+    COLLAPSED: tl.constexpr,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    HOLDS: tl.constexpr,
+    MIXES: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Weights are loaded before the wait for the first kernel (PDL), everything else after it. MIXED, COLLAPSED: splits
+    that a program of either kind loads at a time."""
     program = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
@@ -64,13 +128,53 @@ def _merge(H, PART, SCALE, BASE, WEIGHT, Y, POST, COMB, N, splits, blocks, iters
         if MIXES:
             _mix(PART, SCALE, BASE, POST, COMB, program, N, splits, iters, eps, norm_eps, d, n, M, MP, MIXED, T, PDL)
     else:  # the last tokens first: what the first kernel wrote last may still be in the L2
-        _collapse(H, PART, SCALE, BASE, WEIGHT, Y, N - 1 - (program - blocks), N, splits, eps, norm_eps, rms_eps, d, n, MP,
-                  COLLAPSED, B, HOLDS, NORM, PDL)
+        _collapse(
+            H,
+            PART,
+            SCALE,
+            BASE,
+            WEIGHT,
+            Y,
+            N - 1 - (program - blocks),
+            N,
+            splits,
+            eps,
+            norm_eps,
+            rms_eps,
+            d,
+            n,
+            MP,
+            COLLAPSED,
+            B,
+            HOLDS,
+            NORM,
+            PDL,
+        )
 
 
 @triton.jit
-def _collapse(H, PART, SCALE, BASE, WEIGHT, Y, token, N, splits, eps, norm_eps, rms_eps, d: tl.constexpr, n: tl.constexpr,
-              MP: tl.constexpr, GROUP: tl.constexpr, B: tl.constexpr, HOLDS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+def _collapse(
+    H,
+    PART,
+    SCALE,
+    BASE,
+    WEIGHT,
+    Y,
+    token,
+    N,
+    splits,
+    eps,
+    norm_eps,
+    rms_eps,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    MP: tl.constexpr,
+    GROUP: tl.constexpr,
+    B: tl.constexpr,
+    HOLDS: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """y = Σ_j (σ(m[j]·scale₀ + base[j]) + eps)·h[j] of one token, normalised if NORM."""
     token, i, h, bases, scale, weight = token.to(tl.int64), tl.arange(0, B), (), (), tl.load(SCALE), 0.0
     for j in tl.static_range(n):
@@ -114,14 +218,34 @@ def _totals(PART, t, N, splits, MP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _number(total, i: tl.constexpr):
-    """Column i of a tile [T, W]: fp32 [T], of which every thread has what it needs without another's help from here on."""
+    """Column i of a tile [T, W]: fp32 [T], of which every thread has what it needs without another's help from here
+    on."""
     return tl.sum(tl.where(tl.arange(0, total.shape[1])[None, :] == i, total, 0.0), 1)
 
 
 @triton.jit
-def _mix(PART, SCALE, BASE, POST, COMB, block, N, splits, iters, eps, norm_eps, d: tl.constexpr, n: tl.constexpr,
-         M: tl.constexpr, MP: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
-    """post and comb of T tokens. Each number of a token becomes a variable of its own, so no step needs another thread."""
+def _mix(
+    PART,
+    SCALE,
+    BASE,
+    POST,
+    COMB,
+    block,
+    N,
+    splits,
+    iters,
+    eps,
+    norm_eps,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    GROUP: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """post and comb of T tokens. Each number of a token becomes a variable of its own, so no step needs another
+    thread."""
     t, bases, scale1, scale2 = block.to(tl.int64) * T + tl.arange(0, T), (), tl.load(SCALE + 1), tl.load(SCALE + 2)
     for i in tl.static_range(n, M):
         bases = bases + (tl.load(BASE + i),)
@@ -162,7 +286,8 @@ def _softmax(logits, eps, n: tl.constexpr):
 
 @triton.jit
 def _sinkhorn(K, iters, eps, n: tl.constexpr):
-    """u, v such that C[j, k] = K[j, k]·u[j]·v[k] is what Sinkhorn's iteration makes of K, starting and ending on a column step.
+    """u, v such that C[j, k] = K[j, k]·u[j]·v[k] is what Sinkhorn's iteration makes of K, starting and ending on a
+    column step.
 
     With C = K/(a·b), a row step C ← C/(rowsum + eps) is a[j] ← Σ_k K[j, k]/b[k] + eps·a[j], a column step the same with
     roles exchanged: only 2n numbers move.

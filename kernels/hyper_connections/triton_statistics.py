@@ -1,12 +1,13 @@
-"""First mHC kernel on a GPU: the last sublayer's output into the streams, and partial products of fn with the new streams.
+"""First mHC kernel on a GPU: the last sublayer's output into the streams, and partial products of fn with the new
+streams.
 
-fn is 1.57 MB at d = 4096, too much for one processor to read in time, so programs split d. Each makes its columns of the
-new streams, stores them, and leaves its part of the M products and of Σx² behind; the second kernel adds the parts up in
-a fixed order. A part is MP numbers a token, those that the second kernel needs first in front: the n products that collapse
-the streams, then Σx², then the other products.
+fn is 1.57 MB at d = 4096, too much for one processor to read in time, so programs split d. Each makes its columns of
+the new streams, stores them, and leaves its part of the M products and of Σx² behind; the second kernel adds the parts
+up in a fixed order. A part is MP numbers a token, those that the second kernel needs first in front: the n products
+that collapse the streams, then Σx², then the other products.
 
-Where the GPU can (capability 9), a kernel is launched while the one before it runs, and waits for it on the device: fn is read
-meanwhile, and the second kernel's programs are in place when the first one's end.
+Where the GPU can (capability 9), a kernel is launched while the one before it runs, and waits for it on the device: fn
+is read meanwhile, and the second kernel's programs are in place when the first one's end.
 """
 
 from typing import NamedTuple
@@ -16,14 +17,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.launch import capability, dependent_launch, next_power, processors
-from kernels.quantize.triton_codes import INTERPRETED, narrow, widen
+from dsv4.kernels.launch import capability, dependent_launch, next_power, processors
+from dsv4.kernels.quantize.triton_codes import INTERPRETED, narrow, widen
 
-FEW_TOKENS = 16       # up to this many, products are fp32 multiplications
-FEW_COLUMNS = 32      # of a program, at least
-FEW_SPLITS = 64       # programs of the same tokens, at most
-FEW_HELD = 2          # tokens of a program
-FEW_NUMBERS = 64      # of fn that a thread holds
+FEW_TOKENS = 16  # up to this many, products are fp32 multiplications
+FEW_COLUMNS = 32  # of a program, at least
+FEW_SPLITS = 64  # programs of the same tokens, at most
+FEW_HELD = 2  # tokens of a program
+FEW_NUMBERS = 64  # of fn that a thread holds
 MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
 
 
@@ -34,9 +35,11 @@ class Parts(NamedTuple):
     products: int  # M
 
 
-def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-               ) -> tuple[torch.Tensor, Parts]:
-    """Streams [N, n, d] (N ≥ 1, contiguous), after `mhc_post` with merged = (out, post, comb) unless None, and their parts."""
+def statistics(
+    streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, Parts]:
+    """Streams [N, n, d] (N ≥ 1, contiguous), after `mhc_post` with merged = (out, post, comb) unless None, and their
+    parts."""
     (N, n, d), M, device = streams.shape, fn.shape[0], streams.device
     out, post, comb = merged or (streams, fn, fn)
     new = streams if merged is None else torch.empty_like(streams)
@@ -47,30 +50,61 @@ def statistics(streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tens
         T, splits = min(FEW_HELD, N), triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
         warps = min(16, max(4, MP * columns * n // (32 * FEW_NUMBERS)))
-        _statistics_few[(splits, triton.cdiv(N, T))](out, streams, post, comb, fn, new, data, *tail, T, columns, num_warps=warps,
-                                                     launch_pdl=pdl)
+        _statistics_few[(splits, triton.cdiv(N, T))](
+            out, streams, post, comb, fn, new, data, *tail, T, columns, num_warps=warps, launch_pdl=pdl
+        )
         return new, Parts(data, M)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
     grid = triton.cdiv(chunks, each), tiles
     data = torch.empty(grid[0], N, MP, dtype=torch.float32, device=device)
     if n != 4 or streams.dtype is not torch.bfloat16:
-        _statistics_many[grid](out, streams, post, comb, fn, new, data, each, *tail, MANY_TOKENS, MANY_COLUMNS, num_warps=8,
-                               num_stages=1, launch_pdl=pdl)
+        _statistics_many[grid](
+            out,
+            streams,
+            post,
+            comb,
+            fn,
+            new,
+            data,
+            each,
+            *tail,
+            MANY_TOKENS,
+            MANY_COLUMNS,
+            num_warps=8,
+            num_stages=1,
+            launch_pdl=pdl,
+        )
         return new, Parts(data, M)
     pieces = torch.empty(3, MP, 4 * d, dtype=torch.bfloat16, device=device)
     _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, pdl, 256, num_warps=4, launch_pdl=pdl)
     # Two programs fit on a processor, so that one loads while the other multiplies.
     registers = {"maxnreg": 128} if capability(device)[0] == 9 else {}
-    _statistics_bf16[grid](out, streams, post, comb, pieces, new, data, each, *tail, MANY_TOKENS, MANY_COLUMNS, num_warps=8,
-                           num_stages=2, **registers, launch_pdl=pdl)
+    _statistics_bf16[grid](
+        out,
+        streams,
+        post,
+        comb,
+        pieces,
+        new,
+        data,
+        each,
+        *tail,
+        MANY_TOKENS,
+        MANY_COLUMNS,
+        num_warps=8,
+        num_stages=2,
+        **registers,
+        launch_pdl=pdl,
+    )
     return new, Parts(data, M)
 
 
 @triton.jit
 def coefficients(POST, COMB, t, live, n: tl.constexpr, TILE: tl.constexpr = False):
-    """Of mhc_post for token t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² numbers; with TILE for tokens t [T],
-    as columns [T, 1], made of vectors because a thread would load a column [T, 1] once for each of its columns of a tile."""
+    """Of mhc_post for token t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² numbers; with TILE for
+    tokens t [T], as columns [T, 1], made of vectors because a thread would load a column [T, 1] once for each of its
+    columns of a tile."""
     w = ()
     for k in tl.static_range(n):
         for j in tl.static_range(-1, n):
@@ -87,7 +121,8 @@ def coefficients(POST, COMB, t, live, n: tl.constexpr, TILE: tl.constexpr = Fals
 
 @triton.jit
 def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr, at: tl.constexpr = 0):
-    """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] in fp32: h a tuple of tiles, n from `at` on, out a tile, w from `coefficients`."""
+    """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] in fp32: h a tuple of tiles, n from `at` on, out a tile, w from
+    `coefficients`."""
     # torch.baddbmm(post.unsqueeze(-1) * out.unsqueeze(1).float(), comb.transpose(1, 2), streams.float())
     y = w[k * (n + 1)] * widen(out)
     for j in tl.static_range(n):
@@ -97,16 +132,33 @@ def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr, at: tl.constexpr = 0):
 
 @triton.jit
 def _weights(FN, i, k, c, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr):
-    """Stream k of fn at columns c, of what is at place i of a part: zero at n, which Σx² takes, and beyond the products."""
+    """Stream k of fn at columns c, of what is at place i of a part: zero at n, which Σx² takes, and beyond the
+    products."""
     row = i - (i > n).to(tl.int32)
     return tl.load(FN + (row * n + k) * d + c, mask=(i != n) & (i <= M) & (c < d), other=0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
-def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-                    MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of fn before
-    the wait for the kernel before (PDL)."""
+def _statistics_few(
+    OUT,
+    H,
+    POST,
+    COMB,
+    FN,
+    NEW,
+    PART,
+    N,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    MERGES: tl.constexpr,
+    PDL: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
+    """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of
+    fn before the wait for the kernel before (PDL)."""
     split, first = tl.program_id(0), tl.program_id(1) * T
     place, c = tl.arange(0, MP), split * C + tl.arange(0, C)[None, :]
     f, h, out, w = (), (), (), ()
@@ -140,8 +192,25 @@ def _statistics_few(OUT, H, POST, COMB, FN, NEW, PART, N, d: tl.constexpr, n: tl
 
 
 @triton.jit(do_not_specialize=["N", "each"])
-def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, each, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr,
-                     MP: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+def _statistics_many(
+    OUT,
+    H,
+    POST,
+    COMB,
+    FN,
+    NEW,
+    PART,
+    each,
+    N,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    MERGES: tl.constexpr,
+    PDL: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """T tokens, `each` chunks of C columns, in fp32."""
     split, first, m = tl.program_id(0), tl.program_id(1) * T, tl.arange(0, MP)[None, :]
     t, past = tl.arange(0, T)[:, None], first.to(tl.int64)
@@ -174,7 +243,8 @@ def _statistics_many(OUT, H, POST, COMB, FN, NEW, PART, each, N, d: tl.constexpr
 
 @triton.jit
 def _split_weights(FN, PIECES, d: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, PDL: tl.constexpr, B: tl.constexpr):
-    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers with fn's for a sum (24 bits are 3 × 8), rows as parts have them."""
+    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers with fn's for a sum (24 bits are 3 × 8), rows as parts have
+    them."""
     i, c, k = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)[None, :], tl.arange(0, 4)[:, None]
     f = _weights(FN, i, k, c, d, 4, M)
     if PDL:
@@ -187,10 +257,27 @@ def _split_weights(FN, PIECES, d: tl.constexpr, M: tl.constexpr, MP: tl.constexp
 
 
 @triton.jit(do_not_specialize=["N", "each"])
-def _statistics_bf16(OUT, H, POST, COMB, PIECES, NEW, PART, each, N, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr,
-                     MP: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """`_statistics_many` for n = 4 bf16 streams, on tensor cores: they meet fn as three bf16 numbers, so every product is exact,
-    and sums are fp32. Column and stream are one axis of the product, c·4 + k."""
+def _statistics_bf16(
+    OUT,
+    H,
+    POST,
+    COMB,
+    PIECES,
+    NEW,
+    PART,
+    each,
+    N,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    MERGES: tl.constexpr,
+    PDL: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
+    """`_statistics_many` for n = 4 bf16 streams, on tensor cores: they meet fn as three bf16 numbers, so every product
+    is exact, and sums are fp32. Column and stream are one axis of the product, c·4 + k."""
     split, first, m = tl.program_id(0), tl.program_id(1) * T, tl.arange(0, MP)[None, :]
     t, past = tl.arange(0, T)[:, None], first.to(tl.int64)
     inside, w = t < N - first, ()
@@ -205,7 +292,9 @@ def _statistics_bf16(OUT, H, POST, COMB, PIECES, NEW, PART, each, N, d: tl.const
         c, i = (chunk * C + tl.arange(0, C))[None, :], (chunk * 4 * C + tl.arange(0, 4 * C))[:, None]
         live, f, h, x = inside & (c < d), (), (), ()
         for k in tl.static_range(4):  # read for the last time: not to be kept in the L2 at the new streams' cost
-            h = h + (tl.load(H + (t * 4 + k) * d + c, mask=live, other=0.0, eviction_policy="evict_first" if MERGES else ""),)
+            h = h + (
+                tl.load(H + (t * 4 + k) * d + c, mask=live, other=0.0, eviction_policy="evict_first" if MERGES else ""),
+            )
         if MERGES:
             out = tl.load(OUT + t * d + c, mask=live, other=0.0, eviction_policy="evict_first")
         for piece in tl.static_range(3):

@@ -2,10 +2,10 @@
 
 import torch
 
-from kernels.cache_rows import PackedRows
-from kernels.indexer import reference
+from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.indexer import reference
 
-MAX_DOTS = 1 << 20    # products held at once; beyond this the reference goes by tiles
+MAX_DOTS = 1 << 20  # products held at once; beyond this the reference goes by tiles
 MAX_SCORES = 1 << 12  # beyond this, sorting everything costs more than the extra operations of the reference
 
 
@@ -17,14 +17,15 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, vis
     if B * T != 1 or H * n > MAX_DOTS:
         return reference.index_scores(q, weights, keys, visible)
     scores = torch.mm(weights[0], torch.mm(q.view(H, D).float(), keys[0].float().t()).relu_())
-    scores[:, visible.item():] = float("-inf")
+    scores[:, visible.item() :] = float("-inf")
     return scores.unsqueeze(0)
 
 
 def topk_entries(scores: torch.Tensor, k: int) -> torch.Tensor:
     if scores.numel() > MAX_SCORES:
         return reference.topk_entries(scores, k)
-    best, index = torch.sort(scores, dim=-1, descending=True, stable=True)  # stable: the lowest entry first among equals
+    # stable: the lowest entry first among equals
+    best, index = torch.sort(scores, dim=-1, descending=True, stable=True)
     return index[..., :k].masked_fill(best[..., :k] == float("-inf"), -1)
 
 

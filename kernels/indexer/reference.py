@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.cache_rows import PackedRows, decode_rows
+from dsv4.kernels.cache_rows import PackedRows, decode_rows
 
 SCRATCH_BYTES = 64 << 20  # scores of every head exist only for one tile of entries
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.indexer import reference
+from dsv4.kernels.indexer import reference
 
 SCRATCH_BYTES = 2 << 30  # of the products of one chunk, all heads
 

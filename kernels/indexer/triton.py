@@ -3,23 +3,25 @@
 import torch
 import triton
 
-from kernels.cache_rows import PackedRows
-from kernels.errors import UnsupportedInput
-from kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
-from kernels.indexer.triton_choose import choose, choose_visible, plan
-from kernels.launch import processors, require_device
+from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer.triton_choose import choose, choose_visible, plan
+from dsv4.kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
+from dsv4.kernels.launch import processors, require_device
 
 SCRATCH_BYTES = 48 << 20  # of scores: about what the L2 cache of an H100 holds
-ALIGNED = 64              # entries to which a row of scores is padded
+ALIGNED = 64  # entries to which a row of scores is padded
 
 
-def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows,
-                 visible: torch.Tensor) -> torch.Tensor:
-    """As the reference; keys that nobody sees may be read, but have no effect. Products of bf16 queries are exact, summed in fp32.
+def index_scores(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor
+) -> torch.Tensor:
+    """As the reference; keys that nobody sees may be read, but have no effect. Products of bf16 queries are exact,
+    summed in fp32.
 
-    q bf16 or fp32; keys bf16, fp32 or packed, with scales that are positive and at most 2^65. Beside bf16 queries, FP4 keys
-    below 2^−62 lose bits and FP8 codes of NaN count as 480. Raises UnsupportedInput for other dtypes, and for more than 32768
-    numbers of all heads of a query, heads and dims each padded to a power of two.
+    q bf16 or fp32; keys bf16, fp32 or packed, with scales that are positive and at most 2^65. Beside bf16 queries, FP4
+    keys below 2^−62 lose bits and FP8 codes of NaN count as 480. Raises UnsupportedInput for other dtypes, and for more
+    than 32768 numbers of all heads of a query, heads and dims each padded to a power of two.
     """
     B, T = q.shape[:2]
     n = entries(keys)
@@ -47,10 +49,11 @@ def topk_entries(scores: torch.Tensor, k: int, visible: torch.Tensor | None = No
     return out
 
 
-def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor,
-                   k: int) -> torch.Tensor:
-    """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. Where n ≤ k nothing is scored: every visible
-    entry, −1 for the others. Scores of at most 48 MiB, or of one query if these are more, exist at a time.
+def select_entries(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor, k: int
+) -> torch.Tensor:
+    """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. Where n ≤ k nothing is scored: every
+    visible entry, −1 for the others. Scores of at most 48 MiB, or of one query if these are more, exist at a time.
 
     q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T].
     """
@@ -76,15 +79,15 @@ def select_entries(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | 
         held = keys._replace(data=keys.data[c]) if isinstance(keys, PackedRows) else keys[c]
         for t in range(0, T, queries):
             s = slice(t, t + queries)
-            part = scores[:visible[c, s].numel() * width].view(*visible[c, s].shape, width)
+            part = scores[: visible[c, s].numel() * width].view(*visible[c, s].shape, width)
             launch_scores(q[c, s], weights[c, s], held, visible[c, s], part, width, False, maxima, count, how.levels)
             choose(how, part, n, k, visible[c, s], out[c, s], maxima, count)
     return out
 
 
 def _chunk(B: int, T: int, rows: int, slots: int) -> tuple[int, int]:
-    """(batch rows, queries of each) that make at most `rows` together. Of one batch row a part of `slots`, programs of 4 queries
-    that run side by side, such that each query's keys fall to a whole number of them."""
+    """(batch rows, queries of each) that make at most `rows` together. Of one batch row a part of `slots`, programs of
+    4 queries that run side by side, such that each query's keys fall to a whole number of them."""
     if T <= rows:
         return min(B, rows // T), T
     whole = [4 * slots // p for p in range(1, slots + 1) if slots % p == 0 and 4 * slots // p <= rows]

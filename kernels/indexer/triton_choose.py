@@ -5,31 +5,32 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kernels.errors import UnsupportedInput
-from kernels.indexer.triton_filter import filter_rows
-from kernels.indexer.triton_scores import GROUP, maxima_layout
-from kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
-from kernels.indexer.triton_winnow import winnow_rows
-from kernels.launch import dependent_launch, interpreting, next_power, processors
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer.triton_filter import filter_rows
+from dsv4.kernels.indexer.triton_scores import GROUP, maxima_layout
+from dsv4.kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
+from dsv4.kernels.indexer.triton_winnow import winnow_rows
+from dsv4.kernels.launch import dependent_launch, interpreting, next_power, processors
 
 MAX_CANDIDATES = 1 << 15  # that one program holds at once
-MAX_PAIRS = 1 << 23       # comparisons up to which every entry is ranked against every other
-ROOM = 1 << 13            # entries that `collect` may find in a row, beyond which `rank_found` descends instead
-CHUNK = 2048              # entries that a program of `collect` or `maxima_of_rows` reads
-FEW = 16                  # rows up to which several programs share one
-MAX_COLLECTED = 1 << 19   # entries of all of them up to which programs of `collect` run side by side; of more, each program
-                          # searches alike and ranks its part (`winnow_rows`)
-MAX_WINNOWED = 1 << 14    # keys that a program of `winnow_rows` holds at once
-MANY = 256                # rows that fill a GPU, a program each
-MAX_LISTED = 1 << 11      # numbers that a program of `filter_rows` holds at once
+MAX_PAIRS = 1 << 23  # comparisons up to which every entry is ranked against every other
+ROOM = 1 << 13  # entries that `collect` may find in a row, beyond which `rank_found` descends instead
+CHUNK = 2048  # entries that a program of `collect` or `maxima_of_rows` reads
+FEW = 16  # rows up to which several programs share one
+# entries of all of them up to which programs of `collect` run side by side; of more, each program
+MAX_COLLECTED = 1 << 19
+# searches alike and ranks its part (`winnow_rows`)
+MAX_WINNOWED = 1 << 14  # keys that a program of `winnow_rows` holds at once
+MANY = 256  # rows that fill a GPU, a program each
+MAX_LISTED = 1 << 11  # numbers that a program of `filter_rows` holds at once
 
 
 class Plan(NamedTuple):
     """How rows of n entries are searched."""
 
-    method: str      # "rank", "winnow", "collect", "filter" or "descend"
+    method: str  # "rank", "winnow", "collect", "filter" or "descend"
     candidates: int  # keys held at once, a power of two
-    levels: int      # of maxima
+    levels: int  # of maxima
 
 
 def plan(rows: int, n: int, k: int) -> Plan:
@@ -44,23 +45,37 @@ def plan(rows: int, n: int, k: int) -> Plan:
         return Plan("descend", next_power(n), 0)
     if candidates > MAX_CANDIDATES:
         most = MAX_CANDIDATES * GROUP * GROUP
-        raise UnsupportedInput(f"topk_entries takes k up to {MAX_CANDIDATES // GROUP} of at most {most} entries where these "
-                               f"are more than {MAX_CANDIDATES}, not k = {k} of {n}")
+        raise UnsupportedInput(
+            f"topk_entries takes k up to {MAX_CANDIDATES // GROUP} of at most {most} entries where these "
+            f"are more than {MAX_CANDIDATES}, not k = {k} of {n}"
+        )
     if rows >= MANY and 4 * next_power(k) <= MAX_LISTED:
         return Plan("filter", 4 * next_power(k), 0)
-    return Plan("collect" if rows <= FEW and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2)
+    return Plan(
+        "collect" if rows <= FEW and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2
+    )
 
 
-def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tensor | None, out: torch.Tensor,
-           maxima: torch.Tensor | None = None, count: torch.Tensor | None = None) -> None:
-    """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k], contiguous.
+def choose(
+    how: Plan,
+    scores: torch.Tensor,
+    n: int,
+    k: int,
+    visible: torch.Tensor | None,
+    out: torch.Tensor,
+    maxima: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+) -> None:
+    """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k],
+    contiguous.
 
     maxima, count: from the scores' kernel, if `how` has levels; without them they are made here.
     """
     B, T = scores.shape[:2]
     rows, device = B * T, scores.device
     width, second = maxima_layout(n)
-    seen, absent = visible is not None, out.view(torch.int32)  # what stands in for a buffer that is not used: of its type
+    # what stands in for a buffer that is not used: of its type
+    seen, absent = visible is not None, out.view(torch.int32)
     visible = visible if seen else out
     ends = T, n, *scores.stride()[:2], *visible.stride()[:2]
     strides = *ends, width, second
@@ -68,16 +83,31 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
     if how.levels and maxima is None:
         maxima = torch.empty(rows, width, dtype=torch.int32, device=device)
         count = torch.empty(rows, dtype=torch.int32, device=device)
-        maxima_of_rows[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, visible, *strides, seen, how.levels, CHUNK,
-                                                      overlap, num_warps=8, launch_pdl=overlap)
+        maxima_of_rows[(rows, triton.cdiv(n, CHUNK))](
+            scores, maxima, count, visible, *strides, seen, how.levels, CHUNK, overlap, num_warps=8, launch_pdl=overlap
+        )
     if not how.levels:
         maxima = count = absent
     if how.method == "winnow":
         room, mine = how.candidates // GROUP, 8 if rows == 1 else 16  # entries that a program ranks at a time
         programs = min(triton.cdiv(2 * k, mine), max(1, processors(device) // rows))
         lists = torch.empty(rows * programs, 3 * room, dtype=torch.int32, device=device)
-        winnow_rows[(rows, programs)](scores, maxima, lists, out, visible, *strides, k, seen, how.levels, room, mine, overlap,
-                                      num_warps=min(16, max(4, how.candidates // 512)), launch_pdl=overlap)
+        winnow_rows[(rows, programs)](
+            scores,
+            maxima,
+            lists,
+            out,
+            visible,
+            *strides,
+            k,
+            seen,
+            how.levels,
+            room,
+            mine,
+            overlap,
+            num_warps=min(16, max(4, how.candidates // 512)),
+            launch_pdl=overlap,
+        )
         return
     classes = next_power(k)
     lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
@@ -85,24 +115,83 @@ def choose(how: Plan, scores: torch.Tensor, n: int, k: int, visible: torch.Tenso
     if how.method == "filter":
         lists = torch.empty(rows, 2 * how.candidates, dtype=torch.int64, device=device)
         options = {} if interpreting() else dict(maxnreg=80)  # for three programs on a multiprocessor
-        filter_rows[(rows,)](scores, lists, out, visible, *ends, k, seen, how.candidates, classes, overlap,
-                             num_warps=max(4, how.candidates // 256), launch_pdl=overlap, **options)
+        filter_rows[(rows,)](
+            scores,
+            lists,
+            out,
+            visible,
+            *ends,
+            k,
+            seen,
+            how.candidates,
+            classes,
+            overlap,
+            num_warps=max(4, how.candidates // 256),
+            launch_pdl=overlap,
+            **options,
+        )
         return
     if how.method == "descend":
         # About 8 keys a thread; registers for two programs of 4096 candidates on a multiprocessor.
         options = dict(maxnreg=64) if how.candidates == 4096 and not interpreting() else {}
-        descend_rows[(rows,)](scores, maxima, lists, out, visible, *strides, k, seen, *search, overlap,
-                              num_warps=min(16, max(4, how.candidates // 256)), launch_pdl=overlap, **options)
+        descend_rows[(rows,)](
+            scores,
+            maxima,
+            lists,
+            out,
+            visible,
+            *strides,
+            k,
+            seen,
+            *search,
+            overlap,
+            num_warps=min(16, max(4, how.candidates // 256)),
+            launch_pdl=overlap,
+            **options,
+        )
         return
     every, found = how.method == "rank", out
     if not every:
         found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
-        collect[(rows, triton.cdiv(n, CHUNK))](scores, maxima, count, found, visible, *strides, k, seen, *search, CHUNK, ROOM,
-                                               overlap, num_warps=8, launch_pdl=overlap)
+        collect[(rows, triton.cdiv(n, CHUNK))](
+            scores,
+            maxima,
+            count,
+            found,
+            visible,
+            *strides,
+            k,
+            seen,
+            *search,
+            CHUNK,
+            ROOM,
+            overlap,
+            num_warps=8,
+            launch_pdl=overlap,
+        )
     programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
     others = min(1024, how.candidates) if every else 1024
-    rank_found[(rows, programs)](scores, maxima, count, found, lists, out, visible, *strides, k, seen, every, *search, ROOM,
-                                 classes, 16, others, overlap, num_warps=4 if how.candidates <= 4096 else 8, launch_pdl=overlap)
+    rank_found[(rows, programs)](
+        scores,
+        maxima,
+        count,
+        found,
+        lists,
+        out,
+        visible,
+        *strides,
+        k,
+        seen,
+        every,
+        *search,
+        ROOM,
+        classes,
+        16,
+        others,
+        overlap,
+        num_warps=4 if how.candidates <= 4096 else 8,
+        launch_pdl=overlap,
+    )
 
 
 def choose_visible(visible: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,17 +1,17 @@
 """Exact selection from many long rows, a program each, without maxima.
 
-Scores and their index become numbers of which no two are equal (`sortable`). Of the maxima of any classes of entries take a
-bound that k of them reach: the k best entries all reach it, and few others, if the classes are small. Those are listed; a list
-that gets too long raises its own bound. A number that at least k of a tile reach is found by narrowing an interval (`_reached`);
-with exactly k, these are the chosen ones.
+Scores and their index become numbers of which no two are equal (`sortable`). Of the maxima of any classes of entries
+take a bound that k of them reach: the k best entries all reach it, and few others, if the classes are small. Those are
+listed; a list that gets too long raises its own bound. A number that at least k of a tile reach is found by narrowing
+an interval (`_reached`); with exactly k, these are the chosen ones.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.indexer.triton_scores import monotone
-from kernels.indexer.triton_topk import seen_entries, sortable
+from dsv4.kernels.indexer.triton_scores import monotone
+from dsv4.kernels.indexer.triton_topk import seen_entries, sortable
 
 _LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
@@ -27,7 +27,8 @@ def _reached(x, live, k, enough, CLASSES: tl.constexpr):
     MOST: tl.constexpr = 2 ** (x.dtype.primitive_bitwidth - 1) - 1
     best = tl.max(tl.reshape(x, [CLASSES, C // CLASSES]), 1)
     low = tl.min(best, 0)  # each class has a number that reaches it
-    low = tl.maximum(low, tl.min(tl.where(x == -MOST - 1, MOST, x), 0)).to(tl.int64)  # or all, if there are empty classes
+    # or all, if there are empty classes
+    low = tl.maximum(low, tl.min(tl.where(x == -MOST - 1, MOST, x), 0)).to(tl.int64)
     high = tl.max(best, 0).to(tl.int64)
     reach = live
     while (reach > enough) & (low < high):
@@ -49,7 +50,8 @@ def _reached(x, live, k, enough, CLASSES: tl.constexpr):
 
 @triton.jit
 def _emit(x, live, OUT, k, CLASSES: tl.constexpr):
-    """The k best of `live` `sortable` numbers of x [C] to OUT int64 [k] in their order, −1 for those of −inf and none."""
+    """The k best of `live` `sortable` numbers of x [C] to OUT int64 [k] in their order, −1 for those of −inf and
+    none."""
     i = tl.arange(0, x.shape[0])
     tl.store(OUT + i, tl.full([x.shape[0]], -1, tl.int64), mask=(i >= live) & (i < k))
     bound = _reached(x, live, k, k, CLASSES)
@@ -72,7 +74,8 @@ def _keep(LIST, base, x, bound):
 
 @triton.jit
 def _shorten(LIST, base, bound, k, C: tl.constexpr, CLASSES: tl.constexpr):
-    """LIST of base ≤ 2·C numbers without some that are not among the k best, at most 3·k ≤ C: (its length, a bound of keys)."""
+    """LIST of base ≤ 2·C numbers without some that are not among the k best, at most 3·k ≤ C: (its length, a bound of
+    keys)."""
     i = tl.arange(0, C)
     tl.debug_barrier()  # other threads read than wrote
     x, y = tl.load(LIST + i), tl.load(LIST + C + i, mask=C + i < base, other=_LEAST)
@@ -102,9 +105,25 @@ def _sortables(SCORES, at, seen):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k"])
-def filter_rows(SCORES, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, k, SEEN: tl.constexpr, C: tl.constexpr,
-                CLASSES: tl.constexpr, PDL: tl.constexpr):
-    """The k best of the entries < seen of one row a program, to OUT int64 [rows, k]. LIST int64 [rows, 2·C]: scratch; C ≥ 4·k."""
+def filter_rows(
+    SCORES,
+    LIST,
+    OUT,
+    VISIBLE,
+    T,
+    n,
+    s_b,
+    s_t,
+    v_b,
+    v_t,
+    k,
+    SEEN: tl.constexpr,
+    C: tl.constexpr,
+    CLASSES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The k best of the entries < seen of one row a program, to OUT int64 [rows, k]. LIST int64 [rows, 2·C]: scratch; C
+    ≥ 4·k."""
     row = tl.program_id(0).to(tl.int64)
     b, t, i = row // T, row % T, tl.arange(0, C)
     SCORES += b * s_b + t * s_t

@@ -1,18 +1,19 @@
 """Operands of the indexer's products: queries as they are, keys decoded in registers.
 
-FP4 and FP8 codes become bf16 exactly: their bits are moved, two values at a time, and multiplied by a power of two. Keys are
-read as words, 16 bytes a thread, by the very threads that multiply them, so that neither shared memory nor a barrier lies
-between memory and product. For that the dims and the keys of a product have an order of their own (`_of_words`, `places`).
+FP4 and FP8 codes become bf16 exactly: their bits are moved, two values at a time, and multiplied by a power of two.
+Keys are read as words, 16 bytes a thread, by the very threads that multiply them, so that neither shared memory nor a
+barrier lies between memory and product. For that the dims and the keys of a product have an order of their own
+(`_of_words`, `places`).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0, widen
+from dsv4.kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0, widen
 
 PLAIN, FP8, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 WORDS = tl.constexpr(16)  # of a key that go into one product: the four threads of its row read 16 bytes each
-WARPS = tl.constexpr(4)   # of a program
+WARPS = tl.constexpr(4)  # of a program
 
 # Two bf16 times two bf16, a power of two each. (There is no multiplication before capability 9.0.)
 TIMES = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
@@ -23,7 +24,8 @@ _E4M3_SCALE = tl.constexpr(0x7B807B80)  # 2^120, twice
 
 @triton.jit
 def places(TILE: tl.constexpr):
-    """Which key of a tile each row of a product is: rows of a product belong to threads otherwise than rows that are read."""
+    """Which key of a tile each row of a product is: rows of a product belong to threads otherwise than rows that are
+    read."""
     m = tl.arange(0, TILE)
     r, w, low = m // 8 % 2, m // 16 % WARPS, m % 8
     return m // (16 * WARPS) * (16 * WARPS) + r * (8 * WARPS) + w * 8 + low
@@ -40,13 +42,14 @@ def _of_words(pairs, TILE: tl.constexpr, PART: tl.constexpr, PAIRS: tl.constexpr
 
 
 @triton.jit
-def operand_queries(Q, at, live, part, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
-                    N: tl.constexpr):
+def operand_queries(
+    Q, at, live, part, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr
+):
     """Rows of queries at [N] → bf16 [DIMS/PARTS, N], one part of their dims in the order of the decoded keys."""
     K: tl.constexpr = DIMS // PARTS
     i = tl.arange(0, K)[None, :] + part * K
     q = tl.load(Q + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0)
-    if FORMAT == FP4:    # chunk, word, half, pair
+    if FORMAT == FP4:  # chunk, word, half, pair
         q = tl.reshape(tl.permute(tl.reshape(q, [N, 4, K // 32, 2, 4]), (0, 2, 4, 1, 3)), [N, K])
     elif FORMAT == FP8:  # chunk, word, half, pair
         q = tl.reshape(tl.permute(tl.reshape(q, [N, 4, K // 16, 2, 2]), (0, 2, 4, 1, 3)), [N, K])
@@ -54,10 +57,20 @@ def operand_queries(Q, at, live, part, D: tl.constexpr, DIMS: tl.constexpr, FORM
 
 
 @triton.jit
-def read_keys(KEYS, SCALES, at, scale_at, live, scale_live, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr,
-              PARTS: tl.constexpr):
-    """Rows of keys at [TILE] as they are stored, and their scales: a tuple for `operand_keys`. FP8's scales have rows of their
-    own, `scale_at` where `scale_live`."""
+def read_keys(
+    KEYS,
+    SCALES,
+    at,
+    scale_at,
+    live,
+    scale_live,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Rows of keys at [TILE] as they are stored, and their scales: a tuple for `operand_keys`. FP8's scales have rows
+    of their own, `scale_at` where `scale_live`."""
     if FORMAT == PLAIN:
         i = tl.arange(0, DIMS)[None, :]
         raw = (tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0),)
@@ -95,8 +108,8 @@ def _times(two, factor):
 def _fp4_scales(raw, part: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
     """E8M0 bytes s of a chunk each, int32 [TILE, 4] → 2^(s − 65) as two equal bf16.
 
-    That is 2^126 · 2^(s − 127), less 2^64 that the sum over heads gets back. Exact for keys of 2^−62 and more with scales up
-    to 2^65; larger ones become infinite.
+    That is 2^126 · 2^(s − 127), less 2^64 that the sum over heads gets back. Exact for keys of 2^−62 and more with
+    scales up to 2^65; larger ones become infinite.
     """
     if D == 128:
         s = (raw[PARTS][:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
@@ -106,12 +119,20 @@ def _fp4_scales(raw, part: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def operand_keys(raw, part: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
-                 TILE: tl.constexpr):
-    """One part of what `read_keys` read → bf16 [TILE, DIMS/PARTS]: FP4 without a factor 2^64, FP8 without the scale of its row.
+def operand_keys(
+    raw,
+    part: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One part of what `read_keys` read → bf16 [TILE, DIMS/PARTS]: FP4 without a factor 2^64, FP8 without the scale of
+    its row.
 
-    A bf16 with the magnitude of an E2M1 (E4M3) code at the end of its exponent is 2^−126 (2^−120) times its value, subnormals
-    included. FP8's NaN becomes 480.
+    A bf16 with the magnitude of an E2M1 (E4M3) code at the end of its exponent is 2^−126 (2^−120) times its value,
+    subnormals included. FP8's NaN becomes 480.
     """
     if FORMAT == PLAIN:
         k = raw[0]
@@ -139,14 +160,25 @@ def operand_keys(raw, part: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, F
 
 @triton.jit
 def _own(x):
-    """x. For tcgen05, Triton (3.6, 3.7) multiplies converted fp32 operands in TF32 whatever precision is asked for, unless it
-    cannot see the conversion; it does not look behind a sum."""
+    """x. For tcgen05, Triton (3.6, 3.7) multiplies converted fp32 operands in TF32 whatever precision is asked for,
+    unless it cannot see the conversion; it does not look behind a sum."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], 1]), 2)
 
 
 @triton.jit
-def dots_fp32(Q, q_at, q_live, KEYS, at, scale_at, live, D: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
-              N: tl.constexpr):
+def dots_fp32(
+    Q,
+    q_at,
+    q_live,
+    KEYS,
+    at,
+    scale_at,
+    live,
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    N: tl.constexpr,
+):
     """q·k as fp32 [TILE, N], products and sums in fp32; FP8 without the scale of its row. 32 dims at a time."""
     dots = tl.zeros([TILE, N], tl.float32)
     for start in tl.static_range(0, D, 32):

@@ -1,8 +1,8 @@
 """The kernel of the lightning indexer's scores, and how it is launched.
 
-A program holds a few queries of all heads and goes over pages of keys, each decoded once, the next one on its way meanwhile. Keys
-are the rows of the product and heads its columns, so that the weighted sum over heads stays within a thread but for two exchanges.
-Products overlap with decoding and sums because several programs share a multiprocessor.
+A program holds a few queries of all heads and goes over pages of keys, each decoded once, the next one on its way
+meanwhile. Keys are the rows of the product and heads its columns, so that the weighted sum over heads stays within a
+thread but for two exchanges. Products overlap with decoding and sums because several programs share a multiprocessor.
 """
 
 import torch
@@ -10,14 +10,26 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cache_rows.formats import PAGE, PackedRows, RowFormat
-from kernels.errors import UnsupportedInput
-from kernels.indexer.triton_keys import FP4, FP8, PLAIN, WARPS, WORDS, dots_fp32, operand_keys, operand_queries, places, read_keys
-from kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
+from dsv4.kernels.cache_rows.formats import PAGE, PackedRows, RowFormat
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer.triton_keys import (
+    FP4,
+    FP8,
+    PLAIN,
+    WARPS,
+    WORDS,
+    dots_fp32,
+    operand_keys,
+    operand_queries,
+    places,
+    read_keys,
+)
+from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors, require_device
 
-GROUP = 8              # entries under one maximum; maxima of those in turn
+GROUP = 8  # entries under one maximum; maxima of those in turn
 MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
-PROGRAMS = {(9, 0): (2, 3, 4)}  # that share a multiprocessor: over many queries, in decoding from plain and from packed keys
+# that share a multiprocessor: over many queries, in decoding from plain and from packed keys
+PROGRAMS = {(9, 0): (2, 3, 4)}
 ROOMY = (9, 0), (10, 0), (10, 3)  # capabilities where a program can go over its keys for two products at once
 _GROUP, _PAGE = tl.constexpr(GROUP), tl.constexpr(PAGE)
 
@@ -56,9 +68,20 @@ def _sum_heads(dots, weights, FORMAT: tl.constexpr, FP32: tl.constexpr, QUERIES:
 
 
 @triton.jit
-def _store_maxima(MAXIMA, s, page, row, end, maxima_width, maxima_second, FP32: tl.constexpr, LEVELS: tl.constexpr,
-                  QUERIES: tl.constexpr):
-    """The maxima of a page's scores s [keys, QUERIES], whose order is that of `places`, of rows [QUERIES] with `end` entries."""
+def _store_maxima(
+    MAXIMA,
+    s,
+    page,
+    row,
+    end,
+    maxima_width,
+    maxima_second,
+    FP32: tl.constexpr,
+    LEVELS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """The maxima of a page's scores s [keys, QUERIES], whose order is that of `places`, of rows [QUERIES] with `end`
+    entries."""
     best = tl.max(tl.reshape(monotone(s), [_PAGE // _GROUP, _GROUP, QUERIES]), 1)
     i = tl.arange(0, _PAGE // _GROUP)
     e8 = page * (_PAGE // _GROUP) + (i if FP32 else i % 2 * WARPS + i // 2)
@@ -73,21 +96,60 @@ def _store_unseen(SCORES, first_page, b, first, T, n, width, QUERIES: tl.constex
     t = first + tl.arange(0, QUERIES)
     for page in range(first_page, tl.cdiv(n, _PAGE), tl.num_programs(1)):
         e = tl.arange(0, _PAGE) + page * _PAGE
-        tl.store(SCORES + (b * T + t)[None, :] * width + e[:, None], tl.full([_PAGE, QUERIES], float("-inf"), tl.float32),
-                 mask=(e < n)[:, None] & (t < T)[None, :])
+        tl.store(
+            SCORES + (b * T + t)[None, :] * width + e[:, None],
+            tl.full([_PAGE, QUERIES], float("-inf"), tl.float32),
+            mask=(e < n)[:, None] & (t < T)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["T", "tiles_t", "n", "w_b", "w_t", "v_b", "v_t"])
-def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t, n, q_b, q_t, w_b, w_t, v_b, v_t, key_b,
-            key_row, scale_b, scale_row, width, maxima_width, maxima_second, H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
-            FORMAT: tl.constexpr, PARTS: tl.constexpr, FP32: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
-            GROUPS: tl.constexpr, EVERY: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr):
-    """Scores of QUERIES·GROUPS queries of one batch row (axis 0) against every P-th page of 64 keys, P programs along axis 1.
+def _scores(
+    Q,
+    WEIGHTS,
+    KEYS,
+    SCALES,
+    VISIBLE,
+    SCORES,
+    MAXIMA,
+    COUNT,
+    T,
+    tiles_t,
+    n,
+    q_b,
+    q_t,
+    w_b,
+    w_t,
+    v_b,
+    v_t,
+    key_b,
+    key_row,
+    scale_b,
+    scale_row,
+    width,
+    maxima_width,
+    maxima_second,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PARTS: tl.constexpr,
+    FP32: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVERY: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Scores of QUERIES·GROUPS queries of one batch row (axis 0) against every P-th page of 64 keys, P programs along
+    axis 1.
 
-    KEYS: numbers (PLAIN), else bytes if FP32 and words of 4 bytes if not; SCALES: fp32 (FP8), words (FP4 of 128 dims) or bytes.
-    key_row, scale_row: from key to key (PLAIN) or page to page, in these. EVERY: −inf where invisible, which is otherwise not
-    written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8 entries, and with 2 from
-    maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
+    KEYS: numbers (PLAIN), else bytes if FP32 and words of 4 bytes if not; SCALES: fp32 (FP8), words (FP4 of 128 dims)
+    or bytes.
+    key_row, scale_row: from key to key (PLAIN) or page to page, in these. EVERY: −inf where invisible, which is
+    otherwise not written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8 entries, and
+    with 2 from maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
     """
     N: tl.constexpr = QUERIES * HEADS
     b = (tl.program_id(0) // tiles_t).to(tl.int64)
@@ -104,8 +166,18 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
         gdc_wait()
         gdc_launch_dependents()
     if not FP32:  # the first keys come before it is known how many are visible
-        raw = read_keys(KEYS + page * key_step, SCALES + page * scale_step, at, scale_at, page * _PAGE + row < n,
-                        page * _PAGE + place < n, D, DIMS, FORMAT, PARTS)
+        raw = read_keys(
+            KEYS + page * key_step,
+            SCALES + page * scale_step,
+            at,
+            scale_at,
+            page * _PAGE + row < n,
+            page * _PAGE + place < n,
+            D,
+            DIMS,
+            FORMAT,
+            PARTS,
+        )
     ends, weights, queries = (), (), ()  # of each group
     for g in tl.static_range(GROUPS):
         t, u = first + g * QUERIES + which, first + g * QUERIES + column // HEADS  # the query of a result, of a column
@@ -114,8 +186,11 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
         weights = weights + (tl.load(WEIGHTS + b * w_b + u.to(tl.int64) * w_t + head, mask=live, other=0.0),)
         if not FP32:
             for part in tl.static_range(PARTS):
-                queries = queries + (operand_queries(Q, b * q_b + u.to(tl.int64) * q_t + head * D, live, part, D, DIMS,
-                                                     FORMAT, PARTS, N),)
+                queries = queries + (
+                    operand_queries(
+                        Q, b * q_b + u.to(tl.int64) * q_t + head * D, live, part, D, DIMS, FORMAT, PARTS, N
+                    ),
+                )
         if LEVELS:
             if page == 0:
                 tl.store(COUNT + b * T + t, tl.zeros([QUERIES], tl.int32), mask=t < T)
@@ -133,14 +208,26 @@ def _scores(Q, WEIGHTS, KEYS, SCALES, VISIBLE, SCORES, MAXIMA, COUNT, T, tiles_t
             for part in tl.static_range(PARTS):
                 k = k + (operand_keys(raw, part, D, DIMS, FORMAT, PARTS, _PAGE),)
             ahead = page + P  # what lies behind `end` must not be read
-            raw = read_keys(KEYS + ahead * key_step, SCALES + ahead * scale_step, at, scale_at, ahead * _PAGE + row < end,
-                            ahead * _PAGE + place < end, D, DIMS, FORMAT, PARTS)
+            raw = read_keys(
+                KEYS + ahead * key_step,
+                SCALES + ahead * scale_step,
+                at,
+                scale_at,
+                ahead * _PAGE + row < end,
+                ahead * _PAGE + place < end,
+                D,
+                DIMS,
+                FORMAT,
+                PARTS,
+            )
         for g in tl.static_range(GROUPS):
             # dots = torch.bmm(queries, keys.transpose(1, 2)).relu_()
             if FP32:
                 u = first + g * QUERIES + column // HEADS
                 q_at = b * q_b + u.to(tl.int64) * q_t + head * D
-                dots = dots_fp32(Q, q_at, (u < T) & (head < H), keys, at, scale_at, row + page * _PAGE < end, D, FORMAT, _PAGE, N)
+                dots = dots_fp32(
+                    Q, q_at, (u < T) & (head < H), keys, at, scale_at, row + page * _PAGE < end, D, FORMAT, _PAGE, N
+                )
             else:
                 dots = tl.dot(k[0], queries[g * PARTS])
                 for part in tl.static_range(1, PARTS):
@@ -176,9 +263,9 @@ def maxima_layout(n: int) -> tuple[int, int]:
 
 
 def _shape(T: int, heads: int, dims: int, packed: bool, device: torch.device) -> tuple[int, int]:
-    """(queries of a product, such products) of a program: one query in decoding, otherwise products of 128 columns, two of them
-    where shared memory and registers hold them, since each decoded page of keys then serves twice as many. For packed keys
-    Hopper has registers for one product of 256 columns, which is a little faster."""
+    """(queries of a product, such products) of a program: one query in decoding, otherwise products of 128 columns, two
+    of them where shared memory and registers hold them, since each decoded page of keys then serves twice as many. For
+    packed keys Hopper has registers for one product of 256 columns, which is a little faster."""
     queries = min(next_power(T), max(1, 128 // heads), 16)
     if capability(device) not in ROOMY or T < 2 * queries or queries * heads * dims > 128 * 128:
         return queries, 1
@@ -196,20 +283,30 @@ def check(q, weights, keys, visible) -> None:
     if weights.dtype is not torch.float32:
         raise UnsupportedInput(f"index_scores takes weights in fp32, not {weights.dtype}")
     if next_power(H) * next_power(D) > MAX_OPERAND:
-        raise UnsupportedInput(f"index_scores takes heads x dims up to {MAX_OPERAND}, padded to powers of two, not {H} x {D}")
+        raise UnsupportedInput(
+            f"index_scores takes heads x dims up to {MAX_OPERAND}, padded to powers of two, not {H} x {D}"
+        )
     if D != (keys.width if packed else keys.shape[-1]):
-        raise UnsupportedInput(f"index_scores got queries of {D} dims and keys of {keys.width if packed else keys.shape[-1]}")
+        raise UnsupportedInput(
+            f"index_scores got queries of {D} dims and keys of {keys.width if packed else keys.shape[-1]}"
+        )
     if data.stride(-1) != 1 and data.shape[-1] > 1:
-        raise UnsupportedInput(f"index_scores takes keys whose dims lie next to each other, not with stride {data.stride(-1)}")
+        raise UnsupportedInput(
+            f"index_scores takes keys whose dims lie next to each other, not with stride {data.stride(-1)}"
+        )
     if not packed:
         if keys.dtype not in (torch.bfloat16, torch.float32):
             raise UnsupportedInput(f"index_scores takes keys in bf16, fp32 or packed, not {keys.dtype}")
     elif keys.format not in (RowFormat.INDEX_FP8, RowFormat.INDEX_FP4) or data.dim() != 3 or D % 4:
-        raise UnsupportedInput(f"index_scores takes packed index keys [B, pages, bytes] of a multiple of 4 dims, not "
-                               f"{keys.format.value} of {D} dims {tuple(data.shape)}")
+        raise UnsupportedInput(
+            f"index_scores takes packed index keys [B, pages, bytes] of a multiple of 4 dims, not "
+            f"{keys.format.value} of {D} dims {tuple(data.shape)}"
+        )
 
 
-def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, maxima=None, count=None, levels: int = 0) -> None:
+def launch_scores(
+    q, weights, keys, visible, scores, width: int, every: bool, maxima=None, count=None, levels: int = 0
+) -> None:
     """Scores of all queries into `scores`, rows of `width`; invisible ones as −inf if `every`, else not written.
 
     levels > 0: maxima int32 [B·T, ·] as `maxima_layout` says and count int32 [B·T], see `_scores`.
@@ -235,6 +332,37 @@ def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, ma
     overlap = dependent_launch(q.device)
     options = {"maxnreg": 168} if each == 3 and not fp32 else {}  # as many registers as three programs can have
     _scores[grid](
-        q, weights, words, scales, visible, scores, maxima, count, T, tiles_t, n, *q.stride()[:2], *weights.stride()[:2],
-        *visible.stride(), *words.stride()[:2], *scales.stride()[:2], width, *maxima_layout(n), H, D, dims, form, parts, fp32,
-        heads, queries, groups, every, levels, overlap, num_warps=WARPS.value, launch_pdl=overlap, **options)
+        q,
+        weights,
+        words,
+        scales,
+        visible,
+        scores,
+        maxima,
+        count,
+        T,
+        tiles_t,
+        n,
+        *q.stride()[:2],
+        *weights.stride()[:2],
+        *visible.stride(),
+        *words.stride()[:2],
+        *scales.stride()[:2],
+        width,
+        *maxima_layout(n),
+        H,
+        D,
+        dims,
+        form,
+        parts,
+        fp32,
+        heads,
+        queries,
+        groups,
+        every,
+        levels,
+        overlap,
+        num_warps=WARPS.value,
+        launch_pdl=overlap,
+        **options,
+    )

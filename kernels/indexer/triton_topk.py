@@ -1,20 +1,21 @@
 """Exact selection of the k best entries, without sorting.
 
-Scores become integers in the same order (`monotone`). Long rows come with the maxima of each 8 entries, and of each 8 of
-those. The k best of n entries lie under the k best of the n/8 maxima, if ties go to the lowest index there too: whatever lies
-elsewhere has k better ones. So a row is searched from the coarsest level down, 8·k candidates at a time (`_descend`), each time
-for the threshold that exactly k reach, by narrowing an interval of integers.
+Scores become integers in the same order (`monotone`). Long rows come with the maxima of each 8 entries, and of each 8
+of those. The k best of n entries lie under the k best of the n/8 maxima, if ties go to the lowest index there too:
+whatever lies elsewhere has k better ones. So a row is searched from the coarsest level down, 8·k candidates at a time
+(`_descend`), each time for the threshold that exactly k reach, by narrowing an interval of integers.
 
-For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a bound that
-all of the k best reach and few others; those are collected by many programs (`collect`), and the rank of each among them is its
-place in the result (`rank_found`). Where even these programs would not run side by side, see `triton_winnow`.
+For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a
+bound that all of the k best reach and few others; those are collected by many programs (`collect`), and the rank of
+each among them is its place in the result (`rank_found`). Where even these programs would not run side by side, see
+`triton_winnow`.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.indexer.triton_scores import GROUP, monotone
+from dsv4.kernels.indexer.triton_scores import GROUP, monotone
 
 _LOWEST = tl.constexpr(-(2**31))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
@@ -25,9 +26,9 @@ _GROUP = tl.constexpr(GROUP)
 def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr):
     """(t, count of keys ≥ t, count of keys > t): t a number that at least min(k, live) keys reach.
 
-    key int32 [CANDIDATES], the least number where not live; floor: known to be reached by as many. Stops as soon as at most
-    `enough` keys reach t: with enough = k those are the k best, unless several equal t. The last count means something only if
-    more do.
+    key int32 [CANDIDATES], the least number where not live; floor: known to be reached by as many. Stops as soon as at
+    most `enough` keys reach t: with enough = k those are the k best, unless several equal t. The last count means
+    something only if more do.
     """
     if CLASSES:  # of keys, at least k: each has a key no lower than the lowest of their maxima
         low = tl.min(tl.max(tl.reshape(key, [CANDIDATES // CLASSES, CLASSES]), 0), 0)
@@ -54,7 +55,8 @@ def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: t
 
 @triton.jit
 def _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
-    """int32 keys of a level: scores at 0, maxima of 8 entries at 1, of 64 from `second` on at 2; the least number if dead."""
+    """int32 keys of a level: scores at 0, maxima of 8 entries at 1, of 64 from `second` on at 2; the least number if
+    dead."""
     if LEVELS == 0:
         key = monotone(tl.load(SCORES + at, mask=live, other=0.0))
     elif level == 0:
@@ -82,7 +84,9 @@ def level_groups(seen, level):
 
 
 @triton.jit
-def _descend(SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
+def _descend(
+    SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr
+):
     """The k best of the entries < seen of one row to OUT int64 [k], −1 where there are not as many or a score is −inf.
 
     LIST int32 [2·CANDIDATES/8]: scratch of the row.
@@ -133,16 +137,45 @@ def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def descend_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-                 CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr):
+def descend_rows(
+    SCORES,
+    MAXIMA,
+    LIST,
+    OUT,
+    VISIBLE,
+    T,
+    n,
+    s_b,
+    s_t,
+    v_b,
+    v_t,
+    width,
+    second,
+    k,
+    SEEN: tl.constexpr,
+    CLASSES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """`_descend` for one row a program."""
     row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
-    _descend(SCORES + b * s_b + t * s_t, MAXIMA + row * width, LIST + row * (CANDIDATES // 4), OUT + row * k, seen, second, k,
-             CLASSES, CANDIDATES, LEVELS)
+    _descend(
+        SCORES + b * s_b + t * s_t,
+        MAXIMA + row * width,
+        LIST + row * (CANDIDATES // 4),
+        OUT + row * k,
+        seen,
+        second,
+        k,
+        CLASSES,
+        CANDIDATES,
+        LEVELS,
+    )
 
 
 @triton.jit
@@ -152,10 +185,31 @@ def sortable(key, entry):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-            CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
-            PDL: tl.constexpr):
-    """Entries of one chunk (axis 1) of a row (axis 0) that may be among the k best, to FOUND int64 [rows, ROOM] in any order.
+def collect(
+    SCORES,
+    MAXIMA,
+    COUNT,
+    FOUND,
+    VISIBLE,
+    T,
+    n,
+    s_b,
+    s_t,
+    v_b,
+    v_t,
+    width,
+    second,
+    k,
+    SEEN: tl.constexpr,
+    CLASSES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROOM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Entries of one chunk (axis 1) of a row (axis 0) that may be among the k best, to FOUND int64 [rows, ROOM] in any
+    order.
 
     COUNT int32 [rows], zero before: how many there are, also beyond ROOM.
     """
@@ -175,7 +229,8 @@ def collect(SCORES, MAXIMA, COUNT, FOUND, VISIBLE, T, n, s_b, s_t, v_b, v_t, wid
     key = monotone(scores)
     found = (entry < seen) & (key >= bound)
     one = found.to(tl.int32)
-    base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")  # an order of arrival, which `rank_found` makes good
+    # an order of arrival, which `rank_found` makes good
+    base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")
     place = base + tl.cumsum(one, 0) - one
     tl.store(FOUND + row * ROOM + place, sortable(key, entry), mask=found & (place < ROOM))
 
@@ -191,10 +246,36 @@ def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def rank_found(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-               ALL: tl.constexpr, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr, ROOM: tl.constexpr,
-               K: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr, PDL: tl.constexpr):
-    """The k best of a row (axis 0), each at its rank, among what `collect` found or ALL entries. Programs of axis 1 share them.
+def rank_found(
+    SCORES,
+    MAXIMA,
+    COUNT,
+    FOUND,
+    LIST,
+    OUT,
+    VISIBLE,
+    T,
+    n,
+    s_b,
+    s_t,
+    v_b,
+    v_t,
+    width,
+    second,
+    k,
+    SEEN: tl.constexpr,
+    ALL: tl.constexpr,
+    CLASSES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROOM: tl.constexpr,
+    K: tl.constexpr,
+    MINE: tl.constexpr,
+    OTHERS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The k best of a row (axis 0), each at its rank, among what `collect` found or ALL entries. Programs of axis 1
+    share them.
 
     Should more have been found than there is room for, the first program descends instead.
     """
@@ -230,8 +311,24 @@ def rank_found(SCORES, MAXIMA, COUNT, FOUND, LIST, OUT, VISIBLE, T, n, s_b, s_t,
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second"])
-def maxima_of_rows(SCORES, MAXIMA, COUNT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, SEEN: tl.constexpr,
-                   LEVELS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def maxima_of_rows(
+    SCORES,
+    MAXIMA,
+    COUNT,
+    VISIBLE,
+    T,
+    n,
+    s_b,
+    s_t,
+    v_b,
+    v_t,
+    width,
+    second,
+    SEEN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The maxima of one chunk (axis 1) of a row (axis 0), as the scores' kernel writes them; zeroes COUNT."""
     row, b, t = row_of_program(T)
     if PDL:

@@ -1,17 +1,17 @@
 """Exact selection of the k best entries of a few long rows, in one launch.
 
-Several programs share a row, and all of them do the same up to the last step: from the coarsest maxima down, a bound that at
-least k reach and at most twice as many; what reaches it is listed, and its members come next. So below the coarsest level the
-same bound is mostly good enough and nothing is searched. Of the last list, of entries, each program ranks some: an entry's rank
-is its place in the result. No program waits for another.
+Several programs share a row, and all of them do the same up to the last step: from the coarsest maxima down, a bound
+that at least k reach and at most twice as many; what reaches it is listed, and its members come next. So below the
+coarsest level the same bound is mostly good enough and nothing is searched. Of the last list, of entries, each program
+ranks some: an entry's rank is its place in the result. No program waits for another.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.indexer.triton_scores import GROUP, monotone
-from kernels.indexer.triton_topk import level_groups, row_of_program, seen_entries, sortable, start_level
+from dsv4.kernels.indexer.triton_scores import GROUP, monotone
+from dsv4.kernels.indexer.triton_topk import level_groups, row_of_program, seen_entries, sortable, start_level
 
 _LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
@@ -27,8 +27,8 @@ def _score(key):
 
 @triton.jit
 def _bound(key, low, k, most):
-    """(bound ≥ low, how many keys reach it, how many exceed it): min(k, those that reach `low`) do, and at most `most` ≥ k
-    unless several equal it. The last count means something only if more do."""
+    """(bound ≥ low, how many keys reach it, how many exceed it): min(k, those that reach `low`) do, and at most `most`
+    ≥ k unless several equal it. The last count means something only if more do."""
     reach = tl.sum((key >= low).to(tl.int32))
     above = reach * 0
     if reach > most:
@@ -60,8 +60,8 @@ def _bound(key, low, k, most):
 
 @triton.jit
 def _marks(x):
-    """Which of each row of x bool [R, 8] are true, four bits each: int32 [R]. Rows instead of single numbers are counted and
-    given their places then, so that no keys are exchanged between threads."""
+    """Which of each row of x bool [R, 8] are true, four bits each: int32 [R]. Rows instead of single numbers are
+    counted and given their places then, so that no keys are exchanged between threads."""
     return tl.sum(x.to(tl.int32) << (4 * tl.arange(0, _GROUP))[None, :], 1)
 
 
@@ -85,7 +85,8 @@ def _marks_of_k(key, bound, wanted):
 
 @triton.jit
 def _list_best(SCORES, MAXIMA, LIST, seen, second, k, ROOM: tl.constexpr, LEVELS: tl.constexpr):
-    """(at most ROOM entries < seen of a row, the k best among them, in order; how many). LIST int32 [3·ROOM] begins with them."""
+    """(at most ROOM entries < seen of a row, the k best among them, in order; how many). LIST int32 [3·ROOM] begins
+    with them."""
     j, member = tl.arange(0, ROOM), tl.arange(0, _GROUP)
     level = start_level(seen, ROOM * _GROUP, LEVELS)
     group, listed = j, seen * 0 + ROOM
@@ -125,10 +126,30 @@ def _sortables(SCORES, entry, live):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def winnow_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, width, second, k, SEEN: tl.constexpr,
-                LEVELS: tl.constexpr, ROOM: tl.constexpr, MINE: tl.constexpr, PDL: tl.constexpr):
-    """The k best of the entries < seen of a row (axis 0), each at its rank, to OUT int64 [rows, k], −1 where there are not as
-    many or a score is −inf. Programs of axis 1 share the row. ROOM ≥ k, at least an eighth of what the coarsest level holds.
+def winnow_rows(
+    SCORES,
+    MAXIMA,
+    LIST,
+    OUT,
+    VISIBLE,
+    T,
+    n,
+    s_b,
+    s_t,
+    v_b,
+    v_t,
+    width,
+    second,
+    k,
+    SEEN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ROOM: tl.constexpr,
+    MINE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The k best of the entries < seen of a row (axis 0), each at its rank, to OUT int64 [rows, k], −1 where there are
+    not as many or a score is −inf. Programs of axis 1 share the row. ROOM ≥ k, at least an eighth of what the coarsest
+    level holds.
 
     LIST int32 [programs, 3·ROOM]: scratch.
     """
@@ -154,4 +175,6 @@ def winnow_rows(SCORES, MAXIMA, LIST, OUT, VISIBLE, T, n, s_b, s_t, v_b, v_t, wi
         entry = tl.load(LIST + mine, mask=mine < count, other=0)
         x = _sortables(SCORES, entry, mine < count)
         rank = tl.sum((y[None, :] > x[:, None]).to(tl.int32), 1)
-        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, entry).to(tl.int64), mask=(mine < count) & (rank < k))
+        tl.store(
+            OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, entry).to(tl.int64), mask=(mine < count) & (rank < k)
+        )

@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.errors import UnsupportedInput
-from kernels.quantize.kept import dequantised
-from kernels.quantize.reference import simulate_fp8_blocks
-from kernels.quantize.weights import PackedWeight, WeightFormat
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.quantize.kept import dequantised
+from dsv4.kernels.quantize.reference import simulate_fp8_blocks
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 
 ACTIVATION_BLOCK = 128
 SCRATCH_BYTES = 4 << 20  # of one dequantised tile
@@ -47,7 +47,7 @@ def grouped_linear(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
         tile = dequantised(w, rows)
         for g in range(rows.start // R, -(-rows.stop // R)):  # a tile may span groups, and a group tiles
             start, stop = max(rows.start, g * R), min(rows.stop, (g + 1) * R)
-            part = tile[start - rows.start:stop - rows.start]
+            part = tile[start - rows.start : stop - rows.start]
             flat[:, start:stop] = F.linear(x32[:, g], part).to(x.dtype)
     return y
 

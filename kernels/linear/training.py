@@ -3,15 +3,15 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.errors import UnsupportedInput
-from kernels.linear import reference
-from kernels.quantize.training import simulate_fp8_blocks
-from kernels.quantize.weights import PackedWeight, WeightFormat
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.linear import reference
+from dsv4.kernels.quantize.training import simulate_fp8_blocks
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 
 
 def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
-    """y = x Wᵀ in the weight's dtype, result in x.dtype. simulate: x goes through FP8 first (also for a dense weight: in
-    training a weight is dense, and already rounded to what it will be stored as)."""
+    """y = x Wᵀ in the weight's dtype, result in x.dtype. simulate: x goes through FP8 first (also for a dense weight:
+    in training a weight is dense, and already rounded to what it will be stored as)."""
     if w.format is not WeightFormat.DENSE:
         raise UnsupportedInput(f"training takes dense weights; found {w.format.value}")
     if simulate:

@@ -1,32 +1,33 @@
 """Products with a weight as stored, on a GPU.
 
-Up to TOKENS tokens the weight's bytes are the time: they are streamed once (`triton_skinny`); for a few more, again, where the
-weight is small, since one tile after the other is slower than that. More tokens, large weights and weights whose rows are no
-whole 16 bytes take tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16 accumulate in fp32,
-those of fp32 are IEEE fp32. E4M3's NaN code is not known to the bf16 products, which read it as 480.
+Up to TOKENS tokens the weight's bytes are the time: they are streamed once (`triton_skinny`); for a few more, again,
+where the weight is small, since one tile after the other is slower than that. More tokens, large weights and weights
+whose rows are no whole 16 bytes take tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16
+accumulate in fp32, those of fp32 are IEEE fp32. E4M3's NaN code is not known to the bf16 products, which read it as
+480.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import capability, dot_in_fp32, processors, require_device
-from kernels.linear import reference
-from kernels.linear.reference import ACTIVATION_BLOCK
-from kernels.linear.triton_skinny import skinny, tokens
-from kernels.linear.triton_streams import SLOTS, TOKENS, apart, row_groups, stream, warps
-from kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
-from kernels.linear.triton_weights import Held, check, hold
-from kernels.quantize.triton import simulate_fp8_blocks
-from kernels.quantize.triton_codes import narrow
-from kernels.quantize.weights import PackedWeight, WeightFormat
-from kernels.rms_norm.triton import rms_norm
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import capability, dot_in_fp32, processors, require_device
+from dsv4.kernels.linear import reference
+from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
+from dsv4.kernels.linear.triton_skinny import skinny, tokens
+from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, row_groups, stream, warps
+from dsv4.kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
+from dsv4.kernels.linear.triton_weights import Held, check, hold
+from dsv4.kernels.quantize.triton import simulate_fp8_blocks
+from dsv4.kernels.quantize.triton_codes import narrow
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
+from dsv4.kernels.rms_norm.triton import rms_norm
 
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
-AGAIN = 2 * TOKENS     # tokens up to which a weight of at most AGAIN_BYTES is streamed again for each TOKENS of them
+AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is streamed again for each TOKENS of them
 AGAIN_BYTES = 24 << 20
-FEW, DEEP = 64, 5      # tokens of a tile up to which DEEP tiles are on the way: bytes that the weight's latency needs
+FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are on the way: bytes that the weight's latency needs
 
 
 def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
@@ -41,8 +42,15 @@ def grouped_linear(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
 linear.__doc__, grouped_linear.__doc__ = reference.linear.__doc__, reference.grouped_linear.__doc__
 
 
-def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...],
-             simulate: tuple[bool, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:
+def products(
+    name: str,
+    x: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    weights: tuple[PackedWeight, ...],
+    simulate: tuple[bool, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[torch.Tensor, ...]:
     """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], x.dtype or fp32."""
     held = [hold(name, w) for w in weights]
     require_device(name, x, norm, *(t for h in held for t in (h.weight, h.scale, h.glob)))
@@ -56,12 +64,21 @@ def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, 
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
-    streamed = [i for i, h in enumerate(held) if h.streams and (N <= TOKENS or N <= AGAIN and h.weight.nbytes <= AGAIN_BYTES)]
+    streamed = [
+        i for i, h in enumerate(held) if h.streams and (N <= TOKENS or N <= AGAIN and h.weight.nbytes <= AGAIN_BYTES)
+    ]
     for at in range(0, len(streamed), SLOTS):
-        some = streamed[at:at + SLOTS]
+        some = streamed[at : at + SLOTS]
         for t in range(0, N, TOKENS):
             few = slice(t, t + TOKENS)
-            stream(x[few], norm, eps, [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i][few] for i in some])
+            stream(
+                x[few],
+                norm,
+                eps,
+                [held[i] for i in some],
+                [bool(simulate[i]) for i in some],
+                [outs[i][few] for i in some],
+            )
     rest = [i for i in range(len(held)) if i not in streamed]
     if rest and norm is not None:
         x = rms_norm(x, norm, eps)
@@ -75,7 +92,9 @@ def products(name: str, x: torch.Tensor, norm: torch.Tensor | None, eps: float, 
     return outs
 
 
-def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: PackedWeight, groups: int) -> torch.Tensor:
+def grouped(
+    name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: PackedWeight, groups: int
+) -> torch.Tensor:
     """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R].
 
     cis fp32 [N, d], few tokens only: the last d columns of each head of `head` columns are rotated on the way.
@@ -99,19 +118,65 @@ def grouped(name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: 
     tiles = triton.cdiv(R, 8 * rh) * groups
     ks = warps(h.K, fp32, tiles, rh, x.device)
     turned, cis_stride = (0, 0) if cis is None else (cis.shape[1], cis.stride(0))
-    # Overlaps neither with attention before it nor with what follows. A multiprocessor divides its L1 and shared memory anew only
-    # when it is idle, and where every launch overlaps with the next none ever is: after attention over long contexts the experts of
-    # the same layer took 46 instead of 32 µs (H100; 0.35 ms of a step at 1M, and this here costs nothing at 8K).
+    # Overlaps neither with attention before it nor with what follows. A multiprocessor divides its L1 and shared memory
+    # anew only when it is idle, and where every launch overlaps with the next none ever is: after attention over long
+    # contexts the experts of the same layer took 46 instead of 32 µs (H100; 0.35 ms of a step at 1M, and this here
+    # costs nothing at 8K).
     _grouped[(tiles,)](
-        x, N, x.stride(0), h.words, h.scale, h.glob, out, cis, cis_stride, R, groups, h.K, ks, rh, 1 if N <= 8 else 2, h.format,
-        fp32, *h.block, h.parts, max(1, head), turned, apart(h, fp32, N), num_warps=ks, num_stages=1)
+        x,
+        N,
+        x.stride(0),
+        h.words,
+        h.scale,
+        h.glob,
+        out,
+        cis,
+        cis_stride,
+        R,
+        groups,
+        h.K,
+        ks,
+        rh,
+        1 if N <= 8 else 2,
+        h.format,
+        fp32,
+        *h.block,
+        h.parts,
+        max(1, head),
+        turned,
+        apart(h, fp32, N),
+        num_warps=ks,
+        num_stages=1,
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["N"])
-def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
-             KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr,
-             BK: tl.constexpr, PARTS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr, APART: tl.constexpr):
+def _grouped(
+    X,
+    N,
+    x_stride,
+    W,
+    S,
+    G,
+    Y,
+    CIS,
+    cis_stride,
+    R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    NH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD: tl.constexpr,
+    TURNED: tl.constexpr,
+    APART: tl.constexpr,
+):
     PROGRAMS: tl.constexpr = (R + 8 * RH - 1) // (8 * RH)
     group = tl.program_id(0) // PROGRAMS
     first, rows = group * R + (tl.program_id(0) % PROGRAMS) * (8 * RH), (group + 1) * R
@@ -119,28 +184,54 @@ def _grouped(X, N, x_stride, W, S, G, Y, CIS, cis_stride, R: tl.constexpr, GROUP
     T: tl.constexpr = 2 if APART else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
     token = token.to(tl.int64)
-    out = skinny(X + group * K, token * x_stride, mine & (token < N), W, S, first, rows, K, KS, RH, NH, FORMAT, FP32, BO, BK,
-                 CIS=CIS, cis_at=token * cis_stride, HEAD=HEAD, TURNED=TURNED, APART=APART,
-                 row_at=t.to(tl.int64) * x_stride, count=N)
+    out = skinny(
+        X + group * K,
+        token * x_stride,
+        mine & (token < N),
+        W,
+        S,
+        first,
+        rows,
+        K,
+        KS,
+        RH,
+        NH,
+        FORMAT,
+        FP32,
+        BO,
+        BK,
+        CIS=CIS,
+        cis_at=token * cis_stride,
+        HEAD=HEAD,
+        TURNED=TURNED,
+        APART=APART,
+        row_at=t.to(tl.int64) * x_stride,
+        count=N,
+    )
     if G is not None:
         out *= tl.load(G + tl.minimum(o, rows - 1) // (R * GROUPS // PARTS))[:, None]
-    tl.store(Y + t.to(tl.int64)[None, :] * (R * GROUPS) + o[:, None], narrow(out, Y.dtype.element_ty),
-             mask=(o[:, None] < rows) & (t[None, :] < N))
+    tl.store(
+        Y + t.to(tl.int64)[None, :] * (R * GROUPS) + o[:, None],
+        narrow(out, Y.dtype.element_ty),
+        mask=(o[:, None] < rows) & (t[None, :] < N),
+    )
 
 
 # Many tokens ---------------------------------------------------------------------------------------------------------
 
 
 def tile_columns(name: str, h: Held, fp32: bool) -> int:
-    """Columns of a tile, within one block of FP8's scales. Raises UnsupportedInput when that has no 16 in a power of two."""
+    """Columns of a tile, within one block of FP8's scales. Raises UnsupportedInput when that has no 16 in a power of
+    two."""
     if order(h):
         return 32 * order(h)
     columns = 32 if fp32 else 64
     if h.format == "fp8":
         columns = min(columns, h.block[1] & -h.block[1])
         if columns < MIN_BLOCK:
-            raise UnsupportedInput(f"{name}: FP8 blocks of {h.block[1]} columns; the triton backend takes multiples of "
-                                   f"{MIN_BLOCK}")
+            raise UnsupportedInput(
+                f"{name}: FP8 blocks of {h.block[1]} columns; the triton backend takes multiples of {MIN_BLOCK}"
+            )
     return columns
 
 
@@ -155,7 +246,9 @@ def gemm_shape(N: int, R: int, groups: int, fp32: bool, device: torch.device) ->
     if bt <= FEW and not fp32:
         return 64, bt, 4
     columns = triton.cdiv(N, bt) * groups
-    bo = next((rows for rows in (() if fp32 else (128, 64)) if triton.cdiv(R, rows) * columns >= processors(device)), 32)
+    bo = next(
+        (rows for rows in (() if fp32 else (128, 64)) if triton.cdiv(R, rows) * columns >= processors(device)), 32
+    )
     return bo, bt, 8 if bo * bt > 8192 else 4
 
 
@@ -166,14 +259,49 @@ def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) ->
     bk = tile_columns(name, h, fp32)
     bo, bt, warps = gemm_shape(N, R, groups, fp32, x.device)
     _gemm[(triton.cdiv(R, bo) * triton.cdiv(N, bt), groups)](
-        x, N, x.stride(0), tile_words(h), h.scale, h.glob, out, R, h.K, bo, bt, bk, h.format, fp32, *h.block, h.parts, groups,
-        num_warps=warps, num_stages=1 if fp32 else stages(x.device, bt))
+        x,
+        N,
+        x.stride(0),
+        tile_words(h),
+        h.scale,
+        h.glob,
+        out,
+        R,
+        h.K,
+        bo,
+        bt,
+        bk,
+        h.format,
+        fp32,
+        *h.block,
+        h.parts,
+        groups,
+        num_warps=warps,
+        num_stages=1 if fp32 else stages(x.device, bt),
+    )
 
 
 @triton.jit(do_not_specialize=["N"])
-def _gemm(X, N, x_stride, W, S, G, Y, R: tl.constexpr, K: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-          FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-          GROUPS: tl.constexpr):
+def _gemm(
+    X,
+    N,
+    x_stride,
+    W,
+    S,
+    G,
+    Y,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     row_block, token_block = swizzle(tl.program_id(0), tl.cdiv(N, BT), tl.cdiv(R, BO), 8)
     group = tl.program_id(1)
     o, t = row_block * BO + tl.arange(0, BO), (token_block * BT + tl.arange(0, BT)).to(tl.int64)
@@ -182,5 +310,8 @@ def _gemm(X, N, x_stride, W, S, G, Y, R: tl.constexpr, K: tl.constexpr, BO: tl.c
     out = tile_product(X + group * columns, t * x_stride, t < N, W, S, row, K, BO, BT, BK, FORMAT, FP32, ROWS, COLUMNS)
     if G is not None:
         out *= tl.load(G + row // (R * GROUPS // PARTS))[:, None]
-    tl.store(Y + t[None, :] * (R * GROUPS) + group * R + o[:, None], narrow(out, Y.dtype.element_ty),
-             mask=(o[:, None] < R) & (t[None, :] < N))
+    tl.store(
+        Y + t[None, :] * (R * GROUPS) + group * R + o[:, None],
+        narrow(out, Y.dtype.element_ty),
+        mask=(o[:, None] < R) & (t[None, :] < N),
+    )

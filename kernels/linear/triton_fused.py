@@ -2,16 +2,23 @@
 
 import torch
 
-from kernels.linear.triton import grouped, products
-from kernels.linear.triton_streams import TOKENS
-from kernels.linear.triton_weights import hold
-from kernels.quantize.weights import PackedWeight
-from kernels.rope.triton import rotate
+from dsv4.kernels.linear.triton import grouped, products
+from dsv4.kernels.linear.triton_streams import TOKENS
+from dsv4.kernels.linear.triton_weights import hold
+from dsv4.kernels.quantize.weights import PackedWeight
+from dsv4.kernels.rope.triton import rotate
 
 
-def linears(x: torch.Tensor, norm: torch.Tensor | None, eps: float, weights: tuple[PackedWeight, ...],
-            simulate: tuple[bool, ...], dtypes: tuple[torch.dtype | None, ...]) -> tuple[torch.Tensor, ...]:
-    """One launch for up to TOKENS tokens and SLOTS weights; for more, one a weight after those of the norm and the rounding."""
+def linears(
+    x: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    weights: tuple[PackedWeight, ...],
+    simulate: tuple[bool, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+) -> tuple[torch.Tensor, ...]:
+    """One launch for up to TOKENS tokens and SLOTS weights; for more, one a weight after those of the norm and the
+    rounding."""
     return products("linears", x, norm, eps, weights, simulate, tuple(dtype or x.dtype for dtype in dtypes))
 
 

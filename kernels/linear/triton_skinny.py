@@ -1,23 +1,40 @@
-"""Products of a few tokens (at most 8 · NH) with many rows of a weight, of which each byte is read once: that is the time.
+"""Products of a few tokens (at most 8 · NH) with many rows of a weight, of which each byte is read once: that is the
+time.
 
-A warp owns one slice of 128 columns at a time, for all rows and tokens of its program; the slices of KS warps are summed at
-the end. Lane 4r + q of a warp reads 16 bytes of weight row r and, for token r, the same columns of x. That is where an
-m16n8k16 product of tensor cores wants its operands, so nothing passes through shared memory and no warp waits for another.
+A warp owns one slice of 128 columns at a time, for all rows and tokens of its program; the slices of KS warps are
+summed at the end. Lane 4r + q of a warp reads 16 bytes of weight row r and, for token r, the same columns of x. That is
+where an m16n8k16 product of tensor cores wants its operands, so nothing passes through shared memory and no warp waits
+for another.
 
-One or two tokens leave columns of the product unused. With MXFP4, whose decoding then costs more than the bytes, they are put
-to use (APART): column 2g + t is token t, of which only lane q = g of four holds anything. So each of the four blocks of 32
-columns of a slice has a sum of its own, which its scale multiplies: in lane g, which has just that scale. Codes need no scale
-then, and fp16 has room for them; x is brought to its range by a power of two.
+One or two tokens leave columns of the product unused. With MXFP4, whose decoding then costs more than the bytes, they
+are put to use (APART): column 2g + t is token t, of which only lane q = g of four holds anything. So each of the four
+blocks of 32 columns of a slice has a sum of its own, which its scale multiplies: in lane g, which has just that scale.
+Codes need no scale then, and fp16 has room for them; x is brought to its range by a power of two.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.linear.triton_words import (
-    HALVES_DOWN, ROUND_E4M3, after_loads, await_others, larger_pair, loads_begun, pair, unpack,
+from dsv4.kernels.linear.triton_words import (
+    HALVES_DOWN,
+    ROUND_E4M3,
+    after_loads,
+    await_others,
+    larger_pair,
+    loads_begun,
+    pair,
+    unpack,
 )
-from kernels.quantize.triton_codes import (
-    INTERPRETED, decode_e8m0, e4m3_exponent, magnitude, narrow, power_of_two, round_e4m3, turn, widen,
+from dsv4.kernels.quantize.triton_codes import (
+    INTERPRETED,
+    decode_e8m0,
+    e4m3_exponent,
+    magnitude,
+    narrow,
+    power_of_two,
+    round_e4m3,
+    turn,
+    widen,
 )
 
 RANGE = tl.constexpr(2048)  # columns of two tokens looked at together before the products
@@ -64,8 +81,21 @@ def _columns(k, live, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMA
 
 
 @triton.jit
-def fetch(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr, NORM, CIS, cis_at,
-          HEAD: tl.constexpr, TURNED: tl.constexpr):
+def fetch(
+    X,
+    at,
+    live,
+    k,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    NH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NORM,
+    CIS,
+    cis_at,
+    HEAD: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     """What `inputs` works on, [32·KS·4·NH, 8]: columns k + 128·slice … of x, of NORM [K] and of CIS.
 
     at, cis_at int64 [32·KS·4·NH]: offset of the token's row; live: whether there is such a token.
@@ -82,13 +112,29 @@ def fetch(X, at, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, F
 
 
 @triton.jit
-def inputs(v, weight, cis, live, k, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr, FORMAT: tl.constexpr,
-           FP32: tl.constexpr, NORM, inverse, SIMULATE: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr, up,
-           APART: tl.constexpr):
+def inputs(
+    v,
+    weight,
+    cis,
+    live,
+    k,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    NH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    NORM,
+    inverse,
+    SIMULATE: tl.constexpr,
+    HEAD: tl.constexpr,
+    TURNED: tl.constexpr,
+    up,
+    APART: tl.constexpr,
+):
     """Operand [KS, 128, 8·NH] of what was fetched, in the column order of `unpack`.
 
-    NORM and inverse fp32 [32·KS·4·NH]: x is first normalised to x · inverse · NORM. TURNED: the last columns of each head of
-    HEAD are rotated by CIS. APART: fp16, times up fp32 (as inverse).
+    NORM and inverse fp32 [32·KS·4·NH]: x is first normalised to x · inverse · NORM. TURNED: the last columns of each
+    head of HEAD are rotated by CIS. APART: fp16, times up fp32 (as inverse).
     """
     DTYPE: tl.constexpr = v.dtype
     if NORM is not None:
@@ -125,7 +171,8 @@ def _turned(v, cis, last):
 
 @triton.jit
 def _halved(v, up):
-    """v [M, 8] times up fp32 [M], powers of two, as fp16; on a GPU bf16 is multiplied two at a time, which is as exact."""
+    """v [M, 8] times up fp32 [M], powers of two, as fp16; on a GPU bf16 is multiplied two at a time, which is as
+    exact."""
     if INTERPRETED:
         v = widen(v) * up[:, None]
     else:
@@ -148,8 +195,14 @@ def _through_e4m3(v, KS: tl.constexpr, NH: tl.constexpr, FP32: tl.constexpr):
         m = tl.reduce(tl.reduce(m, 5, larger_pair), 1, larger_pair)
         k = e4m3_exponent(tl.max(tl.maximum(m & 0x7FFF0000, m << 16), 3))[:, None, :, :, None, None]
         k = tl.reshape(tl.broadcast_to((k + 127) * 0x00800080, [NH, 4, KS, 8, 4, 4]), [M, 4])
-        w = tl.inline_asm_elementwise(ROUND_E4M3, "=&r,r,r,r,r", [w, k - 0x00C000C0, k - 0x03000300, k + 0x04600460],
-                                      dtype=tl.int32, is_pure=True, pack=1)
+        w = tl.inline_asm_elementwise(
+            ROUND_E4M3,
+            "=&r,r,r,r,r",
+            [w, k - 0x00C000C0, k - 0x03000300, k + 0x04600460],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
         y = tl.reshape(unpack(w, 0, "bf16", False), [M, 8])
     return y
 
@@ -170,8 +223,9 @@ def _inverse_rms(X, row_at, count, K: tl.constexpr, KS: tl.constexpr, NH: tl.con
 
 @triton.jit
 def _range(X, row_at, count, K: tl.constexpr, KS: tl.constexpr):
-    """Powers of two that bring two tokens, whose rows begin at row_at int64 [2], into the middle of fp16: (up fp32 [32·KS·4] as
-    lanes of x take it, down fp32 [2] that takes it back). What that flushes is below 2^−37 of the token's largest value."""
+    """Powers of two that bring two tokens, whose rows begin at row_at int64 [2], into the middle of fp16: (up fp32
+    [32·KS·4] as lanes of x take it, down fp32 [2] that takes it back). What that flushes is below 2^−37 of the token's
+    largest value."""
     i, t = tl.arange(0, RANGE)[None, :], tl.arange(0, 2)[:, None]
     most = tl.zeros([2, RANGE], tl.int32)
     for k in tl.static_range(0, K, RANGE):
@@ -186,7 +240,9 @@ def _range(X, row_at, count, K: tl.constexpr, KS: tl.constexpr):
 @triton.jit
 def _words(W, W_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr):
     """Words int32 [M, 4] of columns k + 128·slice …; zeros from column `end` or K on."""
-    C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
+    C: tl.constexpr = (
+        1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
+    )
     PER: tl.constexpr = 8 // C  # columns of a word
     q, r, s, repeat = lanes(KS, RH * C)
     rh, piece = repeat & (RH - 1), repeat // RH
@@ -199,12 +255,26 @@ def _words(W, W_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: 
         row = tl.minimum(first + (rh >> 1) * 8 + r, rows - 1).to(tl.int64)
         W = tl.where((rh & 1) == 0, W, W_UP)
     place = W + (row * (K // PER) + word)
-    return tl.load(place[:, None] + tl.arange(0, 4)[None, :], mask=there[:, None], other=0, eviction_policy="evict_first")
+    return tl.load(
+        place[:, None] + tl.arange(0, 4)[None, :], mask=there[:, None], other=0, eviction_policy="evict_first"
+    )
 
 
 @triton.jit
-def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, FORMAT: tl.constexpr,
-            BO: tl.constexpr, BK: tl.constexpr):
+def _scales(
+    S,
+    S_UP,
+    k,
+    end,
+    first,
+    rows,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Scales of what `_words` loads: bytes int32 [M, 1] (MXFP4) or [M, 2] (NVFP4), or fp32 [M] of FP8's blocks."""
     FP8: tl.constexpr = FORMAT == "fp8"
     EACH: tl.constexpr = 2 if FORMAT == "nvfp4" else 1
@@ -230,20 +300,52 @@ def _scales(S, S_UP, k, end, first, rows, K: tl.constexpr, KS: tl.constexpr, RH:
 
 
 @triton.jit
-def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr, NH: tl.constexpr,
-           FORMAT: tl.constexpr, FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr = False,
-           W_UP=None, S_UP=None, NORM=None, eps=0.0, CIS=None, cis_at=None, HEAD: tl.constexpr = 1, TURNED: tl.constexpr = 0,
-           begin=0, SPAN: tl.constexpr = 0, APART: tl.constexpr = False, row_at=None, count=0, EARLY: tl.constexpr = 0):
+def skinny(
+    X,
+    at,
+    live,
+    W,
+    S,
+    first,
+    rows,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    NH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    SIMULATE: tl.constexpr = False,
+    W_UP=None,
+    S_UP=None,
+    NORM=None,
+    eps=0.0,
+    CIS=None,
+    cis_at=None,
+    HEAD: tl.constexpr = 1,
+    TURNED: tl.constexpr = 0,
+    begin=0,
+    SPAN: tl.constexpr = 0,
+    APART: tl.constexpr = False,
+    row_at=None,
+    count=0,
+    EARLY: tl.constexpr = 0,
+):
     """x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH], or [8·RH, 2] if APART.
 
-    at, live: as `fetch` takes them, of the tokens that `tokens` names. W int32: words of the weight, `rows` contiguous rows of
-    K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks BO × BK). W_UP, S_UP: 8 rows of W and 8 rows of W_UP in turn.
-    The global scale of NVFP4 is left to the caller. X, SIMULATE and NORM to TURNED: see `inputs`. SPAN, a multiple of 128·KS:
-    only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM. Either looks at whole rows first: row_at
-    int64 [8·NH] or, for one or two tokens, [2], of which the first `count` are tokens. EARLY: the wait for the kernels before is
-    here, with the first EARLY − 1 (at most two) steps of the weight on the way; X, CIS, at and row_at must not need it.
+    at, live: as `fetch` takes them, of the tokens that `tokens` names. W int32: words of the weight, `rows` contiguous
+    rows of K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks BO × BK). W_UP, S_UP: 8 rows of W and 8
+    rows of W_UP in turn. The global scale of NVFP4 is left to the caller. X, SIMULATE and NORM to TURNED: see `inputs`.
+    SPAN, a multiple of 128·KS:
+    only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM. Either looks at whole rows
+    first: row_at int64 [8·NH] or, for one or two tokens, [2], of which the first `count` are tokens. EARLY: the wait
+    for the kernels before is here, with the first EARLY − 1 (at most two) steps of the weight on the way; X, CIS, at
+    and row_at must not need it.
     """
-    C: tl.constexpr = 1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
+    C: tl.constexpr = (
+        1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
+    )
     SCALED: tl.constexpr = FORMAT != "bf16" and FORMAT != "fp32"
     STEP: tl.constexpr = 128 * KS
     end = begin + (SPAN if SPAN else (K + STEP - 1) // STEP * STEP)
@@ -260,7 +362,8 @@ def skinny(X, at, live, W, S, first, rows, K: tl.constexpr, KS: tl.constexpr, RH
     loads_begun(FP32)
     if EARLY > 2:
         await_others(True)
-    inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)  # while the first words are on the way
+    # while the first words are on the way
+    inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)
     up, down = _range(X, row_at, count, K, KS) if APART else (None, None)
     for k in tl.range(begin, end, STEP, loop_unroll_factor=2):  # w and w_next change places without moves
         x, weight, cis = fetch(X, at, live, k, K, KS, NH, FORMAT, NORM, CIS, cis_at, HEAD, TURNED)

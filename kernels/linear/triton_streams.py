@@ -1,23 +1,25 @@
-"""Products of one input of a few tokens with several weights in one launch: the programs are divided among the weights."""
+"""Products of one input of a few tokens with several weights in one launch: the programs are divided among the
+weights."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
-from kernels.linear.triton_skinny import skinny, tokens
-from kernels.linear.triton_weights import Held
-from kernels.linear.triton_words import announce
-from kernels.quantize.triton_codes import narrow
+from dsv4.kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
+from dsv4.kernels.linear.triton_skinny import skinny, tokens
+from dsv4.kernels.linear.triton_weights import Held
+from dsv4.kernels.linear.triton_words import announce
+from dsv4.kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # by number, as a kernel's constant takes them in a tuple
 TOKENS = 16  # more tokens need more products than the bytes of the weight give time for
-SLOTS = 6    # weights of a launch
-AHEAD = 2    # steps of a weight that are fetched before the wait for earlier kernels, at most two
+SLOTS = 6  # weights of a launch
+AHEAD = 2  # steps of a weight that are fetched before the wait for earlier kernels, at most two
 
 
 def early(device: torch.device) -> int:
-    """What `skinny` takes as EARLY: 1 + the steps of a weight that are on the way before a kernel waits for those before it."""
+    """What `skinny` takes as EARLY: 1 + the steps of a weight that are on the way before a kernel waits for those
+    before it."""
     return 1 + AHEAD if dependent_launch(device) else 0
 
 
@@ -27,8 +29,9 @@ def apart(h: Held, fp32: bool, tokens: int) -> bool:
 
 
 def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> int:
-    """Slices of a program, one a warp: the fewest that give every multiprocessor work to hide its loads behind, since programs
-    side by side also hide each other's beginning and end. At most so many that each takes two steps, with words on the way."""
+    """Slices of a program, one a warp: the fewest that give every multiprocessor work to hide its loads behind, since
+    programs side by side also hide each other's beginning and end. At most so many that each takes two steps, with
+    words on the way."""
     enough, most = (5 if groups > 4 else 10) * processors(device), max(1, min(4 if fp32 else 8, next_power(K) // 256))
     ks = min(2, most)
     while ks < most and ks * tiles < enough:
@@ -37,18 +40,25 @@ def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> 
 
 
 def row_groups(h: Held, fp32: bool, rows: int, worked: bool, device: torch.device) -> int:
-    """Groups of 8 rows of a program: two, the rows of a product. Where x is worked on, normalised or quantised on the way or
-    brought to another range (`apart`), four share that, if that leaves two programs for every multiprocessor. rows: of all
-    weights of the launch."""
+    """Groups of 8 rows of a program: two, the rows of a product. Where x is worked on, normalised or quantised on the
+    way or brought to another range (`apart`), four share that, if that leaves two programs for every multiprocessor.
+    rows: of all weights of the launch."""
     most = 4 if h.format not in ("bf16", "fp32") and not fp32 and (worked or h.format == "mxfp4") else 2
     return most if rows / (8 * most) >= 1.8 * processors(device) else 2
 
 
-def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[Held], simulate: list[bool],
-           outs: list[torch.Tensor]) -> None:
+def stream(
+    x: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    held: list[Held],
+    simulate: list[bool],
+    outs: list[torch.Tensor],
+) -> None:
     """outs[i] [N, O_i] = x [N, K] · W_iᵀ, N ≤ TOKENS, K the same for all, at most SLOTS weights that all `stream`."""
     N, K = x.shape
-    kinds: dict[tuple, list[int]] = {}  # what is compiled apart → its weights; by bytes of a row, since long work starts first
+    # what is compiled apart → its weights; by bytes of a row, since long work starts first
+    kinds: dict[tuple, list[int]] = {}
     for i, (h, sim, out) in enumerate(zip(held, simulate, outs, strict=True)):
         fp32 = dot_in_fp32(x) or h.format == "fp32"
         scale = None if h.scale is None else h.scale.dtype
@@ -66,20 +76,75 @@ def stream(x: torch.Tensor, norm: torch.Tensor | None, eps: float, held: list[He
             order.append(i)
             starts.append(first)
             first += triton.cdiv(held[i].O, 8 * groups)
-        classes += [FORMATS.index(form), int(slot_fp32), bo, bk, int(sim), parts, groups, begin, len(order), at, first, int(split)]
-    slots = [(held[i].words, held[i].scale, held[i].glob, outs[i]) for i in order] + [(None,) * 4] * (SLOTS - len(order))
+        classes += [
+            FORMATS.index(form),
+            int(slot_fp32),
+            bo,
+            bk,
+            int(sim),
+            parts,
+            groups,
+            begin,
+            len(order),
+            at,
+            first,
+            int(split),
+        ]
+    slots = [(held[i].words, held[i].scale, held[i].glob, outs[i]) for i in order] + [(None,) * 4] * (
+        SLOTS - len(order)
+    )
     ks, ahead = warps(K, fp32, first, 4, x.device), early(x.device)
     _streamed[(first,)](
-        x, norm, eps, N, x.stride(0), *(t for column in zip(*slots) for t in column), tuple(classes), tuple(starts),
-        tuple(held[i].O for i in order), K, ks, 1 if N <= 8 else 2, N <= 2, ahead, num_warps=ks, num_stages=1,
-        launch_pdl=ahead > 0)
+        x,
+        norm,
+        eps,
+        N,
+        x.stride(0),
+        *(t for column in zip(*slots) for t in column),
+        tuple(classes),
+        tuple(starts),
+        tuple(held[i].O for i in order),
+        K,
+        ks,
+        1 if N <= 8 else 2,
+        N <= 2,
+        ahead,
+        num_warps=ks,
+        num_stages=1,
+        launch_pdl=ahead > 0,
+    )
 
 
 @triton.jit
-def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS: tl.constexpr, NUMBER: tl.constexpr,
-          FP32: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, SIMULATE: tl.constexpr, PARTS: tl.constexpr, RH: tl.constexpr,
-          BEGIN: tl.constexpr, END: tl.constexpr, APART: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, NH: tl.constexpr,
-          FEW: tl.constexpr, EARLY: tl.constexpr):
+def _kind(
+    pid,
+    X,
+    NORM,
+    eps,
+    N,
+    x_stride,
+    W,
+    S,
+    G,
+    Y,
+    STARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUMBER: tl.constexpr,
+    FP32: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    SIMULATE: tl.constexpr,
+    PARTS: tl.constexpr,
+    RH: tl.constexpr,
+    BEGIN: tl.constexpr,
+    END: tl.constexpr,
+    APART: tl.constexpr,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    NH: tl.constexpr,
+    FEW: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
     WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
     FP4: tl.constexpr = "mxfp4" if NUMBER == 3 else "nvfp4"
@@ -97,24 +162,111 @@ def _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS: tl.constexpr, ROWS
     token, mine = tokens(KS, NH, APART == 1)
     T: tl.constexpr = 2 if APART == 1 else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
-    out = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), w, scale, first, rows, K, KS, RH, NH, FORMAT, FP32 == 1, BO,
-                 BK, SIMULATE == 1, NORM=NORM, eps=eps, APART=APART == 1,
-                 row_at=tl.arange(0, 2 if FEW else 8 * NH).to(tl.int64) * x_stride, count=N, EARLY=EARLY)
+    out = skinny(
+        X,
+        token.to(tl.int64) * x_stride,
+        mine & (token < N),
+        w,
+        scale,
+        first,
+        rows,
+        K,
+        KS,
+        RH,
+        NH,
+        FORMAT,
+        FP32 == 1,
+        BO,
+        BK,
+        SIMULATE == 1,
+        NORM=NORM,
+        eps=eps,
+        APART=APART == 1,
+        row_at=tl.arange(0, 2 if FEW else 8 * NH).to(tl.int64) * x_stride,
+        count=N,
+        EARLY=EARLY,
+    )
     if glob is not None:
         out *= tl.load(glob + tl.minimum(o, rows - 1) // (rows // PARTS))[:, None]
-    tl.store(y + t.to(tl.int64)[None, :] * rows + o[:, None], narrow(out, y.dtype.element_ty),
-             mask=(o[:, None] < rows) & (t[None, :] < N))
+    tl.store(
+        y + t.to(tl.int64)[None, :] * rows + o[:, None],
+        narrow(out, y.dtype.element_ty),
+        mask=(o[:, None] < rows) & (t[None, :] < N),
+    )
 
 
 @triton.jit(do_not_specialize=["N"])
-def _streamed(X, NORM, eps, N, x_stride, W0, W1, W2, W3, W4, W5, S0, S1, S2, S3, S4, S5, G0, G1, G2, G3, G4, G5,
-              Y0, Y1, Y2, Y3, Y4, Y5, KINDS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-              KS: tl.constexpr, NH: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr):
-    """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight, first and
-    last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight."""
+def _streamed(
+    X,
+    NORM,
+    eps,
+    N,
+    x_stride,
+    W0,
+    W1,
+    W2,
+    W3,
+    W4,
+    W5,
+    S0,
+    S1,
+    S2,
+    S3,
+    S4,
+    S5,
+    G0,
+    G1,
+    G2,
+    G3,
+    G4,
+    G5,
+    Y0,
+    Y1,
+    Y2,
+    Y3,
+    Y4,
+    Y5,
+    KINDS: tl.constexpr,
+    STARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    KS: tl.constexpr,
+    NH: tl.constexpr,
+    FEW: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight,
+    first and last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight."""
     W, S, G, Y = (W0, W1, W2, W3, W4, W5), (S0, S1, S2, S3, S4, S5), (G0, G1, G2, G3, G4, G5), (Y0, Y1, Y2, Y3, Y4, Y5)
     pid = tl.program_id(0)
     for c in tl.static_range(0, len(KINDS), 12):
         if (pid >= KINDS[c + 9]) & (pid < KINDS[c + 10]):
-            _kind(pid, X, NORM, eps, N, x_stride, W, S, G, Y, STARTS, ROWS, KINDS[c], KINDS[c + 1], KINDS[c + 2], KINDS[c + 3],
-                  KINDS[c + 4], KINDS[c + 5], KINDS[c + 6], KINDS[c + 7], KINDS[c + 8], KINDS[c + 11], K, KS, NH, FEW, EARLY)
+            _kind(
+                pid,
+                X,
+                NORM,
+                eps,
+                N,
+                x_stride,
+                W,
+                S,
+                G,
+                Y,
+                STARTS,
+                ROWS,
+                KINDS[c],
+                KINDS[c + 1],
+                KINDS[c + 2],
+                KINDS[c + 3],
+                KINDS[c + 4],
+                KINDS[c + 5],
+                KINDS[c + 6],
+                KINDS[c + 7],
+                KINDS[c + 8],
+                KINDS[c + 11],
+                K,
+                KS,
+                NH,
+                FEW,
+                EARLY,
+            )

@@ -1,24 +1,26 @@
 """Products of many tokens: tiles of a weight, dequantised, times tiles of x.
 
 Codes are read as words, as `triton_words` says, so that what a thread loads becomes its operands without a move between
-threads; x comes in the order of columns that this gives (`arrange`). FP8 whose rows or blocks are no whole words stays bytes.
+threads; x comes in the order of columns that this gives (`arrange`). FP8 whose rows or blocks are no whole words stays
+bytes.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import next_power
-from kernels.linear.triton_weights import Held
-from kernels.linear.triton_words import E4M3_BYTES, unpack
-from kernels.quantize.triton_codes import decode_e4m3, decode_e8m0, widen
+from dsv4.kernels.launch import next_power
+from dsv4.kernels.linear.triton_weights import Held
+from dsv4.kernels.linear.triton_words import E4M3_BYTES, unpack
+from dsv4.kernels.quantize.triton_codes import decode_e4m3, decode_e8m0, widen
 
-LANES = 128           # columns that are four lanes' 16 bytes of FP4, and twice those of FP8
+LANES = 128  # columns that are four lanes' 16 bytes of FP4, and twice those of FP8
 ARRANGED_TILE = 1024  # columns that a program puts in order
 
 
 def order(h: Held) -> int:
-    """Codes of half a word, whose pairs give the order in which tiles of this weight take the columns of x; 0: their own."""
+    """Codes of half a word, whose pairs give the order in which tiles of this weight take the columns of x; 0: their
+    own."""
     return 4 if h.format in ("mxfp4", "nvfp4") else 2 if h.format == "fp8" and h.streams else 0
 
 
@@ -34,8 +36,8 @@ def whole_lanes(K: int) -> int:
 
 
 def arrange(x: torch.Tensor, per: int) -> torch.Tensor:
-    """x [N, K] in the order `per`, with zeros up to a multiple of 128 columns; as it is for 0. Blocks of 128 stay the columns
-    that they were, so that x may be quantised before or after."""
+    """x [N, K] in the order `per`, with zeros up to a multiple of 128 columns; as it is for 0. Blocks of 128 stay the
+    columns that they were, so that x may be quantised before or after."""
     if not per:
         return x
     (N, K), columns = x.shape, whole_lanes(x.shape[1])
@@ -53,19 +55,33 @@ def _arrange(X, x_stride, Y, K: tl.constexpr, COLUMNS: tl.constexpr, B: tl.const
 
 @triton.jit
 def in_order(v, B: tl.constexpr, PER: tl.constexpr):
-    """[B] columns of x, a multiple of 128, in the order of the operands: pair s of lane q, place 8s + 2q, is pair s of those
-    that `unpack` makes of the lane's 8 · PER columns."""
+    """[B] columns of x, a multiple of 128, in the order of the operands: pair s of lane q, place 8s + 2q, is pair s of
+    those that `unpack` makes of the lane's 8 · PER columns."""
     return tl.reshape(tl.permute(tl.reshape(v, [B // (32 * PER), 4, 4, 2, PER]), (0, 2, 4, 1, 3)), [B])
 
 
 @triton.jit
-def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 FORMAT: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def tile_product(
+    X,
+    at,
+    live,
+    W,
+    S,
+    row,
+    K: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Σ over K: fp32 [BO, BT] of weight rows `row` int64 [BO] and tokens whose rows of x begin at int64 `at` [BT].
 
-    W: words int32 of codes, E4M3 bytes uint8, bf16 or fp32, contiguous rows of K columns; S uint8 or fp32, FP8's of blocks
-    ROWS × COLUMNS, where BK divides COLUMNS. Words take x as `arrange` leaves it, and BK a multiple of 128 (FP8: 64). The
-    global scale of NVFP4 is left to the caller.
+    W: words int32 of codes, E4M3 bytes uint8, bf16 or fp32, contiguous rows of K columns; S uint8 or fp32, FP8's of
+    blocks ROWS × COLUMNS, where BK divides COLUMNS. Words take x as `arrange` leaves it, and BK a multiple of 128 (FP8:
+    64). The global scale of NVFP4 is left to the caller.
     """
     WORDS: tl.constexpr = W.dtype.element_ty == tl.int32
     WIDTH: tl.constexpr = (K + 127) // 128 * 128 if WORDS else K  # columns of x
@@ -106,14 +122,16 @@ def tile_product(X, at, live, W, S, row, K: tl.constexpr, BO: tl.constexpr, BT: 
 def finished(acc):
     """acc as it is, when the products that add to it are done.
 
-    Otherwise Triton (3.6, 3.7) lets three of them go on into the next iteration, and counts them by their sums alone: while they
-    still read the words of this one from registers, those of the next are unpacked into the same registers.
+    Otherwise Triton (3.6, 3.7) lets three of them go on into the next iteration, and counts them by their sums alone:
+    while they still read the words of this one from registers, those of the next are unpacked into the same registers.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _fp4_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr):
+def _fp4_tile(
+    W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr
+):
     """Columns k … k + BK of rows [BO], bf16 or fp32, in the order of `arrange`; zeros beyond K.
 
     A row's 128 columns are 16 bytes each of four lanes, whose words become the lanes' operands where they are.
@@ -125,13 +143,25 @@ def _fp4_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
     g = k // GROUP + tl.arange(0, BK // GROUP)  # 4 bytes a row or more, so that the load is begun iterations ahead
     place = S + row[:, None] * (K // GROUP) + g[None, :]
     s = tl.load(place) if K % BK == 0 else tl.load(place, mask=(g < K // GROUP)[None, :], other=0)
-    v = unpack(tl.reshape(w, [BO * BK // 32, 4]), tl.reshape(s.to(tl.int32), [BO * BK // 32, 32 // GROUP]), FORMAT, FP32)
+    v = unpack(
+        tl.reshape(w, [BO * BK // 32, 4]), tl.reshape(s.to(tl.int32), [BO * BK // 32, 32 // GROUP]), FORMAT, FP32
+    )
     return tl.reshape(tl.permute(tl.reshape(v, [BO, BK // 128, 4, 16, 2]), (0, 1, 3, 2, 4)), [BO, BK])
 
 
 @triton.jit
-def _fp8_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr,
-              COLUMNS: tl.constexpr):
+def _fp8_tile(
+    W,
+    S,
+    row,
+    k,
+    K: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    FP32: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """As `_fp4_tile`. E8M0 scales are in it, exactly from 2^−124 on, so that sums need not be scaled tile by tile."""
     j = k // 4 + tl.arange(0, BK // 4)
     place = W + row[:, None] * (K // 4) + j[None, :]
@@ -147,7 +177,8 @@ def _fp8_tile(W, S, row, k, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
 
 @triton.jit
 def swizzle(pid, columns, rows, GROUP: tl.constexpr):
-    """(row, column) of a program: GROUP rows at a time, so that programs side by side in time share both operands in L2."""
+    """(row, column) of a program: GROUP rows at a time, so that programs side by side in time share both operands in
+    L2."""
     group = pid // (GROUP * columns)
     height = tl.minimum(rows - group * GROUP, GROUP)
     within = pid % (GROUP * columns)

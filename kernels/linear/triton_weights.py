@@ -4,15 +4,16 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.errors import UnsupportedInput
-from kernels.quantize.weights import PackedWeight, WeightFormat
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 
 BITS = {"fp32": 32, "bf16": 16, "fp8": 8, "mxfp4": 4, "nvfp4": 4}
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Held(NamedTuple):
-    """A weight [..., O, K]. scale uint8 (E8M0 or E4M3 bytes), fp32 (FP8) or None; glob fp32 [..., parts] of NVFP4 or None."""
+    """A weight [..., O, K]. scale uint8 (E8M0 or E4M3 bytes), fp32 (FP8) or None; glob fp32 [..., parts] of NVFP4 or
+    None."""
 
     format: str
     weight: torch.Tensor
@@ -36,7 +37,8 @@ class Held(NamedTuple):
 
     @property
     def streams(self) -> bool:
-        """Whether rows are whole 16-byte pieces, and blocks of scales whole slices of 128 columns: what `skinny` takes."""
+        """Whether rows are whole 16-byte pieces, and blocks of scales whole slices of 128 columns: what `skinny`
+        takes."""
         return self.K * BITS[self.format] % 128 == 0 and self.weight.data_ptr() % 16 == 0 and self.block[1] % 128 == 0
 
 
@@ -48,12 +50,15 @@ def hold(name: str, w: PackedWeight) -> Held:
     match w.format:
         case WeightFormat.DENSE:
             if weight.dtype not in DTYPES:
-                raise UnsupportedInput(f"{name}: a dense weight in {weight.dtype}; the triton backend takes bfloat16 and "
-                                       "float32")
+                raise UnsupportedInput(
+                    f"{name}: a dense weight in {weight.dtype}; the triton backend takes bfloat16 and float32"
+                )
             form = "fp32" if weight.dtype is torch.float32 else "bf16"
         case WeightFormat.FP8:
             if weight.dtype is not torch.float8_e4m3fn:
-                raise UnsupportedInput(f"{name}: an FP8 weight in {weight.dtype}; the triton backend takes float8_e4m3fn")
+                raise UnsupportedInput(
+                    f"{name}: an FP8 weight in {weight.dtype}; the triton backend takes float8_e4m3fn"
+                )
             form, block = "fp8", w.block
             if scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
                 scale = scale.float()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kernels.quantize.weights import PackedWeight, WeightFormat, to_float
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat, to_float
 
 LIMIT = 1 << 30  # bytes; the least recently used go beyond
 
@@ -42,7 +42,8 @@ def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
 
 def dequantised_stack(w: PackedWeight, index: torch.Tensor) -> torch.Tensor:
     """fp32 [len(index), O, K]: matrices of the stack w, as they are asked for."""
-    from kernels.experts.reference import expert
+    from dsv4.kernels.experts.reference import expert
+
     if _kept is None:
         return to_float(expert(w, index))
     return torch.stack([dequantised(expert(w, e)) for e in index.tolist()])

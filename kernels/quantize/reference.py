@@ -2,14 +2,21 @@
 
 import torch
 
-from kernels.quantize.formats import (
-    E2M1_MAX, E4M3_MAX, ceil_log2, decode_e2m1, encode_e2m1, power_of_two, round_e4m3,
+from dsv4.kernels.quantize.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    ceil_log2,
+    decode_e2m1,
+    encode_e2m1,
+    power_of_two,
+    round_e4m3,
 )
-from kernels.quantize.weights import FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
+from dsv4.kernels.quantize.weights import FP4_AMAX_FLOOR, FP8_AMAX_FLOOR
 
 
 def simulate_fp8_blocks(x: torch.Tensor, block: int, keep: int = 0) -> torch.Tensor:
-    """Round x [..., K] to E4M3 in blocks of `block` along K (the last may be short), and back; the last `keep` columns stay.
+    """Round x [..., K] to E4M3 in blocks of `block` along K (the last may be short), and back; the last `keep` columns
+    stay.
 
     amax of the block, at least 1e-4; scale 2^⌈log2(amax/448)⌉; clamp ±448, round to nearest even.
     fp32 inside, result in x.dtype. Blocks of 128 for activations, of 64 for main KV, whose rotated columns are kept.

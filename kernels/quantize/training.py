@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.quantize import reference
+from dsv4.kernels.quantize import reference
 
 
 def simulate_fp8_blocks(x: torch.Tensor, block: int, keep: int = 0) -> torch.Tensor:
@@ -14,7 +14,9 @@ def simulate_fp4_blocks(x: torch.Tensor, block: int = 32) -> torch.Tensor:
 
 
 simulate_fp8_blocks.__doc__, simulate_fp4_blocks.__doc__ = (
-    reference.simulate_fp8_blocks.__doc__, reference.simulate_fp4_blocks.__doc__)
+    reference.simulate_fp8_blocks.__doc__,
+    reference.simulate_fp4_blocks.__doc__,
+)
 
 
 def straight_through(x: torch.Tensor, rounding, *args) -> torch.Tensor:

@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import next_power, require_device
-from kernels.quantize import reference
-from kernels.quantize.triton_codes import fp4_blocks, fp8_blocks, narrow, widen
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import next_power, require_device
+from dsv4.kernels.quantize import reference
+from dsv4.kernels.quantize.triton_codes import fp4_blocks, fp8_blocks, narrow, widen
 
 WIDEST = 32768  # columns of a block
-TILE = 1024     # elements of a program
+TILE = 1024  # elements of a program
 
 
 def simulate_fp8_blocks(x: torch.Tensor, block: int, keep: int = 0) -> torch.Tensor:
@@ -22,7 +22,9 @@ def simulate_fp4_blocks(x: torch.Tensor, block: int = 32) -> torch.Tensor:
 
 
 simulate_fp8_blocks.__doc__, simulate_fp4_blocks.__doc__ = (
-    reference.simulate_fp8_blocks.__doc__, reference.simulate_fp4_blocks.__doc__)
+    reference.simulate_fp8_blocks.__doc__,
+    reference.simulate_fp4_blocks.__doc__,
+)
 
 
 def _simulate(name: str, x: torch.Tensor, block: int, keep: int, fp4: bool) -> torch.Tensor:
@@ -40,15 +42,42 @@ def _simulate(name: str, x: torch.Tensor, block: int, keep: int, fp4: bool) -> t
     R = max(1, TILE // B)
     rounded, kept = triton.cdiv(K - keep, block), triton.cdiv(keep, block)
     groups = rows.shape[0] * (rounded + kept)
-    _blocks[(triton.cdiv(groups, R),)](rows, y, groups, *rows.stride(), K, keep, block, rounded, rounded + kept, fp4, R, B,
-                                       num_warps=min(8, max(2, R * B // 1024)))
+    _blocks[(triton.cdiv(groups, R),)](
+        rows,
+        y,
+        groups,
+        *rows.stride(),
+        K,
+        keep,
+        block,
+        rounded,
+        rounded + kept,
+        fp4,
+        R,
+        B,
+        num_warps=min(8, max(2, R * B // 1024)),
+    )
     return y
 
 
 @triton.jit(do_not_specialize=["groups"])
-def _blocks(X, Y, groups, row_stride, column, K: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
-            TOTAL: tl.constexpr, FP4: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
-    """A tile is R blocks. A row has TOTAL of them: ROUNDED blocks of the columns to round, then the kept columns in blocks."""
+def _blocks(
+    X,
+    Y,
+    groups,
+    row_stride,
+    column,
+    K: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    FP4: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """A tile is R blocks. A row has TOTAL of them: ROUNDED blocks of the columns to round, then the kept columns in
+    blocks."""
     group, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
     row, block = group // TOTAL, (group % TOTAL).to(tl.int32)
     keeps = block >= ROUNDED

@@ -7,7 +7,7 @@ results equal `formats.py` bit for bit. A tile of rows is fp32 [R, B], B a power
 import triton
 import triton.language as tl
 
-from kernels.launch import interpreting
+from dsv4.kernels.launch import interpreting
 
 INTERPRETED = tl.constexpr(interpreting())  # there .to(tl.bfloat16) truncates
 
@@ -54,8 +54,8 @@ def magnitude(x):
 def e4m3_exponent(amax):
     """k of the scale 2^k = 2^⌈log2(max(amax, 1e-4) / 448)⌉ for amax as `magnitude` gives it; 0 where it is not finite.
 
-    448 = 1.75·2^8: the quotient exceeds 2^(e−8) exactly when the mantissa exceeds 1.75, also after rounding to fp32, since
-    neighbours of 448 differ by more than half an ulp of the quotient.
+    448 = 1.75·2^8: the quotient exceeds 2^(e−8) exactly when the mantissa exceeds 1.75, also after rounding to fp32,
+    since neighbours of 448 differ by more than half an ulp of the quotient.
     """
     amax = tl.maximum(amax, 0x38D1B717)
     k = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -158,7 +158,8 @@ def decode_e2m1(code):
 
 @triton.jit
 def fp8_blocks(x, columns, R: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
-    """Tile [R, B] through E4M3 in blocks of BLOCK (which divides B) along its first `columns` columns; the others stay."""
+    """Tile [R, B] through E4M3 in blocks of BLOCK (which divides B) along its first `columns` columns; the others
+    stay."""
     x = tl.reshape(x, [R, B // BLOCK, BLOCK])
     column = tl.arange(0, B // BLOCK)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     k = e4m3_exponent(tl.max(tl.where(column < columns, magnitude(x), 0), 2))[:, :, None]
@@ -168,7 +169,8 @@ def fp8_blocks(x, columns, R: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def fp4_blocks(x, columns, R: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
-    """Tile [R, B] through E2M1 in blocks of BLOCK (which divides B) along its first `columns` columns; the others stay."""
+    """Tile [R, B] through E2M1 in blocks of BLOCK (which divides B) along its first `columns` columns; the others
+    stay."""
     x = tl.reshape(x, [R, B // BLOCK, BLOCK])
     column = tl.arange(0, B // BLOCK)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
     k = e2m1_exponent(tl.max(tl.where(column < columns, magnitude(x), 0), 2))[:, :, None]
@@ -186,10 +188,10 @@ def turn(a, b, c, s):
 def hadamard_rows(x, R: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr):
     """Tile [R, D] · H_D · D^−0.5 in Sylvester's order, D = 2^STEPS.
 
-    Each step takes sums and differences over the lowest bit of the column and makes it the highest, so that after STEPS of
-    them every bit was lowest once and is back in its place.
+    Each step takes sums and differences over the lowest bit of the column and makes it the highest, so that after STEPS
+    of them every bit was lowest once and is back in its place.
     """
     for _ in tl.static_range(STEPS):
         a, b = tl.split(tl.reshape(x, [R, D // 2, 2]))
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [R, D])
-    return x * D ** -0.5
+    return x * D**-0.5

@@ -5,9 +5,17 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.errors import Dsv4Error, UnsupportedInput
-from kernels.quantize.formats import (
-    E2M1_MAX, E4M3_MAX, ceil_log2, decode_e8m0, encode_e2m1, encode_e8m0, pack_e2m1, power_of_two, round_e4m3,
+from dsv4.kernels.errors import Dsv4Error, UnsupportedInput
+from dsv4.kernels.quantize.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    ceil_log2,
+    decode_e8m0,
+    encode_e2m1,
+    encode_e8m0,
+    pack_e2m1,
+    power_of_two,
+    round_e4m3,
     unpack_e2m1,
 )
 
@@ -23,7 +31,7 @@ class InexactConversion(Dsv4Error):
 
 class WeightFormat(enum.Enum):
     DENSE = "dense"
-    FP8 = "fp8"      # E4M3, one scale (E8M0 or fp32) per block of rows × columns
+    FP8 = "fp8"  # E4M3, one scale (E8M0 or fp32) per block of rows × columns
     MXFP4 = "mxfp4"  # E2M1, one E8M0 scale per row and 32 columns
     NVFP4 = "nvfp4"  # E2M1, one E4M3 scale per row and 16 columns, one fp32 scale per matrix
 
@@ -68,7 +76,7 @@ def to_float(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
         bo, bk = w.block
         if start % bo:
             raise UnsupportedInput(f"rows {start}…{stop} of an FP8 matrix start inside a block of {bo} rows")
-        scale = scale_to_float(w.scale[..., start // bo:-(-stop // bo), :])
+        scale = scale_to_float(w.scale[..., start // bo : -(-stop // bo), :])
         value = weight.to(torch.float32)
         return value * spread(spread(scale, bk, value.shape[-1], -1), bo, stop - start, -2)
     scale = scale_to_float(w.scale[..., start:stop, :])
@@ -128,8 +136,12 @@ def mxfp4_to_nvfp4(packed: torch.Tensor, scale: torch.Tensor, k_max: int | None 
     stored = round_e4m3(wanted)
     zero = (packed.unflatten(-1, (-1, MXFP4_BLOCK // 2)) & 0x77).eq(0).all(-1)
     inexact = int(((stored.float() != wanted) & ~zero).sum())
-    return packed, stored.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn), \
-        torch.tensor(2.0) ** (k_max - 8), inexact
+    return (
+        packed,
+        stored.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn),
+        torch.tensor(2.0) ** (k_max - 8),
+        inexact,
+    )
 
 
 def nvfp4_to_mxfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor):
@@ -143,11 +155,16 @@ def nvfp4_to_mxfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torc
     zero = (packed.unflatten(-1, (-1, NVFP4_BLOCK // 2)) & 0x77).eq(0).all(-1).unflatten(-1, (-1, 2))
     k = torch.where(zero, -(1 << 20), exponent - 1)
     exponent32 = k.amax(-1)  # a half of zeros takes the other half's scale
-    bad = ((~zero & ((mantissa != 0.5) | (k != exponent32.unsqueeze(-1)))).any(-1)
-           | (exponent32 > 127) | ((exponent32 < -127) & ~zero.all(-1)))
+    bad = (
+        (~zero & ((mantissa != 0.5) | (k != exponent32.unsqueeze(-1)))).any(-1)
+        | (exponent32 > 127)
+        | ((exponent32 < -127) & ~zero.all(-1))
+    )
     if bad.any():
-        raise InexactConversion(f"{int(bad.sum())} of {bad.numel()} blocks have no exact MXFP4 form (their scales are not "
-                                "one power of two per 32 values); convert to bf16 instead")
+        raise InexactConversion(
+            f"{int(bad.sum())} of {bad.numel()} blocks have no exact MXFP4 form (their scales are not "
+            "one power of two per 32 values); convert to bf16 instead"
+        )
     return packed, encode_e8m0(torch.where(zero.all(-1), (exponent - 1).amax(-1).clamp(-127, 127), exponent32))
 
 

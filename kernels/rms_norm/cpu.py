@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.rms_norm import reference
+from dsv4.kernels.rms_norm import reference
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

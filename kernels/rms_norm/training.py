@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.rms_norm import reference
+from dsv4.kernels.rms_norm import reference
 
 PROGRAMS = 528  # of the way back, each of which sums the weight's gradient over its rows
 
@@ -23,8 +23,9 @@ class _RMSNorm(torch.autograd.Function):
         D = x.shape[-1]
         M, y = x.numel() // D, torch.empty_like(x)
         rows, block = max(1, 2048 // triton.next_power_of_2(D)), triton.next_power_of_2(D)
-        _forward[(triton.cdiv(M, rows),)](x, x if weight is None else weight, y, M, D, eps, weight is not None, rows, block,
-                                          num_warps=4)
+        _forward[(triton.cdiv(M, rows),)](
+            x, x if weight is None else weight, y, M, D, eps, weight is not None, rows, block, num_warps=4
+        )
         ctx.save_for_backward(x, weight)
         ctx.shape = eps, M, D, rows, block
         return y
@@ -35,8 +36,21 @@ class _RMSNorm(torch.autograd.Function):
         eps, M, D, rows, block = ctx.shape
         dx = torch.empty_like(x)
         part = torch.empty(PROGRAMS if weight is not None else 1, D, dtype=torch.float32, device=x.device)
-        _backward[(PROGRAMS,)](x, x if weight is None else weight, grad.contiguous(), dx, part, M, D, eps, PROGRAMS,
-                               weight is not None, rows, block, num_warps=4)
+        _backward[(PROGRAMS,)](
+            x,
+            x if weight is None else weight,
+            grad.contiguous(),
+            dx,
+            part,
+            M,
+            D,
+            eps,
+            PROGRAMS,
+            weight is not None,
+            rows,
+            block,
+            num_warps=4,
+        )
         return dx, None if weight is None else part.sum(0).to(weight.dtype), None
 
 

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, widen
-from kernels.rms_norm import reference
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.rms_norm import reference
 
-WIDEST = 65536   # columns of a row
-TILE = 2048      # elements of a program that takes several rows
-MANY = 4096      # rows from which a program takes several
+WIDEST = 65536  # columns of a row
+TILE = 2048  # elements of a program that takes several rows
+MANY = 4096  # rows from which a program takes several
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -27,8 +27,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     M, (R, B, warps) = rows.shape[0], row_tile(rows.shape[0], D)
     weight = weight if weight is None or weight.stride(0) == 1 else weight.contiguous()
     pdl = dependent_launch(x.device)
-    _rms_norm[(triton.cdiv(M, R),)](rows, rows if weight is None else weight, y, M, rows.stride(0), eps, D, weight is not None,
-                                    R, B, pdl, num_warps=warps, launch_pdl=pdl)
+    _rms_norm[(triton.cdiv(M, R),)](
+        rows,
+        rows if weight is None else weight,
+        y,
+        M,
+        rows.stride(0),
+        eps,
+        D,
+        weight is not None,
+        R,
+        B,
+        pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
     return y
 
 
@@ -42,7 +55,8 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_tile(rows: int, columns: int) -> tuple[int, int, int]:
-    """(rows of a program, columns padded to a power of two, warps). Few rows get a program each: more processors work."""
+    """(rows of a program, columns padded to a power of two, warps). Few rows get a program each: more processors
+    work."""
     B = next_power(columns)
     R = max(1, TILE // B) if rows >= MANY else 1
     return R, B, min(16, max(1, R * B // 512))
@@ -56,8 +70,9 @@ def normed(x, eps, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rms_norm(X, W, Y, M, stride, eps, D: tl.constexpr, WEIGHED: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-              PDL: tl.constexpr):
+def _rms_norm(
+    X, W, Y, M, stride, eps, D: tl.constexpr, WEIGHED: tl.constexpr, R: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr
+):
     """Weights are loaded before the wait for the kernel that makes x."""
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
     live, weight = (row[:, None] < M) & (i[None, :] < D), 1.0

@@ -18,7 +18,11 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn=None) -> torch.Tensor:
         return f
 
     def corrected_dim(rotations: float) -> float:
-        return rope_dim * math.log(yarn.original_max_position_embeddings / (2 * math.pi * rotations)) / (2 * math.log(theta))
+        return (
+            rope_dim
+            * math.log(yarn.original_max_position_embeddings / (2 * math.pi * rotations))
+            / (2 * math.log(theta))
+        )
 
     low = max(math.floor(corrected_dim(yarn.beta_fast)), 0)
     high = min(math.ceil(corrected_dim(yarn.beta_slow)), rope_dim - 1)
@@ -43,7 +47,7 @@ def rotate(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
     if x.dtype is torch.float32:
         torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))[..., -half:].mul_(cis)
     else:
-        tail = x[..., -2 * half:]
+        tail = x[..., -2 * half :]
         pairs = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)))
         tail.copy_(torch.view_as_real(pairs * cis).flatten(-2))
     return x

@@ -8,12 +8,13 @@ ROWS = 32
 
 
 def rotate(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
-    """As the reference, but returns a new tensor and leaves x alone. x [N, D] or [N, H, D]; cis [N, d/2] or [N, 1, d/2]."""
+    """As the reference, but returns a new tensor and leaves x alone. x [N, D] or [N, H, D]; cis [N, d/2] or [N, 1,
+    d/2]."""
     if x.is_cuda:
         return _Rotate.apply(x, torch.view_as_real(cis), 1.0)
     half = cis.shape[-1]
-    pairs = torch.view_as_complex(x[..., -2 * half:].float().unflatten(-1, (-1, 2)))
-    return torch.cat((x[..., :-2 * half], torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)), -1)
+    pairs = torch.view_as_complex(x[..., -2 * half :].float().unflatten(-1, (-1, 2)))
+    return torch.cat((x[..., : -2 * half], torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)), -1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -22,8 +23,19 @@ class _Rotate(torch.autograd.Function):
         x, cis = x.contiguous(), cis.contiguous()
         D, half = x.shape[-1], cis.shape[-2]
         M, y = x.numel() // D, torch.empty_like(x)
-        _rotate[(triton.cdiv(M, ROWS),)](x, cis, y, M, x.numel() // D // (cis.numel() // (2 * half)), sign, D, 2 * half,
-                                         triton.next_power_of_2(D), ROWS, num_warps=4)
+        _rotate[(triton.cdiv(M, ROWS),)](
+            x,
+            cis,
+            y,
+            M,
+            x.numel() // D // (cis.numel() // (2 * half)),
+            sign,
+            D,
+            2 * half,
+            triton.next_power_of_2(D),
+            ROWS,
+            num_warps=4,
+        )
         ctx.save_for_backward(cis)
         ctx.sign = sign
         return y
@@ -41,7 +53,8 @@ def _rotate(X, CIS, Y, M, heads, sign, D: tl.constexpr, TURNED: tl.constexpr, BL
     x = tl.load(X + row[:, None] * D + i[None, :], mask=live, other=0.0).to(tl.float32)
     cis = tl.load(CIS + (row // heads)[:, None] * TURNED + i[None, :] - (D - TURNED), mask=turned, other=0.0)
     cis = tl.where(turned, cis, (i[None, :] % 2 == 0).to(tl.float32))  # what is not turned is turned by 1 + 0i
-    a, b = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))  # whole rows are loaded: every other element would be twice the traffic
+    # whole rows are loaded: every other element would be twice the traffic
+    a, b = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
     c, s = tl.split(tl.reshape(cis, [ROWS, BLOCK // 2, 2]))
     s *= sign
     y = tl.reshape(tl.join(a * c - b * s, a * s + b * c), [ROWS, BLOCK])

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, turn, widen
-from kernels.rope import reference
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, turn, widen
+from dsv4.kernels.rope import reference
 
 TILE = 512  # elements of a program
 
@@ -26,8 +26,9 @@ def rotate(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
         return x
     M, turns, B = x.numel() // D, turns_of(cis, x.shape[:-1]), next_power(2 * half)
     R, pdl = max(1, TILE // B), dependent_launch(x.device)
-    _rotate[(triton.cdiv(M, R),)](x, turns.cis, M, turns.heads, D, half, turns.conjugate, R, B // 2, pdl, num_warps=1,
-                                 launch_pdl=pdl)
+    _rotate[(triton.cdiv(M, R),)](
+        x, turns.cis, M, turns.heads, D, half, turns.conjugate, R, B // 2, pdl, num_warps=1, launch_pdl=pdl
+    )
     return x
 
 
@@ -60,8 +61,18 @@ def turns_of(cis: torch.Tensor, lead: torch.Size) -> Turns:
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rotate(X, CIS, M, heads, D: tl.constexpr, HALF: tl.constexpr, CONJUGATE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-            PDL: tl.constexpr):
+def _rotate(
+    X,
+    CIS,
+    M,
+    heads,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """P: pairs, padded to a power of two."""
     if PDL:
         gdc_launch_dependents()

@@ -1,8 +1,10 @@
 """Rotary position embedding by halves of a head, and the rows of a step into the cache of keys and values."""
 
-from kernels.dispatch import Operation
-from kernels.rotary_rows import reference, training
-from kernels.rotary_rows import triton as triton_kernels
+from dsv4.kernels.dispatch import Operation
+from dsv4.kernels.rotary_rows import reference, training
+from dsv4.kernels.rotary_rows import triton as triton_kernels
 
-rotary_rows = Operation("rotary_rows", {
-    "reference": reference.rotary_rows, "training": training.rotary_rows, "triton": triton_kernels.rotary_rows})
+rotary_rows = Operation(
+    "rotary_rows",
+    {"reference": reference.rotary_rows, "training": training.rotary_rows, "triton": triton_kernels.rotary_rows},
+)

@@ -10,20 +10,29 @@ def rotate_halves(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def rotary_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-                cis: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+def rotary_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    cis: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
     """Add biases, rotate queries and keys, and store keys and values at the positions of the step.
 
-    q [N, H·D], k and v [N, KV·D] with N = B·T; biases [H·D], [KV·D], [KV·D] or None; cis complex64 [N, D/2]; keys, values
-    [B, KV, S, D], of which rows start[b] … start[b] + T − 1 (start int64 [B]) are written in their own dtype. fp32 inside, one cast.
-    Returns the rotated queries [B, T, H, D] in q.dtype.
+    q [N, H·D], k and v [N, KV·D] with N = B·T; biases [H·D], [KV·D], [KV·D] or None; cis complex64 [N, D/2]; keys,
+    values [B, KV, S, D], of which rows start[b] … start[b] + T − 1 (start int64 [B]) are written in their own dtype.
+    fp32 inside, one cast. Returns the rotated queries [B, T, H, D] in q.dtype.
     """
     B, KV, S, D = keys.shape
     N, T, dtype = q.shape[0], q.shape[0] // B, q.dtype
     if biases is not None:
         q, k, v = (x.float() + bias for x, bias in zip((q, k, v), biases))
-    position = start.unsqueeze(1) + torch.arange(T, device=start.device)                       # [B, T]
-    rows = torch.arange(B * KV, device=start.device).view(B, KV, 1) * S + position.unsqueeze(1)  # of the cache [B·KV·S, D]
+    position = start.unsqueeze(1) + torch.arange(T, device=start.device)  # [B, T]
+    # of the cache [B·KV·S, D]
+    rows = torch.arange(B * KV, device=start.device).view(B, KV, 1) * S + position.unsqueeze(1)
     for cache, fresh in ((keys, rotate_halves(k.view(N, KV, D), cis)), (values, v.view(N, KV, D))):
         fresh = fresh.view(B, T, KV, D).transpose(1, 2).reshape(-1, D)
         cache.view(-1, D).index_copy_(0, rows.flatten(), fresh.to(cache.dtype))

@@ -1,11 +1,12 @@
-"""Rotation of whole sequences, out of place and differentiable: what would be stored in a cache is handed to attention as it is."""
+"""Rotation of whole sequences, out of place and differentiable: what would be stored in a cache is handed to attention
+as it is."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.rotary_rows import reference
-from kernels.rotary_rows.triton import halves, put, turned
+from dsv4.kernels.rotary_rows import reference
+from dsv4.kernels.rotary_rows.triton import halves, put, turned
 
 ROWS = 32
 
@@ -17,7 +18,8 @@ class Whole:
 
 
 def rotary_rows(q, k, v, biases, cis, keys: Whole, values: Whole, start) -> torch.Tensor:
-    """As the reference, for sequences that begin at position 0: keys and values are left in `keys` and `values`. start: [B]."""
+    """As the reference, for sequences that begin at position 0: keys and values are left in `keys` and `values`. start:
+    [B]."""
     B, (N, half) = start.shape[0], cis.shape
     if biases is not None:
         q, k, v = ((x + bias).to(x.dtype) for x, bias in zip((q, k, v), biases))
@@ -55,5 +57,6 @@ def _turn_rows(X, CIS, Y, M, heads, sign, D: tl.constexpr, P: tl.constexpr, R: t
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, P)
     live = (row[:, None] < M) & (i[None, :] < D // 2)
     a, b = halves(X, X, row, i, live, D, 0, D, False)
-    u, v = turned(a, b * sign, CIS, row // heads, i, live, D)  # turning by the conjugate is mirroring, turning, mirroring back
+    # turning by the conjugate is mirroring, turning, mirroring back
+    u, v = turned(a, b * sign, CIS, row // heads, i, live, D)
     put(Y, row, u, v * sign, i, live, D)

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, turn, widen
-from kernels.rotary_rows import reference
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, turn, widen
+from dsv4.kernels.rotary_rows import reference
 
 MANY, ROWS = 1024, 16  # tokens from which a program takes several of one head, and how many
 
@@ -17,22 +17,60 @@ def rotary_rows(q, k, v, biases, cis, keys, values, start) -> torch.Tensor:
     require_device("rotary_rows", q, k, v, cis, keys, values, start)
     (B, KV, S, D), N = keys.shape, q.shape[0]
     H = q.shape[1] // D
-    if D % 2 or N % B or q.shape[1] != H * D or k.shape != (N, KV * D) or v.shape != k.shape or cis.shape != (N, D // 2):
-        raise UnsupportedInput(f"rotary_rows: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and cis {tuple(cis.shape)} do not "
-                               f"fit caches {tuple(keys.shape)}")
-    if not (keys.is_contiguous() and values.is_contiguous() and keys.dtype is values.dtype and values.shape == keys.shape):
-        raise UnsupportedInput(f"rotary_rows: keys and values must be contiguous and alike; found strides {keys.stride()} {keys.dtype} and "
-                               f"{values.stride()} {values.dtype}")
+    if (
+        D % 2
+        or N % B
+        or q.shape[1] != H * D
+        or k.shape != (N, KV * D)
+        or v.shape != k.shape
+        or cis.shape != (N, D // 2)
+    ):
+        raise UnsupportedInput(
+            f"rotary_rows: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and cis {tuple(cis.shape)} do "
+            f"not fit caches {tuple(keys.shape)}"
+        )
+    if not (
+        keys.is_contiguous() and values.is_contiguous() and keys.dtype is values.dtype and values.shape == keys.shape
+    ):
+        raise UnsupportedInput(
+            f"rotary_rows: keys and values must be contiguous and alike; found strides {keys.stride()} {keys.dtype} "
+            f"and {values.stride()} {values.dtype}"
+        )
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(B, N // B, H, D, dtype=q.dtype, device=q.device)
     if not N:
         return out
-    turns, R, pdl = torch.view_as_real(cis.resolve_conj()).contiguous(), ROWS if N >= MANY else 1, dependent_launch(q.device)
+    turns, R, pdl = (
+        torch.view_as_real(cis.resolve_conj()).contiguous(),
+        ROWS if N >= MANY else 1,
+        dependent_launch(q.device),
+    )
     P = next_power(D // 2)
     strides = (x.stride(0) for x in (q, k, v))
     _rotary_rows[(triton.cdiv(N, R), H + 2 * KV)](
-        q, k, v, *((q, k, v) if biases is None else biases), turns, keys, values, start, out, N, N // B, *strides, S, H, KV, D,
-        biases is not None, R, P, pdl, num_warps=max(1, min(4, R * P // 64)), launch_pdl=pdl)
+        q,
+        k,
+        v,
+        *((q, k, v) if biases is None else biases),
+        turns,
+        keys,
+        values,
+        start,
+        out,
+        N,
+        N // B,
+        *strides,
+        S,
+        H,
+        KV,
+        D,
+        biases is not None,
+        R,
+        P,
+        pdl,
+        num_warps=max(1, min(4, R * P // 64)),
+        launch_pdl=pdl,
+    )
     return out
 
 
@@ -67,9 +105,32 @@ def put(Y, row, a, b, i, live, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N", "tokens"])
-def _rotary_rows(Q, K, V, BQ, BK, BV, CIS, KEYS, VALUES, START, OUT, N, tokens, q_stride, k_stride, v_stride, slots,
-                 H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-                 PDL: tl.constexpr):
+def _rotary_rows(
+    Q,
+    K,
+    V,
+    BQ,
+    BK,
+    BV,
+    CIS,
+    KEYS,
+    VALUES,
+    START,
+    OUT,
+    N,
+    tokens,
+    q_stride,
+    k_stride,
+    v_stride,
+    slots,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    BIASED: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Program (n, h): R tokens of query head h, or of key or value head h − H. P: D/2 padded to a power of two."""
     if PDL:
         gdc_launch_dependents()

@@ -1,11 +1,12 @@
-"""Routing of a single token on a host processor: a dozen tensor operations on a few numbers, done on the numbers instead."""
+"""Routing of a single token on a host processor: a dozen tensor operations on a few numbers, done on the numbers
+instead."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 
-from kernels.router import reference
+from dsv4.kernels.router import reference
 
 MAX_EXPERTS = 64  # beyond this the tensor form is faster
 

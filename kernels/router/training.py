@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.router import reference
+from dsv4.kernels.router import reference
 
 
 def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):

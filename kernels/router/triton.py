@@ -1,26 +1,26 @@
 """Expert routing on a GPU.
 
-By score: the logits of a few tokens in pieces of the columns, so that the gate's 2 MB are read by the whole GPU; then a warp a
-token sums the pieces and chooses. By hash: a program a token, which reads the rows of its experts only.
+By score: the logits of a few tokens in pieces of the columns, so that the gate's 2 MB are read by the whole GPU; then a
+warp a token sums the pieces and chooses. By hash: a program a token, which reads the rows of its experts only.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
-from kernels.linear.triton import AGAIN, gemm
-from kernels.linear.triton_skinny import skinny, tokens
-from kernels.linear.triton_streams import TOKENS, early
-from kernels.linear.triton_weights import check, hold
-from kernels.linear.triton_words import announce, begin
-from kernels.quantize.triton_codes import widen
-from kernels.quantize.weights import PackedWeight, WeightFormat
-from kernels.router import reference
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
+from dsv4.kernels.linear.triton import AGAIN, gemm
+from dsv4.kernels.linear.triton_skinny import skinny, tokens
+from dsv4.kernels.linear.triton_streams import TOKENS, early
+from dsv4.kernels.linear.triton_weights import check, hold
+from dsv4.kernels.linear.triton_words import announce, begin
+from dsv4.kernels.quantize.triton_codes import widen
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
+from dsv4.kernels.router import reference
 
-PIECE = 512      # columns of a program's share of the logits
-SLICES = 4       # of 128 columns, that its warps take side by side
+PIECE = 512  # columns of a program's share of the logits
+SLICES = 4  # of 128 columns, that its warps take side by side
 MAX_EXPERTS = 4096
 HASH_COLUMNS = 4096
 
@@ -49,13 +49,43 @@ def _scored(x, h, bias, indices, weights, factor: float) -> None:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
         _logits[(triton.cdiv(E, 16), pieces)](
-            x, N, x.stride(0), h.words, logits, E, D, PIECE, SLICES, 2, 1 if N <= 8 else 2, h.format, fp32, early(x.device),
-            num_warps=SLICES, num_stages=1, launch_pdl=pdl)
+            x,
+            N,
+            x.stride(0),
+            h.words,
+            logits,
+            E,
+            D,
+            PIECE,
+            SLICES,
+            2,
+            1 if N <= 8 else 2,
+            h.format,
+            fp32,
+            early(x.device),
+            num_warps=SLICES,
+            num_stages=1,
+            launch_pdl=pdl,
+        )
     else:
         pieces, logits = 1, torch.empty(1, N, E, dtype=torch.float32, device=x.device)
         gemm("route_scored", x, h, logits[0], 1)
-    _choose[(N,)](logits, N, pieces, bias.contiguous(), indices, weights, float(factor), E, topk, next_power(E), next_power(topk), pdl,
-                  num_warps=max(1, next_power(E) // 1024), launch_pdl=pdl)
+    _choose[(N,)](
+        logits,
+        N,
+        pieces,
+        bias.contiguous(),
+        indices,
+        weights,
+        float(factor),
+        E,
+        topk,
+        next_power(E),
+        next_power(topk),
+        pdl,
+        num_warps=max(1, next_power(E) // 1024),
+        launch_pdl=pdl,
+    )
 
 
 def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
@@ -66,9 +96,23 @@ def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
     indices, weights = _results(x, k)
     early = dependent_launch(x.device)
     if N:
-        _look_up[(N,)](x, x.stride(0), weight.contiguous(), tid2eid.contiguous(), ids.contiguous(), indices, weights,
-                       float(routed_scaling_factor), D, k, next_power(k), min(HASH_COLUMNS, next_power(D)),
-                       early, num_warps=8, launch_pdl=early)
+        _look_up[(N,)](
+            x,
+            x.stride(0),
+            weight.contiguous(),
+            tid2eid.contiguous(),
+            ids.contiguous(),
+            indices,
+            weights,
+            float(routed_scaling_factor),
+            D,
+            k,
+            next_power(k),
+            min(HASH_COLUMNS, next_power(D)),
+            early,
+            num_warps=8,
+            launch_pdl=early,
+        )
     return indices, weights
 
 
@@ -80,14 +124,46 @@ def _results(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit(do_not_specialize=["N"])
-def _logits(X, N, x_stride, W, Y, E: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, KS: tl.constexpr, RH: tl.constexpr,
-            NH: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, EARLY: tl.constexpr):
+def _logits(
+    X,
+    N,
+    x_stride,
+    W,
+    Y,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    PIECE: tl.constexpr,
+    KS: tl.constexpr,
+    RH: tl.constexpr,
+    NH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP32: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Y fp32 [pieces, N, E]: sums over PIECE columns each."""
     token, mine = tokens(KS, NH, False)
     first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
     announce(EARLY)
-    y = skinny(X, token.to(tl.int64) * x_stride, mine & (token < N), W, None, first, E, D, KS, RH, NH, FORMAT, FP32, 1, 128,
-               begin=piece * PIECE, SPAN=PIECE, EARLY=EARLY)
+    y = skinny(
+        X,
+        token.to(tl.int64) * x_stride,
+        mine & (token < N),
+        W,
+        None,
+        first,
+        E,
+        D,
+        KS,
+        RH,
+        NH,
+        FORMAT,
+        FP32,
+        1,
+        128,
+        begin=piece * PIECE,
+        SPAN=PIECE,
+        EARLY=EARLY,
+    )
     e, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
     tl.store(Y + (piece * N + t[None, :]) * E + e[:, None], y, mask=(e[:, None] < E) & (t[None, :] < N))
 
@@ -104,8 +180,8 @@ def _score(logit):
 
 @triton.jit
 def _weigh(logit, live, factor):
-    """Weights fp32 of the chosen experts' logits fp32 [B]. Far below 0 a score is e^(l/2), which vanishes later than e^l; where all
-    lie there, scores relative to the largest neither vanish nor sum to 0."""
+    """Weights fp32 of the chosen experts' logits fp32 [B]. Far below 0 a score is e^(l/2), which vanishes later than
+    e^l; where all lie there, scores relative to the largest neither vanish nor sum to 0."""
     # chosen / chosen.sum(-1, keepdim=True) * routed_scaling_factor
     top = tl.max(tl.where(live, logit, float("-inf")), 0)
     far = tl.exp(0.5 * tl.minimum(tl.where(top < -80, logit - top, logit), 0.0))
@@ -114,8 +190,20 @@ def _weigh(logit, live, factor):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _choose(LOGITS, N, PIECES: tl.constexpr, BIAS, INDICES, WEIGHTS, factor, E: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
-            BK: tl.constexpr, EARLY: tl.constexpr):
+def _choose(
+    LOGITS,
+    N,
+    PIECES: tl.constexpr,
+    BIAS,
+    INDICES,
+    WEIGHTS,
+    factor,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    BK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin(EARLY)
     token, e = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     logit = tl.zeros([B], tl.float32)
@@ -139,18 +227,34 @@ def _choose(LOGITS, N, PIECES: tl.constexpr, BIAS, INDICES, WEIGHTS, factor, E: 
 
 
 @triton.jit
-def _look_up(X, x_stride, W, TABLE, IDS, INDICES, WEIGHTS, factor, D: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-             B: tl.constexpr, EARLY: tl.constexpr):
+def _look_up(
+    X,
+    x_stride,
+    W,
+    TABLE,
+    IDS,
+    INDICES,
+    WEIGHTS,
+    factor,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    B: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     begin(EARLY)
     token, j, i = tl.program_id(0).to(tl.int64), tl.arange(0, BK), tl.arange(0, B)
     chosen = tl.load(TABLE + tl.load(IDS + token) * K + j, mask=j < K, other=0)
     total = tl.zeros([BK, B], tl.float32)
     for d in range(0, D, B):
-        w = widen(tl.load(W + chosen[:, None] * D + (d + i)[None, :], mask=(j < K)[:, None] & (d + i < D)[None, :], other=0.0))
+        w = widen(
+            tl.load(W + chosen[:, None] * D + (d + i)[None, :], mask=(j < K)[:, None] & (d + i < D)[None, :], other=0.0)
+        )
         x = widen(tl.load(X + token * x_stride + d + i, mask=d + i < D, other=0.0))
         total += w * x[None, :]
     tl.store(INDICES + token * K + j, chosen, mask=j < K)
     tl.store(WEIGHTS + token * K + j, tl.sum(total, 1), mask=j < K)
     tl.debug_barrier()
-    logit = tl.load(WEIGHTS + token * K + j, mask=j < K, other=0.0)  # read back, one a lane: a sum leaves all with every lane
+    # read back, one a lane: a sum leaves all with every lane
+    logit = tl.load(WEIGHTS + token * K + j, mask=j < K, other=0.0)
     tl.store(WEIGHTS + token * K + j, _weigh(logit, j < K, factor), mask=j < K)

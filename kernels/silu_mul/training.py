@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.silu_mul import reference
+from dsv4.kernels.silu_mul import reference
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, widen
-from kernels.silu_mul import reference
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.silu_mul import reference
 
 BLOCK = 1024  # columns of a program
 
@@ -23,8 +23,19 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, t
         return out
     (N, width), block, pdl = gate.shape, min(BLOCK, next_power(gate.shape[1])), dependent_launch(gate.device)
     _silu_mul[(N, triton.cdiv(width, block))](
-        gate, up, *((gate, up) if biases is None else biases), out, gate.stride(0), up.stride(0), width, biases is not None, block, pdl,
-        num_warps=max(1, min(4, block // 256)), launch_pdl=pdl)
+        gate,
+        up,
+        *((gate, up) if biases is None else biases),
+        out,
+        gate.stride(0),
+        up.stride(0),
+        width,
+        biases is not None,
+        block,
+        pdl,
+        num_warps=max(1, min(4, block // 256)),
+        launch_pdl=pdl,
+    )
     return out
 
 
@@ -32,7 +43,19 @@ silu_mul.__doc__ = reference.silu_mul.__doc__
 
 
 @triton.jit
-def _silu_mul(GATE, UP, BG, BU, OUT, gate_stride, up_stride, WIDTH: tl.constexpr, BIASED: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul(
+    GATE,
+    UP,
+    BG,
+    BU,
+    OUT,
+    gate_stride,
+    up_stride,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    B: tl.constexpr,
+    PDL: tl.constexpr,
+):
     n, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     if PDL:
         gdc_launch_dependents()

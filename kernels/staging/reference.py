@@ -2,39 +2,60 @@
 
 import torch
 
-from kernels.block_summaries.reference import summarise_blocks
-from kernels.errors import UnsupportedInput
-from kernels.staging.table import OLDEST, Pool, SlotTable
+from dsv4.kernels.block_summaries.reference import summarise_blocks
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.staging.table import OLDEST, Pool, SlotTable
 
 
-def check_lists(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool) -> None:
+def check_lists(
+    table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool
+) -> None:
     """Raise UnsupportedInput where a list could need more slots than there are, or shapes do not fit."""
     (G, slots), n = table.held.shape, wanted.shape[-1]
     if wanted.dtype not in (torch.int32, torch.int64) or wanted.dim() != 2 or wanted.shape[0] != G:
         raise UnsupportedInput(f"fetch takes lists int32 or int64 [{G}, n]; found {wanted.dtype} {tuple(wanted.shape)}")
     if n > slots:
-        raise UnsupportedInput(f"fetch: lists of {n} items, and a staging buffer of {slots} slots a group; a step needs all that it "
-                               f"chose at once, so make at least {n}")
+        raise UnsupportedInput(
+            f"fetch: lists of {n} items, and a staging buffer of {slots} slots a group; a step needs all that it "
+            f"chose at once, so make at least {n}"
+        )
     if start.dtype is not torch.int64 or start.dim() != 1 or G % max(1, start.shape[0]) or unit < 1:
-        raise UnsupportedInput(f"fetch takes start int64 [rows], of which {G} groups are a multiple, and items of at least one token; "
-                               f"found {start.dtype} {tuple(start.shape)} and {unit}")
+        raise UnsupportedInput(
+            f"fetch takes start int64 [rows], of which {G} groups are a multiple, and items of at least one token; "
+            f"found {start.dtype} {tuple(start.shape)} and {unit}"
+        )
     for pool in pools:
-        if pool.host.shape[0] != G or pool.slots < slots + tail or pool.host.shape[1] * pool.host.shape[2] < table.where.shape[1]:
-            raise UnsupportedInput(f"fetch: a table of {G} groups, {table.where.shape[1]} items and {slots + tail} slots got a pool of "
-                                   f"{tuple(pool.host.shape)} staged in {tuple(pool.staged.shape)}")
+        if (
+            pool.host.shape[0] != G
+            or pool.slots < slots + tail
+            or pool.host.shape[1] * pool.host.shape[2] < table.where.shape[1]
+        ):
+            raise UnsupportedInput(
+                f"fetch: a table of {G} groups, {table.where.shape[1]} items and {slots + tail} slots got a pool of "
+                f"{tuple(pool.host.shape)} staged in {tuple(pool.staged.shape)}"
+            )
 
 
-def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool,
-          run: int = 0) -> torch.Tensor:
+def fetch(
+    table: SlotTable,
+    pools: tuple[Pool, ...],
+    wanted: torch.Tensor,
+    start: torch.Tensor,
+    unit: int,
+    tail: bool,
+    run: int = 0,
+) -> torch.Tensor:
     """Stage the wanted items: [G, n] in wanted's dtype, the slot where each now stands, −1 where nothing was wanted.
 
-    wanted int32 or int64 [G, n]: items, each at most once, −1 = nothing, n ≤ slots. start int64 [rows], G a multiple of rows: a row's
-    tokens from there on are new, so items from since = start // unit on have changed in host memory and are forgotten first. tail:
-    item since[row] itself is being written and stands in the tail slot, number `slots`, which is neither a hit nor a miss. Wanted
-    items that a slot holds are hits; the misses are copied from host memory to the slots that were wanted longest ago, of equals the
-    lowest, and never to one that is wanted now: in the order of the list, to these slots from the lowest on. Slots that were never
-    wanted, or not for 255 fetches, are equals. run: slots of group g count from g · run on, so that the
-    result addresses one pool of all groups. No host decision: what is copied is known on the device alone. Raises UnsupportedInput.
+    wanted int32 or int64 [G, n]: items, each at most once, −1 = nothing, n ≤ slots. start int64 [rows], G a multiple of
+    rows: a row's tokens from there on are new, so items from since = start // unit on have changed in host memory and
+    are forgotten first. tail:
+    item since[row] itself is being written and stands in the tail slot, number `slots`, which is neither a hit nor a
+    miss. Wanted items that a slot holds are hits; the misses are copied from host memory to the slots that were wanted
+    longest ago, of equals the lowest, and never to one that is wanted now: in the order of the list, to these slots
+    from the lowest on. Slots that were never wanted, or not for 255 fetches, are equals. run: slots of group g count
+    from g · run on, so that the result addresses one pool of all groups. No host decision: what is copied is known on
+    the device alone. Raises UnsupportedInput.
     """
     check_lists(table, pools, wanted, start, unit, tail)
     G, L = table.held.shape
@@ -44,15 +65,17 @@ def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start
     table.used.masked_fill_(stale, 0)
     table.clock.add_(1)
     rest = (wanted >= 0) & ~((wanted == since) & tail)
-    found = rest.unsqueeze(2) & (table.held.unsqueeze(1) == wanted.unsqueeze(2))                # [G, n, L]
+    found = rest.unsqueeze(2) & (table.held.unsqueeze(1) == wanted.unsqueeze(2))  # [G, n, L]
     hit, now = found.any(2), table.clock.unsqueeze(1)
     table.used.copy_(torch.where(found.any(1), now, table.used))
     miss, age = rest & ~hit, torch.where(table.used == 0, OLDEST, (now - table.used).clamp(max=OLDEST))
     order = age.argsort(dim=1, descending=True, stable=True)
-    free = order.argsort(dim=1) < miss.sum(1, keepdim=True)                                       # [G, L]: as many as there are misses
+    # [G, L]: as many as there are misses
+    free = order.argsort(dim=1) < miss.sum(1, keepdim=True)
     taken = miss.unsqueeze(2) & free.unsqueeze(1) & (miss.cumsum(1).unsqueeze(2) == free.cumsum(1).unsqueeze(1))
     victim = taken.int().argmax(2)
-    given = wanted.gather(1, taken.int().argmax(1))                                               # [G, L]: of the slots taken
+    # [G, L]: of the slots taken
+    given = wanted.gather(1, taken.int().argmax(1))
     table.held.copy_(torch.where(taken.any(1), given.int(), table.held))
     table.used.copy_(torch.where(taken.any(1), now, table.used))
     table.count.add_(torch.stack((hit.sum(1), miss.sum(1)), 1))
@@ -72,18 +95,28 @@ def _copy(pool: Pool, taken: torch.Tensor, item: torch.Tensor) -> None:
     staged[at] = torch.where(taken.unsqueeze(2), host[group, item // per, item % per], staged[at])
 
 
-def write_back(keys: torch.Tensor, values: torch.Tensor, host_keys: torch.Tensor, host_values: torch.Tensor, start: torch.Tensor,
-               table: SlotTable, low: torch.Tensor | None, high: torch.Tensor | None, mean: torch.Tensor | None, block: int) -> None:
+def write_back(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    host_keys: torch.Tensor,
+    host_values: torch.Tensor,
+    start: torch.Tensor,
+    table: SlotTable,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    block: int,
+) -> None:
     """Take in the token at start[b] of every row, whose key and value stand at row start[b] % block of the tail slot.
 
-    keys, values [B, KV, (slots + 1) · block, D], the tail slot last; host_keys, host_values [B, KV, S, D]; start int64 [B];
-    low, high, mean [B, KV, S / block, D] or None, as in `summarise_blocks`. The token is written through to host memory; if the
-    tail slot held another block than start[b] // block (a rewind, a prompt), the rows before the token are read back from host
-    memory first; the block is summarised.
+    keys, values [B, KV, (slots + 1) · block, D], the tail slot last; host_keys, host_values [B, KV, S, D]; start int64
+    [B]; low, high, mean [B, KV, S / block, D] or None, as in `summarise_blocks`. The token is written through to host
+    memory; if the tail slot held another block than start[b] // block (a rewind, a prompt), the rows before the token
+    are read back from host memory first; the block is summarised.
     """
     (B, KV, S, D), device = host_keys.shape, keys.device
     group, i = torch.arange(B * KV, device=device), torch.arange(block, device=device)
-    number, row = (n.repeat_interleave(KV) for n in (start // block, start % block))                   # [G]
+    number, row = (n.repeat_interleave(KV) for n in (start // block, start % block))  # [G]
     tails = []
     for near, far in ((keys, host_keys), (values, host_values)):
         near, far = near.view(B * KV, -1, block, D), far.view(B * KV, -1, block, D)

@@ -1,7 +1,8 @@
 """Staging of tiles from host memory on a GPU: kernels read and write the mapped pages themselves.
 
-`host` tensors are CUDA tensors over pinned pages of the host (dsv4.host_tier.memory). No copy engine is asked, for a copy's source
-would have to be known when the graph is captured; programs of the misses read over the link, those of the hits end at once.
+`host` tensors are CUDA tensors over pinned pages of the host (dsv4.host_tier.memory). No copy engine is asked, for a
+copy's source would have to be known when the graph is captured; programs of the misses read over the link, those of the
+hits end at once.
 """
 
 import torch
@@ -9,22 +10,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import UnsupportedInput
-from kernels.launch import dependent_launch, next_power, require_device
-from kernels.quantize.triton_codes import narrow, widen
-from kernels.staging import reference
-from kernels.staging.table import OLDEST, Pool, SlotTable
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.staging import reference
+from dsv4.kernels.staging.table import OLDEST, Pool, SlotTable
 
-CHUNK = 1024        # words that a program copies: 8 KB, as 16 B loads of 128 threads, four each in flight
-CHANNELS = 64       # that a program of `write_back` holds at a time
-LARGEST = 1 << 8    # tokens of a block
-LISTED = 1 << 12    # wanted items, and slots, of a group
+CHUNK = 1024  # words that a program copies: 8 KB, as 16 B loads of 128 threads, four each in flight
+CHANNELS = 64  # that a program of `write_back` holds at a time
+LARGEST = 1 << 8  # tokens of a block
+LISTED = 1 << 12  # wanted items, and slots, of a group
 
 
-def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool,
-          run: int = 0) -> torch.Tensor:
-    """As the reference, for up to 4096 slots a group and one or two pools. Two launches, whatever is wanted: a step of a layer pays
-    the first of them for finding out, and what it does not find for the bytes."""
+def fetch(
+    table: SlotTable,
+    pools: tuple[Pool, ...],
+    wanted: torch.Tensor,
+    start: torch.Tensor,
+    unit: int,
+    tail: bool,
+    run: int = 0,
+) -> torch.Tensor:
+    """As the reference, for up to 4096 slots a group and one or two pools. Two launches, whatever is wanted: a step of
+    a layer pays the first of them for finding out, and what it does not find for the bytes."""
     require_device("fetch", *table, wanted, start, *(t for pool in pools for t in pool))
     reference.check_lists(table, pools, wanted, start, unit, tail)
     (G, n), slots = wanted.shape, table.held.shape[1]
@@ -35,18 +43,60 @@ def fetch(table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start
     if not n or not G:
         return found
     size = max(16, next_power(n)), max(16, next_power(slots))
-    _place[(G,)](wanted, start, table.held, table.used, table.clock, table.count, table.where, table.order, found, missing,
-                 G // start.shape[0], unit, n, slots, table.where.shape[1], run, *size, tail, OLDEST, pdl,
-                 num_warps=place_warps(max(size)), launch_pdl=pdl)
+    _place[(G,)](
+        wanted,
+        start,
+        table.held,
+        table.used,
+        table.clock,
+        table.count,
+        table.where,
+        table.order,
+        found,
+        missing,
+        G // start.shape[0],
+        unit,
+        n,
+        slots,
+        table.where.shape[1],
+        run,
+        *size,
+        tail,
+        OLDEST,
+        pdl,
+        num_warps=place_warps(max(size)),
+        launch_pdl=pdl,
+    )
     first, second = pools[0], pools[-1]
     chunks = [min(CHUNK, max(1, next_power(p.host.shape[3]))) for p in pools]
     parts = [triton.cdiv(p.host.shape[3], c) for p, c in zip(pools, chunks)]
     both = parts == [1, 1]  # small items: one program has the loads of both pools in flight
     _copy[(1 if both else sum(parts), n, G)](
-        found, missing, first.host, first.staged, second.host, second.staged, n, run, *first.host.stride()[:3],
-        *first.staged.stride()[:3], *second.host.stride()[:3], *second.staged.stride()[:3], first.host.shape[2], first.host.shape[3],
-        chunks[0], parts[0], second.host.shape[2], second.host.shape[3], chunks[-1], len(pools) == 2, both, pdl,
-        num_warps=max(1, min(4, max(chunks) // 256)), launch_pdl=pdl)
+        found,
+        missing,
+        first.host,
+        first.staged,
+        second.host,
+        second.staged,
+        n,
+        run,
+        *first.host.stride()[:3],
+        *first.staged.stride()[:3],
+        *second.host.stride()[:3],
+        *second.staged.stride()[:3],
+        first.host.shape[2],
+        first.host.shape[3],
+        chunks[0],
+        parts[0],
+        second.host.shape[2],
+        second.host.shape[3],
+        chunks[-1],
+        len(pools) == 2,
+        both,
+        pdl,
+        num_warps=max(1, min(4, max(chunks) // 256)),
+        launch_pdl=pdl,
+    )
     return found
 
 
@@ -54,14 +104,15 @@ fetch.__doc__ = f"{reference.fetch.__doc__}\n\n    {fetch.__doc__}"
 
 
 def place_warps(size: int) -> int:
-    """Of the program that finds slots for a group's list; size: of the list and the slots the larger. One warp needs no barriers."""
+    """Of the program that finds slots for a group's list; size: of the list and the slots the larger. One warp needs no
+    barriers."""
     return 1 if size <= 64 else 4 if size <= 512 else 8
 
 
 @triton.jit
 def _oldest(age, wanted):
-    """(a, older): the largest age that at least `wanted` slots have or exceed, and how many exceed it. Four bits at a time: sorting
-    1024 slots would take 55 exchanges."""
+    """(a, older): the largest age that at least `wanted` slots have or exceed, and how many exceed it. Four bits at a
+    time: sorting 1024 slots would take 55 exchanges."""
     bins = tl.arange(0, 16)
     there = tl.sum(((age >> 4)[:, None] == bins[None, :]).to(tl.int32), 0)
     high = tl.max(tl.where(tl.cumsum(there, 0, reverse=True) >= wanted, bins, 0), 0)
@@ -72,9 +123,31 @@ def _oldest(age, wanted):
 
 
 @triton.jit
-def _place(WANTED, START, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING, per_row, unit, n, slots, items, run,
-           NP: tl.constexpr, LP: tl.constexpr, TAIL: tl.constexpr, OLDEST: tl.constexpr, PDL: tl.constexpr):
-    """One program a group: hits by the slot that an item had last, if it still holds it; misses to the slots wanted longest ago."""
+def _place(
+    WANTED,
+    START,
+    HELD,
+    USED,
+    CLOCK,
+    COUNT,
+    WHERE,
+    ORDER,
+    FOUND,
+    MISSING,
+    per_row,
+    unit,
+    n,
+    slots,
+    items,
+    run,
+    NP: tl.constexpr,
+    LP: tl.constexpr,
+    TAIL: tl.constexpr,
+    OLDEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a group: hits by the slot that an item had last, if it still holds it; misses to the slots wanted
+    longest ago."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -88,7 +161,8 @@ def _place(WANTED, START, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING
     if TAIL:
         rest = rest & (item != since)
     slot = tl.load(WHERE + g * items + item, mask=rest, other=-1)
-    there = rest & (slot >= 0) & (item < since)  # what is stale is no hit, whether or not that has been written down yet
+    # what is stale is no hit, whether or not that has been written down yet
+    there = rest & (slot >= 0) & (item < since)
     hit = there & (tl.load(HELD + g * slots + slot, mask=there, other=-1) == item)
     miss = rest & ~hit
     tl.debug_barrier()  # all threads have read what is written from here on
@@ -102,7 +176,8 @@ def _place(WANTED, START, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING
         used = tl.load(USED + g * slots + s, mask=s < slots, other=0)
         age = tl.where(used == 0, OLDEST, tl.minimum(now - used, OLDEST)).to(tl.int32)
         bound, older = _oldest(tl.where(s < slots, age, 0), misses)
-        # how many before a slot are older than the bound, and as old: of those as old the lowest are taken, as many as are short
+        # how many before a slot are older than the bound, and as old: of those as old the lowest are taken, as many as
+        # are short
         passed = tl.cumsum((age > bound).to(tl.int32) + ((age == bound).to(tl.int32) << 16), 0)
         equal, short = passed >> 16, misses - older
         taken = (s < slots) & ((age > bound) | ((age == bound) & (equal <= short)))
@@ -124,8 +199,23 @@ def _place(WANTED, START, HELD, USED, CLOCK, COUNT, WHERE, ORDER, FOUND, MISSING
 
 
 @triton.jit
-def _move(FROM, TO, g, item, slot, j, group, page, row, to_group, to_page, to_row, PER: tl.constexpr, WIDTH: tl.constexpr,
-          C: tl.constexpr):
+def _move(
+    FROM,
+    TO,
+    g,
+    item,
+    slot,
+    j,
+    group,
+    page,
+    row,
+    to_group,
+    to_page,
+    to_row,
+    PER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    C: tl.constexpr,
+):
     """Words j·C … of one item to its slot."""
     w = j * C + tl.arange(0, C)
     source = FROM + g * group + (item // PER) * page + (item % PER) * row
@@ -134,11 +224,40 @@ def _move(FROM, TO, g, item, slot, j, group, page, row, to_group, to_page, to_ro
 
 
 @triton.jit
-def _copy(FOUND, MISSING, A, A_TO, B, B_TO, n, run, a_group, a_page, a_row, at_group, at_page, at_row, b_group, b_page, b_row, bt_group,
-          bt_page, bt_row, A_PER: tl.constexpr, A_WIDTH: tl.constexpr, A_CHUNK: tl.constexpr, A_PARTS: tl.constexpr,
-          B_PER: tl.constexpr, B_WIDTH: tl.constexpr, B_CHUNK: tl.constexpr, TWO: tl.constexpr, BOTH: tl.constexpr,
-          PDL: tl.constexpr):
-    """Program (j, i, g): chunk j of the i-th wanted item of a group, if it was missing; BOTH: its only chunk in either pool."""
+def _copy(
+    FOUND,
+    MISSING,
+    A,
+    A_TO,
+    B,
+    B_TO,
+    n,
+    run,
+    a_group,
+    a_page,
+    a_row,
+    at_group,
+    at_page,
+    at_row,
+    b_group,
+    b_page,
+    b_row,
+    bt_group,
+    bt_page,
+    bt_row,
+    A_PER: tl.constexpr,
+    A_WIDTH: tl.constexpr,
+    A_CHUNK: tl.constexpr,
+    A_PARTS: tl.constexpr,
+    B_PER: tl.constexpr,
+    B_WIDTH: tl.constexpr,
+    B_CHUNK: tl.constexpr,
+    TWO: tl.constexpr,
+    BOTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (j, i, g): chunk j of the i-th wanted item of a group, if it was missing; BOTH: its only chunk in either
+    pool."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -153,19 +272,64 @@ def _copy(FOUND, MISSING, A, A_TO, B, B_TO, n, run, a_group, a_page, a_row, at_g
         elif j < A_PARTS:
             _move(A, A_TO, g, item, slot, j, a_group, a_page, a_row, at_group, at_page, at_row, A_PER, A_WIDTH, A_CHUNK)
         elif TWO:
-            _move(B, B_TO, g, item, slot, j - A_PARTS, b_group, b_page, b_row, bt_group, bt_page, bt_row, B_PER, B_WIDTH, B_CHUNK)
+            _move(
+                B,
+                B_TO,
+                g,
+                item,
+                slot,
+                j - A_PARTS,
+                b_group,
+                b_page,
+                b_row,
+                bt_group,
+                bt_page,
+                bt_row,
+                B_PER,
+                B_WIDTH,
+                B_CHUNK,
+            )
 
 
-def write_back(keys: torch.Tensor, values: torch.Tensor, host_keys: torch.Tensor, host_values: torch.Tensor, start: torch.Tensor,
-               table: SlotTable, low: torch.Tensor | None, high: torch.Tensor | None, mean: torch.Tensor | None, block: int) -> None:
+def write_back(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    host_keys: torch.Tensor,
+    host_values: torch.Tensor,
+    start: torch.Tensor,
+    table: SlotTable,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    block: int,
+) -> None:
     """As the reference, for contiguous bf16 and fp32; raises UnsupportedInput beyond."""
     require_device("write_back", keys, values, host_keys, host_values, start, table.current, low, high, mean)
     (B, KV, S, D), slots, pdl = host_keys.shape, table.held.shape[1], dependent_launch(keys.device)
     check_rows(keys, values, host_keys, host_values, start, (slots + 1) * block, block, low, high, mean)
     some, pooled = low if low is not None else keys, mean if mean is not None else keys
-    _write_back[(B * KV,)](keys, values, host_keys, host_values, start, table.current, some, high if high is not None else keys,
-                           pooled, KV, S, slots, D, min(CHANNELS, max(16, next_power(D))), block, low is not None, mean is not None,
-                           pdl, num_warps=4, launch_pdl=pdl)
+    _write_back[(B * KV,)](
+        keys,
+        values,
+        host_keys,
+        host_values,
+        start,
+        table.current,
+        some,
+        high if high is not None else keys,
+        pooled,
+        KV,
+        S,
+        slots,
+        D,
+        min(CHANNELS, max(16, next_power(D))),
+        block,
+        low is not None,
+        mean is not None,
+        pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
 
 
 write_back.__doc__ = f"{reference.write_back.__doc__}\n\n    {write_back.__doc__}"
@@ -174,26 +338,36 @@ write_back.__doc__ = f"{reference.write_back.__doc__}\n\n    {write_back.__doc__
 def check_rows(keys, values, host_keys, host_values, start, staged: int, block: int, low, high, mean) -> None:
     """Raise UnsupportedInput for what the kernel cannot take."""
     B, KV, S, D = host_keys.shape
-    for name, t, shape in (("keys", keys, (B, KV, staged, D)), ("values", values, (B, KV, staged, D)),
-                           ("host keys", host_keys, (B, KV, S, D)), ("host values", host_values, (B, KV, S, D)),
-                           *((n, t, (B, KV, S // block, D)) for n, t in (("low", low), ("high", high), ("mean", mean)) if t is not None)):
+    for name, t, shape in (
+        ("keys", keys, (B, KV, staged, D)),
+        ("values", values, (B, KV, staged, D)),
+        ("host keys", host_keys, (B, KV, S, D)),
+        ("host values", host_values, (B, KV, S, D)),
+        *((n, t, (B, KV, S // block, D)) for n, t in (("low", low), ("high", high), ("mean", mean)) if t is not None),
+    ):
         if t.shape != shape or not t.is_contiguous() or t.dtype not in (torch.bfloat16, torch.float32):
-            raise UnsupportedInput(f"write_back takes {name} {shape} contiguous in bf16 or fp32; found {t.dtype} {tuple(t.shape)} with "
-                                   f"strides {t.stride()}")
+            raise UnsupportedInput(
+                f"write_back takes {name} {shape} contiguous in bf16 or fp32; found {t.dtype} {tuple(t.shape)} with "
+                f"strides {t.stride()}"
+            )
     if len({t.dtype for t in (keys, values, host_keys, host_values)}) > 1 or (low is None) != (high is None):
-        raise UnsupportedInput("write_back takes keys and values of one dtype, and low and high together; found "
-                               f"{keys.dtype}, {values.dtype}, {host_keys.dtype}, {host_values.dtype}")
+        raise UnsupportedInput(
+            "write_back takes keys and values of one dtype, and low and high together; found "
+            f"{keys.dtype}, {values.dtype}, {host_keys.dtype}, {host_values.dtype}"
+        )
     if block > LARGEST or block & (block - 1) or S % block:
-        raise UnsupportedInput(f"write_back takes blocks of up to {LARGEST} tokens, a power of two that divides the {S} slots; "
-                               f"found {block}")
+        raise UnsupportedInput(
+            f"write_back takes blocks of up to {LARGEST} tokens, a power of two that divides the {S} slots; "
+            f"found {block}"
+        )
     if start.dtype is not torch.int64 or start.shape != (B,):
         raise UnsupportedInput(f"write_back takes start as int64 [{B}]; found {start.dtype} {tuple(start.shape)}")
 
 
 @triton.jit
 def _row(NEAR, FAR, near, far, at, before, own, back, WHOLE: tl.constexpr):
-    """A slice of the tail: the token's row, and those before it if `WHOLE`. The latter come from host memory if `back`; the token's
-    goes there."""
+    """A slice of the tail: the token's row, and those before it if `WHOLE`. The latter come from host memory if `back`;
+    the token's goes there."""
     x = tl.load(NEAR + near + at, mask=own | (before & (back == 0) & WHOLE), other=0.0)
     if back != 0:
         old = tl.load(FAR + far + at, mask=before, other=0.0)
@@ -204,8 +378,26 @@ def _row(NEAR, FAR, near, far, at, before, own, back, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _write_back(KEYS, VALUES, HOST_KEYS, HOST_VALUES, START, CURRENT, LOW, HIGH, MEAN, heads, room, slots, D: tl.constexpr,
-                BD: tl.constexpr, BLOCK: tl.constexpr, EXTREMES: tl.constexpr, POOLED: tl.constexpr, PDL: tl.constexpr):
+def _write_back(
+    KEYS,
+    VALUES,
+    HOST_KEYS,
+    HOST_VALUES,
+    START,
+    CURRENT,
+    LOW,
+    HIGH,
+    MEAN,
+    heads,
+    room,
+    slots,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    POOLED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program a group: row and KV head."""
     if PDL:
         gdc_launch_dependents()

@@ -1,1 +1,2 @@
-"""What the probe `bill` counts: bytes that a decode step reads, by what its output depends on, and weights by the tree that holds them."""
+"""What the probe `bill` counts: bytes that a decode step reads, by what its output depends on, and weights by the tree
+that holds them."""

@@ -4,19 +4,25 @@ from collections import Counter
 
 import torch
 
-from probes.billing.watching import Called, Calls, changed, row_bytes
+from dsv4.probes.billing.watching import Called, Calls, changed, row_bytes
 
 OPERATIONS = ("grouped_attention", "gather_attention", "choose_blocks")
 BOOST = 1e4  # of a summary: its block is then the best
 
 
 def counted(watched: Calls, calls: list[Called], tokens: int) -> dict[str, int]:
-    """Part → bytes of all layers. Attention is looked into in one layer of each kind (operation, window); the others count like it."""
+    """Part → bytes of all layers. Attention is looked into in one layer of each kind (operation, window); the others
+    count like it."""
     found, known = Counter(), {}
     for call in calls:
-        kind = call.name, None if call.name == "choose_blocks" else call.given[5 if call.name == "gather_attention" else 4]
+        kind = (
+            call.name,
+            None if call.name == "choose_blocks" else call.given[5 if call.name == "gather_attention" else 4],
+        )
         if kind not in known:
-            known[kind] = _summaries(watched, call) if call.name == "choose_blocks" else _attention(watched, call, tokens)
+            known[kind] = (
+                _summaries(watched, call) if call.name == "choose_blocks" else _attention(watched, call, tokens)
+            )
         found.update(known[kind])
     return dict(found)
 
@@ -24,8 +30,11 @@ def counted(watched: Calls, calls: list[Called], tokens: int) -> dict[str, int]:
 def _attention(watched: Calls, call: Called, tokens: int) -> dict[str, int]:
     real, (q, keys, values) = watched.real[call.name], call.given[:3]
     asked = (torch.zeros_like(q), *call.given[1:])  # every row that is seen weighs the same
-    return {"keys": _keys(real, asked, tokens) * row_bytes(keys), "values": _values(real, asked) * row_bytes(values),
-            "queries and outputs": q.nbytes + call.out.nbytes}
+    return {
+        "keys": _keys(real, asked, tokens) * row_bytes(keys),
+        "values": _values(real, asked) * row_bytes(values),
+        "queries and outputs": q.nbytes + call.out.nbytes,
+    }
 
 
 def _keys(real, given: tuple, tokens: int) -> int:
@@ -44,13 +53,14 @@ def _keys(real, given: tuple, tokens: int) -> int:
 
 
 def _values(real, given: tuple) -> int:
-    """Values, of all heads and rows of the batch, that outputs depend on: of D at once, each a one in a channel of its own among zeros."""
+    """Values, of all heads and rows of the batch, that outputs depend on: of D at once, each a one in a channel of its
+    own among zeros."""
     B, KV, S, D = given[2].shape
     count = 0
     for first in range(0, S, D):
         width = min(D, S - first)
         pool = torch.zeros_like(given[2], memory_format=torch.contiguous_format)
-        pool[:, :, first:first + width] = torch.eye(width, D, dtype=pool.dtype, device=pool.device)
+        pool[:, :, first : first + width] = torch.eye(width, D, dtype=pool.dtype, device=pool.device)
         count += int((real(*given[:2], pool, *given[3:]) != 0).unflatten(2, (KV, -1)).any(3).sum())
     return count
 
@@ -58,7 +68,7 @@ def _values(real, given: tuple) -> int:
 def _summaries(watched: Calls, call: Called) -> dict[str, int]:
     """Vectors that, made large, bring their block to the head of the distant ones: those that are scored."""
     q, KV, policy = call.given[0], call.given[1], call.given[6]
-    middle = q.unflatten(2, (KV, -1)).mean(3)[:, 0].sign()                              # [B, KV, D]
+    middle = q.unflatten(2, (KV, -1)).mean(3)[:, 0].sign()  # [B, KV, D]
     size = 0
     for at, large in ((2, -torch.ones_like(middle)), (3, torch.ones_like(middle)), (4, middle)):
         if call.given[at] is None or policy.selector is None:

@@ -5,13 +5,15 @@ from collections import Counter
 import torch
 
 from dsv4.config import ModelConfig
-from kernels.cache_rows import PAGE, PackedRows
-from probes.billing.watching import Called, Calls, changed, read_rows, row_bytes, spoiled
+from dsv4.kernels.cache_rows import PAGE, PackedRows
+from dsv4.probes.billing.watching import Called, Calls, changed, read_rows, row_bytes, spoiled
 
 OPERATIONS = ("sparse_attention", "hca_attention")
 
 
-def counted(config: ModelConfig, watched: Calls, calls: list[Called], scored: list[tuple[int, tuple]], index_scores) -> dict[str, int]:
+def counted(
+    config: ModelConfig, watched: Calls, calls: list[Called], scored: list[tuple[int, tuple]], index_scores
+) -> dict[str, int]:
     """Part → bytes of all layers; of each kind of layer one is looked into, and the others count like it.
 
     scored: (layer, what its indexer multiplied); index_scores: the operation that does.
@@ -33,7 +35,10 @@ def _attention(real, call: Called, kind: str) -> dict[str, int]:
     q, window, window_index, entries, more = call.given[:5]
     run = lambda at: lambda pool: real(*changed(call.given, at, pool))
     near = window_index[window_index >= 0].unique()
-    parts = {"window": read_rows(window, near, run(1)) * row_bytes(window), "queries and outputs": q.nbytes + call.out.nbytes}
+    parts = {
+        "window": read_rows(window, near, run(1)) * row_bytes(window),
+        "queries and outputs": q.nbytes + call.out.nbytes,
+    }
     if entries is not None:
         far = _seen(entries, more) if call.name == "hca_attention" else more[more >= 0].unique()
         parts[f"{kind} entries"] = read_rows(entries, far, run(3)) * row_bytes(entries)
@@ -41,7 +46,8 @@ def _attention(real, call: Called, kind: str) -> dict[str, int]:
 
 
 def _seen(entries: torch.Tensor | PackedRows, visible: torch.Tensor) -> torch.Tensor:
-    """Numbers of the rows of [B, n, …] that a query sees, over the pages of all rows of the batch where they are packed."""
+    """Numbers of the rows of [B, n, …] that a query sees, over the pages of all rows of the batch where they are
+    packed."""
     each = PAGE * entries.data.shape[1] if isinstance(entries, PackedRows) else entries.shape[1]
     return torch.cat([b * each + torch.arange(int(n)) for b, n in enumerate(visible.amax(1).tolist())])
 
@@ -52,4 +58,8 @@ def _index(index_scores, given: tuple) -> dict[str, int]:
     right, other = index_scores(*given), index_scores(*changed(given, 2, spoiled(keys)))
     live = right > float("-inf")
     read = int((live & (right != other)).sum())  # NaN differs from everything
-    return {"index keys": read * row_bytes(keys), "index queries": q.nbytes, "index scores": 2 * int(live.sum()) * right.element_size()}
+    return {
+        "index keys": read * row_bytes(keys),
+        "index queries": q.nbytes,
+        "index scores": 2 * int(live.sum()) * right.element_size(),
+    }

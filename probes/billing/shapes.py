@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from probes.gqa.steps import Tally
-from probes.result import Check, compare
+from dsv4.probes.gqa.steps import Tally
+from dsv4.probes.result import Check, compare
 
 
 class Shapes:
@@ -14,10 +14,15 @@ class Shapes:
         self.where, self.parts, self.notes = where, defaultdict(Tally), {}
         self.found, self.said = 0, 0
 
-    def see(self, found: Mapping[str, int], said: Mapping[str, int] | Sequence[Mapping[str, int]], mistakes: Mapping[str, Mapping[str, int]],
-            at: str) -> None:
-        """Of one step: bytes counted and bytes of the bill, by part (of all layers, or of each); mistakes: part → cause → bytes of a bill that
-        makes it."""
+    def see(
+        self,
+        found: Mapping[str, int],
+        said: Mapping[str, int] | Sequence[Mapping[str, int]],
+        mistakes: Mapping[str, Mapping[str, int]],
+        at: str,
+    ) -> None:
+        """Of one step: bytes counted and bytes of the bill, by part (of all layers, or of each); mistakes: part → cause
+        → bytes of a bill that makes it."""
         total: Counter = Counter()
         for one in [said] if isinstance(said, Mapping) else said:
             total.update(one)
@@ -32,7 +37,26 @@ class Shapes:
     def checks(self, source: str, of: str) -> Iterator[Check]:
         for part, tally in sorted(self.parts.items()):
             cause = tally.cause
-            yield compare(f"shapes at which the bill of {of} has other bytes", tally.wrong, "==", 0, source, tally.samples, unit="shapes",
-                          where=tally.first or self.where, part=f"bill, {part}" + (f", {cause}" if cause else ""), note=self.notes.get(part, ""))
-        yield compare(f"bytes of {of}, over all shapes", self.said, "==", self.found, source, sum(t.samples for t in self.parts.values()), unit="B",
-                      where=self.where, part="bill")
+            yield compare(
+                f"shapes at which the bill of {of} has other bytes",
+                tally.wrong,
+                "==",
+                0,
+                source,
+                tally.samples,
+                unit="shapes",
+                where=tally.first or self.where,
+                part=f"bill, {part}" + (f", {cause}" if cause else ""),
+                note=self.notes.get(part, ""),
+            )
+        yield compare(
+            f"bytes of {of}, over all shapes",
+            self.said,
+            "==",
+            self.found,
+            source,
+            sum(t.samples for t in self.parts.values()),
+            unit="B",
+            where=self.where,
+            part="bill",
+        )

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernels.cache_rows import PAGE, PackedRows, RowFormat
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
 
 NAN_E4M3, SIGNS_E2M1 = 0x7F, 0x88  # a byte that is NaN; the signs of two FP4 numbers
 
@@ -53,7 +53,7 @@ class Calls:
 
 
 def changed(given: tuple, at: int, value) -> tuple:
-    return (*given[:at], value, *given[at + 1:])
+    return (*given[:at], value, *given[at + 1 :])
 
 
 def row_bytes(pool: torch.Tensor | PackedRows) -> int:
@@ -64,11 +64,16 @@ def row_bytes(pool: torch.Tensor | PackedRows) -> int:
 
 
 def copied(pool: torch.Tensor | PackedRows) -> torch.Tensor | PackedRows:
-    return pool._replace(data=pool.data.clone()) if isinstance(pool, PackedRows) else pool.clone(memory_format=torch.contiguous_format)
+    return (
+        pool._replace(data=pool.data.clone())
+        if isinstance(pool, PackedRows)
+        else pool.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def rows_of(pool: torch.Tensor | PackedRows) -> torch.Tensor:
-    """[rows, numbers] of a pool, of packed rows [pages, 64, bytes] without their scales: of a contiguous pool a view."""
+    """[rows, numbers] of a pool, of packed rows [pages, 64, bytes] without their scales: of a contiguous pool a
+    view."""
     return pool.payload.flatten(0, -3) if isinstance(pool, PackedRows) else pool.reshape(-1, pool.shape[-1])
 
 
@@ -87,8 +92,8 @@ def spoiled(pool: torch.Tensor | PackedRows) -> torch.Tensor | PackedRows:
 def read_rows(pool: torch.Tensor | PackedRows, listed: torch.Tensor, run: Callable[[object], torch.Tensor]) -> int:
     """How many rows of a pool the output run(pool) depends on: rows whose loss alone changes a bit of it.
 
-    listed: numbers of the rows that may matter. All others are lost from the start: where that changes a bit, −1 is returned. Of PackedRows
-    of a batch rows are numbered over all its pages.
+    listed: numbers of the rows that may matter. All others are lost from the start: where that changes a bit, −1 is
+    returned. Of PackedRows of a batch rows are numbered over all its pages.
     """
     bad, right = spoiled(pool), run(pool)
     good, lost = rows_of(pool), rows_of(bad)

@@ -1,4 +1,5 @@
-"""Bytes of weights that a step reads, from the tree of modules that holds them, and the experts that its router chose."""
+"""Bytes of weights that a step reads, from the tree of modules that holds them, and the experts that its router
+chose."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,19 +11,24 @@ from dsv4.moe import Gate
 
 @contextmanager
 def routed(model) -> Iterator[dict[str, set[int]]]:
-    """Name of the module that holds experts → those that its router chose while the `with` block lasts; MTP's are not run."""
+    """Name of the module that holds experts → those that its router chose while the `with` block lasts; MTP's are not
+    run."""
     chosen: dict[str, set[int]] = {}
     with ExitStack() as undo:
         for name, module in model.named_modules():
             if isinstance(module, Gate):
                 into = chosen.setdefault(f"{name.rpartition('.')[0]}.experts", set())
-                undo.callback(module.register_forward_hook(lambda _, args, out, into=into: into.update(out[0].flatten().tolist())).remove)
+                undo.callback(
+                    module.register_forward_hook(
+                        lambda _, args, out, into=into: into.update(out[0].flatten().tolist())
+                    ).remove
+                )
         yield chosen
 
 
 def counted(model, tokens: int, chosen: dict[str, set[int]]) -> dict[str, int]:
-    """Part → bytes of a step of so many tokens: every parameter of the tree once, but of the embedding and of tables by token id a row a token,
-    of experts those that were chosen, and nothing of drafts."""
+    """Part → bytes of a step of so many tokens: every parameter of the tree once, but of the embedding and of tables by
+    token id a row a token, of experts those that were chosen, and nothing of drafts."""
     found, seen = Counter(), set()
     for name, module in model.named_modules():
         for leaf, p in module._parameters.items():

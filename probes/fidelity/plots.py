@@ -1,13 +1,15 @@
-"""The figures as SVG documents; probes.recall.plots says whether they can be drawn."""
+"""The figures as SVG documents; dsv4.probes.recall.plots says whether they can be drawn."""
 
-from probes.recall.plots import canvas, share_axis, svg
+from dsv4.probes.recall.plots import canvas, share_axis, svg
 
 DEPTHS = 10  # bins of a needle's depth
 
 
 def draw(document: dict) -> dict[str, str]:
     """Title → SVG document; the same bytes for the same figures."""
-    document = document | {key: [r for r in document[key] if r["status"] == "MEASURED"] for key in ("rows", "findability")}
+    document = document | {
+        key: [r for r in document[key] if r["status"] == "MEASURED"] for key in ("rows", "findability")
+    }
     found = {"By budget": _by_budget(document)}
     if document["findability"]:
         found["Findability"], found["By layer"] = _findability(document), _by_layer(document)
@@ -60,7 +62,9 @@ def _findability(document: dict) -> str:
     for r in together:
         by_variant.setdefault(r["variant"], []).append(r)
     for n, (name, group) in enumerate(by_variant.items()):
-        contexts.plot([r["context"] for r in group], [_or_nan(r["mass_kept"]) for r in group], "o-", color=f"C{n}", label=name)
+        contexts.plot(
+            [r["context"] for r in group], [_or_nan(r["mass_kept"]) for r in group], "o-", color=f"C{n}", label=name
+        )
         contexts.plot([r["context"] for r in group], [_or_nan(r["findability"]) for r in group], "x--", color=f"C{n}")
     share_axis(budgets, "mass kept (●), findability (×), chance (dotted)")
     share_axis(contexts, "mass kept (●), findability (×)")

@@ -3,17 +3,18 @@
 from dataclasses import dataclass, replace
 
 from dsv4.errors import InputError
-from probes.fidelity.variants import Variant, csa_variants, is_gqa, policy_variants
-from probes.recall.measure import QUESTION
-from probes.recall.needles import reach
+from dsv4.probes.fidelity.variants import Variant, csa_variants, is_gqa, policy_variants
+from dsv4.probes.recall.measure import QUESTION
+from dsv4.probes.recall.needles import reach
 
 LEAST_BUDGET = 4  # blocks: sink, local, and one to choose
 
 
 @dataclass(frozen=True)
 class Settings:
-    """contexts: tokens, ascending; rows of text of each; tail: last tokens of each row that are predicted; new: greedy tokens after each
-    prompt; needles: trials by variant, haystack and context; queries: last ones of each context whose selection is looked at."""
+    """contexts: tokens, ascending; rows of text of each; tail: last tokens of each row that are predicted; new: greedy
+    tokens after each prompt; needles: trials by variant, haystack and context; queries: last ones of each context whose
+    selection is looked at."""
 
     effort: str
     contexts: tuple[int, ...]
@@ -26,8 +27,16 @@ class Settings:
 
     def about(self) -> dict:
         """As JSON values."""
-        return {"effort": self.effort, "contexts": list(self.contexts), "rows": self.rows, "tail": self.tail, "new_tokens": self.new,
-                "needles": self.needles, "queries": self.queries, "seed": self.seed}
+        return {
+            "effort": self.effort,
+            "contexts": list(self.contexts),
+            "rows": self.rows,
+            "tail": self.tail,
+            "new_tokens": self.new,
+            "needles": self.needles,
+            "queries": self.queries,
+            "seed": self.seed,
+        }
 
     @property
     def longest(self) -> int:
@@ -52,21 +61,35 @@ def settle(model, effort: str, contexts: list[int] | None, seed: int, **given: i
     contexts = tuple(sorted(set(contexts or [n for n in chosen.contexts if n + room <= most] or [most - room])))
     chosen = replace(chosen, contexts=contexts)
     if min(chosen.rows, chosen.tail) < 1 or min(chosen.new, chosen.needles) < 0 or chosen.queries < 1:
-        raise InputError(f"--rows {chosen.rows}, --tail {chosen.tail}, --new-tokens {chosen.new}, --needles {chosen.needles}, --queries "
-                         f"{chosen.queries}: expected at least 1, 1, 0, 0, 1")
+        raise InputError(
+            f"--rows {chosen.rows}, --tail {chosen.tail}, --new-tokens {chosen.new}, --needles {chosen.needles}, "
+            f"--queries {chosen.queries}: expected at least 1, 1, 0, 0, 1"
+        )
     if contexts[0] < 2 or contexts[-1] + room > most:
-        raise InputError(f"--context {contexts[0] if contexts[0] < 2 else contexts[-1]}: expected 2 … {most - room} tokens (the "
-                         f"checkpoint's max_position_embeddings {most}, less {room} for questions and continuations)")
+        raise InputError(
+            f"--context {contexts[0] if contexts[0] < 2 else contexts[-1]}: expected 2 … {most - room} tokens (the "
+            f"checkpoint's max_position_embeddings {most}, less {room} for questions and continuations)"
+        )
     if chosen.tail >= contexts[0]:
         raise InputError(f"--tail {chosen.tail} leaves no prompt in a context of {contexts[0]} tokens; expected less")
     return chosen
 
 
-def variants_of(model, settings: Settings, topk: list[int] | None, policies: list[str] | None, budgets: list[int] | None,
-                block: int | None) -> list[Variant]:
-    """The exact run first. Raises InputError for choices that this family of models does not have, and where nothing is compared."""
+def variants_of(
+    model,
+    settings: Settings,
+    topk: list[int] | None,
+    policies: list[str] | None,
+    budgets: list[int] | None,
+    block: int | None,
+) -> list[Variant]:
+    """The exact run first. Raises InputError for choices that this family of models does not have, and where nothing is
+    compared."""
     if not is_gqa(model):
-        _refuse({"--policy": policies, "--budget": budgets, "--block": block}, "a DeepSeek-V4 checkpoint, whose CSA has --topk")
+        _refuse(
+            {"--policy": policies, "--budget": budgets, "--block": block},
+            "a DeepSeek-V4 checkpoint, whose CSA has --topk",
+        )
         return csa_variants(model, topk, settings.longest)
     _refuse({"--topk": topk}, "a GQA checkpoint, which has --policy and --budget")
     size, most = block or 128, settings.contexts[-1]
@@ -84,8 +107,13 @@ def _refuse(given: dict, of: str) -> None:
 
 
 def needle_contexts(model, settings: Settings, tokens: int) -> tuple[list[int], list[str]]:
-    """(contexts in which needles can be hidden, notes on the others): longer than windows alone reach, and no longer than the text."""
+    """(contexts in which needles can be hidden, notes on the others): longer than windows alone reach, and no longer
+    than the text."""
     beyond = reach(model)
     fits = [n for n in settings.contexts if beyond + QUESTION < n <= tokens]
-    return fits, [f"no needles at {n:,} tokens: they are asked in contexts from {beyond + QUESTION + 1:,} (windows alone reach "
-                  f"{beyond:,}) to {tokens:,} tokens, as many as the text has" for n in settings.contexts if n not in fits]
+    return fits, [
+        f"no needles at {n:,} tokens: they are asked in contexts from {beyond + QUESTION + 1:,} (windows alone reach "
+        f"{beyond:,}) to {tokens:,} tokens, as many as the text has"
+        for n in settings.contexts
+        if n not in fits
+    ]

@@ -9,20 +9,21 @@ from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError, UnsupportedInput
 from dsv4.gqa.choice import NAMES
 from dsv4.gqa.model import GQAModel
-from kernels.block_choice import Policy, dense
-from probes.recall.mass import window_only
-from probes.recall.observe import CSA_RATIO, csa_layers
-from probes.wrapping import replaced
+from dsv4.kernels.block_choice import Policy, dense
+from dsv4.probes.recall.mass import window_only
+from dsv4.probes.recall.observe import CSA_RATIO, csa_layers
+from dsv4.probes.wrapping import replaced
 
 
 @dataclass(frozen=True)
 class Variant:
     """A name, and a context manager under which a model runs that way; it leaves the model as it was.
 
-    budget: tokens of the context that a query reads at most in the layers that choose, None: all. Caches are made and used inside
-    the context. exact: reads everything, the run that others are held against. own: what the checkpoint itself does. control:
-    known to lose what is distant. decode_only: acts in passes of at most 16 tokens; longer ones are dense and exact. k: entries of
-    CSA; policy: of a GQA model.
+    budget: tokens of the context that a query reads at most in the layers that choose, None: all. Caches are made and
+    used inside the context. exact: reads everything, the run that others are held against. own: what the checkpoint
+    itself does. control:
+    known to lose what is distant. decode_only: acts in passes of at most 16 tokens; longer ones are dense and exact. k:
+    entries of CSA; policy: of a GQA model.
     """
 
     name: str
@@ -40,8 +41,8 @@ class Variant:
 
     @contextmanager
     def resumed(self, model: CausalLM, cache: TokenCache) -> Iterator[TokenCache]:
-        """`on`, with a cache that was filled under another variant which acts in decoding alone, as this one does: it holds the keys
-        and values that this one would have made, and gets the summaries that this one searches."""
+        """`on`, with a cache that was filled under another variant which acts in decoding alone, as this one does: it
+        holds the keys and values that this one would have made, and gets the summaries that this one searches."""
         with self.on(model):
             if self.policy is not None and is_gqa(model):
                 cache.adopt(self.policy)
@@ -56,16 +57,25 @@ class Variant:
     def about(self) -> dict:
         """As JSON values."""
         policy = None if self.policy is None else dataclasses.asdict(self.policy)
-        return {"name": self.name, "budget": self.budget, "exact": self.exact, "own": self.own, "control": self.control,
-                "decode_only": self.decode_only, "k": self.k, "policy": policy}
+        return {
+            "name": self.name,
+            "budget": self.budget,
+            "exact": self.exact,
+            "own": self.own,
+            "control": self.control,
+            "decode_only": self.decode_only,
+            "k": self.k,
+            "policy": policy,
+        }
 
 
 # ---- CSA ------------------------------------------------------------------------------------
 
 
 def csa_variants(model: CausalLM, ks: list[int] | None, longest: int) -> list[Variant]:
-    """Dense over entries first, then each k (default: a quarter, a half, once and twice the checkpoint's own), the checkpoint's own k
-    among them, and windows alone as the control. longest: tokens of any context. Raises InputError."""
+    """Dense over entries first, then each k (default: a quarter, a half, once and twice the checkpoint's own), the
+    checkpoint's own k among them, and windows alone as the control. longest: tokens of any context. Raises
+    InputError."""
     own = model.config.index_topk
     if not csa_layers(model.config):
         raise InputError("the checkpoint has no CSA layer (compress_ratio 4): there is no k to choose")
@@ -83,6 +93,7 @@ def of_csa(k: int, exact: bool = False, own: bool = False, window: int = 0) -> V
 
     def switch(model: CausalLM) -> AbstractContextManager:
         return replaced([model.layers[i].attn.indexer for i in csa_layers(model.config)], "topk", k)
+
     return Variant(name, switch, None if exact else window + CSA_RATIO * k, exact, own, k=k)
 
 
@@ -90,8 +101,9 @@ def of_csa(k: int, exact: bool = False, own: bool = False, window: int = 0) -> V
 
 
 def policy_variants(names: list[str] | None, budgets: list[int], block: int | None) -> list[Variant]:
-    """Dense first, then each policy at each budget of tokens. names: of kernels.block_choice.POLICIES (default: all); block: tokens of
-    a block instead of the policy's own. Raises InputError for unknown names and for budgets below a keep-set."""
+    """Dense first, then each policy at each budget of tokens. names: of dsv4.kernels.block_choice.POLICIES (default:
+    all); block: tokens of a block instead of the policy's own. Raises InputError for unknown names and for budgets
+    below a keep-set."""
     known = NAMES
     names = [name.replace("+", "-") for name in names or known]
     unknown = [name for name in names if name not in known]
@@ -101,9 +113,11 @@ def policy_variants(names: list[str] | None, budgets: list[int], block: int | No
     try:
         found = [known[name](tokens, **sizes) for name in names if name != "dense" for tokens in budgets]
     except UnsupportedInput as error:
-        raise InputError(f"--budget {','.join(map(str, budgets))} is too little: {error}; ask for a larger one, or a smaller "
-                         "--block") from None
-    return [of_policy(dense()), *(of_policy(policy) for policy in dict.fromkeys(found))]  # budgets that are the same in whole blocks
+        raise InputError(
+            f"--budget {','.join(map(str, budgets))} is too little: {error}; ask for a larger one, or a smaller --block"
+        ) from None
+    # budgets that are the same in whole blocks
+    return [of_policy(dense()), *(of_policy(policy) for policy in dict.fromkeys(found))]
 
 
 def of_policy(policy: Policy) -> Variant:
@@ -116,9 +130,12 @@ def of_policy(policy: Policy) -> Variant:
             if policy.dense:  # what a model without the choice does
                 yield
                 return
-            raise InputError(f"this model has no choice of attention, so {name} cannot be run; expected a GQA model with policies")
+            raise InputError(
+                f"this model has no choice of attention, so {name} cannot be run; expected a GQA model with policies"
+            )
         with replaced([model], "attention", dataclasses.replace(model.attention, policy=policy)):
             yield
+
     return Variant(name, switch, None if policy.dense else policy.tokens, policy.dense, decode_only=True, policy=policy)
 
 

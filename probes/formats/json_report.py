@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4.errors import InputError
-from probes.formats import schema, words
-from probes.result import Check
+from dsv4.probes.formats import schema, words
+from dsv4.probes.result import Check
 
 if TYPE_CHECKING:
-    from probes.report import Report
+    from dsv4.probes.report import Report
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"report-{VERSION}.json"
@@ -22,7 +22,8 @@ def render(report: "Report", stem: str) -> str:
 
 
 def dumped(document: dict) -> str:
-    """Any document of ours as the text of its file. Raises ValueError for NaN and infinity, which `strict` makes words."""
+    """Any document of ours as the text of its file. Raises ValueError for NaN and infinity, which `strict` makes
+    words."""
     return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
@@ -30,13 +31,28 @@ def document(report: "Report", stem: str) -> dict:
     """The report as JSON values."""
     files = report.plot_files(stem)
     sections = [
-        {"probe": s.probe, "title": s.title, "status": s.status.value, "seconds": strict(s.seconds),
-         "totals": _totals(s.totals), "text": s.text, "plots": {name: files[i, name] for name in s.plots},
-         "checks": [_check(c) for c in s.checks]}
+        {
+            "probe": s.probe,
+            "title": s.title,
+            "status": s.status.value,
+            "seconds": strict(s.seconds),
+            "totals": _totals(s.totals),
+            "text": s.text,
+            "plots": {name: files[i, name] for name in s.plots},
+            "checks": [_check(c) for c in s.checks],
+        }
         for i, s in enumerate(report.sections)
     ]
-    return {"schema_version": VERSION, "title": report.title, "exit_code": report.exit_code, "totals": _totals(report.totals),
-            "seconds": strict(report.seconds), "provenance": strict(report.provenance), "sections": sections, "left_out": report.left_out}
+    return {
+        "schema_version": VERSION,
+        "title": report.title,
+        "exit_code": report.exit_code,
+        "totals": _totals(report.totals),
+        "seconds": strict(report.seconds),
+        "provenance": strict(report.provenance),
+        "sections": sections,
+        "left_out": report.left_out,
+    }
 
 
 def load(path: str | Path) -> dict:
@@ -47,7 +63,9 @@ def load(path: str | Path) -> dict:
     except OSError as error:
         raise InputError(f"cannot read the report {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path.name} is not valid JSON ({str(error)[:60]}); expected a report of dsv4 audit") from None
+        raise InputError(
+            f"{path.name} is not valid JSON ({str(error)[:60]}); expected a report of dsv4 audit"
+        ) from None
     return valid(value, path.name)
 
 

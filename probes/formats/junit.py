@@ -1,17 +1,18 @@
 """JUnit XML, as continuous integration shows it: a suite a probe, a test case a check.
 
-JUnit knows no warning and no missing evidence. Both are `skipped` there with a message, so that nobody counts them as passed.
+JUnit knows no warning and no missing evidence. Both are `skipped` there with a message, so that nobody counts them as
+passed.
 """
 
 import re
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from probes.formats import words
-from probes.result import Check, Status
+from dsv4.probes.formats import words
+from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
-    from probes.report import Report, Section
+    from dsv4.probes.report import Report, Section
 
 ELEMENTS = {Status.FAIL: "failure", Status.ERROR: "error", Status.VACUOUS: "skipped", Status.WARN: "skipped"}
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0 has no way to write these
@@ -52,8 +53,14 @@ def _case(section: "Section", check: Check) -> ElementTree.Element:
 
 def _attributes(name: str, totals: dict[Status, int], seconds: float) -> dict[str, str]:
     skipped = totals[Status.VACUOUS] + totals[Status.WARN]
-    return {"name": clean(name), "tests": str(sum(totals.values())), "failures": str(totals[Status.FAIL]),
-            "errors": str(totals[Status.ERROR]), "skipped": str(skipped), "time": f"{seconds:.3f}"}
+    return {
+        "name": clean(name),
+        "tests": str(sum(totals.values())),
+        "failures": str(totals[Status.FAIL]),
+        "errors": str(totals[Status.ERROR]),
+        "skipped": str(skipped),
+        "time": f"{seconds:.3f}",
+    }
 
 
 def clean(text) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from probes.formats import words
-from probes.result import Check, Status
+from dsv4.probes.formats import words
+from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
-    from probes.report import Report, Section
+    from dsv4.probes.report import Report, Section
 
 MOST_FINDINGS = 100  # a status; the folded tables have all
 MOST_PLACES = 6  # named of a finding that many places share
@@ -19,7 +19,13 @@ _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscor
 
 def render(report: "Report", stem: str) -> str:
     """Markdown, as GitHub and others render it, with the plots beside it."""
-    parts = [f"# {escape(report.title)}", _verdict(report), _summary(report), _findings(report), _provenance(report.provenance)]
+    parts = [
+        f"# {escape(report.title)}",
+        _verdict(report),
+        _summary(report),
+        _findings(report),
+        _provenance(report.provenance),
+    ]
     parts += [_left_out(report.left_out), "## All checks"]
     files = report.plot_files(stem)
     for i, section in enumerate(report.sections):
@@ -78,7 +84,9 @@ def _findings(report: "Report") -> str:
             lines.append(f"- … and {len(groups) - MOST_FINDINGS} more, in the tables below")
         parts.append("\n".join(lines))
     if len(parts) == 1:
-        parts.append("None: every check had evidence and passed." if report.totals[Status.PASS] else "There are no checks.")
+        parts.append(
+            "None: every check had evidence and passed." if report.totals[Status.PASS] else "There are no checks."
+        )
     return "\n\n".join(parts)
 
 
@@ -131,8 +139,16 @@ def _section(section: "Section", plots: list[tuple[str, str]]) -> str:
 
 def _cells(check: Check) -> list[str]:
     chance = "" if check.chance is None else words.number(check.chance)
-    return [check.name, words.place(check), words.measured(check), words.required(check), check.source, chance,
-            f"{check.samples:,}", check.note]
+    return [
+        check.name,
+        words.place(check),
+        words.measured(check),
+        words.required(check),
+        check.source,
+        chance,
+        f"{check.samples:,}",
+        check.note,
+    ]
 
 
 def _status(status: Status) -> str:

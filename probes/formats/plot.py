@@ -6,11 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from probes.result import Check
+from dsv4.probes.result import Check
 
-FEWEST = 3      # layers, below which a table says as much
-SERIES = 8      # checks that are drawn; those that came nearest
-FLOOR = 1e-6    # of the ratio: what is exact is drawn here
+FEWEST = 3  # layers, below which a table says as much
+SERIES = 8  # checks that are drawn; those that came nearest
+FLOOR = 1e-6  # of the ratio: what is exact is drawn here
 
 
 def margin(check: Check) -> float | None:
@@ -43,6 +43,7 @@ def margins(title: str, checks: Sequence[Check]) -> str | None:
         return None
     import matplotlib
     from matplotlib.figure import Figure
+
     worst = sorted(series, key=lambda name: -max(series[name].values()))[:SERIES]
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8.5, 3.2), layout="constrained")

@@ -7,12 +7,12 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from probes.formats import words
-from probes.formats.json_report import strict
-from probes.result import Check, Status
+from dsv4.probes.formats import words
+from dsv4.probes.formats.json_report import strict
+from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
-    from probes.report import Report, Section
+    from dsv4.probes.report import Report, Section
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 LEVELS = {Status.FAIL: "error", Status.ERROR: "error", Status.WARN: "warning", Status.VACUOUS: "note"}
@@ -26,7 +26,9 @@ def document(report: "Report") -> dict:
     """The SARIF log as JSON values."""
     rules: dict[str, dict] = {}
     for section in report.sections:
-        rules.setdefault(section.probe, {"id": section.probe, "shortDescription": {"text": section.title or section.probe}})
+        rules.setdefault(
+            section.probe, {"id": section.probe, "shortDescription": {"text": section.title or section.probe}}
+        )
     index = {probe: i for i, probe in enumerate(rules)}
     results = [_result(s, c, index[s.probe]) for s, c in report.checks if c.status in LEVELS]
     driver = {"name": "dsv4 audit", "rules": list(rules.values())}
@@ -37,23 +39,38 @@ def document(report: "Report") -> dict:
     for key, name in (("command", "commandLine"), ("date", "startTimeUtc")):
         if report.provenance.get(key):
             invocation[name] = str(report.provenance[key])
-    run = {"tool": {"driver": driver}, "invocations": [invocation], "results": results, "columnKind": "unicodeCodePoints",
-           "properties": {"title": report.title, "provenance": strict(report.provenance),
-                          "totals": {status.value: n for status, n in report.totals.items()}}}
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [invocation],
+        "results": results,
+        "columnKind": "unicodeCodePoints",
+        "properties": {
+            "title": report.title,
+            "provenance": strict(report.provenance),
+            "totals": {status.value: n for status, n in report.totals.items()},
+        },
+    }
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
 def _result(section: "Section", check: Check, rule: int) -> dict:
-    return {"ruleId": section.probe, "ruleIndex": rule, "level": LEVELS[check.status],
-            "message": {"text": f"{check.status.value}: {words.sentence(check)}"}, "locations": [_location(check)],
-            "partialFingerprints": {"check/v1": fingerprint(section.probe, check.name, check.where)},
-            "properties": {"status": check.status.value, "name": check.name, "samples": check.samples}}
+    return {
+        "ruleId": section.probe,
+        "ruleIndex": rule,
+        "level": LEVELS[check.status],
+        "message": {"text": f"{check.status.value}: {words.sentence(check)}"},
+        "locations": [_location(check)],
+        "partialFingerprints": {"check/v1": fingerprint(section.probe, check.name, check.where)},
+        "properties": {"status": check.status.value, "name": check.name, "samples": check.samples},
+    }
 
 
 def _location(check: Check) -> dict:
     """Logical: the layer or tensor, or the whole model."""
     name = check.where or "model"
-    return {"logicalLocations": [{"name": name.rsplit(".", 1)[-1] or name, "fullyQualifiedName": name, "kind": "member"}]}
+    return {
+        "logicalLocations": [{"name": name.rsplit(".", 1)[-1] or name, "fullyQualifiedName": name, "kind": "member"}]
+    }
 
 
 def fingerprint(probe: str, name: str, where: str) -> str:

@@ -6,10 +6,34 @@ from pathlib import Path
 
 from dsv4.errors import Dsv4Error
 
-TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
-         "number": (int, float)}
-KNOWN = {"$schema", "$id", "$defs", "title", "description", "type", "const", "enum", "required", "properties", "$ref",
-         "additionalProperties", "items", "minimum", "pattern", "minLength", "minItems"}
+TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
+    "number": (int, float),
+}
+KNOWN = {
+    "$schema",
+    "$id",
+    "$defs",
+    "title",
+    "description",
+    "type",
+    "const",
+    "enum",
+    "required",
+    "properties",
+    "$ref",
+    "additionalProperties",
+    "items",
+    "minimum",
+    "pattern",
+    "minLength",
+    "minItems",
+}
 
 
 def valid(document: dict, file: Path, wrong: str) -> dict:

@@ -2,7 +2,7 @@
 
 import math
 
-from probes.result import Check, Status
+from dsv4.probes.result import Check, Status
 
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 MEANING = {  # of what is not passed, for headings and messages

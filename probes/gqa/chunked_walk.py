@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.chunked_prefill import Chunking
-from probes.gqa.steps import Call, Tally
-from probes.oracle import chunks as oracle
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.probes.gqa.steps import Call, Tally
+from dsv4.probes.oracle import chunks as oracle
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunk i of one row and KV head, of n tokens from `first` on. own, far: logits [G, n, n], and [G, n, M] of the memory it was given
-    (None: it had none); values and far_values; out [G, n, D]: what the layer gave; float64."""
+    """Chunk i of one row and KV head, of n tokens from `first` on. own, far: logits [G, n, n], and [G, n, M] of the
+    memory it was given (None: it had none); values and far_values; out [G, n, D]: what the layer gave; float64."""
 
     first: int
     own: torch.Tensor
@@ -24,9 +24,12 @@ class Chunk:
 
 
 class Walk:
-    """Every chunk of one layer's prompt, which may have come in several calls. keys, values [B, KV, S, D] of its cache."""
+    """Every chunk of one layer's prompt, which may have come in several calls. keys, values [B, KV, S, D] of its
+    cache."""
 
-    def __init__(self, calls: list[Call], keys: torch.Tensor, values: torch.Tensor, lengths: list[int], where: str, limit: float):
+    def __init__(
+        self, calls: list[Call], keys: torch.Tensor, values: torch.Tensor, lengths: list[int], where: str, limit: float
+    ):
         self.calls, self.lengths, self.where, self.limit = calls, lengths, where, limit
         self.chunking: Chunking = calls[0].given[5]
         self.keys, self.values = (t.double().cpu() for t in (keys, values))
@@ -39,7 +42,10 @@ class Walk:
         for b, length in enumerate(self.lengths):
             last = next(c for c in reversed(self.calls) if c.given[3] < length)
             told = int(last.given[4][b])  # a row that ends with a chunk is said to go on, so that its memory is kept
-            wrong = last.out[1].updates[b].tolist() != [self.chunking.chunks(told) - 1] * KV or not length <= told <= length + 1
+            wrong = (
+                last.out[1].updates[b].tolist() != [self.chunking.chunks(told) - 1] * KV
+                or not length <= told <= length + 1
+            )
             tally["updates"].see(int(wrong), 1, f"{self.where}, row {b}")
 
     def _head(self, tally: dict[str, Tally], b: int, kv: int, length: int) -> list[list[int]]:
@@ -79,8 +85,12 @@ class Walk:
         wanted = oracle.fused(c.own, c.far, c.values, c.far_values)
         part = "fusion" if c.first else "first chunk"
         if (tally[part].far(c.out, wanted, at, self.limit) > self.limit).any() and c.far is not None:
-            tally[part].causes.update(name for name, other in misfused(c) if near(c.out, other, self.limit)
-                                      for _ in range(wanted[..., 0].numel()))
+            tally[part].causes.update(
+                name
+                for name, other in misfused(c)
+                if near(c.out, other, self.limit)
+                for _ in range(wanted[..., 0].numel())
+            )
 
     def _scores(self, c: Chunk, scores: dict[int, float], memory: list[int] | None) -> dict[int, float]:
         """Of the memory and of the chunk, after both phases."""
@@ -90,16 +100,24 @@ class Walk:
             scores = {p: scores.get(p, 0.0) + more[p] for p in more}
         return scores | fresh
 
-    def _memory(self, tally: dict[str, Tally], memory: list[int], older: set[int], last: int, scores: dict[int, float], at: str) -> None:
+    def _memory(
+        self, tally: dict[str, Tally], memory: list[int], older: set[int], last: int, scores: dict[int, float], at: str
+    ) -> None:
         """|M| = L + H, ascending, the last L tokens and the heaviest of the others, none twice."""
         c = self.chunking
-        local, heavy, live = set(range(last - c.local, last)), set(memory) - set(range(last - c.local, last)), set(memory)
+        local, heavy, live = (
+            set(range(last - c.local, last)),
+            set(memory) - set(range(last - c.local, last)),
+            set(memory),
+        )
         rest = (older | set(range(last - c.chunk, last))) & set(scores) - local
         tally["size"].see(int(len(live) != c.memory or min(live) < 0), 1, at)
         tally["sorted"].see(int(memory != sorted(memory)), 1, at)
         tally["local"].see(int(not local <= live), 1, at)
         strange = bool(heavy - rest)
-        tally["positions"].see(int(strange), 1, at, ("positions local to the chunk",) if strange and max(memory) < c.chunk else ())
+        tally["positions"].see(
+            int(strange), 1, at, ("positions local to the chunk",) if strange and max(memory) < c.chunk else ()
+        )
         if strange or len(heavy) != c.heavy:
             tally["heavy"].see(1, 1, at, chance=1.0)
             return
@@ -107,8 +125,15 @@ class Walk:
         wrong = bool(left) and bool(heavy) and max(left) - min(scores[p] for p in heavy) > 2 * self.limit * most
         tally["heavy"].see(int(wrong), 1, at, chance=float(bool(left)))
 
-    def _said(self, tally: dict[str, Tally], said: dict[int, float], held: dict[int, float], c: Chunk, memory: list[int] | None,
-              at: str) -> None:
+    def _said(
+        self,
+        tally: dict[str, Tally],
+        said: dict[int, float],
+        held: dict[int, float],
+        c: Chunk,
+        memory: list[int] | None,
+        at: str,
+    ) -> None:
         """Scores that the layer keeps: what it kept before and what the definition adds, and never less than before."""
         fallen = sum(said[p] < held[p] for p in said if p in held)
         tally["fall"].see(fallen, sum(p in held for p in said), at)
@@ -116,10 +141,20 @@ class Walk:
         more = dict(zip(memory or (), oracle.far_mass(c.own, c.far).tolist() if c.far is not None else ()))
         wanted = fresh | {p: held.get(p, 0.0) + m for p, m in more.items()}
         for phase, places in ((1, [p for p in said if p in fresh]), (2, [p for p in said if p in more])):
-            if places and (tally["scores"].far(column(said, places), column(wanted, places), at, 2 * self.limit) > 2 * self.limit).any():
+            if (
+                places
+                and (
+                    tally["scores"].far(column(said, places), column(wanted, places), at, 2 * self.limit)
+                    > 2 * self.limit
+                ).any()
+            ):
                 mine = column(said, places) - (column(held, places) if phase == 2 else 0)
-                tally["scores"].causes.update(name for name, other in misscored(c, phase, memory)
-                                              if near(mine, column(other, places), 1e-3) for _ in places)
+                tally["scores"].causes.update(
+                    name
+                    for name, other in misscored(c, phase, memory)
+                    if near(mine, column(other, places), 1e-3)
+                    for _ in places
+                )
 
     def _apart(self, tally: dict[str, Tally], heads: list[list[list[int]]], at: str) -> None:
         """Memories of KV heads are chosen head by head: all alike would be a choice over all heads at once."""
@@ -153,10 +188,16 @@ def misscored(c: Chunk, phase: int, memory: list[int] | None) -> Iterator[tuple[
     place = range(c.first, c.first + len(c.values))
     both = None if c.far is None else torch.cat((c.own, c.far), -1)
     if phase == 1:
-        yield "before normalisation", dict(zip(place, torch.exp(c.own - c.own.amax(-1, keepdim=True)).sum((0, 1)).tolist()))
+        yield (
+            "before normalisation",
+            dict(zip(place, torch.exp(c.own - c.own.amax(-1, keepdim=True)).sum((0, 1)).tolist())),
+        )
         if both is not None:
             yield "phase 1 by the fused softmax", dict(zip(place, torch.softmax(both, -1).sum((0, 1)).tolist()))
         return
-    yield "before normalisation", dict(zip(memory, torch.exp(both - both.amax(-1, keepdim=True)).sum((0, 1))[len(place):].tolist()))
+    yield (
+        "before normalisation",
+        dict(zip(memory, torch.exp(both - both.amax(-1, keepdim=True)).sum((0, 1))[len(place) :].tolist())),
+    )
     yield "phase 2 by its own softmax", dict(zip(memory, torch.softmax(c.far, -1).sum((0, 1)).tolist()))
     yield "phase 2 not added", dict.fromkeys(memory, 0.0)

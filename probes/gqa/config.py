@@ -1,37 +1,65 @@
-"""`config_ledger` on GQA models: every key of config.json is read and in effect as asked, or is known to change nothing."""
+"""`config_ledger` on GQA models: every key of config.json is read and in effect as asked, or is known to change
+nothing."""
 
 from collections.abc import Iterator
 
 from dsv4.errors import ConfigError
 from dsv4.gqa.config import FIXED, GQAConfig
-from probes.config_ledger import STATED, UNREAD, _other, shown
-from probes.oracle.gqa import Shape, config_at, rotary, shape_of, tensor_shapes
-from probes.result import Check, Status, compare
-from probes.subject import Subject
+from dsv4.probes.config_ledger import STATED, UNREAD, _other, shown
+from dsv4.probes.oracle.gqa import Shape, config_at, rotary, shape_of, tensor_shapes
+from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.subject import Subject
 
 NO_EFFECT = {  # keys that change nothing of what is computed, and why
-    "architectures": "names the class, which model_type does too", "torch_dtype": "the tensors say it themselves",
-    "dtype": "the tensors say it themselves", "transformers_version": "who wrote the file", "use_cache": "caches are always used",
-    "attention_dropout": "training", "initializer_range": "training", "pretraining_tp": "training", "pad_token_id": "padding is never run",
-    "_name_or_path": "where the file came from", "output_attentions": "of transformers' interface",
-    "output_hidden_states": "of transformers' interface", "return_dict": "of transformers' interface",
+    "architectures": "names the class, which model_type does too",
+    "torch_dtype": "the tensors say it themselves",
+    "dtype": "the tensors say it themselves",
+    "transformers_version": "who wrote the file",
+    "use_cache": "caches are always used",
+    "attention_dropout": "training",
+    "initializer_range": "training",
+    "pretraining_tp": "training",
+    "pad_token_id": "padding is never run",
+    "_name_or_path": "where the file came from",
+    "output_attentions": "of transformers' interface",
+    "output_hidden_states": "of transformers' interface",
+    "return_dict": "of transformers' interface",
 }
-OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # which change nothing where no layer has one
+# which change nothing where no layer has one
+OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")
 NESTED = ("rope_scaling", "rope_parameters")
-ROPE = {"rope_type": "kind", "type": "kind", "rope_theta": "theta", "factor": "factor", "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "truncate": "truncate",
-        "original_max_position_embeddings": "original", "attention_factor": "attention"}  # key → field of dsv4.gqa.rope.Rope
+ROPE = {
+    "rope_type": "kind",
+    "type": "kind",
+    "rope_theta": "theta",
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    # key → field of dsv4.gqa.rope.Rope
+    "original_max_position_embeddings": "original",
+    "attention_factor": "attention",
+}
 SPECIFIED = "transformers' config of this model_type says what it does: a model that never reads it is another model"
-MODULES = "config.json, read anew by probes.oracle.gqa"
+MODULES = "config.json, read anew by dsv4.probes.oracle.gqa"
 
 
 def config_checks(subject: Subject) -> list[Check]:
     """Key by key; layer by layer; tensors of the file; what modules of our model took."""
     raw, config = config_at(subject.files.path), subject.config
-    keys = [pair for key, value in raw.items()
-            for pair in ([(key, inner) for inner in value] if key in NESTED and isinstance(value, dict) else [(key, None)])]
-    return [*(check for key, inner in keys for check in _key(raw, key, inner, config)), *_layers(subject, shape_of(raw)),
-            *_files(subject, raw), *(_modules(subject, shape_of(raw)) if "kernels" in subject.can else ())]
+    keys = [
+        pair
+        for key, value in raw.items()
+        for pair in ([(key, inner) for inner in value] if key in NESTED and isinstance(value, dict) else [(key, None)])
+    ]
+    return [
+        *(check for key, inner in keys for check in _key(raw, key, inner, config)),
+        *_layers(subject, shape_of(raw)),
+        *_files(subject, raw),
+        *(_modules(subject, shape_of(raw)) if "kernels" in subject.can else ()),
+    ]
 
 
 def _key(raw: dict, key: str, inner: str | None, config: GQAConfig) -> Iterator[Check]:
@@ -42,16 +70,24 @@ def _key(raw: dict, key: str, inner: str | None, config: GQAConfig) -> Iterator[
         if key in OF_WINDOWS and set(shape_of(raw).windows) == {None}:
             why = "no layer has a sliding window"
         known = key in OF_WINDOWS or key in NESTED or hasattr(config, key)
-        yield Check("key is read", Status.PASS if why else Status.FAIL if known else Status.WARN, measured="never read", relation="==",
-                    threshold="never read" if why else "read",
-                    source="on the list of keys without effect" if why else SPECIFIED if known else UNREAD,
-                    note=f"requested {requested!r:.60}; never read: {why or 'nothing says why'}", **about)
+        yield Check(
+            "key is read",
+            Status.PASS if why else Status.FAIL if known else Status.WARN,
+            measured="never read",
+            relation="==",
+            threshold="never read" if why else "read",
+            source="on the list of keys without effect" if why else SPECIFIED if known else UNREAD,
+            note=f"requested {requested!r:.60}; never read: {why or 'nothing says why'}",
+            **about,
+        )
         return
     found = effective(config, key, inner, requested)
     note = ""
     if key == "max_position_embeddings" and config.rope.kind == "yarn" and found != requested:
         note, requested = "YaRN: original context × factor", int(config.rope.original * config.rope.factor)
-    yield compare("effective value is the requested one", shown(found), "==", shown(requested), STATED, **about, note=note)
+    yield compare(
+        "effective value is the requested one", shown(found), "==", shown(requested), STATED, **about, note=note
+    )
 
 
 def _read(raw: dict, key: str, inner: str | None) -> bool:
@@ -82,7 +118,8 @@ def effective(config: GQAConfig, key: str, inner: str | None, requested):
         case "sliding_window":
             return next((w for w in config.windows if w is not None), None)
         case "use_sliding_window":
-            return True if set(config.windows) != {None} else requested  # windows may be asked for and begin beyond the last layer
+            # windows may be asked for and begin beyond the last layer
+            return True if set(config.windows) != {None} else requested
         case "max_window_layers":
             return next((i for i, w in enumerate(config.windows) if w is not None), requested)
         case "layer_types":
@@ -100,19 +137,44 @@ def _layers(subject: Subject, shape: Shape) -> Iterator[Check]:
         if "kernels" in subject.can:
             have["model"] = subject.model.layers[i].self_attn.window
         for who, found in have.items():
-            yield compare(f"window of the layer, by the {who}", str(found), "==", str(wanted), MODULES, 1, where=f"layer {i}",
-                          part="window")
+            yield compare(
+                f"window of the layer, by the {who}",
+                str(found),
+                "==",
+                str(wanted),
+                MODULES,
+                1,
+                where=f"layer {i}",
+                part="window",
+            )
 
 
 def _files(subject: Subject, raw: dict) -> Iterator[Check]:
     """Biases and the output head are where the config says, and nowhere else."""
     wanted, found = tensor_shapes(raw), subject.files.sources
     biases = lambda names: sorted(n for n in names if n.endswith(".bias"))
-    yield compare("biases in the file: another set than the config's", len(set(biases(wanted)) ^ set(biases(found))), "==", 0, SPECIFIED,
-                  len(wanted), where="biases", part="QKV bias", unit="tensors")
+    yield compare(
+        "biases in the file: another set than the config's",
+        len(set(biases(wanted)) ^ set(biases(found))),
+        "==",
+        0,
+        SPECIFIED,
+        len(wanted),
+        where="biases",
+        part="QKV bias",
+        unit="tensors",
+    )
     tied = raw.get("tie_word_embeddings", False)
-    yield compare("the head is tied as config.json says", str(subject.config.tie_word_embeddings), "==", str(tied), STATED, 1,
-                  where="tie_word_embeddings", part="tied head")
+    yield compare(
+        "the head is tied as config.json says",
+        str(subject.config.tie_word_embeddings),
+        "==",
+        str(tied),
+        STATED,
+        1,
+        where="tie_word_embeddings",
+        part="tied head",
+    )
 
 
 def _modules(subject: Subject, shape: Shape) -> Iterator[Check]:
@@ -125,6 +187,7 @@ def _modules(subject: Subject, shape: Shape) -> Iterator[Check]:
         seen += 1
         if found != wanted and not (near and abs(found / wanted - 1) <= near):
             wrong.setdefault(part, []).append(f"{where} is {found}, expected {wanted}")
+
     for i, layer in enumerate(subject.model.layers):
         a, at = layer.self_attn, f"layer {i}"
         hold("heads", f"{at}: heads, KV heads, dims", (a.H, a.KV, a.D), (shape.heads, shape.kv_heads, shape.head_dim))
@@ -134,10 +197,28 @@ def _modules(subject: Subject, shape: Shape) -> Iterator[Check]:
     hold("final norm, eps", "the final norm's eps", subject.model.model.norm.eps, shape.eps)
     for part in ("heads", "scale of scores", "norms, eps", "final norm, eps"):
         said = wrong.get(part, [])
-        yield compare(f"{part}: values that modules took from the config otherwise", len(said), "==", 0, MODULES, seen, part=part,
-                      where="modules", note="; ".join(said[:3]), unit="values")
+        yield compare(
+            f"{part}: values that modules took from the config otherwise",
+            len(said),
+            "==",
+            0,
+            MODULES,
+            seen,
+            part=part,
+            where="modules",
+            note="; ".join(said[:3]),
+            unit="values",
+        )
     found, wanted = subject.model.frequencies["main"].double().cpu(), shape.frequencies
     error = ((found - wanted).abs() / wanted).max().item() if found.shape == wanted.shape else float("inf")
     kind = rotary(config_at(subject.files.path))["rope_type"]
-    yield compare("rotary frequencies", error, "<=", 1e-6, f"fp32 of the variant {kind!r}, against fp64",
-                  wanted.numel(), where="base main", part="RoPE")
+    yield compare(
+        "rotary frequencies",
+        error,
+        "<=",
+        1e-6,
+        f"fp32 of the variant {kind!r}, against fp64",
+        wanted.numel(),
+        where="base main",
+        part="RoPE",
+    )

@@ -1,7 +1,7 @@
 """`influence` on GQA models: every query sees all tokens before it, or the last of its window, and no other.
 
-Row 0 of a batch is as drawn, row 1 the same again, each further row has one token of the layer's input exchanged for another. What
-changes in the output says who sees that token.
+Row 0 of a batch is as drawn, row 1 the same again, each further row has one token of the layer's input exchanged for
+another. What changes in the output says who sees that token.
 """
 
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from probes.measure import at_share, far, heavy_tailed, limit_of
-from probes.oracle import gqa
-from probes.oracle.gqa import GQAOracle
-from probes.result import Check, Status, compare, vacuous
-from probes.subject import Subject
+from dsv4.probes.measure import at_share, far, heavy_tailed, limit_of
+from dsv4.probes.oracle import gqa
+from dsv4.probes.oracle.gqa import GQAOracle
+from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.subject import Subject
 
 QUIET = {"fp32": 1e-6}  # relative change of an output that must not change; else:
-QUIET_BF16 = 3e-4       # sums in another order, 1e-6 apart, round one value in some thousand to another bf16
-LOUD = 10               # times as much must the oracle's output change, before a change is asked for
+QUIET_BF16 = 3e-4  # sums in another order, 1e-6 apart, round one value in some thousand to another bf16
+LOUD = 10  # times as much must the oracle's output change, before a change is asked for
 SPECIFIED = "as config.json says"
 
 
@@ -82,24 +82,46 @@ def perturbed(subject: Subject, seen: Seen, where: str) -> Iterator[Check]:
     must = may & (expected > LOUD * quiet)
     quietly = ((seen.out[1] - seen.out[0]).norm(dim=-1) / size[0]).max().item()
     source = f"{subject.numerics}: an output that does not see the token does not change"
-    yield compare("two rows with the same tokens differ", quietly, "<=", quiet, source, T, where=where, part="attention core")
-    for name, region, part in (("a token changes outputs before it", future, "causal mask"),
-                               ("a token changes outputs beyond the window", beyond, "window")):
+    yield compare(
+        "two rows with the same tokens differ", quietly, "<=", quiet, source, T, where=where, part="attention core"
+    )
+    for name, region, part in (
+        ("a token changes outputs before it", future, "causal mask"),
+        ("a token changes outputs beyond the window", beyond, "window"),
+    ):
         if not bool(region.any()):
             continue
         value = found[region].max().item()
         first = (region & (found > quiet)).nonzero().tolist()
         note = f"first: token {seen.places[first[0][0]]} in output {first[0][1]}" if first else ""
-        yield compare(name, value, "<=", quiet, source, int(region.sum()), where=where, part=part, note=note, unit="relative")
+        yield compare(
+            name, value, "<=", quiet, source, int(region.sum()), where=where, part=part, note=note, unit="relative"
+        )
     if not bool(must.any()):
-        yield vacuous("a token changes the outputs that see it", "no output of the oracle changes enough", where=where, part="causal mask")
+        yield vacuous(
+            "a token changes the outputs that see it",
+            "no output of the oracle changes enough",
+            where=where,
+            part="causal mask",
+        )
         return
     silent = must & (found <= quiet)
     first = silent.nonzero().tolist()
     note = f"first: token {seen.places[first[0][0]]} in output {first[0][1]}" if first else ""
     part = "window" if first and first[0][1] != seen.places[first[0][0]] else "causal mask"
-    yield compare("outputs that see a token and do not change with it", int(silent.sum()), "==", 0,
-                  f"the oracle's change by more than {LOUD} times {quiet:g}", int(must.sum()), where=where, part=part, note=note, unit="outputs", chance=int(must.sum()))
+    yield compare(
+        "outputs that see a token and do not change with it",
+        int(silent.sum()),
+        "==",
+        0,
+        f"the oracle's change by more than {LOUD} times {quiet:g}",
+        int(must.sum()),
+        where=where,
+        part=part,
+        note=note,
+        unit="outputs",
+        chance=int(must.sum()),
+    )
 
 
 def path(subject: Subject, seen: Seen, where: str) -> Check:
@@ -107,16 +129,22 @@ def path(subject: Subject, seen: Seen, where: str) -> Check:
     (limit, share, source), oracle, window = limit_of(subject), seen.oracle, seen.oracle.shape.windows[seen.i]
     q, k, v = (seen.points[seen.i, name][:1].double() for name in ("q_after_rope", "keys", "values"))
     T = q.shape[1]
-    masks = {SPECIFIED: (gqa.mask(T, window), "attention core"),
-             "each query sees one token of the future": (gqa.mask(T, window, 1), "causal mask"),
-             "no query sees itself": (gqa.mask(T, window, -1), "causal mask"),
-             "no mask": (torch.ones(T, T, dtype=torch.bool), "causal mask"),
-             "itself only": (torch.eye(T, dtype=torch.bool), "attention core")}
+    masks = {
+        SPECIFIED: (gqa.mask(T, window), "attention core"),
+        "each query sees one token of the future": (gqa.mask(T, window, 1), "causal mask"),
+        "no query sees itself": (gqa.mask(T, window, -1), "causal mask"),
+        "no mask": (torch.ones(T, T, dtype=torch.bool), "causal mask"),
+        "itself only": (torch.eye(T, dtype=torch.bool), "attention core"),
+    }
     if window is not None:
         masks |= {f"window of {w}": (gqa.mask(T, w), "window") for w in (window - 1, window + 1, 2 * window) if w > 0}
         masks["no window"] = gqa.mask(T, None), "window"
     else:
-        masks |= {f"window of {w}": (gqa.mask(T, w), "window") for w in (subject.config.max_position_embeddings // 2, 128, 32) if w < T}
+        masks |= {
+            f"window of {w}": (gqa.mask(T, w), "window")
+            for w in (subject.config.max_position_embeddings // 2, 128, 32)
+            if w < T
+        }
     errors = {}
     for name, (mask, _) in masks.items():
         o = gqa.attend(q, oracle.kept(k), oracle.kept(v), mask, oracle.shape.scale)
@@ -124,5 +152,16 @@ def path(subject: Subject, seen: Seen, where: str) -> Check:
     best = min(errors, key=errors.get)
     part = masks[best][1] if errors[best] < 0.5 * errors[SPECIFIED] else masks[SPECIFIED][1]
     note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(errors.items(), key=lambda pair: pair[1])[:4])
-    return compare("output is attention over what the layer sees", errors[SPECIFIED], "<=", limit, source, T, where=where, part=part,
-                   note=note, unit="relative", chance=errors["itself only"])
+    return compare(
+        "output is attention over what the layer sees",
+        errors[SPECIFIED],
+        "<=",
+        limit,
+        source,
+        T,
+        where=where,
+        part=part,
+        note=note,
+        unit="relative",
+        chance=errors["itself only"],
+    )

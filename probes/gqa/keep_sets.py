@@ -1,4 +1,5 @@
-"""Keep-sets that a step used, one query and KV head at a time, against those that follow from the cache's keys in float64."""
+"""Keep-sets that a step used, one query and KV head at a time, against those that follow from the cache's keys in
+float64."""
 
 import math
 from collections.abc import Iterator
@@ -6,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.block_choice import Policy
-from probes.oracle import reading
+from dsv4.kernels.block_choice import Policy
+from dsv4.probes.oracle import reading
 
 ROUNDING = 2.0**-23  # of an fp32 product, for each channel that is summed
 
 
 @dataclass(frozen=True)
 class Group:
-    """One KV head of one row. q [G, D] of the query judged, before [G, D] of the token before it (None: there is none); keys, values
-    [n, D] of the tokens up to the query's position; low, high, mean [blocks, D]. All float64."""
+    """One KV head of one row. q [G, D] of the query judged, before [G, D] of the token before it (None: there is none);
+    keys, values [n, D] of the tokens up to the query's position; low, high, mean [blocks, D]. All float64."""
 
     q: torch.Tensor
     before: torch.Tensor | None
@@ -47,7 +48,10 @@ def alternatives(groups: list[Group], kv: int, policy: Policy) -> Iterator[tuple
         exchanged = torch.minimum(mine.q.unsqueeze(1) * mine.low, mine.q.unsqueeze(1) * mine.high)
         yield "bound by exchanged minimum and maximum", exchanged.sum(-1).max(0).values
         yield "bound over other channels", mine.scores("bound", mine.q.roll(1, -1))
-        yield "bound over half the channels", reading.bounds(*(t[:, :t.shape[1] // 2] for t in (mine.q, mine.low, mine.high))).max(0).values
+        yield (
+            "bound over half the channels",
+            reading.bounds(*(t[:, : t.shape[1] // 2] for t in (mine.q, mine.low, mine.high))).max(0).values,
+        )
         yield "mean instead of the bound", mine.scores("mean")
     else:
         yield "first query head instead of the mean over the group", mine.scores("mean", mine.q[:1])
@@ -63,8 +67,8 @@ def alternatives(groups: list[Group], kv: int, policy: Policy) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with one keep-set, by part; causes: all that would explain its distant blocks; random: how likely distant blocks that
-    were drawn at random would be wrong."""
+    """What is wrong with one keep-set, by part; causes: all that would explain its distant blocks; random: how likely
+    distant blocks that were drawn at random would be wrong."""
 
     sink: bool
     local: bool
@@ -98,4 +102,6 @@ def _causes(picks: set[int], among: range, groups: list[Group], kv: int, policy:
         shifted = {j + off for j in right} & set(among)
         if shifted and shifted <= picks:
             yield "one block off"
-    yield from dict.fromkeys(name for name, scores in alternatives(groups, kv, policy) if reading.best(scores, among, policy.topk) == picks)
+    yield from dict.fromkeys(
+        name for name, scores in alternatives(groups, kv, policy) if reading.best(scores, among, policy.topk) == picks
+    )

@@ -12,10 +12,10 @@ import torch
 from dsv4.gqa.cache import GroupedCache
 from dsv4.gqa.model import GQAModel
 from dsv4.graph import DecodeGraph
-from kernels.chunked_prefill import Memory
-from probes.measure import agreeing, at_share, limit_of, token_errors
-from probes.result import Check, compare
-from probes.subject import Subject
+from dsv4.kernels.chunked_prefill import Memory
+from dsv4.probes.measure import agreeing, at_share, limit_of, token_errors
+from dsv4.probes.result import Check, compare
+from dsv4.probes.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Call:
 
 
 class Watched:
-    """Calls of the named operations by layers without a window while the `with` block lasts, and what each layer then gives to its output
-    projection.
+    """Calls of the named operations by layers without a window while the `with` block lasts, and what each layer then
+    gives to its output projection.
 
-    Tensors are those that were given, not copies (but for memories of chunked prefill, which later calls overwrite): look at them
-    before the next step.
+    Tensors are those that were given, not copies (but for memories of chunked prefill, which later calls overwrite):
+    look at them before the next step.
     """
 
     def __init__(self, model: GQAModel, *names: str):
@@ -45,7 +45,9 @@ class Watched:
         for i, layer in enumerate(self.model.layers):
             attn = layer.self_attn
             self._undo.callback(attn.register_forward_pre_hook(lambda _, args, i=i: setattr(self, "_layer", i)).remove)
-            self._undo.callback(attn.o_proj.register_forward_pre_hook(lambda _, args, i=i: self.attended.__setitem__(i, args[0])).remove)
+            self._undo.callback(
+                attn.o_proj.register_forward_pre_hook(lambda _, args, i=i: self.attended.__setitem__(i, args[0])).remove
+            )
         for name, real in self.real.items():
             self._undo.callback(setattr, self.model.op, name, real)
             setattr(self.model.op, name, partial(self._call, name, real))
@@ -90,21 +92,31 @@ def out_of_reach(model: GQAModel, tokens: int = 0) -> str:
 
 
 def captured(subject: Subject, cache: GroupedCache, ids: torch.Tensor, where: str, part: str) -> Check:
-    """A captured step, replayed for ids [B, n] one token after the other, against `append`; the tokens are forgotten again."""
+    """A captured step, replayed for ids [B, n] one token after the other, against `append`; the tokens are forgotten
+    again."""
     model, n = subject.model, ids.shape[1]
-    wanted = torch.cat([model.append(ids[:, t:t + 1], cache, prompt=False) for t in range(n)], 1).cpu()
+    wanted = torch.cat([model.append(ids[:, t : t + 1], cache, prompt=False) for t in range(n)], 1).cpu()
     cache.rewind(n)
     graph = DecodeGraph(model, cache)
-    found = torch.cat([graph.step(ids[:, t:t + 1]).cpu().clone() for t in range(n)], 1)
+    found = torch.cat([graph.step(ids[:, t : t + 1]).cpu().clone() for t in range(n)], 1)
     cache.rewind(n)
     value, source, limit = agreeing(token_errors(found, wanted), subject.numerics)
-    return compare("captured steps give what append gives", value, "<=", limit, source, wanted[..., 0].numel(), where=where, part=part)
+    return compare(
+        "captured steps give what append gives",
+        value,
+        "<=",
+        limit,
+        source,
+        wanted[..., 0].numel(),
+        where=where,
+        part=part,
+    )
 
 
 @dataclass
 class Tally:
-    """Comparisons of one kind. wrong of samples failed, the first of them at `first`; errors: of those that have a size; causes: what
-    would explain those that failed; chance: how many a random answer would fail."""
+    """Comparisons of one kind. wrong of samples failed, the first of them at `first`; errors: of those that have a
+    size; causes: what would explain those that failed; chance: how many a random answer would fail."""
 
     samples: int = 0
     wrong: int = 0
@@ -132,18 +144,33 @@ class Tally:
         name, count = next(iter(self.causes.most_common(1)), ("", 0))
         return name if self.wrong and count >= 0.9 * self.wrong else ""
 
-    def counted(self, name: str, part: str, source: str, where: str, unit: str = "", chance: float | None = None) -> Check:
+    def counted(
+        self, name: str, part: str, source: str, where: str, unit: str = "", chance: float | None = None
+    ) -> Check:
         """None may be wrong."""
-        return compare(name, self.wrong, "==", 0, source, self.samples, unit=unit, chance=chance, **self._about(part, where))
+        return compare(
+            name, self.wrong, "==", 0, source, self.samples, unit=unit, chance=chance, **self._about(part, where)
+        )
 
     def near(self, name: str, part: str, subject: Subject, where: str) -> Check:
         """Errors within what the numerics explain."""
         limit, share, source = limit_of(subject)
         errors = torch.cat(self.errors) if self.errors else torch.empty(0)
-        return compare(name, at_share(errors, share) if len(errors) else None, "<=", limit, source, len(errors), **self._about(part, where))
+        return compare(
+            name,
+            at_share(errors, share) if len(errors) else None,
+            "<=",
+            limit,
+            source,
+            len(errors),
+            **self._about(part, where),
+        )
 
     def _about(self, part: str, where: str) -> dict[str, str]:
         """Where the first of them failed, and what would explain it."""
         cause = self.cause
-        return {"where": ", ".join(filter(None, (where, self.first))), "part": f"{part}, {cause}" if cause else part,
-                "note": f"as if: {cause}" if cause else ""}
+        return {
+            "where": ", ".join(filter(None, (where, self.first))),
+            "part": f"{part}, {cause}" if cause else part,
+            "note": f"as if: {cause}" if cause else "",
+        }

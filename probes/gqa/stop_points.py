@@ -5,20 +5,25 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.grouped_attention import Termination
-from probes.oracle import termination as oracle
+from dsv4.kernels.grouped_attention import Termination
+from dsv4.probes.oracle import termination as oracle
 
 ASPECTS = {  # what a rule is made of → by which alternative its absence is told
-    "scale": "scale ignored", "direction": "direction ignored", "patience": "patience ignored", "a streak": "streak not broken",
-    "each head by itself": "the first head to stop stops its group", "each row by itself": "the first row to stop stops its neighbours",
+    "scale": "scale ignored",
+    "direction": "direction ignored",
+    "patience": "patience ignored",
+    "a streak": "streak not broken",
+    "each head by itself": "the first head to stop stops its group",
+    "each row by itself": "the first row to stop stops its neighbours",
     "the first tile first": "first tile not read first",
 }
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One KV head of one query: q [G, D], keys and values [n, D] up to its position, float64; tiles of positions in the order in which
-    they are read; blocks: where they come from a list. x [n, G, C]: probes after each tile, of each split."""
+    """One KV head of one query: q [G, D], keys and values [n, D] up to its position, float64; tiles of positions in the
+    order in which they are read; blocks: where they come from a list. x [n, G, C]: probes after each tile, of each
+    split."""
 
     row: int
     position: int
@@ -33,7 +38,7 @@ class Walk:
     def parts(self, tiles: list[list[int]] | None = None) -> list[list[list[int]]]:
         """Tiles dealt out to the splits like cards; tiles in which nothing is seen are none."""
         tiles = self.tiles if tiles is None else tiles
-        dealt = [[tile for tile in tiles[s::self.splits] if tile] for s in range(self.splits)]
+        dealt = [[tile for tile in tiles[s :: self.splits] if tile] for s in range(self.splits)]
         return [part for part in dealt if part]
 
     def outputs(self, tiles: list[list[int]] | None = None) -> list[torch.Tensor]:
@@ -70,7 +75,10 @@ def alternatives(walk: Walk, outs: list[torch.Tensor], rule: Termination, neighb
     yield "the first row to stop stops its neighbours", min(neighbours, count(outs, rule))
     if not walk.listed:
         yield "first tile not read first", count(walk.outputs(oracle.oldest_last_first(walk.position, rule.tile)), rule)
-        yield "oldest tiles first", count(walk.outputs([*reversed(oracle.oldest_last_first(walk.position, rule.tile))]), rule)
+        yield (
+            "oldest tiles first",
+            count(walk.outputs([*reversed(oracle.oldest_last_first(walk.position, rule.tile))]), rule),
+        )
     if walk.q.shape[-1] > oracle.PROBED:
         yield "other channels probed", count(outs, rule, channels=list(range(oracle.PROBED)))
     whole = sum(map(len, outs))

@@ -1,8 +1,9 @@
 """Planted faults: each known class of bug, in a few lines, to be found by probes that do not know which one it is.
 
-A mutation is a function of a `Site`, registered with @mutation. It damages the site's private copy of a checkpoint, or patches
-the code of the model, a kernel, a cache or the loader, or changes the loaded subject. Files of this folder follow the sections
-of the list of known bugs; `catalogue()` has them all. `probes.selftest` plants them one by one and runs the probes.
+A mutation is a function of a `Site`, registered with @mutation. It damages the site's private copy of a checkpoint, or
+patches the code of the model, a kernel, a cache or the loader, or changes the loaded subject. Files of this folder
+follow the sections of the list of known bugs; `catalogue()` has them all. `dsv4.probes.selftest` plants them one by one
+and runs the probes.
 """
 
 import importlib
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.gqa.model import GQA_COMPOSITIONS
-from kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
-from kernels.errors import Dsv4Error
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 
 Plant = Callable[["Site"], None]
 
@@ -27,8 +28,9 @@ Plant = Callable[["Site"], None]
 class Site:
     """Where one fault is planted.
 
-    checkpoint: a copy of the synthetic checkpoint, made for this fault alone and to be damaged freely before it is loaded.
-    Patches last until `undo`; functions given to `after_load` are called with the loaded subject, before any probe.
+    checkpoint: a copy of the synthetic checkpoint, made for this fault alone and to be damaged freely before it is
+    loaded. Patches last until `undo`; functions given to `after_load` are called with the loaded subject, before any
+    probe.
     """
 
     checkpoint: Path
@@ -51,18 +53,23 @@ class Site:
         return before
 
     def kernel(self, name: str, change: Callable[[Callable], Callable]) -> None:
-        """Replace operation `name` by change(what ran before) on every backend but `reference`, which stays the definition: in the
-        table of every family of models that has it (fetching from host memory is a GQA model's, and CSA's entries take it from there)."""
+        """Replace operation `name` by change(what ran before) on every backend but `reference`, which stays the
+        definition: in the table of every family of models that has it (fetching from host memory is a GQA model's, and
+        CSA's entries take it from there)."""
         for table in (OPERATIONS, GQA_OPERATIONS):
             if name in table:
                 op = table[name]
-                others = {backend: change(op.resolve(backend)[0]) for backend in ("cpu", *op.implementations) if backend != "reference"}
+                others = {
+                    backend: change(op.resolve(backend)[0])
+                    for backend in ("cpu", *op.implementations)
+                    if backend != "reference"
+                }
                 self.patch_item(table, name, Operation(name, op.implementations | others))
         self.unfused(name)
 
     def unfused(self, operation: str) -> None:
-        """What runs `operation` (an operation or a composition) and others as one kernel runs them one by one: neither a changed
-        operation nor changed code of the model around it would run otherwise."""
+        """What runs `operation` (an operation or a composition) and others as one kernel runs them one by one: neither
+        a changed operation nor changed code of the model around it would run otherwise."""
         for table in (COMPOSITIONS, GQA_COMPOSITIONS):
             for composition in table.values():
                 if operation in (composition.name, *composition.parts) and composition.implementations:
@@ -87,11 +94,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One fault. section: of the list of known bugs ('1.3'); bugs: its ids there; what: one line in the words of the model.
+    """One fault. section: of the list of known bugs ('1.3'); bugs: its ids there; what: one line in the words of the
+    model.
 
-    parts: words of which a finding must name one (in its part, where or name) to have found this fault and not just some
-    symptom; probes: those that are asked first, for speed (the others follow); numerics, profile, caches: of the subject it is
-    planted in (caches: formats of the main cache and of the index keys).
+    parts: words of which a finding must name one (in its part, where or name) to have found this fault and not just
+    some symptom; probes: those that are asked first, for speed (the others follow); numerics, profile, caches: of the
+    subject it is planted in (caches: formats of the main cache and of the index keys).
     """
 
     name: str
@@ -109,9 +117,17 @@ class Mutation:
 _REGISTERED: dict[str, Mutation] = {}
 
 
-def mutation(section: str, bugs: tuple[int, ...], parts: tuple[str, ...], probes: tuple[str, ...] = (), numerics: str = "fp32",
-             profile: str = "default", caches: tuple[str, str] = ("auto", "auto")) -> Callable[[Plant], Plant]:
+def mutation(
+    section: str,
+    bugs: tuple[int, ...],
+    parts: tuple[str, ...],
+    probes: tuple[str, ...] = (),
+    numerics: str = "fp32",
+    profile: str = "default",
+    caches: tuple[str, str] = ("auto", "auto"),
+) -> Callable[[Plant], Plant]:
     """Register a function as a mutation; its name (with spaces) and the first line of its docstring describe it."""
+
     def register(plant: Plant) -> Plant:
         name = plant.__name__.replace("_", " ")
         if name in _REGISTERED and _REGISTERED[name].plant.__module__ != plant.__module__:
@@ -119,6 +135,7 @@ def mutation(section: str, bugs: tuple[int, ...], parts: tuple[str, ...], probes
         what = (plant.__doc__ or "").strip().splitlines()[0]
         _REGISTERED[name] = Mutation(name, section, bugs, what, parts, plant, probes, numerics, profile, caches)
         return plant
+
     return register
 
 

@@ -5,8 +5,8 @@ import torch
 from dsv4.attention import ATTENTION, GroupedLinear, WindowAttention
 from dsv4.cache import LayerCache
 from dsv4.config import ModelConfig
+from dsv4.probes.mutations import Site, mutation
 from dsv4.rows import Entries, Ring
-from probes.mutations import Site, mutation
 
 CORES = ("sparse_attention", "hca_attention")
 
@@ -14,8 +14,14 @@ CORES = ("sparse_attention", "hca_attention")
 def sinks(site: Site, change) -> None:
     """Both attention operations get change(sink [H], scale) for their sink."""
     for name in CORES:
-        site.kernel(name, lambda real: lambda q, w, wi, e, which, sink, scale, *rest: real(
-            q, w, wi, e, which, change(sink, scale), scale, *rest))
+        site.kernel(
+            name,
+            lambda real: (
+                lambda q, w, wi, e, which, sink, scale, *rest: real(
+                    q, w, wi, e, which, change(sink, scale), scale, *rest
+                )
+            ),
+        )
 
 
 def outputs(site: Site, change) -> None:
@@ -31,6 +37,7 @@ def windows(site: Site, change) -> None:
     def init(self, plan, sliding_window, *rest):
         prepare(self, plan, sliding_window, *rest)
         self.window = Ring(self.tensors["window"], change(sliding_window) - 1)
+
     site.patch(LayerCache, "__init__", init)
     site.patch(Ring, "last", lambda self, step, window: last(self, step, change(window)))
 
@@ -42,7 +49,9 @@ def windows(site: Site, change) -> None:
 def window_without_bound(site: Site) -> None:
     """The sliding window is wired into no mask: a prefill attends to every token before it."""
     last = Ring.last
-    site.patch(Ring, "last", lambda self, step, window: last(self, step, window if any(step.starts) else max(window, step.T)))
+    site.patch(
+        Ring, "last", lambda self, step, window: last(self, step, window if any(step.starts) else max(window, step.T))
+    )
 
 
 @mutation("1.7", bugs=(), parts=("window",), probes=("influence",))
@@ -78,6 +87,7 @@ def window_forgets_the_step_before(site: Site) -> None:
         t, back = torch.arange(step.T, device=step.device), torch.arange(1 - window, 1, device=step.device)
         first = (t.view(-1, 1) + back >= 0).repeat(step.B, 1)
         return torch.where(first, last(self, step, window), -1)
+
     site.patch(Ring, "last", own_step)
 
 
@@ -85,9 +95,19 @@ def window_forgets_the_step_before(site: Site) -> None:
 def window_dropped_beside_entries(site: Site) -> None:
     """Layers that compress attend to entries alone."""
     for name in CORES:
-        site.kernel(name, lambda real: lambda q, w, wi, e, which, *rest: real(
-            q, w, wi if which is None or not (e.numel() and bool((which > 0).any())) else torch.full_like(wi, -1), e, which,
-            *rest[:2]))
+        site.kernel(
+            name,
+            lambda real: (
+                lambda q, w, wi, e, which, *rest: real(
+                    q,
+                    w,
+                    wi if which is None or not (e.numel() and bool((which > 0).any())) else torch.full_like(wi, -1),
+                    e,
+                    which,
+                    *rest[:2],
+                )
+            ),
+        )
 
 
 @mutation("1.7", bugs=(), parts=("compressed entries",), probes=("influence",))
@@ -97,15 +117,18 @@ def recent_tokens_are_seen_once(site: Site) -> None:
 
     def older(self, step, entry):
         return real(self, step, torch.where(4 * entry + 3 < step.pos.unsqueeze(-1) - 7, entry, -1))
+
     site.patch(Entries, "chosen", older)
 
 
 @mutation("1.7", bugs=(108,), parts=("rows of the batch", "batching"), probes=("influence", "isolation"))
 def rows_addressed_without_their_stride(site: Site) -> None:
     """Entries are read by a flat number that ignores how far apart the rows of a batch lie."""
+
     def packed(self, step, entry):
         n = step.max_visible(self.ratio)  # as if the pool held nothing beyond
         return self.flat, torch.where(entry < 0, -1, entry + (step.row * (n - n // 2)).unsqueeze(-1)).flatten(0, 1)
+
     site.patch(Entries, "chosen", packed)
 
 
@@ -139,19 +162,23 @@ def sink_of_the_next_head(site: Site) -> None:
 @mutation("1.7", bugs=(104,), parts=("sink",), probes=("influence", "load_ledger"))
 def sinks_of_the_first_shard(site: Site) -> None:
     """Sinks are not sharded: the second half of the heads uses those of the first."""
+
     def repeat(subject):
         for block in subject.model.layers:
             half = block.attn.H // 2
             block.attn.attn_sink.data[half:] = block.attn.attn_sink.data[:half].clone()
+
     site.after_load(repeat)
 
 
 @mutation("1.7", bugs=(), parts=("sink",), probes=("influence", "load_ledger"))
 def sinks_shared_across_layers(site: Site) -> None:
     """All layers use the sinks of the first."""
+
     def share(subject):
         for block in subject.model.layers[1:]:
             block.attn.attn_sink.data = subject.model.layers[0].attn.attn_sink.data
+
     site.after_load(share)
 
 
@@ -159,20 +186,31 @@ def sinks_shared_across_layers(site: Site) -> None:
 def sink_dropped_with_one_query(site: Site) -> None:
     """The interface that decode calls has no argument for sinks, and they vanish there."""
     for name in CORES:
-        site.kernel(name, lambda real: lambda q, w, wi, e, which, sink, *rest: real(
-            q, w, wi, e, which, sink - (1e4 if len(wi) == 1 else 0), *rest))
+        site.kernel(
+            name,
+            lambda real: (
+                lambda q, w, wi, e, which, sink, *rest: real(
+                    q, w, wi, e, which, sink - (1e4 if len(wi) == 1 else 0), *rest
+                )
+            ),
+        )
 
 
 @mutation("1.7", bugs=(), parts=("sink", "sparse attention", "HCA attention"), probes=("edges", "influence"))
 def sink_has_a_value(site: Site) -> None:
     """The sink is a key with a value, that of the first row of the pool."""
     for name in CORES:
+
         def valued(real):
             def attend(q, w, wi, e, which, sink, *rest):
                 o, without = real(q, w, wi, e, which, sink, *rest), real(q, w, wi, e, which, sink - 1e4, *rest)
-                mass = 1 - (o * without).sum(-1, keepdim=True) / (without * without).sum(-1, keepdim=True).clamp(min=1e-30)
+                mass = 1 - (o * without).sum(-1, keepdim=True) / (without * without).sum(-1, keepdim=True).clamp(
+                    min=1e-30
+                )
                 return o + mass * w[0].nan_to_num()
+
             return attend
+
         site.kernel(name, valued)
 
 
@@ -188,7 +226,7 @@ def softmax_scale_of_unrotated_dims(site: Site) -> None:
 @mutation("1.7", bugs=(41,), parts=("softmax scale",), probes=("influence",))
 def softmax_scale_with_mscale(site: Site) -> None:
     """Scores carry the squared mscale of YaRN, 1.277 for a factor of 16."""
-    site.patch(ModelConfig, "softmax_scale", property(lambda self: 1.277**2 * self.head_dim ** -0.5))
+    site.patch(ModelConfig, "softmax_scale", property(lambda self: 1.277**2 * self.head_dim**-0.5))
 
 
 @mutation("1.7", bugs=(), parts=("queries",), probes=("rope",))
@@ -200,15 +238,18 @@ def heads_in_another_order(site: Site) -> None:
         qr = self.q_norm(self.wq_a(x))
         q = self.op.rms_norm(self.wq_b(qr).view(step.N, self.D, self.H).transpose(1, 2).contiguous(), None, self.eps)
         return real(self, x, step)[0], self.op.rotate(q, step.cis(self.base).unsqueeze(1))
+
     site.patch(WindowAttention, "queries", interleaved)
 
 
 @mutation("1.7", bugs=(), parts=("queries",), probes=("rope",))
 def query_norm_missing(site: Site) -> None:
     """Low-rank queries are not normalised: q_norm is loaded and unused."""
+
     def bare(subject):
         for block in subject.model.layers:
             block.attn.q_norm.forward = lambda x: x
+
     site.after_load(bare)
 
 
@@ -221,24 +262,36 @@ def head_norm_missing(site: Site) -> None:
 @mutation("1.7", bugs=(), parts=("window rows",), probes=("rope",))
 def latent_norm_missing(site: Site) -> None:
     """Window rows are not normalised: kv_norm is loaded and unused."""
+
     def bare(subject):
         for block in subject.model.layers:
             block.attn.kv_norm.forward = lambda x: x
+
     site.after_load(bare)
 
 
 @mutation("1.7", bugs=(), parts=("values",), probes=("influence",))
 def values_without_rotated_dims(site: Site) -> None:
     """Only the dims that are not rotated serve as value, as where key and value are two things."""
-    outputs(site, lambda o, attn: torch.cat((o[..., :-attn.rope], torch.zeros_like(o[..., -attn.rope:])), -1))
+    outputs(site, lambda o, attn: torch.cat((o[..., : -attn.rope], torch.zeros_like(o[..., -attn.rope :])), -1))
 
 
 @mutation("1.7", bugs=(), parts=("sparse attention", "HCA attention"), probes=("edges",))
 def attention_in_bf16(site: Site) -> None:
     """Queries and keys are rounded to bf16 before their product, in numerics that promise fp32."""
     for name in CORES:
-        site.kernel(name, lambda real: lambda q, w, wi, e, *rest: real(
-            q.bfloat16().to(q.dtype), w.bfloat16().to(w.dtype), wi, e if e is None else e.bfloat16().to(e.dtype), *rest))
+        site.kernel(
+            name,
+            lambda real: (
+                lambda q, w, wi, e, *rest: real(
+                    q.bfloat16().to(q.dtype),
+                    w.bfloat16().to(w.dtype),
+                    wi,
+                    e if e is None else e.bfloat16().to(e.dtype),
+                    *rest,
+                )
+            ),
+        )
 
 
 # ---- output projection --------------------------------------------------------------------
@@ -254,8 +307,10 @@ def output_groups_in_reverse(site: Site) -> None:
 @mutation("1.7", bugs=(110,), parts=("output projection",), probes=("influence",))
 def heads_dealt_out_to_groups(site: Site) -> None:
     """A split over heads breaks the reshape before wo_a: every second head goes to each group, not eight in a row."""
+
     def dealt(o, attn):
         return o.unflatten(1, (-1, attn.groups)).transpose(1, 2).flatten(1, 2).contiguous()
+
     outputs(site, dealt)
 
 
@@ -275,4 +330,5 @@ def one_group_lost(site: Site) -> None:
         z = real(self, x).clone()
         z[:, -1] = 0
         return z
+
     site.patch(GroupedLinear, "forward", lost)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from dsv4.bill import csa, fit, gqa, latent, session, step
 from dsv4.bill.fit import Bill, Price
 from dsv4.config import LayerKind
-from kernels.cache_rows import pack_layout
-from probes.mutations import Site, mutation
+from dsv4.kernels.cache_rows import pack_layout
+from dsv4.probes.mutations import Site, mutation
 
 GROUPED = dict(probes=("bill",), profile="qwen2")
 LATENT = dict(probes=("bill",))
@@ -23,7 +23,11 @@ def billed(site: Site, name: str, change: Callable[[Callable], Callable]) -> Non
 
 def refitted(site: Site, change: Callable[[Callable, list], Bill]) -> None:
     """The bill is change(the fit, rows)."""
-    billed(site, "fit", lambda real: lambda measured, constant=False: change(lambda rows: real(rows, constant), list(measured)))
+    billed(
+        site,
+        "fit",
+        lambda real: lambda measured, constant=False: change(lambda rows: real(rows, constant), list(measured)),
+    )
 
 
 # ---- GQA models ---------------------------------------------------------------------------
@@ -45,7 +49,11 @@ def keys_billed_for_every_query_head(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("block summaries, not counted",), **GROUPED)
 def finding_is_free_in_the_bill(site: Site) -> None:
     """Summaries, which are read to find the blocks, are not counted."""
-    billed(site, "policy_parts", lambda real: lambda *given: {k: n for k, n in real(*given).items() if k != "block summaries"})
+    billed(
+        site,
+        "policy_parts",
+        lambda real: lambda *given: {k: n for k, n in real(*given).items() if k != "block summaries"},
+    )
 
 
 @mutation("1.19", bugs=(), parts=("one vector of two",), **GROUPED)
@@ -58,8 +66,19 @@ def one_bound_of_two_is_billed(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("block summaries, every block",), **GROUPED)
 def blocks_that_are_kept_unseen_are_billed(site: Site) -> None:
     """Sinks and local blocks are counted as scored; they are kept whatever their summaries."""
-    billed(site, "searched", lambda real: lambda *given: real(*given) if len(given) == 2 else (
-        0 if given[1].selector is None else given[2] * given[0].kv_heads * gqa.blocks_of(given[1], given[3])))
+    billed(
+        site,
+        "searched",
+        lambda real: (
+            lambda *given: (
+                real(*given)
+                if len(given) == 2
+                else (
+                    0 if given[1].selector is None else given[2] * given[0].kv_heads * gqa.blocks_of(given[1], given[3])
+                )
+            )
+        ),
+    )
 
 
 @mutation("1.19", bugs=(), parts=("the whole context",), **GROUPED)
@@ -77,8 +96,15 @@ def last_block_is_billed_whole(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("windows ignored",), probes=("bill",), profile="mistral")
 def layers_with_a_window_billed_as_full(site: Site) -> None:
     """Layers that read a window are counted with every token."""
-    billed(site, "attention_parts", lambda real: lambda config, *given: real(replace(config, windows=(None,) * len(config.windows))
-                                                                             if hasattr(config, "windows") else config, *given))
+    billed(
+        site,
+        "attention_parts",
+        lambda real: (
+            lambda config, *given: real(
+                replace(config, windows=(None,) * len(config.windows)) if hasattr(config, "windows") else config, *given
+            )
+        ),
+    )
 
 
 @mutation("1.19", bugs=(), parts=("bill, bytes held",), **GROUPED)
@@ -89,8 +115,12 @@ def summaries_take_no_room_in_the_bill(site: Site) -> None:
 
 def weighed(site: Site, change: Callable[..., dict]) -> None:
     """Weights are change(what the bill says, tensors, config, rows)."""
+
     def reading(real):
-        return lambda tensors, config, rows=1: (found := real(tensors, config, rows)) | change(found, tensors, config, rows)
+        return lambda tensors, config, rows=1: (
+            (found := real(tensors, config, rows)) | change(found, tensors, config, rows)
+        )
+
     billed(site, "weights_read", reading)
 
 
@@ -109,7 +139,12 @@ def tied_head_is_billed_twice(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("embedding, counted whole",), probes=("bill",), profile="llama3")
 def embedding_is_billed_whole(site: Site) -> None:
     """The table is counted; a token reads a row of it."""
-    weighed(site, lambda found, tensors, config, rows: {"embedding": found["embedding"] // rows * config.vocab_size} if "embedding" in found else {})
+    weighed(
+        site,
+        lambda found, tensors, config, rows: (
+            {"embedding": found["embedding"] // rows * config.vocab_size} if "embedding" in found else {}
+        ),
+    )
 
 
 # ---- DeepSeek-V4 models -------------------------------------------------------------------
@@ -142,7 +177,11 @@ def hca_billed_at_the_ratio_of_csa(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("csa entries, every entry",), **LATENT)
 def entries_that_are_not_picked_are_billed(site: Site) -> None:
     """CSA is counted with every visible entry; it reads index_topk of them."""
-    site.patch(latent.LatentGeometry, "entries", lambda g, kind, context: 0 if kind is LayerKind.WINDOW else context // latent.RATIOS[kind])
+    site.patch(
+        latent.LatentGeometry,
+        "entries",
+        lambda g, kind, context: 0 if kind is LayerKind.WINDOW else context // latent.RATIOS[kind],
+    )
 
 
 @mutation("1.19", bugs=(), parts=("scored where nothing is to be chosen",), **LATENT)
@@ -175,15 +214,28 @@ def packed_rows_billed_as_plain_numbers(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("bill, window", "bill, index keys"), **PACKED)
 def scales_of_packed_rows_are_not_billed(site: Site) -> None:
     """Of packed rows the numbers are counted, and their scales are not."""
-    billed(site, "row_bytes", lambda real: lambda format, width, rope, itemsize: width * itemsize if format is None else
-           pack_layout(format, width, rope).payload)
+    billed(
+        site,
+        "row_bytes",
+        lambda real: (
+            lambda format, width, rope, itemsize: (
+                width * itemsize if format is None else pack_layout(format, width, rope).payload
+            )
+        ),
+    )
 
 
 @mutation("1.19", bugs=(), parts=("routed experts, every expert",), **LATENT)
 def every_expert_is_billed(site: Site) -> None:
     """All routed experts are counted; a token reads those that it is routed to."""
-    weighed(site, lambda found, tensors, config, rows: {"routed experts": found["routed experts"] * config.n_routed_experts
-                                                        // min(config.n_routed_experts, rows * config.num_experts_per_tok)})
+    weighed(
+        site,
+        lambda found, tensors, config, rows: {
+            "routed experts": found["routed experts"]
+            * config.n_routed_experts
+            // min(config.n_routed_experts, rows * config.num_experts_per_tok)
+        },
+    )
 
 
 @mutation("1.19", bugs=(), parts=("drafts counted",), **LATENT)
@@ -195,7 +247,9 @@ def drafts_are_billed_in_a_plain_step(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("hash tables, counted whole",), **LATENT)
 def hash_tables_are_billed_whole(site: Site) -> None:
     """Tables of experts by token id are counted; a token reads a row of each."""
-    weighed(site, lambda found, tensors, config, rows: {"hash tables": found["hash tables"] // rows * config.vocab_size})
+    weighed(
+        site, lambda found, tensors, config, rows: {"hash tables": found["hash tables"] // rows * config.vocab_size}
+    )
 
 
 # ---- the fit ------------------------------------------------------------------------------
@@ -209,9 +263,11 @@ def recoloured(rows: list, which: Callable, **more) -> list:
 @mutation("1.19", bugs=(), parts=("β and c₀, sparse rows",), **GROUPED)
 def beta_is_fitted_on_sparse_rows_too(site: Site) -> None:
     """β and c₀ are fitted on every row, with what finding costs."""
+
     def change(real, rows):
         whole = real(recoloured(rows, lambda r: True, dense=True, finding=None))
         return Bill(whole.bandwidth, whole.c0, real(rows).finding)
+
     refitted(site, change)
 
 
@@ -231,7 +287,11 @@ def held_out_rows_are_fitted(site: Site) -> None:
 def shapes_are_held_out_and_fitted(site: Site) -> None:
     """A plan fits every shape, and holds a third of them out as well."""
     real = session.Plan.of
-    site.patch(session.Plan, "of", classmethod(lambda cls, *given: (p := real(*given)) and cls(p.fitted + p.held_out, p.held_out)))
+    site.patch(
+        session.Plan,
+        "of",
+        classmethod(lambda cls, *given: (p := real(*given)) and cls(p.fitted + p.held_out, p.held_out)),
+    )
 
 
 @mutation("1.19", bugs=(), parts=("bill, fit, held-out rows",), **GROUPED)
@@ -243,16 +303,19 @@ def held_out_rows_run_before_they_are_predicted(site: Site) -> None:
         for shape in plan.held_out:
             timer.shape(source, *shape, True)
         return real(source, timer, plan, *given)
+
     site.patch(session, "run", run)
 
 
 @mutation("1.19", bugs=(), parts=("bill, fit, c₀",), **GROUPED)
 def c1_is_absorbed_in_c0(site: Site) -> None:
     """What finding costs is in the constant of every row, and no price of its own."""
+
     def change(real, rows):
         bill = real(rows)
         most = max((price.fixed for price in bill.finding.values()), default=0.0)
         return Bill(bill.bandwidth, bill.c0 + most, {name: Price(0.0) for name in bill.finding})
+
     refitted(site, change)
 
 
@@ -265,10 +328,12 @@ def rows_of_the_batch_are_found_for_nothing(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("c₁, rows of another policy",), **GROUPED)
 def one_price_for_every_policy(site: Site) -> None:
     """What one policy pays for finding is fitted on the rows of all."""
+
     def change(real, rows):
         bill, names = real(rows), {r.finding for r in rows if r.finding}
         one = real(recoloured(rows, lambda r: r.finding, finding="all")).finding.get("all", Price(0.0))
         return Bill(bill.bandwidth, bill.c0, dict.fromkeys(names, one))
+
     refitted(site, change)
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from dsv4 import config as configuration
 from dsv4.config import ModelConfig
-from loaders import load as reading
-from probes.mutations import Site, mutation
+from dsv4.loaders import load as reading
+from dsv4.probes.mutations import Site, mutation
 
 
 def effective(site: Site, **others) -> None:
@@ -16,6 +16,7 @@ def effective(site: Site, **others) -> None:
     def from_official(cls, raw):
         config = real(cls, raw)
         return replace(config, **{k: v(getattr(config, k)) if callable(v) else v for k, v in others.items()})
+
     site.patch(ModelConfig, "from_official", classmethod(from_official))
 
 
@@ -41,19 +42,24 @@ def compress_rope_theta_never_read(site: Site) -> None:
 def compress_ratios_off_by_one(site: Site) -> None:
     """compress_ratios is read from its second entry on: each layer has the kind of the next."""
     real = configuration.Reader.get
-    site.patch(configuration.Reader, "get", lambda reader, key: [*real(reader, key)[1:], 0] if key == "compress_ratios"
-               else real(reader, key))
+    site.patch(
+        configuration.Reader,
+        "get",
+        lambda reader, key: [*real(reader, key)[1:], 0] if key == "compress_ratios" else real(reader, key),
+    )
 
 
 @mutation("1.1", bugs=(4, 16), parts=("MTP",), probes=("config_ledger",))
 def mtp_ratio_of_the_last_layer(site: Site) -> None:
-    """The MTP block takes the layer type of the last backbone layer, since the extra entry of compress_ratios is cut off."""
+    """The MTP block takes the layer type of the last backbone layer, since the extra entry of compress_ratios is cut
+    off."""
     real = configuration.Reader.get
 
     def get(reader, key):
         value = real(reader, key)
         layers = reader.raw["num_hidden_layers"]
         return [*value[:layers], value[layers - 1]] if key == "compress_ratios" else value
+
     site.patch(configuration.Reader, "get", get)
 
 
@@ -66,18 +72,22 @@ def routed_scaling_factor_never_read(site: Site) -> None:
 @mutation("1.1", bugs=(13,), parts=("swiglu_limit", "experts.limit"), probes=("config_ledger",))
 def swiglu_limit_not_passed_on(site: Site) -> None:
     """swiglu_limit is read and never reaches the experts."""
+
     def change(subject):
         for block in subject.model.layers:
             block.ffn.experts.limit = block.ffn.shared_experts.limit = float("inf")
+
     site.after_load(change)
 
 
 @mutation("1.1", bugs=(13,), parts=("num_experts_per_tok", "gate.topk"), probes=("config_ledger",))
 def experts_per_token_hard_coded(site: Site) -> None:
     """The router selects one expert a token whatever num_experts_per_tok says."""
+
     def change(subject):
         for block in subject.model.layers:
             block.ffn.gate.topk = 1
+
     site.after_load(change)
 
 
@@ -90,10 +100,12 @@ def sinkhorn_iterations_hard_coded(site: Site) -> None:
 @mutation("1.1", bugs=(13,), parts=("rms_norm_eps", ".eps"), probes=("config_ledger",))
 def norm_eps_of_another_model(site: Site) -> None:
     """Every norm has the default eps of 1e-5 instead of rms_norm_eps."""
+
     def change(subject):
         for module in subject.model.modules():
             if type(module).__name__ == "RMSNorm":
                 module.eps = 1e-5
+
     site.after_load(change)
 
 
@@ -107,19 +119,23 @@ def a_stated_option_that_nothing_obeys(site: Site) -> None:
 @mutation("1.1", bugs=(147,), parts=("index_topk",), probes=("config_ledger",))
 def index_topk_clamped_while_reading(site: Site) -> None:
     """Reading config.json clamps index_topk to 4, before anything could compare it with what was asked for."""
+
     def read(root):
         raw, notes = real(root)
         return raw | {"index_topk": min(raw["index_topk"], 4)}, notes
+
     real = site.patch(reading, "read_config", read)
 
 
 @mutation("1.1", bugs=(147,), parts=("index_topk", "layer kind", "indexer.topk"), probes=("config_ledger",))
 def index_topk_clamped_in_the_indexer(site: Site) -> None:
     """The indexer's buffer allows 5 picks; index_topk is clamped to that without a word."""
+
     def change(subject):
         for block in subject.model.layers:
             if hasattr(block.attn, "indexer"):
                 block.attn.indexer.topk = min(block.attn.indexer.topk, 5)
+
     site.after_load(change)
 
 
@@ -138,7 +154,9 @@ def hash_layers_counted_from_one(site: Site) -> None:
 @mutation("1.1", bugs=(11,), parts=("sliding_window", "attn.W"), probes=("config_ledger",))
 def window_of_a_renamed_key(site: Site) -> None:
     """The attention looks for the window under a key's older name and takes its own default of 4."""
+
     def change(subject):
         for block in subject.model.layers:
             block.attn.W = 4
+
     site.after_load(change)

@@ -4,20 +4,26 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.moe import Experts, Gate, MoE
-from probes.mutations import Site, mutation
+from dsv4.probes.mutations import Site, mutation
 
 
 def routing(site: Site, scores=None, chosen=None, weights=None, hashed=True) -> None:
-    """Both routing operations by other scores(logits), chosen(scores, bias, k) or weights(picked, their bias, factor)."""
+    """Both routing operations by other scores(logits), chosen(scores, bias, k) or weights(picked, their bias,
+    factor)."""
     plain = lambda z: F.softplus(z.double()).sqrt()
     share = lambda picked, bias, factor: picked / picked.sum(-1, keepdim=True) * factor
-    score, pick, weigh = scores or plain, chosen or (lambda s, bias, k: (s + bias).topk(k, -1).indices), weights or share
+    score, pick, weigh = (
+        scores or plain,
+        chosen or (lambda s, bias, k: (s + bias).topk(k, -1).indices),
+        weights or share,
+    )
 
     def scored(real):
         def route(x, weight, bias, k, factor):
             s = score(x.float() @ weight.float().T)
             indices = pick(s, bias, k)
             return indices, weigh(s.gather(1, indices), bias[indices], factor).float()
+
         return route
 
     def by_id(real):
@@ -25,7 +31,9 @@ def routing(site: Site, scores=None, chosen=None, weights=None, hashed=True) -> 
             indices = table[ids]
             picked = score(x.float() @ weight.float().T).gather(1, indices)
             return indices, weigh(picked, torch.zeros_like(picked), factor).float()
+
         return route
+
     site.kernel("route_scored", scored)
     if hashed:
         site.kernel("route_hashed", by_id)
@@ -33,7 +41,7 @@ def routing(site: Site, scores=None, chosen=None, weights=None, hashed=True) -> 
 
 def experts(site: Site, activation, routed: bool = True, shared: bool = True) -> None:
     """Experts with another activation(gate, up, limit), weights dequantised."""
-    from kernels.quantize import to_float
+    from dsv4.kernels.quantize import to_float
 
     def of_all(real):
         def run(x, indices, weights, w13, w2, limit, simulate):
@@ -41,13 +49,18 @@ def experts(site: Site, activation, routed: bool = True, shared: bool = True) ->
             for e in indices.unique().tolist():
                 token, slot = torch.nonzero(indices == e, as_tuple=True)
                 gate, value = (x[token].float() @ up[e].T).chunk(2, -1)
-                out.index_add_(0, token, activation(gate, value, limit) * weights[token, slot].unsqueeze(-1) @ down[e].T)
+                out.index_add_(
+                    0, token, activation(gate, value, limit) * weights[token, slot].unsqueeze(-1) @ down[e].T
+                )
             return out
+
         return run
 
     def of_one(real):
-        return lambda x, w1, w3, w2, limit, simulate: activation(
-            x.float() @ to_float(w1).T, x.float() @ to_float(w3).T, limit) @ to_float(w2).T
+        return lambda x, w1, w3, w2, limit, simulate: (
+            activation(x.float() @ to_float(w1).T, x.float() @ to_float(w3).T, limit) @ to_float(w2).T
+        )
+
     if routed:
         site.kernel("experts", of_all)
     if shared:
@@ -120,17 +133,21 @@ def scaling_factor_missing(site: Site) -> None:
 @mutation("1.9", bugs=(), parts=("routing weights", "router"), probes=("moe_edges",))
 def scaling_factor_twice(site: Site) -> None:
     """Router and experts both apply routed_scaling_factor."""
+
     def scaled(self, x, indices, weights):
         return real(self, x, indices, weights) * 1.5
+
     real = site.patch(Experts, "forward", scaled)
 
 
 @mutation("1.9", bugs=(), parts=("routing weights", "router"), probes=("moe_edges",))
 def one_expert_fewer(site: Site) -> None:
     """A token goes to one expert fewer than num_experts_per_tok."""
+
     def fewer(self, x, ids):
         indices, weights = real(self, x, ids)
         return indices[:, :-1].contiguous(), (weights[:, :-1] / weights[:, :-1].sum(-1, keepdim=True) * self.factor)
+
     real = site.patch(Gate, "forward", fewer)
 
 
@@ -147,49 +164,65 @@ def every_token_routes_as_id_0(site: Site) -> None:
 @mutation("1.9", bugs=(), parts=("hash table",), probes=("moe_edges",))
 def hash_table_one_row_off(site: Site) -> None:
     """The table is read at the next token id."""
-    site.kernel("route_hashed", lambda real: lambda x, weight, table, ids, factor: real(
-        x, weight, table, (ids + 1) % len(table), factor))
+    site.kernel(
+        "route_hashed",
+        lambda real: lambda x, weight, table, ids, factor: real(x, weight, table, (ids + 1) % len(table), factor),
+    )
 
 
 @mutation("1.9", bugs=(126,), parts=("hash table",), probes=("moe_edges",))
 def token_ids_pass_through_bf16(site: Site) -> None:
     """Token ids are cast with the activations to bf16 and lose their low bits beyond 256."""
     real = Gate.forward
-    site.patch(Gate, "forward", lambda self, x, ids: real(
-        self, x, ids if self.tid2eid is None else ids.bfloat16().long().clamp(max=len(self.tid2eid) - 1)))
+    site.patch(
+        Gate,
+        "forward",
+        lambda self, x, ids: real(
+            self, x, ids if self.tid2eid is None else ids.bfloat16().long().clamp(max=len(self.tid2eid) - 1)
+        ),
+    )
 
 
 @mutation("1.9", bugs=(), parts=("hash table",), probes=("moe_edges",))
 def hash_table_ignored(site: Site) -> None:
     """Hash layers choose experts by score like the others."""
+
     def by_score(real):
         def route(x, weight, table, ids, factor):
             s = F.softplus(x.float() @ weight.float().T).sqrt()
             best = s.topk(table.shape[1], -1)
             return best.indices, best.values / best.values.sum(-1, keepdim=True) * factor
+
         return route
+
     site.kernel("route_hashed", by_score)
 
 
 @mutation("1.9", bugs=(), parts=("routing weights", "router"), probes=("moe_edges",))
 def hash_layers_weigh_equally(site: Site) -> None:
     """Hash layers give each of a token's experts the same weight: scores are not looked at."""
+
     def equal(real):
         def route(x, weight, table, ids, factor):
             indices = table[ids]
             return indices, torch.full(indices.shape, factor / indices.shape[1], device=x.device)
+
         return route
+
     site.kernel("route_hashed", equal)
 
 
 @mutation("1.9", bugs=(), parts=("routing weights", "router"), probes=("moe_edges",))
 def hash_layers_weigh_by_the_best_scores(site: Site) -> None:
     """On hash layers the weights are those of the best experts, not of the experts that the table names."""
+
     def other(real):
         def route(x, weight, table, ids, factor):
             s = F.softplus(x.double() @ weight.double().T).sqrt().topk(table.shape[1], -1).values
             return table[ids], (s / s.sum(-1, keepdim=True) * factor).float()
+
         return route
+
     site.kernel("route_hashed", other)
 
 
@@ -248,31 +281,41 @@ def activation_is_gelu(site: Site) -> None:
 def experts_one_off(site: Site) -> None:
     """Expert e runs with the weights of expert e + 1."""
     real = Experts.forward
-    site.patch(Experts, "forward", lambda self, x, indices, weights: real(
-        self, x, (indices + 1) % self.w13.weight.shape[0], weights))
+    site.patch(
+        Experts,
+        "forward",
+        lambda self, x, indices, weights: real(self, x, (indices + 1) % self.w13.weight.shape[0], weights),
+    )
 
 
 @mutation("1.9", bugs=(127,), parts=("expert order",), probes=("moe_edges",))
 def global_ids_into_local_experts(site: Site) -> None:
     """Expert numbers are global and the stack holds half of them: the second half runs as the first."""
     real = Experts.forward
-    site.patch(Experts, "forward", lambda self, x, indices, weights: real(
-        self, x, indices % (self.w13.weight.shape[0] // 2), weights))
+    site.patch(
+        Experts,
+        "forward",
+        lambda self, x, indices, weights: real(self, x, indices % (self.w13.weight.shape[0] // 2), weights),
+    )
 
 
 @mutation("1.9", bugs=(), parts=("shared expert",), probes=("moe_edges",))
 def shared_expert_dropped(site: Site) -> None:
     """Only routed experts are summed."""
+
     def routed(self, x, ids):
         return self.experts(x, *self.gate(x, ids)).to(x.dtype)
+
     site.patch(MoE, "forward", routed)
 
 
 @mutation("1.9", bugs=(), parts=("shared expert",), probes=("moe_edges",))
 def shared_expert_scaled(site: Site) -> None:
     """routed_scaling_factor multiplies the shared expert as well."""
+
     def scaled(self, x, ids):
         return (self.experts(x, *self.gate(x, ids)) + self.gate.factor * self.shared_experts(x)).to(x.dtype)
+
     site.patch(MoE, "forward", scaled)
 
 

@@ -4,14 +4,15 @@ import torch
 
 from dsv4.attention import GroupedLinear
 from dsv4.compressor import INDEX_KEY_BLOCK
+from dsv4.kernels.quantize import WeightFormat, formats, quantize_mxfp4, to_float, weights
 from dsv4.linear import Linear
-from kernels.quantize import WeightFormat, formats, quantize_mxfp4, to_float, weights
-from loaders.load import Inventory
-from probes.mutations import Site, mutation
-from probes.mutations.configuration import stated
-from probes.mutations.loading import rewritten
+from dsv4.loaders.load import Inventory
+from dsv4.probes.mutations import Site, mutation
+from dsv4.probes.mutations.configuration import stated
+from dsv4.probes.mutations.loading import rewritten
 
-ISLANDS = ("attn_sink", "ape", "bias", "fn", "base", "scale")  # leaves that are fp32 on disk, of modules that are no matrices
+# leaves that are fp32 on disk, of modules that are no matrices
+ISLANDS = ("attn_sink", "ape", "bias", "fn", "base", "scale")
 
 
 def e8m0(site: Site, value_of) -> None:
@@ -21,6 +22,7 @@ def e8m0(site: Site, value_of) -> None:
 
 def decoded(site: Site, value_of) -> None:
     """The loader dequantises FP8 matrices by value_of(codes float8, fp32 scale of each value)."""
+
     def read(inventory, base, block):
         if inventory.formats[base] is not WeightFormat.FP8:
             return real(inventory, base, block)
@@ -28,13 +30,17 @@ def decoded(site: Site, value_of) -> None:
         (O, K), (bo, bk) = w.weight.shape, block
         scale = weights.spread(weights.spread(weights.scale_to_float(w.scale), bk, K, -1), bo, O, -2)
         return value_of(w.weight, scale)
+
     real = site.patch(Inventory, "read_matrix", read)
 
 
 def stored_as(site: Site, leaf: str, change) -> None:
     """What is read of the official tensors ending in `leaf` passes through change(tensor)."""
-    real = site.patch(Inventory, "read", lambda inventory, name: change(real(inventory, name)) if name.endswith(leaf)
-                      else real(inventory, name))
+    real = site.patch(
+        Inventory,
+        "read",
+        lambda inventory, name: change(real(inventory, name)) if name.endswith(leaf) else real(inventory, name),
+    )
 
 
 @mutation("1.2", bugs=(17,), parts=("E8M0", "scale"), probes=("format_decode",))
@@ -71,6 +77,7 @@ def codes_of_the_two_halves_in_a_byte(site: Site) -> None:
     def halves(packed):
         values = real(packed)
         return torch.cat((values[..., 0::2], values[..., 1::2]), -1)
+
     site.patch(weights, "unpack_e2m1", halves)
 
 
@@ -90,12 +97,15 @@ def fp8_codes_cast_as_integers(site: Site) -> None:
 @mutation("1.2", bugs=(24,), parts=("fp8",), probes=("format_decode",))
 def fp8_read_as_fnuz(site: Site) -> None:
     """OCP E4M3 codes are read as FNUZ: half the value, and 0x80 is NaN, made 0 here."""
-    decoded(site, lambda codes, scale: codes.view(torch.uint8).view(torch.float8_e4m3fnuz).float().nan_to_num(0) * scale)
+    decoded(
+        site, lambda codes, scale: codes.view(torch.uint8).view(torch.float8_e4m3fnuz).float().nan_to_num(0) * scale
+    )
 
 
 @mutation("1.2", bugs=(21,), parts=("fp32 scales",), probes=("format_decode",))
 def fp32_scales_cut_to_powers_of_two(site: Site) -> None:
-    """A kernel keeps the exponents of fp32 block scales and drops their mantissas; the codes were made with all of it."""
+    """A kernel keeps the exponents of fp32 block scales and drops their mantissas; the codes were made with all of
+    it."""
     real = weights.scale_to_float
     cut = lambda scale: torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
     site.patch(weights, "scale_to_float", lambda scale: cut(scale) if scale.dtype is torch.float32 else real(scale))
@@ -103,7 +113,9 @@ def fp32_scales_cut_to_powers_of_two(site: Site) -> None:
 
 @mutation("1.2", bugs=(20,), parts=("FP8 simulation",), probes=("format_decode",), numerics="qat:fp32")
 def activation_scale_rounded_down(site: Site) -> None:
-    """The scale of quantised activations drops its mantissa instead of rounding up to a power of two: the largest saturate."""
+    """The scale of quantised activations drops its mantissa instead of rounding up to a power of two: the largest
+    saturate."""
+
     def change(real):
         def simulate(x, block, keep=0):
             if keep:
@@ -112,7 +124,9 @@ def activation_scale_rounded_down(site: Site) -> None:
             y = torch.nn.functional.pad(x.float(), (0, -K % block)).unflatten(-1, (-1, block))
             scale = torch.exp2(torch.floor(torch.log2(y.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)))
             return (formats.round_e4m3(y / scale).float() * scale).flatten(-2)[..., :K].to(x.dtype)
+
         return simulate
+
     site.kernel("simulate_fp8_blocks", change)
 
 
@@ -125,6 +139,7 @@ def rotated_dims_of_kv_quantised_too(site: Site) -> None:
 @mutation("1.2", bugs=(29,), parts=("indexer keys",), probes=("index_oracle",), numerics="qat:fp32")
 def scale_of_index_keys_never_stored(site: Site) -> None:
     """The FP4 scale of index keys is computed and never stored: keys come back by a scale of 1."""
+
     def change(real):
         def simulate(x, block=INDEX_KEY_BLOCK):
             if x.dim() > 2:  # queries have a dim of heads
@@ -133,27 +148,33 @@ def scale_of_index_keys_never_stored(site: Site) -> None:
             quantised = real(x, block).unflatten(-1, (-1, block))
             scale = torch.exp2(torch.ceil(torch.log2(y.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 6)))
             return (quantised / scale).flatten(-2)
+
         return simulate
+
     site.kernel("simulate_fp4_blocks", change)
 
 
 @mutation("1.2", bugs=(18,), parts=("sink",), probes=("load_ledger",))
 def fp32_sink_read_with_bf16_stride(site: Site) -> None:
     """attn_sink is fp32 on disk and read as if it were bf16: every other head gets the low half of a number."""
+
     def change(sink):
-        halves = sink.view(torch.bfloat16)[:len(sink)].float()
+        halves = sink.view(torch.bfloat16)[: len(sink)].float()
         return torch.where(halves.isfinite(), halves, 0)
+
     stored_as(site, "attn_sink", change)
 
 
 @mutation("1.2", bugs=(25,), parts=("fp32 island",), probes=("dtype_ledger",))
 def fp32_islands_cast_to_bf16(site: Site) -> None:
     """A blanket cast to bf16 takes the fp32 islands along: sinks, ape, mHC, gate.bias."""
+
     def change(subject):
         for module in subject.model.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
                 if leaf in ISLANDS and parameter.dtype is torch.float32:
                     parameter.data = parameter.data.bfloat16()
+
     site.after_load(change)
 
 
@@ -172,11 +193,13 @@ def sinks_written_in_bf16(site: Site) -> None:
 @mutation("1.2", bugs=(27,), parts=("router",), probes=("load_ledger",))
 def router_requantised(site: Site) -> None:
     """The BF16 router weights are requantised to 4 bits: picks flip from token to token."""
+
     def change(subject):
         for block in subject.model.layers:
             gate = block.ffn.gate.weight
             packed = weights.PackedWeight(WeightFormat.MXFP4, *quantize_mxfp4(gate.data))
             gate.data = to_float(packed).to(gate.dtype)
+
     site.after_load(change)
 
 
@@ -184,36 +207,50 @@ def router_requantised(site: Site) -> None:
 def router_scores_in_bf16(site: Site) -> None:
     """sqrt(softplus) of the router's scores is computed in bf16: near ties go to the wrong expert."""
     rounded = lambda t: t.bfloat16().to(t.dtype)
-    site.kernel("route_scored", lambda real: lambda x, w, bias, *rest: real(rounded(x), rounded(w), rounded(bias), *rest))
+    site.kernel(
+        "route_scored", lambda real: lambda x, w, bias, *rest: real(rounded(x), rounded(w), rounded(bias), *rest)
+    )
 
 
-@mutation("1.2", bugs=(26,), parts=("sparse attention", "sparse_attention", "attention core"), probes=("edges", "influence"))
+@mutation(
+    "1.2", bugs=(26,), parts=("sparse attention", "sparse_attention", "attention core"), probes=("edges", "influence")
+)
 def sink_softmax_in_bf16(site: Site) -> None:
     """The softmax with the sink is computed in bf16."""
     rounded = lambda t: None if t is None else t.bfloat16().to(t.dtype)
-    site.kernel("sparse_attention", lambda real: lambda q, window, near, entries, far, sink, *rest: rounded(
-        real(q, rounded(window), near, rounded(entries), far, rounded(sink), *rest)))
+    site.kernel(
+        "sparse_attention",
+        lambda real: (
+            lambda q, window, near, entries, far, sink, *rest: rounded(
+                real(q, rounded(window), near, rounded(entries), far, rounded(sink), *rest)
+            )
+        ),
+    )
 
 
 @mutation("1.2", bugs=(22,), parts=("wo_a", "output projection"), probes=("load_ledger",), numerics="native")
 def wo_a_repacked_for_another_kernel(site: Site) -> None:
     """wo_a is repacked in memory for a kernel that does not run it: the grouped product reads the tiles as rows."""
+
     def change(subject):
         for module in subject.model.modules():
             if isinstance(module, GroupedLinear):
                 codes = module.weight.data.view(torch.uint8)
                 tiles = codes.unflatten(1, (-1, 8)).unflatten(0, (-1, 8)).transpose(1, 2)
                 module.weight.data = tiles.reshape(codes.shape).view(torch.float8_e4m3fn)
+
     site.after_load(change)
 
 
 @mutation("1.2", bugs=(64,), parts=("inputs",), probes=("dtype_ledger",), numerics="qat:fp32")
 def inputs_of_fp8_linears_not_quantised(site: Site) -> None:
     """In simulated numerics, the inputs of FP8 matrices stay as they are."""
+
     def change(subject):
         for module in subject.model.modules():
             if isinstance(module, Linear):
                 module.simulate = False
+
     site.after_load(change)
 
 

@@ -10,8 +10,8 @@ from dsv4.causal import Embedding
 from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.projection import Projection
 from dsv4.linear import Linear
-from probes.mutations import Site, mutation
-from probes.mutations.loading import not_strict, renamed
+from dsv4.probes.mutations import Site, mutation
+from dsv4.probes.mutations.loading import not_strict, renamed
 
 
 @mutation("1.14", bugs=(), parts=("QKV bias",), probes=("decoder",), profile="qwen2")
@@ -77,21 +77,28 @@ def gate_and_up_exchanged_in_the_kernel(site: Site) -> None:
 @mutation("1.14", bugs=(), parts=("MLP gate",), probes=("decoder",), profile="mistral")
 def gelu_instead_of_silu(site: Site) -> None:
     """The gate is passed through gelu."""
+
     def change(real):
         def silu_mul(gate, up, biases):
             g, u = (x.float() if b is None else x.float() + b for x, b in zip((gate, up), biases or (None, None)))
             return (torch.nn.functional.gelu(g) * u).to(gate.dtype)
+
         return silu_mul
+
     site.kernel("silu_mul", change)
 
 
 @mutation("1.14", bugs=(), parts=("tied head",), probes=("decoder",), profile="qwen2")
 def tied_head_is_a_stale_copy(site: Site) -> None:
     """The tied head was made of the embedding before that was loaded, and keeps what it held then."""
+
     def change(subject):
         stale = copy.copy(subject.model.embed)
-        stale._parameters = {"weight": torch.nn.Parameter(torch.randn_like(subject.model.embed.weight) * 0.4, requires_grad=False)}
+        stale._parameters = {
+            "weight": torch.nn.Parameter(torch.randn_like(subject.model.embed.weight) * 0.4, requires_grad=False)
+        }
         subject.model.lm_head.__dict__["embedding"] = stale
+
     site.after_load(change)
 
 

@@ -8,12 +8,14 @@ from dsv4.paged_cache import PagedCache
 from dsv4.paged_view import PagedView
 from dsv4.paging import BLOCK, NOWHERE, PagePool
 from dsv4.prefixes import PrefixTree
-from probes.mutations import Site, mutation
+from dsv4.probes.mutations import Site, mutation
 
 
 def after_graft(site: Site, change) -> None:
     """change(cache, b, snapshot) follows each graft of row b."""
-    real = site.patch(PagedCache, "graft", lambda cache, b, snapshot: (real(cache, b, snapshot), change(cache, b, snapshot))[0])
+    real = site.patch(
+        PagedCache, "graft", lambda cache, b, snapshot: (real(cache, b, snapshot), change(cache, b, snapshot))[0]
+    )
 
 
 def own_copies(cache: PagedCache, b: int, group: str, left_out: str) -> None:
@@ -41,10 +43,13 @@ def borrowed_pages_written_in_place(site: Site) -> None:
 
 @mutation("1.12", bugs=(134,), parts=("copy on write",), probes=("grafting",))
 def writer_of_a_page_may_change_its_prefix(site: Site) -> None:
-    """The row that once wrote a page may write it again though others hold it: a donor that goes back overwrites the prefix."""
+    """The row that once wrote a page may write it again though others hold it: a donor that goes back overwrites the
+    prefix."""
+
     def in_place(pool, page, writer, row):
         held = pool._held(page, "written")
         return held.refs == 1 or held.writer == writer
+
     site.patch(PagePool, "writes_in_place", in_place)
 
 
@@ -57,27 +62,32 @@ def every_holder_may_write_behind_the_prefix(site: Site) -> None:
 @mutation("1.12", bugs=(), parts=("graft, MTP window", "graft, entries"), probes=("grafting",))
 def copy_of_a_page_begins_empty(site: Site) -> None:
     """The page that replaces a borrowed one is allocated and never filled: what it held of the prefix is gone."""
+
     def take(cache, name, b, logical, old):
         if old != NOWHERE:
             cache._drop(name, old)
         real(cache, name, b, logical, NOWHERE)
+
     real = site.patch(PagedCache, "_take", take)
 
 
 @mutation("1.12", bugs=(), parts=("graft, index keys",), probes=("grafting",))
 def copy_of_a_page_without_its_index_keys(site: Site) -> None:
     """Copy on write copies the first stream of a group; index keys, which share the table of entries, stay behind."""
+
     def init(cache, *args, **more):
         real(cache, *args, **more)
         of = cache._tensors["csa entries"]
         keys = [layer.tensors["index keys"] for layer in cache.layers if "index keys" in layer.tensors]
         cache._tensors["csa entries"] = [t for t in of if not any(t is k for k in keys)]
+
     real = site.patch(PagedCache, "__init__", init)
 
 
 @mutation("1.12", bugs=(134,), parts=("copy on write, captured steps",), probes=("grafting",))
 def captured_step_writes_windows_that_it_does_not_complete(site: Site) -> None:
-    """A window without all its tokens leaves an entry of none: nobody sees it in the row's own pages, in a borrowed one it is another's."""
+    """A window without all its tokens leaves an entry of none: nobody sees it in the row's own pages, in a borrowed one
+    it is another's."""
     real = site.patch(CompressorCache, "windows", lambda cache, *given: opened(real(cache, *given)))
     opened = lambda windows: windows._replace(live=torch.ones_like(windows.live))
 
@@ -85,11 +95,13 @@ def captured_step_writes_windows_that_it_does_not_complete(site: Site) -> None:
 @mutation("1.12", bugs=(), parts=("captured step on pages", "copy on write, captured steps"), probes=("grafting",))
 def steps_of_several_rows_keep_the_tables_of_the_first(site: Site) -> None:
     """The tables that a captured step reads are copied when it is captured, and not when rows have got other pages."""
+
     def show(view, rows, tokens, mtp=False):
         real(view, rows, tokens, mtp)
         if view.batch > 1:
             for name, table in view.tables.items():
                 table.physical.copy_(held.setdefault((id(view), name), table.physical.clone()))
+
     held: dict = {}
     real = site.patch(PagedView, "show", show)
 
@@ -103,14 +115,19 @@ def pages_of_a_borrower_stay_pinned(site: Site) -> None:
 @mutation("1.12", bugs=(), parts=("reference counts",), probes=("grafting",))
 def shared_page_dropped_twice(site: Site) -> None:
     """A borrower that ends lets go of a shared page twice: it comes free while the donor still reads it."""
+
     def drop(pool, page):
-        return real(pool, page) or pool.state[page].refs > 0 and pool.state[page].writer is not None and real(pool, page)
+        return (
+            real(pool, page) or pool.state[page].refs > 0 and pool.state[page].writer is not None and real(pool, page)
+        )
+
     real = site.patch(PagePool, "drop", drop)
 
 
 @mutation("1.12", bugs=(), parts=("reference counts",), probes=("grafting",))
 def graft_without_a_hold(site: Site) -> None:
     """A graft points its table at the pages and does not count itself: they come free when the prefix is forgotten."""
+
     def graft(cache, b, snapshot):
         share = PagePool.share
         PagePool.share = lambda pool, page: None
@@ -118,15 +135,18 @@ def graft_without_a_hold(site: Site) -> None:
             real(cache, b, snapshot)
         finally:
             PagePool.share = share
+
     real = site.patch(PagedCache, "graft", graft)
 
 
 @mutation("1.12", bugs=(130,), parts=("graft length",), probes=("grafting",))
 def graft_of_one_block_fewer(site: Site) -> None:
     """The walk through kept prefixes ends one block early: the last shared block is run again."""
+
     def walk(tree, ids):
         found = list(real(tree, ids))
         return iter(found[:-1] if len(found) > 1 else [])
+
     real = site.patch(PrefixTree, "_walk", walk)
 
 
@@ -139,8 +159,10 @@ def graft_leaves_no_token_to_run(site: Site) -> None:
 @mutation("1.12", bugs=(130,), parts=("graft length", "graft, window rows"), probes=("grafting",))
 def row_stands_a_block_behind_its_pages(site: Site) -> None:
     """The row's length is set to the block before the one whose pages it borrows."""
+
     def shorter(cache, b, snapshot):
         cache._main.now[b] = max(BLOCK, snapshot.length - BLOCK)
+
     after_graft(site, shorter)
 
 
@@ -152,7 +174,8 @@ def window_not_carried_by_a_graft(site: Site) -> None:
 
 @mutation("1.12", bugs=(130,), parts=("graft, compressor rows",), probes=("grafting",))
 def overlap_rows_not_carried_by_a_graft(site: Site) -> None:
-    """Prefixes end where windows do, so raw rows are left out: the first entry of CSA lacks the four tokens before its own."""
+    """Prefixes end where windows do, so raw rows are left out: the first entry of CSA lacks the four tokens before its
+    own."""
     not_carried(site, "csa raw rows")
 
 
@@ -162,9 +185,14 @@ def raw_rows_of_the_rows_last_request(site: Site) -> None:
     last: dict = {}
 
     def leave(cache, b):
-        held = [t[p].clone() for p in list(cache._held[b].get("csa raw rows", {}).values())[-1:] for t in cache._tensors["csa raw rows"]]
+        held = [
+            t[p].clone()
+            for p in list(cache._held[b].get("csa raw rows", {}).values())[-1:]
+            for t in cache._tensors["csa raw rows"]
+        ]
         last[id(cache), b] = held or last.get((id(cache), b), [])
         return real(cache, b)
+
     real = site.patch(PagedCache, "leave", leave)
 
     def stale(cache, b, snapshot):
@@ -172,12 +200,14 @@ def raw_rows_of_the_rows_last_request(site: Site) -> None:
         for page in cache._held[b].get("csa raw rows", {}).values():
             for tensor, rows in zip(cache._tensors["csa raw rows"], last.get((id(cache), b), [])):
                 tensor[page] = rows
+
     after_graft(site, stale)
 
 
 @mutation("1.12", bugs=(130,), parts=("graft, index keys",), probes=("grafting",))
 def index_keys_not_carried_by_a_graft(site: Site) -> None:
-    """A graft takes the entries of a prefix without the indexer's keys: it never selects one of them by what it holds."""
+    """A graft takes the entries of a prefix without the indexer's keys: it never selects one of them by what it
+    holds."""
     after_graft(site, lambda cache, b, snapshot: own_copies(cache, b, "csa entries", "index keys"))
 
 
@@ -195,28 +225,34 @@ def mtp_window_not_carried_by_a_graft(site: Site) -> None:
 
 @mutation("1.12", bugs=(143,), parts=("graft, MTP window", "graft length"), probes=("grafting",))
 def mtp_entry_of_the_donors_next_token(site: Site) -> None:
-    """A prefix carries as many entries of the MTP block as tokens: the last was made of the token that the donor went on with."""
+    """A prefix carries as many entries of the MTP block as tokens: the last was made of the token that the donor went
+    on with."""
+
     def snapshot(cache, b, streams=None):
         found = real(cache, b, streams)
         found.mtp_length = found.length
         return found
+
     real = site.patch(PagedCache, "snapshot", snapshot)
 
 
 @mutation("1.12", bugs=(), parts=("reference counts",), probes=("grafting",))
 def free_list_names_a_page_twice(site: Site) -> None:
     """A page that comes free is put into the free list once for each stream of its group: two requests will get it."""
+
     def drop(pool, page):
         free = real(pool, page)
         if free and pool.name == "csa entries":
             pool.free.append(page)
         return free
+
     real = site.patch(PagePool, "drop", drop)
 
 
 @mutation("1.12", bugs=(), parts=("reference counts", "copy on write"), probes=("grafting",))
 def kept_prefix_holds_no_pages(site: Site) -> None:
     """A snapshot notes pages and does not hold them: when the donor ends, others write what it will be grafted from."""
+
     def snapshot(cache, b, streams=None):
         share = PagePool.share
         PagePool.share = lambda pool, page: None
@@ -224,4 +260,5 @@ def kept_prefix_holds_no_pages(site: Site) -> None:
             return real(cache, b, streams)
         finally:
             PagePool.share = share
+
     real = site.patch(PagedCache, "snapshot", snapshot)

@@ -7,8 +7,8 @@ import torch
 from dsv4.attention import CSAAttention
 from dsv4.compressor import IndexerKeyCompressor
 from dsv4.indexer import LightningIndexer
-from probes.mutations import Site, mutation
-from probes.mutations.masks import over_the_window
+from dsv4.probes.mutations import Site, mutation
+from dsv4.probes.mutations.masks import over_the_window
 
 INF = float("inf")
 
@@ -20,12 +20,15 @@ def scored(site: Site, change: Callable) -> None:
 
 def products(of: Callable) -> Callable:
     """A change of index_scores: of(weights [B, T, H, 1], dots [B, T, H, n]) → [B, T, n], −inf where invisible."""
+
     def change(real):
         def index_scores(q, weights, keys, visible):
             dots = torch.einsum("bthd,bnd->bthn", q.float(), keys.float())
             hidden = torch.arange(keys.shape[1], device=keys.device) >= visible.unsqueeze(-1)
             return of(weights.unsqueeze(-1), dots).masked_fill(hidden, -INF)
+
         return index_scores
+
     return change
 
 
@@ -36,15 +39,21 @@ def read_as(change_keys: Callable) -> Callable:
 
 def picked(site: Site, change: Callable) -> None:
     """The indexer's answer int64 [B, T, k] is change(indexer, step, cache, what it was)."""
-    real = site.patch(LightningIndexer, "forward", lambda indexer, x, qr, step, cache:
-                      change(indexer, step, cache, real(indexer, x, qr, step, cache)))
+    real = site.patch(
+        LightningIndexer,
+        "forward",
+        lambda indexer, x, qr, step, cache: change(indexer, step, cache, real(indexer, x, qr, step, cache)),
+    )
 
 
 def in_scores(site: Site, change: Callable) -> None:
     """The indexer's scores fp32 [B, T, n] are change(indexer, step, what they were)."""
     site.unfused("index_scores")
-    real = site.patch(LightningIndexer, "scores", lambda indexer, x, qr, step, cache:
-                      change(indexer, step, real(indexer, x, qr, step, cache)))
+    real = site.patch(
+        LightningIndexer,
+        "scores",
+        lambda indexer, x, qr, step, cache: change(indexer, step, real(indexer, x, qr, step, cache)),
+    )
 
 
 def places(t: torch.Tensor) -> torch.Tensor:
@@ -54,7 +63,9 @@ def places(t: torch.Tensor) -> torch.Tensor:
 
 def indexers(site: Site, change: Callable) -> None:
     """change(indexer) of every CSA layer after loading."""
-    site.after_load(lambda subject: [change(b.attn.indexer) for b in subject.model.layers if hasattr(b.attn, "indexer")])
+    site.after_load(
+        lambda subject: [change(b.attn.indexer) for b in subject.model.layers if hasattr(b.attn, "indexer")]
+    )
 
 
 @mutation("1.5", bugs=(64,), parts=("indexer keys", "Hadamard"), probes=("index_oracle",), numerics="qat:fp32")
@@ -98,18 +109,21 @@ def relu_after_the_sum_over_heads(site: Site) -> None:
 @mutation("1.5", bugs=(68,), parts=("indexer weights",), probes=("index_oracle",))
 def sigmoid_of_the_head_weights(site: Site) -> None:
     """Head weights pass through a sigmoid."""
+
     def change(real):
         def index_scores(q, weights, keys, visible):
             scale = (q.shape[2] * q.shape[3]) ** -0.5
             return real(q, torch.sigmoid(weights / scale) * scale, keys, visible)
+
         return index_scores
+
     scored(site, change)
 
 
 @mutation("1.5", bugs=(68,), parts=("indexer queries",), probes=("index_oracle",))
 def half_of_the_index_heads(site: Site) -> None:
     """A kernel with a fixed number of heads sees half of them."""
-    first = lambda t: t[:, :, :t.shape[2] // 2].contiguous()
+    first = lambda t: t[:, :, : t.shape[2] // 2].contiguous()
     scored(site, lambda real: lambda q, weights, keys, visible: real(first(q), first(weights), keys, visible))
 
 
@@ -128,16 +142,26 @@ def temperature_lost_in_the_kernel(site: Site) -> None:
 
 @mutation("1.5", bugs=(71,), parts=("indexer scores", "selection"), probes=("index_oracle",))
 def index_keys_not_cached(site: Site) -> None:
-    """Index keys are made of the running chunk only: nothing older can be selected, nothing at all by a single token."""
-    in_scores(site, lambda indexer, step, scores: scores.masked_fill(
-        places(scores) < (step.start // indexer.ratio).view(-1, 1, 1), -INF))
+    """Index keys are made of the running chunk only: nothing older can be selected, nothing at all by a single
+    token."""
+    in_scores(
+        site,
+        lambda indexer, step, scores: scores.masked_fill(
+            places(scores) < (step.start // indexer.ratio).view(-1, 1, 1), -INF
+        ),
+    )
 
 
 @mutation("1.5", bugs=(72,), parts=("indexer scores", "selection"), probes=("index_oracle",))
 def scores_bounded_by_the_chunk(site: Site) -> None:
-    """The loop over entries ends at the chunk's own count: with a context before it, the newest entries are never scored."""
-    in_scores(site, lambda indexer, step, scores: scores.masked_fill(
-        places(scores) >= max(step.T // indexer.ratio, 1), -INF) if min(step.starts) else scores)
+    """The loop over entries ends at the chunk's own count: with a context before it, the newest entries are never
+    scored."""
+    in_scores(
+        site,
+        lambda indexer, step, scores: (
+            scores.masked_fill(places(scores) >= max(step.T // indexer.ratio, 1), -INF) if min(step.starts) else scores
+        ),
+    )
 
 
 @mutation("1.5", bugs=(74,), parts=("indexer keys",), probes=("index_oracle",))
@@ -149,10 +173,12 @@ def index_keys_read_in_another_layout(site: Site) -> None:
 @mutation("1.5", bugs=(75,), parts=("indexer scores",), probes=("index_oracle",))
 def scores_zero_beyond_a_length(site: Site) -> None:
     """An offset overflows: scores of the last 40 % of the entries are exactly 0."""
+
     def change(indexer, step, scores):
         n = scores.shape[-1]
         late = (places(scores) >= n * 6 // 10) & (scores > -INF)
         return torch.where(late, 0.0, scores)
+
     in_scores(site, change)
 
 
@@ -171,52 +197,69 @@ def rows_of_scores_lost_to_nan(site: Site) -> None:
 @mutation("1.5", bugs=(78,), parts=("selection",), probes=("index_oracle",))
 def random_picks_beyond_a_length(site: Site) -> None:
     """Beyond 40 entries the top-k kernel returns any of them."""
+
     def change(real):
         def topk_entries(scores, k):
             noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores.device)
             return real(torch.where(scores > -INF, noise, scores) if scores.shape[-1] > 40 else scores, k)
+
         return topk_entries
+
     site.kernel("topk_entries", change)
 
 
 @mutation("1.5", bugs=(80,), parts=("selection",), probes=("index_oracle",))
 def most_slots_of_the_selection_zero(site: Site) -> None:
     """Three quarters of the slots of a selection are entry 0."""
+
     def change(real):
         def topk_entries(scores, k):
             found = real(scores, k)
             return torch.where((places(found) % 4 != 0) & (found >= 0), 0, found)
+
         return topk_entries
+
     site.kernel("topk_entries", change)
 
 
 @mutation("1.5", bugs=(80,), parts=("selection",), probes=("index_oracle",))
 def one_pick_too_few(site: Site) -> None:
     """The last of index_topk slots is never filled."""
+
     def change(real):
         def topk_entries(scores, k):
             found = real(scores, k)
-            return torch.cat((found[..., :-1], torch.full_like(found[..., -1:], -1)), -1) if found.shape[-1] == k else found
+            return (
+                torch.cat((found[..., :-1], torch.full_like(found[..., -1:], -1)), -1)
+                if found.shape[-1] == k
+                else found
+            )
+
         return topk_entries
+
     site.kernel("topk_entries", change)
 
 
 @mutation("1.5", bugs=(68,), parts=("indexer weights",), probes=("index_oracle",))
 def weights_from_the_token_before(site: Site) -> None:
     """Head weights are computed from the input of the token before the query."""
+
     def change(indexer):
         real = indexer.weights_proj.forward
         indexer.weights_proj.forward = lambda x: real(x.roll(1, 0))
+
     indexers(site, change)
 
 
 @mutation("1.5", bugs=(68,), parts=("indexer queries",), probes=("index_oracle",))
 def index_queries_normed_by_head(site: Site) -> None:
     """Index queries get the weightless norm by head that the attention's queries have."""
+
     def change(indexer):
         real = indexer.wq_b.forward
         normed = lambda q: q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)
         indexer.wq_b.forward = lambda qr: normed(real(qr).unflatten(-1, (indexer.H, indexer.D))).flatten(-2)
+
     indexers(site, change)
 
 
@@ -235,8 +278,11 @@ def indexer_inert_for_a_single_token(site: Site) -> None:
 @mutation("1.5", bugs=(71,), parts=("indexer keys",), probes=("index_oracle",))
 def index_keys_not_written_in_decode(site: Site) -> None:
     """Single-token steps write no index keys."""
-    real = site.patch(IndexerKeyCompressor, "forward", lambda compressor, x, step, cache:
-                      None if step.T == 1 else real(compressor, x, step, cache))
+    real = site.patch(
+        IndexerKeyCompressor,
+        "forward",
+        lambda compressor, x, step, cache: None if step.T == 1 else real(compressor, x, step, cache),
+    )
 
 
 @mutation("1.5", bugs=(147,), parts=("selection",), probes=("index_oracle",))
@@ -248,9 +294,11 @@ def every_visible_entry_selected(site: Site) -> None:
 @mutation("1.5", bugs=(78,), parts=("selection",), probes=("index_oracle",))
 def newest_entries_selected(site: Site) -> None:
     """The newest index_topk entries are selected instead of the best."""
+
     def change(indexer, step, cache, found):
         newest = step.visible(indexer.ratio).unsqueeze(-1) - 1 - places(found)
         return newest.clamp(min=-1)
+
     picked(site, change)
 
 
@@ -260,16 +308,23 @@ def missing_synchronisation_in_the_scores(site: Site) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def change(indexer, step, scores):
-        early, scale = (torch.rand(shape, generator=generator).to(scores.device) for shape in ((*scores.shape[:2], 1), scores.shape))
+        early, scale = (
+            torch.rand(shape, generator=generator).to(scores.device) for shape in ((*scores.shape[:2], 1), scores.shape)
+        )
         return torch.where(early < 0.1, scores * scale, scores)
+
     in_scores(site, change)
 
 
 @mutation("1.5", bugs=(77,), parts=("indexer scores", "indexer queries", "indexer keys"), probes=("index_oracle",))
 def swizzle_for_another_head_dim(site: Site) -> None:
     """A swizzle that is right for 128 dims leaves out half the dims of a narrower head: deterministic garbage."""
-    scored(site, lambda real: lambda q, weights, keys, visible: real(
-        torch.where(places(q) % 16 < 8, q, 0), weights, keys, visible))
+    scored(
+        site,
+        lambda real: (
+            lambda q, weights, keys, visible: real(torch.where(places(q) % 16 < 8, q, 0), weights, keys, visible)
+        ),
+    )
 
 
 @mutation("1.5", bugs=(79,), parts=("row 1",), probes=("index_oracle",))

@@ -3,9 +3,9 @@
 import torch
 
 from dsv4.attention import CSAAttention, HCAAttention, WindowAttention
+from dsv4.probes.mutations import Site, mutation
+from dsv4.probes.mutations.selection import gathered, picked
 from dsv4.step import Step
-from probes.mutations import Site, mutation
-from probes.mutations.selection import gathered, picked
 
 
 def visibility(site: Site, rule) -> None:
@@ -21,25 +21,33 @@ def over_the_window(attn: WindowAttention, x, qr, q, window, index, step: Step, 
 def window_only(site: Site, when) -> None:
     """The compressed branch of both layer kinds is off in steps for which when(step)."""
     for kind in (CSAAttention, HCAAttention):
+
         def attend(self, x, qr, q, window, index, step, cache, real=kind._attend):
             o = real(self, x, qr, q, window, index, step, cache)  # the branch runs, and its part is masked off
             return over_the_window(self, x, qr, q, window, index, step, cache) if when(step) else o
+
         site.patch(kind, "_attend", attend)
 
 
 def union_of(entry: torch.Tensor) -> torch.Tensor:
     """Picks of all queries of a row, for each of them: [B, T, n], −1 where an entry is picked by nobody."""
     n = int(entry.max()) + 1 if entry.numel() else 0
-    taken = entry.new_zeros(len(entry), n + 1, dtype=torch.bool).scatter_(1, torch.where(entry < 0, n, entry).flatten(1), True)
-    return torch.where(taken[:, :n], torch.arange(n, device=entry.device), -1).unsqueeze(1).expand(-1, entry.shape[1], -1)
+    taken = entry.new_zeros(len(entry), n + 1, dtype=torch.bool).scatter_(
+        1, torch.where(entry < 0, n, entry).flatten(1), True
+    )
+    return (
+        torch.where(taken[:, :n], torch.arange(n, device=entry.device), -1).unsqueeze(1).expand(-1, entry.shape[1], -1)
+    )
 
 
 @mutation("1.6", bugs=(83,), parts=("selection",), probes=("influence",))
 def picks_are_visible_to_all_queries(site: Site) -> None:
     """The gathered rows of all queries are one list: each query attends to what any query picked, if it is visible."""
+
     def union(entry, step):
         shared = union_of(entry)
         return torch.where(shared < step.visible(4).unsqueeze(-1), shared, -1)
+
     gathered(site, union)
 
 
@@ -106,8 +114,10 @@ def only_entries_of_the_last_chunk(site: Site) -> None:
 @mutation("1.6", bugs=(101,), parts=("selection",), probes=("influence",))
 def the_selected_are_masked_out(site: Site) -> None:
     """The mask is inverted: a query attends to every visible entry that it did not select."""
+
     def inverted(entry, step):
         everything = torch.arange(step.max_visible(4), device=entry.device).expand(*entry.shape[:2], -1)
         taken = (everything.unsqueeze(-1) == entry.unsqueeze(-2)).any(-1)
         return torch.where(taken | (everything >= step.visible(4).unsqueeze(-1)), -1, everything)
+
     gathered(site, inverted)

@@ -10,13 +10,14 @@ from dsv4 import model as models
 from dsv4 import step as steps
 from dsv4.compressor import IndexerKeyCompressor
 from dsv4.config import Yarn
+from dsv4.kernels.rope import inverse_frequencies, rotation
+from dsv4.probes.mutations import Site, mutation
 from dsv4.step import Step
-from kernels.rope import inverse_frequencies, rotation
-from probes.mutations import Site, mutation
 
 
 def halves(real: Callable) -> Callable:
     """Rotation of dims j and j + R/2 as a pair."""
+
     def rotate(x, cis):
         R = 2 * cis.shape[-1]
         order = torch.arange(R, device=x.device).view(2, -1).T.flatten()
@@ -24,6 +25,7 @@ def halves(real: Callable) -> Callable:
         y[..., -R:] = x[..., -R:][..., order]
         out[..., -R:][..., order] = real(y, cis)[..., -R:]
         return out
+
     return rotate
 
 
@@ -34,12 +36,14 @@ def operations(module, **others) -> None:
 
 def in_indexers(site: Site, change: Callable, queries: bool = True, keys: bool = True) -> None:
     """change(what ran before) rotates index queries and keys of every CSA layer."""
+
     def after(subject):
         for block in subject.model.layers:
             indexer = getattr(block.attn, "indexer", None)
             for module, wanted in ((indexer, queries), (getattr(indexer, "compressor", None), keys)):
                 if module is not None and wanted:
                     operations(module, rotate=change(module.op.rotate))
+
     site.after_load(after)
 
 
@@ -50,8 +54,11 @@ def frequencies(site: Site, change: Callable) -> None:
 
 def entries_at(site: Site, position: Callable) -> None:
     """Entries and index keys of window w of `ratio` tokens are rotated at position(w, ratio)."""
-    site.patch(Step, "window_cis", lambda step, ratio, base: rotation(position(step.new_windows(ratio), ratio).flatten(),
-                                                                      step.frequencies[base]))
+    site.patch(
+        Step,
+        "window_cis",
+        lambda step, ratio, base: rotation(position(step.new_windows(ratio), ratio).flatten(), step.frequencies[base]),
+    )
 
 
 @mutation("1.3", bugs=(32, 34), parts=("rotation of queries",), probes=("rope",))
@@ -69,11 +76,14 @@ def half_split_rotation_in_the_indexer(site: Site) -> None:
 @mutation("1.3", bugs=(34,), parts=("rotation of queries",), probes=("rope",))
 def first_dims_rotated(site: Site) -> None:
     """The first dims are rotated instead of the last, as a docstring of transformers says."""
+
     def change(real):
         def rotate(x, cis):
             R = 2 * cis.shape[-1]
             return real(x.roll(-R, -1).contiguous(), cis).roll(R, -1).contiguous()
+
         return rotate
+
     site.kernel("rotate", change)
 
 
@@ -92,9 +102,11 @@ def no_inverse_rotation(site: Site) -> None:
 @mutation("1.3", bugs=(36,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def one_base_for_all_layers(site: Site) -> None:
     """Every layer rotates with rope_theta and YaRN: invisible inside the window."""
+
     def change(config, found):
         both = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
         return {"main": both, "compress": both}
+
     frequencies(site, change)
 
 
@@ -107,36 +119,45 @@ def yarn_on_window_layers(site: Site) -> None:
 @mutation("1.3", bugs=(14, 38), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def yarn_on_no_layer(site: Site) -> None:
     """YaRN is read and applied nowhere: the compressing layers lack it."""
-    frequencies(site, lambda c, found: found | {"compress": inverse_frequencies(c.qk_rope_head_dim, c.compress_rope_theta)})
+    frequencies(
+        site, lambda c, found: found | {"compress": inverse_frequencies(c.qk_rope_head_dim, c.compress_rope_theta)}
+    )
 
 
 @mutation("1.3", bugs=(39,), parts=("rotation of window rows", "rotation of queries"), probes=("rope",))
 def window_and_entries_in_different_bases(site: Site) -> None:
-    """In compressing layers, queries and window rows rotate with θ 10000, entries with θ 160000: two bases in one softmax."""
+    """In compressing layers, queries and window rows rotate with θ 10000, entries with θ 160000: two bases in one
+    softmax."""
+
     def change(subject):
         for block in subject.model.layers:
             block.attn.base = "main"
+
     site.after_load(change)
 
 
 @mutation("1.3", bugs=(39,), parts=("rotation of indexer keys",), probes=("rope",))
 def index_keys_in_the_other_base(site: Site) -> None:
     """Index keys alone rotate with θ 10000."""
+
     def forward(compressor, x, step, cache):
         step.window_cis = lambda ratio, base: Step.window_cis(step, ratio, "main")
         try:
             real(compressor, x, step, cache)
         finally:
             del step.window_cis
+
     real = site.patch(IndexerKeyCompressor, "forward", forward)
 
 
 @mutation("1.3", bugs=(40,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))
 def theta_and_factor_of_another_release(site: Site) -> None:
     """θ 40000 with factor 4 where config.json says 160000 and 16."""
+
     def change(config, found):
         yarn = Yarn(4, config.yarn.beta_fast, config.yarn.beta_slow, config.yarn.original_max_position_embeddings)
         return found | {"compress": inverse_frequencies(config.qk_rope_head_dim, 40000.0, yarn)}
+
     frequencies(site, change)
 
 
@@ -150,9 +171,11 @@ def linear_interpolation_instead_of_yarn(site: Site) -> None:
 @mutation("1.3", bugs=(41,), parts=("softmax scale",), probes=("config_ledger",))
 def mscale_in_the_softmax(site: Site) -> None:
     """The softmax scale carries V3's mscale, 1.277: logits too sharp."""
+
     def change(subject):
         for block in subject.model.layers:
             block.attn.scale *= 1.277
+
     site.after_load(change)
 
 
@@ -165,10 +188,12 @@ def mscale_in_cos_and_sin(site: Site) -> None:
 @mutation("1.3", bugs=(42,), parts=("rotation of compressed entries",), probes=("rope",))
 def entries_never_rotated(site: Site) -> None:
     """The rotation of compressed entries is built and never called."""
+
     def change(subject):
         for block in subject.model.layers:
             if hasattr(block.attn, "compressor"):
                 operations(block.attn.compressor, rotate=lambda x, cis: x)
+
     site.after_load(change)
 
 
@@ -212,16 +237,20 @@ def two_unordered_stores_to_the_rotated_dims(site: Site) -> None:
 @mutation("1.3", bugs=(48,), parts=("rotation of queries",), probes=("rope",))
 def rows_beyond_the_first_rotated_wrongly_in_decode(site: Site) -> None:
     """With one token a row, rows after the first are rotated as if they stood at position 0."""
+
     def cis(step, base):
         found = real(step, base)
         return torch.cat((found[:1], torch.ones_like(found[1:]))) if step.T == 1 and step.B > 1 else found
+
     real = site.patch(Step, "cis", cis)
 
 
 @mutation("1.3", bugs=(48, 52), parts=("rotation of queries",), probes=("rope",))
 def positions_counted_from_the_start_of_a_chunk(site: Site) -> None:
     """Positions of the rotation start at 0 in every chunk."""
-    site.patch(Step, "cis", lambda step, base: rotation((step.pos - step.start.unsqueeze(1)).flatten(), step.frequencies[base]))
+    site.patch(
+        Step, "cis", lambda step, base: rotation((step.pos - step.start.unsqueeze(1)).flatten(), step.frequencies[base])
+    )
 
 
 @mutation("1.3", bugs=(44,), parts=("rotation of queries", "base compress", "base main"), probes=("rope",))

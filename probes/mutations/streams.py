@@ -5,20 +5,28 @@ import torch
 from dsv4.block import Block
 from dsv4.hyper_connections import HyperConnection
 from dsv4.model import Model
-from probes.mutations import Site, mutation
+from dsv4.probes.mutations import Site, mutation
 
 
 @mutation("1.8", bugs=(), parts=("mHC comb", "streams"), probes=("mhc",))
 def streams_collapsed_to_one(site: Site) -> None:
     """After each sublayer all streams become their mean: one residual stream, four times."""
-    site.kernel("mhc_post", lambda real: lambda *args: real(*args).mean(1, keepdim=True).expand_as(args[1]).contiguous())
+    site.kernel(
+        "mhc_post", lambda real: lambda *args: real(*args).mean(1, keepdim=True).expand_as(args[1]).contiguous()
+    )
 
 
 @mutation("1.8", bugs=(), parts=("mHC post",), probes=("mhc",))
 def output_goes_to_one_stream(site: Site) -> None:
     """A sublayer's output is added to the first stream only."""
-    site.kernel("mhc_post", lambda real: lambda out, streams, post, comb: real(
-        out, streams, post * (torch.arange(post.shape[1], device=post.device) == 0), comb))
+    site.kernel(
+        "mhc_post",
+        lambda real: (
+            lambda out, streams, post, comb: real(
+                out, streams, post * (torch.arange(post.shape[1], device=post.device) == 0), comb
+            )
+        ),
+    )
 
 
 @mutation("1.8", bugs=(), parts=("embedding",), probes=("mhc",))
@@ -30,6 +38,7 @@ def embedding_in_one_stream(site: Site) -> None:
         if getattr(self, "first", False):
             streams = streams * (torch.arange(streams.shape[1], device=streams.device).view(1, -1, 1) == 0)
         return real(self, streams, step, cache)
+
     site.patch(Block, "forward", start)
     site.after_load(lambda subject: setattr(subject.model.layers[0], "first", True))
 
@@ -37,19 +46,23 @@ def embedding_in_one_stream(site: Site) -> None:
 @mutation("1.8", bugs=(98,), parts=("ffn_norm",), probes=("moe_edges",))
 def ffn_norm_twice(site: Site) -> None:
     """The input of the experts is normalised again."""
+
     def again(subject):
         for block in subject.model.layers:
             norm = block.ffn_norm
             norm.forward = lambda x, norm=norm: type(norm).forward(norm, type(norm).forward(norm, x))
+
     site.after_load(again)
 
 
 @mutation("1.8", bugs=(), parts=("mHC pre", "attn_norm"), probes=("mhc",))
 def input_is_the_mean_of_the_streams(site: Site) -> None:
     """Sublayers read the mean of the streams: pre is loaded and unused."""
+
     def mean(self, streams):
         y, post, comb = real(self, streams)
         return streams.float().mean(1).to(y.dtype), post, comb
+
     real = site.patch(HyperConnection, "forward", mean)
 
 
@@ -83,4 +96,6 @@ def norm_before_the_collapse(site: Site) -> None:
 @mutation("1.8", bugs=(), parts=("head",), probes=("mhc",))
 def head_base_ignored(site: Site) -> None:
     """The collapse's base is loaded and unused."""
-    site.kernel("mhc_head", lambda real: lambda streams, fn, scale, base, *rest: real(streams, fn, scale, 0 * base, *rest))
+    site.kernel(
+        "mhc_head", lambda real: lambda streams, fn, scale, base, *rest: real(streams, fn, scale, 0 * base, *rest)
+    )

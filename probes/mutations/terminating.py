@@ -5,34 +5,45 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kernels.gather_attention import reference as gathering
-from kernels.grouped_attention import Termination
-from kernels.grouped_attention import reference as dense
-from kernels.grouped_attention.termination import newest_first
-from probes.mutations import Site, mutation
+from dsv4.kernels.gather_attention import reference as gathering
+from dsv4.kernels.grouped_attention import Termination
+from dsv4.kernels.grouped_attention import reference as dense
+from dsv4.kernels.grouped_attention.termination import newest_first
+from dsv4.probes.mutations import Site, mutation
 
 STOPPING = dict(probes=("termination",), profile="qwen2")
 
 
 def ruled(site: Site, change: Callable[[Termination], Termination]) -> None:
     """Attention stops by the rule change(rule)."""
+
     def terminating(real):
-        return lambda *given: real(*given[:-1], change(given[-1])) if isinstance(given[-1], Termination) else real(*given)
+        return lambda *given: (
+            real(*given[:-1], change(given[-1])) if isinstance(given[-1], Termination) else real(*given)
+        )
+
     for name in ("grouped_attention", "gather_attention"):
         site.kernel(name, terminating)
 
 
 def defined(site: Site, change: Callable) -> None:
     """Where there is a rule, attention is change(definition, arguments), by the definition in plain torch."""
-    for name, definition in (("grouped_attention", dense.grouped_attention), ("gather_attention", gathering.gather_attention)):
-        site.kernel(name, lambda real, definition=definition: lambda *given: change(definition, given) if isinstance(given[-1], Termination)
-                    else real(*given))
+    for name, definition in (
+        ("grouped_attention", dense.grouped_attention),
+        ("gather_attention", gathering.gather_attention),
+    ):
+        site.kernel(
+            name,
+            lambda real, definition=definition: (
+                lambda *given: change(definition, given) if isinstance(given[-1], Termination) else real(*given)
+            ),
+        )
 
 
 @dataclass(frozen=True)
 class Together(Termination):
-    """A rule whose queries do not decide for themselves: dims of [B, T, KV, G] that stop with the first of them. broken: whether an
-    unstable tile ends a streak."""
+    """A rule whose queries do not decide for themselves: dims of [B, T, KV, G] that stop with the first of them.
+    broken: whether an unstable tile ends a streak."""
 
     dims: tuple[int, ...] = ()
     broken: bool = True
@@ -104,33 +115,39 @@ def together_by_group(definition: Callable, given: tuple):
 @mutation("1.16", bugs=(), parts=("termination, output", "first tile not read first"), **STOPPING)
 def termination_skips_the_sink(site: Site) -> None:
     """Dense attention is read from the newest tile back: the sinks come last, and are mostly never read."""
+
     def newest(position, first, n, tile):
         last = (position // tile).unsqueeze(-1)
         number = last - torch.arange(n, device=position.device)
         place = number.unsqueeze(-1) * tile + torch.arange(tile, device=position.device)
         return torch.where(number.unsqueeze(-1) >= 0, place, -1).unsqueeze(2)
+
     ordered(site, newest)
 
 
 @mutation("1.16", bugs=(), parts=("oldest tiles first",), **STOPPING)
 def oldest_tiles_first(site: Site) -> None:
     """Dense attention is read from the first tile on."""
+
     def oldest(position, first, n, tile):
         number = torch.arange(n, device=position.device).expand(*position.shape, n)
         number = torch.where(number <= (position // tile).unsqueeze(-1), number, -1)
         place = number.unsqueeze(-1) * tile + torch.arange(tile, device=position.device)
         return torch.where(number.unsqueeze(-1) >= 0, place, -1).unsqueeze(2)
+
     ordered(site, oldest)
 
 
 def ordered(site: Site, order: Callable) -> None:
     """Tiles of dense attention in another order."""
+
     def change(definition, given):
         dense.newest_first = order
         try:
             return definition(*given)
         finally:
             dense.newest_first = newest_first
+
     defined(site, change)
 
 
@@ -143,9 +160,11 @@ def blocks_terminated_in_the_order_of_their_numbers(site: Site) -> None:
 @mutation("1.16", bugs=(), parts=("one tile early", "tiles counted", "termination, output"), **STOPPING)
 def last_tile_not_counted(site: Site) -> None:
     """The tile at whose end attention stops is read and not counted."""
+
     def change(definition, given):
         out, read = definition(*given)
         return out, (read - 1).clamp(min=1)
+
     defined(site, change)
 
 
@@ -158,9 +177,11 @@ def terminated_although_never_asked_to(site: Site) -> None:
 @mutation("1.16", bugs=(), parts=("termination, output",), **STOPPING)
 def output_not_divided_by_what_was_read(site: Site) -> None:
     """The output of a traversal that stopped is scaled as if every tile had been read."""
+
     def change(definition, given):
         out, read = definition(*given)
         whole = definition(*given[:-1], replace(given[-1], tau=0.0, scale=True))[1]
         share = (read / whole).repeat_interleave(out.shape[2] // read.shape[2], -1).unsqueeze(-1)
         return out * share.to(out.dtype), read
+
     defined(site, change)

@@ -3,7 +3,7 @@
 import torch
 
 from dsv4.config import ModelConfig
-from probes.oracle.attention import Layer, attention_layer, rms
+from dsv4.probes.oracle.attention import Layer, attention_layer, rms
 
 
 def mixes(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
@@ -23,20 +23,23 @@ def sinkhorn(C: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 def hyper_pre(layer: Layer, streams: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """streams [B, T, S, d] → sublayer input [B, T, d], post [B, T, S], C [B, T, S, S] (§3, mHC 1–4). name: hc_attn, hc_ffn."""
+    """streams [B, T, S, d] → sublayer input [B, T, d], post [B, T, S], C [B, T, S, S] (§3, mHC 1–4). name: hc_attn,
+    hc_ffn."""
     c, S = layer.config, layer.config.hc_mult
     m = mixes(streams, layer.w(f"{name}_fn"), c.rms_norm_eps)
     scale, base = layer.w(f"{name}_scale"), layer.w(f"{name}_base")
     pre = torch.sigmoid(m[..., :S] * scale[0] + base[:S]) + c.hc_eps
-    post = 2 * torch.sigmoid(m[..., S:2 * S] * scale[1] + base[S:2 * S])
-    C = (m[..., 2 * S:] * scale[2] + base[2 * S:]).unflatten(-1, (S, S))
+    post = 2 * torch.sigmoid(m[..., S : 2 * S] * scale[1] + base[S : 2 * S])
+    C = (m[..., 2 * S :] * scale[2] + base[2 * S :]).unflatten(-1, (S, S))
     y = (pre.unsqueeze(-1) * streams).sum(2)
     return y, post, sinkhorn(C, c.hc_sinkhorn_iters, c.hc_eps)
 
 
 def hyper_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
     """h'[k] = post[k] · out + Σ_j C[j, k] · h[j] (§3, mHC 5): out [B, T, d] → streams [B, T, S, d]."""
-    return torch.stack([post[..., k, None] * out + (C[..., :, k, None] * streams).sum(2) for k in range(post.shape[-1])], 2)
+    return torch.stack(
+        [post[..., k, None] * out + (C[..., :, k, None] * streams).sum(2) for k in range(post.shape[-1])], 2
+    )
 
 
 def router(layer: Layer, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +54,7 @@ def router(layer: Layer, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tens
         experts = layer.w("ffn.gate.tid2eid")[ids]
     else:
         order = torch.sort(scores + layer.w("ffn.gate.bias"), dim=-1, descending=True, stable=True).indices
-        experts = order[..., :c.num_experts_per_tok]
+        experts = order[..., : c.num_experts_per_tok]
     picked = scores.gather(-1, experts)
     return experts, picked / picked.sum(-1, keepdim=True) * c.routed_scaling_factor
 

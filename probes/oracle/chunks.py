@@ -9,21 +9,25 @@ def within(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     return (q @ keys.T * scale).masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), float("-inf"))
 
 
-def fused(own: torch.Tensor, far: torch.Tensor | None, values: torch.Tensor, far_values: torch.Tensor | None) -> torch.Tensor:
-    """One softmax over a chunk's own keys and its memory: logits [G, n, n] and [G, n, M], values [n, D] and [M, D] → [G, n, D]."""
+def fused(
+    own: torch.Tensor, far: torch.Tensor | None, values: torch.Tensor, far_values: torch.Tensor | None
+) -> torch.Tensor:
+    """One softmax over a chunk's own keys and its memory: logits [G, n, n] and [G, n, M], values [n, D] and [M, D] →
+    [G, n, D]."""
     if far is None:
         return torch.softmax(own, -1) @ values
     return torch.softmax(torch.cat((own, far), -1), -1) @ torch.cat((values, far_values))
 
 
 def own_mass(own: torch.Tensor) -> torch.Tensor:
-    """What phase 1 gives a chunk's keys: column sums of its own softmax, over all queries and heads of the group: [n]."""
+    """What phase 1 gives a chunk's keys: column sums of its own softmax, over all queries and heads of the group:
+    [n]."""
     return torch.softmax(own, -1).sum((0, 1))
 
 
 def far_mass(own: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
     """What phase 2 gives the memory: column sums of the fused softmax: [M]."""
-    return torch.softmax(torch.cat((own, far), -1), -1)[..., own.shape[-1]:].sum((0, 1))
+    return torch.softmax(torch.cat((own, far), -1), -1)[..., own.shape[-1] :].sum((0, 1))
 
 
 def heaviest(scores: dict[int, float], among: set[int], count: int) -> list[int]:

@@ -1,11 +1,13 @@
-"""Number formats (§2.2) from their definitions, decoders from bytes, and the quantisation simulation (§3), in float64."""
+"""Number formats (§2.2) from their definitions, decoders from bytes, and the quantisation simulation (§3), in
+float64."""
 
 import numpy as np
 import torch
 
 
 def e4m3_value(code: int) -> float:
-    """Value of an E4M3 byte 0 … 255: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities, all ones is NaN."""
+    """Value of an E4M3 byte 0 … 255: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities, all ones is
+    NaN."""
     sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
     if code & 0x7F == 0x7F:
         return float("nan")
@@ -57,13 +59,14 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
 
 # ---- quantisation simulation -------------------------------------------------------------------
 
-E4M3_GRID = torch.from_numpy(E4M3[:127].copy())   # magnitudes by code; the last is 448
-E2M1_GRID = torch.from_numpy(E2M1[:8].copy())     # 0 … 6
+E4M3_GRID = torch.from_numpy(E4M3[:127].copy())  # magnitudes by code; the last is 448
+E2M1_GRID = torch.from_numpy(E2M1[:8].copy())  # 0 … 6
 EXPONENTS = torch.arange(-140, 141)
 
 
 def nearest(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """Codes int64, without sign, of the numbers of ±grid nearest to float64 x: half way the even one, beyond an end the end."""
+    """Codes int64, without sign, of the numbers of ±grid nearest to float64 x: half way the even one, beyond an end the
+    end."""
     size = x.abs().contiguous()
     above = torch.searchsorted(grid, size).clamp(max=len(grid) - 1)  # first of the grid that is not smaller
     below = (above - 1).clamp(min=0)
@@ -84,12 +87,13 @@ def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def simulate(x: torch.Tensor, block: int, grid: torch.Tensor, floor: float) -> torch.Tensor:
-    """x [..., K] rounded to the grid with one power-of-two scale per `block` columns (the last may be short), and back."""
+    """x [..., K] rounded to the grid with one power-of-two scale per `block` columns (the last may be short), and
+    back."""
     out = torch.empty_like(x)
     for start in range(0, x.shape[-1], block):
-        part = x[..., start:start + block]
+        part = x[..., start : start + block]
         scale = scale_of(part.abs().amax(-1, keepdim=True).clamp(min=floor), float(grid[-1]))
-        out[..., start:start + block] = round_to_grid(part / scale, grid) * scale
+        out[..., start : start + block] = round_to_grid(part / scale, grid) * scale
     return out
 
 

@@ -1,8 +1,9 @@
-"""GQA models in float64, written from their definitions alone: config.json and tensors as they lie in the files, none of the code that is
-judged.
+"""GQA models in float64, written from their definitions alone: config.json and tensors as they lie in the files, none
+of the code that is judged.
 
-Vaswani et al. 2017 (attention), Ainslie et al. 2023 (grouped queries), Su et al. 2021 (rotation; halves of a head are pairs, as
-transformers has it), Peng et al. 2023 (YaRN), Llama 3.1's scaled frequencies, Zhang and Sennrich 2019 (RMS norm), Shazeer 2020 (SwiGLU).
+Vaswani et al. 2017 (attention), Ainslie et al. 2023 (grouped queries), Su et al. 2021 (rotation; halves of a head are
+pairs, as transformers has it), Peng et al. 2023 (YaRN), Llama 3.1's scaled frequencies, Zhang and Sennrich 2019 (RMS
+norm), Shazeer 2020 (SwiGLU).
 """
 
 import json
@@ -12,14 +13,15 @@ from pathlib import Path
 
 import torch
 
-from probes.oracle.weights import decode, read_header
+from dsv4.probes.oracle.weights import decode, read_header
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the arithmetic needs of config.json. windows: of each layer, None for all tokens before; factor: of cos and sin (YaRN)."""
+    """What the arithmetic needs of config.json. windows: of each layer, None for all tokens before; factor: of cos and
+    sin (YaRN)."""
 
     heads: int
     kv_heads: int
@@ -47,8 +49,16 @@ def shape_of(raw: dict) -> Shape:
     heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
     dims = raw.get("head_dim") or raw["hidden_size"] // heads
     f, factor = frequencies(raw, dims)
-    return Shape(heads, raw.get("num_key_value_heads") or heads, dims, raw["rms_norm_eps"], windows(raw, layers), f, factor,
-                 raw.get("tie_word_embeddings", False))
+    return Shape(
+        heads,
+        raw.get("num_key_value_heads") or heads,
+        dims,
+        raw["rms_norm_eps"],
+        windows(raw, layers),
+        f,
+        factor,
+        raw.get("tie_word_embeddings", False),
+    )
 
 
 def windows(raw: dict, layers: int) -> tuple[int | None, ...]:
@@ -58,7 +68,9 @@ def windows(raw: dict, layers: int) -> tuple[int | None, ...]:
     if kind == "mistral":
         return (window,) * layers
     types = raw.get("layer_types")
-    sliding = [t == "sliding_attention" for t in types] if types else [i >= raw["max_window_layers"] for i in range(layers)]
+    sliding = (
+        [t == "sliding_attention" for t in types] if types else [i >= raw["max_window_layers"] for i in range(layers)]
+    )
     return tuple(window if slides else None for slides in sliding)
 
 
@@ -68,7 +80,11 @@ def rotary(raw: dict) -> dict:
     kind = found.get("rope_type", found.get("type", "default"))
     theta = found.get("rope_theta", raw.get("rope_theta", 10000.0))
     key = "original_max_position_embeddings"
-    return found | {"rope_type": kind, "rope_theta": float(theta), key: found.get(key) or raw.get(key) or raw["max_position_embeddings"]}
+    return found | {
+        "rope_type": kind,
+        "rope_theta": float(theta),
+        key: found.get(key) or raw.get(key) or raw["max_position_embeddings"],
+    }
 
 
 def frequencies(raw: dict, dims: int) -> tuple[Tensor, float]:
@@ -84,12 +100,15 @@ def frequencies(raw: dict, dims: int) -> tuple[Tensor, float]:
         low, high = (r.get(key) for key in ("mscale", "mscale_all_dim"))
         stretched = lambda weight: 0.1 * weight * math.log(s) + 1 if s > 1 else 1.0
         stated = r.get("attention_factor")
-        return _yarn(base, r, dims), stated if stated is not None else stretched(low) / stretched(high) if low and high else stretched(1.0)
+        return _yarn(base, r, dims), stated if stated is not None else stretched(low) / stretched(
+            high
+        ) if low and high else stretched(1.0)
     return base, 1.0
 
 
 def _llama3(base: Tensor, r: dict) -> Tensor:
-    """A pair that turns more than `high` times within the original context stays; fewer than `low`: divided; else in between."""
+    """A pair that turns more than `high` times within the original context stays; fewer than `low`: divided; else in
+    between."""
     out, s, low, high = base.clone(), r["factor"], r["low_freq_factor"], r["high_freq_factor"]
     for i, f in enumerate(base.tolist()):
         turns = r["original_max_position_embeddings"] * f / (2 * math.pi)
@@ -114,13 +133,23 @@ def _yarn(base: Tensor, r: dict, dims: int) -> Tensor:
 
 def tensor_shapes(raw: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes that a config.json asks for, written out here and not taken from the loader."""
-    d, I, D = raw["hidden_size"], raw["intermediate_size"], raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    d, I, D = (
+        raw["hidden_size"],
+        raw["intermediate_size"],
+        raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+    )
     H, KV = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
     of_qkv = raw["model_type"] == "qwen2" or raw.get("attention_bias", False)
     of_output, of_mlp = raw["model_type"] == "llama" and raw.get("attention_bias", False), raw.get("mlp_bias", False)
-    maps = {"self_attn.q_proj": (H * D, d, of_qkv), "self_attn.k_proj": (KV * D, d, of_qkv), "self_attn.v_proj": (KV * D, d, of_qkv),
-            "self_attn.o_proj": (d, H * D, of_output), "mlp.gate_proj": (I, d, of_mlp), "mlp.up_proj": (I, d, of_mlp),
-            "mlp.down_proj": (d, I, of_mlp)}
+    maps = {
+        "self_attn.q_proj": (H * D, d, of_qkv),
+        "self_attn.k_proj": (KV * D, d, of_qkv),
+        "self_attn.v_proj": (KV * D, d, of_qkv),
+        "self_attn.o_proj": (d, H * D, of_output),
+        "mlp.gate_proj": (I, d, of_mlp),
+        "mlp.up_proj": (I, d, of_mlp),
+        "mlp.down_proj": (d, I, of_mlp),
+    }
     found = {"model.embed_tokens.weight": (raw["vocab_size"], d), "model.norm.weight": (d,)}
     for i in range(raw["num_hidden_layers"]):
         at = f"model.layers.{i}."
@@ -139,7 +168,8 @@ def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def turn(x: Tensor, at: Tensor, f: Tensor, halves: bool = True) -> Tensor:
-    """x [B, T, heads, D] at positions [T]: pair i turns by at · f_i; a pair is (i, i + D/2), or (2i, 2i + 1) without `halves`."""
+    """x [B, T, heads, D] at positions [T]: pair i turns by at · f_i; a pair is (i, i + D/2), or (2i, 2i + 1) without
+    `halves`."""
     angle = (at.double().unsqueeze(-1) * f).unsqueeze(1)  # [T, 1, D/2]
     a, b = x.double().chunk(2, -1) if halves else (x.double()[..., 0::2], x.double()[..., 1::2])
     found = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
@@ -224,10 +254,16 @@ class GQAOracle:
     def layer(self, i: int, x: Tensor) -> dict[str, Tensor]:
         """x [B, T, d] from position 0 → every point of layer i."""
         y, at, f = self.normed(i, "input", x), torch.arange(x.shape[1]), self.shape.frequencies
-        found = {"attn_in": x, "q_after_rope": turn(self.heads(i, "q", y), at, f), "keys": self.kept(turn(self.heads(i, "k", y), at, f)),
-                 "values": self.kept(self.heads(i, "v", y))}
+        found = {
+            "attn_in": x,
+            "q_after_rope": turn(self.heads(i, "q", y), at, f),
+            "keys": self.kept(turn(self.heads(i, "k", y), at, f)),
+            "values": self.kept(self.heads(i, "v", y)),
+        }
         seen = mask(x.shape[1], self.shape.windows[i])
-        found["attn_out"] = self.output(i, attend(found["q_after_rope"], found["keys"], found["values"], seen, self.shape.scale))
+        found["attn_out"] = self.output(
+            i, attend(found["q_after_rope"], found["keys"], found["values"], seen, self.shape.scale)
+        )
         found["ffn_out"] = self.mlp(i, self.normed(i, "post_attention", x + found["attn_out"]))
         return found | {"streams": x + found["attn_out"] + found["ffn_out"]}
 

@@ -4,23 +4,28 @@ import math
 
 import torch
 
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer
-from probes.oracle.formats import hadamard, simulate_fp4
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer
+from dsv4.probes.oracle.formats import hadamard, simulate_fp4
 
-KEYS, QUERIES, WEIGHTS, SCORES = "indexer keys", "indexer queries", "indexer weights", "indexer scores"  # parts to blame
+# parts to blame
+KEYS, QUERIES, WEIGHTS, SCORES = "indexer keys", "indexer queries", "indexer weights", "indexer scores"
 
 
 def indexed(layer: Layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """attn_in [1, T, d] → index keys, queries, weights, scores, by the oracle."""
     x, positions = x.double(), torch.arange(x.shape[1])
-    parts = {"keys": keys(layer, x), "queries": queries(layer, x, positions),
-             "weights": held(layer, steps.index_weights(layer, x))}
+    parts = {
+        "keys": keys(layer, x),
+        "queries": queries(layer, x, positions),
+        "weights": held(layer, steps.index_weights(layer, x)),
+    }
     return parts | {"index_scores": score(layer, parts)}
 
 
 def held(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    """x as activations hold it before FP4: a matched oracle quantises the same numbers, or values at the boundaries flip."""
+    """x as activations hold it before FP4: a matched oracle quantises the same numbers, or values at the boundaries
+    flip."""
     return layer.store(x) if layer.simulate else x
 
 
@@ -34,7 +39,9 @@ def keys(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     w = lambda leaf: layer.w(f"attn.indexer.compressor.{leaf}")
     pooled = held(layer, steps.pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=True))
     entries = held(layer, steps.rms(pooled, w("norm.weight"), layer.config.rms_norm_eps))
-    return layer.store(form(layer, steps.rotate(entries, layer.ratio * torch.arange(entries.shape[1]), layer.frequencies)))
+    return layer.store(
+        form(layer, steps.rotate(entries, layer.ratio * torch.arange(entries.shape[1]), layer.frequencies))
+    )
 
 
 def queries(layer: Layer, x: torch.Tensor, positions: torch.Tensor, turn: bool = True) -> torch.Tensor:
@@ -54,7 +61,9 @@ def score(layer: Layer, parts: dict[str, torch.Tensor]) -> torch.Tensor:
 # ---- mistakes -----------------------------------------------------------------------------
 
 
-def mistakes(layer: Layer, x: torch.Tensor, right: dict[str, torch.Tensor], own: torch.Tensor | None) -> dict[str, tuple]:
+def mistakes(
+    layer: Layer, x: torch.Tensor, right: dict[str, torch.Tensor], own: torch.Tensor | None
+) -> dict[str, tuple]:
     """Name → (part at fault, scores [1, T, n]) of what implementations got wrong; own: keys that the subject holds."""
     scores, weights = lambda **other: score(layer, right | other), right["weights"]
     hide, size = right["index_scores"] == -math.inf, weights.shape[-1] * right["keys"].shape[-1]

@@ -6,17 +6,17 @@ from pathlib import Path
 import torch
 
 from dsv4.config import ModelConfig
-from probes.oracle.attention import Layer, attention_layer, rms
-from probes.oracle.blocks import block, collapse
-from probes.oracle.weights import Weights, weights_of
+from dsv4.probes.oracle.attention import Layer, attention_layer, rms
+from dsv4.probes.oracle.blocks import block, collapse
+from dsv4.probes.oracle.weights import Weights, weights_of
 
 
 @dataclass
 class Run:
     """What a run gave: logits [B, T, vocab], streams before the head [B, T, S, d], points[(layer, name)]; all float64.
 
-    Names are those of `probes.subject.POINTS` and 'masses.window', '.entries', '.sink' (see `attention`). MTP block i counts
-    as layer num_hidden_layers + i.
+    Names are those of `dsv4.probes.subject.POINTS` and 'masses.window', '.entries', '.sink' (see `attention`). MTP
+    block i counts as layer num_hidden_layers + i.
     """
 
     logits: torch.Tensor
@@ -27,16 +27,18 @@ class Run:
 class Oracle:
     """The model on given weights.
 
-    simulate: the official quantisation simulation (FP8 activations of linears whose weight is FP8 or FP4, FP8 main KV, Hadamard
-    and FP4 of index queries and keys). cache: dtype in which window rows, entries and index keys are stored, None as computed.
+    simulate: the official quantisation simulation (FP8 activations of linears whose weight is FP8 or FP4, FP8 main KV,
+    Hadamard and FP4 of index queries and keys). cache: dtype in which window rows, entries and index keys are stored,
+    None as computed.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, simulate: bool = False, cache: torch.dtype | None = None):
         self.config, self.weights, self.simulate, self.cache = config, weights, simulate, cache
 
     @classmethod
-    def open(cls, path: str | Path, simulate: bool = False, cache: torch.dtype | None = None,
-             independent: bool = True) -> "Oracle":
+    def open(
+        cls, path: str | Path, simulate: bool = False, cache: torch.dtype | None = None, independent: bool = True
+    ) -> "Oracle":
         """Of a checkpoint directory; see `weights_of` for `independent`."""
         weights = weights_of(path, independent)
         return cls(ModelConfig.from_official(weights.config), weights, simulate, cache)
@@ -44,7 +46,9 @@ class Oracle:
     def layer(self, i: int) -> Layer:
         """Layer i, MTP blocks after those of the backbone."""
         c, L = self.config, self.config.num_hidden_layers
-        prefix, ratio = (f"layers.{i}.", c.compress_ratios[i]) if i < L else (f"mtp.{i - L}.", c.mtp_compress_ratios[i - L])
+        prefix, ratio = (
+            (f"layers.{i}.", c.compress_ratios[i]) if i < L else (f"mtp.{i - L}.", c.mtp_compress_ratios[i - L])
+        )
         return Layer(c, self.weights, prefix, ratio, i < c.num_hash_layers, self.simulate, self.cache)
 
     def attention_layer(self, i: int, attn_in: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -58,7 +62,11 @@ class Oracle:
     def head(self, streams: torch.Tensor, prefix: str = "") -> torch.Tensor:
         """streams [B, T, S, d] → logits [B, T, vocab] (§3, Head); an MTP block has its own hc_head and norm."""
         fn, base, scale = (self.weights(f"{prefix}hc_head_{leaf}") for leaf in ("fn", "base", "scale"))
-        y = rms(collapse(self.config, streams, fn, base, scale), self.weights(f"{prefix}norm.weight"), self.config.rms_norm_eps)
+        y = rms(
+            collapse(self.config, streams, fn, base, scale),
+            self.weights(f"{prefix}norm.weight"),
+            self.config.rms_norm_eps,
+        )
         return y @ self.weights("head.weight").T
 
     def model(self, ids: torch.Tensor) -> Run:
@@ -72,7 +80,8 @@ class Oracle:
         return Run(self.head(streams), streams, points)
 
     def mtp(self, streams: torch.Tensor, next_ids: torch.Tensor, i: int = 0) -> Run:
-        """streams [B, T, S, d] before the head, next_ids int64 [B, T]: the token at t + 1 → drafting logits (§3, MTP)."""
+        """streams [B, T, S, d] before the head, next_ids int64 [B, T]: the token at t + 1 → drafting logits (§3,
+        MTP)."""
         layer, eps = self.layer(self.config.num_hidden_layers + i), self.config.rms_norm_eps
         embedded = layer.linear("e_proj", rms(self.weights("embed.weight")[next_ids], layer.w("enorm.weight"), eps))
         x = embedded.unsqueeze(2) + layer.linear("h_proj", rms(streams.double(), layer.w("hnorm.weight"), eps))

@@ -14,8 +14,14 @@ def blocks_of(keys: torch.Tensor, block: int) -> list[torch.Tensor]:
 def summaries(keys: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Channel-wise minimum, maximum and mean of each block of keys [n, D]: three of [⌈n/block⌉, D]."""
     parts = blocks_of(keys, block)
-    return tuple(torch.stack([f(part) for part in parts]) for f in (
-        lambda part: part.min(0).values, lambda part: part.max(0).values, lambda part: part.sum(0) / len(part)))
+    return tuple(
+        torch.stack([f(part) for part in parts])
+        for f in (
+            lambda part: part.min(0).values,
+            lambda part: part.max(0).values,
+            lambda part: part.sum(0) / len(part),
+        )
+    )
 
 
 def bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from probes.oracle.formats import E4M3, E8M0, decode_fp8, decode_mxfp4, decode_nvfp4
+from dsv4.probes.oracle.formats import E4M3, E8M0, decode_fp8, decode_mxfp4, decode_nvfp4
 
-STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BF16": "<u2", "F8_E4M3": "u1", "F8_E8M0": "u1",
-          "I8": "u1", "U8": "u1"}
+STORED = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "BF16": "<u2",
+    "F8_E4M3": "u1",
+    "F8_E8M0": "u1",
+    "I8": "u1",
+    "U8": "u1",
+}
 
 
 class Weights:
-    """weights(name) → a tensor in float64 (tables int64) by official name; `.weight` of a quantised matrix is dequantised.
+    """weights(name) → a tensor in float64 (tables int64) by official name; `.weight` of a quantised matrix is
+    dequantised.
 
-    config: the raw official config.json. value(name): how it is read. quantised(base): whether that matrix is stored in FP8 or
-    FP4, so that its input is quantised under simulation (§3). Nothing is kept: each call reads the file.
+    config: the raw official config.json. value(name): how it is read. quantised(base): whether that matrix is stored in
+    FP8 or FP4, so that its input is quantised under simulation (§3). Nothing is kept: each call reads the file.
     """
 
     def __init__(self, config: dict, value: Callable[[str], torch.Tensor], quantised: Callable[[str], bool]):
@@ -34,14 +45,18 @@ def weights_of(path: str | Path, independent: bool = True) -> Weights:
 
 
 def _by_loader(path) -> Weights:
-    from loaders.load import Inventory  # the one import from the code that is judged; for layouts of other names
+    from dsv4.loaders.load import Inventory  # the one import from the code that is judged; for layouts of other names
+
     inventory = Inventory.open(path)
     block = tuple(inventory.config.get("quantization_config", {}).get("weight_block_size", (128, 128)))
 
     def value(name: str) -> torch.Tensor:
         base = name.removesuffix(".weight")
-        found = inventory.read_matrix(base, block) if base in inventory.formats and base != name else inventory.read(name)
+        found = (
+            inventory.read_matrix(base, block) if base in inventory.formats and base != name else inventory.read(name)
+        )
         return found.double() if found.is_floating_point() else found.long()
+
     return Weights(inventory.config, value, lambda base: inventory.formats[base].value != "dense")
 
 
@@ -54,6 +69,7 @@ def _independent(root: Path) -> Weights:
 
     def value(name: str) -> torch.Tensor:
         return torch.from_numpy(decode(tensors, name, block))
+
     return Weights(config, value, lambda base: tensors[f"{base}.weight"][0] in ("F8_E4M3", "I8", "U8"))
 
 
@@ -63,7 +79,9 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], Path, int]]
         length = struct.unpack("<Q", f.read(8))[0]
         header = json.loads(f.read(length))
     header.pop("__metadata__", None)
-    return {name: (t["dtype"], tuple(t["shape"]), file, 8 + length + t["data_offsets"][0]) for name, t in header.items()}
+    return {
+        name: (t["dtype"], tuple(t["shape"]), file, 8 + length + t["data_offsets"][0]) for name, t in header.items()
+    }
 
 
 def stored(tensors: dict, name: str) -> np.ndarray:

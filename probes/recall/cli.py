@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dsv4.errors import InputError
-from probes.console import Json, Seed, Text, Word, counts, option, progress, publish, refuse_idle, report_in, show
+from dsv4.probes.console import Json, Seed, Text, Word, counts, option, progress, publish, refuse_idle, report_in, show
 
 STEM = "recall"
 INSTEAD = "leave it out, or use --subject ours"
@@ -16,39 +16,71 @@ Number = int | None
 
 def recall(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
-    context: Annotated[Word, option("Contexts in tokens, e.g. 4096,16K; default: those with 8·k and 16·k entries.")] = None,
-    k: Annotated[Word, option("Entries to select, e.g. 64,512; default: index_topk. Others are what-ifs: the best of the "
-                              "model's own scores.")] = None,
+    context: Annotated[
+        Word, option("Contexts in tokens, e.g. 4096,16K; default: those with 8·k and 16·k entries.")
+    ] = None,
+    k: Annotated[
+        Word,
+        option(
+            "Entries to select, e.g. 64,512; default: index_topk. Others are what-ifs: the best of the "
+            "model's own scores."
+        ),
+    ] = None,
     text: Text = None,
     subject: Annotated[str, option("ours (default); transformers: that implementation on the same weights.")] = "ours",
-    dump: Annotated[Path | None, option("A recorded run (probes.subjects.dump), instead of running anything.")] = None,
+    dump: Annotated[
+        Path | None, option("A recorded run (dsv4.probes.subjects.dump), instead of running anything.")
+    ] = None,
     numerics: Annotated[Word, option("native (default), fp32, qat or qat:fp32.")] = None,
     backend: Annotated[Word, option("auto (default), reference, cpu or triton.")] = None,
     device: Annotated[Word, option("cpu (default), cuda or cuda:N.")] = None,
-    cache: Annotated[Word, option("auto (default), bf16 or fp8 (with qat): how window rows and entries are held.")] = None,
-    index_cache: Annotated[Word, option("auto (default), bf16, fp8 or fp4 (with qat): how index keys are held.")] = None,
+    cache: Annotated[
+        Word, option("auto (default), bf16 or fp8 (with qat): how window rows and entries are held.")
+    ] = None,
+    index_cache: Annotated[
+        Word, option("auto (default), bf16, fp8 or fp4 (with qat): how index keys are held.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Rows of text.")] = 2,
     queries: Annotated[int, typer.Option(help="Last queries of each context that are measured, in each row.")] = 128,
-    needles: Annotated[Number, option("Needles a haystack and length, 0 for none; default: 100 on a GPU, 20 on a CPU.")] = None,
+    needles: Annotated[
+        Number, option("Needles a haystack and length, 0 for none; default: 100 on a GPU, 20 on a CPU.")
+    ] = None,
     seed: Seed = 0,
-    vacuous: Annotated[bool, typer.Option("--vacuous", help="Measure below 8·k entries too; such rows are VACUOUS.")] = False,
-    gate: Annotated[bool, typer.Option("--gate", help="Exit code 1 if the classic gate fails, 2 if it is VACUOUS.")] = False,
+    vacuous: Annotated[
+        bool, typer.Option("--vacuous", help="Measure below 8·k entries too; such rows are VACUOUS.")
+    ] = False,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Exit code 1 if the classic gate fails, 2 if it is VACUOUS.")
+    ] = False,
     out: Annotated[Path | None, report_in(STEM)] = None,
     as_json: Json = False,
 ):
-    """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could not."""
-    from probes.formats.json_report import dumped
-    from probes.recall import document, markdown, plots, tables
-    from probes.recall.settings import settle
-    from probes.recall.text import read_text
-    from probes.subjects.files import FilesSubject
-    refuse_idle(dump is None and subject == "ours", {"--numerics": numerics, "--backend": backend, "--device": device,
-                                                      "--cache": cache, "--index-cache": index_cache}, INSTEAD)
+    """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could
+    not."""
+    from dsv4.probes.formats.json_report import dumped
+    from dsv4.probes.recall import document, markdown, plots, tables
+    from dsv4.probes.recall.settings import settle
+    from dsv4.probes.recall.text import read_text
+    from dsv4.probes.subjects.files import FilesSubject
+
+    refuse_idle(
+        dump is None and subject == "ours",
+        {
+            "--numerics": numerics,
+            "--backend": backend,
+            "--device": device,
+            "--cache": cache,
+            "--index-cache": index_cache,
+        },
+        INSTEAD,
+    )
     refuse_idle(dump is None, {"--text": text}, INSTEAD)
     stored = FilesSubject(checkpoint)
     if stored.family == "gqa":
-        raise InputError("recall measures the indexer of CSA layers, and a GQA model has none; dsv4 fidelity compares policies that read "
-                         "its cache sparsely")
+        raise InputError(
+            "recall measures the indexer of CSA layers, and a GQA model has none; dsv4 fidelity compares policies "
+            "that read its cache sparsely"
+        )
     config = stored.config
     recorded = None if dump is None else _recorded(dump, checkpoint)
     rows, longest = (rows, None) if recorded is None else recorded.ids.shape
@@ -59,8 +91,15 @@ def recall(
     material = None if recorded else read_text(text, checkpoint, config.vocab_size, tokens, seed)
     with progress(tokens) as (say, advance):
         say("loading")
-        opened = recorded or _opened(checkpoint, subject, numerics or "native", backend or "auto", device or "cpu",
-                                     cache or "auto", index_cache or "auto")
+        opened = recorded or _opened(
+            checkpoint,
+            subject,
+            numerics or "native",
+            backend or "auto",
+            device or "cpu",
+            cache or "auto",
+            index_cache or "auto",
+        )
         found = document.measured(opened, settings, material, sys.argv, say, advance)
     if not plots.available():
         found["notes"].append(plots.MISSING)
@@ -71,7 +110,8 @@ def recall(
 
 def _opened(checkpoint: Path, kind: str, *choices: str):
     """choices: numerics, backend, device, cache, index cache of ours."""
-    from probes.audit import open_subject
+    from dsv4.probes.audit import open_subject
+
     if kind not in ("ours", "transformers"):
         raise InputError(f"--subject is {kind!r}; expected ours or transformers (recorded runs: --dump FILE)")
     return open_subject(checkpoint, kind, *choices)
@@ -79,8 +119,9 @@ def _opened(checkpoint: Path, kind: str, *choices: str):
 
 def _recorded(dump: Path, checkpoint: Path):
     """A dump, whose weights are the checkpoint's."""
-    from probes.subjects.dump import DumpSubject
-    from probes.subjects.files import FilesSubject
+    from dsv4.probes.subjects.dump import DumpSubject
+    from dsv4.probes.subjects.files import FilesSubject
+
     subject = DumpSubject(dump, checkpoint)
     subject.files = FilesSubject(checkpoint).files
     return subject

@@ -3,20 +3,26 @@
 import time
 from pathlib import Path
 
-from probes.formats import schema
-from probes.formats.json_report import strict
-from probes.provenance import provenance
-from probes.recall import measure
-from probes.recall.settings import Settings
-from probes.recall.text import Text
-from probes.subject import Subject
+from dsv4.probes.formats import schema
+from dsv4.probes.formats.json_report import strict
+from dsv4.probes.provenance import provenance
+from dsv4.probes.recall import measure
+from dsv4.probes.recall.settings import Settings
+from dsv4.probes.recall.text import Text
+from dsv4.probes.subject import Subject
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"recall-{VERSION}.json"
 
 
-def measured(subject: Subject, settings: Settings, text: Text | None, command: list[str], say: measure.Say = lambda text: None,
-             advance: measure.Advance = lambda tokens: None) -> dict:
+def measured(
+    subject: Subject,
+    settings: Settings,
+    text: Text | None,
+    command: list[str],
+    say: measure.Say = lambda text: None,
+    advance: measure.Advance = lambda tokens: None,
+) -> dict:
     """Everything that `dsv4 recall` reports, as JSON values that fit the schema. text: None for a recorded dump."""
     started = time.time()
     rows = measure.indexer(subject, settings, text, say, advance)
@@ -25,12 +31,25 @@ def measured(subject: Subject, settings: Settings, text: Text | None, command: l
     notes += [f"NaN in the scores or the attention of {bad} queries: their figures mean nothing"] if bad else []
     about = provenance(subject, command, {"needles and random ids": settings.seed}, started)
     document = {
-        "schema_version": VERSION, "title": f"Indexer recall of {about['checkpoint']['name']}, {about['subject']}",
-        "provenance": about, "text": text.about() if text else recorded(subject),
-        "settings": {"contexts": list(settings.contexts), "k": list(settings.ks), "index_topk": subject.config.index_topk,
-                     "sliding_window": subject.config.sliding_window, "queries": settings.queries, "rows": settings.rows,
-                     "needles": settings.needles, "seed": settings.seed},
-        "rows": rows, "gate": measure.gate(rows).to_json(), "needles": needles, "notes": notes, "seconds": about["seconds"],
+        "schema_version": VERSION,
+        "title": f"Indexer recall of {about['checkpoint']['name']}, {about['subject']}",
+        "provenance": about,
+        "text": text.about() if text else recorded(subject),
+        "settings": {
+            "contexts": list(settings.contexts),
+            "k": list(settings.ks),
+            "index_topk": subject.config.index_topk,
+            "sliding_window": subject.config.sliding_window,
+            "queries": settings.queries,
+            "rows": settings.rows,
+            "needles": settings.needles,
+            "seed": settings.seed,
+        },
+        "rows": rows,
+        "gate": measure.gate(rows).to_json(),
+        "needles": needles,
+        "notes": notes,
+        "seconds": about["seconds"],
     }
     return valid(strict(document))
 

@@ -14,50 +14,75 @@ from tokenizers import Tokenizer
 FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEAR = 64  # tokens before the wanted place in which a sentence's end is looked for
 NUMBERS, LEAST, DIGITS = 0.75, 1000, (4, 6)  # of values: share of numbers, the least number, digits of the largest ones
-FORMAT = ("one sentence such as ' The secret code of quiet otter is 48213.', somewhere in the context; the context ends with "
-          "its first words, ' The secret code of quiet otter is', and every token of the value must be the argmax")
+FORMAT = (
+    "one sentence such as ' The secret code of quiet otter is 48213.', somewhere in the context; the context ends "
+    "with its first words, ' The secret code of quiet otter is', and every token of the value must be the argmax"
+)
 CHANCE = "10^-4 to 10^-6 for values of 4 to 6 digits (3/4 of the needles), below 10^-4 for two words (the rest)"
 
-ADJECTIVES = """amber ancient arctic autumn bold brave brass bright broken bronze calm careful cheerful chilly clever cloudy
+ADJECTIVES = """amber ancient arctic autumn bold brave brass bright broken bronze calm careful cheerful chilly clever \
+cloudy
 copper coral cosmic crimson crystal curious dancing daring dark deep distant dusty eager early eastern electric emerald
-empty endless fading fallen famous fearless fierce fiery floating flying foggy forgotten fragile frozen gentle giant glass
-gleaming golden graceful grand granite green grey happy hasty hidden hollow honest humble hungry icy indigo iron ivory jolly
+empty endless fading fallen famous fearless fierce fiery floating flying foggy forgotten fragile frozen gentle giant \
+glass
+gleaming golden graceful grand granite green grey happy hasty hidden hollow honest humble hungry icy indigo iron \
+ivory jolly
 keen kind laughing lazy leaden light little lively lonely lost loud loyal lucky lunar marble mellow merry mighty misty
-modest mossy mystic narrow nimble noble northern obsidian odd old olive opal orange pale patient pearl polished proud purple
+modest mossy mystic narrow nimble noble northern obsidian odd old olive opal orange pale patient pearl polished proud \
+purple
 quick quiet radiant rapid rare red restless rising roaming rocky rosy rough royal ruby rustic rusty sacred sandy scarlet
 secret serene shady sharp shining shy silent silver simple sleepy slender small smiling smoky snowy solar solid southern
-spare spotted stark steady steel stormy strange sturdy subtle sunny swift tall tame tender tidy timid tiny topaz twin upper
-urban vast velvet violet vivid wandering warm weary western white wild wise wooden yellow young zealous agile breezy dizzy
+spare spotted stark steady steel stormy strange sturdy subtle sunny swift tall tame tender tidy timid tiny topaz twin \
+upper
+urban vast velvet violet vivid wandering warm weary western white wild wise wooden yellow young zealous agile breezy \
+dizzy
 frosty grumpy hardy""".split()
-NOUNS = """acorn anchor antler apple arrow badger bamboo banner barrel basket beacon bear beaver bell birch bison blossom
-boulder bridge brook bucket butterfly button cabin cactus camel candle canyon captain castle cedar cherry clock cloud clover
-comet compass coral cottage cougar crane creek cricket crow crown dagger daisy deer desert dolphin donkey dragon drum eagle
-ember engine falcon feather fern ferry fiddle finch forest fossil fountain fox garden garnet gate gecko glacier goose grove
-hammer harbor harp hawk hazel heron hill horizon horse iris island ivy jackal jaguar kettle kite lagoon lake lantern lark
+NOUNS = """acorn anchor antler apple arrow badger bamboo banner barrel basket beacon bear beaver bell birch bison \
+blossom
+boulder bridge brook bucket butterfly button cabin cactus camel candle canyon captain castle cedar cherry clock cloud \
+clover
+comet compass coral cottage cougar crane creek cricket crow crown dagger daisy deer desert dolphin donkey dragon drum \
+eagle
+ember engine falcon feather fern ferry fiddle finch forest fossil fountain fox garden garnet gate gecko glacier goose \
+grove
+hammer harbor harp hawk hazel heron hill horizon horse iris island ivy jackal jaguar kettle kite lagoon lake lantern \
+lark
 laurel lemon leopard lighthouse lily lion lizard lobster lotus lynx magnet magpie mango maple marsh meadow meteor mill
-mirror monkey moon moose mountain needle nest oak oasis ocean orchard orchid otter owl oyster paddle palace panda panther
+mirror monkey moon moose mountain needle nest oak oasis ocean orchard orchid otter owl oyster paddle palace panda \
+panther
 parrot peach pebble pelican penguin pepper pigeon pilot pine planet plum pond poppy prairie puffin pumpkin quarry rabbit
 raccoon raven reef ribbon ridge river robin rocket rose saddle sailor salmon sapling shadow shell shield shore signal
-sparrow spider spring squirrel star stone stork stream summit sun swan table temple thistle thunder tiger tower trail tree
-trumpet tulip tunnel turtle valley village violin walnut walrus wagon water wave whale wheel willow window wolf wombat wren
+sparrow spider spring squirrel star stone stork stream summit sun swan table temple thistle thunder tiger tower trail \
+tree
+trumpet tulip tunnel turtle valley village violin walnut walrus wagon water wave whale wheel willow window wolf \
+wombat wren
 zebra""".split()
-FIRST_NAMES = """Ada Alan Alice Amir Anna Anton Asha Ben Bruno Carla Carmen Cecil Clara Daniel Daria David Diego Dora Edgar
-Elena Elias Emil Emma Erik Esther Eva Farah Felix Fiona Frank George Grace Greta Hana Hans Harold Helen Henry Hugo Ida Igor
+FIRST_NAMES = """Ada Alan Alice Amir Anna Anton Asha Ben Bruno Carla Carmen Cecil Clara Daniel Daria David Diego Dora \
+Edgar
+Elena Elias Emil Emma Erik Esther Eva Farah Felix Fiona Frank George Grace Greta Hana Hans Harold Helen Henry Hugo \
+Ida Igor
 Ines Irene Isaac Ivan Jack Jana Jonas Julia Karim Karl Kate Kenji Lara Laura Leo Lena Liam Linda Louis Lucas Lucy Maria
-Marco Martin Maya Mei Milan Mina Nadia Nina Noah Nora Olga Oliver Omar Oscar Paul Peter Petra Priya Ralph Rosa Ruth Sam Sara
+Marco Martin Maya Mei Milan Mina Nadia Nina Noah Nora Olga Oliver Omar Oscar Paul Peter Petra Priya Ralph Rosa Ruth \
+Sam Sara
 Simon Sofia Stefan Tariq Thomas Tina Tom Ulrich Vera Victor Walter Wanda Yara Yusuf Zoe""".split()
 LAST_NAMES = """Adams Alvarez Baker Barnes Becker Bell Berg Blake Brandt Brooks Bruno Carter Castro Chen Clark Cole Cook
-Costa Cruz Dahl Diaz Dixon Drake Dubois Ellis Evans Fischer Flores Ford Foster Fox Garcia Gibson Grant Gray Green Haas Hall
-Hansen Harris Hart Hayes Hill Hoffman Holt Hughes Hunt Ito James Jensen Jones Kaya Keller Kelly Khan Kim King Klein Knight
+Costa Cruz Dahl Diaz Dixon Drake Dubois Ellis Evans Fischer Flores Ford Foster Fox Garcia Gibson Grant Gray Green \
+Haas Hall
+Hansen Harris Hart Hayes Hill Hoffman Holt Hughes Hunt Ito James Jensen Jones Kaya Keller Kelly Khan Kim King Klein \
+Knight
 Kumar Lane Larsen Lee Lewis Lopez Lund Marsh Martin Mason Meyer Miller Moore Mori Morris Murphy Nash Nguyen Novak Olsen
-Ortiz Owen Palmer Park Parker Patel Perez Peters Porter Price Quinn Reed Reyes Rossi Roth Ruiz Sato Schmidt Scott Shaw Silva
-Singh Smith Stein Stone Suzuki Tanaka Taylor Torres Turner Vogel Wagner Walker Ward Weber West White Wilson Wolf Wood Wright
+Ortiz Owen Palmer Park Parker Patel Perez Peters Porter Price Quinn Reed Reyes Rossi Roth Ruiz Sato Schmidt Scott \
+Shaw Silva
+Singh Smith Stein Stone Suzuki Tanaka Taylor Torres Turner Vogel Wagner Walker Ward Weber West White Wilson Wolf Wood \
+Wright
 Yang Young Zhang""".split()
 
 
 @dataclass(frozen=True)
 class Template:
-    """A kind of needle: `before` has {n} for the name and ends where " value" follows; `ask` is its question in full."""
+    """A kind of needle: `before` has {n} for the name and ends where " value" follows; `ask` is its question in
+    full."""
+
     before: str
     ask: str
     end: str = "."
@@ -85,7 +110,7 @@ TEMPLATES = [
     Template(" The agent known as {n} answers to", "What does the agent known as {n} answer to?"),
     Template(" The parcel for {n} carries the label", "Which label does the parcel for {n} carry?"),
     Template("\n# token for {n}:", "What is the token for {n}?", "\n"),
-    Template("\nsettings[\"{n}\"] =", "What is the value of settings[\"{n}\"]?", "\n"),
+    Template('\nsettings["{n}"] =', 'What is the value of settings["{n}"]?', "\n"),
     Template("\n{n} =>", "What does {n} map to?", "\n"),
 ]
 
@@ -99,7 +124,8 @@ def thing(rng: Random) -> str:
 
 
 def any_name(rng: Random) -> str:
-    """An adjective and a noun (half), a person, or an id such as unit KX-4821: over 50,000 names of the first two alone."""
+    """An adjective and a noun (half), a person, or an id such as unit KX-4821: over 50,000 names of the first two
+    alone."""
     choice = rng.random()
     if choice < 0.5:
         return thing(rng)
@@ -115,7 +141,8 @@ def any_value(rng: Random) -> str:
 
 
 def chance_of_a_guess() -> float:
-    """Probability that the best constant guess is the value: a number of 4 digits, which all three ranges hold, or two words.
+    """Probability that the best constant guess is the value: a number of 4 digits, which all three ranges hold, or two
+    words.
 
     The mean over lengths L of 1 / (10^L − 1000), times the share of numbers; words by the most frequent ones.
     """
@@ -125,25 +152,35 @@ def chance_of_a_guess() -> float:
     return max(number, (1 - NUMBERS) * words[0] * words[1])
 
 
-def needle_trial(rng: Random, tokenizer: Tokenizer, haystack_tokens: np.ndarray, length: int, depth: float,
-                 beyond: int = 0, bos: int | None = 0) -> tuple[list[int], list[int]]:
+def needle_trial(
+    rng: Random,
+    tokenizer: Tokenizer,
+    haystack_tokens: np.ndarray,
+    length: int,
+    depth: float,
+    beyond: int = 0,
+    bos: int | None = 0,
+) -> tuple[list[int], list[int]]:
     """One needle in exactly `length` tokens of haystack, asked once, at the end.
 
-    depth is the needle's relative place, 0 (start) to 1 (end), moved to a sentence's end before it if there is one nearby, and
-    forward so far that at least `beyond` tokens lie between the needle and the question. Returns (BOS + context + question,
-    answer): the ids end right before the answer. A haystack longer than `length` gives a random run of it.
+    depth is the needle's relative place, 0 (start) to 1 (end), moved to a sentence's end before it if there is one
+    nearby, and forward so far that at least `beyond` tokens lie between the needle and the question. Returns (BOS +
+    context + question, answer): the ids end right before the answer. A haystack longer than `length` gives a random run
+    of it.
     """
     text = np.asarray(haystack_tokens)
     if len(text) < length or not 0 <= beyond <= length:
         raise ValueError(f"a haystack of {len(text)} tokens cannot give {length} with {beyond} behind the needle")
     begin = rng.randint(0, len(text) - length)
-    text = text[begin:begin + length].tolist()
+    text = text[begin : begin + length].tolist()
     template, name, value = rng.choice(TEMPLATES), any_name(rng), any_value(rng)
     place = min(round(depth * length), length - beyond)
     ends = boundaries(tokenizer)
     place = next((i for i in range(place, max(0, place - NEAR), -1) if ends[text[i - 1]]), place)
     needle, question = (encode(tokenizer, text) for text in (template.statement(name, value), template.prompt(name)))
-    return [*([] if bos is None else [bos]), *text[:place], *needle, *text[place:], *question], encode(tokenizer, " " + value)
+    return [*([] if bos is None else [bos]), *text[:place], *needle, *text[place:], *question], encode(
+        tokenizer, " " + value
+    )
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

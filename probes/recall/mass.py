@@ -1,4 +1,5 @@
-"""What a dense attention over all compressed entries would have looked at, beside a model that attends to a few of them."""
+"""What a dense attention over all compressed entries would have looked at, beside a model that attends to a few of
+them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,20 +7,28 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from dsv4.attention import CSAAttention
+from dsv4.kernels.attention.reference import gather_rows
 from dsv4.model import Model
-from kernels.attention.reference import gather_rows
-from probes.buffers import numbers
-from probes.wrapping import wrapped
+from dsv4.probes.buffers import numbers
+from dsv4.probes.wrapping import wrapped
 
 QUERY_BLOCK = 16  # queries whose attention over all entries exists at once
 
 
-def entry_mass(q: torch.Tensor, near: torch.Tensor, absent: torch.Tensor, entries: torch.Tensor, visible: torch.Tensor,
-               sink: torch.Tensor, scale: float) -> torch.Tensor:
-    """Mean over heads of the attention probabilities over every visible entry, fp32 [B, T, n]; window and sink have the rest.
+def entry_mass(
+    q: torch.Tensor,
+    near: torch.Tensor,
+    absent: torch.Tensor,
+    entries: torch.Tensor,
+    visible: torch.Tensor,
+    sink: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Mean over heads of the attention probabilities over every visible entry, fp32 [B, T, n]; window and sink have the
+    rest.
 
-    q [B·T, H, D], rotated; near [B·T, W, D], each query's window rows, of which bool absent [B·T, W] do not exist; entries
-    [B, n, D]; visible int64 [B, T], how many of the entries each query sees; sink [H].
+    q [B·T, H, D], rotated; near [B·T, W, D], each query's window rows, of which bool absent [B·T, W] do not exist;
+    entries [B, n, D]; visible int64 [B, T], how many of the entries each query sees; sink [H].
     """
     (N, H, _), (B, T), n = q.shape, visible.shape, entries.shape[1]
     queries = q.float() * scale
@@ -43,8 +52,12 @@ def dense_mass(attn: CSAAttention, q, window, window_index, step, entries) -> to
 def by_blocks(q, near, absent, entries, visible, sink, scale: float) -> torch.Tensor:
     """`entry_mass` of one row, some queries at a time: q [T, H, D], entries [n, D], visible [T] → fp32 [T, n]."""
     blocks = torch.arange(len(q), device=q.device).split(QUERY_BLOCK)
-    return torch.cat([entry_mass(q[b], near[b], absent[b], entries.unsqueeze(0), visible[b].unsqueeze(0), sink, scale)[0]
-                      for b in blocks])
+    return torch.cat(
+        [
+            entry_mass(q[b], near[b], absent[b], entries.unsqueeze(0), visible[b].unsqueeze(0), sink, scale)[0]
+            for b in blocks
+        ]
+    )
 
 
 def row_mass(attn: CSAAttention, q, window, window_index, step, cache) -> torch.Tensor:
@@ -56,13 +69,20 @@ def row_mass(attn: CSAAttention, q, window, window_index, step, cache) -> torch.
 
 def watched(model: Model, see: Callable) -> AbstractContextManager:
     """Calls see(layer, attn, x, qr, q, window, window_index, step, cache) after each CSA layer attended."""
+
     def also(i: int, attn: CSAAttention, attend: Callable) -> Callable:
         def run(*held):
             out = attend(*held)
             see(i, attn, *held)
             return out
+
         return run
-    return wrapped([(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, CSAAttention)], "_attend", also)
+
+    return wrapped(
+        [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, CSAAttention)],
+        "_attend",
+        also,
+    )
 
 
 @contextmanager
@@ -84,9 +104,11 @@ def window_only(model: Model) -> Iterator[None]:
 
 def _windowed(sparse: Callable) -> tuple[Callable, Callable]:
     """`sparse_attention` and `hca_attention` without their entries, by the former with none."""
+
     def of_csa(q, window, window_index, entries, entry_index, sink, scale, *hints):
         return sparse(q, window, window_index, None, None, sink, scale, *hints)
 
     def of_hca(q, window, window_index, entries, visible, sink, scale, complete=False):
         return sparse(q.flatten(0, 1), window, window_index, None, None, sink, scale, complete).view(q.shape)
+
     return of_csa, of_hca

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from probes.bounds import lower_bound
-from probes.index_oracle import TIES
-from probes.recall import needles
-from probes.recall.figures import Tally, row, tally
-from probes.recall.haystack import CHANCE, FORMAT
-from probes.recall.needles import Limits
-from probes.recall.observe import CSA_RATIO, Oracles, Seen, csa_layers, observe_capture, observe_model
-from probes.recall.settings import LEAST, Settings
-from probes.recall.text import Text, rows_of
-from probes.result import Check, Status, compare, vacuous
-from probes.subject import Subject
+from dsv4.probes.bounds import lower_bound
+from dsv4.probes.index_oracle import TIES
+from dsv4.probes.recall import needles
+from dsv4.probes.recall.figures import Tally, row, tally
+from dsv4.probes.recall.haystack import CHANCE, FORMAT
+from dsv4.probes.recall.needles import Limits
+from dsv4.probes.recall.observe import CSA_RATIO, Oracles, Seen, csa_layers, observe_capture, observe_model
+from dsv4.probes.recall.settings import LEAST, Settings
+from dsv4.probes.recall.text import Text, rows_of
+from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.subject import Subject
 
 GATE_K, GATE_ENTRIES, GATE = 512, 1024, 0.99
 GATE_NAME = f"classic gate: recall@{GATE_K} against the fp32 oracle, n_comp ≥ {GATE_ENTRIES}"
@@ -23,7 +23,8 @@ Advance = Callable[[int], None]
 
 
 def indexer(subject: Subject, settings: Settings, text: Text | None, say: Say, advance: Advance) -> list[dict]:
-    """Rows of figures by context, k and layer, each followed by one of all layers (layer None). text: None for a dump."""
+    """Rows of figures by context, k and layer, each followed by one of all layers (layer None). text: None for a
+    dump."""
     oracles, window = Oracles(subject), subject.config.sliding_window
     margin, topk = TIES.get(subject.numerics, TIES["native"]), subject.config.index_topk
     tallies: dict[tuple[int, int, int], Tally] = {}
@@ -54,17 +55,34 @@ def ours(subject: Subject) -> bool:
     return "kernels" in subject.can
 
 
-def rows_of_figures(tallies: dict[tuple[int, int, int], Tally], settings: Settings, topk: int, layers: list[int], window: int,
-                    texts: int) -> list[dict]:
-    """tallies by (context, k, layer) → rows of the document. topk: the model's own k; texts: rows of text behind them."""
+def rows_of_figures(
+    tallies: dict[tuple[int, int, int], Tally],
+    settings: Settings,
+    topk: int,
+    layers: list[int],
+    window: int,
+    texts: int,
+) -> list[dict]:
+    """tallies by (context, k, layer) → rows of the document. topk: the model's own k; texts: rows of text behind
+    them."""
     rows = []
     for context in settings.contexts:
         for k in settings.ks:
             status = Status.VACUOUS.value if settings.is_vacuous(context, k) else "MEASURED"
             found = {layer: tallies[context, k, layer] for layer in layers}
             for layer, total in [*found.items(), (None, sum(found.values(), Tally()))]:
-                rows.append({"layer": layer, "context": context, "n_comp": context // CSA_RATIO, "k": k, "what_if": k != topk,
-                             "status": status, "texts": texts} | row(total, window))
+                rows.append(
+                    {
+                        "layer": layer,
+                        "context": context,
+                        "n_comp": context // CSA_RATIO,
+                        "k": k,
+                        "what_if": k != topk,
+                        "status": status,
+                        "texts": texts,
+                    }
+                    | row(total, window)
+                )
     return rows
 
 
@@ -75,14 +93,29 @@ def gate(rows: list[dict]) -> Check:
     """
     among = [r for r in rows if r["layer"] is not None and r["k"] == GATE_K and r["n_comp"] >= GATE_ENTRIES]
     if not among:
-        return vacuous(GATE_NAME, f"nothing was measured at k = {GATE_K} and n_comp ≥ {GATE_ENTRIES}: {_instead(rows)}",
-                       relation=">=", threshold=GATE, source="the issue", chance=GATE_K / GATE_ENTRIES)
+        return vacuous(
+            GATE_NAME,
+            f"nothing was measured at k = {GATE_K} and n_comp ≥ {GATE_ENTRIES}: {_instead(rows)}",
+            relation=">=",
+            threshold=GATE,
+            source="the issue",
+            chance=GATE_K / GATE_ENTRIES,
+        )
     worst = min(among, key=lambda r: r["recall_fp32"])
     what_if = "; what-if: the model selects another k" if worst["what_if"] else ""
-    check = compare(GATE_NAME, worst["recall_fp32"], ">=", GATE, "the issue", sum(r["queries"] for r in among),
-                    where=f"layer {worst['layer']}", part="selection", chance=worst["chance"],
-                    note=f"worst of {len(among)} at {worst['context']:,} tokens, n_comp {worst['n_comp']:,}; chance at n_comp "
-                         f"{GATE_ENTRIES} is {GATE_K / GATE_ENTRIES:.0%}{what_if}")
+    check = compare(
+        GATE_NAME,
+        worst["recall_fp32"],
+        ">=",
+        GATE,
+        "the issue",
+        sum(r["queries"] for r in among),
+        where=f"layer {worst['layer']}",
+        part="selection",
+        chance=worst["chance"],
+        note=f"worst of {len(among)} at {worst['context']:,} tokens, n_comp {worst['n_comp']:,}; chance at n_comp "
+        f"{GATE_ENTRIES} is {GATE_K / GATE_ENTRIES:.0%}{what_if}",
+    )
     if check.status is Status.PASS and any(r["status"] == Status.VACUOUS.value for r in among):
         return replace(check, status=Status.VACUOUS, note=f"n_comp < {LEAST} · k proves nothing; {check.note}")
     return check
@@ -111,10 +144,16 @@ def needles_of(subject: Subject, settings: Settings, text: Text | None, say: Say
     most = subject.config.max_position_embeddings - QUESTION
     fits = [n for n in settings.contexts if beyond + QUESTION < n <= most and n <= len(text.ids)]
     asked = f"from {beyond + QUESTION + 1:,} (windows alone reach {beyond:,}) to {min(most, len(text.ids)):,} tokens"
-    notes = [f"no needles at {n:,} tokens: they are asked in contexts {asked}" for n in settings.contexts if n not in fits]
+    notes = [
+        f"no needles at {n:,} tokens: they are asked in contexts {asked}" for n in settings.contexts if n not in fits
+    ]
     if settings.needles < 100:
         best = lower_bound(settings.needles, settings.needles)
-        notes.append(f"{settings.needles} needles a length bound the rate below by {best:.1%} at best; --needles 100 by 96.4 %")
+        notes.append(
+            f"{settings.needles} needles a length bound the rate below by {best:.1%} at best; --needles 100 by 96.4 %"
+        )
     backend = text.tokenizer.backend
-    rows = needles.found(model, backend, text.ids, fits, settings.needles, Limits.of(str(model.device)), say, settings.seed)
+    rows = needles.found(
+        model, backend, text.ids, fits, settings.needles, Limits.of(str(model.device)), say, settings.seed
+    )
     return {"format": FORMAT, "chance": CHANCE, "beyond": beyond, "trials": settings.needles, "rows": rows}, notes

@@ -1,7 +1,7 @@
 """What a subject's CSA layers did at the last queries of each context, and what they should have done.
 
-One pass serves all contexts: a shorter one is the beginning of a longer one. Of this project's model only the measured queries
-are kept, one layer at a time; other subjects are captured whole.
+One pass serves all contexts: a shorter one is the beginning of a longer one. Of this project's model only the measured
+queries are kept, one layer at a time; other subjects are captured whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +13,11 @@ import torch
 from dsv4.errors import CapacityError, InputError
 from dsv4.memory import format_bytes
 from dsv4.model import Model
-from probes.measure import oracle_of
-from probes.oracle.attention import Layer
-from probes.recall.mass import by_blocks, row_mass, watched
-from probes.recall.oracle import GrowingOracle
-from probes.subject import Subject
+from dsv4.probes.measure import oracle_of
+from dsv4.probes.oracle.attention import Layer
+from dsv4.probes.recall.mass import by_blocks, row_mass, watched
+from dsv4.probes.recall.oracle import GrowingOracle
+from dsv4.probes.subject import Subject
 
 CSA_RATIO = 4
 WANTED = ("attn_in", "q_after_rope", "kv_window", "compressed_kv", "index_scores", "selection")
@@ -29,8 +29,9 @@ PIECE = 256  # tokens a step of such a subject
 class Seen:
     """One CSA layer at the last queries of one context; n entries are visible to the last of them.
 
-    positions int64 [Q], consecutive; scores fp32 [Q, n], the subject's own; selection int64 [Q, k], its own, −1 for none; mass
-    fp32 [Q, n], of the dense attention; exact and matched float64 [Q, n], the oracles' scores. −inf where invisible. Host.
+    positions int64 [Q], consecutive; scores fp32 [Q, n], the subject's own; selection int64 [Q, k], its own, −1 for
+    none; mass fp32 [Q, n], of the dense attention; exact and matched float64 [Q, n], the oracles' scores. −inf where
+    invisible. Host.
     """
 
     layer: int
@@ -66,15 +67,23 @@ class Oracles:
 # ---- this project's model -------------------------------------------------------------------
 
 
-def observe_model(model: Model, oracles: Oracles, ids: torch.Tensor, contexts: list[int], queries: int, chunk: int, see: See,
-                  progress: Progress = lambda tokens: None) -> None:
+def observe_model(
+    model: Model,
+    oracles: Oracles,
+    ids: torch.Tensor,
+    contexts: list[int],
+    queries: int,
+    chunk: int,
+    see: See,
+    progress: Progress = lambda tokens: None,
+) -> None:
     """Run ids int64 [T] through the model; `see` gets each layer at the last `queries` queries of each context."""
     growing, cache, at = oracles.fresh(), model.new_cache(1, len(ids), max_rewind=0), 0
     with _followed(model, growing):
         for context in contexts:
             while at < context - queries:
                 size = min(chunk, context - queries - at)
-                model.append(ids[None, at:at + size], cache, logits="none", chunk=chunk)
+                model.append(ids[None, at : at + size], cache, logits="none", chunk=chunk)
                 at += size
                 progress(size)
             with _selections(model) as chosen, watched(model, _seer(growing, chosen, context, see)):
@@ -106,21 +115,31 @@ def _selections(model: Model) -> Iterator[dict[int, torch.Tensor]]:
 
 def _seer(growing: dict[int, GrowingOracle], chosen: dict[int, torch.Tensor], context: int, see: See) -> Callable:
     """What `watched` calls; B = 1."""
+
     def look(layer: int, attn, x, qr, q, window, window_index, step, cache) -> None:
         positions = step.pos[0].cpu()
         scores = attn.indexer.scores(x, qr, step, cache)[0]
         mass = row_mass(attn, q, window, window_index, step, cache)
         exact, matched = growing[layer].scores(x, positions)
         see(Seen(layer, context, positions, scores.float().cpu(), chosen[layer][0].cpu(), mass.cpu(), exact, matched))
+
     return look
 
 
 # ---- other subjects -------------------------------------------------------------------------
 
 
-def observe_capture(subject: Subject, oracles: Oracles, ids: torch.Tensor, contexts: list[int], queries: int, see: See,
-                    progress: Progress = lambda tokens: None) -> None:
-    """The same of a subject that captures whole runs, on ids int64 [B, T]; a recorded dump answers for its own ids alone.
+def observe_capture(
+    subject: Subject,
+    oracles: Oracles,
+    ids: torch.Tensor,
+    contexts: list[int],
+    queries: int,
+    see: See,
+    progress: Progress = lambda tokens: None,
+) -> None:
+    """The same of a subject that captures whole runs, on ids int64 [B, T]; a recorded dump answers for its own ids
+    alone.
 
     Raises CapacityError when the capture would be larger than MOST_CAPTURED, InputError when points are missing.
     """
@@ -134,7 +153,9 @@ def observe_capture(subject: Subject, oracles: Oracles, ids: torch.Tensor, conte
     for layer, (exact, _) in oracles.layers.items():
         missing = [point for point in WANTED if (layer, point) not in points]
         if missing:
-            raise InputError(f"{subject.name} gives no {', '.join(missing)} of layer {layer}; recall needs {', '.join(WANTED)}")
+            raise InputError(
+                f"{subject.name} gives no {', '.join(missing)} of layer {layer}; recall needs {', '.join(WANTED)}"
+            )
         sink = exact.w("attn.attn_sink").float()
         for b in range(B):
             of = {point: points[layer, point][b] for point in WANTED}
@@ -147,20 +168,37 @@ def observe_capture(subject: Subject, oracles: Oracles, ids: torch.Tensor, conte
 
 def check_room(config, batch: int, tokens: int) -> None:
     n = tokens // CSA_RATIO
-    width = config.vocab_size + len(csa_layers(config)) * (n + config.index_topk + config.hidden_size
-                                                           + (config.num_attention_heads + 1) * config.head_dim)
+    width = config.vocab_size + len(csa_layers(config)) * (
+        n + config.index_topk + config.hidden_size + (config.num_attention_heads + 1) * config.head_dim
+    )
     if 4 * batch * tokens * width > MOST_CAPTURED:
-        raise CapacityError(f"capturing {batch} × {tokens} tokens whole would take {format_bytes(4 * batch * tokens * width)}, "
-                            f"more than {format_bytes(MOST_CAPTURED)}; pass a shorter --context, or --subject ours, which "
-                            "keeps the measured queries alone")
+        raise CapacityError(
+            f"capturing {batch} × {tokens} tokens whole would take {format_bytes(4 * batch * tokens * width)}, more "
+            f"than {format_bytes(MOST_CAPTURED)}; pass a shorter --context, or --subject ours, which keeps the "
+            "measured queries alone"
+        )
 
 
-def _slice(of: dict[str, torch.Tensor], growing: GrowingOracle, sink: torch.Tensor, config, layer: int, t: torch.Tensor,
-           context: int) -> Seen:
+def _slice(
+    of: dict[str, torch.Tensor],
+    growing: GrowingOracle,
+    sink: torch.Tensor,
+    config,
+    layer: int,
+    t: torch.Tensor,
+    context: int,
+) -> Seen:
     """The queries at positions t [Q] of one row's captured points."""
     n, W = int(t[-1] + 1) // CSA_RATIO, config.sliding_window
     back = t.unsqueeze(1) + torch.arange(1 - W, 1)
-    mass = by_blocks(of["q_after_rope"][t], of["kv_window"][back.clamp(min=0)], back < 0, of["compressed_kv"][:n],
-                     (t + 1) // CSA_RATIO, sink, config.softmax_scale)
+    mass = by_blocks(
+        of["q_after_rope"][t],
+        of["kv_window"][back.clamp(min=0)],
+        back < 0,
+        of["compressed_kv"][:n],
+        (t + 1) // CSA_RATIO,
+        sink,
+        config.softmax_scale,
+    )
     exact, matched = growing.scores(of["attn_in"][t], t)
     return Seen(layer, context, t, of["index_scores"][t, :n], of["selection"][t], mass, exact, matched)

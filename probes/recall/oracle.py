@@ -1,14 +1,15 @@
 """What the indexer of one layer should score, on the attention inputs that the subject itself had.
 
-The steps are those of `probes.oracle` (float64), with roundings where `probes.index_oracle` has them. Two layers run side by
-side: `exact` rounds nothing; `matched` has the quantisation simulation and the cache dtype of the subject's numerics.
+The steps are those of `dsv4.probes.oracle` (float64), with roundings where `dsv4.probes.index_oracle` has them. Two
+layers run side by side: `exact` rounds nothing; `matched` has the quantisation simulation and the cache dtype of the
+subject's numerics.
 """
 
 import torch
 
-from probes.oracle.indexer import form, held, queries
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer
+from dsv4.probes.oracle.indexer import form, held, queries
 
 
 class GrowingOracle:
@@ -27,7 +28,8 @@ class GrowingOracle:
     def extend(self, x: torch.Tensor) -> None:
         """Attention inputs x [t, d] of the next t tokens; keys of the windows that they complete.
 
-        What is kept of the tokens: those of an incomplete window, and the window before it, which the next entry pools too.
+        What is kept of the tokens: those of an incomplete window, and the window before it, which the next entry pools
+        too.
         """
         ratio, before = self.exact.ratio, min(self._done, 1)
         self._tail = torch.cat((self._tail, x.cpu().double()))
@@ -39,7 +41,7 @@ class GrowingOracle:
         at = ratio * torch.arange(self._done, self._done + new)
         self._exact_keys.append(self._finished(self.exact, pooled, at))
         self._matched_keys.append(self._finished(self.matched, pooled, at))
-        self._tail, self._done = self._tail[tokens - ratio:].clone(), self._done + new
+        self._tail, self._done = self._tail[tokens - ratio :].clone(), self._done + new
 
     def _finished(self, layer: Layer, pooled: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Pooled [1, n, Di] of windows that begin at positions `at` [n] → keys [n, Di], as the cache holds them."""
@@ -52,8 +54,10 @@ class GrowingOracle:
         n: the entries visible to the last position.
         """
         x, n = x.cpu().double().unsqueeze(0), int(positions[-1] + 1) // self.exact.ratio
-        return (self._scores(self.exact, x, positions, torch.cat(self._exact_keys)[:n]),
-                self._scores(self.matched, x, positions, torch.cat(self._matched_keys)[:n]))
+        return (
+            self._scores(self.exact, x, positions, torch.cat(self._exact_keys)[:n]),
+            self._scores(self.matched, x, positions, torch.cat(self._matched_keys)[:n]),
+        )
 
     @staticmethod
     def _scores(layer: Layer, x: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The figures as SVG documents. matplotlib is an optional dependency: without it there are no plots, and the report says so."""
+"""The figures as SVG documents. matplotlib is an optional dependency: without it there are no plots, and the report
+says so."""
 
 from io import StringIO
 
@@ -24,6 +25,7 @@ def draw(document: dict) -> dict[str, str]:
 def canvas(panels: int):
     """(figure, its axes beside each other)."""
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5 * panels, 3.8), layout="constrained")
     return figure, figure.subplots(1, panels)
 
@@ -31,6 +33,7 @@ def canvas(panels: int):
 def svg(figure) -> str:
     """The same bytes for the same figure."""
     from matplotlib import rc_context
+
     out = StringIO()
     with rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
         figure.savefig(out, format="svg", metadata={"Date": None})

@@ -22,7 +22,12 @@ class Text:
     tokenizer: Tokenizer | None = None
 
     def about(self) -> dict:
-        return {"name": self.name, "sha256": self.sha256, "tokens": len(self.ids), "tokenizer": self.tokenizer is not None}
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "tokens": len(self.ids),
+            "tokenizer": self.tokenizer is not None,
+        }
 
 
 def read_text(file: Path | None, checkpoint: Path, vocab_size: int, tokens: int, seed: int) -> Text:
@@ -32,17 +37,22 @@ def read_text(file: Path | None, checkpoint: Path, vocab_size: int, tokens: int,
     """
     if not (checkpoint / "tokenizer.json").is_file():
         if file is not None:
-            raise InputError(f"{checkpoint.name} has no tokenizer.json, so --text {file.name} cannot be read; copy the model's "
-                             "there, or leave --text out for random ids")
+            raise InputError(
+                f"{checkpoint.name} has no tokenizer.json, so --text {file.name} cannot be read; copy the model's "
+                "there, or leave --text out for random ids"
+            )
         ids = torch.randint(0, vocab_size, (tokens,), generator=torch.Generator().manual_seed(seed)).numpy()
         return Text(f"random ids (seed {seed}): the checkpoint has no tokenizer.json", None, ids)
     name, text = help_topics() if file is None else (file.name, _read(file))
     tokenizer = Tokenizer(checkpoint, vocab_size)
-    return Text(name, hashlib.sha256(text.encode()).hexdigest(), np.array(tokenizer.encode(text), dtype=np.int64), tokenizer)
+    return Text(
+        name, hashlib.sha256(text.encode()).hexdigest(), np.array(tokenizer.encode(text), dtype=np.int64), tokenizer
+    )
 
 
 def help_topics() -> tuple[str, str]:
-    """Prose with some code that every Python has. A checkpoint may have seen it; pass --text for what it cannot know."""
+    """Prose with some code that every Python has. A checkpoint may have seen it; pass --text for what it cannot
+    know."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -63,9 +73,11 @@ def rows_of(text: Text, length: int, count: int, bos: int | None) -> torch.Tenso
     """int64 [count or fewer, length]: BOS, and text from places spread evenly, none read twice. Raises InputError."""
     need = length - (bos is not None)
     if len(text.ids) < need:
-        raise InputError(f"{text.name} has {len(text.ids)} tokens; a context of {length} needs {need}; pass a longer "
-                         "--text FILE, or a shorter --context")
+        raise InputError(
+            f"{text.name} has {len(text.ids)} tokens; a context of {length} needs {need}; pass a longer "
+            "--text FILE, or a shorter --context"
+        )
     count = min(count, len(text.ids) // need)
     starts = [i * (len(text.ids) // count) for i in range(count)]
-    rows = torch.from_numpy(np.stack([text.ids[s:s + need] for s in starts]))
+    rows = torch.from_numpy(np.stack([text.ids[s : s + need] for s in starts]))
     return rows if bos is None else torch.cat((torch.full((count, 1), bos), rows), 1)

@@ -6,20 +6,45 @@ from typing import Annotated
 
 import typer
 
-from probes.console import Backend, Device, Json, Numerics, Rows, Seed, Word, counts, errors, option, publish, report_in
+from dsv4.probes.console import (
+    Backend,
+    Device,
+    Json,
+    Numerics,
+    Rows,
+    Seed,
+    Word,
+    counts,
+    errors,
+    option,
+    publish,
+    report_in,
+)
 
 
 def sparse_prefill(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory of a GQA model.", show_default=False)],
-    context: Annotated[Word, option("Contexts in tokens, e.g. 4K,16K; default: 4K,8K,16K as far as the checkpoint goes.")] = None,
-    cuts: Annotated[Word, option("CHUNK,LOCAL,HEAVY, separated by spaces, e.g. '512,64,192 1024,128,384'; "
-                                 "default: a grid of twelve.")] = None,
-    text: Annotated[Path | None, option("UTF-8 text; default: Python's help topics, and this project's own sources.")] = None,
+    context: Annotated[
+        Word, option("Contexts in tokens, e.g. 4K,16K; default: 4K,8K,16K as far as the checkpoint goes.")
+    ] = None,
+    cuts: Annotated[
+        Word,
+        option("CHUNK,LOCAL,HEAVY, separated by spaces, e.g. '512,64,192 1024,128,384'; default: a grid of twelve."),
+    ] = None,
+    text: Annotated[
+        Path | None, option("UTF-8 text; default: Python's help topics, and this project's own sources.")
+    ] = None,
     rows: Rows = 1,
-    tail: Annotated[int, typer.Option(help="Last tokens of each context that are decoded, reading the whole cache.")] = 256,
+    tail: Annotated[
+        int, typer.Option(help="Last tokens of each context that are decoded, reading the whole cache.")
+    ] = 256,
     needles: Annotated[int, typer.Option(help="Needles of a context, 0 for none.")] = 20,
-    asked_context: Annotated[Word, option("Contexts that needles and facts are asked in; default: the first and the last.")] = None,
-    in_prompt: Annotated[int, typer.Option(help="Needles that are asked in the prompt too, which is read sparsely.")] = 6,
+    asked_context: Annotated[
+        Word, option("Contexts that needles and facts are asked in; default: the first and the last.")
+    ] = None,
+    in_prompt: Annotated[
+        int, typer.Option(help="Needles that are asked in the prompt too, which is read sparsely.")
+    ] = 6,
     every: Annotated[int, typer.Option(help="One query in so many has its dense attention looked at.")] = 16,
     numerics: Numerics = "fp32",
     backend: Backend = "auto",
@@ -28,12 +53,14 @@ def sparse_prefill(
     out: Annotated[Path | None, report_in("sparse_prefill_NAME")] = None,
     as_json: Json = False,
 ):
-    """What reading prompts in chunks and a memory (--prefill-chunks) costs: perplexity, attention mass, needles. Exit code 0: measured."""
-    from probes.fidelity.document import ModelSubject
-    from probes.recall.plots import MISSING, available
-    from probes.report import slug
-    from probes.sparse_prefill import document, markdown, plots
-    from probes.sparse_prefill.settings import settle, texts
+    """What reading prompts in chunks and a memory (--prefill-chunks) costs: perplexity, attention mass, needles. Exit
+    code 0: measured."""
+    from dsv4.probes.fidelity.document import ModelSubject
+    from dsv4.probes.recall.plots import MISSING, available
+    from dsv4.probes.report import slug
+    from dsv4.probes.sparse_prefill import document, markdown, plots
+    from dsv4.probes.sparse_prefill.settings import settle, texts
+
     contexts, asked = (counts(*pair) for pair in (("--context", context), ("--asked-context", asked_context)))
     errors.print(f"loading {checkpoint.name}")
     subject = ModelSubject(checkpoint, numerics, backend, device)
@@ -43,5 +70,10 @@ def sparse_prefill(
     if not available():
         found["notes"].append(MISSING)
     sys.stdout.write(document.render(found) if as_json else markdown.terminal(found))
-    publish(out, f"sparse_prefill_{slug(checkpoint.resolve().name)}", lambda: plots.draw(found, maps),
-            lambda files: markdown.render(found, files), lambda: document.render(found))
+    publish(
+        out,
+        f"sparse_prefill_{slug(checkpoint.resolve().name)}",
+        lambda: plots.draw(found, maps),
+        lambda files: markdown.render(found, files),
+        lambda: document.render(found),
+    )

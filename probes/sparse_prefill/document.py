@@ -8,28 +8,29 @@ from pathlib import Path
 
 import torch
 
-from kernels.chunked_prefill import Chunking
-from probes.fidelity.document import ModelSubject
-from probes.fidelity.measures import Positions
-from probes.formats import schema
-from probes.formats.json_report import strict
-from probes.provenance import provenance
-from probes.recall.haystack import FORMAT, filler
-from probes.recall.needles import Limits, reach
-from probes.recall.text import Text, rows_of
-from probes.sparse_prefill import batch, mass, measures, memory_use, needles, quality
-from probes.sparse_prefill.reading import Reading, read
-from probes.sparse_prefill.settings import Settings, name, way
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.probes.fidelity.document import ModelSubject
+from dsv4.probes.fidelity.measures import Positions
+from dsv4.probes.formats import schema
+from dsv4.probes.formats.json_report import strict
+from dsv4.probes.provenance import provenance
+from dsv4.probes.recall.haystack import FORMAT, filler
+from dsv4.probes.recall.needles import Limits, reach
+from dsv4.probes.recall.text import Text, rows_of
+from dsv4.probes.sparse_prefill import batch, mass, measures, memory_use, needles, quality
+from dsv4.probes.sparse_prefill.reading import Reading, read
+from dsv4.probes.sparse_prefill.settings import Settings, name, way
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"sparse_prefill-{VERSION}.json"
-ROOM = 64       # tokens of a question and its answer
-WIDTHS = 128    # columns of a map of what is kept
+ROOM = 64  # tokens of a question and its answer
+WIDTHS = 128  # columns of a map of what is kept
 Say = Callable[[str], None]
 
 
 class Found:
-    """What is gathered along the way: positions by (cut, context, text), tails likewise; the rest as JSON values, and maps to be drawn."""
+    """What is gathered along the way: positions by (cut, context, text), tails likewise; the rest as JSON values, and
+    maps to be drawn."""
 
     def __init__(self):
         self.positions: dict[tuple[Chunking, int], dict[str, list[Positions]]] = {}
@@ -42,9 +43,11 @@ class Found:
         self.maps: dict[str, dict[int, torch.Tensor]] = {}
 
 
-def measured(subject: ModelSubject, settings: Settings, texts: list[Text], command: list[str], say: Say = lambda text: None
-             ) -> tuple[dict, dict[str, dict[int, torch.Tensor]]]:
-    """(everything that `dsv4 sparse-prefill` reports, as JSON values that fit the schema; name of a cut → layer → map of what it kept)."""
+def measured(
+    subject: ModelSubject, settings: Settings, texts: list[Text], command: list[str], say: Say = lambda text: None
+) -> tuple[dict, dict[str, dict[int, torch.Tensor]]]:
+    """(everything that `dsv4 sparse-prefill` reports, as JSON values that fit the schema; name of a cut → layer → map
+    of what it kept)."""
     started, model, found = time.time(), subject.model, Found()
     hidden, notes = hide(model, settings, texts[0])
     for text in texts:
@@ -56,12 +59,25 @@ def measured(subject: ModelSubject, settings: Settings, texts: list[Text], comma
     about = provenance(subject, command, {"needles": settings.seed}, started)
     memory = memory_use.rows(model, list(settings.cuts), list(settings.contexts), found.held)
     document = {
-        "schema_version": VERSION, "title": f"Chunked sparse prefill of {about['checkpoint']['name']}, {about['subject']}",
-        "provenance": about, "texts": [t.about() for t in texts], "settings": settings.about(), "rows": quality_rows(found),
-        "by_chunk": found.by_chunk, "mass": found.mass, "mass_by_chunk": found.mass_by_chunk, "stability": found.stability,
-        "needles": asked, "memory": memory, "batch": alone, "notes": notes, "seconds": round(time.time() - started, 1),
+        "schema_version": VERSION,
+        "title": f"Chunked sparse prefill of {about['checkpoint']['name']}, {about['subject']}",
+        "provenance": about,
+        "texts": [t.about() for t in texts],
+        "settings": settings.about(),
+        "rows": quality_rows(found),
+        "by_chunk": found.by_chunk,
+        "mass": found.mass,
+        "mass_by_chunk": found.mass_by_chunk,
+        "stability": found.stability,
+        "needles": asked,
+        "memory": memory,
+        "batch": alone,
+        "notes": notes,
+        "seconds": round(time.time() - started, 1),
     }
-    return schema.valid(strict(document), SCHEMA, f"the measurement is no valid sparse_prefill-{VERSION} document"), found.maps
+    return schema.valid(
+        strict(document), SCHEMA, f"the measurement is no valid sparse_prefill-{VERSION} document"
+    ), found.maps
 
 
 def read_row(model, settings: Settings, text: str, ids: torch.Tensor, found: Found, say: Say, first: bool) -> None:
@@ -81,12 +97,22 @@ def read_row(model, settings: Settings, text: str, ids: torch.Tensor, found: Fou
         tails = [(n - settings.tail - 1, n - 1) for n in sorted(settings.contexts, reverse=True)]
         ends = quality.decoded(model, exact, other, ids, tails, limits.chunk)
         for context, end in zip(sorted(settings.contexts, reverse=True), ends):
-            found.positions.setdefault((cut, context), {}).setdefault(text, []).append(quality.until(of, context - 1 - cut.chunk))
+            found.positions.setdefault((cut, context), {}).setdefault(text, []).append(
+                quality.until(of, context - 1 - cut.chunk)
+            )
             found.tails.setdefault((cut, context), {}).setdefault(text, []).append(end)
 
 
-def note_memory(found: Found, settings: Settings, cut: Chunking, text: str, dense: dict[int, mass.DenseMass], other: Reading, tokens: int,
-                first: bool) -> None:
+def note_memory(
+    found: Found,
+    settings: Settings,
+    cut: Chunking,
+    text: str,
+    dense: dict[int, mass.DenseMass],
+    other: Reading,
+    tokens: int,
+    first: bool,
+) -> None:
     """Mass, stability and survivors of each layer's memory; maps of the first row."""
     together: list[dict[str, torch.Tensor]] = []
     for layer, positions in other.positions.items():
@@ -97,7 +123,9 @@ def note_memory(found: Found, settings: Settings, cut: Chunking, text: str, dens
         found.mass.append(about | {"queries": int(whole.queries[1:].sum())} | mass.figures(shares, whole.queries))
         found.stability.append(about | stability(positions, cut))
         if first and cut in settings.asked:
-            found.maps.setdefault(name(cut), {})[layer] = measures.kept_by_place(positions[:, :1], tokens, max(1, tokens // WIDTHS)).cpu()
+            found.maps.setdefault(name(cut), {})[layer] = measures.kept_by_place(
+                positions[:, :1], tokens, max(1, tokens // WIDTHS)
+            ).cpu()
     for kind in mass.KINDS:
         mean = torch.stack([s[kind] for s in together]).mean((0, 2))
         found.mass_by_chunk.append(way(cut) | {"text": text, "kind": kind, "share": [none(x) for x in mean.tolist()]})
@@ -107,9 +135,14 @@ def stability(positions: torch.Tensor, cut: Chunking) -> dict:
     """Of one layer and row, as JSON values: by update, means over KV heads; survivors are tokens of chunk 0."""
     jaccard, left = measures.stability(positions[:-1], cut)[:, 0], measures.survivors(positions, cut)[:, 0].double()
     live = jaccard[~jaccard.isnan()]
-    return {"updates": len(left), "jaccard": [none(x) for x in jaccard.mean(-1).tolist()],
-            "jaccard_mean": live.mean().item() if len(live) else None, "survivors": left.mean(-1).tolist(),
-            "survivors_most": int(left[-1].max()), "survivors_chance": measures.survivors_by_chance(len(left), cut)}
+    return {
+        "updates": len(left),
+        "jaccard": [none(x) for x in jaccard.mean(-1).tolist()],
+        "jaccard_mean": live.mean().item() if len(live) else None,
+        "survivors": left.mean(-1).tolist(),
+        "survivors_most": int(left[-1].max()),
+        "survivors_chance": measures.survivors_by_chance(len(left), cut),
+    }
 
 
 def none(x: float) -> float | None:
@@ -123,7 +156,9 @@ def quality_rows(found: Found) -> list[dict]:
         of, ends = found.positions[cut, context], found.tails[cut, context]
         for text in [*of, None]:
             parts, tail = (each[text] if text else [p for some in each.values() for p in some] for each in (of, ends))
-            rows.append(way(cut) | {"context": context, "text": text} | quality.figures(parts) | {"tail": quality.figures(tail)})
+            rows.append(
+                way(cut) | {"context": context, "text": text} | quality.figures(parts) | {"tail": quality.figures(tail)}
+            )
     return rows
 
 
@@ -131,9 +166,15 @@ Hidden = list[tuple[str, int, needles.Planted]]
 
 
 def hide(model, settings: Settings, text: Text) -> tuple[Hidden, list[str]]:
-    """(haystack, context, its needles; notes), before anything is run: what cannot be asked is known at once. Raises InputError."""
-    why = ("turned off (--needles 0)" if not settings.needles else
-           "they are sentences, and there is no tokenizer" if text.tokenizer is None else None)
+    """(haystack, context, its needles; notes), before anything is run: what cannot be asked is known at once. Raises
+    InputError."""
+    why = (
+        "turned off (--needles 0)"
+        if not settings.needles
+        else "they are sentences, and there is no tokenizer"
+        if text.tokenizer is None
+        else None
+    )
     if why:
         return [], [f"no needles: {why}"]
     tokenizer, bos, found = text.tokenizer.backend, model.config.bos_token_id, []
@@ -149,20 +190,36 @@ def ask(model, settings: Settings, text: Text, hidden: Hidden, say: Say) -> dict
     limits, questions, rows = Limits.of(str(model.device)), needles.facts(text.tokenizer.backend), []
     for haystack, context, planted in hidden:
         for cut in (None, *settings.asked):
+
             def note(kind: str, asked: list, hits: list[bool], cut=cut) -> None:
                 rows.append(needles.row(way(cut), kind, context, asked, hits))
+
             say(f"needles in {haystack}, {context:,} tokens, {'dense' if cut is None else name(cut)}")
             reading = read(model, torch.tensor([planted.context]), cut, limits.chunk, room=ROOM)
-            note(f"needles in {haystack}", planted.questions, needles.answers(model, reading, planted.questions, limits.chunk))
+            note(
+                f"needles in {haystack}",
+                planted.questions,
+                needles.answers(model, reading, planted.questions, limits.chunk),
+            )
             if haystack != "prose":
                 continue
             note("facts", questions, needles.answers(model, reading, questions, limits.chunk))
             if settings.in_prompt and context == settings.asked_contexts[0]:
-                some = planted.questions[::max(1, settings.needles // settings.in_prompt)][:settings.in_prompt]
+                some = planted.questions[:: max(1, settings.needles // settings.in_prompt)][: settings.in_prompt]
                 hits = needles.answers_in_prompt(model, planted.context, some, cut, limits)
                 note("needles in prose, the question in the prompt", some, hits)
-    return {"format": FORMAT, "beyond": reach(model), "fact": needles.FACT.strip(), "rows": sorted(rows, key=lambda r: r["kind"])}
+    return {
+        "format": FORMAT,
+        "beyond": reach(model),
+        "fact": needles.FACT.strip(),
+        "rows": sorted(rows, key=lambda r: r["kind"]),
+    }
 
 
 def render(document: dict) -> str:
-    return json.dumps(document, ensure_ascii=False, indent=None, separators=(", ", ": "), allow_nan=False).replace("}, {", "},\n{") + "\n"
+    return (
+        json.dumps(document, ensure_ascii=False, indent=None, separators=(", ", ": "), allow_nan=False).replace(
+            "}, {", "},\n{"
+        )
+        + "\n"
+    )

@@ -1,7 +1,9 @@
-"""Attention mass: what share of a dense attention falls on the keys that chunked prefill could see, and on other memories of that size.
+"""Attention mass: what share of a dense attention falls on the keys that chunked prefill could see, and on other
+memories of that size.
 
-Queries and keys are those of the dense run, so that nothing of layers below enters; the memory is the one that the sparse run chose.
-Every `every`-th query is looked at. Sums are kept by the chunk of the query, head and key, from which any memory's share follows.
+Queries and keys are those of the dense run, so that nothing of layers below enters; the memory is the one that the
+sparse run chose. Every `every`-th query is looked at. Sums are kept by the chunk of the query, head and key, from which
+any memory's share follows.
 """
 
 from collections.abc import Iterator
@@ -11,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.causal import CausalLM
-from kernels.chunked_prefill import Chunking
-from probes.fidelity.attending import attending
-from probes.sparse_prefill.measures import remembered
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.probes.fidelity.attending import attending
+from dsv4.probes.sparse_prefill.measures import remembered
 
 ROUND = 64  # queries whose probabilities exist at once
 KINDS = ("own", "kept", "recent", "random", "oracle_next", "oracle_future")
@@ -21,7 +23,8 @@ KINDS = ("own", "kept", "recent", "random", "oracle_next", "oracle_future")
 
 @dataclass(frozen=True)
 class DenseMass:
-    """sums fp32 [C, H, T]: probability that the queries looked at of each chunk gave each key; queries int64 [C]: how many they were."""
+    """sums fp32 [C, H, T]: probability that the queries looked at of each chunk gave each key; queries int64 [C]: how
+    many they were."""
 
     sums: torch.Tensor
     queries: torch.Tensor
@@ -39,14 +42,18 @@ class DenseMass:
 
 @contextmanager
 def watched(model: CausalLM, tokens: int, chunk: int, every: int) -> Iterator[dict[int, DenseMass]]:
-    """While one row of `tokens` tokens runs densely: layer → DenseMass, of its queries at positions p with (p + 1) % every = 0."""
+    """While one row of `tokens` tokens runs densely: layer → DenseMass, of its queries at positions p with (p + 1) %
+    every = 0."""
     found: dict[int, DenseMass] = {}
 
     def look(layer: int, attn, q, keys, values, step) -> None:
         if layer not in found:
             n = -(-tokens // chunk)
-            found[layer] = DenseMass(torch.zeros(n, attn.H, tokens, device=q.device), torch.zeros(n, dtype=torch.int64), chunk)
+            found[layer] = DenseMass(
+                torch.zeros(n, attn.H, tokens, device=q.device), torch.zeros(n, dtype=torch.int64), chunk
+            )
         add(found[layer], q, keys, int(step.start[0]), attn.scale, every)
+
     with attending(model, look):
         yield found
 
@@ -57,9 +64,15 @@ def add(mass: DenseMass, q: torch.Tensor, keys: torch.Tensor, start: int, scale:
     place = torch.arange(start, start + T, device=q.device)
     for chosen in place[(place + 1) % every == 0].split(ROUND):
         end = int(chosen[-1]) + 1
-        mine = q[0, chosen - start].float().view(len(chosen), KV, H // KV, D).permute(1, 2, 0, 3)                      # [KV, G, Q, D]
+        # [KV, G, Q, D]
+        mine = q[0, chosen - start].float().view(len(chosen), KV, H // KV, D).permute(1, 2, 0, 3)
         hidden = torch.arange(end, device=q.device) > chosen.unsqueeze(-1)
-        p = (mine @ keys[0, :, None, :end].float().mT * scale).masked_fill(hidden, float("-inf")).softmax(-1).flatten(0, 1)
+        p = (
+            (mine @ keys[0, :, None, :end].float().mT * scale)
+            .masked_fill(hidden, float("-inf"))
+            .softmax(-1)
+            .flatten(0, 1)
+        )
         for i in (chosen // chunk).unique().tolist():
             of = chosen // chunk == i
             mass.sums[i, :, :end] += p[:, of].sum(1)
@@ -67,30 +80,39 @@ def add(mass: DenseMass, q: torch.Tensor, keys: torch.Tensor, start: int, scale:
 
 
 def shares(mass: DenseMass, positions: torch.Tensor, cut: Chunking) -> dict[str, torch.Tensor]:
-    """Kind → fp32 [n − 1, H]: share of the dense mass of each chunk's queries, from the second chunk on, by head. NaN without queries.
+    """Kind → fp32 [n − 1, H]: share of the dense mass of each chunk's queries, from the second chunk on, by head. NaN
+    without queries.
 
-    positions int [≥ n, KV, M]: [i] what chunk i attended beside itself. own: on the keys of the own chunk. The others add to it:
-    kept: the memory that was chosen. recent: the last M tokens. random: M of all earlier tokens, expected. Oracles: the last L, and of the
-    other earlier tokens the H that most mass truly falls on, of the queries of this chunk (next: no memory of L + H tokens of a KV head
-    holds more) or of this and all later ones (future), summed over the query heads of each KV head.
+    positions int [≥ n, KV, M]: [i] what chunk i attended beside itself. own: on the keys of the own chunk. The others
+    add to it:
+    kept: the memory that was chosen. recent: the last M tokens. random: M of all earlier tokens, expected. Oracles: the
+    last L, and of the other earlier tokens the H that most mass truly falls on, of the queries of this chunk (next: no
+    memory of L + H tokens of a KV head holds more) or of this and all later ones (future), summed over the query heads
+    of each KV head.
     """
     n, H, T = mass.sums.shape
     KV, M, group = positions.shape[1], cut.memory, H // positions.shape[1]
-    held = remembered(positions[:n].unsqueeze(1), T)[:, 0].repeat_interleave(group, 1)              # [n, H, T]
-    future = mass.sums.view(n, KV, group, T).sum(2).flip(0).cumsum(0).flip(0)                       # [n, KV, T]
+    held = remembered(positions[:n].unsqueeze(1), T)[:, 0].repeat_interleave(group, 1)  # [n, H, T]
+    future = mass.sums.view(n, KV, group, T).sum(2).flip(0).cumsum(0).flip(0)  # [n, KV, T]
     found = {kind: torch.full((n - 1, H), float("nan")) for kind in KINDS}
     for i in range(1, n):
         if not mass.queries[i]:
             continue
         first, of = i * cut.chunk, mass.sums[i]
         past, own = of[:, :first], of[:, first:].sum(-1)
-        local = past[:, first - cut.local:].sum(-1)
-        older = past[:, :first - cut.local]
-        best = {"oracle_next": older.view(KV, group, -1).sum(1), "oracle_future": future[i, :, :first - cut.local]}
-        kinds = {"own": torch.zeros_like(own), "kept": (past * held[i, :, :first]).sum(-1), "recent": past[:, first - M:].sum(-1),
-                 "random": past.sum(-1) * M / first}
-        kinds |= {kind: local + older.gather(1, score.topk(cut.heavy, -1).indices.repeat_interleave(group, 0)).sum(-1)
-                  for kind, score in best.items()}
+        local = past[:, first - cut.local :].sum(-1)
+        older = past[:, : first - cut.local]
+        best = {"oracle_next": older.view(KV, group, -1).sum(1), "oracle_future": future[i, :, : first - cut.local]}
+        kinds = {
+            "own": torch.zeros_like(own),
+            "kept": (past * held[i, :, :first]).sum(-1),
+            "recent": past[:, first - M :].sum(-1),
+            "random": past.sum(-1) * M / first,
+        }
+        kinds |= {
+            kind: local + older.gather(1, score.topk(cut.heavy, -1).indices.repeat_interleave(group, 0)).sum(-1)
+            for kind, score in best.items()
+        }
         for kind, value in kinds.items():
             found[kind][i - 1] = ((own + value) / mass.queries[i]).cpu()
     return found
@@ -99,4 +121,6 @@ def shares(mass: DenseMass, positions: torch.Tensor, cut: Chunking) -> dict[str,
 def figures(found: dict[str, torch.Tensor], queries: torch.Tensor) -> dict[str, list[float]]:
     """Kind → the mean over chunks by head [H], each chunk by its number of queries."""
     weight = queries[1:].double().unsqueeze(-1)
-    return {kind: ((values.double().nan_to_num() * weight).sum(0) / weight.sum()).tolist() for kind, values in found.items()}
+    return {
+        kind: ((values.double().nan_to_num() * weight).sum(0) / weight.sum()).tolist() for kind, values in found.items()
+    }

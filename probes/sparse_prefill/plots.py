@@ -1,26 +1,36 @@
-"""The figures as SVG documents; probes.recall.plots says whether they can be drawn."""
+"""The figures as SVG documents; dsv4.probes.recall.plots says whether they can be drawn."""
 
 import torch
 
-from kernels.chunked_prefill import Chunking
-from probes.fidelity.plots import by_depth
-from probes.recall.plots import canvas, share_axis, svg
-from probes.sparse_prefill.markdown import cut_of
-from probes.sparse_prefill.mass import KINDS
-from probes.sparse_prefill.quality import GOAL
-from probes.sparse_prefill.settings import extremes
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.probes.fidelity.plots import by_depth
+from dsv4.probes.recall.plots import canvas, share_axis, svg
+from dsv4.probes.sparse_prefill.markdown import cut_of
+from dsv4.probes.sparse_prefill.mass import KINDS
+from dsv4.probes.sparse_prefill.quality import GOAL
+from dsv4.probes.sparse_prefill.settings import extremes
 
-LABELS = {"own": "own chunk alone", "kept": "kept", "recent": "most recent", "random": "random", "oracle_next": "oracle, next chunk",
-          "oracle_future": "oracle, all later"}
+LABELS = {
+    "own": "own chunk alone",
+    "kept": "kept",
+    "recent": "most recent",
+    "random": "random",
+    "oracle_next": "oracle, next chunk",
+    "oracle_future": "oracle, all later",
+}
 
 
 def draw(document: dict, maps: dict[str, dict[int, torch.Tensor]]) -> dict[str, str]:
     """Title → SVG document; the same bytes for the same figures. maps: cut → layer → what `kept_by_place` gives."""
     cuts = tuple(Chunking(*key) for key in dict.fromkeys(map(key_of, document["rows"])))
     shown = [(c.chunk, c.local, c.heavy) for c in extremes(cuts)]
-    found = {"Perplexity": perplexity(document["rows"]), "By chunk": by_chunk(document, shown),
-             "Mass by layer": by_layer(document["mass"], shown), "Mass by head": by_head(document["mass"], shown),
-             "Stability": stability(document["stability"], shown)}
+    found = {
+        "Perplexity": perplexity(document["rows"]),
+        "By chunk": by_chunk(document, shown),
+        "Mass by layer": by_layer(document["mass"], shown),
+        "Mass by head": by_head(document["mass"], shown),
+        "Stability": stability(document["stability"], shown),
+    }
     found |= {f"Kept, {cut}": kept(cut, layers) for cut, layers in maps.items()}
     if document["needles"]:
         found["Needles"] = needles(document["needles"]["rows"])
@@ -41,9 +51,21 @@ def perplexity(rows: list[dict]) -> str:
         for n, context in enumerate(dict.fromkeys(r["context"] for r in of)):
             for style, local in zip(("o-", "x--", "+:", "^-."), dict.fromkeys(r["local"] for r in of)):
                 line = [r for r in of if (r["context"], r["local"]) == (context, local)]
-                down, up = ([100 * abs((r["loss"] if r[k] is None else r[k]) - r["loss"]) for r in line] for k in ("loss_low", "loss_high"))
-                axis.errorbar([r["heavy"] for r in line], [100 * r["loss"] for r in line], [down, up], fmt=style, color=f"C{n}", ms=4,
-                              capsize=2, lw=1, label=f"{context:,} tokens, {local} local")
+                down, up = (
+                    [100 * abs((r["loss"] if r[k] is None else r[k]) - r["loss"]) for r in line]
+                    for k in ("loss_low", "loss_high")
+                )
+                axis.errorbar(
+                    [r["heavy"] for r in line],
+                    [100 * r["loss"] for r in line],
+                    [down, up],
+                    fmt=style,
+                    color=f"C{n}",
+                    ms=4,
+                    capsize=2,
+                    lw=1,
+                    label=f"{context:,} tokens, {local} local",
+                )
         axis.axhline(100 * GOAL, color="0.4", lw=0.8, ls="--")
         axis.set_title(f"perplexity lost, %, chunks of {chunk} (goal: below the dashed line)", fontsize=8)
         finish(axis, "heavy tokens H")
@@ -61,8 +83,14 @@ def by_chunk(document: dict, shown: list[tuple]) -> str:
         for r in of(document["by_chunk"]):
             lost.plot(middles(r, r["lost"]), r["lost"], ".-", color=f"C{n}", lw=0.7, ms=3, label=cut_of(r))
         for r in (r for r in of(document["mass_by_chunk"]) if r["kind"] in styles):
-            share.plot(middles(r, r["share"]), numbers(r["share"]), styles[r["kind"]], color=f"C{n}", lw=0.9,
-                       label=cut_of(r) if r["kind"] == "kept" else None)
+            share.plot(
+                middles(r, r["share"]),
+                numbers(r["share"]),
+                styles[r["kind"]],
+                color=f"C{n}",
+                lw=0.9,
+                label=cut_of(r) if r["kind"] == "kept" else None,
+            )
     lost.axhline(0, color="0.4", lw=0.5)
     lost.set_title(f"nats lost a token, {first[:45]}", fontsize=8)
     share_axis(share, "mass: kept (–), random (dotted), oracle (dashed)")
@@ -96,7 +124,15 @@ def by_head(rows: list[dict], shown: list[tuple]) -> str:
         mesh = axis.pcolormesh(cells, cmap="viridis", vmin=0, vmax=1)
         for y, line in enumerate(cells):
             for x, value in enumerate(line):
-                axis.text(x + 0.5, y + 0.5, f"{100 * value:.0f}", ha="center", va="center", fontsize=6, color="w" if value < 0.6 else "k")
+                axis.text(
+                    x + 0.5,
+                    y + 0.5,
+                    f"{100 * value:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color="w" if value < 0.6 else "k",
+                )
         axis.set_xticks([x + 0.5 for x in range(len(cells[0]))], [str(x) for x in range(len(cells[0]))])
         axis.set_yticks([y + 0.5 for y in range(len(of))], [str(r["layer"]) for r in of])
         axis.set_title(f"% kept of the mass before the own chunk\n{cut_of(of[0])}", fontsize=8)
@@ -109,6 +145,7 @@ def by_head(rows: list[dict], shown: list[tuple]) -> str:
 
 def stability(rows: list[dict], shown: list[tuple]) -> str:
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4 * len(shown), 6), layout="constrained")
     axes = figure.subplots(2, len(shown), squeeze=False)
     for (above, below), key in zip(zip(*axes), shown):
@@ -117,7 +154,9 @@ def stability(rows: list[dict], shown: list[tuple]) -> str:
             style = dict(ms=3, lw=0.7, color=f"C{n}", label=f"layer {r['layer']}")
             above.plot(range(2, 2 + len(r["jaccard"])), numbers(r["jaccard"]), ".-", **style)
             below.plot(range(1, 1 + len(r["survivors"])), r["survivors"], ".-", **style)
-        below.plot(range(1, 1 + len(of[0]["survivors_chance"])), of[0]["survivors_chance"], "k:", lw=1, label="by chance")
+        below.plot(
+            range(1, 1 + len(of[0]["survivors_chance"])), of[0]["survivors_chance"], "k:", lw=1, label="by chance"
+        )
         share_axis(above, f"Jaccard of heavy tokens, {cut_of(of[0])}")
         below.set_title("tokens of chunk 0 in the memory, mean over KV heads", fontsize=8)
         for axis in (above, below):
@@ -130,25 +169,35 @@ def kept(cut: str, layers: dict[int, torch.Tensor]) -> str:
     from matplotlib import rc_context
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
+
     with rc_context({"image.interpolation": "nearest", "image.composite_image": False}):
         columns = min(3, len(layers))
         figure = Figure(figsize=(4 * columns, 3 * -(-len(layers) // columns)), layout="constrained")
         axes = figure.subplots(-(-len(layers) // columns), columns, squeeze=False).flat
         most = max(1.0, max(float(kept.max()) for kept in layers.values()))
         for axis, (layer, found) in zip(axes, layers.items()):
-            picture = axis.imshow(found[1:].masked_fill(found[1:] == 0, float("nan")).numpy(), aspect="auto", cmap="viridis",
-                                  norm=LogNorm(0.5, max(1.0, most)), extent=(0, 1, len(found) - 0.5, 0.5))
+            picture = axis.imshow(
+                found[1:].masked_fill(found[1:] == 0, float("nan")).numpy(),
+                aspect="auto",
+                cmap="viridis",
+                norm=LogNorm(0.5, max(1.0, most)),
+                extent=(0, 1, len(found) - 0.5, 0.5),
+            )
             axis.set_title(f"layer {layer}", fontsize=8)
             axis.set_xlabel("position, of the whole text", fontsize=7)
             axis.set_ylabel("update", fontsize=7)
             axis.tick_params(labelsize=6)
         figure.suptitle(f"what the memory holds: {cut}", fontsize=9)
-        figure.colorbar(picture, ax=list(figure.axes)).set_label("tokens held of each position's bin, mean over KV heads", fontsize=7)
+        figure.colorbar(picture, ax=list(figure.axes)).set_label(
+            "tokens held of each position's bin, mean over KV heads", fontsize=7
+        )
         return svg(figure)
 
 
 def needles(rows: list[dict]) -> str:
-    kinds = [kind for kind in dict.fromkeys(r["kind"] for r in rows) if any(r["depths"] for r in rows if r["kind"] == kind)]
+    kinds = [
+        kind for kind in dict.fromkeys(r["kind"] for r in rows) if any(r["depths"] for r in rows if r["kind"] == kind)
+    ]
     figure, axes = canvas(len(kinds))
     for axis, kind in zip([axes] if len(kinds) == 1 else axes, kinds):
         of = [r for r in rows if r["kind"] == kind]

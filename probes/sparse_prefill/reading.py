@@ -8,8 +8,8 @@ import torch
 from dsv4.causal import CausalLM
 from dsv4.errors import Dsv4Error
 from dsv4.gqa.cache import GroupedCache
-from kernels.chunked_prefill import Chunking
-from probes.wrapping import replaced
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.probes.wrapping import replaced
 
 SLICE = 1024  # positions whose logits exist at once
 
@@ -20,7 +20,8 @@ class WrongCount(Dsv4Error):
 
 @dataclass(frozen=True)
 class Reading:
-    """streams [B, T, d] before the head; the cache that holds the rows; positions: layer → `Memory.positions` [n + 1, B, KV, M]."""
+    """streams [B, T, d] before the head; the cache that holds the rows; positions: layer → `Memory.positions` [n + 1,
+    B, KV, M]."""
 
     streams: torch.Tensor
     cache: GroupedCache
@@ -38,10 +39,14 @@ def cut_by(model: CausalLM, cut: Chunking | None):
     return replaced([model], "attention", dataclasses.replace(model.attention, prefill=cut))
 
 
-def read(model: CausalLM, ids: torch.Tensor, cut: Chunking | None, chunk: int, room: int = 0, counts: list[int] | None = None) -> Reading:
-    """Rows ids int64 [B, T] (counts[b] tokens of row b) from an empty cache with `room` tokens to spare; chunk: tokens a step if dense.
+def read(
+    model: CausalLM, ids: torch.Tensor, cut: Chunking | None, chunk: int, room: int = 0, counts: list[int] | None = None
+) -> Reading:
+    """Rows ids int64 [B, T] (counts[b] tokens of row b) from an empty cache with `room` tokens to spare; chunk: tokens
+    a step if dense.
 
-    A sparse reading is one call of each layer. Raises WrongCount unless every KV head of every layer chose its memory chunks − 1 times.
+    A sparse reading is one call of each layer. Raises WrongCount unless every KV head of every layer chose its memory
+    chunks − 1 times.
     """
     (B, T), counts = ids.shape, counts or [ids.shape[1]] * len(ids)
     with cut_by(model, cut):
@@ -53,14 +58,21 @@ def read(model: CausalLM, ids: torch.Tensor, cut: Chunking | None, chunk: int, r
     memories = {i: layer.last_memory for i, layer in enumerate(cache.layers) if layer.last_memory is not None}
     for i, memory in memories.items():
         check_updates(i, memory.updates, counts, cut, T)
-    return Reading(streams, cache, {i: m.positions for i, m in memories.items()},
-                   sum(t.nbytes for m in memories.values() for t in m))
+    return Reading(
+        streams,
+        cache,
+        {i: m.positions for i, m in memories.items()},
+        sum(t.nbytes for m in memories.values() for t in m),
+    )
 
 
 def check_updates(layer: int, updates: torch.Tensor, counts: list[int], cut: Chunking, tokens: int) -> None:
-    """updates int64 [B, KV] of one layer. A row as long as the piece that ends with a chunk may go on: its next chunk counts as begun."""
+    """updates int64 [B, KV] of one layer. A row as long as the piece that ends with a chunk may go on: its next chunk
+    counts as begun."""
     for b, n in enumerate(counts):
         wanted = cut.chunks(n + (n == tokens and n % cut.chunk == 0)) - 1
         if (updates[b] != wanted).any():
-            raise WrongCount(f"layer {layer}, row {b}: the memory was chosen {updates[b].tolist()} times in {wanted + 1} chunks of "
-                             f"{cut.chunk}; expected {wanted} each: audit chunked_prefill of this backend before anything else")
+            raise WrongCount(
+                f"layer {layer}, row {b}: the memory was chosen {updates[b].tolist()} times in {wanted + 1} chunks of "
+                f"{cut.chunk}; expected {wanted} each: audit chunked_prefill of this backend before anything else"
+            )

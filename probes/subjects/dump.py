@@ -1,4 +1,5 @@
-"""Captures as tensors: put together from steps (`Timeline`), written to a file (`write_dump`), read back (`DumpSubject`)."""
+"""Captures as tensors: put together from steps (`Timeline`), written to a file (`write_dump`), read back
+(`DumpSubject`)."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,10 +11,10 @@ from safetensors.torch import save_file
 
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
-from loaders.config_files import read_config, to_official
-from loaders.files import read_json
-from probes.subject import GQA_POINTS, POINTS, Capture, Subject
-from probes.subjects.files import FilesSubject, plain
+from dsv4.loaders.config_files import read_config, to_official
+from dsv4.loaders.files import read_json
+from dsv4.probes.subject import GQA_POINTS, POINTS, Capture, Subject
+from dsv4.probes.subjects.files import FilesSubject, plain
 
 FORMAT = "dsv4 probe dump 1"
 ORDER = list(POINTS | GQA_POINTS)  # as models compute them
@@ -32,8 +33,9 @@ def steps_of(tokens: int, schedule: Sequence[int]) -> list[tuple[int, int]]:
     steps, at = [], 0
     for n in schedule or (tokens,):
         if not n or not 0 <= at + n <= tokens:
-            raise InputError(f"a step of {n} at position {at} of {tokens} tokens cannot be run; the schedule is "
-                             f"{list(schedule)}")
+            raise InputError(
+                f"a step of {n} at position {at} of {tokens} tokens cannot be run; the schedule is {list(schedule)}"
+            )
         steps.append((at, int(n)))
         at += n
     if at != tokens:
@@ -56,8 +58,17 @@ def in_order(key: tuple[int, str]) -> tuple[int, int]:
 
 def shape_of(config: ModelConfig, layer: int, point: str, batch: int, tokens: int) -> tuple:
     """Shape that a point must have; None for the picks k, which an implementation may pad further with −1."""
-    sizes = {"B": batch, "T": tokens, "n": tokens // max(1, config.compress_ratios[layer]), "k": None, "d": config.hidden_size,
-             "H": config.num_attention_heads, "D": config.head_dim, "S": config.hc_mult, "Di": config.index_head_dim}
+    sizes = {
+        "B": batch,
+        "T": tokens,
+        "n": tokens // max(1, config.compress_ratios[layer]),
+        "k": None,
+        "d": config.hidden_size,
+        "H": config.num_attention_heads,
+        "D": config.head_dim,
+        "S": config.hc_mult,
+        "Di": config.index_head_dim,
+    }
     return tuple(sizes[name] for name in POINTS[point].partition("[")[2].partition("]")[0].split(", "))
 
 
@@ -80,9 +91,9 @@ class Timeline:
         out = self._room(layer, point, values)
         for b, start in enumerate(starts):
             skip = max(0, -start)
-            place = out[first + b, start + skip:start + values.shape[1]]
+            place = out[first + b, start + skip : start + values.shape[1]]
             place.fill_(PADS.get(point, float("nan")))
-            place[..., :values.shape[-1]] = values[b, skip:]
+            place[..., : values.shape[-1]] = values[b, skip:]
 
     def whole(self, layer: int, point: str, values: torch.Tensor) -> None:
         """values [B, ...] of all rows and all that the run has made, such as an entries buffer."""
@@ -103,9 +114,11 @@ class Timeline:
         if held is not None and held.shape[-1] >= values.shape[-1]:
             return held
         with torch.inference_mode(False):
-            out = torch.full((self.batch, self.tokens, *values.shape[2:]), PADS.get(point, float("nan")), dtype=values.dtype)
+            out = torch.full(
+                (self.batch, self.tokens, *values.shape[2:]), PADS.get(point, float("nan")), dtype=values.dtype
+            )
         if held is not None:
-            out[..., :held.shape[-1]] = held
+            out[..., : held.shape[-1]] = held
         self._held[layer, point] = out
         return out
 
@@ -113,8 +126,8 @@ class Timeline:
 def write_dump(capture: Capture, ids: torch.Tensor, file: str | Path, about: dict) -> Path:
     """Write a capture as one safetensors file: 'layers.{i}.{point}', 'ids' and, if there are any, 'logits'.
 
-    about (JSON values) goes to the metadata; of it 'name', 'numerics' and 'schedule' (tokens a step; absent: one step) are read
-    back into the subject, the rest into its provenance.
+    about (JSON values) goes to the metadata; of it 'name', 'numerics' and 'schedule' (tokens a step; absent: one step)
+    are read back into the subject, the rest into its provenance.
     """
     steps_of(ids.shape[1], about.get("schedule", ()))
     tensors = {f"layers.{layer}.{point}": value.contiguous() for (layer, point), value in capture.points.items()}
@@ -129,8 +142,9 @@ def write_dump(capture: Capture, ids: torch.Tensor, file: str | Path, about: dic
 class DumpSubject(Subject):
     """One recorded run, by this project or any other implementation. It answers for that run alone.
 
-    config_path: the checkpoint directory, or a config.json in any form that loads. `ids` and `schedule` are the recorded ones.
-    A point that was not recorded is absent from the capture. Raises InputError for a file that is no dump of that model.
+    config_path: the checkpoint directory, or a config.json in any form that loads. `ids` and `schedule` are the
+    recorded ones. A point that was not recorded is absent from the capture. Raises InputError for a file that is no
+    dump of that model.
     """
 
     can = frozenset({"recorded"})
@@ -149,12 +163,16 @@ class DumpSubject(Subject):
         """The recorded capture. Raises NotRecorded for other ids or another schedule than the recorded ones."""
         want = check_points(want)
         if ids.shape != self.ids.shape or not torch.equal(ids.cpu(), self.ids):
-            raise NotRecorded(f"{self.file.name} holds a run of {list(self.ids.shape)} recorded ids; it was asked for others "
-                              f"({list(ids.shape)})")
+            raise NotRecorded(
+                f"{self.file.name} holds a run of {list(self.ids.shape)} recorded ids; it was asked for others "
+                f"({list(ids.shape)})"
+            )
         tokens = ids.shape[1]
         if steps_of(tokens, schedule) != steps_of(tokens, self.schedule):
-            raise NotRecorded(f"{self.file.name} was recorded in the schedule {list(self.schedule) or 'of one step'}; it was "
-                              f"asked for {list(schedule) or 'one step'}")
+            raise NotRecorded(
+                f"{self.file.name} was recorded in the schedule {list(self.schedule) or 'of one step'}; it was "
+                f"asked for {list(schedule) or 'one step'}"
+            )
         points = {key: self._read(name) for key, name in self._names.items() if key[1] in want}
         return Capture(self._read("logits") if self._has_logits else None, points)
 
@@ -173,7 +191,9 @@ class DumpSubject(Subject):
 
     def recorded(self) -> dict[str, tuple[int, ...]]:
         """Which layers each recorded point has."""
-        return {p: tuple(sorted(i for i, q in self._names if q == p)) for p in POINTS if any(q == p for _, q in self._names)}
+        return {
+            p: tuple(sorted(i for i, q in self._names if q == p)) for p in POINTS if any(q == p for _, q in self._names)
+        }
 
     def _read_headers(self) -> dict:
         try:
@@ -195,12 +215,21 @@ class DumpSubject(Subject):
     def _point(self, key: str) -> tuple[int, str]:
         head, _, rest = key.partition(".")
         layer, _, point = rest.partition(".")
-        if head != "layers" or not layer.isdigit() or point not in POINTS or int(layer) >= self.config.num_hidden_layers:
-            raise InputError(f"{self.file} holds {key!r}; expected layers.{{i}}.{{point}} of a point in POINTS and one of "
-                             f"{self.config.num_hidden_layers} layers")
+        if (
+            head != "layers"
+            or not layer.isdigit()
+            or point not in POINTS
+            or int(layer) >= self.config.num_hidden_layers
+        ):
+            raise InputError(
+                f"{self.file} holds {key!r}; expected layers.{{i}}.{{point}} of a point in POINTS and one of "
+                f"{self.config.num_hidden_layers} layers"
+            )
         found, wanted = self._shape(key), shape_of(self.config, int(layer), point, *self.ids.shape)
         if len(found) != len(wanted) or any(size not in (None, there) for size, there in zip(wanted, found)):
-            raise InputError(f"{self.file} holds {key} of shape {list(found)}; expected {list(wanted)}, {POINTS[point]}")
+            raise InputError(
+                f"{self.file} holds {key} of shape {list(found)}; expected {list(wanted)}, {POINTS[point]}"
+            )
         return int(layer), point
 
     def _shape(self, key: str) -> list[int]:

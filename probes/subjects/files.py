@@ -9,12 +9,12 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.gqa.config import GQAConfig
-from loaders.load import Inventory
-from probes.subject import Subject
+from dsv4.loaders.load import Inventory
+from dsv4.probes.subject import Subject
 
 
 class FilesSubject(Subject):
-    """`files` is the loaders.load.Inventory: names, shapes and formats of everything, from the headers.
+    """`files` is the dsv4.loaders.load.Inventory: names, shapes and formats of everything, from the headers.
 
     `numerics` names the formats of the matrices. `provenance` identifies config and headers by hash; tensor data is not
     hashed, since that would read all of it.
@@ -29,11 +29,16 @@ class FilesSubject(Subject):
         self.name = f"files of {Path(path).name}"
         self.numerics = " + ".join(sorted({form.value for form in self.files.formats.values()}))
         self.provenance = {
-            "path": str(path), "layout": self.files.layout.name, "shards": [f.name for f in self.files.files.shards],
-            "config sha256": _digest(self.files.config), "headers sha256": _digest(_headers(self.files))}
+            "path": str(path),
+            "layout": self.files.layout.name,
+            "shards": [f.name for f in self.files.files.shards],
+            "config sha256": _digest(self.files.config),
+            "headers sha256": _digest(_headers(self.files)),
+        }
 
     def weight(self, name: str) -> torch.Tensor:
-        """A tensor as stored, by official name: a matrix dequantised to fp32, anything else widened (tables stay int64).
+        """A tensor as stored, by official name: a matrix dequantised to fp32, anything else widened (tables stay
+        int64).
 
         Raises InputError for a name that the checkpoint does not hold.
         """
@@ -57,7 +62,9 @@ def plain(value: torch.Tensor) -> torch.Tensor:
 
 
 def _headers(files: Inventory) -> dict:
-    return {name: (source.dtype, list(source.shape), source.start, source.nbytes) for name, source in files.sources.items()}
+    return {
+        name: (source.dtype, list(source.shape), source.start, source.nbytes) for name, source in files.sources.items()
+    }
 
 
 def _digest(value) -> str:

@@ -1,4 +1,4 @@
-"""This project's GQA models, observed from outside as `probes.subjects.ours` observes the others."""
+"""This project's GQA models, observed from outside as `dsv4.probes.subjects.ours` observes the others."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -9,12 +9,12 @@ import torch
 from dsv4.errors import InputError
 from dsv4.gqa.cache import LayerRows, cache_streams
 from dsv4.gqa.model import GQA_COMPOSITIONS
+from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.probes.subject import GQA_POINTS, Capture
+from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
+from dsv4.probes.subjects.files import plain
+from dsv4.probes.subjects.ours import OurSubject, _lengths, _restore, _watched
 from dsv4.step import Step
-from kernels.operations import GQA_OPERATIONS
-from probes.subject import GQA_POINTS, Capture
-from probes.subjects.dump import Timeline, check_points, steps_of
-from probes.subjects.files import plain
-from probes.subjects.ours import OurSubject, _lengths, _restore, _watched
 
 IN_ATTENTION = tuple(p for p in GQA_POINTS if p not in ("ffn_out", "streams"))
 
@@ -29,7 +29,9 @@ class OurGQASubject(OurSubject):
     can = frozenset({"files", "run", "layer", "rewind", "batch", "cache", "pages", "kernels"})
     tables = GQA_OPERATIONS, GQA_COMPOSITIONS
 
-    def _run(self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str], see: Callable | None = None) -> Capture:
+    def _run(
+        self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str], see: Callable | None = None
+    ) -> Capture:
         (B, T), lengths = ids.shape, _lengths(ids)
         cache = self.model.new_cache(B, T)
         timeline, logits = Timeline(B, T), torch.full((B, T, self.config.vocab_size), float("nan"))
@@ -57,8 +59,14 @@ class OurGQASubject(OurSubject):
         raise InputError("a layer of a GQA model cannot be run alone here; run the model and look at its points")
 
     @torch.inference_mode()
-    def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
-                  want: Sequence[str] = ()) -> Capture:
+    def attention(
+        self,
+        layer: int,
+        attn_in: torch.Tensor,
+        ids: torch.Tensor,
+        schedule: Sequence[int] = (),
+        want: Sequence[str] = (),
+    ) -> Capture:
         """See `Subject.attention`; attn_in [B, T, d] is not yet normalised: the layer's own norm is part of it here."""
         want, (B, T), model = check_points(want, IN_ATTENTION) | {"attn_out"}, ids.shape, self.model
         if attn_in.shape[:2] != (B, T):
@@ -68,14 +76,15 @@ class OurGQASubject(OurSubject):
         with Taps(timeline, want) as taps:
             taps.attention(layer, block.self_attn)
             for start, n in (step for step in steps_of(T, schedule) if step[1] > 0):
-                step = Step(ids[:, start:start + n].to(model.device), 0, [start] * B, model.rope_frequencies())
-                x = attn_in[:, start:start + n].to(model.device, model.numerics.activation).flatten(0, 1)
+                step = Step(ids[:, start : start + n].to(model.device), 0, [start] * B, model.rope_frequencies())
+                x = attn_in[:, start : start + n].to(model.device, model.numerics.activation).flatten(0, 1)
                 block.self_attn(x, block.input_layernorm, step, rows)
         put_rows(timeline, layer, rows, [T] * B, want)
         return timeline.capture()
 
     def weight(self, name: str) -> torch.Tensor:
-        """The parameter of that name, as the model holds it. Raises InputError for a tensor that the model does not hold."""
+        """The parameter of that name, as the model holds it. Raises InputError for a tensor that the model does not
+        hold."""
         held = dict(self.model.named_parameters())
         if name not in held:
             raise InputError(f"the model holds no parameter for {name!r}")
@@ -84,10 +93,15 @@ class OurGQASubject(OurSubject):
     def cache_bytes(self, batch: int, max_context: int) -> dict[tuple[str, str], int]:
         """Sizes of the storages of a cache that is allocated for this."""
         cache = self.model.new_cache(batch, max_context)
-        return {(plan.label, name): t.untyped_storage().nbytes() for plan, rows in zip(cache.plan, cache.layers, strict=True)
-                for name, t in rows.tensors.items()}
+        return {
+            (plan.label, name): t.untyped_storage().nbytes()
+            for plan, rows in zip(cache.plan, cache.layers, strict=True)
+            for name, t in rows.tensors.items()
+        }
 
-    def _hand_over(self, see: Callable, timeline: Timeline, i: int, rows: LayerRows, lengths: list[int], want: frozenset[str], *_) -> None:
+    def _hand_over(
+        self, see: Callable, timeline: Timeline, i: int, rows: LayerRows, lengths: list[int], want: frozenset[str], *_
+    ) -> None:
         put_rows(timeline, i, rows, lengths, want)
         see(i, timeline.take(i))
 
@@ -114,10 +128,14 @@ class Taps:
 
     def attention(self, i: int, attn) -> None:
         """attn_in, q_after_rope, attn_out."""
-        self._undo.callback(attn.register_forward_pre_hook(lambda _, args: self._put(i, "attn_in", args[0], args[2])).remove)
+        self._undo.callback(
+            attn.register_forward_pre_hook(lambda _, args: self._put(i, "attn_in", args[0], args[2])).remove
+        )
         self.after(attn, lambda args, out: self._put(i, "attn_out", out, args[2]))
         self._undo.callback(_restore, attn, "attend", vars(attn).get("attend"))
-        attn.attend = partial(_watched, attn.attend, lambda args, out: self._put(i, "q_after_rope", args[0].flatten(0, 1), args[4]))
+        attn.attend = partial(
+            _watched, attn.attend, lambda args, out: self._put(i, "q_after_rope", args[0].flatten(0, 1), args[4])
+        )
 
     def after(self, module, see: Callable) -> None:
         self._undo.callback(module.register_forward_hook(lambda _, args, out: see(args, out)).remove)
@@ -132,5 +150,5 @@ def put_rows(timeline: Timeline, i: int, rows: LayerRows, lengths: list[int], wa
     """keys and values as the cache holds them at the end; NaN beyond a row's own tokens."""
     beyond = (torch.arange(timeline.tokens) >= torch.tensor(lengths).unsqueeze(1))[..., None, None]
     for point in {"keys", "values"} & want:
-        held = rows.tensors[point][:, :, :timeline.tokens].transpose(1, 2).float().cpu()
+        held = rows.tensors[point][:, :, : timeline.tokens].transpose(1, 2).float().cpu()
         timeline.whole(i, point, held.masked_fill(beyond, float("nan")))

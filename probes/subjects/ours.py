@@ -9,54 +9,75 @@ import torch
 
 from dsv4.cache import DEFAULT_MAX_REWIND, LayerCache
 from dsv4.errors import InputError
+from dsv4.kernels.cache_rows import PackedRows, read_rows
+from dsv4.kernels.errors import BackendUnavailable
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import OPERATIONS
+from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.linear import Matrix
 from dsv4.load import load_model, pieces_of
+from dsv4.loaders.config_files import family_of
+from dsv4.loaders.files import read_json
+from dsv4.loaders.ledger import Piece
 from dsv4.model import Model
+from dsv4.probes.subject import POINTS, Capture, Subject
+from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
+from dsv4.probes.subjects.files import FilesSubject, plain
 from dsv4.rows import Ring
 from dsv4.step import Step
 from dsv4.streams import cache_streams
-from kernels.cache_rows import PackedRows, read_rows
-from kernels.errors import BackendUnavailable
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
-from kernels.quantize import PackedWeight, to_float
-from loaders.config_files import family_of
-from loaders.files import read_json
-from loaders.ledger import Piece
-from probes.subject import POINTS, Capture, Subject
-from probes.subjects.dump import Timeline, check_points, steps_of
-from probes.subjects.files import FilesSubject, plain
 
 IN_ATTENTION = tuple(p for p in POINTS if p not in ("ffn_out", "streams"))
 
 
 class OurSubject(Subject):
-    """`dsv4.load_model(path, numerics, backend, device, cache, index_cache)`, run by `Model.append` through its own caches.
+    """`dsv4.load_model(path, numerics, backend, device, cache, index_cache)`, run by `Model.append` through its own
+    caches.
 
-    Rows of different lengths: ids < 0 are right padding, which is neither run nor captured (NaN; −inf and −1 in scores and
-    selection). `model` may be changed by a caller who plants a fault. Captures of index_scores add calls to the model's
-    dispatch ledger where the indexer itself had nothing to score.
+    Rows of different lengths: ids < 0 are right padding, which is neither run nor captured (NaN; −inf and −1 in scores
+    and selection). `model` may be changed by a caller who plants a fault. Captures of index_scores add calls to the
+    model's dispatch ledger where the indexer itself had nothing to score.
 
-    caches: formats of the main cache and of the index keys, as asked for. Raises InputError for packed ones in numerics that do
-    not round as they do: what differs from the oracle would be the format, not a fault.
+    caches: formats of the main cache and of the index keys, as asked for. Raises InputError for packed ones in numerics
+    that do not round as they do: what differs from the oracle would be the format, not a fault.
     """
 
     can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "pages", "drafts", "kernels"})
     tables = OPERATIONS, COMPOSITIONS  # that its model binds
 
-    def __init__(self, path: str | Path, numerics: str = "fp32", backend: str = "auto", device: str = "cpu",
-                 cache: str = "auto", index_cache: str = "auto"):
+    def __init__(
+        self,
+        path: str | Path,
+        numerics: str = "fp32",
+        backend: str = "auto",
+        device: str = "cpu",
+        cache: str = "auto",
+        index_cache: str = "auto",
+    ):
         if self.family != "gqa" and numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
-            raise InputError("an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it does; found "
-                             f"--numerics {numerics}; pass --numerics qat (or --subject ours:qat)")
+            raise InputError(
+                "an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it does; found "
+                f"--numerics {numerics}; pass --numerics qat (or --subject ours:qat)"
+            )
         stored = FilesSubject(path)
-        self.files, self.config, self.numerics, self.caches = stored.files, stored.config, numerics, (cache, index_cache)
-        self.model: Model = load_model(path, numerics=numerics, backend=backend, device=device, cache=cache,
-                                       index_cache=index_cache)
+        self.files, self.config, self.numerics, self.caches = (
+            stored.files,
+            stored.config,
+            numerics,
+            (cache, index_cache),
+        )
+        self.model: Model = load_model(
+            path, numerics=numerics, backend=backend, device=device, cache=cache, index_cache=index_cache
+        )
         said = [f"{form} {what}" for form, what in ((cache, "cache"), (index_cache, "index cache")) if form != "auto"]
         self.name = ", ".join(("ours", numerics, *said, f"backend {self.model.backend}", device))
-        self.provenance = stored.provenance | {"backend": self.model.backend, "device": device, "torch": torch.__version__,
-                                               "cache": cache, "index cache": index_cache}
+        self.provenance = stored.provenance | {
+            "backend": self.model.backend,
+            "device": device,
+            "torch": torch.__version__,
+            "cache": cache,
+            "index cache": index_cache,
+        }
         self._pieces: dict[str, Piece] | None = None
 
     @property
@@ -75,9 +96,13 @@ class OurSubject(Subject):
 
     @property
     def compositions(self) -> dict:
-        """Composition name → what this subject's backend runs as one; those that it runs by parts are not among them."""
-        return {name: c.implementations[self.model.backend] for name, c in self.tables[1].items()
-                if self.model.backend in c.implementations}
+        """Composition name → what this subject's backend runs as one; those that it runs by parts are not among
+        them."""
+        return {
+            name: c.implementations[self.model.backend]
+            for name, c in self.tables[1].items()
+            if self.model.backend in c.implementations
+        }
 
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
         """See `Subject.run`. Each step is one piece of work, however long it is."""
@@ -87,8 +112,9 @@ class OurSubject(Subject):
         """See `Subject.stream`: the same pass, each layer's points handed over and forgotten when its block is done."""
         return self._run(ids, steps_of(ids.shape[1], ()), check_points(want), see).logits
 
-    def _run(self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str],
-             see: Callable | None = None) -> Capture:
+    def _run(
+        self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str], see: Callable | None = None
+    ) -> Capture:
         """A run of these steps; with `see`, of one step, whose points go there instead of into the capture."""
         (B, T), lengths = ids.shape, _lengths(ids)
         cache = self.model.new_cache(B, T, _rewind_room(steps))
@@ -111,12 +137,13 @@ class OurSubject(Subject):
             cache.rewind(counts)
         elif any(counts):
             ragged = counts if min(counts) < n else None
-            out = self.model.append(ids[:, start:start + n].clamp(min=0), cache, n_new=ragged, chunk=n)
-            logits[:, start:start + n] = out.cpu()
+            out = self.model.append(ids[:, start : start + n].clamp(min=0), cache, n_new=ragged, chunk=n)
+            logits[:, start : start + n] = out.cpu()
 
     @torch.inference_mode()
     def block(self, layer: int, streams: torch.Tensor, ids: torch.Tensor, want: Sequence[str] = ()) -> Capture:
-        """See `Subject.block`: the layer's module with a LayerCache and a Step of its own. Rows of equal lengths only."""
+        """See `Subject.block`: the layer's module with a LayerCache and a Step of its own. Rows of equal lengths
+        only."""
         want, (B, T), model, block = check_points(want), ids.shape, self.model, self.model.layers[layer]
         device = model.layer_devices[layer] if model.layer_devices else model.device
         plan = cache_streams(self.config, B, T, DEFAULT_MAX_REWIND, model.numerics, mtp=False)[layer]
@@ -130,9 +157,16 @@ class OurSubject(Subject):
         return timeline.capture()
 
     @torch.inference_mode()
-    def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
-                  want: Sequence[str] = ()) -> Capture:
-        """See `Subject.attention`: the layer's module with a LayerCache and Steps of its own. Rows of equal lengths only."""
+    def attention(
+        self,
+        layer: int,
+        attn_in: torch.Tensor,
+        ids: torch.Tensor,
+        schedule: Sequence[int] = (),
+        want: Sequence[str] = (),
+    ) -> Capture:
+        """See `Subject.attention`: the layer's module with a LayerCache and Steps of its own. Rows of equal lengths
+        only."""
         want, (B, T), lengths = check_points(want, IN_ATTENTION) | {"attn_out"}, ids.shape, _lengths(ids)
         if min(lengths) < T or attn_in.shape[:2] != (B, T):
             raise InputError(f"attn_in {list(attn_in.shape)} and ids {[B, T]} must have as many tokens in every row")
@@ -143,14 +177,15 @@ class OurSubject(Subject):
         with _Taps(timeline, want) as taps:
             taps.attention(layer, attn, cache)
             for start, n in (step for step in steps if step[1] > 0):  # a rewind is nothing but an earlier start
-                step = Step(ids[:, start:start + n].to(model.device), 0, [start] * B, model.rope_frequencies())
-                x = attn_in[:, start:start + n].to(device, model.numerics.activation).flatten(0, 1)
+                step = Step(ids[:, start : start + n].to(model.device), 0, [start] * B, model.rope_frequencies())
+                x = attn_in[:, start : start + n].to(device, model.numerics.activation).flatten(0, 1)
                 attn(x, step.on(device), cache)
         put_entries(timeline, layer, cache, lengths, want)
         return timeline.capture()
 
     def weight(self, name: str) -> torch.Tensor:
-        """The parameter as the model holds it, dequantised: its part of a stack (w13, wkv_gate) by its own official name.
+        """The parameter as the model holds it, dequantised: its part of a stack (w13, wkv_gate) by its own official
+        name.
 
         Raises InputError for a tensor that the model does not hold.
         """
@@ -169,12 +204,17 @@ class OurSubject(Subject):
         """Sizes of the storages of a cache that is allocated for this, with the default room to rewind."""
         cache = self.model.new_cache(batch, max_context)
         layers = zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)
-        return {(plan.label, name): t.untyped_storage().nbytes() for plan, layer in layers for name, t in layer.tensors.items()}
+        return {
+            (plan.label, name): t.untyped_storage().nbytes()
+            for plan, layer in layers
+            for name, t in layer.tensors.items()
+        }
 
 
 def open_ours(path: str | Path, *choices: str) -> OurSubject:
     """The subject of the family that config.json is of; choices as `OurSubject` takes them."""
-    from probes.subjects.gqa import OurGQASubject
+    from dsv4.probes.subjects.gqa import OurGQASubject
+
     raw = read_json(Path(path) / "config.json")
     return (OurGQASubject if family_of(raw) == "gqa" else OurSubject)(path, *choices)
 
@@ -199,16 +239,17 @@ def moved(value, device: torch.device):
 class _Taps:
     """Hooks on modules while the `with` block lasts; what they see goes to a timeline.
 
-    attn_in, attn_out, ffn_out, streams: what the modules are given and return. q_after_rope: what `attn.queries` returns.
-    kv_window: read from the pool that the step's kernel is handed, and from the ring after it is written. index_scores: what
-    `indexer.scores` returns, computed for the capture where every visible entry is selected unscored. selection: what the
-    indexer returns.
+    attn_in, attn_out, ffn_out, streams: what the modules are given and return. q_after_rope: what `attn.queries`
+    returns.
+    kv_window: read from the pool that the step's kernel is handed, and from the ring after it is written. index_scores:
+    what `indexer.scores` returns, computed for the capture where every visible entry is selected unscored. selection:
+    what the indexer returns.
     """
 
     def __init__(self, timeline: Timeline, want: frozenset[str]):
         self.timeline, self.want, self._undo = timeline, want, ExitStack()
-        self._step: Step | None = None              # of the block that is running
-        self._scored: dict[int, Step] = {}          # step whose scores were seen last, by layer
+        self._step: Step | None = None  # of the block that is running
+        self._scored: dict[int, Step] = {}  # step whose scores were seen last, by layer
 
     def __enter__(self) -> "_Taps":
         return self
@@ -297,7 +338,9 @@ def _restore(owner, method: str, before) -> None:
         setattr(owner, method, before)
 
 
-def _hand_over(see: Callable, timeline: Timeline, i: int, cache: LayerCache, lengths: list[int], want: frozenset[str]) -> None:
+def _hand_over(
+    see: Callable, timeline: Timeline, i: int, cache: LayerCache, lengths: list[int], want: frozenset[str]
+) -> None:
     put_entries(timeline, i, cache, lengths, want)
     see(i, timeline.take(i))
 

@@ -4,10 +4,12 @@ Where each point is taken, within `model.model.layers[i]`:
 
 - attn_in       first argument of `self_attn` (what `input_layernorm` returned)
 - q_after_rope  the `query` that `self_attn` hands to its attention function, [B, H, T, D] there
-- kv_window     what `self_attn` gets back from its cache layer's `update`, [B, 1, kept + T, D] there: the kept rows and the new
+- kv_window     what `self_attn` gets back from its cache layer's `update`, [B, 1, kept + T, D] there: the kept rows and
+  the new
 - compressed_kv the cache layer's `compressed_kv["compressor"]` at the end
 - index_keys    the cache layer's `compressed_kv["indexer"]` at the end
-- index_scores  output of `self_attn.compressor.indexer.scorer`, which masks nothing yet: invisible entries become −inf here
+- index_scores  output of `self_attn.compressor.indexer.scorer`, which masks nothing yet: invisible entries become −inf
+  here
 - selection     output of `self_attn.compressor.indexer`
 - attn_out      first output of `self_attn`
 - ffn_out       output of `mlp`
@@ -24,12 +26,12 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
-from loaders.config_files import family_of, to_official
-from loaders.convert import _to_transformers
-from loaders.files import read_json
-from probes.subject import POINTS, Capture, Subject
-from probes.subjects.dump import Timeline, check_points, steps_of
-from probes.subjects.files import FilesSubject, plain
+from dsv4.loaders.config_files import family_of, to_official
+from dsv4.loaders.convert import _to_transformers
+from dsv4.loaders.files import read_json
+from dsv4.probes.subject import POINTS, Capture, Subject
+from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
+from dsv4.probes.subjects.files import FilesSubject, plain
 
 NOT_THEIRS = ("architectures", "torch_dtype", "model_type", "quantization_config", "expert_dtype")
 IN_ATTENTION = tuple(p for p in POINTS if p not in ("ffn_out", "streams"))
@@ -40,24 +42,29 @@ EXPERT = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 class TransformersSubject(Subject):
     """An instance of transformers' model, or one built from a checkpoint directory with dequantised weights.
 
-    dtype: of parameters and activations of a model built here; what transformers itself insists on keeping in fp32 stays
-    fp32. An instance is taken as it is. Schedules of steps run through `past_key_values`; it cannot rewind, nor take rows of
-    different lengths: padding would enter its compressors.
+    dtype: of parameters and activations of a model built here; what transformers itself insists on keeping in fp32
+    stays fp32. An instance is taken as it is. Schedules of steps run through `past_key_values`; it cannot rewind, nor
+    take rows of different lengths: padding would enter its compressors.
     """
 
     def __init__(self, model_or_path, dtype: torch.dtype = torch.float32):
         import transformers
+
         stored = FilesSubject(model_or_path) if isinstance(model_or_path, (str, Path)) else None
         self.model = (build(stored, dtype) if stored else model_or_path).eval()
         dtype = self.model.get_input_embeddings().weight.dtype
         self.can = frozenset({"run", "layer", "block", *(["files"] if stored else [])})
         self.files = stored.files if stored else None
-        self.config = stored.config if stored else ModelConfig.from_official(to_official(self.model.config.to_dict())[0])
+        self.config = (
+            stored.config if stored else ModelConfig.from_official(to_official(self.model.config.to_dict())[0])
+        )
         self.numerics = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
         self.name = f"transformers {transformers.__version__}, {self.numerics}"
         self.provenance = (stored.provenance if stored else {}) | {
-            "transformers": transformers.__version__, "torch": torch.__version__,
-            "attention": self.model.config._attn_implementation}
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "attention": self.model.config._attn_implementation,
+        }
 
     @torch.inference_mode()
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
@@ -69,8 +76,9 @@ class TransformersSubject(Subject):
         """See `Subject.stream`: the same pass, each layer's points handed over and forgotten when it is done."""
         return self._run(ids, self._steps(ids, ()), check_points(want), see).logits
 
-    def _run(self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str],
-             see: Callable | None = None) -> Capture:
+    def _run(
+        self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str], see: Callable | None = None
+    ) -> Capture:
         """A run of these steps; with `see`, of one step, whose points go there instead of into the capture."""
         B, T = ids.shape
         cache, timeline, logits = self._cache(), Timeline(B, T), torch.empty(B, T, self.config.vocab_size)
@@ -82,8 +90,10 @@ class TransformersSubject(Subject):
                     taps.done(layer, partial(_hand_over, see, timeline, i, cache.layers[i], want))
             for start, n in steps:
                 taps.start = start
-                piece = ids[:, start:start + n].to(self.model.device)
-                logits[:, start:start + n] = self.model(piece, past_key_values=cache, use_cache=True).logits.float().cpu()
+                piece = ids[:, start : start + n].to(self.model.device)
+                logits[:, start : start + n] = (
+                    self.model(piece, past_key_values=cache, use_cache=True).logits.float().cpu()
+                )
         for i in range(self.config.num_hidden_layers if see is None else 0):
             put_entries(timeline, i, cache.layers[i], want)
         with torch.inference_mode(False):
@@ -92,30 +102,47 @@ class TransformersSubject(Subject):
     @torch.inference_mode()
     def block(self, layer: int, streams: torch.Tensor, ids: torch.Tensor, want: Sequence[str] = ()) -> Capture:
         """See `Subject.block`: the decoder layer, with rotations and mask made as DeepseekV4Model makes them."""
-        want, module, cache, timeline = check_points(want), self.model.model.layers[layer], self._cache(), Timeline(*ids.shape)
+        want, module, cache, timeline = (
+            check_points(want),
+            self.model.model.layers[layer],
+            self._cache(),
+            Timeline(*ids.shape),
+        )
         cache.layers = [cache.layers[layer]] * len(cache.layers)
         with _Taps(timeline, want, self.config) as taps:
             taps.layer(layer, module)
             taps.attention(layer, module.self_attn, cache.layers[layer])
             x = streams.to(self.model.device, module.self_attn.kv_proj.weight.dtype)
-            module(x, input_ids=ids.to(self.model.device), past_key_values=cache, **self._positional(x[:, :, 0], 0, cache))
+            module(
+                x, input_ids=ids.to(self.model.device), past_key_values=cache, **self._positional(x[:, :, 0], 0, cache)
+            )
         put_entries(timeline, layer, cache.layers[layer], want)
         with torch.inference_mode(False):
             return timeline.capture()
 
     @torch.inference_mode()
-    def attention(self, layer: int, attn_in: torch.Tensor, ids: torch.Tensor, schedule: Sequence[int] = (),
-                  want: Sequence[str] = ()) -> Capture:
-        """See `Subject.attention`: `self_attn` of the layer, with rotations and mask made as DeepseekV4Model makes them."""
+    def attention(
+        self,
+        layer: int,
+        attn_in: torch.Tensor,
+        ids: torch.Tensor,
+        schedule: Sequence[int] = (),
+        want: Sequence[str] = (),
+    ) -> Capture:
+        """See `Subject.attention`: `self_attn` of the layer, with rotations and mask made as DeepseekV4Model makes
+        them."""
         want, steps = check_points(want, IN_ATTENTION) | {"attn_out"}, self._steps(ids, schedule)
         if attn_in.shape[:2] != ids.shape:
-            raise InputError(f"attn_in {list(attn_in.shape)} and ids {list(ids.shape)} must have as many tokens in every row")
+            raise InputError(
+                f"attn_in {list(attn_in.shape)} and ids {list(ids.shape)} must have as many tokens in every row"
+            )
         attn, cache, timeline = self.model.model.layers[layer].self_attn, self._cache(), Timeline(*ids.shape)
-        cache.layers = [cache.layers[layer]] * len(cache.layers)  # the mask is made by the length of the first layer's cache
+        # the mask is made by the length of the first layer's cache
+        cache.layers = [cache.layers[layer]] * len(cache.layers)
         with _Taps(timeline, want, self.config) as taps:
             taps.attention(layer, attn, cache.layers[layer])
             for taps.start, n in steps:
-                x = attn_in[:, taps.start:taps.start + n].to(self.model.device, attn.kv_proj.weight.dtype)
+                x = attn_in[:, taps.start : taps.start + n].to(self.model.device, attn.kv_proj.weight.dtype)
                 attn(x, past_key_values=cache, **self._positional(x, taps.start, cache))
         put_entries(timeline, layer, cache.layers[layer], want)
         with torch.inference_mode(False):
@@ -131,6 +158,7 @@ class TransformersSubject(Subject):
 
     def _cache(self):
         from transformers import DynamicCache
+
         return DynamicCache(config=self.model.config)
 
     def _steps(self, ids: torch.Tensor, schedule: Sequence[int]) -> list[tuple[int, int]]:
@@ -144,13 +172,17 @@ class TransformersSubject(Subject):
         model = self.model.model
         position_ids = start + torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         mask = _modeling().create_sliding_window_causal_mask(
-            config=model.config, inputs_embeds=x, attention_mask=None, past_key_values=cache, position_ids=position_ids)
-        rotations = {kind: model.rotary_emb(x, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")}
+            config=model.config, inputs_embeds=x, attention_mask=None, past_key_values=cache, position_ids=position_ids
+        )
+        rotations = {
+            kind: model.rotary_emb(x, position_ids=position_ids, layer_type=kind) for kind in ("main", "compress")
+        }
         return {"position_embeddings": rotations, "position_ids": position_ids, "attention_mask": mask}
 
 
 class _Taps:
-    """Hooks on their modules while the `with` block lasts. `start`: position of the first token of the step that runs."""
+    """Hooks on their modules while the `with` block lasts. `start`: position of the first token of the step that
+    runs."""
 
     def __init__(self, timeline: Timeline, want: frozenset[str], config: ModelConfig):
         self.timeline, self.want, self.config, self.start, self._undo = timeline, want, config, 0, ExitStack()
@@ -180,10 +212,13 @@ class _Taps:
         self._tapped[attn] = i
         self._undo.callback(attn.register_forward_pre_hook(lambda _, args: self._put(i, "attn_in", args[0])).remove)
         self._after(attn, lambda out: self._put(i, "attn_out", out[0]))
-        cache_layer.update = partial(self._update, i, cache_layer.update)  # the cache is this run's own: nothing to undo
+        # the cache is this run's own: nothing to undo
+        cache_layer.update = partial(self._update, i, cache_layer.update)
         indexer = getattr(attn.compressor, "indexer", None)
         if indexer is not None:
-            self._after(indexer.scorer, lambda out: self._put(i, "index_scores", self._masked(out, indexer.compress_rate)))
+            self._after(
+                indexer.scorer, lambda out: self._put(i, "index_scores", self._masked(out, indexer.compress_rate))
+            )
             self._after(indexer, lambda selection: self._put(i, "selection", selection))
 
     def _put(self, i: int, point: str, values: torch.Tensor, start: int | None = None) -> None:
@@ -220,6 +255,7 @@ class _WatchedFunctions:
         def watched(module, query, *rest, **kwargs):
             self.see(module, query)
             return function(module, query, *rest, **kwargs)
+
         return watched
 
 
@@ -238,14 +274,17 @@ def put_entries(timeline: Timeline, i: int, cache_layer, want: frozenset[str]) -
 
 def open_theirs(path: str | Path) -> Subject:
     """transformers' model of the family that config.json is of, in fp32."""
-    from probes.subjects.transformers_gqa import TransformersGQASubject
+    from dsv4.probes.subjects.transformers_gqa import TransformersGQASubject
+
     raw = read_json(Path(path) / "config.json")
     return (TransformersGQASubject if family_of(raw) == "gqa" else TransformersSubject)(path)
 
 
 def build(stored: FilesSubject, dtype: torch.dtype):
-    """DeepseekV4ForCausalLM of a checkpoint directory: its own reading of the config, dequantised weights, eager attention."""
+    """DeepseekV4ForCausalLM of a checkpoint directory: its own reading of the config, dequantised weights, eager
+    attention."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
     raw = {k: v for k, v in stored.files.config.items() if k not in NOT_THEIRS}
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**raw, attn_implementation="eager"))
     model.load_state_dict(state_of(stored), strict=True)
@@ -283,9 +322,11 @@ def _place(name: str) -> tuple[str, Callable]:
     def part(t: torch.Tensor) -> torch.Tensor:
         rows = t.shape[1] // 2
         return {"w1": t[int(e), :rows], "w3": t[int(e), rows:], "w2": t[int(e)]}[leaf]
+
     return f"model.layers.{i}.mlp.experts.{EXPERT[leaf]}", part
 
 
 def _modeling():
     from transformers.models.deepseek_v4 import modeling_deepseek_v4
+
     return modeling_deepseek_v4

@@ -1,8 +1,8 @@
 """Swapping one module of a running subject for the oracle: what proves where a difference comes from.
 
-`swapped(subject, i, module, layer, ids)` replaces the output of `module` (an official name within layer i, or one of the steps
-without a tensor of their own: attn.rope, attn.queries, attn.latent) by what the oracle makes of the same input, for runs of one
-row in one step from position 0. `supports` says which modules a subject's adapter can replace.
+`swapped(subject, i, module, layer, ids)` replaces the output of `module` (an official name within layer i, or one of
+the steps without a tensor of their own: attn.rope, attn.queries, attn.latent) by what the oracle makes of the same
+input, for runs of one row in one step from position 0. `supports` says which modules a subject's adapter can replace.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from probes.oracle import attention as steps
-from probes.oracle.attention import Layer, rms
-from probes.oracle.blocks import collapse, expert, hyper_post, hyper_pre, moe, router
-from probes.subject import Subject
+from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle.attention import Layer, rms
+from dsv4.probes.oracle.blocks import collapse, expert, hyper_post, hyper_pre, moe, router
+from dsv4.probes.subject import Subject
 
 LINEARS = ("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.weights_proj")
 TOGETHER = {"hc": ("hc_attn", "hc_ffn")}  # what is swapped under one name
@@ -36,19 +36,23 @@ def supports(subject: Subject, module: str) -> bool:
 
 
 def _adapter(subject: Subject):
-    from probes.subjects.ours import OurSubject
-    from probes.subjects.transformers import TransformersSubject
+    from dsv4.probes.subjects.ours import OurSubject
+    from dsv4.probes.subjects.transformers import TransformersSubject
+
     if isinstance(subject, OurSubject):
-        from probes.swaps.ours import OurSwap
+        from dsv4.probes.swaps.ours import OurSwap
+
         return OurSwap
     if isinstance(subject, TransformersSubject):
-        from probes.swaps.transformers import TransformersSwap
+        from dsv4.probes.swaps.transformers import TransformersSwap
+
         return TransformersSwap
     return None
 
 
 class Reference:
-    """The oracle's modules as functions of what a subject hands them: x [T, ...] of one row, any dtype in, float64 out."""
+    """The oracle's modules as functions of what a subject hands them: x [T, ...] of one row, any dtype in, float64
+    out."""
 
     def __init__(self, layer: Layer, ids: torch.Tensor):
         self.layer, self.ids = layer, ids

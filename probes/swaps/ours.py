@@ -4,18 +4,39 @@ from contextlib import ExitStack
 
 import torch
 
-from probes.buffers import numbers
-from probes.subjects.ours import OurSubject
-from probes.swaps import LINEARS, NORMS, Reference, turned
+from dsv4.probes.buffers import numbers
+from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.swaps import LINEARS, NORMS, Reference, turned
 
 
 class OurSwap:
     """Hooks on one block; x is [T, ...], as the modules take it in a step of one row."""
 
-    MODULES = frozenset({
-        *LINEARS, *NORMS, "embed", "hc_head", "norm", "head", "hc_attn", "hc_ffn", "attn", "attn.wo_a", "attn.attn_sink",
-        "attn.rope", "attn.queries", "attn.latent", "attn.compressor", "attn.indexer", "attn.indexer.compressor", "ffn",
-        "ffn.gate", "ffn.experts", "ffn.shared_experts"})
+    MODULES = frozenset(
+        {
+            *LINEARS,
+            *NORMS,
+            "embed",
+            "hc_head",
+            "norm",
+            "head",
+            "hc_attn",
+            "hc_ffn",
+            "attn",
+            "attn.wo_a",
+            "attn.attn_sink",
+            "attn.rope",
+            "attn.queries",
+            "attn.latent",
+            "attn.compressor",
+            "attn.indexer",
+            "attn.indexer.compressor",
+            "ffn",
+            "ffn.gate",
+            "ffn.experts",
+            "ffn.shared_experts",
+        }
+    )
 
     def __init__(self, subject: OurSubject, i: int, reference: Reference, undo: ExitStack):
         self.model, self.block, self.ref, self.undo = subject.model, subject.model.layers[i], reference, undo
@@ -54,16 +75,20 @@ class OurSwap:
             case "ffn" | "ffn.shared_experts":
                 self._output(name, lambda args: (ref.ffn if name == "ffn" else ref.shared)(args[0]))
             case "ffn.gate":
-                self._hook(self.block.ffn.gate, lambda args, out: tuple(
-                    v.to(o.dtype) for v, o in zip(ref.gate(args[0]), out)))
+                self._hook(
+                    self.block.ffn.gate, lambda args, out: tuple(v.to(o.dtype) for v, o in zip(ref.gate(args[0]), out))
+                )
             case "ffn.experts":
                 self._output(name, lambda args: ref.experts(*args))
 
     def set(self, owner, name: str, value) -> None:
         """Replace an attribute of one object."""
         own, before = name in vars(owner), getattr(owner, name)
-        restore = (lambda: setattr(owner, name, before)) if own or isinstance(owner, torch.Tensor) else (
-            lambda: delattr(owner, name))
+        restore = (
+            (lambda: setattr(owner, name, before))
+            if own or isinstance(owner, torch.Tensor)
+            else (lambda: delattr(owner, name))
+        )
         setattr(owner, name, value)
         self.undo.callback(restore)
 
@@ -77,17 +102,21 @@ class OurSwap:
 
     def _entries(self, compressor, of) -> None:
         """What the compressor has written to the cache is written over; its args are x, step, cache."""
+
         def write(args, out):
             x, step, cache = args
             values = of(x)
             if len(values):
                 cache.entries.write(step, values)
+
         self._hook(compressor, write)
 
     def _indexer(self, indexer) -> None:
         """Scores and selection, on the subject's own keys."""
+
         def scores(x, qr, step, cache):
             return self.ref.scores(x, qr, numbers(cache.index.entries.visible(step))[0]).float()[None]
+
         self.set(indexer, "scores", scores)
         self._hook(indexer, lambda args, out: self.ref.select(scores(*args)) if out.shape[-1] else out)
 
@@ -104,6 +133,7 @@ class OurSwap:
             if comb is not ours.get("comb"):
                 return real(out, streams, post, comb)
             return self.ref.after(out, streams, post, comb).to(streams.dtype)
+
         real = self.block.op.mhc_post
         self._hook(getattr(self.block, name), read)
         self.set(self.block, "op", _Operations(self.block.op, mhc_post=write))

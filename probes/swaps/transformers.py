@@ -4,21 +4,48 @@ from contextlib import ExitStack
 
 import torch
 
-from probes.subjects.transformers import TransformersSubject
-from probes.swaps import Reference
+from dsv4.probes.subjects.transformers import TransformersSubject
+from dsv4.probes.swaps import Reference
 
-LEAVES = {"attn.wq_a": "self_attn.q_a_proj", "attn.wq_b": "self_attn.q_b_proj", "attn.wkv": "self_attn.kv_proj",
-          "attn.wo_b": "self_attn.o_b_proj", "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
-          "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj", "attn_norm": "input_layernorm",
-          "ffn_norm": "post_attention_layernorm", "attn.q_norm": "self_attn.q_a_norm", "attn.kv_norm": "self_attn.kv_norm"}
+LEAVES = {
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj",
+    "attn.wo_b": "self_attn.o_b_proj",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn.q_norm": "self_attn.q_a_norm",
+    "attn.kv_norm": "self_attn.kv_norm",
+}
 
 
 class TransformersSwap:
     """Hooks on one decoder layer; tensors are [1, T, ...] there."""
 
-    MODULES = frozenset({
-        *LEAVES, "embed", "hc_head", "norm", "head", "hc_attn", "hc_ffn", "attn", "attn.wo_a", "attn.attn_sink", "attn.rope",
-        "attn.compressor", "attn.indexer", "attn.indexer.compressor", "ffn", "ffn.gate", "ffn.experts", "ffn.shared_experts"})
+    MODULES = frozenset(
+        {
+            *LEAVES,
+            "embed",
+            "hc_head",
+            "norm",
+            "head",
+            "hc_attn",
+            "hc_ffn",
+            "attn",
+            "attn.wo_a",
+            "attn.attn_sink",
+            "attn.rope",
+            "attn.compressor",
+            "attn.indexer",
+            "attn.indexer.compressor",
+            "ffn",
+            "ffn.gate",
+            "ffn.experts",
+            "ffn.shared_experts",
+        }
+    )
 
     def __init__(self, subject: TransformersSubject, i: int, reference: Reference, undo: ExitStack):
         self.model, self.i, self.ref, self.undo = subject.model.model, i, reference, undo
@@ -29,7 +56,9 @@ class TransformersSwap:
         attn, mlp = layer.self_attn, layer.mlp
         like = lambda value, out: value.to(out.dtype).reshape(out.shape)
         if name in LEAVES:
-            return self._hook(layer.get_submodule(LEAVES[name]), lambda args, out: like(ref.leaf(name, args[0][0]), out))
+            return self._hook(
+                layer.get_submodule(LEAVES[name]), lambda args, out: like(ref.leaf(name, args[0][0]), out)
+            )
         match name:
             case "embed":
                 table = ref.layer.weights("embed.weight")
@@ -94,12 +123,14 @@ class TransformersSwap:
             found = self.ref.scores(seen["x"], seen["qr"], args[1][0])
             seen["scores"] = found
             return found.masked_fill(found == -torch.inf, 0)[None].to(out.dtype)
+
         self._before(indexer, lambda args: seen.update(x=args[0][0], qr=args[1][0]))
         self._hook(indexer.scorer, scores)
         self._hook(indexer, lambda args, out: self.ref.select(seen["scores"])[None])
 
     def _rotation(self, attn) -> None:
         """The tables; the rotation itself is a function of their module, shared by all layers."""
+
         def tables(positions):
             angles = self.ref.angles(positions)
             return angles.cos().float(), angles.sin().float()
@@ -107,6 +138,7 @@ class TransformersSwap:
         def inject(_, args, kwargs):
             kinds = kwargs["position_embeddings"]
             return args, kwargs | {"position_embeddings": dict.fromkeys(kinds, tables(kwargs["position_ids"]))}
+
         self.undo.callback(attn.register_forward_pre_hook(inject, with_kwargs=True).remove)
         compressor = attn.compressor
         for owner in (compressor, getattr(compressor, "indexer", None)):

@@ -1,6 +1,8 @@
-"""Run-time termination of attention: how much it leaves out, at what error, and whether it stops where it should. See README.md.
+"""Run-time termination of attention: how much it leaves out, at what error, and whether it stops where it should. See
+README.md.
 
-walk: a query's output after each tile, from its definition in fp64. stops: where the probe and the oracle stop, the error, the bound.
-orders: the tiles of a GQA model's policies, of CSA and of HCA. measure: walks of a model, needles, sweeps. document, markdown, plots,
-settings: the report. cli: `dsv4 termination`.
+walk: a query's output after each tile, from its definition in fp64. stops: where the probe and the oracle stop, the
+error, the bound.
+orders: the tiles of a GQA model's policies, of CSA and of HCA. measure: walks of a model, needles, sweeps. document,
+markdown, plots, settings: the report. cli: `dsv4 termination`.
 """

@@ -8,12 +8,29 @@ import typer
 from rich.console import Console
 
 from dsv4.errors import InputError
-from probes.console import Device, Json, Numerics, Policies, Rows, Seed, Text, Word, counts, errors, option, publish, report_in, show
-from probes.fidelity.cli import names
+from dsv4.probes.console import (
+    Device,
+    Json,
+    Numerics,
+    Policies,
+    Rows,
+    Seed,
+    Text,
+    Word,
+    counts,
+    errors,
+    option,
+    publish,
+    report_in,
+    show,
+)
+from dsv4.probes.fidelity.cli import names
 
 
 def termination(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory: DeepSeek-V4 or a GQA model.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Checkpoint directory: DeepSeek-V4 or a GQA model.", show_default=False)
+    ],
     policy: Policies = None,
     budget: Annotated[Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: 2K.")] = None,
     context: Annotated[Word, option("Contexts in tokens, e.g. 2K,16K; default: 2K.")] = None,
@@ -24,7 +41,10 @@ def termination(
     tau: Annotated[float, typer.Option(help="Of the rule: most that the probe may move.")] = 1e-5,
     phi: Annotated[float, typer.Option(help="Of the rule: most that it may turn, 1 − cos.")] = 1e-3,
     patience: Annotated[int, typer.Option(help="Of the rule: stable tiles in a row.")] = 5,
-    tile: Annotated[int | None, option("Tokens of a tile, a multiple of 64 (default 128); of DeepSeek-V4: rows of a tile (default 16).")] = None,
+    tile: Annotated[
+        int | None,
+        option("Tokens of a tile, a multiple of 64 (default 128); of DeepSeek-V4: rows of a tile (default 16)."),
+    ] = None,
     looser: Annotated[Word, option("Further τ that needles are asked under, e.g. 1e-3,1e-2.")] = None,
     text: Text = None,
     numerics: Numerics = "native",
@@ -34,31 +54,42 @@ def termination(
     out: Annotated[Path | None, report_in("termination_NAME")] = None,
     as_json: Json = False,
 ):
-    """When attention may stop reading: tiles skipped, at what error, probe against oracle; dense attention, newest first, beside the policies.
-    Walks are fp64 on the host; needles are asked by the backend as it decodes, on a GPU over its splits. Exit code 0: measured."""
-    from probes.fidelity.document import ModelSubject
-    from probes.formats.json_report import dumped
-    from probes.recall.plots import MISSING, available
-    from probes.recall.text import read_text
-    from probes.report import slug
-    from probes.terminating import document, markdown, plots
-    from probes.terminating.settings import orders_of, rule_of, settle
+    """When attention may stop reading: tiles skipped, at what error, probe against oracle; dense attention, newest
+    first, beside the policies. Walks are fp64 on the host; needles are asked by the backend as it decodes, on a GPU
+    over its splits. Exit code 0: measured."""
+    from dsv4.probes.fidelity.document import ModelSubject
+    from dsv4.probes.formats.json_report import dumped
+    from dsv4.probes.recall.plots import MISSING, available
+    from dsv4.probes.recall.text import read_text
+    from dsv4.probes.report import slug
+    from dsv4.probes.terminating import document, markdown, plots
+    from dsv4.probes.terminating.settings import orders_of, rule_of, settle
+
     contexts, budgets, further = counts("--context", context), counts("--budget", budget), _numbers(looser)
     errors.print(f"loading {checkpoint.name}")
     subject = ModelSubject(checkpoint, numerics, backend, device)
     model = subject.model
     rule = rule_of(model, tau, phi, patience, tile)
     policies = orders_of(model, names(policy), budgets)
-    settings = settle(model, contexts, rows, queries, needles, rule, further, counts("--needle-context", needle_context), seed)
-    material = read_text(text, checkpoint, subject.config.vocab_size, settings.rows * max(settings.contexts + settings.asked), seed)
+    settings = settle(
+        model, contexts, rows, queries, needles, rule, further, counts("--needle-context", needle_context), seed
+    )
+    material = read_text(
+        text, checkpoint, subject.config.vocab_size, settings.rows * max(settings.contexts + settings.asked), seed
+    )
     if needles and material.tokenizer is None:
         raise InputError("--needles: the checkpoint has no tokenizer, and needles are sentences; pass --needles 0")
     found = document.measured(subject, policies, settings, material, sys.argv, errors.print)
     if not available():
         errors.print(MISSING)
     show(found, as_json, _tables, 160)
-    publish(out, f"termination_{slug(checkpoint.resolve().name)}", lambda: plots.draw(found),
-            lambda files: markdown.render(found, files), lambda: dumped(found))
+    publish(
+        out,
+        f"termination_{slug(checkpoint.resolve().name)}",
+        lambda: plots.draw(found),
+        lambda files: markdown.render(found, files),
+        lambda: dumped(found),
+    )
 
 
 def _numbers(text: str | None) -> list[float]:
@@ -70,10 +101,15 @@ def _numbers(text: str | None) -> list[float]:
 
 
 def _tables(found: dict, console: Console) -> None:
-    from probes.fidelity.tables import show_table
-    from probes.terminating import markdown
+    from dsv4.probes.fidelity.tables import show_table
+    from dsv4.probes.terminating import markdown
+
     console.print(found["title"])
-    for title, of in (("by order and context", markdown.together), ("the bound", markdown.bound), ("ablations", markdown.ablations)):
+    for title, of in (
+        ("by order and context", markdown.together),
+        ("the bound", markdown.bound),
+        ("ablations", markdown.ablations),
+    ):
         show_table(console, title, *of(found))
     if found["geometries"]:
         show_table(console, "published keep-sets", *markdown.geometries(found))

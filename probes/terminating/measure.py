@@ -8,25 +8,27 @@ import torch
 
 from dsv4.attention import HCAAttention
 from dsv4.causal import CausalLM
-from kernels.block_choice import Policy
-from kernels.grouped_attention.termination import Termination
-from probes.fidelity import needles
-from probes.fidelity.attending import attending
-from probes.fidelity.variants import Variant, is_gqa, of_policy
-from probes.recall.haystack import filler
-from probes.recall.mass import watched
-from probes.recall.needles import Limits, hidden
-from probes.terminating import orders
-from probes.terminating.settings import Settings, rules
-from probes.terminating.stops import figures
-from probes.terminating.walk import Walk, joined
-from probes.wrapping import replaced, wrapped
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.grouped_attention.termination import Termination
+from dsv4.probes.fidelity import needles
+from dsv4.probes.fidelity.attending import attending
+from dsv4.probes.fidelity.variants import Variant, is_gqa, of_policy
+from dsv4.probes.recall.haystack import filler
+from dsv4.probes.recall.mass import watched
+from dsv4.probes.recall.needles import Limits, hidden
+from dsv4.probes.terminating import orders
+from dsv4.probes.terminating.settings import Settings, rules
+from dsv4.probes.terminating.stops import figures
+from dsv4.probes.terminating.walk import Walk, joined
+from dsv4.probes.wrapping import replaced, wrapped
 
 Key = tuple[str, int, int]  # order, context, layer
 Say = Callable[[str], None]
 
 
-def walks(model: CausalLM, policies: list[Policy], rows: torch.Tensor, settings: Settings, chunk: int, say: Say) -> dict[Key, Walk]:
+def walks(
+    model: CausalLM, policies: list[Policy], rows: torch.Tensor, settings: Settings, chunk: int, say: Say
+) -> dict[Key, Walk]:
     """The last queries of each context of rows int64 [B, T], by order, context and layer."""
     found: dict[Key, list[Walk]] = {}
     for b, ids in enumerate(rows):
@@ -39,6 +41,7 @@ def walks(model: CausalLM, policies: list[Policy], rows: torch.Tensor, settings:
 
             def see(order: str, layer: int, walk: Walk) -> None:
                 found.setdefault((order, context, layer), []).append(walk)
+
             with _watched(model, policies, settings.tile, see):
                 model.append(ids[None, first:context], cache, logits="none", chunk=chunk)
             at = context
@@ -52,9 +55,11 @@ def name_of(policy: Policy) -> str:
 @contextmanager
 def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) -> Iterator[None]:
     if is_gqa(model):
+
         def look(layer: int, attn, q, keys, values, step) -> None:
             for policy in policies:
                 see(name_of(policy), layer, orders.heads(q, keys, values, step.start, attn.scale, policy, tile))
+
         with attending(model, look):
             yield
         return
@@ -66,12 +71,19 @@ def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) 
 
 def _watched_hca(model: CausalLM, see: Callable) -> AbstractContextManager:
     """Calls see(layer, attn, q, window, window_index, step, cache) before each HCA layer attends."""
+
     def also(i: int, attn, attend: Callable) -> Callable:
         def run(q, window, window_index, selection, step, cache):
             see(i, attn, q, window, window_index, step, cache)
             return attend(q, window, window_index, selection, step, cache)
+
         return run
-    return wrapped([(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, HCAAttention)], "attend", also)
+
+    return wrapped(
+        [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, HCAAttention)],
+        "attend",
+        also,
+    )
 
 
 def stopped(found: dict[Key, Walk], settings: Settings) -> list[dict]:
@@ -90,8 +102,17 @@ def varied(found: dict[Key, Walk], settings: Settings) -> list[dict]:
     for order, context in dict.fromkeys((o, c) for o, c, _ in found):
         walk = joined([walk for (o, c, _), walk in found.items() if (o, c) == (order, context)])
         for name, rule in rules(settings):
-            rows.append({"order": order, "context": context, "varied": name, "tau": rule.tau, "phi": rule.phi, "patience": rule.wait}
-                        | figures(walk, rule))
+            rows.append(
+                {
+                    "order": order,
+                    "context": context,
+                    "varied": name,
+                    "tau": rule.tau,
+                    "phi": rule.phi,
+                    "patience": rule.wait,
+                }
+                | figures(walk, rule)
+            )
     return rows
 
 
@@ -104,10 +125,19 @@ def terminated(policy: Policy, rule: Termination | None) -> Variant:
     def switch(model: CausalLM) -> Iterator[None]:
         with replaced([model], "attention", dataclasses.replace(model.attention, policy=policy, termination=rule)):
             yield
-    return Variant(f"{name_of(policy)}, τ = {rule.tau:g}", switch, None if policy.dense else policy.tokens, decode_only=True, policy=policy)
+
+    return Variant(
+        f"{name_of(policy)}, τ = {rule.tau:g}",
+        switch,
+        None if policy.dense else policy.tokens,
+        decode_only=True,
+        policy=policy,
+    )
 
 
-def hidden_needles(model: CausalLM, policies: list[Policy], tokenizer, prose, settings: Settings, limits: Limits, say: Say) -> list[dict]:
+def hidden_needles(
+    model: CausalLM, policies: list[Policy], tokenizer, prose, settings: Settings, limits: Limits, say: Say
+) -> list[dict]:
     """Needles by policy and rule: without termination, by the rule, and by each looser τ; the same trials for all."""
     choices = [None, settings.rule, *(dataclasses.replace(settings.rule, tau=tau) for tau in settings.looser)]
     variants = {terminated(p, rule).name: (terminated(p, rule), p, rule) for p in policies for rule in choices}

@@ -1,26 +1,26 @@
 """The walks of a model's attention: which tiles each order has, and what is in them.
 
-A GQA model: dense, newest first after the sequence's first tile; a policy's keep-set, most important first. CSA: the window newest first,
-then the selected entries by falling index score. HCA: the window, then the entries, newest first. The sink logit of CSA and HCA is there
-from the beginning. Whatever device the model is on, walks are on the host.
+A GQA model: dense, newest first after the sequence's first tile; a policy's keep-set, most important first. CSA: the
+window newest first, then the selected entries by falling index score. HCA: the window, then the entries, newest first.
+The sink logit of CSA and HCA is there from the beginning. Whatever device the model is on, walks are on the host.
 """
 
 import torch
 import torch.nn.functional as F
 
-from kernels.attention.reference import gather_rows
-from kernels.block_choice import Policy, choose_blocks
-from kernels.block_summaries import summarise_blocks
-from kernels.gather_attention.reference import positions_of
-from kernels.grouped_attention.termination import newest_first
-from kernels.indexer.reference import topk_entries
-from probes.buffers import numbers
-from probes.terminating.walk import Walk, joined, walk
+from dsv4.kernels.attention.reference import gather_rows
+from dsv4.kernels.block_choice import Policy, choose_blocks
+from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.gather_attention.reference import positions_of
+from dsv4.kernels.grouped_attention.termination import newest_first
+from dsv4.kernels.indexer.reference import topk_entries
+from dsv4.probes.buffers import numbers
+from dsv4.probes.terminating.walk import Walk, joined, walk
 
 
 def places(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, policy: Policy, tile: int) -> torch.Tensor:
-    """Positions of the tiles that each query and KV head reads, in order: int64 [T, KV, n, tile] of one row, −1 where nothing is.
-    q [1, T, H, D]; keys [1, KV, S, D]; start int64 [1]."""
+    """Positions of the tiles that each query and KV head reads, in order: int64 [T, KV, n, tile] of one row, −1 where
+    nothing is. q [1, T, H, D]; keys [1, KV, S, D]; start int64 [1]."""
     (_, T, _, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T)
     if policy.dense:
@@ -31,7 +31,15 @@ def places(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, policy: Pol
     return F.pad(found, (0, -found.shape[-1] % tile), value=-1).unflatten(-1, (-1, tile))
 
 
-def heads(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, scale: float, policy: Policy, tile: int) -> Walk:
+def heads(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: torch.Tensor,
+    scale: float,
+    policy: Policy,
+    tile: int,
+) -> Walk:
     """Walks of T queries of one row, T·KV groups. Arguments as `places` takes them, values like keys."""
     (_, T, H, _), KV = q.shape, keys.shape[1]
     q, keys, values, start = (x.cpu() for x in (q, keys, values, start))
@@ -49,7 +57,8 @@ def heads(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torc
 
 
 def entries(attn, x, qr, q, window, window_index, step, cache, tile: int) -> Walk:
-    """Walks of a batch of one row through a CSA layer, from what `probes.recall.mass.watched` sees; all heads share the tiles."""
+    """Walks of a batch of one row through a CSA layer, from what `dsv4.probes.recall.mass.watched` sees; all heads
+    share the tiles."""
     n = step.max_visible(attn.ratio)
     order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), min(n, attn.indexer.topk))[0]
     return _latents(attn, q, window, window_index, numbers(cache.main.entries.visible(step))[0], order, tile)
@@ -70,7 +79,7 @@ def _latents(attn, q, window, window_index, rows, order, tile: int) -> Walk:
         mine = order[t][order[t] >= 0]
         read = torch.cat((near[t][~absent[t]], rows[mine].float())).double()
         padded = F.pad(read, (0, 0, 0, -len(read) % tile))
-        logits = (q[t].double() @ padded.T * attn.scale)
-        logits[:, len(read):] = -torch.inf
+        logits = q[t].double() @ padded.T * attn.scale
+        logits[:, len(read) :] = -torch.inf
         found.append(walk(logits.unflatten(-1, (-1, tile)), padded.unflatten(0, (-1, tile)), sink))
     return joined(found)

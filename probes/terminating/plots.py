@@ -1,15 +1,18 @@
-"""The figures as SVG documents; probes.recall.plots says whether they can be drawn."""
+"""The figures as SVG documents; dsv4.probes.recall.plots says whether they can be drawn."""
 
-from probes.recall.plots import canvas, share_axis, svg
-from probes.terminating.markdown import SWEPT, longest
+from dsv4.probes.recall.plots import canvas, share_axis, svg
+from dsv4.probes.terminating.markdown import SWEPT, longest
 
 FLOOR = 1e-9  # errors below are drawn there
 
 
 def draw(document: dict) -> dict[str, str]:
     """Title → SVG document; the same bytes for the same figures."""
-    found = {"Skipped by sweep": _sweeps(document, "skipped", "tiles skipped (oracle dotted)"),
-             "Error by sweep": _sweeps(document, "error_p99", "relative error, 99th percentile (mean dashed)"), "By layer": _layers(document)}
+    found = {
+        "Skipped by sweep": _sweeps(document, "skipped", "tiles skipped (oracle dotted)"),
+        "Error by sweep": _sweeps(document, "error_p99", "relative error, 99th percentile (mean dashed)"),
+        "By layer": _layers(document),
+    }
     if document["needles"]:
         found["Needles"] = _needles(document["needles"])
     return found
@@ -48,9 +51,19 @@ def _layers(document: dict) -> str:
         skipped.plot(x, [r["skipped"] for r in group], "o-", color=f"C{n}", label=order)
         skipped.plot(x, [r["skipped_oracle_shared"] for r in group], "x:", color=f"C{n}")
         known = [r for r in group if r["offset_median"] is not None]
-        offset.errorbar([r["layer"] for r in known], [r["offset_median"] for r in known],
-                        [[r["offset_median"] - r["offset_p5"] for r in known], [r["offset_p95"] - r["offset_median"] for r in known]],
-                        fmt="o", color=f"C{n}", capsize=3, label=order, alpha=0.7)
+        offset.errorbar(
+            [r["layer"] for r in known],
+            [r["offset_median"] for r in known],
+            [
+                [r["offset_median"] - r["offset_p5"] for r in known],
+                [r["offset_p95"] - r["offset_median"] for r in known],
+            ],
+            fmt="o",
+            color=f"C{n}",
+            capsize=3,
+            label=order,
+            alpha=0.7,
+        )
     share_axis(skipped, f"tiles skipped by the probe (●), by the oracle (×), {most:,} tokens")
     offset.set_title("tiles from the oracle's stop to the probe's: median, 5 % to 95 %", fontsize=9)
     offset.tick_params(labelsize=7)
@@ -72,7 +85,16 @@ def _needles(rows: list[dict]) -> str:
             x = [rules.index(r["tau"]) + 0.06 * n for r in group]
             below = [r["share"] - r["at_least"] for r in group]
             above = [r["at_most"] - r["share"] for r in group]
-            axis.errorbar(x, [r["share"] for r in group], [below, above], fmt="o-", color=f"C{n}", capsize=2, lw=0.9, label=f"{order}, {context:,}")
+            axis.errorbar(
+                x,
+                [r["share"] for r in group],
+                [below, above],
+                fmt="o-",
+                color=f"C{n}",
+                capsize=2,
+                lw=0.9,
+                label=f"{order}, {context:,}",
+            )
         share_axis(axis, f"needles found in {haystack}, 97.5 % bounds")
         axis.set_xticks(range(len(rules)), [label(tau) for tau in rules])
         axis.legend(fontsize=6)

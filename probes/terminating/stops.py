@@ -1,24 +1,25 @@
 """Where a walk is stopped, by the probe and by an oracle, what that leaves out, and the bound on the error.
 
-Probe: the rule of `kernels.grouped_attention.Termination`. Oracle: it knows the end, and stops at the first tile after which the full
-output, all channels, is within the rule's own tolerance of the final one: ‖o⁽ᵗ⁾ − o⁽ᵀ⁾‖₂ < τ and 1 − cos(o⁽ᵗ⁾, o⁽ᵀ⁾) < φ.
+Probe: the rule of `dsv4.kernels.grouped_attention.Termination`. Oracle: it knows the end, and stops at the first tile
+after which the full output, all channels, is within the rule's own tolerance of the final one: ‖o⁽ᵗ⁾ − o⁽ᵀ⁾‖₂ < τ and 1
+− cos(o⁽ᵗ⁾, o⁽ᵀ⁾) < φ.
 
 Bound on ‖o⁽ᵀ⁾ − o⁽ᵗ*⁾‖₂ of a head that stops by itself after t* of T tiles: ((τb + Δμ)/ν)·ln(T/t*), with
 
-    ℓ⁽ᵗ⁾  sum of exponentials after tile t            c⁽ᵗ⁾ = ℓ⁽ᵗ⁾·‖o⁽ᵗ⁾ − o⁽ᵗ⁻¹⁾‖₂, what tile t adds, before it is divided by the sum
-    b     ℓ⁽ᵗ*⁾: a tile that changes the output by τ when the walk stops adds τb
+    ℓ⁽ᵗ⁾  sum of exponentials after tile t            c⁽ᵗ⁾ = ℓ⁽ᵗ⁾·‖o⁽ᵗ⁾ − o⁽ᵗ⁻¹⁾‖₂, what tile t adds, before it is
+    divided by the sum b     ℓ⁽ᵗ*⁾: a tile that changes the output by τ when the walk stops adds τb
     Δμ    max(0, max over t > t* of c⁽ᵗ⁾ − τb): by how much a tile that was not read adds more than that (drift)
     ν     min over t ≥ t* of ℓ⁽ᵗ⁾/t: the sum that a tile brings, at least
 
-It holds by these definitions: the error is at most Σ over t > t* of c⁽ᵗ⁾/ℓ⁽ᵗ⁾, each at most (τb + Δμ)/(νt), and Σ 1/t ≤ ln(T/t*). But Δμ and ν
-are known afterwards only. What a kernel could claim when it stops has Δμ = 0 and ν = ℓ⁽ᵗ*⁾/t*, so τ·t*·ln(T/t*): the steady bound,
-which holds only where the tiles that were not read are like the last that was.
+It holds by these definitions: the error is at most Σ over t > t* of c⁽ᵗ⁾/ℓ⁽ᵗ⁾, each at most (τb + Δμ)/(νt), and Σ 1/t ≤
+ln(T/t*). But Δμ and ν are known afterwards only. What a kernel could claim when it stops has Δμ = 0 and ν = ℓ⁽ᵗ*⁾/t*,
+so τ·t*·ln(T/t*): the steady bound, which holds only where the tiles that were not read are like the last that was.
 """
 
 import torch
 
-from kernels.grouped_attention.termination import Termination
-from probes.terminating.walk import Walk
+from dsv4.kernels.grouped_attention.termination import Termination
+from dsv4.probes.terminating.walk import Walk
 
 
 def stable(walk: Walk, rule: Termination) -> torch.Tensor:
@@ -52,7 +53,8 @@ def at(values: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
 
 
 def bounds(walk: Walk, rule: Termination, stop: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the bound, the steady bound) on the error of heads that stop after `stop` [N, G] tiles: fp64 [N, G], 0 where that is the end."""
+    """(the bound, the steady bound) on the error of heads that stop after `stop` [N, G] tiles: fp64 [N, G], 0 where
+    that is the end."""
     number = torch.arange(1, walk.mass.shape[-1] + 1)
     real, after = number <= walk.tiles.view(-1, 1, 1), number > stop.unsqueeze(-1)
     b = at(walk.mass, stop)
@@ -66,12 +68,14 @@ def bounds(walk: Walk, rule: Termination, stop: torch.Tensor) -> tuple[torch.Ten
 def figures(walk: Walk, rule: Termination) -> dict:
     """As JSON values; None where nothing was there to be divided by.
 
-    skipped: share of tiles that no head of a group needs any more, which is what saves bytes; skipped_alone: were every head served
-    alone; skipped_oracle: the same of the oracle. error: ‖o − o⁽ᵀ⁾‖ / ‖o⁽ᵀ⁾‖ of what comes out, after the tiles that the group reads.
-    agree: the probe stops neither before the oracle nor more than the rule's wait after it; early, late: before, and later than that;
-    all three among heads of which probe or oracle stops before the end (`decided`). offset: tiles from the oracle to the probe.
-    bound_of: heads that stop by themselves; bound_tight: the largest error / bound of them; steady_broken: share whose error exceeds
-    the steady bound.
+    skipped: share of tiles that no head of a group needs any more, which is what saves bytes; skipped_alone: were every
+    head served alone; skipped_oracle: the same of the oracle. error: ‖o − o⁽ᵀ⁾‖ / ‖o⁽ᵀ⁾‖ of what comes out, after the
+    tiles that the group reads.
+    agree: the probe stops neither before the oracle nor more than the rule's wait after it; early, late: before, and
+    later than that; all three among heads of which probe or oracle stops before the end (`decided`). offset: tiles from
+    the oracle to the probe.
+    bound_of: heads that stop by themselves; bound_tight: the largest error / bound of them; steady_broken: share whose
+    error exceeds the steady bound.
     """
     alone, oracle = probe_stops(walk, rule), oracle_stops(walk, rule)
     T = walk.tiles.view(-1, 1).expand_as(alone)
@@ -83,15 +87,31 @@ def figures(walk: Walk, rule: Termination) -> dict:
     quantile = lambda x, q: x.quantile(q).item() if x.numel() else None
     bound, steady = bounds(walk, rule, alone)
     own = at(walk.left, alone)[stopped]
-    return {"queries": len(walk.tiles), "heads": alone.numel(), "tiles": walk.tiles.double().mean().item(),
-            "skipped": 1 - read.sum().item() / T.sum().item(), "skipped_alone": 1 - alone.sum().item() / T.sum().item(),
-            "skipped_oracle": 1 - oracle.sum().item() / T.sum().item(), "skipped_oracle_shared": _shared(oracle, T),
-            "error_mean": share(error), "error_p99": quantile(error.flatten()[:1 << 24], 0.99), "error_max": error.max().item(),
-            "decided": share(decided), "agree": share((offset >= 0) & (offset <= wait)), "early": share(offset < 0),
-            "late": share(offset > wait), "offset_median": quantile(offset, 0.5), "offset_p5": quantile(offset, 0.05),
-            "offset_p95": quantile(offset, 0.95), "bound_of": int(stopped.sum()), "error_alone_max": own.max().item() if len(own) else None,
-            "bound_median": quantile(bound[stopped], 0.5), "bound_tight": (own / bound[stopped]).max().item() if len(own) else None,
-            "steady_median": quantile(steady[stopped], 0.5), "steady_broken": share(own > steady[stopped])}
+    return {
+        "queries": len(walk.tiles),
+        "heads": alone.numel(),
+        "tiles": walk.tiles.double().mean().item(),
+        "skipped": 1 - read.sum().item() / T.sum().item(),
+        "skipped_alone": 1 - alone.sum().item() / T.sum().item(),
+        "skipped_oracle": 1 - oracle.sum().item() / T.sum().item(),
+        "skipped_oracle_shared": _shared(oracle, T),
+        "error_mean": share(error),
+        "error_p99": quantile(error.flatten()[: 1 << 24], 0.99),
+        "error_max": error.max().item(),
+        "decided": share(decided),
+        "agree": share((offset >= 0) & (offset <= wait)),
+        "early": share(offset < 0),
+        "late": share(offset > wait),
+        "offset_median": quantile(offset, 0.5),
+        "offset_p5": quantile(offset, 0.05),
+        "offset_p95": quantile(offset, 0.95),
+        "bound_of": int(stopped.sum()),
+        "error_alone_max": own.max().item() if len(own) else None,
+        "bound_median": quantile(bound[stopped], 0.5),
+        "bound_tight": (own / bound[stopped]).max().item() if len(own) else None,
+        "steady_median": quantile(steady[stopped], 0.5),
+        "steady_broken": share(own > steady[stopped]),
+    }
 
 
 def _shared(stop: torch.Tensor, T: torch.Tensor) -> float:

@@ -4,16 +4,18 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from kernels.grouped_attention.termination import probed_channels
+from dsv4.kernels.grouped_attention.termination import probed_channels
 
 
 @dataclass(frozen=True)
 class Walk:
-    """N queries of groups of G heads that share their tiles, n tiles at most; fp64, entry t − 1 of [N, G, n] is after tile t.
+    """N queries of groups of G heads that share their tiles, n tiles at most; fp64, entry t − 1 of [N, G, n] is after
+    tile t.
 
-    tiles int64 [N]: tiles that a query has, T; what lies beyond repeats the last one. moved: ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ of the probed channels,
-    turned: 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾), both infinite at the first tile. changed: ‖o⁽ᵗ⁾ − o⁽ᵗ⁻¹⁾‖₂ over all channels. left: ‖o⁽ᵗ⁾ − o⁽ᵀ⁾‖₂,
-    astray: 1 − cos(o⁽ᵗ⁾, o⁽ᵀ⁾). mass: ℓ⁽ᵗ⁾, the sum of exponentials so far, in units of the largest one. size [N, G]: ‖o⁽ᵀ⁾‖₂.
+    tiles int64 [N]: tiles that a query has, T; what lies beyond repeats the last one. moved: ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ of the
+    probed channels, turned: 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾), both infinite at the first tile. changed: ‖o⁽ᵗ⁾ − o⁽ᵗ⁻¹⁾‖₂ over all
+    channels. left: ‖o⁽ᵗ⁾ − o⁽ᵀ⁾‖₂, astray: 1 − cos(o⁽ᵗ⁾, o⁽ᵀ⁾). mass: ℓ⁽ᵗ⁾, the sum of exponentials so far, in units of
+    the largest one. size [N, G]: ‖o⁽ᵀ⁾‖₂.
     """
 
     tiles: torch.Tensor
@@ -29,8 +31,8 @@ class Walk:
 def walk(logits: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None = None) -> Walk:
     """One query's walk (N = 1) through its tiles in their order.
 
-    logits [G, n, tile], −inf where nothing is (each tile has something); values [n, tile, D]; sink [G]: a logit with no value, which
-    is there before the first tile (None: none).
+    logits [G, n, tile], −inf where nothing is (each tile has something); values [n, tile, D]; sink [G]: a logit with no
+    value, which is there before the first tile (None: none).
     """
     logits, values = logits.double(), values.double()
     top = logits.amax((-2, -1), keepdim=True)
@@ -38,7 +40,7 @@ def walk(logits: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None =
         top = torch.maximum(top, sink.double().view(-1, 1, 1))
     p = (logits - top).exp()
     first = 0 if sink is None else (sink.double().view(-1, 1, 1) - top).exp()[..., 0]
-    mass = p.sum(-1).cumsum(-1) + first                                                         # [G, n]
+    mass = p.sum(-1).cumsum(-1) + first  # [G, n]
     o = torch.einsum("gnt,ntd->gnd", p, values).cumsum(1) / mass.unsqueeze(-1)
     x, last, nothing = o[..., probed_channels(o.shape[-1])], o[:, -1:], torch.full_like(mass[:, :1], torch.inf)
     moved = torch.cat((nothing, (x[:, 1:] - x[:, :-1]).norm(dim=-1)), -1)
@@ -57,5 +59,7 @@ def _turn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def joined(walks: list[Walk]) -> Walk:
     """Queries one after the other; all of the same G."""
     n = max(w.moved.shape[-1] for w in walks)
-    pad = lambda t: t if t.dim() < 3 or t.shape[-1] == n else torch.cat((t, t[..., -1:].expand(*t.shape[:-1], n - t.shape[-1])), -1)
+    pad = lambda t: (
+        t if t.dim() < 3 or t.shape[-1] == n else torch.cat((t, t[..., -1:].expand(*t.shape[:-1], n - t.shape[-1])), -1)
+    )
     return Walk(*(torch.cat([pad(getattr(w, f.name)) for w in walks]) for f in fields(Walk)))

@@ -1,11 +1,12 @@
-"""Chunked sparse prefill to compile ahead of time, as its launcher launches it for GQA models of 64 and 128 columns a head."""
+"""Chunked sparse prefill to compile ahead of time, as its launcher launches it for GQA models of 64 and 128 columns a
+head."""
 
 from unittest.mock import patch
 
 import torch
 
-from kernels.chunked_prefill import Chunking
-from kernels.chunked_prefill import triton as prefill
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.chunked_prefill import triton as prefill
 from scripts.aot.linear import empty, launches
 
 SHAPES = [  # label, query heads, KV heads, columns, dtype, chunking
@@ -26,12 +27,23 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of what a GPU of that capability launches."""
     found = {}
     for label, H, KV, D, dtype, chunking in SHAPES:
+
         def call(S=2 * chunking.chunk + 100):
-            q, cache = empty(2, S, H, D, dtype=dtype), [empty(2, KV, -(-S // 128) * 128, D, dtype=dtype) for _ in range(2)]
-            prefill.chunked_prefill(q, *cache, 0, empty(2, dtype=torch.int64), chunking, D ** -0.5)
-        with patch.multiple(prefill, capability=lambda _: capability, dependent_launch=lambda _: capability >= (9, 0),
-                            require_device=lambda *_: None):
+            q, cache = (
+                empty(2, S, H, D, dtype=dtype),
+                [empty(2, KV, -(-S // 128) * 128, D, dtype=dtype) for _ in range(2)],
+            )
+            prefill.chunked_prefill(q, *cache, 0, empty(2, dtype=torch.int64), chunking, D**-0.5)
+
+        with patch.multiple(
+            prefill,
+            capability=lambda _: capability,
+            dependent_launch=lambda _: capability >= (9, 0),
+            require_device=lambda *_: None,
+        ):
             for name, kernel, signature, constants, options in launches(f"chunked prefill {label}", call):
-                found.setdefault((kernel, *signature.items(), *sorted(constants.items()), options["num_warps"]),
-                                 (name, kernel, signature, constants, options))
+                found.setdefault(
+                    (kernel, *signature.items(), *sorted(constants.items()), options["num_warps"]),
+                    (name, kernel, signature, constants, options),
+                )
     return list(found.values())

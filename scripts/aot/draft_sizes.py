@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import torch
 
-from kernels.draft_sizes import triton as draft_sizes
+from dsv4.kernels.draft_sizes import triton as draft_sizes
 from scripts.aot.linear import empty, launches
 
 SIZES, RESPONSES = 9, 5
@@ -18,8 +18,18 @@ def cases() -> list[tuple]:
 
         def call(B=B, belief=belief, counts=counts):
             draft_sizes.observe(belief, floats(81, 8), floats(9), floats(9, 8), *counts)
-            draft_sizes.choose(belief, floats(SIZES, 8), floats(16, RESPONSES, SIZES, 8), floats(SIZES, SIZES), floats(SIZES),
-                               empty(SIZES, dtype=torch.int64), empty(B, dtype=torch.bool), empty(1, dtype=torch.bool)[0], 2)
+            draft_sizes.choose(
+                belief,
+                floats(SIZES, 8),
+                floats(16, RESPONSES, SIZES, 8),
+                floats(SIZES, SIZES),
+                floats(SIZES),
+                empty(SIZES, dtype=torch.int64),
+                empty(B, dtype=torch.bool),
+                empty(1, dtype=torch.bool)[0],
+                2,
+            )
+
         with patch.object(draft_sizes, "require_device", lambda *_: None):
             found += launches(f"draft sizes, {B} rows", call)
     return found

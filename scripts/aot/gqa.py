@@ -1,10 +1,15 @@
-"""Rotation, rows and MLP gates of GQA models at the shapes of Qwen2.5-7B, Llama-3.1-8B and the demo, to compile ahead of time."""
+"""Rotation, rows and MLP gates of GQA models at the shapes of Qwen2.5-7B, Llama-3.1-8B and the demo, to compile ahead
+of time."""
 
-from kernels.rotary_rows import triton as rotary_rows
-from kernels.silu_mul import triton as silu_mul
+from dsv4.kernels.rotary_rows import triton as rotary_rows
+from dsv4.kernels.silu_mul import triton as silu_mul
 from scripts.aot.small import case
 
-SHAPES = (("qwen2.5", 28, 4, 128, 18944, True), ("llama3.1", 32, 8, 128, 14336, False), ("small heads", 8, 2, 64, 704, True))
+SHAPES = (
+    ("qwen2.5", 28, 4, 128, 18944, True),
+    ("llama3.1", 32, 8, 128, 14336, False),
+    ("small heads", 8, 2, 64, 704, True),
+)
 
 
 def cases_for(capability: tuple[int, int]) -> list[tuple]:
@@ -12,11 +17,28 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     pdl, found = {"PDL": capability >= (9, 0)}, []
     for name, H, KV, D, width, biased in SHAPES:
         for kind in ("bf16", "fp32"):
-            rows = dict.fromkeys(("Q", "K", "V", "BQ", "BK", "BV", "KEYS", "VALUES", "OUT"), kind) | {"CIS": "fp32", "START": "i64"}
+            rows = dict.fromkeys(("Q", "K", "V", "BQ", "BK", "BV", "KEYS", "VALUES", "OUT"), kind) | {
+                "CIS": "fp32",
+                "START": "i64",
+            }
             for R in (1, rotary_rows.ROWS):
-                found.append(case(f"rotary_rows {name} {kind} x{R}", rotary_rows._rotary_rows, {
-                    "H": H, "KV": KV, "D": D, "BIASED": biased, "R": R, "P": D // 2, **pdl}, max(1, min(4, R * D // 128)), rows))
+                found.append(
+                    case(
+                        f"rotary_rows {name} {kind} x{R}",
+                        rotary_rows._rotary_rows,
+                        {"H": H, "KV": KV, "D": D, "BIASED": biased, "R": R, "P": D // 2, **pdl},
+                        max(1, min(4, R * D // 128)),
+                        rows,
+                    )
+                )
             gates = dict.fromkeys(("GATE", "UP", "BG", "BU", "OUT"), kind)
-            found.append(case(f"silu_mul {name} {kind}", silu_mul._silu_mul, {
-                "WIDTH": width, "BIASED": biased, "B": silu_mul.BLOCK, **pdl}, 4, gates))
+            found.append(
+                case(
+                    f"silu_mul {name} {kind}",
+                    silu_mul._silu_mul,
+                    {"WIDTH": width, "BIASED": biased, "B": silu_mul.BLOCK, **pdl},
+                    4,
+                    gates,
+                )
+            )
     return found

@@ -1,24 +1,29 @@
-"""Grouped-query attention, dense and of kept blocks, and the choice of blocks, to compile ahead of time, as their launchers launch
-them at the shapes of Llama (32 query heads, 8 KV heads of 128), Qwen2.5 (28 and 4) and small models."""
+"""Grouped-query attention, dense and of kept blocks, and the choice of blocks, to compile ahead of time, as their
+launchers launch them at the shapes of Llama (32 query heads, 8 KV heads of 128), Qwen2.5 (28 and 4) and small
+models."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
 
-from kernels.block_choice import block_bounds, block_means, page_bounds, sink_window
-from kernels.block_choice import triton as choice
-from kernels.block_summaries import triton as block_summaries
-from kernels.gather_attention import triton as gather
-from kernels.grouped_attention import Termination, triton_decode
-from kernels.grouped_attention import triton as grouped
-from kernels.indexer import triton_choose
+from dsv4.kernels.block_choice import block_bounds, block_means, page_bounds, sink_window
+from dsv4.kernels.block_choice import triton as choice
+from dsv4.kernels.block_summaries import triton as block_summaries
+from dsv4.kernels.gather_attention import triton as gather
+from dsv4.kernels.grouped_attention import Termination, triton_decode
+from dsv4.kernels.grouped_attention import triton as grouped
+from dsv4.kernels.indexer import triton_choose
 from scripts.aot.linear import BF16, F32, MULTIPROCESSORS, empty, launches
 
 MODULES = choice, block_summaries, grouped, triton_decode, triton_choose
 MODELS = {  # query heads, KV heads, width, dtype, tokens of the cache, whether every way to call is compiled
-    "llama": (32, 8, 128, BF16, 1 << 17, True), "qwen": (28, 4, 128, BF16, 1 << 20, False), "small": (8, 2, 64, BF16, 4096, False),
-    "odd": (6, 2, 80, BF16, 1024, False), "fp32": (28, 4, 128, F32, 4096, False)}
+    "llama": (32, 8, 128, BF16, 1 << 17, True),
+    "qwen": (28, 4, 128, BF16, 1 << 20, False),
+    "small": (8, 2, 64, BF16, 4096, False),
+    "odd": (6, 2, 80, BF16, 1024, False),
+    "fp32": (28, 4, 128, F32, 4096, False),
+}
 ART = Termination()
 
 
@@ -27,14 +32,18 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     found: dict = {}
     with ExitStack() as stack:
         for module in MODULES:
-            for attribute, stand_in in (("require_device", lambda *_: None), ("processors", lambda _: MULTIPROCESSORS),
-                                        ("capability", lambda _: capability), ("dependent_launch", lambda _: capability >= (9, 0))):
+            for attribute, stand_in in (
+                ("require_device", lambda *_: None),
+                ("processors", lambda _: MULTIPROCESSORS),
+                ("capability", lambda _: capability),
+                ("dependent_launch", lambda _: capability >= (9, 0)),
+            ):
                 if hasattr(module, attribute):
                     stack.enter_context(patch.object(module, attribute, stand_in))
         for name, sizes in MODELS.items():
             for label, call in _calls(*sizes):
                 for case in launches(f"grouped {name} {label}", call):
-                    if not case[1].__module__.startswith("kernels.indexer"):  # cases of its own
+                    if not case[1].__module__.startswith("dsv4.kernels.indexer"):  # cases of its own
                         found.setdefault(repr((case[1].__name__, *case[2:])), case)
     return list(found.values())
 
@@ -45,7 +54,9 @@ def _calls(H: int, KV: int, D: int, dtype: torch.dtype, S: int, every: bool):
     q = lambda T: empty(1, T, H, D, dtype=dtype)
     listed = lambda n: empty(1, 1, KV, n, dtype=torch.int32)
     dense = lambda T, *rest: grouped.grouped_attention(q(T), keys, keys, start, *rest)
-    gathered = lambda policy, *rest: gather.gather_attention(q(1), keys, keys, listed(policy.kept), start, None, 0.1, policy.block, *rest)
+    gathered = lambda policy, *rest: gather.gather_attention(
+        q(1), keys, keys, listed(policy.kept), start, None, 0.1, policy.block, *rest
+    )
     pooled = lambda block: (empty(1, KV, S // block, D, dtype=dtype),) * 3
     chosen = lambda policy, ranked=False: choice.choose_blocks(q(1), KV, *pooled(policy.block), start, policy, ranked)
     yield "decode", lambda: dense(1, None, 0.1)

@@ -1,12 +1,23 @@
 """Indexer kernels to compile ahead of time, at the shapes of V4-Flash and of the tiny model."""
 
-from kernels.indexer import triton_scores as scores
-from kernels.indexer import triton_topk as topk
-from kernels.indexer.triton_filter import filter_rows
-from kernels.indexer.triton_winnow import winnow_rows
+from dsv4.kernels.indexer import triton_scores as scores
+from dsv4.kernels.indexer import triton_topk as topk
+from dsv4.kernels.indexer.triton_filter import filter_rows
+from dsv4.kernels.indexer.triton_winnow import winnow_rows
 
-DIVISIBLE = ("q_b", "q_t", "key_b", "key_row", "scale_b", "scale_row", "width", "maxima_width", "maxima_second", "s_b",
-             "s_t")
+DIVISIBLE = (
+    "q_b",
+    "q_t",
+    "key_b",
+    "key_row",
+    "scale_b",
+    "scale_row",
+    "width",
+    "maxima_width",
+    "maxima_second",
+    "s_b",
+    "s_t",
+)
 POINTERS = dict(VISIBLE="*i64", SCORES="*fp32", MAXIMA="*i32", COUNT="*i32", LIST="*i32", FOUND="*i64", OUT="*i64")
 
 
@@ -19,23 +30,59 @@ def _case(name: str, kernel, constants: dict, warps: int, options: dict | None =
 
 
 def _scores(name: str, form: str, dtype: str, queries: int, groups: int, **more) -> tuple:
-    constants = dict(H=64, D=128, DIMS=128, HEADS=64, FORMAT=("plain", "fp8", "fp4").index(form), FP32=dtype == "fp32",
-                     PARTS=2 if form == "fp8" else 1, QUERIES=queries, GROUPS=groups, EVERY=False, LEVELS=2, PDL=False) | more
+    constants = (
+        dict(
+            H=64,
+            D=128,
+            DIMS=128,
+            HEADS=64,
+            FORMAT=("plain", "fp8", "fp4").index(form),
+            FP32=dtype == "fp32",
+            PARTS=2 if form == "fp8" else 1,
+            QUERIES=queries,
+            GROUPS=groups,
+            EVERY=False,
+            LEVELS=2,
+            PDL=False,
+        )
+        | more
+    )
     words = "*i32" if dtype == "bf16" else "*u8"
     keys = f"*{dtype}" if form == "plain" else words
-    return _case(f"index_scores {name} {form} {dtype}", scores._scores, constants, 4, Q=f"*{dtype}", WEIGHTS="*fp32", KEYS=keys,
-                 SCALES="*fp32" if form == "fp8" else keys)
+    return _case(
+        f"index_scores {name} {form} {dtype}",
+        scores._scores,
+        constants,
+        4,
+        Q=f"*{dtype}",
+        WEIGHTS="*fp32",
+        KEYS=keys,
+        SCALES="*fp32" if form == "fp8" else keys,
+    )
 
 
 def _selection(candidates: int, levels: int) -> list[tuple]:
     name, classes = f"{candidates} candidates, {levels} levels", candidates // 8 if levels else 0
     constants = dict(SEEN=True, CLASSES=classes, CANDIDATES=candidates, LEVELS=levels, PDL=False)
-    cases = [_case(f"topk_entries descend {name}", topk.descend_rows, constants, min(16, max(4, candidates // 256)),
-                   dict(maxnreg=64) if candidates == 4096 else None)]
+    cases = [
+        _case(
+            f"topk_entries descend {name}",
+            topk.descend_rows,
+            constants,
+            min(16, max(4, candidates // 256)),
+            dict(maxnreg=64) if candidates == 4096 else None,
+        )
+    ]
     if levels:
         cases.append(_case(f"topk_entries collect {name}", topk.collect, constants | dict(ROOM=8192, CHUNK=2048), 8))
-        cases.append(_case(f"topk_entries rank {name}", topk.rank_found, constants | dict(
-            ALL=False, ROOM=8192, K=classes, MINE=16, OTHERS=1024), 4 if candidates <= 4096 else 8))
+        cases.append(
+            _case(
+                f"topk_entries rank {name}",
+                topk.rank_found,
+                constants | dict(ALL=False, ROOM=8192, K=classes, MINE=16, OTHERS=1024),
+                4 if candidates <= 4096 else 8,
+            )
+        )
     return cases
 
 
@@ -57,12 +104,15 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     for levels in (1, 2):
         constants = dict(SEEN=True, LEVELS=levels, CHUNK=2048, PDL=False)
         rows.append(_case(f"topk_entries maxima, {levels} levels", topk.maxima_of_rows, constants, 8))
-    constants = dict(SEEN=False, ALL=True, CLASSES=512, CANDIDATES=2048, LEVELS=0, ROOM=8192, K=512, MINE=16, OTHERS=1024,
-                     PDL=False)
+    constants = dict(
+        SEEN=False, ALL=True, CLASSES=512, CANDIDATES=2048, LEVELS=0, ROOM=8192, K=512, MINE=16, OTHERS=1024, PDL=False
+    )
     rows.append(_case("topk_entries rank all", topk.rank_found, constants, 4, MAXIMA="*i64"))
     for held, levels, mine in ((8192, 1, 16), (8192, 2, 8), (8192, 2, 16), (16384, 2, 16)):
         constants = dict(SEEN=True, LEVELS=levels, ROOM=held // 8, MINE=mine, PDL=False)
-        rows.append(_case(f"topk_entries winnow {held} keys, {levels} levels, {mine} at once", winnow_rows, constants, 16))
+        rows.append(
+            _case(f"topk_entries winnow {held} keys, {levels} levels, {mine} at once", winnow_rows, constants, 16)
+        )
     constants = dict(SEEN=True, C=2048, CLASSES=512, PDL=False)
     rows.append(_case("topk_entries filter", filter_rows, constants, 8, dict(maxnreg=80), LIST="*i64"))
     rows.append(_case("select_entries all visible", topk.visible_entries, dict(BLOCK=512), 4))

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import torch
 from triton.runtime.jit import JITFunction
 
-from kernels.cache_rows import PackedRows, RowFormat, pack_layout
-from kernels.fusions import triton_step, triton_step_inputs
-from kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
+from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout
+from dsv4.kernels.fusions import triton_step, triton_step_inputs
+from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
 
 F32, BF16, I64, COMPLEX = torch.float32, torch.bfloat16, torch.int64, torch.complex64
 POINTERS = {BF16: "*bf16", F32: "*fp32", I64: "*i64", torch.uint8: "*u8"}
@@ -20,10 +20,15 @@ HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH, HALF, EPS = 64, 512, 64, 128, 32, 1e-6
 def cases_for(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of each kernel that differs."""
     found: list[tuple] = []
-    with patch.object(JITFunction, "run", lambda kernel, *args, grid, warmup, **options: found.append(
-            (kernel, args, options))), \
-            patch.multiple(triton_step, dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None), \
-            patch.multiple(triton_step_inputs, dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None):
+    with (
+        patch.object(
+            JITFunction, "run", lambda kernel, *args, grid, warmup, **options: found.append((kernel, args, options))
+        ),
+        patch.multiple(triton_step, dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None),
+        patch.multiple(
+            triton_step_inputs, dependent_launch=lambda _: capability >= (9, 0), require_device=lambda *_: None
+        ),
+    ):
         named = [(name, len(found)) for name in _launch()]
     return [(name, *_signature(*found[i - 1])) for name, i in named]
 
@@ -57,14 +62,28 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def pool(rows: int, width: int, rope: int, how) -> torch.Tensor | PackedRows:
     if isinstance(how, torch.dtype):
         return empty(rows, width, dtype=how)
-    return PackedRows(how, empty(-(-rows // 64), pack_layout(how, width, rope).page, dtype=torch.uint8), width, rope, rows)
+    return PackedRows(
+        how, empty(-(-rows // 64), pack_layout(how, width, rope).page, dtype=torch.uint8), width, rope, rows
+    )
 
 
 def windows(B: int, T: int, ratio: int, overlap: int, width: int, simulate: str | None, entries) -> Windows:
     N, M, w = B * T, B * -(-T // ratio), overlap * width
-    return Windows(empty(N, 2 * w, dtype=F32), empty(ratio, w, dtype=F32), empty(N, dtype=I64), empty(300 * B, 2 * w, dtype=F32),
-                   empty(N, dtype=I64), empty(M, overlap * ratio, dtype=I64), empty(M, dtype=torch.bool), overlap, empty(width),
-                   empty(M, HALF, dtype=COMPLEX), simulate, entries, empty(M, dtype=I64))
+    return Windows(
+        empty(N, 2 * w, dtype=F32),
+        empty(ratio, w, dtype=F32),
+        empty(N, dtype=I64),
+        empty(300 * B, 2 * w, dtype=F32),
+        empty(N, dtype=I64),
+        empty(M, overlap * ratio, dtype=I64),
+        empty(M, dtype=torch.bool),
+        overlap,
+        empty(width),
+        empty(M, HALF, dtype=COMPLEX),
+        simulate,
+        entries,
+        empty(M, dtype=I64),
+    )
 
 
 def _launch():
@@ -79,8 +98,12 @@ def _launch():
         latents = Latents(empty(B * T, WIDTH), empty(WIDTH), cache == "fp8", near, empty(B * T, dtype=I64))
         entries = lambda ratio: pool(8192 // ratio * B, WIDTH, 2 * HALF, kv[cache])
         asked = IndexHeads(empty(B * T, INDEX_HEADS, INDEX_WIDTH), empty(B * T, INDEX_HEADS), 0.01, index == "fp4")
-        csa = (windows(B, T, 4, 2, WIDTH, simulate[cache], entries(4)),
-               windows(B, T, 4, 2, INDEX_WIDTH, "key" if index == "fp4" else None, pool(2048 * B, INDEX_WIDTH, 0, keys[index])))
+        csa = (
+            windows(B, T, 4, 2, WIDTH, simulate[cache], entries(4)),
+            windows(
+                B, T, 4, 2, INDEX_WIDTH, "key" if index == "fp4" else None, pool(2048 * B, INDEX_WIDTH, 0, keys[index])
+            ),
+        )
         hca = (windows(B, T, 128, 1, WIDTH, simulate[cache], entries(128)),)
         for kind, heads, parts in (("CSA", asked, csa), ("HCA", None, hca), ("window", None, ())):
             q, cis = empty(B * T, HEADS, WIDTH), empty(B * T, HALF, dtype=COMPLEX)

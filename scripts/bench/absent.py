@@ -1,8 +1,8 @@
 """Stand-ins for what the kernel files of SGLang and FlashInfer import and do not need on a CUDA device.
 
-Only SGLang's kernel files are fetched (`scripts/peers.sh`), not the server around them. Every other `sglang.*` module becomes
-an empty one whose names are false, call to false and compare as zero: `is_hip()`, `envs.SGLANG_X.get()` and the like take their
-CUDA branch.
+Only SGLang's kernel files are fetched (`scripts/peers.sh`), not the server around them. Every other `sglang.*` module
+becomes an empty one whose names are false, call to false and compare as zero: `is_hip()`, `envs.SGLANG_X.get()` and the
+like take their CUDA branch.
 """
 
 import importlib.abc
@@ -76,7 +76,8 @@ def _absent(module: str, name: str):
 
 
 def install(package: str, folders: list[Path]) -> None:
-    """Make the files of a package importable without running its `__init__`; missing modules of sglang become absent ones."""
+    """Make the files of a package importable without running its `__init__`; missing modules of sglang become absent
+    ones."""
     if package == "sglang" and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())
     places = [str(folder / package) for folder in folders if (folder / package).is_dir()]

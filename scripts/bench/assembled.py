@@ -1,8 +1,8 @@
 """What the published kernels would take for the parts of a decode step that they have, beside ours on the same parts.
 
-Nobody publishes the whole step for Hopper, so a stack is put together from rows: each part's fastest peer, as often as a step of
-16 Flash layers (2 window, 7 CSA, 7 HCA) runs it. A row's time holds an empty replay; in a step a kernel costs a dependent launch
-instead, so that difference comes off, of ours and of theirs alike.
+Nobody publishes the whole step for Hopper, so a stack is put together from rows: each part's fastest peer, as often as
+a step of 16 Flash layers (2 window, 7 CSA, 7 HCA) runs it. A row's time holds an empty replay; in a step a kernel costs
+a dependent launch instead, so that difference comes off, of ours and of theirs alike.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,18 @@ class Stack:
 def stack(batch: int, context: str) -> Stack:
     """The parts of a step of `batch` rows at a context of '128K' or '1M' tokens, by the names of their rows."""
     tokens = {"128K": 1 << 17, "1M": 1 << 20}[context]
-    return Stack(f"batch {batch} at {context}", (
-        (f"select_entries fp4 {tokens // 4} entries k512 B{batch}", CSA), (f"csa_decode B{batch} 128+512 fp8", LAYERS - HCA),
-        (f"hca_decode B{batch} 128+{tokens // 128} fp8", HCA), (f"experts {batch} tokens", LAYERS),
-        (f"linear_fp8 32768x1024, {batch} tokens", LAYERS), (f"linear_fp8 4096x8192, {batch} tokens", LAYERS),
-        (f"mhc_post_pre_norm T{batch}", 2 * LAYERS)))
+    return Stack(
+        f"batch {batch} at {context}",
+        (
+            (f"select_entries fp4 {tokens // 4} entries k512 B{batch}", CSA),
+            (f"csa_decode B{batch} 128+512 fp8", LAYERS - HCA),
+            (f"hca_decode B{batch} 128+{tokens // 128} fp8", HCA),
+            (f"experts {batch} tokens", LAYERS),
+            (f"linear_fp8 32768x1024, {batch} tokens", LAYERS),
+            (f"linear_fp8 4096x8192, {batch} tokens", LAYERS),
+            (f"mhc_post_pre_norm T{batch}", 2 * LAYERS),
+        ),
+    )
 
 
 STACKS = tuple(stack(batch, context) for batch in (1, 8) for context in ("128K", "1M"))
@@ -51,9 +58,15 @@ def markdown(results: Sequence[Result], machine: Machine) -> list[str]:
     rows = [(s, *found) for s in STACKS if (found := sums(s, results, machine))]
     if not rows:
         return []
-    lines = ["## Parts of a step, beside the fastest published kernel of each", "",
-             "16 Flash layers: selection, attention (a window layer counted as CSA), routed experts, wq_b, wo_b and mHC; kernels in "
-             "a chain. What no peer has is in neither sum.", "", "| step | ours ms | peers ms | | peers |", "|---|---:|---:|---|---|"]
+    lines = [
+        "## Parts of a step, beside the fastest published kernel of each",
+        "",
+        "16 Flash layers: selection, attention (a window layer counted as CSA), routed experts, wq_b, wo_b and mHC; "
+        "kernels in a chain. What no peer has is in neither sum.",
+        "",
+        "| step | ours ms | peers ms | | peers |",
+        "|---|---:|---:|---|---|",
+    ]
     for s, ours, theirs, names in rows:
         verdict = "ahead" if ours < theirs else "BEHIND"
         lines.append(f"| {s.name} | {ours:.3f} | {theirs:.3f} | {theirs / ours:.2f}× {verdict} | {', '.join(names)} |")

@@ -10,8 +10,9 @@ from scripts.bench.row import Beside
 
 @dataclass(frozen=True)
 class Judged:
-    """A goal held against the fastest peer that it names. times: how many times as fast as `peer` (`peer_us`) ours (`ours_us`) was, timed
-    in turn with it where the row is interleaved; all None where ours or no such peer was timed."""
+    """A goal held against the fastest peer that it names. times: how many times as fast as `peer` (`peer_us`) ours
+    (`ours_us`) was, timed in turn with it where the row is interleaved; all None where ours or no such peer was
+    timed."""
 
     goal: Beside
     peer: str | None = None
@@ -27,7 +28,11 @@ class Judged:
 def judged(result: Result) -> list[Judged]:
     found = []
     for goal in result.beside:
-        timed = [(p.timing.cold_us, name) for name, p in result.peers.items() if p.timing is not None and re.search(goal.peers, name)]
+        timed = [
+            (p.timing.cold_us, name)
+            for name, p in result.peers.items()
+            if p.timing is not None and re.search(goal.peers, name)
+        ]
         if result.timing is None or not timed:
             found.append(Judged(goal))
             continue
@@ -47,8 +52,14 @@ def markdown(results: Sequence[Result]) -> list[str]:
     rows = [(r, j) for r in results for j in judged(r)]
     if not rows:
         return []
-    lines = ["## Goals beside peers of this run", "", "Against the fastest peer of those that a goal names; ours as timed in turn with it.", "",
-             "| row | goal | fastest peer | its µs | ours µs | times as fast | |", "|---|---|---|---:|---:|---:|---|"]
+    lines = [
+        "## Goals beside peers of this run",
+        "",
+        "Against the fastest peer of those that a goal names; ours as timed in turn with it.",
+        "",
+        "| row | goal | fastest peer | its µs | ours µs | times as fast | |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
     for r, j in rows:
         figures = " | – | – | – " if j.times is None else f" | {j.peer_us:.1f} | {j.ours_us:.1f} | {j.times:.3f} "
         lines.append(f"| `{r.op}` {r.shape} | {said(j.goal)} | {j.peer or '–'}{figures}| {j.verdict} |")
@@ -60,5 +71,6 @@ def tally(results: Sequence[Result]) -> str:
     if not verdicts:
         return ""
     rest = verdicts.count("not judged")
-    return (f" Beside peers of the same run: {verdicts.count('met')} goals met, {verdicts.count('MISSED')} MISSED"
-            + (f", {rest} not judged." if rest else "."))
+    return f" Beside peers of the same run: {verdicts.count('met')} goals met, {verdicts.count('MISSED')} MISSED" + (
+        f", {rest} not judged." if rest else "."
+    )

@@ -9,12 +9,12 @@ from statistics import median
 
 import torch
 
-from kernels.cache_rows import PackedRows
+from dsv4.kernels.cache_rows import PackedRows
 from scripts.bench.timing import Machine, device_kernels, percentile
 from scripts.bench.waits import counted_syncs
 
 STEPS, WARM_UP = 48, 8
-TOP = 24            # kernels that the table of times shows
+TOP = 24  # kernels that the table of times shows
 
 
 def context_name(tokens: int) -> str:
@@ -41,7 +41,7 @@ class Point:
     compiles: int = 0
     allocations: int = 0
     finite: bool = True
-    by_kernel: list = field(default_factory=list)   # (name, count, µs that they add), the slowest first
+    by_kernel: list = field(default_factory=list)  # (name, count, µs that they add), the slowest first
     why: str = ""
     attention: str = ""  # of a GQA model
 
@@ -58,12 +58,17 @@ class Point:
         return None if self.kernels is None else self.kernels / self.layers
 
     def line(self) -> str:
-        return (f"{self.name}: {self.step_ms:.3f} ms, {self.floor_ms / self.step_ms:.0%} of the floor; after warm-up "
-                f"{self.compiles} compiles, {self.syncs} syncs, {self.allocations} allocations")
+        return (
+            f"{self.name}: {self.step_ms:.3f} ms, {self.floor_ms / self.step_ms:.0%} of the floor; after warm-up "
+            f"{self.compiles} compiles, {self.syncs} syncs, {self.allocations} allocations"
+        )
 
     def document(self) -> dict:
-        return asdict(self) | {"layer_ms": self.layer_ms, "kernels_per_layer": self.kernels_per_layer,
-                               "share_of_floor": self.floor_ms / self.step_ms}
+        return asdict(self) | {
+            "layer_ms": self.layer_ms,
+            "kernels_per_layer": self.kernels_per_layer,
+            "share_of_floor": self.floor_ms / self.step_ms,
+        }
 
 
 def row_bytes(rows) -> int:
@@ -72,8 +77,8 @@ def row_bytes(rows) -> int:
 
 
 def weight_bytes(model, batch: int) -> float:
-    """Bytes of weights that one step reads: all, but of the routed experts those that `batch` tokens reach on average, and of
-    tables indexed by a token a row each."""
+    """Bytes of weights that one step reads: all, but of the routed experts those that `batch` tokens reach on average,
+    and of tables indexed by a token a row each."""
     E, k = model.config.n_routed_experts, model.config.num_experts_per_tok
     reached = E * (1 - (1 - k / E) ** batch)
     total = 0.0
@@ -88,7 +93,8 @@ def weight_bytes(model, batch: int) -> float:
 
 
 def cache_bytes(model, cache, batch: int, context: int) -> float:
-    """Bytes of the caches that one step reads at that context: the window, the selected or all entries, every index key."""
+    """Bytes of the caches that one step reads at that context: the window, the selected or all entries, every index
+    key."""
     total = 0.0
     for layer in cache.layers:
         total += batch * min(context, model.config.sliding_window) * row_bytes(layer.window.flat)
@@ -108,6 +114,7 @@ class Compiles:
 
     def __enter__(self):
         from triton import knobs
+
         self.knobs, self.before, self.names = knobs, knobs.runtime.jit_post_compile_hook, []
         knobs.runtime.jit_post_compile_hook = self._seen
         return self
@@ -127,11 +134,12 @@ def allocations() -> int:
 def measure_point(model, batch: int, context: int, machine: Machine, steps: int = STEPS) -> Point:
     """Fill a cache to just below `context`, capture a step, and time the last `steps` steps up to it.
 
-    Every step has new random tokens, as text has: with one token again and again the same experts come back, whose pages the
-    device's address translation then still holds, and a step is faster than any real one.
+    Every step has new random tokens, as text has: with one token again and again the same experts come back, whose
+    pages the device's address translation then still holds, and a step is faster than any real one.
     """
     from dsv4.dummy import fill_cache
     from dsv4.graph import DecodeGraph
+
     torch.cuda.reset_peak_memory_stats()
     cache = model.new_cache(batch, context)
     fill_cache(cache, context - steps - WARM_UP - 4)
@@ -154,16 +162,31 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
     times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
     moved = weight_bytes(model, batch) + cache_bytes(model, cache, batch, context)
     spread = (percentile(times, 0.9) - percentile(times, 0.1)) / median(times)
-    return Point(batch, context, len(model.layers), median(times), sum(times) / steps, spread, moved / machine.bandwidth * 1e3,
-                 round(moved), torch.cuda.max_memory_allocated(), cache.nbytes, capture_seconds, syncs=len(syncs),
-                 compiles=len(compiled.names), allocations=had, finite=bool(logits.isfinite().all()),
-                 why="; ".join(sorted({*syncs, *compiled.names}))[:500])
+    return Point(
+        batch,
+        context,
+        len(model.layers),
+        median(times),
+        sum(times) / steps,
+        spread,
+        moved / machine.bandwidth * 1e3,
+        round(moved),
+        torch.cuda.max_memory_allocated(),
+        cache.nbytes,
+        capture_seconds,
+        syncs=len(syncs),
+        compiles=len(compiled.names),
+        allocations=had,
+        finite=bool(logits.isfinite().all()),
+        why="; ".join(sorted({*syncs, *compiled.names}))[:500],
+    )
 
 
 def profile_point(model, point: Point) -> None:
     """Add the kernels of one step: how many, and their times by name. After all timing: the profiler may slow it."""
     from dsv4.dummy import fill_cache
     from dsv4.graph import DecodeGraph
+
     cache = model.new_cache(point.batch, point.context)
     fill_cache(cache, point.context - 8)
     graph = DecodeGraph(model, cache)
@@ -173,6 +196,7 @@ def profile_point(model, point: Point) -> None:
     def replay():
         graph.ids.copy_(next(fed))
         graph.graph.replay()
+
     add_profile(point, device_kernels(replay))
 
 
@@ -190,18 +214,26 @@ def add_profile(point: Point, kernels: list[tuple[str, float, float]]) -> None:
 def transformers_config(layers: int, experts: int):
     """DeepSeek-V4-Flash widths: a window layer, then CSA and HCA in turn."""
     from transformers import DeepseekV4Config
+
     ratios = [0] + [4 if i % 2 == 0 else 128 for i in range(layers - 1)]
-    return DeepseekV4Config(num_hidden_layers=layers, compress_ratios=ratios, num_hash_layers=1, n_routed_experts=experts,
-                            num_nextn_predict_layers=0)
+    return DeepseekV4Config(
+        num_hidden_layers=layers,
+        compress_ratios=ratios,
+        num_hash_layers=1,
+        n_routed_experts=experts,
+        num_nextn_predict_layers=0,
+    )
 
 
 @torch.inference_mode()
-def transformers_eager(layers: int, experts: int, context: int, steps: int = 8, device: str = "cuda", config=None,
-                       prefill: int = 0) -> dict:
-    """Median ms of a decode step of transformers' model in bf16 after `context` tokens, prefilled in pieces; and ms of a prompt of
-    `prefill` tokens, if any."""
+def transformers_eager(
+    layers: int, experts: int, context: int, steps: int = 8, device: str = "cuda", config=None, prefill: int = 0
+) -> dict:
+    """Median ms of a decode step of transformers' model in bf16 after `context` tokens, prefilled in pieces; and ms of
+    a prompt of `prefill` tokens, if any."""
     import transformers
     from transformers import DeepseekV4ForCausalLM
+
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -219,18 +251,24 @@ def transformers_eager(layers: int, experts: int, context: int, steps: int = 8, 
     past, times = None, []
     append = lambda ids: model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
     for start in range(0, context, 2048):
-        past = append(ids[:, start:min(start + 2048, context)])
+        past = append(ids[:, start : min(start + 2048, context)])
     for t in range(context, context + steps):
         if device == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
-        past = append(ids[:, t:t + 1])
+        past = append(ids[:, t : t + 1])
         if device == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) * 1e3)
     step, past = median(times[2:]), None
-    found = {"version": transformers.__version__, "layers": layers, "experts": experts, "context": context, "step_ms": step,
-             "layer_ms": step / layers}
+    found = {
+        "version": transformers.__version__,
+        "layers": layers,
+        "experts": experts,
+        "context": context,
+        "step_ms": step,
+        "layer_ms": step / layers,
+    }
     return found | ({"prefill": prefill, "prefill_ms": transformers_prefill(model, prefill)} if prefill else {})
 
 
@@ -246,7 +284,9 @@ def transformers_prefill(model, tokens: int, chunk: int = 2048) -> float:
             torch.cuda.synchronize()
         begun = time.perf_counter()
         for start in range(0, tokens, chunk):
-            past = model(ids[:, start:start + chunk], past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
+            past = model(
+                ids[:, start : start + chunk], past_key_values=past, use_cache=True, logits_to_keep=1
+            ).past_key_values
         if cuda:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) * 1e3)

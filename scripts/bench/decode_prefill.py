@@ -1,4 +1,5 @@
-"""A whole prompt through `Model.append` in the model's own chunks: what it must move and multiply, and how long it takes."""
+"""A whole prompt through `Model.append` in the model's own chunks: what it must move and multiply, and how long it
+takes."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from dsv4.config import LayerKind
 from scripts.bench.decode import Compiles, context_name, row_bytes
 from scripts.bench.timing import Machine
 from scripts.bench.waits import counted_syncs
-
 
 NO_PRODUCT = ("scale", "tid2eid", "ape")  # parameters of two dims or more that nothing is multiplied with as a matrix
 
@@ -40,12 +40,17 @@ class Prefill:
         return self.tokens / self.ms * 1e3
 
     def line(self) -> str:
-        return (f"{self.name}: {self.ms:.1f} ms, {self.tokens_per_second:.0f} tokens/s, {self.floor_ms / self.ms:.0%} of the "
-                f"floor; {self.compiles} compiles, {self.syncs} syncs in the second run")
+        return (
+            f"{self.name}: {self.ms:.1f} ms, {self.tokens_per_second:.0f} tokens/s, {self.floor_ms / self.ms:.0%} of "
+            f"the floor; {self.compiles} compiles, {self.syncs} syncs in the second run"
+        )
 
     def document(self) -> dict:
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second, "layer_ms": self.ms / self.layers,
-                               "share_of_floor": self.floor_ms / self.ms}
+        return asdict(self) | {
+            "tokens_per_second": self.tokens_per_second,
+            "layer_ms": self.ms / self.layers,
+            "share_of_floor": self.floor_ms / self.ms,
+        }
 
 
 def causal(tokens: int, ratio: int, most: int | None = None) -> int:
@@ -60,8 +65,8 @@ def causal(tokens: int, ratio: int, most: int | None = None) -> int:
 def parts(model, cache, tokens: int, chunk: int) -> Iterator[tuple[str, float, float]]:
     """(what, bytes, FLOPs) of a prompt from an empty cache, in chunks, with logits of the last token: perf.md §2.
 
-    Matrices are read once a chunk; of the experts those that its tokens reach on average. Streams pass each connection as one
-    fused kernel would move them. Scores and attention read what a chunk sees once.
+    Matrices are read once a chunk; of the experts those that its tokens reach on average. Streams pass each connection
+    as one fused kernel would move them. Scores and attention read what a chunk sees once.
     """
     c, chunks = model.config, [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
     k, E, width = c.num_experts_per_tok, c.n_routed_experts, model.numerics.activation.itemsize
@@ -90,7 +95,7 @@ def _attention(model, block, layer, i: int, tokens: int, chunks: list[int]) -> I
     if block.kind is not LayerKind.WINDOW:
         ratio = block.attn.ratio
         keys += causal(tokens, ratio, c.index_topk if block.kind is LayerKind.CSA else None)
-        ends = [sum(chunks[:j + 1]) for j in range(len(chunks))]
+        ends = [sum(chunks[: j + 1]) for j in range(len(chunks))]
         moved += sum(end // ratio for end in ends) * row_bytes(layer.main.entries.flat)
     if block.kind is LayerKind.CSA:
         scored = causal(tokens, ratio) if tokens // ratio > c.index_topk else 0
@@ -119,6 +124,16 @@ def measure_prefill(model, tokens: int, machine: Machine) -> Prefill:
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) * 1e3)
     least = floor(parts(model, cache, tokens, model.chunk), machine)
-    return Prefill(tokens, len(model.layers), model.chunk, times[1], times[0], least, torch.cuda.max_memory_allocated(),
-                   len(compiled.names), len(syncs), bool(logits.isfinite().all()),
-                   "; ".join(sorted({*syncs, *compiled.names}))[:500])
+    return Prefill(
+        tokens,
+        len(model.layers),
+        model.chunk,
+        times[1],
+        times[0],
+        least,
+        torch.cuda.max_memory_allocated(),
+        len(compiled.names),
+        len(syncs),
+        bool(logits.isfinite().all()),
+        "; ".join(sorted({*syncs, *compiled.names}))[:500],
+    )

@@ -1,4 +1,5 @@
-"""Decode through whole models whose caches are in host memory: tokens a second, and that every logit is the resident path's."""
+"""Decode through whole models whose caches are in host memory: tokens a second, and that every logit is the resident
+path's."""
 
 import time
 from statistics import median
@@ -11,7 +12,7 @@ from dsv4.gqa.choice import Attention
 from dsv4.graph import DecodeGraph
 from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import host_use
-from kernels.block_choice import Policy
+from dsv4.kernels.block_choice import Policy
 
 WARM_UP = 4
 
@@ -20,21 +21,34 @@ def loaded(args) -> tuple[object, object, dict]:
     """(model of Qwen2.5-7B's widths, its filled cache in host memory, seconds that each took)."""
     begun = time.perf_counter()
     attention = Attention(Policy("block-128 bound", "bound", 128, 1, 2, args.topk))
-    model = load_dummy("qwen2.5-7b", args.layers, device="cuda", max_context=args.context, attention=attention,
-                       kv_memory=HostMemory(args.slots, ahead=True))
+    model = load_dummy(
+        "qwen2.5-7b",
+        args.layers,
+        device="cuda",
+        max_context=args.context,
+        attention=attention,
+        kv_memory=HostMemory(args.slots, ahead=True),
+    )
     torch.cuda.synchronize()
     weights = time.perf_counter() - begun
     cache = model.new_cache(args.batch, args.context)
     pinned = time.perf_counter() - begun - weights
     fill_cache(cache, args.context - 4 * (args.steps + 2 * WARM_UP) - 64)
     torch.cuda.synchronize()
-    return model, cache, {"weights_seconds": weights, "pinning_seconds": pinned,
-                          "filling_seconds": time.perf_counter() - begun - weights - pinned}
+    return (
+        model,
+        cache,
+        {
+            "weights_seconds": weights,
+            "pinning_seconds": pinned,
+            "filling_seconds": time.perf_counter() - begun - weights - pinned,
+        },
+    )
 
 
 def decode(args, model, cache) -> dict:
-    """Tokens a second of captured steps: staged with a guess ahead, staged without one, and the whole cache streamed. Raises InputError
-    where a staged step has other logits than the resident path over keys and values brought whole."""
+    """Tokens a second of captured steps: staged with a guess ahead, staged without one, and the whole cache streamed.
+    Raises InputError where a staged step has other logits than the resident path over keys and values brought whole."""
     ids = torch.randint(0, model.config.vocab_size, (args.batch, 1), generator=torch.Generator().manual_seed(0))
     _check(model, cache, ids)
     rows, ahead, sparse = [], cache.ahead, model.attention
@@ -46,13 +60,24 @@ def decode(args, model, cache) -> dict:
     model.attention = Attention()
     rows.append({"way": "dense, streamed"} | _timed(model, cache, 3))
     model.attention = sparse
-    return {"geometry": "qwen2.5-7b", "layers": len(model.layers), "context": args.context, "batch": args.batch,
-            "weight_bytes": model.nbytes, "device_cache_bytes": cache.nbytes, "host_bytes": cache.host_bytes,
-            "policy": sparse.policy.name, "kept": sparse.policy.kept, "slots": args.slots, "rows": rows}
+    return {
+        "geometry": "qwen2.5-7b",
+        "layers": len(model.layers),
+        "context": args.context,
+        "batch": args.batch,
+        "weight_bytes": model.nbytes,
+        "device_cache_bytes": cache.nbytes,
+        "host_bytes": cache.host_bytes,
+        "policy": sparse.policy.name,
+        "kept": sparse.policy.kept,
+        "slots": args.slots,
+        "rows": rows,
+    }
 
 
 def flash(args) -> dict:
-    """The same of Flash widths: entries of CSA layers in host memory, and on the device beside it; the same tokens, the same logits."""
+    """The same of Flash widths: entries of CSA layers in host memory, and on the device beside it; the same tokens, the
+    same logits."""
     model = load_dummy("flash", args.flash_layers, device="cuda", max_context=args.context)
     found, logits = [], []
     for name, choice in (("resident", None), ("staged", HostMemory(args.entry_slots))):
@@ -68,8 +93,16 @@ def flash(args) -> dict:
     if not all(torch.equal(a, b) for a, b in zip(*logits, strict=True)):
         raise InputError("logits with entries in host memory differ from those of the resident cache")
     csa = sum(layer.kind.value == "csa" for layer in model.layers)
-    return {"geometry": "flash", "layers": len(model.layers), "csa_layers": csa, "context": args.context, "batch": args.batch,
-            "weight_bytes": model.nbytes, "slots": args.entry_slots, "rows": found}
+    return {
+        "geometry": "flash",
+        "layers": len(model.layers),
+        "csa_layers": csa,
+        "context": args.context,
+        "batch": args.batch,
+        "weight_bytes": model.nbytes,
+        "slots": args.entry_slots,
+        "rows": found,
+    }
 
 
 def _check(model, cache, ids: torch.Tensor) -> None:
@@ -89,9 +122,12 @@ def _check(model, cache, ids: torch.Tensor) -> None:
 
 
 def _timed(model, cache, steps: int, kept: list | None = None) -> dict:
-    """Median seconds of captured steps, on tokens that a generator draws; the cache is as long afterwards as before. kept: gets logits."""
+    """Median seconds of captured steps, on tokens that a generator draws; the cache is as long afterwards as before.
+    kept: gets logits."""
     before, graph = cache.lengths, DecodeGraph(model, cache)
-    ids = torch.randint(0, model.config.vocab_size, (WARM_UP + steps, cache.batch, 1), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(
+        0, model.config.vocab_size, (WARM_UP + steps, cache.batch, 1), generator=torch.Generator().manual_seed(1)
+    ).cuda()
     for fed in ids[:WARM_UP]:
         graph.step(fed)
     torch.cuda.synchronize()
@@ -110,6 +146,9 @@ def _timed(model, cache, steps: int, kept: list | None = None) -> dict:
     found = {"seconds": middle, "tokens_a_second": cache.batch / middle}
     if use is not None:
         hits, misses = (use[k] - had[k] for k in ("hits", "misses"))
-        found |= {"hit_rate": hits / max(1, hits + misses), "fetched_a_step": (use["fetched_bytes"] - had["fetched_bytes"]) / steps,
-                  "guessed_a_step": (use["guessed_bytes"] - had["guessed_bytes"]) / steps}
+        found |= {
+            "hit_rate": hits / max(1, hits + misses),
+            "fetched_a_step": (use["fetched_bytes"] - had["fetched_bytes"]) / steps,
+            "guessed_a_step": (use["guessed_bytes"] - had["guessed_bytes"]) / steps,
+        }
     return found

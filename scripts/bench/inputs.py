@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
 
 CHUNK = 1 << 18  # rows encoded at a time
 
@@ -15,8 +15,9 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16, device: 
     return torch.randn(*shape, device=device, generator=generator(device, seed)).to(dtype)
 
 
-def packed(format: RowFormat, width: int, rope: int, rows: int, seed: int, batch: int | None = None,
-           device: str = "cuda") -> PackedRows:
+def packed(
+    format: RowFormat, width: int, rope: int, rows: int, seed: int, batch: int | None = None, device: str = "cuda"
+) -> PackedRows:
     """Rows of normal values, encoded: a flat pool, or with `batch` that many runs of `rows` rows."""
     layout, pages = pack_layout(format, width, rope), -(-rows // PAGE)
     lead = (pages,) if batch is None else (batch, pages)
@@ -32,14 +33,18 @@ def packed(format: RowFormat, width: int, rope: int, rows: int, seed: int, batch
     return out
 
 
-def choose(seed: int, rows: int, count: int, pool: int, device: str = "cuda", dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """[rows, count] different indices below pool in each row, sorted as an attention kernel gets them from a selection."""
+def choose(
+    seed: int, rows: int, count: int, pool: int, device: str = "cuda", dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """[rows, count] different indices below pool in each row, sorted as an attention kernel gets them from a
+    selection."""
     keys = torch.rand(rows, pool, device=device, generator=generator(device, seed))
     return keys.topk(count, -1).indices.sort(-1).values.to(dtype)
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative Frobenius error over entries that are finite in `want`; NaN where they are not finite in the same places."""
+    """Relative Frobenius error over entries that are finite in `want`; NaN where they are not finite in the same
+    places."""
     got, want = got.float(), want.float()
     seen = want.isfinite()
     if not torch.equal(seen, got.isfinite()):

@@ -1,7 +1,8 @@
-"""What a benchmark run has finished and what it was doing, so that a kernel that takes the process down costs only itself.
+"""What a benchmark run has finished and what it was doing, so that a kernel that takes the process down costs only
+itself.
 
-A child process measures rows and appends to the journal; its parent, which never touches the device, starts another child
-after a crash. What was running when a child died is not run again: it is reported as having crashed.
+A child process measures rows and appends to the journal; its parent, which never touches the device, starts another
+child after a crash. What was running when a child died is not run again: it is reported as having crashed.
 """
 
 import subprocess
@@ -9,18 +10,19 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from probes.journal import append, lines_of
+from dsv4.probes.journal import append, lines_of
 from scripts.bench.limits import Kernel
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.row import Beside
 from scripts.bench.timing import Timing
 
-CRASHED = 3     # exit code of a child whose device is lost
+CRASHED = 3  # exit code of a child whose device is lost
 ATTEMPTS = 12
 
 
 class Journal:
-    """Lines of JSON: ["of", …], ["begin", row, part] (a peer's name, "" for the row itself), ["done", result], ["crash", row, part]."""
+    """Lines of JSON: ["of", …], ["begin", row, part] (a peer's name, "" for the row itself), ["done", result],
+    ["crash", row, part]."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -51,10 +53,19 @@ class Journal:
 
 def restore(values: dict) -> Result:
     timing = lambda t: None if t is None else Timing(**t)
-    found = {name: PeerResult(**{**p, "timing": timing(p["timing"]), "beside": timing(p.get("beside"))})
-             for name, p in values["peers"].items()}
-    return Result(**{**values, "timing": timing(values["timing"]), "peers": found,
-                     "limits": [Kernel(**k) for k in values.get("limits", ())], "beside": [Beside(**g) for g in values.get("beside", ())]})
+    found = {
+        name: PeerResult(**{**p, "timing": timing(p["timing"]), "beside": timing(p.get("beside"))})
+        for name, p in values["peers"].items()
+    }
+    return Result(
+        **{
+            **values,
+            "timing": timing(values["timing"]),
+            "peers": found,
+            "limits": [Kernel(**k) for k in values.get("limits", ())],
+            "beside": [Beside(**g) for g in values.get("beside", ())],
+        }
+    )
 
 
 def supervise(path: Path, command: list[str]) -> int:

@@ -22,7 +22,8 @@ class DeviceLost(Exception):
 
 @dataclass
 class PeerResult:
-    """A peer's time, or why there is none. tolerance is NaN where the peer has no check of its own; beside: ours, if timed in turns."""
+    """A peer's time, or why there is none. tolerance is NaN where the peer has no check of its own; beside: ours, if
+    timed in turns."""
 
     timing: Timing | None = None
     error: float = math.nan
@@ -78,22 +79,41 @@ class Result:
 
     def document(self) -> dict:
         best = self.best_peer
-        return asdict(self) | {"verdict": self.verdict, "share_of_floor": self.share_of_floor,
-                               "best_peer": None if best is None else {"name": best[0], "cold_us": best[1]}}
+        return asdict(self) | {
+            "verdict": self.verdict,
+            "share_of_floor": self.share_of_floor,
+            "best_peer": None if best is None else {"name": best[0], "cold_us": best[1]},
+        }
 
 
 def passes(error: float, tolerance: float) -> bool:
     return error <= tolerance  # False for NaN
 
 
-def measure(row: Row, clock: Clock, machine: Machine, replays: int, with_peers: bool = True,
-            begin: Callable[[str], None] = lambda part: None, crashed: Collection[str] = (), left_out: str | None = None) -> Result:
+def measure(
+    row: Row,
+    clock: Clock,
+    machine: Machine,
+    replays: int,
+    with_peers: bool = True,
+    begin: Callable[[str], None] = lambda part: None,
+    crashed: Collection[str] = (),
+    left_out: str | None = None,
+) -> Result:
     """Gate, then times. Any exception of the row makes it red; an exception of a peer is noted beside its name.
 
-    begin(part) is told what runs next: "" for the row itself, or a peer's name; parts in `crashed` are not run, and neither
-    are peers in whose name the expression `left_out` is found.
+    begin(part) is told what runs next: "" for the row itself, or a peer's name; parts in `crashed` are not run, and
+    neither are peers in whose name the expression `left_out` is found.
     """
-    result = Result(row.op, row.shape, row.bytes, row.flops, row.floor_us(machine.bandwidth, machine.matmul), row.goal_us, beside=list(row.beside))
+    result = Result(
+        row.op,
+        row.shape,
+        row.bytes,
+        row.flops,
+        row.floor_us(machine.bandwidth, machine.matmul),
+        row.goal_us,
+        beside=list(row.beside),
+    )
     begin("")
     if "" in crashed:
         result.why = "crashed the process"

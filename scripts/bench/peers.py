@@ -1,9 +1,9 @@
 """Published kernels that a row can be timed against.
 
-An adapter is a function make(row, i) registered for operations under the name that tables print. It builds input set i at the
-row's shape (`row.facts`) and returns run, or (run, check) as a row does. It imports what it needs when it is called and raises
-NotInstalled where that is missing. `scripts/peers.sh` fetches what does not come with torch into a folder, which the
-environment variable PEERS names (several folders: joined by ':').
+An adapter is a function make(row, i) registered for operations under the name that tables print. It builds input set i
+at the row's shape (`row.facts`) and returns run, or (run, check) as a row does. It imports what it needs when it is
+called and raises NotInstalled where that is missing. `scripts/peers.sh` fetches what does not come with torch into a
+folder, which the environment variable PEERS names (several folders: joined by ':').
 """
 
 import importlib
@@ -17,7 +17,7 @@ import torch
 
 from scripts.bench.row import Row
 
-ADAPTERS: dict[str, dict[str, Callable]] = {}   # operation → name → make(row, i)
+ADAPTERS: dict[str, dict[str, Callable]] = {}  # operation → name → make(row, i)
 MODULES = ("peers_torch", "peers_attention", "peers_indexer", "peers_mhc", "peers_experts", "peers_sdpa")
 
 
@@ -27,11 +27,13 @@ class NotInstalled(Exception):
 
 def peer(name: str, *ops: str, when: Callable[[dict], bool] = lambda facts: True):
     """Decorator: register make(row, i) as `name` for `ops`, for the rows whose facts satisfy `when`."""
+
     def register(make):
         make.when = when
         for op in ops:
             ADAPTERS.setdefault(op, {})[name] = make
         return make
+
     return register
 
 
@@ -59,6 +61,7 @@ def require(module: str):
     package = module.split(".")[0]
     if package in ("sglang", "flashinfer"):  # without the packages' own beginnings, which import all of them
         from scripts.bench import absent
+
         absent.install(package, folders())
     try:
         return importlib.import_module(module)

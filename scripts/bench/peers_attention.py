@@ -2,19 +2,19 @@
 
 import torch
 
-from kernels.attention.reference import sparse_attention
-from kernels.cache_rows import PAGE, PackedRows, RowFormat, pack_layout
+from dsv4.kernels.attention.reference import sparse_attention
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, pack_layout
 from scripts.bench.inputs import choose, difference, normal, packed
 from scripts.bench.peers import at_least, hopper, peer, processors, require
 
 H, D, ROPE = 64, 512, 64
-SCALE = D ** -0.5
+SCALE = D**-0.5
 TOLERANCE = 2e-2  # relative Frobenius error of bf16 attention on the same quantised rows
 
 
 def decode_inputs(f: dict, i: int):
-    """Queries, a window pool and an entry pool in the 584-byte format, int64 indices into them (the pools hold the batch's rows
-    one after another), and the sink."""
+    """Queries, a window pool and an entry pool in the 584-byte format, int64 indices into them (the pools hold the
+    batch's rows one after another), and the sink."""
     B, W, K = f["batch"], f["window"], f["entries"]
     each = -(-max(4 * K, 8192) // PAGE) * PAGE  # entries that exist for one batch row
     window = packed(RowFormat.KV_FP8, D, ROPE, B * W, 4 * i)
@@ -36,13 +36,14 @@ def against_reference(run, q, window, window_index, entries, entry_index, sink):
     def check():
         want = sparse_attention(q, window, window_index, entries, entry_index, sink, SCALE)
         return difference(run().view(want.shape), want), TOLERANCE
+
     return check
 
 
 @peer("FlashMLA FP8", "csa_decode", "hca_decode")
 def flashmla_decode(row, i):
-    """sgl-flash-mla 1.0.0: flash_mla_with_kvcache(q [B, 1, 64, 512], window [pages, 64, 1, 584], None, None, 512, meta, ...,
-    extra_k_cache=...). The schedule is made by the first call and kept, as in a server."""
+    """sgl-flash-mla 1.0.0: flash_mla_with_kvcache(q [B, 1, 64, 512], window [pages, 64, 1, 584], None, None, 512, meta,
+    ..., extra_k_cache=...). The schedule is made by the first call and kept, as in a server."""
     hopper()
     interface = require("flash_mla.flash_mla_interface")
     inputs = q, window, window_index, entries, entry_index, sink = decode_inputs(row.facts, i)
@@ -53,8 +54,21 @@ def flashmla_decode(row, i):
 
     def run():
         return interface.flash_mla_with_kvcache(
-            wide, main, None, None, D, meta, softmax_scale=SCALE, is_fp8_kvcache=True, indices=near, attn_sink=sink,
-            extra_k_cache=extra, extra_indices_in_kvcache=far, use_legacy=True)[0]
+            wide,
+            main,
+            None,
+            None,
+            D,
+            meta,
+            softmax_scale=SCALE,
+            is_fp8_kvcache=True,
+            indices=near,
+            attn_sink=sink,
+            extra_k_cache=extra,
+            extra_indices_in_kvcache=far,
+            use_legacy=True,
+        )[0]
+
     return run, against_reference(run, *inputs)
 
 
@@ -70,6 +84,7 @@ def sglang_fp8_decode(row, i):
 
     def run():
         return module.triton_fp8_attention_fwd(wide, main, D, SCALE, near, sink, extra, far)[0]
+
     return run, against_reference(run, *inputs)
 
 
@@ -91,11 +106,13 @@ def sglang_paged_decode(row, i):
 
     def run():
         return module.sparse_attn_v4_paged_decode(q, pool, indices, indptr, sink, SCALE)
+
     return run, against_reference(run, q, pool, near, pool, far, sink)
 
 
 def prefill_inputs(f: dict, i: int):
-    """bf16 queries [T, 64, 512], a pool of window rows then entries, int32 lists [T, window + entries] into it, the sink."""
+    """bf16 queries [T, 64, 512], a pool of window rows then entries, int32 lists [T, window + entries] into it, the
+    sink."""
     T, W, K, pool = f["tokens"], f["window"], f["entries"], f["pool"]
     q, rows = normal(3 * i, T, H, D), normal(3 * i + 1, T + W + pool, D)
     t = torch.arange(T, device="cuda").unsqueeze(1)
@@ -106,16 +123,19 @@ def prefill_inputs(f: dict, i: int):
 
 def against_some(run, q, rows, index, sink, some: int = 64):
     """The reference on `some` of the queries, spread over all."""
+
     def check():
         at = torch.linspace(0, q.shape[0] - 1, some, device="cuda").long()
         want = sparse_attention(q[at], rows, index[at].long(), None, None, sink, SCALE)
         return difference(run()[at], want), TOLERANCE
+
     return check
 
 
 @peer("FlashMLA bf16", "csa_prefill")
 def flashmla_prefill(row, i):
-    """sgl-flash-mla 1.0.0: flash_mla_sparse_fwd(q [T, 64, 512], kv [rows, 1, 512], indices [T, 1, n], scale, 512, sink)."""
+    """sgl-flash-mla 1.0.0: flash_mla_sparse_fwd(q [T, 64, 512], kv [rows, 1, 512], indices [T, 1, n], scale, 512,
+    sink)."""
     hopper()
     interface = require("flash_mla.flash_mla_interface")
     q, rows, index, sink = prefill_inputs(row.facts, i)
@@ -123,12 +143,14 @@ def flashmla_prefill(row, i):
 
     def run():
         return interface.flash_mla_sparse_fwd(q, kv, lists, SCALE, D, sink, use_legacy=True)[0]
+
     return run, against_some(run, q, rows, index, sink)
 
 
 @peer("SGLang Triton", "csa_prefill")
 def sglang_prefill(row, i):
-    """sglang 0.5.23: sparse_attn_v4_paged_prefill(q, earlier rows, indices, indptr, new rows, indices, indptr, sink, scale)."""
+    """sglang 0.5.23: sparse_attn_v4_paged_prefill(q, earlier rows, indices, indptr, new rows, indices, indptr, sink,
+    scale)."""
     module = require("sglang.kernels.ops.attention.dsv4.unified_kv_kernels.paged_prefill")
     q, rows, index, sink = prefill_inputs(row.facts, i)
     T, W, K = q.shape[0], row.facts["window"], row.facts["entries"]
@@ -137,4 +159,5 @@ def sglang_prefill(row, i):
 
     def run():
         return module.sparse_attn_v4_paged_prefill(q, rows, far, counted * K, rows, near, counted * W, sink, SCALE)
+
     return run, against_some(run, q, rows, index, sink)

@@ -4,16 +4,17 @@ from functools import lru_cache
 
 import torch
 
-from kernels.experts.reference import experts
-from kernels.quantize import PackedWeight, WeightFormat
+from dsv4.kernels.experts.reference import experts
+from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from scripts.bench.inputs import difference, generator, normal
 from scripts.bench.peers import library, peer, processors, require
 from scripts.bench.peers_torch import against_linear, fp4_matrix
 
 D, I, E, K, LIMIT = 4096, 2048, 256, 6, 10.0
-E2M1 = 562949953487106          # vLLM's scalar_types.float4_e2m1f.id: 2 exponent bits, 1 mantissa bit, signed, finite only
-BLOCKS_PER_SM = 4               # MARLIN_MAX_BLOCKS_PER_SM: locks in the workspace
-TOLERANCE = 2e-2                # hidden activations are bf16 there, as in the reference; sums in another order
+# vLLM's scalar_types.float4_e2m1f.id: 2 exponent bits, 1 mantissa bit, signed, finite only
+E2M1 = 562949953487106
+BLOCKS_PER_SM = 4  # MARLIN_MAX_BLOCKS_PER_SM: locks in the workspace
+TOLERANCE = 2e-2  # hidden activations are bf16 there, as in the reference; sums in another order
 
 
 def stack(rows: int, width: int, seed: int) -> PackedWeight:
@@ -50,7 +51,8 @@ def locks() -> torch.Tensor:
 
 
 def marlin_scales(scales: torch.Tensor) -> torch.Tensor:
-    """E8M0 [E, rows, groups] in the order that Marlin reads: [E, groups, rows], permuted in runs of 64 and again of 4."""
+    """E8M0 [E, rows, groups] in the order that Marlin reads: [E, groups, rows], permuted in runs of 64 and again of
+    4."""
     order = [i + 8 * j for i in range(8) for j in range(8)]
     s = scales.view(torch.uint8).transpose(1, 2).contiguous()
     s = s.view(*s.shape[:2], -1, 64)[..., order].reshape(s.shape)
@@ -59,7 +61,8 @@ def marlin_scales(scales: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(1)
 def marlin_weights():
-    """Both stacks in Marlin's layout: gptq_marlin_repack(int32 [width/8, rows], width, rows, 4 bits, False) of each expert."""
+    """Both stacks in Marlin's layout: gptq_marlin_repack(int32 [width/8, rows], width, rows, 4 bits, False) of each
+    expert."""
     repack = library("_C_stable_libtorch", "_C").gptq_marlin_repack
     packed = []
     for w in weights():
@@ -74,7 +77,8 @@ def marlin_weights():
 
 @peer("Marlin MoE FP4 (vLLM)", "experts")
 def marlin(row, i):
-    """vllm 0.33.0, as its fused_marlin_moe: align, product, clamped SwiGLU, product with routing weights, sum over a token."""
+    """vllm 0.33.0, as its fused_marlin_moe: align, product, clamped SwiGLU, product with routing weights, sum over a
+    token."""
     moe, ops = library("_moe_C_stable_libtorch", "_moe_C"), library("_C_stable_libtorch", "_C")
     B = row.facts["batch"]
     x, indices, routing = tokens(B, i)
@@ -90,8 +94,34 @@ def marlin(row, i):
     free = locks()
 
     def product(a, c, w, s, top_k, weighted, size_m, size_n, size_k):
-        moe.moe_wna16_marlin_gemm(a, c, w, None, s, None, None, None, free, order, owner, padded, routing, block, top_k,
-                                  weighted, E2M1, size_m, size_n, size_k, False, True, False, -1, -1, -1)
+        moe.moe_wna16_marlin_gemm(
+            a,
+            c,
+            w,
+            None,
+            s,
+            None,
+            None,
+            None,
+            free,
+            order,
+            owner,
+            padded,
+            routing,
+            block,
+            top_k,
+            weighted,
+            E2M1,
+            size_m,
+            size_n,
+            size_k,
+            False,
+            True,
+            False,
+            -1,
+            -1,
+            -1,
+        )
 
     def run():
         moe.moe_align_block_size(chosen, E, block, order, owner, padded, None)
@@ -99,16 +129,19 @@ def marlin(row, i):
         ops.silu_and_mul_with_clamp(hidden, gate_up, LIMIT, 1.0, 0.0)
         product(hidden, down, w2, s2, 1, True, B * K, D, I)
         return torch.sum(down.view(B, K, D), 1, out=out)
+
     return run, against_experts(run, x, indices, routing)
 
 
 @peer("humming FP4", "linear_fp4", when=lambda f: f["width"] % 128 == 0 and f["out"] % 128 == 0)
 def humming_linear(row, i):
-    """humming-kernels 0.1.19: HummingLayer(rows, width, {"quant_method": "mxfp4"}) with the same bytes. It compiles itself."""
+    """humming-kernels 0.1.19: HummingLayer(rows, width, {"quant_method": "mxfp4"}) with the same bytes. It compiles
+    itself."""
     layers, f = require("humming.layer"), row.facts
     w = PackedWeight(WeightFormat.MXFP4, *fp4_matrix(f["out"], f["width"], i))
-    layer = layers.HummingLayer(shape_n=f["out"], shape_k=f["width"], weight_config={"quant_method": "mxfp4"},
-                                torch_dtype=torch.bfloat16)
+    layer = layers.HummingLayer(
+        shape_n=f["out"], shape_k=f["width"], weight_config={"quant_method": "mxfp4"}, torch_dtype=torch.bfloat16
+    )
     layer.load_from_tensors({"weight": w.weight.cpu(), "weight_scale": w.scale.view(torch.uint8).cpu()})
     layer = layer.cuda()
     layer.transform()
@@ -119,7 +152,8 @@ def humming_linear(row, i):
 
 @peer("Marlin FP4 (vLLM)", "linear_fp4", when=lambda f: f["width"] % 128 == 0 and f["out"] % 64 == 0)
 def marlin_linear(row, i):
-    """vllm 0.33.0: marlin_gemm(x, None, weight, None, scales, None, None, None, locks, type, rows of x, out, width, ...)."""
+    """vllm 0.33.0: marlin_gemm(x, None, weight, None, scales, None, None, None, locks, type, rows of x, out, width,
+    ...)."""
     ops, f = library("_C_stable_libtorch", "_C"), row.facts
     w = PackedWeight(WeightFormat.MXFP4, *fp4_matrix(f["out"], f["width"], i))
     weight = ops.gptq_marlin_repack(w.weight.view(torch.int32).T.contiguous(), f["width"], f["out"], 4, False)
@@ -128,6 +162,23 @@ def marlin_linear(row, i):
     x = normal(1000 + i, f["tokens"], f["width"])
 
     def run():
-        return ops.marlin_gemm(x, None, weight, None, scales, None, None, None, free, E2M1, f["tokens"], f["out"], f["width"],
-                               False, True, False)
+        return ops.marlin_gemm(
+            x,
+            None,
+            weight,
+            None,
+            scales,
+            None,
+            None,
+            None,
+            free,
+            E2M1,
+            f["tokens"],
+            f["out"],
+            f["width"],
+            False,
+            True,
+            False,
+        )
+
     return run, against_linear(run, x, w)

@@ -2,16 +2,16 @@
 
 import torch
 
-from kernels.cache_rows import PAGE, PackedRows, RowFormat
-from kernels.indexer.reference import index_scores
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
+from dsv4.kernels.indexer.reference import index_scores
 from scripts.bench.inputs import difference, normal, packed
 from scripts.bench.peers import at_least, hopper, library, peer, processors, require
 from scripts.bench.peers_torch import same_values
 
 H, D = 64, 128
-TOLERANCE = 1e-2        # relative Frobenius error of scores of the same quantised queries and keys
-LOST_SCORE = 1e-3       # mean score of a selection below that of the best one, relative to it
-WORKSPACE = 1 << 20     # bytes that vLLM's top-k kernels are given
+TOLERANCE = 1e-2  # relative Frobenius error of scores of the same quantised queries and keys
+LOST_SCORE = 1e-3  # mean score of a selection below that of the best one, relative to it
+WORKSPACE = 1 << 20  # bytes that vLLM's top-k kernels are given
 
 
 def score_inputs(f: dict, i: int, format: RowFormat, dtype: torch.dtype):
@@ -30,7 +30,7 @@ def want_scores(q, weights, keys: PackedRows) -> torch.Tensor:
 
 
 def against_scores(run, q, weights, keys):
-    return lambda: (difference(run()[:, :keys.count], want_scores(q, weights, keys)), TOLERANCE)
+    return lambda: (difference(run()[:, : keys.count], want_scores(q, weights, keys)), TOLERANCE)
 
 
 def selected(scores: torch.Tensor, index: torch.Tensor) -> tuple[float, float]:
@@ -41,8 +41,9 @@ def selected(scores: torch.Tensor, index: torch.Tensor) -> tuple[float, float]:
 
 
 def deepgemm_scores(f: dict, i: int):
-    """deep_gemm (in vllm 0.33.0): fp8_fp4_paged_mqa_logits((q fp8 [B, 1, 64, 128], None), keys [pages, 64, 1, 132], weights f32
-    [B, 64], lengths [B, 1], table [B, pages], schedule, n). Its schedule is made beforehand, as a server does once a step."""
+    """deep_gemm (in vllm 0.33.0): fp8_fp4_paged_mqa_logits((q fp8 [B, 1, 64, 128], None), keys [pages, 64, 1, 132],
+    weights f32 [B, 64], lengths [B, 1], table [B, pages], schedule, n). Its schedule is made beforehand, as a server
+    does once a step."""
     hopper()
     gemm = require("deep_gemm")
     q, weights, keys, lens = score_inputs(f, i, RowFormat.INDEX_FP8, torch.float8_e4m3fn)
@@ -55,6 +56,7 @@ def deepgemm_scores(f: dict, i: int):
 
     def run():
         return gemm.fp8_fp4_paged_mqa_logits((heads, None), cache, weights, per_query, table, schedule, keys.count)
+
     return run, q, weights, keys, lens
 
 
@@ -73,18 +75,22 @@ def fp4_inputs(f: dict, i: int):
 
 @peer("SGLang Triton FP4", "index_scores")
 def sglang_fp4(row, i):
-    """sglang 0.5.23: fp4_index_logits_decode(q bf16 [B, 64, 128], weights, slots int64 [B, n], lens, [pages, 4352], 64)."""
+    """sglang 0.5.23: fp4_index_logits_decode(q bf16 [B, 64, 128], weights, slots int64 [B, n], lens, [pages, 4352],
+    64)."""
     module = require("sglang.kernels.ops.attention.dsv4.fp4_indexer")
     q, weights, keys, lens, table, slots = fp4_inputs(row.facts, i)
 
     def run():
         return module.fp4_index_logits_decode(q, weights, slots, lens, table, PAGE)
-    return run, lambda: (difference(run(), want_scores(q, weights, keys)), 2 * TOLERANCE)  # it rounds to bf16 three times
+
+    # it rounds to bf16 three times
+    return run, lambda: (difference(run(), want_scores(q, weights, keys)), 2 * TOLERANCE)
 
 
 @peer("SGLang Triton FP4 paged", "index_scores")
 def sglang_fp4_paged(row, i):
-    """sglang 0.5.23: fp4_index_logits_paged(q, weights, rows of the table, table of slots, lens, keys, 64, n, ratio 1)."""
+    """sglang 0.5.23: fp4_index_logits_paged(q, weights, rows of the table, table of slots, lens, keys, 64, n, ratio
+    1)."""
     run, q, weights, keys, _ = sglang_paged(row.facts, i)
     return run, lambda: (difference(run(), want_scores(q, weights, keys)), 2 * TOLERANCE)
 
@@ -96,11 +102,13 @@ def sglang_paged(f: dict, i: int):
 
     def run():
         return module.fp4_index_logits_paged(q, weights, request, slots, lens, table, PAGE, keys.count, 1)
+
     return run, q, weights, keys, lens
 
 
 def vllm_topk(name: str, lens: torch.Tensor, k: int):
-    """Function scores [B, n] → int32 [B, k] by vLLM 0.33.0: torch.ops._C.NAME(logits, lengths, out, workspace, k, longest)."""
+    """Function scores [B, n] → int32 [B, k] by vLLM 0.33.0: torch.ops._C.NAME(logits, lengths, out, workspace, k,
+    longest)."""
     if name == "cooperative_topk":
         at_least(9)
     op = getattr(library("_C_stable_libtorch", "_C"), name)
@@ -110,6 +118,7 @@ def vllm_topk(name: str, lens: torch.Tensor, k: int):
     def select(scores: torch.Tensor) -> torch.Tensor:
         op(scores, lens, out, workspace, k, scores.shape[1])
         return out
+
     return select
 
 
@@ -120,6 +129,7 @@ def topk_peer(name: str):
         select = vllm_topk(name, torch.full((f["batch"],), f["entries"], dtype=torch.int32, device="cuda"), f["k"])
         run = lambda: select(scores)
         return run, lambda: same_values(scores, run(), f["k"])
+
     return make
 
 
@@ -140,6 +150,7 @@ def per_row_topk(row, i):
     def run():
         op(scores, 1, lens, out, f["batch"], *scores.stride(), f["k"])
         return out
+
     return run, lambda: same_values(scores, run(), f["k"])
 
 
@@ -174,14 +185,14 @@ def sglang_select(row, i):
 @peer("DeepGEMM FP8 + torch.topk", "select_entries")
 def deepgemm_torch_select(row, i):
     scores, q, weights, keys, _ = deepgemm_scores(row.facts, i)
-    run = lambda: torch.topk(scores()[:, :keys.count], row.facts["k"], -1, sorted=False).indices
+    run = lambda: torch.topk(scores()[:, : keys.count], row.facts["k"], -1, sorted=False).indices
     return run, lambda: selected(want_scores(q, weights, keys), run())
 
 
 @peer("DeepGEMM FP8 + top_k_per_row", "index_prefill")
 def deepgemm_prefill(row, i):
-    """deep_gemm: fp8_fp4_mqa_logits((q [T, 64, 128], None), (keys [n, 128], scales f32 [n]), weights [T, 64], from, to, n),
-    then vLLM's top_k_per_row_prefill. The last T positions of a context of `entries` entries, one for 4 tokens."""
+    """deep_gemm: fp8_fp4_mqa_logits((q [T, 64, 128], None), (keys [n, 128], scales f32 [n]), weights [T, 64], from, to,
+    n), then vLLM's top_k_per_row_prefill. The last T positions of a context of `entries` entries, one for 4 tokens."""
     hopper()
     gemm, ops = require("deep_gemm"), library("_C_stable_libtorch", "_C")
     f = row.facts
@@ -207,4 +218,5 @@ def deepgemm_prefill(row, i):
         batch = lambda t: t.unsqueeze(0)
         want = index_scores(batch(q[at].float()), batch(weights[at]), batch(keys.float()), batch(end[at].long()))
         return selected(want[0].nan_to_num(neginf=0.0), run()[at])
+
     return run, check

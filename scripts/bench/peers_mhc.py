@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.hyper_connections.reference import mhc_post, mhc_pre
-from kernels.rms_norm.reference import rms_norm
+from dsv4.kernels.hyper_connections.reference import mhc_post, mhc_pre
+from dsv4.kernels.rms_norm.reference import rms_norm
 from scripts.bench.inputs import difference, normal
 from scripts.bench.peers import hopper, peer, processors, require
 
@@ -33,17 +33,20 @@ def against(inputs: Streams, run, merge: bool):
     def check():
         got, want = run(), inputs.reference(merge)
         return max(difference(g, w) for g, w in zip(got, want)), TOLERANCE
+
     return check
 
 
 def sglang_pre(inputs: Streams):
-    """hc_mix_stats_sinkhorn(x [T, 4·4096], fn, scale, base, 4, iterations, eps, eps), mhc_combine(x, pre, 4, dtype), norm."""
+    """hc_mix_stats_sinkhorn(x [T, 4·4096], fn, scale, base, 4, iterations, eps, eps), mhc_combine(x, pre, 4, dtype),
+    norm."""
     mhc = require("sglang.kernels.ops.layernorm.mhc")
 
     def pre(h):
         flat = h.flatten(1)
         weights, _, _ = mhc.hc_mix_stats_sinkhorn(flat, inputs.fn, inputs.scale, inputs.base, N, ITERS, EPS, EPS)
         return torch.nn.functional.rms_norm(mhc.mhc_combine(flat, weights, N, h.dtype), (D,), inputs.weight, EPS)
+
     return pre
 
 
@@ -64,6 +67,7 @@ def sglang_post_pre_norm(row, i):
     def run():
         h = split.mhc_post_split_h(inputs.out, inputs.streams, inputs.post, inputs.comb)
         return h, pre(h)
+
     return run, against(inputs, run, merge=True)
 
 
@@ -83,8 +87,8 @@ def splits(T: int) -> int:
 
 @peer("DeepGEMM + FlashInfer", "mhc_pre_norm", "mhc_post_pre_norm")
 def flashinfer_pre_norm(row, i):
-    """As SGLang runs it on Hopper: flashinfer's mhc_post; deep_gemm's tf32_hc_prenorm_gemm(x [T, 16384] bf16, fn, products
-    [splits, T, 24], squares [splits, T], splits); flashinfer's mhc_pre_big_fuse; then the norm."""
+    """As SGLang runs it on Hopper: flashinfer's mhc_post; deep_gemm's tf32_hc_prenorm_gemm(x [T, 16384] bf16, fn,
+    products [splits, T, 24], squares [splits, T], splits); flashinfer's mhc_pre_big_fuse; then the norm."""
     hopper()
     gemm, module = require("deep_gemm"), require("flashinfer.mhc")
     T, merge = row.facts["tokens"], row.op == "mhc_post_pre_norm"
@@ -97,9 +101,20 @@ def flashinfer_pre_norm(row, i):
         h = module.mhc_post(inputs.out, inputs.streams, inputs.post, inputs.comb) if merge else inputs.streams
         gemm.tf32_hc_prenorm_gemm(h.flatten(1), inputs.fn, products, squares, count)
         x = module.mhc_pre_big_fuse(
-            *parts, h, inputs.scale, inputs.base, N * D, rms_eps=EPS, mhc_pre_eps=EPS, mhc_sinkhorn_eps=EPS,
-            mhc_post_mult_value=2.0, sinkhorn_repeat=ITERS, num_splits=count)[2]
+            *parts,
+            h,
+            inputs.scale,
+            inputs.base,
+            N * D,
+            rms_eps=EPS,
+            mhc_pre_eps=EPS,
+            mhc_sinkhorn_eps=EPS,
+            mhc_post_mult_value=2.0,
+            sinkhorn_repeat=ITERS,
+            num_splits=count,
+        )[2]
         return h, torch.nn.functional.rms_norm(x, (D,), inputs.weight, EPS)
+
     return run, against(inputs, run, merge)
 
 

@@ -1,7 +1,8 @@
-"""torch's scaled dot-product attention as peers of grouped-query decode: every backend, in each way to hand it grouped heads.
+"""torch's scaled dot-product attention as peers of grouped-query decode: every backend, in each way to hand it grouped
+heads.
 
-A single token sees every key, so there is no mask. `grouped`: enable_gqa. `folded`: the queries of a group as rows of one head, which
-is what reads each key once where a backend does not know of groups.
+A single token sees every key, so there is no mask. `grouped`: enable_gqa. `folded`: the queries of a group as rows of
+one head, which is what reads each key once where a backend does not know of groups.
 """
 
 import torch.nn.functional as F
@@ -11,8 +12,12 @@ from scripts.bench.inputs import difference
 from scripts.bench.peers import peer
 from scripts.bench.rows_gather import TOLERANCE, inputs
 
-BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-            "math": SDPBackend.MATH}
+BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 DENSE = "gqa_decode", "gqa_gather"
 MATH_TOKENS = 1 << 18  # of all rows: the math backend writes copies of keys and logits
 
@@ -28,8 +33,11 @@ def _attend(form: str, backend: SDPBackend, q, keys, values):
 
 
 def _register(name: str, backend: SDPBackend, form: str) -> None:
-    @peer(f"SDPA {name}, {form}", *DENSE,
-          when=lambda facts: name != "math" or facts["batch"] * facts["tokens"] <= MATH_TOKENS)
+    @peer(
+        f"SDPA {name}, {form}",
+        *DENSE,
+        when=lambda facts: name != "math" or facts["batch"] * facts["tokens"] <= MATH_TOKENS,
+    )
     def make(row, i):
         f = row.facts
         q, keys, values, _ = inputs(i, f["tokens"], f["batch"], (f["heads"], f["kv_heads"], f["width"]), "cuda")
@@ -38,6 +46,7 @@ def _register(name: str, backend: SDPBackend, form: str) -> None:
         def check():
             one = lambda x: x[-1:].float()
             return difference(run()[-1:], _attend("folded", SDPBackend.MATH, one(q), one(keys), one(values))), TOLERANCE
+
         return run, check
 
 

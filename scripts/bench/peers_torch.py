@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernels.quantize import quantize_mxfp4, to_float
+from dsv4.kernels.quantize import quantize_mxfp4, to_float
 from scripts.bench.inputs import difference, normal
 from scripts.bench.peers import NotInstalled, peer
 
@@ -41,6 +41,7 @@ def torch_select(row, i):
     def run():
         dots = torch.matmul(q, keys.unsqueeze(1).transpose(2, 3)).relu_()
         return torch.topk((weights.to(q.dtype).unsqueeze(2) @ dots).squeeze(2).float(), k, -1)
+
     return run
 
 
@@ -52,6 +53,7 @@ def transformers_scorer(row, i):
     def run():
         scores = F.relu(torch.matmul(q.float(), keys.transpose(-1, -2).float().unsqueeze(1)))
         return (scores * weights.unsqueeze(-1)).sum(dim=2)
+
     return run
 
 
@@ -71,8 +73,8 @@ def sdpa(row, i):
     q, rows = normal(2 * i, f["batch"], 1, H, D), normal(2 * i + 1, f["batch"], 1, padded, D)
     rows[:, :, n:] = 0
     bias = torch.zeros(f["batch"], 1, H, padded, device="cuda", dtype=q.dtype)
-    bias[..., n + 1:] = float("-inf")
-    return lambda: F.scaled_dot_product_attention(q, rows, rows, bias, scale=D ** -0.5)
+    bias[..., n + 1 :] = float("-inf")
+    return lambda: F.scaled_dot_product_attention(q, rows, rows, bias, scale=D**-0.5)
 
 
 def hyper_connection():
@@ -102,12 +104,13 @@ def transformers_mhc(row, i):
             h = post.to(h.dtype).unsqueeze(-1) * out.unsqueeze(-2) + torch.matmul(comb.to(h.dtype).transpose(-1, -2), h)
         p, c, x = module(h)
         return h, F.rms_norm(x, (d,), weight, 1e-6), p, c
+
     return run
 
 
 def fp4_matrix(out: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes and scales of an MXFP4 matrix of normal values."""
-    return quantize_mxfp4(normal(seed, out, width, dtype=torch.float32) * width ** -0.5)
+    return quantize_mxfp4(normal(seed, out, width, dtype=torch.float32) * width**-0.5)
 
 
 def against_linear(run, x: torch.Tensor, w, tolerance: float = 1e-2):

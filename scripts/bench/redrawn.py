@@ -1,4 +1,5 @@
-"""Results of an earlier run, read from its JSON: to judge them by goals that came later, and draw them again. Nothing is measured."""
+"""Results of an earlier run, read from its JSON: to judge them by goals that came later, and draw them again. Nothing
+is measured."""
 
 import json
 import math
@@ -16,8 +17,8 @@ KNOWN = {f.name for f in fields(Result)}
 
 
 def read(path: Path, rows: Iterable[Row]) -> tuple[list[Result], Machine, dict]:
-    """(results, machine, about) of a report's JSON. Goals in µs are those of the run; goals beside peers those that `rows`, by name, have
-    today. Raises InputError for a file that is no such report."""
+    """(results, machine, about) of a report's JSON. Goals in µs are those of the run; goals beside peers those that
+    `rows`, by name, have today. Raises InputError for a file that is no such report."""
     try:
         contents = json.loads(path.read_text())
         results = [_result(row) for row in contents["rows"]]

@@ -25,12 +25,22 @@ def provenance(script: str) -> dict:
     """What a figure must carry: command, commit, device and versions."""
     import torch
     import triton
-    commit = os.environ.get("DSV4_COMMIT") or subprocess.run(  # a copy without .git is told its commit
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+    commit = (
+        os.environ.get("DSV4_COMMIT")
+        or subprocess.run(  # a copy without .git is told its commit
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+        ).stdout.strip()
+    )
     given = re.sub(r" --journal \S+| --child", "", " ".join(["python", script, *sys.argv[1:]]))
-    return {"command": given, "commit": commit or "unknown",
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
+    return {
+        "command": given,
+        "commit": commit or "unknown",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": sys.version.split()[0],
+    }
 
 
 def headline(about: dict) -> str:
@@ -59,27 +69,47 @@ def size(count: int) -> str:
 
 def document(results: Sequence[Result], machine: Machine, about: dict) -> dict:
     judged = lambda r: [asdict(j) | {"verdict": j.verdict} for j in beside.judged(r)]
-    return finite({"about": about, "machine": asdict(machine), "rows": [r.document() | {"judged": judged(r)} for r in results]})
+    return finite(
+        {"about": about, "machine": asdict(machine), "rows": [r.document() | {"judged": judged(r)} for r in results]}
+    )
 
 
 def markdown(results: Sequence[Result], machine: Machine, about: dict) -> str:
     lines = [
-        "# Kernels: ours, the published ones, and the physical limits", "",
-        f"{headline(about)}.", "",
-        f"    {about['command']}", "",
-        *([f"Drawn again from its JSON, with goals beside peers that came later; nothing was measured anew: `{about['redrawn']}`", ""]
-          if "redrawn" in about else []),
-        "Medians in µs of CUDA-graph replays; cold: L2 flushed before each and input sets rotated, hot: the same inputs again. "
-        f"Floor: the longer of the bytes at {machine.bandwidth / 1e12:.2f} TB/s (1 GiB read, measured here; a copy moves "
-        f"{machine.copy / 1e12:.2f}) and the products at "
-        f"{machine.matmul / 1e12:.0f} TFLOPS (bf16, measured here). An empty kernel takes {machine.empty_us:.1f} µs on this "
-        f"scale, each further dependent one {machine.dependent_us:.1f} µs; neither is subtracted. A row is timed only after "
-        "its result agreed with the reference; a peer only after its own check, where it has one.", "",
+        "# Kernels: ours, the published ones, and the physical limits",
+        "",
+        f"{headline(about)}.",
+        "",
+        f"    {about['command']}",
+        "",
+        *(
+            [
+                "Drawn again from its JSON, with goals beside peers that came later; nothing was measured anew: "
+                f"`{about['redrawn']}`",
+                "",
+            ]
+            if "redrawn" in about
+            else []
+        ),
+        "Medians in µs of CUDA-graph replays; cold: L2 flushed before each and input sets rotated, hot: the same "
+        f"inputs again. Floor: the longer of the bytes at {machine.bandwidth / 1e12:.2f} TB/s (1 GiB read, measured "
+        f"here; a copy moves {machine.copy / 1e12:.2f}) and the products at {machine.matmul / 1e12:.0f} TFLOPS "
+        f"(bf16, measured here). An empty kernel takes {machine.empty_us:.1f} µs on this scale, each further "
+        f"dependent one {machine.dependent_us:.1f} µs; neither is subtracted. A row is timed only after its result "
+        "agreed with the reference; a peer only after its own check, where it has one.",
+        "",
         "| operation | shape | cold µs | hot µs | kernels | peers, cold µs | bytes | floor µs | of floor | goal µs | |",
         "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
     ]
     lines += [_line(result) for result in results]
-    lines += ["", _tally(results), "", *beside.markdown(results), *assembled.markdown(results, machine), *limits.markdown(results, machine)]
+    lines += [
+        "",
+        _tally(results),
+        "",
+        *beside.markdown(results),
+        *assembled.markdown(results, machine),
+        *limits.markdown(results, machine),
+    ]
     notes = [f"- {r.name}: {r.why}" for r in results if r.why]
     silent = [(r, name, p) for r in results for name, p in r.peers.items() if p.why]
     left = sorted({name for _, name, p in silent if p.why.startswith("left out")})
@@ -94,7 +124,9 @@ def _line(r: Result) -> str:
     head = f"| `{r.op}` | {r.shape} "
     share = "–" if r.red else f"{r.share_of_floor:.0%}"
     relative = beside.judged(r)
-    goals = ", ".join([us(r.goal_us)] * (r.goal_us is not None or not relative) + [f"{beside.said(j.goal)}" for j in relative])
+    goals = ", ".join(
+        [us(r.goal_us)] * (r.goal_us is not None or not relative) + [f"{beside.said(j.goal)}" for j in relative]
+    )
     verdicts = ", ".join(filter(None, [r.verdict, *(j.verdict for j in relative if not r.red)]))
     tail = f"| {size(r.bytes)} | {us(r.floor_us)} | {share} | {goals} | {verdicts} |"
     if r.red:
@@ -112,8 +144,11 @@ def _tally(results: Sequence[Result]) -> str:
     count = lambda verdict: sum(r.verdict == verdict for r in results)
     ahead = [r for r in results if not r.red and r.best_peer]
     won = sum(r.timing.cold_us < r.best_peer[1] for r in ahead)
-    return (f"{len(results)} rows: {count('met')} goals met, {count('MISSED')} MISSED, {count('RED')} RED; ahead of the "
-            f"fastest peer in {won} of {len(ahead)} rows that have one." + beside.tally(results))
+    return (
+        f"{len(results)} rows: {count('met')} goals met, {count('MISSED')} MISSED, "
+        f"{count('RED')} RED; ahead of the fastest peer in {won} of {len(ahead)} rows that "
+        "have one." + beside.tally(results)
+    )
 
 
 def console(r: Result) -> str:
@@ -123,26 +158,31 @@ def console(r: Result) -> str:
     goal = "" if r.goal_us is None else f", goal {us(r.goal_us)}"
     peers = "" if r.best_peer is None else f"; {_peers(r.peers)}"
     goal += "".join(f", {beside.said(j.goal)}: {j.verdict}" for j in beside.judged(r))
-    return (f"{r.verdict or 'ok':7} {r.name}: {us(r.timing.cold_us)} µs cold, {us(r.timing.hot_us)} hot, "
-            f"{r.share_of_floor:.0%} of the floor{goal}{peers}")
+    return (
+        f"{r.verdict or 'ok':7} {r.name}: {us(r.timing.cold_us)} µs cold, {us(r.timing.hot_us)} hot, "
+        f"{r.share_of_floor:.0%} of the floor{goal}{peers}"
+    )
 
 
 def svg(results: Sequence[Result], about: dict) -> str | None:
-    """Bars of ours, floor, goal and the best peer, log scale; None when no row was timed. Raises ModuleNotFoundError without
-    matplotlib."""
+    """Bars of ours, floor, goal and the best peer, log scale; None when no row was timed. Raises ModuleNotFoundError
+    without matplotlib."""
     timed = [r for r in results if not r.red]
     if not timed:
         return None
     import matplotlib
     import matplotlib.patches
     from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9, 1.1 + 0.46 * len(timed)), layout="constrained")
         axis = figure.subplots()
         for i, r in enumerate(timed):
             name, best = r.best_peer or ("", None)
             bars = {"ours": r.timing.cold_us, "best peer": best, "goal": r.goal_us, "floor": r.floor_us}
-            missed = [" MISSED"] * (r.verdict == "MISSED") + [f" MISSED: {beside.said(j.goal)}" for j in beside.judged(r) if j.verdict == "MISSED"]
+            missed = [" MISSED"] * (r.verdict == "MISSED") + [
+                f" MISSED: {beside.said(j.goal)}" for j in beside.judged(r) if j.verdict == "MISSED"
+            ]
             said = f" {us(r.timing.cold_us)}{','.join(missed)}"
             for j, (kind, value) in enumerate(bars.items()):
                 if value:
@@ -174,7 +214,8 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def dumps(contents: dict) -> str:
-    """JSON with a key a line, and lists of numbers each on one: a race has hundreds of thousands of them. Raises ValueError for NaN."""
+    """JSON with a key a line, and lists of numbers each on one: a race has hundreds of thousands of them. Raises
+    ValueError for NaN."""
     text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False)
     return re.sub(r"\[\n\s*(-?\d[-+.,\deE\s]*?)\n\s*\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 

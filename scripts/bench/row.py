@@ -10,7 +10,7 @@ Published kernels are matched to rows by `op`, and built at the row's shape from
 | `index_scores` | batch, entries, cache ("fp4", "fp8" or "bf16") |
 | `select_entries` (scores and top-k) | batch, entries, k, cache |
 | `topk` | batch, entries, k |
-| `csa_decode`, `hca_decode` (with the window and a sink) | batch, window, entries (attended beside it), cache ("fp8", "bf16") |
+| `csa_decode`, `hca_decode` (with window and sink) | batch, window, entries (beside it), cache ("fp8", "bf16") |
 | `csa_prefill` | tokens, window, entries (attended a query beside the window), pool (entries to choose from) |
 | `index_prefill` (scores and top-k, causal) | tokens, entries, k |
 | `experts` (routed, FP4) | batch |
@@ -23,8 +23,8 @@ Published kernels are matched to rows by `op`, and built at the row's shape from
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-BANDWIDTH = 3.0e12      # bytes/s read and written by a copy, measured on an H100 80GB HBM3
-MATMUL = 771e12         # bf16 FLOP/s of an 8192-cubed product, measured there
+BANDWIDTH = 3.0e12  # bytes/s read and written by a copy, measured on an H100 80GB HBM3
+MATMUL = 771e12  # bf16 FLOP/s of an 8192-cubed product, measured there
 
 Run = Callable[[], object]
 Check = Callable[[], tuple[float, float]]
@@ -32,7 +32,8 @@ Check = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Beside:
-    """A goal relative to peers of the same run: at least `times` as fast as the fastest peer in whose name the expression `peers` is found.
+    """A goal relative to peers of the same run: at least `times` as fast as the fastest peer in whose name the
+    expression `peers` is found.
     Below 1 it is a price: 1 / 1.02 allows 2 % more than the peer's time."""
 
     times: float
@@ -43,11 +44,12 @@ class Beside:
 class Row:
     """One operation at one shape.
 
-    op, shape: what the tables print; `(op, shape)` is unique, and peers of `scripts/bench/peers.py` are looked up by `op`.
-    make(i): builds input set i (seeded by i, so that a repeat is the same) and returns (run, check). run() launches the
-        operation and returns its output; it must be capturable in a CUDA graph: no host sync, no data-dependent shapes. Sets
-        must not share their large buffers, since they are rotated to keep L2 cold. check() → (error, tolerance) against the
-        reference; it calls run itself, may sync, and is red when error > tolerance or error is NaN.
+    op, shape: what the tables print; `(op, shape)` is unique, and peers of `scripts/bench/peers.py` are looked up by
+    `op`. make(i): builds input set i (seeded by i, so that a repeat is the same) and returns (run, check). run()
+    launches the
+        operation and returns its output; it must be capturable in a CUDA graph: no host sync, no data-dependent shapes.
+        Sets must not share their large buffers, since they are rotated to keep L2 cold. check() → (error, tolerance)
+        against the reference; it calls run itself, may sync, and is red when error > tolerance or error is NaN.
     bytes, flops: what one run must read and write and multiply (2 per multiply-add), by the formulas of perf.md §2.
     goal_us: µs with a cold L2, or None where the row has no such goal.
     beside: goals relative to peers of the same run, judged beside goal_us.

@@ -1,5 +1,5 @@
-"""Grouped-query attention over long caches: dense decode beside each of torch's SDPA backends, and gather-decode (choice and
-attention) beside the fastest of them.
+"""Grouped-query attention over long caches: dense decode beside each of torch's SDPA backends, and gather-decode
+(choice and attention) beside the fastest of them.
 
 Ours and each peer are replayed in turns (`Row.interleaved`), so that a drift of the machine falls on both.
 """
@@ -8,25 +8,37 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.block_choice import Policy, block_bounds, block_scores, choose_blocks
-from kernels.block_summaries import summarise_blocks
-from kernels.gather_attention import gather_attention
-from kernels.grouped_attention import Termination, grouped_attention
+from dsv4.kernels.block_choice import Policy, block_bounds, block_scores, choose_blocks
+from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.gather_attention import gather_attention
+from dsv4.kernels.grouped_attention import Termination, grouped_attention
 from scripts.bench.inputs import difference, generator
 from scripts.bench.row import Beside, Row
 
 QWEN, LLAMA = (28, 4, 128), (32, 8, 128)  # query heads, KV heads, width
 CONTEXTS = {"8K": 1 << 13, "32K": 1 << 15, "128K": 1 << 17, "1M": 1 << 20}
-KEPT = 4096          # tokens
-TOLERANCE = 8e-3     # relative Frobenius error against the reference in fp32; averages of 1M random values are small beside their rounding
-DENSE_US = {("8K", 1): 15.0, ("32K", 1): 35.2, ("128K", 1): 99.7, ("1M", 1): 699.0, ("8K", 8): 55.9, ("32K", 8): 184.0,
-            ("128K", 8): 706.0, ("1M", 8): 5524.0}  # torch's best SDPA, measured on an H100 (28 query and 4 KV heads of 128)
-REFERENCE = {("128K", 1): 2.3, ("1M", 1): 10.2, ("1M", 8): 41.9}  # times faster than that: the published figures to beat
+KEPT = 4096  # tokens
+# relative Frobenius error against the reference in fp32; averages of 1M random values are small beside their rounding
+TOLERANCE = 8e-3
+DENSE_US = {
+    ("8K", 1): 15.0,
+    ("32K", 1): 35.2,
+    ("128K", 1): 99.7,
+    ("1M", 1): 699.0,
+    ("8K", 8): 55.9,
+    ("32K", 8): 184.0,
+    # torch's best SDPA, measured on an H100 (28 query and 4 KV heads of 128)
+    ("128K", 8): 706.0,
+    ("1M", 8): 5524.0,
+}
+# times faster than that: the published figures to beat
+REFERENCE = {("128K", 1): 2.3, ("1M", 1): 10.2, ("1M", 8): 41.9}
 FREE = Beside(1 / 1.02, "^without termination$")  # what a rule that never ends may cost
 GOALS = {("128K", 1): 12.0, ("128K", 8): 75.0}  # µs with Llama's heads, choice included
-SEEN = 4             # a row that stops attends to the newest 1 / SEEN of its tokens
-STOPPED = 1e-3       # relative error that stopping may cost
-NEVER_US, FASTER = 1399.0, 1.3  # µs of 128K at batch 8 with Llama's heads without termination, measured on an H100; how much faster stopping must be
+SEEN = 4  # a row that stops attends to the newest 1 / SEEN of its tokens
+STOPPED = 1e-3  # relative error that stopping may cost
+# µs of 128K at batch 8 with Llama's heads without termination, measured on an H100; how much faster stopping must be
+NEVER_US, FASTER = 1399.0, 1.3
 
 
 def rows(device: str) -> Iterator[Row]:
@@ -50,7 +62,12 @@ def inputs(i: int, S: int, B: int, heads: tuple[int, int, int], device: str):
     """bf16 q [B, 1, H, D], keys and values [B, KV, S, D]; the last token is the query's."""
     (H, KV, D), g = heads, generator(device, i)
     draw = lambda *shape: torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
-    return draw(B, 1, H, D), draw(B, KV, S, D), draw(B, KV, S, D), torch.full((B,), S - 1, dtype=torch.int64, device=device)
+    return (
+        draw(B, 1, H, D),
+        draw(B, KV, S, D),
+        draw(B, KV, S, D),
+        torch.full((B,), S - 1, dtype=torch.int64, device=device),
+    )
 
 
 def _facts(S: int, B: int, heads: tuple[int, int, int]) -> dict:
@@ -68,34 +85,56 @@ def _dense(context: str, S: int, B: int, device: str) -> Row:
         q, keys, values, start = inputs(i, S, B, QWEN, device)
 
         def run():
-            return grouped_attention(q, keys, values, start, None, D ** -0.5, backend="triton")
+            return grouped_attention(q, keys, values, start, None, D**-0.5, backend="triton")
 
         def check():  # the reference holds fp32 copies: one row at a time
-            wanted = [grouped_attention(q[b:b + 1].float(), keys[b:b + 1], values[b:b + 1], start[b:b + 1], None, D ** -0.5)
-                      for b in {0, B - 1}]
+            wanted = [
+                grouped_attention(
+                    q[b : b + 1].float(), keys[b : b + 1], values[b : b + 1], start[b : b + 1], None, D**-0.5
+                )
+                for b in {0, B - 1}
+            ]
             return difference(run()[sorted({0, B - 1})], torch.cat(wanted)), TOLERANCE
+
         return run, check
-    return Row("gqa_decode", f"{context} B{B} {_name(QWEN)}", make, 4 * B * (KV * S + H) * D, 4 * B * H * D * S, DENSE_US[context, B],
-               facts=_facts(S, B, QWEN), interleaved=True)
+
+    return Row(
+        "gqa_decode",
+        f"{context} B{B} {_name(QWEN)}",
+        make,
+        4 * B * (KV * S + H) * D,
+        4 * B * H * D * S,
+        DENSE_US[context, B],
+        facts=_facts(S, B, QWEN),
+        interleaved=True,
+    )
 
 
 def _held(keys: torch.Tensor, policy: Policy) -> list[torch.Tensor]:
     """low and high of every block."""
     B, KV, S, D = keys.shape
     held = [torch.empty(B, KV, S // policy.block, D, dtype=keys.dtype, device=keys.device) for _ in range(2)]
-    summarise_blocks(keys, torch.zeros(B, dtype=torch.int64, device=keys.device), S, *held, None, policy.block, backend="triton")
+    summarise_blocks(
+        keys, torch.zeros(B, dtype=torch.int64, device=keys.device), S, *held, None, policy.block, backend="triton"
+    )
     return held
 
 
 def lost(scores: torch.Tensor, blocks: torch.Tensor, policy: Policy) -> float:
-    """How far the worst chosen score is below the k-th best, relative to the largest; NaN where a choice is missing or double.
+    """How far the worst chosen score is below the k-th best, relative to the largest; NaN where a choice is missing or
+    double.
 
     scores fp32 [B, T, KV, N] of the reference; blocks int32 [B, T, KV, kept] of a position with that many blocks."""
-    distant = blocks[..., policy.sink:policy.kept - policy.local].long()
+    distant = blocks[..., policy.sink : policy.kept - policy.local].long()
     if (blocks.diff(dim=-1) <= 0).any() or (blocks < 0).any():
         return float("nan")
     kth = scores.topk(policy.topk, -1).values[..., -1]
-    return ((kth - scores.gather(-1, distant).amin(-1)) / scores.nan_to_num(neginf=0.0).abs().amax(-1)).amax().clamp(min=0).item()
+    return (
+        ((kth - scores.gather(-1, distant).amin(-1)) / scores.nan_to_num(neginf=0.0).abs().amax(-1))
+        .amax()
+        .clamp(min=0)
+        .item()
+    )
 
 
 def _gather(op: str, context: str, S: int, B: int, heads: tuple[int, int, int], goal: float | None, device: str) -> Row:
@@ -107,17 +146,30 @@ def _gather(op: str, context: str, S: int, B: int, heads: tuple[int, int, int], 
 
         def run():
             blocks = choose_blocks(q, KV, *held, None, start, policy, backend="triton")
-            return gather_attention(q, keys, values, blocks, start, None, D ** -0.5, policy.block, backend="triton")
+            return gather_attention(q, keys, values, blocks, start, None, D**-0.5, policy.block, backend="triton")
 
         def check():
             blocks = choose_blocks(q, KV, *held, None, start, policy, backend="triton")
             if lost(block_scores(q, *held, None, start, policy), blocks, policy) > 1e-5:
                 return float("nan"), TOLERANCE
-            return difference(run(), gather_attention(q.float(), keys, values, blocks, start, None, D ** -0.5, policy.block)), TOLERANCE
+            return difference(
+                run(), gather_attention(q.float(), keys, values, blocks, start, None, D**-0.5, policy.block)
+            ), TOLERANCE
+
         return run, check
+
     moved = 4 * B * (KV * min(KEPT, S) + H) * D + 4 * B * KV * (S // policy.block) * D
-    return Row(op, f"{context} B{B} {_name(heads)}, {KEPT} kept", make, moved, 4 * B * H * D * (min(KEPT, S) + S // policy.block), goal,
-               facts=_facts(S, B, heads), interleaved=True, beside=_published(context, B, heads))
+    return Row(
+        op,
+        f"{context} B{B} {_name(heads)}, {KEPT} kept",
+        make,
+        moved,
+        4 * B * H * D * (min(KEPT, S) + S // policy.block),
+        goal,
+        facts=_facts(S, B, heads),
+        interleaved=True,
+        beside=_published(context, B, heads),
+    )
 
 
 def _published(context: str, B: int, heads: tuple[int, int, int]) -> tuple[Beside, ...]:
@@ -129,15 +181,29 @@ def _beside_plain(q, keys, values, start, rule: Termination | None, tolerance: f
     """(run, check) of dense attention under a rule (None: without one), against attention without one."""
     scale = q.shape[-1] ** -0.5
     plain = lambda: grouped_attention(q, keys, values, start, None, scale, backend="triton")
-    run = plain if rule is None else lambda: grouped_attention(q, keys, values, start, None, scale, rule, backend="triton")[0]
+    run = (
+        plain
+        if rule is None
+        else lambda: grouped_attention(q, keys, values, start, None, scale, rule, backend="triton")[0]
+    )
     return run, lambda: (difference(run(), plain()), tolerance)
 
 
 def _never_stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
-    """What termination costs where it never stops; its peer is the same attention without it, timed in turn, and the goal 1.02 of its time."""
+    """What termination costs where it never stops; its peer is the same attention without it, timed in turn, and the
+    goal 1.02 of its time."""
     make = lambda i, rule: _beside_plain(*inputs(i, S, B, heads, device), rule, 0.0)
-    return _terminating("gqa_decode_never_stopping", context, S, S, B, heads, lambda i: make(i, Termination(tau=0)), lambda i: make(i, None),
-                        beside=(FREE,))
+    return _terminating(
+        "gqa_decode_never_stopping",
+        context,
+        S,
+        S,
+        B,
+        heads,
+        lambda i: make(i, Termination(tau=0)),
+        lambda i: make(i, None),
+        beside=(FREE,),
+    )
 
 
 def _gathered_never_stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
@@ -147,29 +213,75 @@ def _gathered_never_stopping(context: str, S: int, B: int, heads: tuple[int, int
     def make(i, rule):
         q, keys, values, start = inputs(i, S, B, heads, device)
         blocks = choose_blocks(q, KV, *_held(keys, policy), None, start, policy, True, backend="triton")
-        attend = lambda *rules: gather_attention(q, keys, values, blocks, start, None, D ** -0.5, policy.block, *rules, backend="triton")
+        attend = lambda *rules: gather_attention(
+            q, keys, values, blocks, start, None, D**-0.5, policy.block, *rules, backend="triton"
+        )
         run = (lambda: attend()) if rule is None else lambda: attend(rule)[0]
         return run, lambda: (difference(run(), attend()), 0.0)
-    return _terminating("gqa_gather_never_stopping", context, S, KEPT, B, heads,
-                        lambda i: make(i, Termination(tau=0)), lambda i: make(i, None), beside=(FREE,), more=f", {KEPT} kept")
+
+    return _terminating(
+        "gqa_gather_never_stopping",
+        context,
+        S,
+        KEPT,
+        B,
+        heads,
+        lambda i: make(i, Termination(tau=0)),
+        lambda i: make(i, None),
+        beside=(FREE,),
+        more=f", {KEPT} kept",
+    )
 
 
 def _stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
-    """What termination gains where attention is to the newest quarter alone, newest first: every older key is 34 below in the exponent."""
+    """What termination gains where attention is to the newest quarter alone, newest first: every older key is 34 below
+    in the exponent."""
+
     def make(i, rule):
         q, keys, values, start = inputs(i, S, B, heads, device)
-        q[..., 0], keys[:, :, :-S // SEEN, 0] = 8.0, -48.0
+        q[..., 0], keys[:, :, : -S // SEEN, 0] = 8.0, -48.0
         return _beside_plain(q, keys, values, start, rule, STOPPED)
-    return _terminating("gqa_decode_stopping", context, S, S // SEEN, B, heads, lambda i: make(i, Termination()), lambda i: make(i, None),
-                        NEVER_US / FASTER)
+
+    return _terminating(
+        "gqa_decode_stopping",
+        context,
+        S,
+        S // SEEN,
+        B,
+        heads,
+        lambda i: make(i, Termination()),
+        lambda i: make(i, None),
+        NEVER_US / FASTER,
+    )
 
 
-def _terminating(op: str, context: str, S: int, read: int, B: int, heads: tuple[int, int, int], make, plain, goal: float | None = None,
-                 beside: tuple[Beside, ...] = (), more: str = "") -> Row:
+def _terminating(
+    op: str,
+    context: str,
+    S: int,
+    read: int,
+    B: int,
+    heads: tuple[int, int, int],
+    make,
+    plain,
+    goal: float | None = None,
+    beside: tuple[Beside, ...] = (),
+    more: str = "",
+) -> Row:
     """read: tokens that must be read of S; more: of the shape, in words."""
     H, KV, D = heads
-    return Row(op, f"{context} B{B} {_name(heads)}{more}", make, 4 * B * (KV * read + H) * D, 4 * B * H * D * read, goal,
-               peers={"without termination": plain}, facts=_facts(S, B, heads), interleaved=True, beside=beside)
+    return Row(
+        op,
+        f"{context} B{B} {_name(heads)}{more}",
+        make,
+        4 * B * (KV * read + H) * D,
+        4 * B * H * D * read,
+        goal,
+        peers={"without termination": plain},
+        facts=_facts(S, B, heads),
+        interleaved=True,
+        beside=beside,
+    )
 
 
 def _choice(S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
@@ -178,9 +290,15 @@ def _choice(S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
 
     def make(i):
         q, g = inputs(i, 128, B, heads, device)[0], generator(device, 100 + i)
-        a, b = (torch.randn(B, KV, S // policy.block, D, generator=g, device=device, dtype=torch.bfloat16) for _ in range(2))
-        held, start = (torch.minimum(a, b), torch.maximum(a, b)), torch.full((B,), S - 1, dtype=torch.int64, device=device)
+        a, b = (
+            torch.randn(B, KV, S // policy.block, D, generator=g, device=device, dtype=torch.bfloat16) for _ in range(2)
+        )
+        held, start = (
+            (torch.minimum(a, b), torch.maximum(a, b)),
+            torch.full((B,), S - 1, dtype=torch.int64, device=device),
+        )
         run = lambda: choose_blocks(q, KV, *held, None, start, policy, backend="triton")
         return run, lambda: (lost(block_scores(q, *held, None, start, policy), run(), policy), 1e-5)
+
     N = S // policy.block
     return Row("block_choice", f"{N} blocks B{B} {_name(heads)}", make, 4 * B * KV * N * D, 4 * B * H * N * D)

@@ -9,18 +9,23 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from kernels.chunked_prefill import Chunking, chunked_prefill
+from dsv4.kernels.chunked_prefill import Chunking, chunked_prefill
 from scripts.bench.inputs import difference, normal
 from scripts.bench.row import Beside, Row
 
 H, KV, D = 32, 8, 128
-TOLERANCE = 5e-3     # relative Frobenius error of sampled queries against fp32 under the mask; bf16 rounding twice is 3e-3
+# relative Frobenius error of sampled queries against fp32 under the mask; bf16 rounding twice is 3e-3
+TOLERANCE = 5e-3
 SAMPLED = 48
-WANTED = 0.55 * 800e12   # FLOP/s on kept pairs
+WANTED = 0.55 * 800e12  # FLOP/s on kept pairs
 FASTER = {4096: 1.5, 131072: 5.0}  # times as fast as the best dense peer of the same run
-DENSE_CHUNK = 2048       # tokens a call of dense chunked prefill
-LENGTHS = {4096: ((512, 64, 192), (1024, 128, 384)), 16384: ((1024, 128, 384), (2048, 256, 768)),
-           65536: ((2048, 256, 768), (4096, 512, 1536)), 131072: ((2048, 256, 768), (4096, 512, 1536))}
+DENSE_CHUNK = 2048  # tokens a call of dense chunked prefill
+LENGTHS = {
+    4096: ((512, 64, 192), (1024, 128, 384)),
+    16384: ((1024, 128, 384), (2048, 256, 768)),
+    65536: ((2048, 256, 768), (4096, 512, 1536)),
+    131072: ((2048, 256, 768), (4096, 512, 1536)),
+}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -32,14 +37,23 @@ def rows(device: str) -> Iterator[Row]:
             peers = {f"SDPA {name}, whole": partial(_whole, T, backend, device) for name, backend in BACKENDS.items()}
             peers[f"SDPA flash, chunks of {DENSE_CHUNK}"] = partial(_in_chunks, T, device)
             peers[f"SDPA cuDNN, chunks of {DENSE_CHUNK}"] = partial(_merged_chunks, T, device)
-            yield Row("chunked_prefill", f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy", partial(_ours, T, c, device),
-                      T * 4 * (H + KV) * D, flops, flops / WANTED * 1e6, peers, interleaved=True,
-                      beside=(Beside(FASTER[T]),) if T in FASTER else (),
-                      facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy))
+            yield Row(
+                "chunked_prefill",
+                f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy",
+                partial(_ours, T, c, device),
+                T * 4 * (H + KV) * D,
+                flops,
+                flops / WANTED * 1e6,
+                peers,
+                interleaved=True,
+                beside=(Beside(FASTER[T]),) if T in FASTER else (),
+                facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy),
+            )
 
 
 def kept_pairs(tokens: int, c: Chunking) -> int:
-    """Pairs of a query and a key that one head keeps: the causal half of its chunk, and the memory from the second chunk on."""
+    """Pairs of a query and a key that one head keeps: the causal half of its chunk, and the memory from the second
+    chunk on."""
     sizes = [min(c.chunk, tokens - first) for first in range(0, tokens, c.chunk)]
     return sum(n * (n + 1) // 2 for n in sizes) + c.memory * sum(sizes[1:])
 
@@ -53,7 +67,7 @@ def _ours(T: int, c: Chunking, device: str, i: int):
     lengths = torch.tensor([T], device=device)
 
     def run():
-        return chunked_prefill(q, k, v, 0, lengths, c, D ** -0.5, backend="triton")
+        return chunked_prefill(q, k, v, 0, lengths, c, D**-0.5, backend="triton")
 
     def check():
         """Sampled queries against one softmax over their own chunk and the memory that they were given."""
@@ -65,11 +79,12 @@ def _ours(T: int, c: Chunking, device: str, i: int):
             for head in range(KV):
                 seen = torch.cat((memory.positions[chunk, 0, head].long(), own)) if chunk else own
                 group = slice(head * (H // KV), (head + 1) * (H // KV))
-                weights = (q[0, t, group].float() @ k[0, head, seen].float().T * D ** -0.5).softmax(-1)
+                weights = (q[0, t, group].float() @ k[0, head, seen].float().T * D**-0.5).softmax(-1)
                 wanted.append(weights @ v[0, head, seen].float())
                 got.append(out[0, t, group].float())
         updates = memory.updates == math.ceil(T / c.chunk) - 1
         return difference(torch.cat(got), torch.cat(wanted)) if updates.all() else float("nan"), TOLERANCE
+
     return run, check
 
 
@@ -79,6 +94,7 @@ def _whole(T: int, backend: SDPBackend, device: str, i: int):
     def run():
         with sdpa_kernel([backend]):
             return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
+
     return run
 
 
@@ -91,15 +107,24 @@ def _in_chunks(T: int, device: str, i: int):
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             for first in range(0, T, DENSE_CHUNK):
                 last = min(first + DENSE_CHUNK, T)
-                out.append(F.scaled_dot_product_attention(q[:, first:last].transpose(1, 2), k[:, :, :last], v[:, :, :last],
-                                                          causal_lower_right(last - first, last), enable_gqa=True))
+                out.append(
+                    F.scaled_dot_product_attention(
+                        q[:, first:last].transpose(1, 2),
+                        k[:, :, :last],
+                        v[:, :, :last],
+                        causal_lower_right(last - first, last),
+                        enable_gqa=True,
+                    )
+                )
         return out
+
     return run
 
 
 def _merged_chunks(T: int, device: str, i: int):
-    """The same by cuDNN, whose causal mask begins at the first key: a chunk attends to itself and to all keys before it, and the two are
-    merged by their log-sum-exps. Nothing is copied: cuDNN reads grouped heads and slices of the cache as they are."""
+    """The same by cuDNN, whose causal mask begins at the first key: a chunk attends to itself and to all keys before
+    it, and the two are merged by their log-sum-exps. Nothing is copied: cuDNN reads grouped heads and slices of the
+    cache as they are."""
     q, k, v = _inputs(T, i, device)
 
     def run():
@@ -113,12 +138,15 @@ def _merged_chunks(T: int, device: str, i: int):
 
     def check():
         return difference(torch.cat(run(), 2), _whole(T, SDPBackend.CUDNN_ATTENTION, device, i)()), TOLERANCE
+
     return run, check
 
 
 def _with_lse(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(output [B, H, n, D], fp32 natural log-sum-exp [B, H, n, 1]) of q [B, H, n, D] over k and v [B, KV, m, D]."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True, is_causal=causal)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, compute_log_sumexp=True, is_causal=causal
+    )
     return out, lse.view(*out.shape[:3], 1)
 
 

@@ -2,8 +2,8 @@
 
     python -m scripts.bench.speculation_costs [DIR]
 
-Writes `speculation_h100_flash16.json` (16 layers of V4-Flash width, MoE) and `speculation_flat.json` (a dense model whose pass
-reads the same weights whatever it verifies). Replace them by measured tables before quoting absolute speeds.
+Writes `speculation_h100_flash16.json` (16 layers of V4-Flash width, MoE) and `speculation_flat.json` (a dense model
+whose pass reads the same weights whatever it verifies). Replace them by measured tables before quoting absolute speeds.
 """
 
 import json
@@ -41,9 +41,13 @@ def moe(padding: float = 1.0) -> CostTable:
         verify = tuple(pass_seconds(batch * (k + 1)) for k in range(LARGEST + 1))
         layer = (pass_seconds(batch) - pass_seconds(1)) / LAYERS
         batches[batch] = BatchCost(DRAFT + layer, verify, tuple((batch, k) in MEASURED for k in range(LARGEST + 1)))
-    about = {"kind": "modelled", "device": "NVIDIA H100", "model": "V4-Flash widths, 16 layers and the head, random weights",
-             "measured": "decode steps of 1 token at batch 1 and 8",
-             "modelled": "all others: bytes of distinct experts, 6 of 256; a draft step is the head and one layer"}
+    about = {
+        "kind": "modelled",
+        "device": "NVIDIA H100",
+        "model": "V4-Flash widths, 16 layers and the head, random weights",
+        "measured": "decode steps of 1 token at batch 1 and 8",
+        "modelled": "all others: bytes of distinct experts, 6 of 256; a draft step is the head and one layer",
+    }
     return CostTable("H100, Flash widths, 16 layers (modelled)", padding, batches, about)
 
 

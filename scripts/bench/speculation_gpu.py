@@ -1,7 +1,7 @@
 """Rounds of speculative decoding on a device: what each size costs, and how fast each policy really is.
 
-Costs do not depend on what is accepted, so a model with random weights can be timed with the acceptance of another's text: kernels,
-bytes and launches are real, only the judgement of the drafts is replaced by a trace (`Traced`).
+Costs do not depend on what is accepted, so a model with random weights can be timed with the acceptance of another's
+text: kernels, bytes and launches are real, only the judgement of the drafts is replaced by a trace (`Traced`).
 """
 
 import time
@@ -14,7 +14,19 @@ import torch
 from dsv4.cache import Cache
 from dsv4.graph import DecodeGraph, captured_graph
 from dsv4.model import Model
-from dsv4.speculation import LARGEST, Adaptive, CostAware, CostTable, Oracle, Policy, Run, Static, Trace, on_device, simulate
+from dsv4.speculation import (
+    LARGEST,
+    Adaptive,
+    CostAware,
+    CostTable,
+    Oracle,
+    Policy,
+    Run,
+    Static,
+    Trace,
+    on_device,
+    simulate,
+)
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice
 from dsv4.speculation.costs import BatchCost
@@ -27,20 +39,23 @@ from scripts.bench.speculation_journal import SpeculationJournal, Timed, name_of
 from scripts.bench.waits import counted_syncs
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
-ROOM = 1024              # tokens; caches of rounds have a multiple of them
+ROOM = 1024  # tokens; caches of rounds have a multiple of them
 REWIND = max(LARGEST, FOLLOWS[-1] - 1)  # tokens; of those caches
 
 
 class Traced(Choice):
-    """A trace says how many drafts are right: accepted int64 [B, T], by tokens written so far, the first at position `begun` of every row.
+    """A trace says how many drafts are right: accepted int64 [B, T], by tokens written so far, the first at position
+    `begun` of every row.
 
-    The text is random: a model with random weights soon says one token again and again, and the same experts come back, whose
-    weights are then faster to read than those of any real text."""
+    The text is random: a model with random weights soon says one token again and again, and the same experts come back,
+    whose weights are then faster to read than those of any real text."""
 
     def __init__(self, accepted: torch.Tensor, begun: int, vocab: int):
         self.accepted, self.begun = accepted, begun
         g = torch.Generator(accepted.device).manual_seed(2)
-        self.text = torch.randint(vocab, (len(accepted), accepted.shape[1] + LARGEST + 1), generator=g, device=accepted.device)
+        self.text = torch.randint(
+            vocab, (len(accepted), accepted.shape[1] + LARGEST + 1), generator=g, device=accepted.device
+        )
 
     def own(self, logits, at):
         """Tokens of the text in place of those that the model says, which are still waited for."""
@@ -89,13 +104,17 @@ class Scheduled(DevicePolicy):
 
 
 def room(model: Model, needed: int) -> int:
-    """Tokens of a cache: in steps, because kernels are compiled for what its length is divisible by, and runs of several lengths are timed."""
+    """Tokens of a cache: in steps, because kernels are compiled for what its length is divisible by, and runs of
+    several lengths are timed."""
     return max(needed, min(-(-needed // ROOM) * ROOM, model.config.max_position_embeddings))
 
 
-def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy, widths: Sequence[int] | None = None) -> Rounds:
+def traced(
+    model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy, widths: Sequence[int] | None = None
+) -> Rounds:
     """Rows at `context` tokens of a cache full of plausible numbers, each to write `tokens`."""
     from dsv4.dummy import fill_cache
+
     g = torch.Generator(model.device).manual_seed(1)
     cache = model.new_cache(batch, room(model, context + tokens + LARGEST + SPARE), max_rewind=REWIND)
     fill_cache(cache, context)
@@ -103,9 +122,22 @@ def traced(model: Model, batch: int, context: int, tokens: int, policy: DevicePo
     n, d = model.config.hc_mult, model.config.hidden_size
     streams = torch.randn(batch, n, d, generator=g, device=model.device).to(model.numerics.activation)
     features = torch.zeros(batch, d, device=model.device, dtype=model.numerics.activation)
-    choice = Traced(torch.zeros(batch, tokens, dtype=torch.int64, device=model.device), context + 1, model.config.vocab_size)
+    choice = Traced(
+        torch.zeros(batch, tokens, dtype=torch.int64, device=model.device), context + 1, model.config.vocab_size
+    )
     most = LARGEST if widths is None else max(widths)
-    return Rounds(model, cache, most, ids(), MTPDrafts(model, cache, features, streams, choice), [tokens] * batch, (), policy, widths, choice=choice)
+    return Rounds(
+        model,
+        cache,
+        most,
+        ids(),
+        MTPDrafts(model, cache, features, streams, choice),
+        [tokens] * batch,
+        (),
+        policy,
+        widths,
+        choice=choice,
+    )
 
 
 def again(rounds: Rounds, context: int, accepted: np.ndarray) -> None:
@@ -116,29 +148,46 @@ def again(rounds: Rounds, context: int, accepted: np.ndarray) -> None:
     rounds.restart(rounds.token, rounds.drafter, [accepted.shape[1]] * rounds.cache.batch)
 
 
-def measure_costs(model: Model, batches: Sequence[int], context: int, name: str, about: dict,
-                  said: Callable[[str], None], journal: SpeculationJournal | None = None) -> CostTable:
-    """Whole rounds of every size, one step of the MTP block, the block's following of rounds without drafts, and a step of plain
-    decoding, as medians of graph replays. journal: its batches are not measured again."""
+def measure_costs(
+    model: Model,
+    batches: Sequence[int],
+    context: int,
+    name: str,
+    about: dict,
+    said: Callable[[str], None],
+    journal: SpeculationJournal | None = None,
+) -> CostTable:
+    """Whole rounds of every size, one step of the MTP block, the block's following of rounds without drafts, and a step
+    of plain decoding, as medians of graph replays. journal: its batches are not measured again."""
     journal = journal or SpeculationJournal()
     found = {batch: journal.costs[batch] for batch in batches if batch in journal.costs}
     for batch in batches:
         if batch in found:
             continue
-        rounds = traced(model, batch, context, 4 * REPLAYS * (LARGEST + 2), on_device(Static(LARGEST), batch, model.device))
+        rounds = traced(
+            model, batch, context, 4 * REPLAYS * (LARGEST + 2), on_device(Static(LARGEST), batch, model.device)
+        )
         whole = [_median(rounds, k) for k in range(LARGEST + 1)]
         draft = (_drafting(rounds, 5) - _drafting(rounds, 1)) / 4
-        rounds.drafter.caught_up()  # the host did not launch the rounds without drafts that were timed, and does not know of them
+        # the host did not launch the rounds without drafts that were timed, and does not know of them
+        rounds.drafter.caught_up()
         rounds.prepare()
         steps = DecodeGraph(model, rounds.cache)
         rounds.drafter.kept_streams.normal_()
         for ids in (rounds.drafter.kept_ids, steps.ids):
             ids.random_(model.config.vocab_size)  # tokens that are all alike would share their experts
         following, plain = tuple((n, _replays(graph)) for n, graph in rounds.catching_up.items()), _replays(steps.graph)
-        found[batch] = BatchCost(draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1), following, plain)
+        found[batch] = BatchCost(
+            draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1), following, plain
+        )
         journal.cost(batch, found[batch])
-        said(f"batch {batch}: " + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole)) + f" ms a round; {draft * 1e3:.3f} ms a draft; "
-             + ", ".join(f"{n}: {t * 1e3:.3f}" for n, t in following) + f" ms to follow rounds without drafts; {plain * 1e3:.3f} ms a plain step")
+        said(
+            f"batch {batch}: "
+            + ", ".join(f"{k}: {t * 1e3:.3f}" for k, t in enumerate(whole))
+            + f" ms a round; {draft * 1e3:.3f} ms a draft; "
+            + ", ".join(f"{n}: {t * 1e3:.3f}" for n, t in following)
+            + f" ms to follow rounds without drafts; {plain * 1e3:.3f} ms a plain step"
+        )
         del rounds
     return CostTable(name, 1.0, found, {"kind": "measured", "context": context, **about})
 
@@ -167,26 +216,37 @@ def _drafting(rounds: Rounds, size: int) -> float:
 
 def best_oracle(trace: Trace, costs: CostTable, batch: int) -> Run:
     widths = [None] if batch == 1 else [None, *range(LARGEST + 1)]
-    return max((simulate(Oracle(costs, batch, w), trace, costs, batch) for w in widths), key=lambda r: r.tokens_per_second)
+    return max(
+        (simulate(Oracle(costs, batch, w), trace, costs, batch) for w in widths), key=lambda r: r.tokens_per_second
+    )
 
 
 def part(trace: Trace, batch: int, tokens: int) -> Trace:
     """Rows of `tokens` tokens each, cut from the trace one after another."""
     whole = np.concatenate([r.accepted for r in trace.requests])
-    rows = [Request(f"row {b}", np.resize(whole[b * tokens:] if b * tokens < len(whole) else whole, tokens)) for b in range(batch)]
+    rows = [
+        Request(f"row {b}", np.resize(whole[b * tokens :] if b * tokens < len(whole) else whole, tokens))
+        for b in range(batch)
+    ]
     return Trace(trace.name, tuple(rows), trace.provenance)
 
 
 def racers(costs: CostTable, batch: int, statics: Sequence[int]) -> list[tuple[Policy | None, list[int]]]:
     """(policy, sizes that it may take): static ones, ASBS, cost-aware, and None, the oracle."""
-    return [*((Static(k), [k]) for k in statics), *((p, list(p.sizes)) for p in (Adaptive(), CostAware(costs, batch))),
-            (None, list(range(LARGEST + 1)))]
+    return [
+        *((Static(k), [k]) for k in statics),
+        *((p, list(p.sizes)) for p in (Adaptive(), CostAware(costs, batch))),
+        (None, list(range(LARGEST + 1))),
+    ]
 
 
 def driver(policy: Policy | None, tokens: int, batch: int, device: torch.device) -> DevicePolicy:
     """The policy on the device; for the oracle room for its plan."""
-    return Scheduled(torch.zeros(tokens + 1, batch, dtype=torch.int64, device=device)) if policy is None \
+    return (
+        Scheduled(torch.zeros(tokens + 1, batch, dtype=torch.int64, device=device))
+        if policy is None
         else on_device(policy, batch, device)
+    )
 
 
 def planned_for(policy: Policy | None, trace: Trace, costs: CostTable, batch: int, on: DevicePolicy) -> Run:
@@ -196,14 +256,23 @@ def planned_for(policy: Policy | None, trace: Trace, costs: CostTable, batch: in
     planned = best_oracle(trace, costs, batch)
     plan = torch.tensor(list(planned.block_size_history.values())).T
     on.sizes.zero_()
-    on.sizes[:len(plan)].copy_(plan)
+    on.sizes[: len(plan)].copy_(plan)
     return planned
 
 
-def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, batch: int, context: int, tokens: int,
-         statics: Sequence[int], said: Callable[[str], None], journal: SpeculationJournal | None = None) -> list[Timed]:
-    """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time. journal: what
-    it holds is not run again, nor among the results."""
+def race(
+    model: Model,
+    traces: Sequence[tuple[str, Trace]],
+    costs: CostTable,
+    batch: int,
+    context: int,
+    tokens: int,
+    statics: Sequence[int],
+    said: Callable[[str], None],
+    journal: SpeculationJournal | None = None,
+) -> list[Timed]:
+    """Every policy on every trace, until the first row has its tokens. One policy's graphs are held at a time. journal:
+    what it holds is not run again, nor among the results."""
     journal, found = journal or SpeculationJournal(), []
     parts = [(kind, part(trace, batch, tokens)) for kind, trace in traces]
     for policy, sizes in racers(costs, batch, statics):
@@ -218,46 +287,74 @@ def race(model: Model, traces: Sequence[tuple[str, Trace]], costs: CostTable, ba
         for kind, trace in (p for p in parts if p[1].name in left):
             planned = planned_for(policy, trace, costs, batch, on)
             again(rounds, context, np.stack([r.accepted for r in trace.requests]))
-            found.append(_run(rounds, kind, trace, planned, name_of(policy)) if steps is None else
-                         steps.timed(rounds.token.tolist(), tokens, trace.name, kind, planned.tokens_per_second, rounds.choice.text.tolist())[0])
+            found.append(
+                _run(rounds, kind, trace, planned, name_of(policy))
+                if steps is None
+                else steps.timed(
+                    rounds.token.tolist(),
+                    tokens,
+                    trace.name,
+                    kind,
+                    planned.tokens_per_second,
+                    rounds.choice.text.tolist(),
+                )[0]
+            )
             journal.done(found[-1])
-            said(f"batch {batch}, {trace.name}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, "
-                 f"{found[-1].expected:.0f} expected")
+            said(
+                f"batch {batch}, {trace.name}, {found[-1].policy}: {found[-1].tokens_per_second:.0f} tokens/s, "
+                f"{found[-1].expected:.0f} expected"
+            )
         del rounds, steps
     return found
 
 
 def without_drafts(policy: Policy | None) -> bool:
-    """Whether it never drafts: what it is held against then is decoding without a drafter, not rounds that could draft."""
+    """Whether it never drafts: what it is held against then is decoding without a drafter, not rounds that could
+    draft."""
     return policy is not None and not policy.drafts
 
 
 class PlainSteps:
-    """Decoding without a drafter, as `dsv4 generate` does it without --speculate: each step is a graph, and under way before the host knows the token before."""
+    """Decoding without a drafter, as `dsv4 generate` does it without --speculate: each step is a graph, and under way
+    before the host knows the token before."""
 
     def __init__(self, model: Model, cache: Cache):
         self.cache, self.graph = cache, DecodeGraph(model, cache)
 
-    def timed(self, first: list[int], tokens: int, trace: str, kind: str, expected: float,
-              text: list[list[int]] | None = None) -> tuple[Timed, list[list[int]]]:
-        """`tokens` steps behind the token `first` of each row, and what came out. text: rows of tokens that are fed in place of those that the model says,
-        which are waited for all the same."""
+    def timed(
+        self, first: list[int], tokens: int, trace: str, kind: str, expected: float, text: list[list[int]] | None = None
+    ) -> tuple[Timed, list[list[int]]]:
+        """`tokens` steps behind the token `first` of each row, and what came out. text: rows of tokens that are fed in
+        place of those that the model says, which are waited for all the same."""
         fed = None if text is None else torch.tensor(text, device=self.graph.ids.device)
         wait(self.graph)
         said, begun = [], time.perf_counter()
         with counted_syncs() as syncs:
             logits = self.graph.step(torch.tensor(first).unsqueeze(1))
             for at in range(tokens):
-                tokens_at, logits = self.graph.greedy(logits, at + 1 < tokens, None if fed is None else fed[:, at:at + 1])
+                tokens_at, logits = self.graph.greedy(
+                    logits, at + 1 < tokens, None if fed is None else fed[:, at : at + 1]
+                )
                 said.append(tokens_at)
         seconds, batch = time.perf_counter() - begun, self.cache.batch
-        return Timed(Static(0).name, trace, kind, batch, tokens * batch, seconds, expected, [0] * tokens, [[0] * batch] * tokens, 0,
-                     len(syncs)), [list(row) for row in zip(*said)]
+        return Timed(
+            Static(0).name,
+            trace,
+            kind,
+            batch,
+            tokens * batch,
+            seconds,
+            expected,
+            [0] * tokens,
+            [[0] * batch] * tokens,
+            0,
+            len(syncs),
+        ), [list(row) for row in zip(*said)]
 
 
 class UntilOne:
-    """What ends a race: the first row that has its tokens. seconds, tokens of all rows, rounds: when the host knew of it; what was under way then
-    is not counted. synchronisations: of the whole run."""
+    """What ends a race: the first row that has its tokens. seconds, tokens of all rows, rounds: when the host knew of
+    it; what was under way then is not counted. synchronisations: of the whole run."""
 
     def __init__(self, rounds: Rounds):
         wait(rounds)
@@ -268,20 +365,35 @@ class UntilOne:
                 self.seconds = time.perf_counter() - begun
                 self.written, self.rounds = rounds.known.written, rounds.known.rounds
             return any(done)
+
         with counted_syncs() as syncs:
             self.out = [row[:n] for row, n in zip(rounds.run(until=ended), self.written)]
         self.tokens, self.synchronisations = sum(self.written), len(syncs)
-        self.widths, self.sizes = rounds.counts.rounds[:self.rounds], rounds.counts.sizes[:self.rounds]
+        self.widths, self.sizes = rounds.counts.rounds[: self.rounds], rounds.counts.sizes[: self.rounds]
 
 
 def _run(rounds: Rounds, kind: str, trace: Trace, planned: Run, name: str) -> Timed:
     ran, wanted = UntilOne(rounds), planned.widths
     if ran.widths != wanted:
         at = next((i for i, (a, b) in enumerate(zip(ran.widths, wanted)) if a != b), min(len(ran.widths), len(wanted)))
-        raise RuntimeError(f"{name} on {trace.name}: the device chose other sizes than the specification from round {at} on: "
-                           f"{ran.widths[at:at + 8]} of {len(ran.widths)}, expected {wanted[at:at + 8]} of {len(wanted)}")
-    return Timed(name, trace.name, kind, rounds.cache.batch, ran.tokens, ran.seconds, planned.tokens_per_second, ran.widths, ran.sizes,
-                 rounds.counts.polls, ran.synchronisations)
+        raise RuntimeError(
+            f"{name} on {trace.name}: the device chose other sizes than the specification from round {at} on: "
+            f"{ran.widths[at : at + 8]} of {len(ran.widths)}, expected {wanted[at : at + 8]} of "
+            f"{len(wanted)}"
+        )
+    return Timed(
+        name,
+        trace.name,
+        kind,
+        rounds.cache.batch,
+        ran.tokens,
+        ran.seconds,
+        planned.tokens_per_second,
+        ran.widths,
+        ran.sizes,
+        rounds.counts.polls,
+        ran.synchronisations,
+    )
 
 
 def wait(rounds: Rounds | DecodeGraph) -> None:
@@ -292,7 +404,9 @@ def wait(rounds: Rounds | DecodeGraph) -> None:
 def record(model: Model, cache: Cache, ids: list[list[int]], tokens: int) -> np.ndarray:
     """Of each of `tokens` greedy tokens after each prompt how many of 8 drafts are right, int64 [B, tokens]."""
     start = primed(model, cache, ids)
-    rounds = Recording(model, cache, LARGEST, *start, [tokens] * len(ids), (), on_device(Static(LARGEST), len(ids), model.device))
+    rounds = Recording(
+        model, cache, LARGEST, *start, [tokens] * len(ids), (), on_device(Static(LARGEST), len(ids), model.device)
+    )
     for _ in range(tokens):
         rounds._round(LARGEST)
     return rounds.seen[:, :tokens].cpu().numpy()

@@ -6,16 +6,16 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from types import MappingProxyType
 
+from dsv4.probes.journal import Kept
 from dsv4.speculation import Policy
 from dsv4.speculation.costs import BatchCost, parse_batch
-from probes.journal import Kept
 from scripts.bench.speculation import Point
 
 
 @dataclass
 class Timed:
-    """One policy on one trace, as it ran. expected: tokens/s that the simulation gives with the measured costs. same: rows whose
-    tokens are those of no speculation, where a real text was written."""
+    """One policy on one trace, as it ran. expected: tokens/s that the simulation gives with the measured costs. same:
+    rows whose tokens are those of no speculation, where a real text was written."""
 
     policy: str
     trace: str
@@ -37,8 +37,19 @@ class Timed:
     def point(self) -> Point:
         drafted = [size for sizes in self.sizes for size in sizes]
         rate = (self.tokens - self.batch * len(self.rounds)) / sum(drafted) if sum(drafted) else None
-        return Point(self.trace, self.kind, self.batch, self.policy, self.tokens_per_second, self.tokens, len(self.rounds), rate,
-                     fmean(drafted), pvariance(drafted), own_text=self.same is not None)
+        return Point(
+            self.trace,
+            self.kind,
+            self.batch,
+            self.policy,
+            self.tokens_per_second,
+            self.tokens,
+            len(self.rounds),
+            rate,
+            fmean(drafted),
+            pvariance(drafted),
+            own_text=self.same is not None,
+        )
 
 
 def name_of(policy: Policy | None) -> str:

@@ -1,4 +1,5 @@
-"""A race of block sizes as a whole: what ran, what sizes that did not run would make of it, and its report, from a run or from files."""
+"""A race of block sizes as a whole: what ran, what sizes that did not run would make of it, and its report, from a run
+or from files."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +17,19 @@ from scripts.bench.speculation_gpu import part
 from scripts.bench.speculation_journal import Timed
 
 JUDGE = "the trace as the judge of its drafts"
-OWN_TEXT = ("its own text, greedily continued from this project's files. The oracle plans round by round with acceptance as it was recorded "
-            "before; once a draft comes out otherwise its plan is out of step, so here it is no bound and nothing is measured against it")
+OWN_TEXT = (
+    "its own text, greedily continued from this project's files. The oracle plans round by round with acceptance as "
+    "it was recorded before; once a draft comes out otherwise its plan is out of step, so here it is no bound and "
+    "nothing is measured against it"
+)
 SAME = ("commit", "device", "torch", "triton")  # of files that are drawn together
 STEM = "bench_speculation_"
 
 
 @dataclass
 class Race:
-    """title: the model in words. traces: (kind, trace), whole; none where a checkpoint wrote its own text. tokens[batch]: of each row. ahead: rounds
-    under way, as of `Rounds`."""
+    """title: the model in words. traces: (kind, trace), whole; none where a checkpoint wrote its own text.
+    tokens[batch]: of each row. ahead: rounds under way, as of `Rounds`."""
 
     title: str
     about: Mapping
@@ -52,31 +56,50 @@ class Race:
                     yield replace(speculation.point(run, kind), expected=True)
 
     def setup(self) -> dict:
-        absent = set(range(LARGEST + 1)) - {size for r in self.ran for size in range(LARGEST + 1) if r.policy == Static(size).name}
+        absent = set(range(LARGEST + 1)) - {
+            size for r in self.ran for size in range(LARGEST + 1) if r.policy == Static(size).name
+        }
         notes = [f"{trace.name}: {dict(trace.provenance)}" for _, trace in self.traces]
         if absent and not self.traces:
-            notes.append(f"static sizes {', '.join(map(str, sorted(absent)))} did not run, and what they would make of this text was not recorded")
+            notes.append(
+                f"static sizes {', '.join(map(str, sorted(absent)))} did not run, and what they would make of "
+                "this text was not recorded"
+            )
         judge = JUDGE if self.traces else OWN_TEXT
-        return {"title": self.title, "notes": notes, "costs": self.costs.document(), "tokens": {str(b): n for b, n in self.tokens.items()},
-                **({"ahead": self.ahead} if self.ahead > 1 else {}),
-                "how": f"{self.title}. Each policy ran on the device, round after round, with {judge}.",
-                "traces": [_about_trace(kind, t) for kind, t in self.traces],
-                "ran": [asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in self.ran]}
+        return {
+            "title": self.title,
+            "notes": notes,
+            "costs": self.costs.document(),
+            "tokens": {str(b): n for b, n in self.tokens.items()},
+            **({"ahead": self.ahead} if self.ahead > 1 else {}),
+            "how": f"{self.title}. Each policy ran on the device, round after round, with {judge}.",
+            "traces": [_about_trace(kind, t) for kind, t in self.traces],
+            "ran": [asdict(r) | {"tokens_per_second": r.tokens_per_second} for r in self.ran],
+        }
 
     def write(self, folder: Path, name: str) -> None:
         """STEM NAME.json, .md and .svg, and speculation_costs_NAME.json."""
         points, setup = self.points(), self.setup()
         line = speculation.timeline(self.costs) if 1 in self.costs.batches else None  # simulated
-        text = speculation_report.markdown(points, self.about, setup) + speculation_report.real(self.costs, self.ran, points, self.ahead)
-        report.write(folder, STEM + name, report.finite(speculation_report.document(points, self.about, setup, line)), text,
-                     speculation_report.svg(points, self.about, setup, line))
+        text = speculation_report.markdown(points, self.about, setup) + speculation_report.real(
+            self.costs, self.ran, points, self.ahead
+        )
+        report.write(
+            folder,
+            STEM + name,
+            report.finite(speculation_report.document(points, self.about, setup, line)),
+            text,
+            speculation_report.svg(points, self.about, setup, line),
+        )
         write_costs(self.costs, folder, name)
 
 
 def write_costs(costs: CostTable, folder: Path, name: str) -> None:
     """A table as `--draft-costs` takes it, whole or not at all. Raises InputError when it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"speculation_costs_{name}.json", json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n")
+    write_whole(
+        folder / f"speculation_costs_{name}.json", json.dumps(costs.document(), indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def _about_trace(kind: str, trace: Trace) -> dict:
@@ -87,25 +110,47 @@ def _about_trace(kind: str, trace: Trace) -> dict:
 
 
 def read(paths: Sequence[Path], traces: Sequence[tuple[str, Trace]]) -> Race:
-    """The race that JSON files of this report hold: of one model, commit and device, each batch in one of them. Raises InputError, also
-    where the traces that judged it are not among `traces` (kind, trace)."""
+    """The race that JSON files of this report hold: of one model, commit and device, each batch in one of them. Raises
+    InputError, also where the traces that judged it are not among `traces` (kind, trace)."""
     races = [read_document(path, lambda document: _parsed(document, traces)) for path in paths]
     first = races[0]
     for path, race in zip(paths, races):
-        differ = [key for key in SAME if race.about[key] != first.about[key]] + [key for key in ("title", "ahead") if getattr(race, key) != getattr(first, key)]
+        differ = [key for key in SAME if race.about[key] != first.about[key]] + [
+            key for key in ("title", "ahead") if getattr(race, key) != getattr(first, key)
+        ]
         if differ:
-            raise InputError(f"{paths[0]} and {path}: {', '.join(differ)} differ; expected runs of one model, commit and device")
+            raise InputError(
+                f"{paths[0]} and {path}: {', '.join(differ)} differ; expected runs of one model, commit and device"
+            )
     batches = [batch for race in races for batch in sorted({r.batch for r in race.ran})]
     if len(batches) > len(set(batches)):
         raise InputError(f"{', '.join(map(str, paths))} have batches {batches}; expected each in one file")
-    of_batches = lambda of: {n: value for race in races for n, value in of(race).items()} | {
-        n: of(race)[n] for race in races for n in {r.batch for r in race.ran} & of(race).keys()}  # of a batch that was cut off, the file's in which it ran
+    of_batches = lambda of: (
+        {n: value for race in races for n, value in of(race).items()}
+        | {
+            # of a batch that was cut off, the file's in which it ran
+            n: of(race)[n]
+            for race in races
+            for n in {r.batch for r in race.ran} & of(race).keys()
+        }
+    )
     command = lambda of: {"command": "; ".join(dict.fromkeys(of(race)["command"] for race in races))}
-    costs = CostTable(first.costs.name, first.costs.padding, of_batches(lambda race: race.costs.batches),
-                      dict(first.costs.provenance) | command(lambda race: race.costs.provenance))
+    costs = CostTable(
+        first.costs.name,
+        first.costs.padding,
+        of_batches(lambda race: race.costs.batches),
+        dict(first.costs.provenance) | command(lambda race: race.costs.provenance),
+    )
     whole = {trace.name: (kind, trace) for race in races for kind, trace in race.traces}
-    return Race(first.title, dict(first.about) | command(lambda race: race.about), costs, list(whole.values()),
-                of_batches(lambda race: race.tokens), [r for race in races for r in race.ran], first.ahead)
+    return Race(
+        first.title,
+        dict(first.about) | command(lambda race: race.about),
+        costs,
+        list(whole.values()),
+        of_batches(lambda race: race.tokens),
+        [r for race in races for r in race.ran],
+        first.ahead,
+    )
 
 
 def _parsed(document: object, traces: Sequence[tuple[str, Trace]]) -> Race:
@@ -113,18 +158,28 @@ def _parsed(document: object, traces: Sequence[tuple[str, Trace]]) -> Race:
         about, setup = document["about"], document["setup"]
         ran = [Timed(**{key: value for key, value in r.items() if key != "tokens_per_second"}) for r in setup["ran"]]
         title, costs, judges = setup["title"], parse_costs(setup["costs"]), setup["traces"]
-        missing = [key for key in ("command", *SAME) if key not in about] + ["command of costs"] * ("command" not in costs.provenance)
-        tokens = {int(batch): count for batch, count in setup["tokens"].items()} if "tokens" in setup else \
-            {r.batch: len(r.rounds) for r in ran if r.policy == Static(0).name}  # a token a round
+        missing = [key for key in ("command", *SAME) if key not in about] + ["command of costs"] * (
+            "command" not in costs.provenance
+        )
+        tokens = (
+            {int(batch): count for batch, count in setup["tokens"].items()}
+            if "tokens" in setup
+            else {r.batch: len(r.rounds) for r in ran if r.policy == Static(0).name}
+        )  # a token a round
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{error!r}; expected the JSON of a report of scripts/bench_speculation.py") from None
     if missing:
-        raise InputError(f"about has no {', '.join(missing)}; expected the JSON of a report of scripts/bench_speculation.py")
+        raise InputError(
+            f"about has no {', '.join(missing)}; expected the JSON of a report of scripts/bench_speculation.py"
+        )
     same = lambda a, b: json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
     known = [next(((k, t) for k, t in traces if same(_about_trace(k, t), judge)), None) for judge in judges]
     for judge, found in zip(judges, known):
         if found is None:
-            raise InputError(f"trace {judge['name']!r} judged this race and is not among those given; expected it by --trace KIND=FILE")
+            raise InputError(
+                f"trace {judge['name']!r} judged this race and is not among those given; expected it by --trace "
+                "KIND=FILE"
+            )
     race = Race(title, about, costs, known, tokens, ran, setup.get("ahead", 1))
     _check_excerpts(race)
     return race
@@ -137,9 +192,15 @@ def _check_excerpts(race: Race) -> None:
         size = next((k for k in range(LARGEST + 1) if r.policy == Static(k).name), None)
         if r.trace in whole and size is not None:
             if r.batch not in race.tokens:
-                raise InputError(f"how many tokens a row of batch {r.batch} had is neither in setup.tokens nor seen: no speculation did not run")
-            found = simulate(Static(size), part(whole[r.trace], r.batch, race.tokens[r.batch]), race.costs, r.batch,
-                             ahead=race.ahead).tokens_per_second
+                raise InputError(
+                    f"how many tokens a row of batch {r.batch} had is neither in setup.tokens nor seen: no "
+                    "speculation did not run"
+                )
+            found = simulate(
+                Static(size), part(whole[r.trace], r.batch, race.tokens[r.batch]), race.costs, r.batch, ahead=race.ahead
+            ).tokens_per_second
             if abs(found - r.expected) > 1e-9 * r.expected:
-                raise InputError(f"{r.policy} on {r.trace}, batch {r.batch}, is expected to make {found:.1f} tokens/s of this trace and was "
-                                 f"expected to make {r.expected:.1f}: another trace judged that race")
+                raise InputError(
+                    f"{r.policy} on {r.trace}, batch {r.batch}, is expected to make {found:.1f} tokens/s of this "
+                    f"trace and was expected to make {r.expected:.1f}: another trace judged that race"
+                )

@@ -10,15 +10,26 @@ import triton.language as tl
 
 from dsv4.timing import FLUSH_BYTES, Clock, Timing, capture, percentile, summary
 
-__all__ = ["FLUSH_BYTES", "Clock", "Machine", "Timing", "capture", "device_kernels", "measure_machine", "percentile", "read_bandwidth",
-           "summary", "what_each_adds"]
+__all__ = [
+    "FLUSH_BYTES",
+    "Clock",
+    "Machine",
+    "Timing",
+    "capture",
+    "device_kernels",
+    "measure_machine",
+    "percentile",
+    "read_bandwidth",
+    "summary",
+    "what_each_adds",
+]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured at the start of a run. bandwidth: B/s at which 1 GiB is read, or copied if that is faster; copy: B/s that a
-    copy of 1 GiB reads and writes; matmul: bf16 FLOP/s of an 8192-cubed product; empty_us: a replay of one empty kernel
-    between two events; dependent_us: each further kernel that waits for the one before."""
+    """Measured at the start of a run. bandwidth: B/s at which 1 GiB is read, or copied if that is faster; copy: B/s
+    that a copy of 1 GiB reads and writes; matmul: bf16 FLOP/s of an 8192-cubed product; empty_us: a replay of one empty
+    kernel between two events; dependent_us: each further kernel that waits for the one before."""
 
     device: str
     bandwidth: float
@@ -29,10 +40,11 @@ class Machine:
 
 
 def device_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
-    """(name, µs from its start to its end, µs that it adds) of what one call of run puts on the device, in order, copies and fills
-    as well. Kernels may start before others end, and wait for them: what one adds runs from the last end of those before it to its
-    own. The profiler may slow what is timed after it in the same process."""
+    """(name, µs from its start to its end, µs that it adds) of what one call of run puts on the device, in order,
+    copies and fills as well. Kernels may start before others end, and wait for them: what one adds runs from the last
+    end of those before it to its own. The profiler may slow what is timed after it in the same process."""
     from torch.profiler import ProfilerActivity, profile
+
     run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -43,7 +55,8 @@ def device_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
 
 
 def what_each_adds(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """(name, its length, by how much it moves the latest end) of spans (name, start, end), in the order of their starts."""
+    """(name, its length, by how much it moves the latest end) of spans (name, start, end), in the order of their
+    starts."""
     spans = sorted(spans, key=lambda span: span[1])
     ends = accumulate((end for *_, end in spans), max, initial=spans[0][1] if spans else 0.0)
     return [(name, end - start, max(0.0, end - before)) for (name, start, end), before in zip(spans, ends)]
@@ -51,7 +64,8 @@ def what_each_adds(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str,
 
 @triton.jit
 def _read(source, sink, N: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Read N int32; program p the p-th part of every stride. Written only if the sum is one number, so as not to be dropped."""
+    """Read N int32; program p the p-th part of every stride. Written only if the sum is one number, so as not to be
+    dropped."""
     total = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for at in tl.range(0, N, PART, num_stages=1, loop_unroll_factor=4):
@@ -93,5 +107,11 @@ def measure_machine(clock: Clock) -> Machine:
     empty = clock.graphs([capture(lambda: one.add_(1))], 30)
     longer = clock.graphs([capture(chain)], 30)
     torch.cuda.empty_cache()
-    return Machine(torch.cuda.get_device_name(), max(read, copy), 2 * 8192 ** 3 / (product.hot_us * 1e-6), empty.hot_us,
-                   (longer.hot_us - empty.hot_us) / chained, copy)
+    return Machine(
+        torch.cuda.get_device_name(),
+        max(read, copy),
+        2 * 8192**3 / (product.hot_us * 1e-6),
+        empty.hot_us,
+        (longer.hot_us - empty.hot_us) / chained,
+        copy,
+    )

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 
 import torch
 
-A_SYNC = "called a synchronizing"  # torch's words for each one; another warning, once, says that this mode is a prototype
-CALLS = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"))  # of which torch says nothing
+# torch's words for each one; another warning, once, says that this mode is a prototype
+A_SYNC = "called a synchronizing"
+# of which torch says nothing
+CALLS = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"))
 
 
 @contextlib.contextmanager
 def counted_syncs() -> Iterator[list[str]]:
-    """A list that holds, when this is left, one message for every operation that made the host wait for the device: copies that return only
-    when they are done, and calls of `synchronize`. Without a CUDA device there is nothing to wait for, and calls alone are counted.
+    """A list that holds, when this is left, one message for every operation that made the host wait for the device:
+    copies that return only when they are done, and calls of `synchronize`. Without a CUDA device there is nothing to
+    wait for, and calls alone are counted.
 
     Polling (`Event.query`) is none. Operations of other threads count too.
     """
@@ -34,6 +37,7 @@ def _counted(owner, name: str, found: list[str]) -> Iterator[None]:
     def call(*args, **more):
         found.append(f"{owner.__name__}.{name}")
         return real(*args, **more)
+
     setattr(owner, name, call)
     try:
         yield

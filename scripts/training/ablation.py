@@ -2,7 +2,8 @@
 
     python -m scripts.training.ablation DATA STATE WINDOW_ONLY_STATE --out FILE.json [--device cuda] [--tokens 200000]
 
-Both read the same rows; the difference is paired by row, so its standard error is that of the difference and not of the text.
+Both read the same rows; the difference is paired by row, so its standard error is that of the difference and not of the
+text.
 """
 
 import argparse
@@ -10,9 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-
 from dsv4.errors import InputError
-from kernels.errors import Dsv4Error
+from dsv4.kernels.errors import Dsv4Error
 from scripts.measure_demo import Report
 from scripts.training import evaluation, state
 from scripts.training.evaluation import Figure, Limits
@@ -25,17 +25,33 @@ def compare(full: Path, window: Path, rows: Rows, limits: Limits, device: str, s
     """A figure a kind of text and length: mean of loss(window only) − loss(full), in nats a token."""
     at, other = (state.facts_of(directory) for directory in (full, window))
     if at["step"] != other["step"] or not other.get("window_only") or at.get("window_only"):
-        raise InputError(f"{full} is at step {at['step']} and {window} at {other['step']}; expected the model and its ablation "
-                         "(--window-only) at the same step")
-    losses = [evaluation.state_row_losses(directory, rows, LENGTHS, limits, device, say) for directory in (full, window)]
+        raise InputError(
+            f"{full} is at step {at['step']} and {window} at {other['step']}; expected the model and its ablation "
+            "(--window-only) at the same step"
+        )
+    losses = [
+        evaluation.state_row_losses(directory, rows, LENGTHS, limits, device, say) for directory in (full, window)
+    ]
     figures = []
     for (kind, length), mine in losses[0].items():
         theirs = losses[1][kind, length]
         gap = theirs.mean(1) - mine.mean(1)
         error = (gap.std() / len(gap) ** 0.5).item() if len(gap) > 1 else None
-        figures.append(Figure("window-only ablation", f"held-out {kind}, {length} tokens: loss above the model's", gap.mean().item(),
-                              mine.numel(), {"model": mine.mean().item(), "window_only": theirs.mean().item(), "rows": len(gap),
-                                             "standard_error": error, "step": at["step"]}))
+        figures.append(
+            Figure(
+                "window-only ablation",
+                f"held-out {kind}, {length} tokens: loss above the model's",
+                gap.mean().item(),
+                mine.numel(),
+                {
+                    "model": mine.mean().item(),
+                    "window_only": theirs.mean().item(),
+                    "rows": len(gap),
+                    "standard_error": error,
+                    "step": at["step"],
+                },
+            )
+        )
     return figures
 
 

@@ -6,26 +6,62 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.linear import Matrix, Storage
+from dsv4.loaders.expected import official_tensors
 from dsv4.model import Model
 from dsv4.numerics import Numerics
-from kernels.quantize import WeightFormat
-from loaders.expected import official_tensors
 
 CONFIG = dict(
-    architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", torch_dtype="bfloat16", vocab_size=4096, hidden_size=256,
-    num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=1, head_dim=64, qk_rope_head_dim=32, q_lora_rank=128,
-    o_groups=4, o_lora_rank=64, sliding_window=64, index_n_heads=8, index_head_dim=64, index_topk=64, n_routed_experts=16,
-    num_experts_per_tok=4, n_shared_experts=1, moe_intermediate_size=160, routed_scaling_factor=1.5,
-    compress_ratios=[0, 4, 4, 128, 4, 128, 4, 0, 0], num_hash_layers=2, swiglu_limit=10.0, hc_mult=4, hc_sinkhorn_iters=20,
-    hc_eps=1e-6, rms_norm_eps=1e-6, scoring_func="sqrtsoftplus", topk_method="noaux_tc", norm_topk_prob=True, hidden_act="silu",
-    rope_theta=10000, compress_rope_theta=160000, max_position_embeddings=131072,
+    architectures=["DeepseekV4ForCausalLM"],
+    model_type="deepseek_v4",
+    torch_dtype="bfloat16",
+    vocab_size=4096,
+    hidden_size=256,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=1,
+    head_dim=64,
+    qk_rope_head_dim=32,
+    q_lora_rank=128,
+    o_groups=4,
+    o_lora_rank=64,
+    sliding_window=64,
+    index_n_heads=8,
+    index_head_dim=64,
+    index_topk=64,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_shared_experts=1,
+    moe_intermediate_size=160,
+    routed_scaling_factor=1.5,
+    compress_ratios=[0, 4, 4, 128, 4, 128, 4, 0, 0],
+    num_hash_layers=2,
+    swiglu_limit=10.0,
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+    hc_eps=1e-6,
+    rms_norm_eps=1e-6,
+    scoring_func="sqrtsoftplus",
+    topk_method="noaux_tc",
+    norm_topk_prob=True,
+    hidden_act="silu",
+    rope_theta=10000,
+    compress_rope_theta=160000,
+    max_position_embeddings=131072,
     rope_scaling=dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=4096),
-    num_nextn_predict_layers=1, tie_word_embeddings=False, attention_bias=False, bos_token_id=0, eos_token_id=1, expert_dtype="fp4",
-    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128]),
+    num_nextn_predict_layers=1,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    expert_dtype="fp4",
+    quantization_config=dict(
+        activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", scale_fmt="ue8m0", weight_block_size=[128, 128]
+    ),
 )
-WINDOW_ONLY = CONFIG | dict(  # the ablation: every layer a window; wider experts make up for what compressors and indexers weigh
-    compress_ratios=[0] * len(CONFIG["compress_ratios"]), moe_intermediate_size=168)
+# the ablation: every layer a window; wider experts make up for what compressors and indexers weigh
+WINDOW_ONLY = CONFIG | dict(compress_ratios=[0] * len(CONFIG["compress_ratios"]), moe_intermediate_size=168)
 BF16 = Numerics("training", torch.bfloat16, torch.bfloat16, simulate=False, dense=True)
 QAT = Numerics("training qat", torch.bfloat16, torch.bfloat16, simulate=True, dense=True)
 FP32 = Numerics("training fp32", torch.float32, torch.float32, simulate=False, dense=True)
@@ -43,7 +79,8 @@ def build(raw: dict, numerics: Numerics, device: str) -> Model:
         if isinstance(module, Matrix):
             module.simulate = numerics.simulate and forms[f"{name}.weight"] is not WeightFormat.DENSE
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.is_floating_point() and not name.endswith("gate.bias"))  # balance moves the bias
+        # balance moves the bias
+        parameter.requires_grad_(parameter.is_floating_point() and not name.endswith("gate.bias"))
     return model
 
 
@@ -111,5 +148,5 @@ def _hash_table(config: ModelConfig, g: torch.Generator) -> torch.Tensor:
     E, k = config.n_routed_experts, config.num_experts_per_tok
     first = torch.arange(config.vocab_size) % E
     first = first[torch.randperm(config.vocab_size, generator=g)]
-    steps = 1 + torch.argsort(torch.rand(config.vocab_size, E - 1, generator=g), 1)[:, :k - 1]
+    steps = 1 + torch.argsort(torch.rand(config.vocab_size, E - 1, generator=g), 1)[:, : k - 1]
     return torch.cat((first[:, None], (first[:, None] + steps) % E), 1)

@@ -1,7 +1,8 @@
 """MODEL_CARD.md of a trained checkpoint, from what was measured: nothing in it is typed by hand but the words around.
 
-    python -m scripts.training.card demo DATA LOG.jsonl MEASURED.json … --hardware "one NVIDIA H200" --seconds 1967 --commit abc1234
-    python -m scripts.training.card demo_gqa DATA audits/train_gqa.jsonl MEASURED.json … --hardware … --seconds … --commit …
+python -m scripts.training.card demo DATA LOG.jsonl MEASURED.json … --hardware "one NVIDIA H200" --seconds 1967
+--commit abc1234 python -m scripts.training.card demo_gqa DATA audits/train_gqa.jsonl MEASURED.json … --hardware …
+--seconds … --commit …
 """
 
 import argparse
@@ -12,9 +13,11 @@ from pathlib import Path
 
 HEAD = """# The demo checkpoint
 
-A small model of the DeepSeek-V4 architecture, trained from scratch for this repository, in the official on-disk layout. It is a
+A small model of the DeepSeek-V4 architecture, trained from scratch for this repository, in the official on-disk \
+layout. It is a
 test article: every mechanism of the architecture carries load in it, so that a loader, a kernel, a probe or another
-implementation can be tried on a laptop against real score distributions. It knows a table of facts, finds needles across
+implementation can be tried on a laptop against real score distributions. It knows a table of facts, finds needles \
+across
 thousands of tokens, and continues Python; it is not a useful assistant.
 
 Licence of the weights: that of this repository. They were trained on the texts listed below, under their own licences.
@@ -23,9 +26,12 @@ Licence of the weights: that of this repository. They were trained on the texts 
 
 GQA_HEAD = """# The small GQA checkpoint
 
-A small model with grouped-query attention, in the layout of Qwen2 as transformers reads it, trained from scratch for this repository by
-the recipe of [the demo](../demo/MODEL_CARD.md), attention dense throughout, on its kinds of data (collected again: the table below). It is a test article: what a policy that reads its
-cache sparsely loses, what stopping early costs and what a host-memory tier moves are measured on attention that was learnt, with facts and
+A small model with grouped-query attention, in the layout of Qwen2 as transformers reads it, trained from scratch for \
+this repository by
+the recipe of [the demo](../demo/MODEL_CARD.md), attention dense throughout, on its kinds of data (collected again: \
+the table below). It is a test article: what a policy that reads its
+cache sparsely loses, what stopping early costs and what a host-memory tier moves are measured on attention that was \
+learnt, with facts and
 needles that are really found. It is not a useful assistant.
 
 Licence of the weights: that of this repository. They were trained on the texts listed below, under their own licences.
@@ -47,18 +53,31 @@ def table(head: list[str], rows: list[list]) -> str:
 
 def architecture(raw: dict, demo: Path) -> str:
     kinds = {0: "window", 4: "CSA", 128: "HCA"}
-    layers = raw["compress_ratios"][:raw["num_hidden_layers"]]
+    layers = raw["compress_ratios"][: raw["num_hidden_layers"]]
     size = sum(f.stat().st_size for f in demo.iterdir() if f.suffix != ".md")
     rows = [
-        ["layers", ", ".join(kinds[r] for r in layers) + f"; MTP block: window; the first {raw['num_hash_layers']} route by hash"],
+        [
+            "layers",
+            ", ".join(kinds[r] for r in layers)
+            + f"; MTP block: window; the first {raw['num_hash_layers']} route by hash",
+        ],
         ["width, streams", f"{raw['hidden_size']}, {raw['hc_mult']} hyper-connection streams"],
-        ["attention", f"{raw['num_attention_heads']} heads × {raw['head_dim']} ({raw['qk_rope_head_dim']} rotated), "
-                      f"window {raw['sliding_window']}, sinks; low-rank queries {raw['q_lora_rank']}"],
+        [
+            "attention",
+            f"{raw['num_attention_heads']} heads × {raw['head_dim']} ({raw['qk_rope_head_dim']} rotated), "
+            f"window {raw['sliding_window']}, sinks; low-rank queries {raw['q_lora_rank']}",
+        ],
         ["indexer", f"{raw['index_n_heads']} heads × {raw['index_head_dim']}, the best {raw['index_topk']} entries"],
-        ["experts", f"{raw['n_routed_experts']} routed, {raw['num_experts_per_tok']} a token, 1 shared; "
-                    f"width {raw['moe_intermediate_size']}"],
-        ["positions", f"YaRN ×{raw['rope_scaling']['factor']} from {raw['rope_scaling']['original_max_position_embeddings']} "
-                      "on CSA and HCA layers"],
+        [
+            "experts",
+            f"{raw['n_routed_experts']} routed, {raw['num_experts_per_tok']} a token, 1 shared; "
+            f"width {raw['moe_intermediate_size']}",
+        ],
+        [
+            "positions",
+            f"YaRN ×{raw['rope_scaling']['factor']} from {raw['rope_scaling']['original_max_position_embeddings']} "
+            "on CSA and HCA layers",
+        ],
         ["stored", f"FP8 E4M3 (128×128 blocks, E8M0 scales), MXFP4 experts, {size:,} B in all"],
     ]
     return "## Architecture\n\n" + table(["", ""], rows)
@@ -69,8 +88,11 @@ def gqa_architecture(raw: dict, demo: Path) -> str:
     size = sum(f.stat().st_size for f in demo.iterdir() if f.suffix != ".md")
     rows = [
         ["layers, width", f"{c['num_hidden_layers']}, {c['hidden_size']}; MLP {c['intermediate_size']}, SiLU"],
-        ["attention", f"{c['num_attention_heads']} query heads, {c['num_key_value_heads']} KV heads × {c['head_dim']}, full in every layer; biases "
-                      "of queries, keys and values"],
+        [
+            "attention",
+            f"{c['num_attention_heads']} query heads, {c['num_key_value_heads']} KV heads × {c['head_dim']}, full in "
+            "every layer; biases of queries, keys and values",
+        ],
         ["positions", f"RoPE, θ = {c['rope_theta']:,.0f}, up to {c['max_position_embeddings']:,} tokens"],
         ["vocabulary", f"{c['vocab_size']:,}, tied embeddings"],
         ["stored", f"bf16, {size:,} B in all"],
@@ -86,19 +108,24 @@ def stages(log: Path, columns: dict[str, str]) -> str:
         tokens, tail = part[-1]["tokens"] - before, part[-8:]
         before = part[-1]["tokens"]
         means = [f"{sum(row[key] for row in tail) / len(tail):.3f}" for key in columns.values()]
-        found.append([name, f"{tokens / 1e6:.0f}M", f"{sum(r['tokens_per_s'] for r in part) / len(part) / 1e3:.0f}K", *means])
+        found.append(
+            [name, f"{tokens / 1e6:.0f}M", f"{sum(r['tokens_per_s'] for r in part) / len(part) / 1e3:.0f}K", *means]
+        )
     return table(["stage (row length)", "tokens", "tokens/s", *columns], found)
 
 
 def gqa_recipe(log: Path, about: dict) -> str:
     return f"""## Recipe
 
-`python -m scripts.training.corpus DATA`, then `python scripts/train_gqa.py DATA STATE --minutes 7.3`, then `--export demo_gqa` (`GQA` of
-`scripts/training/recipe.py`). Seed {about['seed']}; {about['hardware']}, {about['seconds']:.1f} s of training; code at commit {about['commit']}.
+`python -m scripts.training.corpus DATA`, then `python scripts/train_gqa.py DATA STATE --minutes 7.3`, then `--export \
+demo_gqa` (`GQA` of
+`scripts/training/recipe.py`). Seed {about["seed"]}; {about["hardware"]}, {about["seconds"]:.1f} s of training; code \
+at commit {about["commit"]}.
 Matrices are trained by Muon, the rest by AdamW.
 
 {stages(log, {"loss": "next"})}
-Losses are nats a token at the stage's end, answers of needles weighted 6. The log and its plot: `audits/train_gqa.jsonl`,
+Losses are nats a token at the stage's end, answers of needles weighted 6. The log and its plot: \
+`audits/train_gqa.jsonl`,
 `audits/train_gqa.svg`.
 """
 
@@ -106,29 +133,43 @@ Losses are nats a token at the stage's end, answers of needles weighted 6. The l
 def demo_recipe(log: Path, about: dict) -> str:
     text = f"""## Recipe
 
-`python -m scripts.training.corpus DATA`, then `python scripts/train_demo.py DATA STATE` until it is done, then `--export`. Seed
-{about['seed']}; {about['hardware']}, {about['seconds'] / 60:.1f} minutes in all; code at commit {about['commit']}. Matrices are
-trained by Muon, the rest by AdamW; experts are balanced by their routing bias, without an auxiliary loss. The indexer learns
-from the KL of the dense attention's mass over entries, on 128 queries of each row. "dense": every visible entry is attended to.
+`python -m scripts.training.corpus DATA`, then `python scripts/train_demo.py DATA STATE` until it is done, then \
+`--export`. Seed
+{about["seed"]}; {about["hardware"]}, {about["seconds"] / 60:.1f} minutes in all; code at commit {about["commit"]}. \
+Matrices are
+trained by Muon, the rest by AdamW; experts are balanced by their routing bias, without an auxiliary loss. The \
+indexer learns
+from the KL of the dense attention's mass over entries, on 128 queries of each row. "dense": every visible entry is \
+attended to.
 "gathered": the indexer's selection, and a loss that draws the dense attention's mass into it. "simulated": the official
-quantisation simulation, weights as they will be stored. The ablation (`--window-only`) has window layers only and wider experts
+quantisation simulation, weights as they will be stored. The ablation (`--window-only`) has window layers only and \
+wider experts
 for the same number of parameters; both are compared at the same step.
 
 """
-    return text + stages(log, {"loss": "next", "draft loss": "draft", "indexer KL": "indexer", "mass kept": "kept"}) + (
-        "\nLosses are nats a token at the stage's end, answers of needles weighted 6. The logs and their plot: `audits/train_demo.jsonl`, "
-        "`audits/train_demo_window_only.jsonl`, `audits/train_demo.svg`.\n")
+    return (
+        text
+        + stages(log, {"loss": "next", "draft loss": "draft", "indexer KL": "indexer", "mass kept": "kept"})
+        + (
+            "\nLosses are nats a token at the stage's end, answers of needles weighted 6. The logs and their plot: "
+            "`audits/train_demo.jsonl`, `audits/train_demo_window_only.jsonl`, `audits/train_demo.svg`.\n"
+        )
+    )
 
 
 def sources(data: Path) -> str:
     found = json.loads((data / "sources.json").read_text())
-    rows = [[name, s["version"], s["licence"], f"{s['documents']:,}", f"{s['tokens_train']:,}", f"{s['tokens_heldout']:,}"]
-            for name, s in sorted(found.items(), key=lambda item: -item[1]["tokens_train"])]
+    rows = [
+        [name, s["version"], s["licence"], f"{s['documents']:,}", f"{s['tokens_train']:,}", f"{s['tokens_heldout']:,}"]
+        for name, s in sorted(found.items(), key=lambda item: -item[1]["tokens_train"])
+    ]
     total = [sum(s[key] for s in found.values()) for key in ("documents", "tokens_train", "tokens_heldout")]
     rows.append(["in all", "", "", *(f"{n:,}" for n in total)])
-    return ("## Data\n\nText that comes with CPython and with this repository's pinned dependencies; beside it generated facts, needles, "
-            "copies and two-hop questions (`scripts/training/rows.py`, `facts.py`). Held out by file.\n\n"
-            + table(["source", "version", "licence", "documents", "training tokens", "held-out tokens"], rows))
+    return (
+        "## Data\n\nText that comes with CPython and with this repository's pinned dependencies; beside it generated "
+        "facts, needles, copies and two-hop questions (`scripts/training/rows.py`, `facts.py`). Held out by file.\n\n"
+        + table(["source", "version", "licence", "documents", "training tokens", "held-out tokens"], rows)
+    )
 
 
 def results(figures: list[dict]) -> str:
@@ -137,8 +178,23 @@ def results(figures: list[dict]) -> str:
     for figure in figures:
         by_part[figure["part"]].append(figure)
     for part, rows in by_part.items():
-        text += f"### {part}\n\n" + table(["measured", "numerics", "value", "samples", "beside it"], [
-            [f["name"].replace("|", "\\|"), f["numerics"], f"{f['value']:.4f}", f"{f['count']:,}", beside(f["details"])] for f in rows]) + "\n"
+        text += (
+            f"### {part}\n\n"
+            + table(
+                ["measured", "numerics", "value", "samples", "beside it"],
+                [
+                    [
+                        f["name"].replace("|", "\\|"),
+                        f["numerics"],
+                        f"{f['value']:.4f}",
+                        f"{f['count']:,}",
+                        beside(f["details"]),
+                    ]
+                    for f in rows
+                ],
+            )
+            + "\n"
+        )
     return text
 
 
@@ -149,8 +205,9 @@ def beside(details: dict) -> str:
 
 def provenance(figures: list[dict]) -> str:
     runs = sorted({(f["command"], f["device"], f["torch"], f["commit"], f["date"][:10]) for f in figures})
-    return "## How the figures were obtained\n\n" + table(["command", "device", "torch", "commit", "date"],
-                                                            [[f"`{run[0]}`", *run[1:]] for run in runs])
+    return "## How the figures were obtained\n\n" + table(
+        ["command", "device", "torch", "commit", "date"], [[f"`{run[0]}`", *run[1:]] for run in runs]
+    )
 
 
 def main() -> None:
@@ -164,6 +221,7 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what falls short, put at the top")
     args = parser.parse_args()
     from scripts.training.stretch import SEED
+
     text = card(args.demo, args.data, args.log, args.measured, vars(args) | {"seed": SEED})
     if args.note:
         text = text.replace("\n## Architecture", f"\n## Where it falls short\n\n{args.note}\n\n## Architecture", 1)

@@ -1,6 +1,6 @@
 """Replayed gradients differ from eager ones by no more than eager ones from each other (atomics), on a GPU.
 
-    python -m scripts.training.check_graph
+python -m scripts.training.check_graph
 """
 
 import torch
@@ -36,8 +36,11 @@ def check(name: str, numerics) -> bool:
     floor, difference = ((part / whole) ** 0.5 for part, whole in away.values())
     wrong = not difference <= 2 * floor + 1e-6 or len(replayed.graphs) != 2
     wrong = wrong or len(replayed.trainee.chosen) != len(eager.trainee.chosen) or not replayed.trainee.chosen
-    print(f"{'WRONG' if wrong else 'ok   '} {name}: relative difference of all gradients and losses from an eager step: "
-          f"another eager one {floor:.1e}, a replayed one {difference:.1e}, {len(replayed.graphs)} graphs", flush=True)
+    print(
+        f"{'WRONG' if wrong else 'ok   '} {name}: relative difference of all gradients and losses from an eager "
+        f"step: another eager one {floor:.1e}, a replayed one {difference:.1e}, {len(replayed.graphs)} graphs",
+        flush=True,
+    )
     return wrong
 
 

@@ -1,7 +1,8 @@
-"""What a trained checkpoint can do, measured on the loaded model: facts, needles, the indexer's picks, loss, MTP drafts.
+"""What a trained checkpoint can do, measured on the loaded model: facts, needles, the indexer's picks, loss, MTP
+drafts.
 
-Every part takes the model, what to ask it, and `Limits`, and returns figures. Needles and the dense attention's mass are those
-of `probes.recall`.
+Every part takes the model, what to ask it, and `Limits`, and returns figures. Needles and the dense attention's mass
+are those of `dsv4.probes.recall`.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from tokenizers import Tokenizer
 
 from dsv4.attention import CSAAttention
 from dsv4.model import Model
+from dsv4.probes.bounds import lower_bound
+from dsv4.probes.recall import needles as needles_of
+from dsv4.probes.recall.haystack import CHANCE, filler
+from dsv4.probes.recall.mass import dense_mass, watched, window_only
+from dsv4.probes.recall.needles import Asked, Haystack, answered, hidden, reach, replies
 from dsv4.sequence import whole
-from probes.bounds import lower_bound
-from probes.recall import needles as needles_of
-from probes.recall.haystack import CHANCE, filler
-from probes.recall.mass import dense_mass, watched, window_only
-from probes.recall.needles import Asked, Haystack, answered, hidden, reach, replies
 from scripts.training.facts import RELATIONS
 from scripts.training.rows import Encoder, Rows
 from scripts.training.tokenizer import BOS_ID
@@ -66,8 +67,11 @@ def facts(model: Model, tokenizer: Tokenizer, limits: Limits, say: Say) -> list[
     asked = [Asked([BOS_ID, *encode(form.format(key))], encode(f" {value}")) for form, key, value in tables]
     said = replies(model, asked, limits, lambda text: say(f"facts: {text}"))
     hits = [reply == a.answer for a, reply in zip(asked, said)]
-    wrong = {f"{form.format(key)} {value}": tokenizer.decode(reply, skip_special_tokens=False)
-             for (form, key, value), reply, hit in zip(tables, said, hits) if not hit}
+    wrong = {
+        f"{form.format(key)} {value}": tokenizer.decode(reply, skip_special_tokens=False)
+        for (form, key, value), reply, hit in zip(tables, said, hits)
+        if not hit
+    }
     figures = [_share("facts", "all", hits, {"wrong": wrong})]
     for form in RELATIONS:
         figures.append(_share("facts", form, [hit for (f, _, _), hit in zip(tables, hits) if f == form]))
@@ -82,12 +86,25 @@ def _share(part: str, name: str, hits: list[bool], details: dict | None = None) 
 # ---- needles -----------------------------------------------------------------------------
 
 
-HAYSTACKS = (Haystack("held-out prose", True), Haystack("filler", False), Haystack("held-out prose, window only", True, True))
+HAYSTACKS = (
+    Haystack("held-out prose", True),
+    Haystack("filler", False),
+    Haystack("held-out prose, window only", True, True),
+)
 
 
-def needles(model: Model, rows: Rows, lengths: list[int], trials: int, limits: Limits, say: Say,
-            haystacks: tuple[Haystack, ...] = HAYSTACKS, seed: int = 0) -> list[Figure]:
-    """Share of needles found by length, in `trials` contexts of one needle each; the same trials whatever the numerics."""
+def needles(
+    model: Model,
+    rows: Rows,
+    lengths: list[int],
+    trials: int,
+    limits: Limits,
+    say: Say,
+    haystacks: tuple[Haystack, ...] = HAYSTACKS,
+    seed: int = 0,
+) -> list[Figure]:
+    """Share of needles found by length, in `trials` contexts of one needle each; the same trials whatever the
+    numerics."""
     figures = []
     for haystack in haystacks:
         for length in lengths:
@@ -96,10 +113,22 @@ def needles(model: Model, rows: Rows, lengths: list[int], trials: int, limits: L
             note = lambda text: say(f"needles, {haystack.name}, {length}: {text}")
             with window_only(model) if haystack.window_only else nullcontext():
                 hits = answered(model, asked, limits, note)
-            figures.append(_share("needles", f"{haystack.name}, {length} tokens", hits, {
-                "at_least": lower_bound(sum(hits), len(hits)), "haystack": haystack.name, "length": length,
-                "beyond": reach(model), "seed": seed, "chance": CHANCE,
-                "trials": [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(asked, hits)]}))
+            figures.append(
+                _share(
+                    "needles",
+                    f"{haystack.name}, {length} tokens",
+                    hits,
+                    {
+                        "at_least": lower_bound(sum(hits), len(hits)),
+                        "haystack": haystack.name,
+                        "length": length,
+                        "beyond": reach(model),
+                        "seed": seed,
+                        "chance": CHANCE,
+                        "trials": [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(asked, hits)],
+                    },
+                )
+            )
     return figures
 
 
@@ -110,24 +139,30 @@ def text_rows(stream: np.ndarray, length: int, count: int) -> torch.Tensor:
     """int64 [count or fewer, length]: BOS and length − 1 tokens, from places spread evenly, none read twice."""
     count = min(count, len(stream) // (length - 1))
     starts = [i * (len(stream) // count) for i in range(count)]
-    text = torch.from_numpy(np.stack([stream[s:s + length - 1] for s in starts]).astype(np.int64))
+    text = torch.from_numpy(np.stack([stream[s : s + length - 1] for s in starts]).astype(np.int64))
     return torch.cat((torch.full((count, 1), BOS_ID), text), 1)
 
 
 def losses(model: Model, rows: Rows, lengths: list[int], limits: Limits, say: Say) -> list[Figure]:
-    """Nats per token of the rows' split, each row from an empty context. Training text far below held-out is memorised."""
+    """Nats per token of the rows' split, each row from an empty context. Training text far below held-out is
+    memorised."""
     of = lambda ids: _losses_of(model, ids, limits.chunk)
     return _figures("loss", rows, _row_losses(of, rows, lengths, limits, lambda text: say(f"loss, {text}")))
 
 
-def state_losses(directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str, say: Say) -> list[Figure]:
+def state_losses(
+    directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str, say: Say
+) -> list[Figure]:
     """The same of a training state: its weights in bf16, nothing quantised, through the training operations."""
     part = "loss before quantisation"
-    return _figures(part, rows, state_row_losses(directory, rows, lengths, limits, device, lambda text: say(f"{part}, {text}")))
+    return _figures(
+        part, rows, state_row_losses(directory, rows, lengths, limits, device, lambda text: say(f"{part}, {text}"))
+    )
 
 
-def state_row_losses(directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str,
-                     say: Say) -> dict[tuple[str, int], torch.Tensor]:
+def state_row_losses(
+    directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str, say: Say
+) -> dict[tuple[str, int], torch.Tensor]:
     """(kind, length) → nats fp64 [rows, length] of a training state."""
     model = state_model(directory, device)
 
@@ -135,8 +170,14 @@ def state_row_losses(directory: Path, rows: Rows, lengths: list[int], limits: Li
     def of(ids: torch.Tensor) -> torch.Tensor:
         streams = whole(model, ids[:, :-1].to(device))[0].unflatten(0, (ids.shape[0], -1))
         per = max(1, LOGIT_TOKENS // ids.shape[0])
-        return torch.cat([_cross_entropy(model.head(model.features(s.flatten(0, 1))), t.to(device))
-                          for s, t in zip(streams.split(per, 1), ids[:, 1:].split(per, 1))], 1).cpu()
+        return torch.cat(
+            [
+                _cross_entropy(model.head(model.features(s.flatten(0, 1))), t.to(device))
+                for s, t in zip(streams.split(per, 1), ids[:, 1:].split(per, 1))
+            ],
+            1,
+        ).cpu()
+
     most = 1 << (12 if torch.device(device).type == "cpu" else 16)  # whole rows at once; on a CPU with masks of T × T
     return _row_losses(of, rows, lengths, replace(limits, tokens=min(limits.tokens, most)), say)
 
@@ -146,6 +187,7 @@ def state_model(directory: Path, device: str) -> Model:
     from scripts.training import state
     from scripts.training.architecture import BF16, CONFIG, WINDOW_ONLY, build, shipped_forms
     from scripts.training.trainee import cast
+
     model = build(WINDOW_ONLY if state.facts_of(directory).get("window_only") else CONFIG, BF16, device)
     parameters, forms = dict(model.named_parameters()), shipped_forms(model)
     state.load(directory, {f"model.{name}": p for name, p in parameters.items()})
@@ -155,7 +197,9 @@ def state_model(directory: Path, device: str) -> Model:
     return model
 
 
-def _row_losses(of: Callable, rows: Rows, lengths: list[int], limits: Limits, say: Say) -> dict[tuple[str, int], torch.Tensor]:
+def _row_losses(
+    of: Callable, rows: Rows, lengths: list[int], limits: Limits, say: Say
+) -> dict[tuple[str, int], torch.Tensor]:
     """of(ids [B, T + 1]) → nats [B, T]; here by (kind, length), fp64 [rows, length]."""
     found = {}
     for kind in KINDS:
@@ -172,8 +216,16 @@ def _row_losses(of: Callable, rows: Rows, lengths: list[int], limits: Limits, sa
 def _figures(part: str, rows: Rows, losses: dict[tuple[str, int], torch.Tensor]) -> list[Figure]:
     text = "training" if rows.split == "train" else "held-out"
     error = lambda nats: (nats.mean(1).std() / len(nats) ** 0.5).item() if len(nats) > 1 else None
-    return [Figure(part, f"{text} {kind}, {length} tokens", nats.mean().item(), nats.numel(),
-                   {"rows": len(nats), "standard_error": error(nats)}) for (kind, length), nats in losses.items()]
+    return [
+        Figure(
+            part,
+            f"{text} {kind}, {length} tokens",
+            nats.mean().item(),
+            nats.numel(),
+            {"rows": len(nats), "standard_error": error(nats)},
+        )
+        for (kind, length), nats in losses.items()
+    ]
 
 
 def _losses_of(model: Model, ids: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -212,7 +264,9 @@ def indexer(model: Model, rows: Rows, lengths: list[int], limits: Limits, say: S
             kept: dict[int, list[torch.Tensor]] = {}
             for batch in ids.split(max(1, min(8, limits.tokens // length))):
                 _watch(model, batch, limits.chunk, kept)
-                say(f"indexer, {kind}, {length}: {sum(len(m) for m in kept[min(kept)])} of {len(ids) * QUERIES} queries")
+                say(
+                    f"indexer, {kind}, {length}: {sum(len(m) for m in kept[min(kept)])} of {len(ids) * QUERIES} queries"
+                )
             for layer, parts in kept.items():
                 figures.append(_kept_figure(f"layer {layer}, {kind}, {length} tokens", torch.cat(parts)))
             figures.append(_kept_figure(f"all CSA layers, {kind}, {length} tokens", torch.cat(sum(kept.values(), []))))
@@ -226,6 +280,7 @@ def _watch(model: Model, ids: torch.Tensor, chunk: int, kept: dict[int, list[tor
 
     def see(layer: int, *held) -> None:
         kept.setdefault(layer, []).append(masses(*held).cpu())
+
     with watched(model, see):
         model.append(ids[:, -QUERIES:], cache, logits="none", chunk=QUERIES)
 
@@ -244,36 +299,59 @@ def masses(attn: CSAAttention, x, qr, q, window, window_index, step, cache) -> t
 
 
 def _kept_figure(name: str, found: torch.Tensor) -> Figure:
-    """found fp64 [queries, 4] of `masses`. The value is the share summed over queries: those weigh as they use entries."""
+    """found fp64 [queries, 4] of `masses`. The value is the share summed over queries: those weigh as they use
+    entries."""
     total, selected, best, chance = found.unbind(-1)
     used = total > 0
     share = lambda part: (part[used] / total[used]).mean().item()
-    return Figure("indexer", name, (selected.sum() / total.sum()).item(), len(found), {
-        "mean_of_queries": share(selected), "of_all_attention": (1 - total + selected).mean().item(),
-        "best_possible": (best.sum() / total.sum()).item(), "best_mean_of_queries": share(best),
-        "best_of_all_attention": (1 - total + best).mean().item(), "chance": chance.mean().item(),
-        "mass_of_entries": total.mean().item()})
+    return Figure(
+        "indexer",
+        name,
+        (selected.sum() / total.sum()).item(),
+        len(found),
+        {
+            "mean_of_queries": share(selected),
+            "of_all_attention": (1 - total + selected).mean().item(),
+            "best_possible": (best.sum() / total.sum()).item(),
+            "best_mean_of_queries": share(best),
+            "best_of_all_attention": (1 - total + best).mean().item(),
+            "chance": chance.mean().item(),
+            "mass_of_entries": total.mean().item(),
+        },
+    )
 
 
 # ---- MTP ---------------------------------------------------------------------------------
 
 
-def mtp(model: Model, rows: Rows, limits: Limits, say: Say, length: int = 1024, prompt: int = 256,
-        new: int = 256) -> list[Figure]:
-    """Share of drafts that greedy verification accepts: on held-out text, and on the model's own greedy continuations."""
+def mtp(
+    model: Model, rows: Rows, limits: Limits, say: Say, length: int = 1024, prompt: int = 256, new: int = 256
+) -> list[Figure]:
+    """Share of drafts that greedy verification accepts: on held-out text, and on the model's own greedy
+    continuations."""
     figures = []
     for kind in KINDS:
         ids = text_rows(rows.streams[kind], length, limits.rows)
         found = [drafted(model, batch, limits.chunk) for batch in ids.split(max(1, LOGIT_TOKENS // length))]
         main, draft = (torch.cat(part) for part in zip(*found))
         right = (draft[:, :-1] == ids[:, 2:]).double().mean().item()
-        figures.append(_accepted(f"held-out {kind}", draft == main[:, 1:], {"tokens": length, "draft_is_the_text": right}, say))
+        figures.append(
+            _accepted(f"held-out {kind}", draft == main[:, 1:], {"tokens": length, "draft_is_the_text": right}, say)
+        )
         ids = continued(model, text_rows(rows.streams[kind], prompt, limits.rows), new, limits.chunk)
-        draft = torch.cat([drafted(model, batch, limits.chunk)[1] for batch in ids.split(max(1, LOGIT_TOKENS // ids.shape[1]))])
+        draft = torch.cat(
+            [drafted(model, batch, limits.chunk)[1] for batch in ids.split(max(1, LOGIT_TOKENS // ids.shape[1]))]
+        )
         fours = ids[:, prompt:].unfold(1, 4, 1).tolist()
         distinct = sum(len(set(map(tuple, row))) for row in fours) / sum(map(len, fours))
-        figures.append(_accepted(f"greedy continuations of {kind}", draft[:, prompt - 1:-1] == ids[:, prompt + 1:],
-                                 {"prompt": prompt, "new": new, "distinct_4_grams": distinct}, say))
+        figures.append(
+            _accepted(
+                f"greedy continuations of {kind}",
+                draft[:, prompt - 1 : -1] == ids[:, prompt + 1 :],
+                {"prompt": prompt, "new": new, "distinct_4_grams": distinct},
+                say,
+            )
+        )
     return figures
 
 
@@ -293,7 +371,8 @@ def drafted(model: Model, ids: torch.Tensor, chunk: int) -> tuple[torch.Tensor, 
 
 
 def continued(model: Model, ids: torch.Tensor, new: int, chunk: int) -> torch.Tensor:
-    """ids int64 [B, T] and `new` greedily generated tokens after them, [B, T + new]. Goes on after EOS, as documents do."""
+    """ids int64 [B, T] and `new` greedily generated tokens after them, [B, T + new]. Goes on after EOS, as documents
+    do."""
     cache, parts = model.new_cache(ids.shape[0], ids.shape[1] + new, max_rewind=0), [ids]
     for _ in range(new):
         parts.append(model.append(parts[-1], cache, logits="last", chunk=chunk).argmax(-1).cpu())

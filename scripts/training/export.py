@@ -10,26 +10,29 @@ from types import SimpleNamespace
 import torch
 
 from dsv4.errors import InputError
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
 from dsv4.load import pieces_of
+from dsv4.loaders.expected import Tensors, official_tensors
+from dsv4.loaders.files import DTYPES
+from dsv4.loaders.ledger import Piece
+from dsv4.loaders.write import tensor_bytes, write_checkpoint
 from dsv4.model import Model
-from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
-from loaders.expected import Tensors, official_tensors
-from loaders.files import DTYPES
-from loaders.ledger import Piece
-from loaders.write import tensor_bytes, write_checkpoint
 from scripts.training import state
 from scripts.training.architecture import CONFIG, FP32, build
 from scripts.training.tokenizer import BOS_ID, EOS_ID
 from scripts.training.trainee import Trainee
 
 SHARD_BYTES = 6 << 20
-FORMS = {"F8_E4M3": WeightFormat.FP8, "I8": WeightFormat.MXFP4}  # by the dtype of the official weight; any other is dense
+# by the dtype of the official weight; any other is dense
+FORMS = {"F8_E4M3": WeightFormat.FP8, "I8": WeightFormat.MXFP4}
 
 
 def export(data: Path, where: Path, out: Path) -> None:
-    """Write the state in `where` as a checkpoint directory `out`, with the tokenizer in `data`, and print what came of it.
+    """Write the state in `where` as a checkpoint directory `out`, with the tokenizer in `data`, and print what came of
+    it.
 
-    Raises InputError without a state or a tokenizer and for parameters that are not finite, WriteError when `out` exists.
+    Raises InputError without a state or a tokenizer and for parameters that are not finite, WriteError when `out`
+    exists.
     """
     model = build(CONFIG, FP32, "cpu")
     parameters = dict(Trainee(model).named_parameters())
@@ -39,8 +42,11 @@ def export(data: Path, where: Path, out: Path) -> None:
         raise InputError(f"{tokenizer} does not exist; run scripts.training.corpus first")
     planned = official_tensors(model.config)
     values = Values(planned, official_parts(model, planned))
-    documents = {"config.json": CONFIG, "generation_config.json": {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID},
-                 "tokenizer.json": json.loads(tokenizer.read_text(encoding="utf-8"))}
+    documents = {
+        "config.json": CONFIG,
+        "generation_config.json": {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID},
+        "tokenizer.json": json.loads(tokenizer.read_text(encoding="utf-8")),
+    }
     write_checkpoint(out, planned, values, documents, max_shard_bytes=SHARD_BYTES)
     size = sum(tensor_bytes(*entry) for entry in planned.values())
     print(f"wrote {out}: {len(planned)} tensors, {size / 2**20:.1f} MiB")

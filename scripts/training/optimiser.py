@@ -32,10 +32,16 @@ class Optimiser:
         wanted = {n: p for n, p in named.items() if p.requires_grad}
         self.matrices = {n: p for n, p in wanted.items() if is_muon(n, p)}
         rest = [p for n, p in wanted.items() if n not in self.matrices]
-        self.adam = torch.optim.AdamW([
-            {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
-            {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0}],
-            lr=0.0, betas=(0.9, 0.95), eps=1e-10, fused=next(iter(wanted.values())).is_cuda)
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
+                {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+            ],
+            lr=0.0,
+            betas=(0.9, 0.95),
+            eps=1e-10,
+            fused=next(iter(wanted.values())).is_cuda,
+        )
         self.momenta = {n: torch.zeros_like(p) for n, p in self.matrices.items()}
         self.weight_decay = weight_decay
         self.shapes = defaultdict(list)

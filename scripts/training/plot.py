@@ -21,26 +21,41 @@ PANELS = (  # (keys, title, unit)
 
 def smooth(values: list[float], width: int = 9) -> list[float]:
     half = width // 2
-    windows = [values[max(0, i - half):i + half + 1] for i in range(len(values))]
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(w) / len(w) for w in windows]
 
 
 def plot(log: Path, out: Path, ablation: Path | None = None) -> None:
     """Draw the rows of `log`. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
+
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "dsv4"
     import matplotlib.pyplot as plt
+
     read = lambda file: [json.loads(line) for line in file.read_text().splitlines()]
     rows, other = read(log), [] if ablation is None else read(ablation)
-    panels = [(logged, title if logged == keys else title.split(",")[0], unit) for keys, title, unit in PANELS
-              if (logged := tuple(key for key in keys if key in rows[0]))]  # a GQA model has no drafts, no indexer and no experts
+    panels = [
+        (logged, title if logged == keys else title.split(",")[0], unit)
+        for keys, title, unit in PANELS
+        # a GQA model has no drafts, no indexer and no experts
+        if (logged := tuple(key for key in keys if key in rows[0]))
+    ]
     figure, axes = plt.subplots(len(panels), 1, figsize=(9, 2.1 * len(panels)), sharex=True, constrained_layout=True)
     for axis, (keys, title, unit) in zip(axes, panels):
         for stage, x in _draw(axis, rows, keys, "-"):
             axis.axvline(x, color="0.85", lw=0.8, zorder=0)
             if axis is axes[0]:
-                axis.text(x, 1.02, stage, transform=axis.get_xaxis_transform(), fontsize=6, rotation=30, ha="left", va="bottom")
+                axis.text(
+                    x,
+                    1.02,
+                    stage,
+                    transform=axis.get_xaxis_transform(),
+                    fontsize=6,
+                    rotation=30,
+                    ha="left",
+                    va="bottom",
+                )
         if keys[0] not in ("indexer", "kept"):
             _draw(axis, other, keys, ":")
             title += " (dotted: window layers only)" if other else ""

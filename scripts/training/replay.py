@@ -1,4 +1,5 @@
-"""Losses and gradients of a batch as one CUDA graph: a step is thousands of small kernels, and a host launches them slower than they run."""
+"""Losses and gradients of a batch as one CUDA graph: a step is thousands of small kernels, and a host launches them
+slower than they run."""
 
 import torch
 from torch.func import functional_call
@@ -9,10 +10,12 @@ LIMIT = 48  # graphs of one shape; each keeps a gradient of every parameter
 
 
 class Gradients:
-    """Computes losses and gradients for one trainee (`trainee.Trainee` or `gqa.Trainee`); what it has seen before, on a GPU, it replays.
+    """Computes losses and gradients for one trainee (`trainee.Trainee` or `gqa.Trainee`); what it has seen before, on a
+    GPU, it replays.
 
-    A graph is bound to the shape, to what is wanted and to where the indexer's chunk begins. The first batch of a kind runs
-    eagerly (kernels compile then), the second is captured; past `limit` kinds the rest stay eager. A new shape frees the others.
+    A graph is bound to the shape, to what is wanted and to where the indexer's chunk begins. The first batch of a kind
+    runs eagerly (kernels compile then), the second is captured; past `limit` kinds the rest stay eager. A new shape
+    frees the others.
     """
 
     def __init__(self, trainee, parameters: dict[str, torch.Tensor], simulate: bool, limit: int = LIMIT):
@@ -22,7 +25,8 @@ class Gradients:
         self.shape, self.seen, self.graphs = None, set(), {}
 
     def __call__(self, ids: torch.Tensor, weight: torch.Tensor, wanted, at: int) -> dict[str, torch.Tensor]:
-        """ids, weight, at as in `Trainee`. Sets every parameter's `grad`, and the trainee's `chosen`; returns the losses.
+        """ids, weight, at as in `Trainee`. Sets every parameter's `grad`, and the trainee's `chosen`; returns the
+        losses.
 
         What a replay returns is overwritten by the next one of its kind.
         """
@@ -50,7 +54,9 @@ class Gradients:
         return self._publish(*made)
 
     def _compute(self, ids, weight, wanted, at):
-        out = functional_call(self.trainee, self.trainee.cast(self.parameters, self.simulate), (ids, weight, wanted, at))
+        out = functional_call(
+            self.trainee, self.trainee.cast(self.parameters, self.simulate), (ids, weight, wanted, at)
+        )
         grads = torch.autograd.grad(out["total"], self.trained, allow_unused=True)
         return {name: value.detach() for name, value in out.items()}, grads, list(self.trainee.chosen)
 

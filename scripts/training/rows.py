@@ -1,7 +1,8 @@
 """Training rows: plain text, and text with things to find again (needles, employers, spans), at every distance.
 
-A row is ids uint16 [length + 1] and weight float32 [length + 1]; weight[i] belongs to ids[i] as a target, so a trainer reads
-ids[:-1], predicts ids[1:] and weighs with weight[1:]. Row `index` of a seed is the same wherever and whenever it is made.
+A row is ids uint16 [length + 1] and weight float32 [length + 1]; weight[i] belongs to ids[i] as a target, so a trainer
+reads ids[:-1], predicts ids[1:] and weighs with weight[1:]. Row `index` of a seed is the same wherever and whenever it
+is made.
 """
 
 import re
@@ -14,7 +15,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from probes.recall.haystack import TEMPLATES, Template, any_name, any_value, boundaries, person, thing
+from dsv4.probes.recall.haystack import TEMPLATES, Template, any_name, any_value, boundaries, person, thing
 from scripts.training.facts import sentences
 from scripts.training.tokenizer import BOS_ID, EOS_ID
 
@@ -26,6 +27,7 @@ EMPTY = np.zeros(0, np.uint16)
 @dataclass(frozen=True)
 class Hop:
     """An employer's attribute, stated by `prompt` and the value, and asked by way of an employee in `question`."""
+
     prompt: str
     question: str
 
@@ -50,21 +52,23 @@ def distinct(make: Callable[[Random], str], count: int, rng: Random) -> list[str
 @dataclass(frozen=True)
 class Mixture:
     """Probabilities of the kinds of row, then choices within a kind."""
+
     text: float = 0.45
     needles: float = 0.40
     facts: float = 0.05
     hops: float = 0.05
     copies: float = 0.05
     prose_in_text: float = 0.3
-    facts_first: float = 0.5    # text rows that open with a few facts
+    facts_first: float = 0.5  # text rows that open with a few facts
     prose_in_haystack: float = 0.4
-    asked_early: float = 0.3    # share of needles that are asked once more between the needle and the row's end
+    asked_early: float = 0.3  # share of needles that are asked once more between the needle and the row's end
     question_form: float = 0.3  # "Q: ...?\nA:" rather than the needle's own words
 
 
 @dataclass(frozen=True)
 class Piece:
     """Tokens that belong together, and each one's weight as a target."""
+
     ids: list[int]
     weight: list[float]
 
@@ -75,6 +79,7 @@ class Piece:
 @dataclass(frozen=True)
 class Item:
     """Something planted in a row: what states it (one piece or two), and the questions that ask for it."""
+
     statements: list[Piece]
     early: list[Piece]
     late: list[Piece]
@@ -84,7 +89,8 @@ class Item:
 
 
 class Encoder:
-    """Encodes short texts from cached chunks that the tokenizer never merges across: a word with its space, a line break."""
+    """Encodes short texts from cached chunks that the tokenizer never merges across: a word with its space, a line
+    break."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -132,8 +138,13 @@ class Rows:
         """(ids uint16 [length + 1], weight float32 [length + 1]) of row `index`."""
         rng = Random(f"{self.seed}:{self.split}:{index}")
         mixture = self.mixture
-        kinds = {"text": mixture.text, "needles": mixture.needles, "facts": mixture.facts, "hops": mixture.hops,
-                 "copies": mixture.copies}
+        kinds = {
+            "text": mixture.text,
+            "needles": mixture.needles,
+            "facts": mixture.facts,
+            "hops": mixture.hops,
+            "copies": mixture.copies,
+        }
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         return self.row_of(kind, rng)
 
@@ -150,8 +161,9 @@ class Rows:
     def span(self, kind: str, n: int, rng: Random) -> np.ndarray:
         """n tokens of `kind`: runs of neighbouring documents (EOS between them), from random places.
 
-        Documents are stored in the order of their names, so that a run goes on in the same package. Half of the spans are
-        one run, which is where long-range structure comes from; the others change the subject every 200 to 2,000 tokens.
+        Documents are stored in the order of their names, so that a run goes on in the same package. Half of the spans
+        are one run, which is where long-range structure comes from; the others change the subject every 200 to 2,000
+        tokens.
         """
         stream, starts = self.streams[kind], self.starts[kind]
         if not len(stream):
@@ -163,7 +175,7 @@ class Rows:
             begin = rng.randrange(len(stream))
             if rng.random() < 0.5:
                 begin = int(starts[np.searchsorted(starts, begin, side="right") - 1])
-            part = stream[begin:begin + min(left, longest)]
+            part = stream[begin : begin + min(left, longest)]
             parts.append(part)
             left -= len(part)
             if left > 0 and part[-1] != EOS_ID:
@@ -173,7 +185,9 @@ class Rows:
 
     def haystack(self, n: int, rng: Random) -> np.ndarray:
         """n tokens, of prose or code."""
-        return self.span("prose" if rng.random() < self.mixture.prose_in_haystack else "code", n, rng) if n > 0 else EMPTY
+        return (
+            self.span("prose" if rng.random() < self.mixture.prose_in_haystack else "code", n, rng) if n > 0 else EMPTY
+        )
 
     def _planted_row(self, kind: str, rng: Random) -> tuple[np.ndarray, np.ndarray]:
         """Text with items at random places, each asked at the row's end, and some of them before."""
@@ -201,11 +215,14 @@ class Rows:
         inserts.sort(key=lambda insert: insert[:3])
         ending = [question for item in items for question in item.late]
         rng.shuffle(ending)
-        return self._finish([text], [(place, piece) for place, _, _, piece in inserts] + [(room, piece) for piece in ending])
+        return self._finish(
+            [text], [(place, piece) for place, _, _, piece in inserts] + [(room, piece) for piece in ending]
+        )
 
     @staticmethod
     def _place(cuts: list[int], low: int, high: int, rng: Random) -> int:
-        """A place in low..high: mostly after a sentence or line (`cuts`, ascending), sometimes between any two tokens."""
+        """A place in low..high: mostly after a sentence or line (`cuts`, ascending), sometimes between any two
+        tokens."""
         place = rng.randint(low, high)
         if cuts and rng.random() < 0.75:
             at = bisect_left(cuts, place)
@@ -213,14 +230,19 @@ class Rows:
         return place
 
     def _needles(self, count: int, rng: Random) -> list[Item]:
-        """`count` needles of distinct names; in half of the rows all use one template: only the name tells them apart."""
+        """`count` needles of distinct names; in half of the rows all use one template: only the name tells them
+        apart."""
         same = rng.choice(TEMPLATES) if rng.random() < 0.5 else None
-        return [self._needle(same or rng.choice(TEMPLATES), name, any_value(rng), rng)
-                for name in distinct(any_name, count, rng)]
+        return [
+            self._needle(same or rng.choice(TEMPLATES), name, any_value(rng), rng)
+            for name in distinct(any_name, count, rng)
+        ]
 
     def _needle(self, template: Template, name: str, value: str, rng: Random) -> Item:
         early = [self._question(template, name, value, rng)] if rng.random() < self.mixture.asked_early else []
-        return Item([plain(self.encode(template.statement(name, value)))], early, [self._question(template, name, value, rng)])
+        return Item(
+            [plain(self.encode(template.statement(name, value)))], early, [self._question(template, name, value, rng)]
+        )
 
     def _question(self, template: Template, name: str, value: str, rng: Random) -> Piece:
         prompt = template.question(name) if rng.random() < self.mixture.question_form else template.prompt(name)
@@ -253,12 +275,12 @@ class Rows:
             facts = [self.encode(rng.choice((" ", "\n")) + sentences(rng)) for _ in range(rng.randint(3, 12))]
             parts.append(np.array([i for ids in facts for i in ids], np.uint16))
             left -= len(parts[-2]) + len(parts[-1])
-        return self._finish([np.concatenate(parts)[:self.length]], [])
+        return self._finish([np.concatenate(parts)[: self.length]], [])
 
     def _opening(self, rng: Random) -> np.ndarray:
         """One to three facts as a document of their own: a prompt stands right behind BOS, too."""
         text = rng.choice((" ", "\n")).join(sentences(rng) for _ in range(rng.randint(1, 3)))
-        return np.array([*self.encode(text), EOS_ID], np.uint16)[-self.length:]
+        return np.array([*self.encode(text), EOS_ID], np.uint16)[-self.length :]
 
     def _finish(self, texts: list[np.ndarray], inserts: list[tuple[int, Piece]]) -> tuple[np.ndarray, np.ndarray]:
         """BOS, then the text with the pieces inserted at their (ascending) places; exactly length + 1 tokens."""

@@ -1,6 +1,6 @@
 """Training speed on random tokens, a stage at a time, and where the time goes.
 
-    python -m scripts.training.speed [--gqa] [--lengths 1024 4096] [--batch 65536] [--profile] [--out speed.json]
+python -m scripts.training.speed [--gqa] [--lengths 1024 4096] [--batch 65536] [--profile] [--out speed.json]
 """
 
 import argparse
@@ -32,7 +32,11 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     stages = (recipe.GQA if args.gqa else recipe.DEMO).stages
     for simulate in sorted({stage.simulate for stage in stages}):
-        trainee = gqa.Trainee(gqa.build(gqa.CONFIG, "cuda")) if args.gqa else Trainee(build(CONFIG, QAT if simulate else BF16, "cuda"))
+        trainee = (
+            gqa.Trainee(gqa.build(gqa.CONFIG, "cuda"))
+            if args.gqa
+            else Trainee(build(CONFIG, QAT if simulate else BF16, "cuda"))
+        )
         (gqa.initialise if args.gqa else initialise)(trainee.model, 0)
         parameters = dict(trainee.named_parameters())
         gradients = Gradients(trainee, parameters, simulate)
@@ -45,9 +49,12 @@ def main() -> None:
 
             def step():
                 out = gradients(ids, weight, stage.wanted, stage.length - stage.wanted.chunk if stage.wanted else 0)
-                torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.grad is not None], 1.0, foreach=True)
+                torch.nn.utils.clip_grad_norm_(
+                    [p for p in parameters.values() if p.grad is not None], 1.0, foreach=True
+                )
                 optimiser.step(1e-4)
                 return out
+
             for _ in range(4):
                 out = step()
             torch.cuda.synchronize()
@@ -57,20 +64,40 @@ def main() -> None:
             torch.cuda.synchronize()
             spent = (time.time() - begun) / args.steps
             peak = torch.cuda.max_memory_allocated()
-            rows.append({"stage": stage.name, "length": stage.length, "tokens_a_step": args.batch, "step_ms": round(spent * 1e3, 2),
-                         "tokens_per_s": round(args.batch / spent), "peak_bytes": peak})
-            print(f"{stage.name:14} {spent * 1e3:7.1f} ms a step of {args.batch} tokens, {args.batch / spent / 1e3:6.0f}K tokens/s, "
-                  f"peak {peak / 2**30:.1f} GiB, loss {out['next'].item():.3f}", flush=True)
+            rows.append(
+                {
+                    "stage": stage.name,
+                    "length": stage.length,
+                    "tokens_a_step": args.batch,
+                    "step_ms": round(spent * 1e3, 2),
+                    "tokens_per_s": round(args.batch / spent),
+                    "peak_bytes": peak,
+                }
+            )
+            print(
+                f"{stage.name:14} {spent * 1e3:7.1f} ms a step of {args.batch} tokens, "
+                f"{args.batch / spent / 1e3:6.0f}K tokens/s, peak {peak / 2**30:.1f} GiB, loss "
+                f"{out['next'].item():.3f}",
+                flush=True,
+            )
             torch.cuda.reset_peak_memory_stats()
             if args.profile and stage.length in (1024, 16384):
                 from torch.profiler import ProfilerActivity, profile
+
                 with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
                     step()
                     torch.cuda.synchronize()
-                print(p.key_averages().table(sort_by="self_cuda_time_total", row_limit=48, max_name_column_width=60), flush=True)
+                print(
+                    p.key_averages().table(sort_by="self_cuda_time_total", row_limit=48, max_name_column_width=60),
+                    flush=True,
+                )
     if args.out is not None:
-        facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": os.environ.get("DSV4_COMMIT"),
-                 "command": "python -m scripts.training.speed " + " ".join(sys.argv[1:])}
+        facts = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "commit": os.environ.get("DSV4_COMMIT"),
+            "command": "python -m scripts.training.speed " + " ".join(sys.argv[1:]),
+        }
         args.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
 
 

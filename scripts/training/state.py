@@ -20,7 +20,8 @@ def is_matrix(name: str, p: torch.Tensor) -> bool:
 
 
 def save(directory: Path, parameters: dict[str, torch.Tensor], facts: dict) -> None:
-    """Write parts beside the old ones, then the small file that names them: an interrupted save leaves the old state."""
+    """Write parts beside the old ones, then the small file that names them: an interrupted save leaves the old
+    state."""
     directory.mkdir(parents=True, exist_ok=True)
     parts, size = [{}], 0
     for name, p in parameters.items():
@@ -45,17 +46,23 @@ def facts_of(directory: Path) -> dict:
     """What state.json says: step, seconds, parts, window_only. Raises InputError if there is none."""
     file = directory / "state.json"
     if not file.is_file():
-        raise InputError(f"{directory} holds no training state (state.json); expected one written by scripts/train_demo.py or train_gqa.py")
+        raise InputError(
+            f"{directory} holds no training state (state.json); expected one written by scripts/train_demo.py "
+            "or train_gqa.py"
+        )
     return json.loads(file.read_text())
 
 
 def load(directory: Path, parameters: dict[str, torch.Tensor]) -> dict:
-    """Fill `parameters` from a saved state and return its facts. Raises InputError for none, or one of another model."""
+    """Fill `parameters` from a saved state and return its facts. Raises InputError for none, or one of another
+    model."""
     facts = facts_of(directory)
     values = {name: v for part in facts["parts"] for name, v in load_file(directory / part).items()}
     if values.keys() != parameters.keys():
-        raise InputError(f"{directory} is of another model: {len(values.keys() ^ parameters.keys())} parameters differ; "
-                         "expected a state that this trainer wrote (of the demo, with or without --window-only)")
+        raise InputError(
+            f"{directory} is of another model: {len(values.keys() ^ parameters.keys())} parameters differ; "
+            "expected a state that this trainer wrote (of the demo, with or without --window-only)"
+        )
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(values[name])

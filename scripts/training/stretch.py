@@ -1,4 +1,5 @@
-"""A stretch of training, whatever is trained: batches in the recipe's order, gradients, steps of the optimiser, the log, the state."""
+"""A stretch of training, whatever is trained: batches in the recipe's order, gradients, steps of the optimiser, the
+log, the state."""
 
 import argparse
 import json
@@ -10,8 +11,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from dsv4.kernels.errors import Dsv4Error
 from dsv4.load import resolve_device
-from kernels.errors import Dsv4Error
 from scripts.training import state
 from scripts.training.optimiser import Optimiser
 from scripts.training.recipe import Recipe, Stage
@@ -28,21 +29,32 @@ class Batches(IterableDataset):
 
     def __iter__(self):
         from scripts.training.rows import Mixture, Rows
+
         info = torch.utils.data.get_worker_info()
         mixture = Mixture(text=0.85 - self.stage.needles, needles=self.stage.needles)
         rows = Rows(self.data, seed=SEED, length=self.stage.length + 1, mixture=mixture)
         B = self.batch // self.stage.length
         for step in range(self.first + info.id, self.first + self.count, info.num_workers):
             made = [rows.row(step * B + b) for b in range(B)]
-            yield step, torch.stack([torch.from_numpy(ids.astype("int64")) for ids, _ in made]), torch.stack(
-                [torch.from_numpy(weight) for _, weight in made])
+            yield (
+                step,
+                torch.stack([torch.from_numpy(ids.astype("int64")) for ids, _ in made]),
+                torch.stack([torch.from_numpy(weight) for _, weight in made]),
+            )
 
 
 class Run:
     """One stretch of training. Subclasses say how a fresh model is initialised, and may follow stages and steps."""
 
     def __init__(self, data: Path, where: Path, device: str, workers: int, recipe: Recipe, trainee):
-        self.data, self.where, self.device, self.workers, self.recipe, self.trainee = data, where, device, workers, recipe, trainee
+        self.data, self.where, self.device, self.workers, self.recipe, self.trainee = (
+            data,
+            where,
+            device,
+            workers,
+            recipe,
+            trainee,
+        )
         self.parameters = dict(trainee.named_parameters())
         if (where / "state.json").is_file():
             facts = state.load(where, self.parameters)
@@ -82,19 +94,30 @@ class Run:
         while self.step < steps and time.time() - begun < 60 * minutes:
             stage = self.recipe.stage_at(self.step)
             self.enter(stage)
-            batches = Batches(self.data, stage, self.recipe.batch, self.step, min(self.recipe.end_of(stage), steps) - self.step)
-            loader = DataLoader(batches, batch_size=None, num_workers=self.workers, prefetch_factor=4, pin_memory=self.device != "cpu")
+            batches = Batches(
+                self.data, stage, self.recipe.batch, self.step, min(self.recipe.end_of(stage), steps) - self.step
+            )
+            loader = DataLoader(
+                batches, batch_size=None, num_workers=self.workers, prefetch_factor=4, pin_memory=self.device != "cpu"
+            )
             tick, at = time.time(), self.step
             for _, ids, weight in loader:
-                out = self._update(ids.to(self.device, non_blocking=True), weight.to(self.device, non_blocking=True), stage,
-                                   self.step - first)
+                out = self._update(
+                    ids.to(self.device, non_blocking=True),
+                    weight.to(self.device, non_blocking=True),
+                    stage,
+                    self.step - first,
+                )
                 self.step += 1
                 if self.step % 25 == 0:
                     values = {k: round(v.item(), 4) for k, v in out.items()}
                     self._report(stage, values, (self.step - at) * self.recipe.batch / (time.time() - tick))
                     tick, at = time.time(), self.step
                     if not values["total"] < 1e4:
-                        raise SystemExit(f"error: the loss is {values['total']} at step {self.step}; the state on disk is from before")
+                        raise SystemExit(
+                            f"error: the loss is {values['total']} at step {self.step}; the state on disk is "
+                            "from before"
+                        )
                 if time.time() - begun > 60 * minutes:
                     break
             del loader
@@ -108,8 +131,14 @@ class Run:
         return out | self.stepped()
 
     def _report(self, stage: Stage, values: dict, speed: float) -> None:
-        row = {"step": self.step, "tokens": self.step * self.recipe.batch, "stage": stage.name, **values, "tokens_per_s": round(speed),
-               "rate": round(self.recipe.rate(self.step, 1 << 30), 6)}
+        row = {
+            "step": self.step,
+            "tokens": self.step * self.recipe.batch,
+            "stage": stage.name,
+            **values,
+            "tokens_per_s": round(speed),
+            "rate": round(self.recipe.rate(self.step, 1 << 30), 6),
+        }
         self.log.write(json.dumps(row) + "\n")
         self.log.flush()
         print(f"{self.step:6} {stage.name:14} {self.summary(values)}  {speed / 1e3:.0f}K tokens/s", flush=True)
@@ -139,7 +168,10 @@ def carry_out(args: argparse.Namespace, make: Callable[..., Run], export: Callab
         torch.backends.cuda.matmul.allow_tf32 = True
         run = make(args.data, args.state, args.device, args.workers)
         total = run.recipe.total
-        print(f"{sum(p.numel() for p in run.parameters.values()) / 1e6:.1f}M parameters, step {run.step} of {total}", flush=True)
+        print(
+            f"{sum(p.numel() for p in run.parameters.values()) / 1e6:.1f}M parameters, step {run.step} of {total}",
+            flush=True,
+        )
         run.stretch(args.minutes, min(args.steps, total))
         print(f"stopped at step {run.step} of {total} after {run.seconds / 60:.1f} minutes in all", flush=True)
     except (Dsv4Error, FileNotFoundError) as error:

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsv4.attention import CSAAttention
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
 from dsv4.model import Model
 from dsv4.moe import Gate
 from dsv4.sequence import SequenceCompressor, drafts, whole
 from dsv4.step import Step
-from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
 from scripts.training.architecture import shipped_forms
 from scripts.training.state import is_matrix
 
@@ -19,9 +19,10 @@ from scripts.training.state import is_matrix
 @dataclass(frozen=True)
 class Wanted:
     """What to train in a batch. `sparse`: attend to the indexer's selection instead of to every visible entry; `chunk`:
-    queries of each row whose index scores are trained; weights of the losses. `gather` weighs −log of the share of the dense
-    attention's mass that the selection holds: attending sparsely leaves free what the others' logits are, and without it
-    the dense attention of a sparsely trained model is spread over thousands of entries that were never of use."""
+    queries of each row whose index scores are trained; weights of the losses. `gather` weighs −log of the share of the
+    dense attention's mass that the selection holds: attending sparsely leaves free what the others' logits are, and
+    without it the dense attention of a sparsely trained model is spread over thousands of entries that were never of
+    use."""
 
     sparse: bool
     chunk: int = 128
@@ -36,7 +37,10 @@ class Trainee(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
-        self.topk, self.forms = model.config.index_topk, {f"model.{name}": form for name, form in shipped_forms(model).items()}
+        self.topk, self.forms = (
+            model.config.index_topk,
+            {f"model.{name}": form for name, form in shipped_forms(model).items()},
+        )
         self.inputs: dict[CSAAttention, torch.Tensor] = {}
         self.chosen: list[tuple[str, torch.Tensor]] = []
         for name, module in model.named_modules():
@@ -46,10 +50,11 @@ class Trainee(nn.Module):
                 module.register_forward_hook(lambda m, args, out, name=name: self.chosen.append((name, out[0])))
 
     def forward(self, ids: torch.Tensor, weight: torch.Tensor, wanted: Wanted, at: int) -> dict[str, torch.Tensor]:
-        """ids int64 [B, T + 2], weight fp32 [B, T + 2] of predicting each token; `at`: first query of the indexer's chunk.
+        """ids int64 [B, T + 2], weight fp32 [B, T + 2] of predicting each token; `at`: first query of the indexer's
+        chunk.
 
-        Returns the losses as scalars: `next`, `draft`, `indexer`, `kept` (mass of the dense attention over entries that the
-        selection holds), and `total`.
+        Returns the losses as scalars: `next`, `draft`, `indexer`, `kept` (mass of the dense attention over entries that
+        the selection holds), and `total`.
         """
         model, B, T = self.model, ids.shape[0], ids.shape[1] - 2
         self.inputs.clear(), self.chosen.clear()
@@ -58,26 +63,30 @@ class Trainee(nn.Module):
             attn.indexer.topk = self.topk if wanted.sparse else 1 << 30
         streams, step, sequences = whole(model, ids[:, :T])
         head = lambda features, target, w: cross_entropy(model.head(features), target.flatten(), w.flatten())
-        out = {"next": head(model.features(streams), ids[:, 1:T + 1], weight[:, 1:T + 1])}
-        features = drafts(model, streams.detach() if wanted.mtp == 0 else streams, ids[:, 1:T + 1], step, sequences)
+        out = {"next": head(model.features(streams), ids[:, 1 : T + 1], weight[:, 1 : T + 1])}
+        features = drafts(model, streams.detach() if wanted.mtp == 0 else streams, ids[:, 1 : T + 1], step, sequences)
         out["draft"] = head(features, ids[:, 2:], weight[:, 2:])
         parts = [self._indexer(attn, step, at, min(wanted.chunk, T - at)) for attn in layers]
         parts = parts or [[torch.zeros((), device=ids.device)] * 3]  # an ablation without CSA layers
         out["indexer"], out["kept"], out["gather"] = (torch.stack(part).mean() for part in zip(*parts))
-        out["total"] = (out["next"] + wanted.mtp * out["draft"] + wanted.indexer * out["indexer"]
-                        + (wanted.gather * out["gather"] if wanted.gather else 0.0))
+        out["total"] = (
+            out["next"]
+            + wanted.mtp * out["draft"]
+            + wanted.indexer * out["indexer"]
+            + (wanted.gather * out["gather"] if wanted.gather else 0.0)
+        )
         return out
 
     def _indexer(self, attn: CSAAttention, step: Step, at: int, chunk: int):
-        """For queries at … at + chunk of every row: (KL of the attention mass over entries from the softmax of the index
-        scores, share of the mass that the best `topk` scores hold, −log of that share).
+        """For queries at … at + chunk of every row: (KL of the attention mass over entries from the softmax of the
+        index scores, share of the mass that the best `topk` scores hold, −log of that share).
 
-        The mass is that of this layer's dense attention, summed over heads. The KL's gradient reaches the indexer alone, that
-        of the last the attention's own matrices alone.
+        The mass is that of this layer's dense attention, summed over heads. The KL's gradient reaches the indexer
+        alone, that of the last the attention's own matrices alone.
         """
         x = self.inputs[attn].view(step.B, step.T, -1)
-        sub = Step(step.ids.view(step.B, step.T)[:, at:at + chunk], 0, [at] * step.B, step.frequencies)
-        xs = x[:, at:at + chunk].reshape(sub.N, -1)
+        sub = Step(step.ids.view(step.B, step.T)[:, at : at + chunk], 0, [at] * step.B, step.frequencies)
+        xs = x[:, at : at + chunk].reshape(sub.N, -1)
         qr, q = attn.queries(xs, sub)
         main, index = SequenceCompressor(attn.ratio, 2), SequenceCompressor(attn.ratio, 2)
         attn.compressor(x.flatten(0, 1), step, main)
@@ -131,7 +140,9 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tens
     return (loss * weight).sum() / weight.sum().clamp(min=1)
 
 
-def cast(parameters: dict[str, torch.Tensor], forms: dict[str, WeightFormat], simulate: bool) -> dict[str, torch.Tensor]:
+def cast(
+    parameters: dict[str, torch.Tensor], forms: dict[str, WeightFormat], simulate: bool
+) -> dict[str, torch.Tensor]:
     """What the forward takes for the fp32 parameters: matrices in bf16, rounded to what will be stored when `simulate`.
 
     The rounding has the gradient of the identity.

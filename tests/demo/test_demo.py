@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from probes.recall.haystack import needle_trial
+from dsv4.probes.recall.haystack import needle_trial
 from scripts.training import evaluation
 from scripts.training.evaluation import Asked, Limits, answered
 from scripts.training.facts import FACTS
@@ -36,6 +36,7 @@ def tokenizer():
 def prose(tokenizer):
     """Help topics of this Python: prose that every machine has."""
     from pydoc_data.topics import topics
+
     return Encoder(tokenizer)("".join(text for _, text in sorted(topics.items()))[:60_000])
 
 
@@ -69,7 +70,9 @@ def test_needles_need_the_compressed_branches(model, tokenizer, prose):
 
 
 def test_the_ledger_is_clean_and_the_layout_official():
-    done = subprocess.run([sys.executable, "-m", "dsv4", "inspect", DEMO, "--json"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4", "inspect", DEMO, "--json"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["layout"] == "official" and not found["ledger"]["problems"]
@@ -80,12 +83,27 @@ def test_the_ledger_is_clean_and_the_layout_official():
 def test_every_mechanism_is_in_play(model):
     config = model.config
     assert set(config.compress_ratios) == {0, 4, 128} and config.num_hash_layers >= 2 and config.hc_mult == 4
-    assert config.n_routed_experts >= 16 and config.num_experts_per_tok > 1 and config.yarn is not None and len(model.mtp) == 1
+    assert (
+        config.n_routed_experts >= 16
+        and config.num_experts_per_tok > 1
+        and config.yarn is not None
+        and len(model.mtp) == 1
+    )
     sinks = torch.cat([block.attn.attn_sink for block in model.layers])
     assert sinks.abs().max() > 0.1  # learned: they start at 0
 
 
 def test_the_card_has_its_figures():
     card = (DEMO / "MODEL_CARD.md").read_text()
-    for part in ("## Architecture", "## Recipe", "## Data", "### facts", "### needles", "### indexer", "### loss", "### mtp", "licence"):
+    for part in (
+        "## Architecture",
+        "## Recipe",
+        "## Data",
+        "### facts",
+        "### needles",
+        "### indexer",
+        "### loss",
+        "### mtp",
+        "licence",
+    ):
         assert part in card, part

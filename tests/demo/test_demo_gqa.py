@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from dsv4 import load_model
-from kernels.block_choice import block_bounds, sink_window
-from probes.fidelity.needles import DECODED
-from probes.fidelity.variants import of_policy
-from probes.recall.haystack import needle_trial
-from probes.recall.needles import Asked, Limits, answered, replies_by
+from dsv4.kernels.block_choice import block_bounds, sink_window
+from dsv4.probes.fidelity.needles import DECODED
+from dsv4.probes.fidelity.variants import of_policy
+from dsv4.probes.recall.haystack import needle_trial
+from dsv4.probes.recall.needles import Asked, Limits, answered, replies_by
 from scripts.training.facts import FACTS
 from scripts.training.rows import Encoder, load_tokenizer
 from scripts.training.tokenizer import BOS_ID
@@ -40,19 +40,27 @@ def test_the_fact_table(model, tokenizer):
     assert sum(answered(model, asked, LIMITS)) >= 0.95 * len(FACTS) and len(FACTS) >= 300
 
 
-def test_needles_are_found_by_what_reads_them_and_by_nothing_else(model, tokenizer, prose):  # noqa: F811
+def test_needles_are_found_by_what_reads_them_and_by_nothing_else(model, tokenizer, prose):
     """By the dense model and by bounds of blocks; 512 tokens of sink and window do not reach them."""
     rng = Random(11)
     asked = [Asked(*needle_trial(rng, tokenizer, prose, 2048, (i + 1) / 10, beyond=1024)) for i in range(4)]
     assert sum(answered(model, asked, LIMITS)) >= 3
     variants = {v.name: v for v in map(of_policy, (block_bounds(1024), sink_window(512)))}
-    said = replies_by(model, asked, LIMITS, {name: lambda cache, v=v: v.resumed(model, cache) for name, v in variants.items()}, decoded=DECODED)
+    said = replies_by(
+        model,
+        asked,
+        LIMITS,
+        {name: lambda cache, v=v: v.resumed(model, cache) for name, v in variants.items()},
+        decoded=DECODED,
+    )
     bound, window = (sum(reply == a.answer for a, reply in zip(asked, of)) for of in said.values())
     assert bound >= 3 and window == 0
 
 
 def test_the_ledger_is_clean_and_the_files_are_small():
-    done = subprocess.run([sys.executable, "-m", "dsv4", "inspect", DEMO, "--json"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4", "inspect", DEMO, "--json"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert not json.loads(done.stdout)["ledger"]["problems"]
     files = [file for file in DEMO.iterdir() if file.suffix != ".md"]
@@ -61,5 +69,14 @@ def test_the_ledger_is_clean_and_the_files_are_small():
 
 def test_the_card_has_its_figures():
     card = (DEMO / "MODEL_CARD.md").read_text()
-    for part in ("## Architecture", "## Recipe", "## Data", "### facts", "### needles", "### loss", "licence", "train_gqa.svg"):
+    for part in (
+        "## Architecture",
+        "## Recipe",
+        "## Data",
+        "### facts",
+        "### needles",
+        "### loss",
+        "licence",
+        "train_gqa.svg",
+    ):
         assert part in card, part

@@ -1,4 +1,5 @@
-"""Launches of a model on the triton backend, on a CPU and without running a kernel: their names, and what Triton would compile."""
+"""Launches of a model on the triton backend, on a CPU and without running a kernel: their names, and what Triton would
+compile."""
 
 import sys
 from functools import cache
@@ -10,20 +11,34 @@ from torch.utils._pytree import tree_leaves
 from tests import checkpoints
 
 # Rows of whole 16 bytes, as streamed products take them; two layers of each kind.
-WIDE = dict(checkpoints.SMALL, hidden_size=256, moe_intermediate_size=128, q_lora_rank=128, hc_sinkhorn_iters=2,
-            num_hidden_layers=6, compress_ratios=[0, 4, 128, 0, 4, 128, 0], num_hash_layers=1, index_n_heads=4)
-HOPPER = {"capability": lambda device: (9, 0), "processors": lambda device: 132, "dependent_launch": lambda device: True,
-          "dot_in_fp32": lambda x: x.dtype is torch.float32}
+WIDE = dict(
+    checkpoints.SMALL,
+    hidden_size=256,
+    moe_intermediate_size=128,
+    q_lora_rank=128,
+    hc_sinkhorn_iters=2,
+    num_hidden_layers=6,
+    compress_ratios=[0, 4, 128, 0, 4, 128, 0],
+    num_hash_layers=1,
+    index_n_heads=4,
+)
+HOPPER = {
+    "capability": lambda device: (9, 0),
+    "processors": lambda device: 132,
+    "dependent_launch": lambda device: True,
+    "dot_in_fp32": lambda x: x.dtype is torch.float32,
+}
 
 
 class Launches(TorchDispatchMode):
-    """Names of kernels, which do not run, and of the torch operations that would be kernels on a GPU, in order; `keys`: by kernel
-    what Triton would compile it for, each key once."""
+    """Names of kernels, which do not run, and of the torch operations that would be kernels on a GPU, in order; `keys`:
+    by kernel what Triton would compile it for, each key once."""
 
     def __init__(self, monkeypatch):
         super().__init__()
-        from triton.runtime.jit import KernelInterface
         from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import KernelInterface
+
         self.names: list[str] = []
         self.keys: dict[str, dict[str, None]] = {}
         for kind in (KernelInterface, InterpretedFunction):
@@ -49,7 +64,8 @@ class Launches(TorchDispatchMode):
 
 
 def key(kernel, args: tuple, options: dict) -> str:
-    """What Triton compiles a launch for: types, constants, and of each other number whether it is 1 or a multiple of 16."""
+    """What Triton compiles a launch for: types, constants, and of each other number whether it is 1 or a multiple of
+    16."""
     _, specialization, options = _binder(kernel)(*args, **options)
     return f"{specialization} {options}"
 
@@ -60,9 +76,13 @@ def _binder(kernel):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
+
     if not isinstance(kernel, JITFunction):
-        kernel = JITFunction(kernel.fn, do_not_specialize=kernel.kwargs.get("do_not_specialize"),
-                             do_not_specialize_on_alignment=kernel.kwargs.get("do_not_specialize_on_alignment"))
+        kernel = JITFunction(
+            kernel.fn,
+            do_not_specialize=kernel.kwargs.get("do_not_specialize"),
+            do_not_specialize_on_alignment=kernel.kwargs.get("do_not_specialize_on_alignment"),
+        )
     return create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
 
 
@@ -70,5 +90,5 @@ def on_hopper(monkeypatch) -> None:
     """Launchers choose as on an H100."""
     for name, module in list(sys.modules.items()):
         for what, value in HOPPER.items():
-            if name.startswith("kernels.") and what in vars(module):
+            if name.startswith("dsv4.kernels.") and what in vars(module):
                 monkeypatch.setattr(module, what, value)

@@ -7,10 +7,10 @@ from dsv4 import load_model
 from dsv4.cache import Cache
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import ContextOverrun, InputError
+from dsv4.loaders.expected import preset
 from dsv4.memory import cache_rows, format_bytes, parse_count
 from dsv4.numerics import NUMERICS
 from dsv4.streams import cache_streams
-from loaders.expected import preset
 
 
 @pytest.mark.parametrize("name,per_token", [("flash", 6880), ("pro", 9848)])
@@ -23,7 +23,8 @@ def test_plan_at_1m_is_what_is_allocated_to_the_byte(name, per_token):
     assert sum(r.nbytes for r in rows) == cache.nbytes
     with open("/proc/self/statm") as f:  # allocated, but not written yet: a laptop can plan for 1M
         assert int(f.read().split()[1]) * 4096 < cache.nbytes / 3
-    # the growth per token, from the widths alone: 21 CSA layers × (512 + 128) × 2 B / 4 + 20 HCA layers × 512 × 2 B / 128
+    # the growth per token, from the widths alone: 21 CSA layers × (512 + 128) × 2 B / 4 + 20 HCA layers × 512 × 2 B /
+    # 128
     csa, hca = config.compress_ratios.count(4), config.compress_ratios.count(128)
     assert csa * (512 + 128) * 2 // 4 + hca * 512 * 2 // 128 == per_token
     linear = sum(r.nbytes for r in rows if "entries" in r.name or "keys" in r.name)
@@ -48,6 +49,7 @@ def test_each_stream_has_its_own_width():
 def test_formulas_evaluate_to_the_numbers():
     import math
     import re
+
     config = ModelConfig.from_official(preset("pro"))
     for row in cache_rows(config, 2, 100_003, 7, NUMERICS["fp32"], mtp=True):
         text = re.sub(r"⌈(\d+) / (\d+)⌉", lambda m: str(math.ceil(int(m[1]) / int(m[2]))), row.formula)
@@ -63,10 +65,23 @@ def test_nothing_is_allocated_that_grows_with_the_context(official):
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            fresh = {"empty", "zeros", "new_zeros", "new_empty", "clone", "cat", "index_select", "mm", "bmm", "add", "mul"}
+            fresh = {
+                "empty",
+                "zeros",
+                "new_zeros",
+                "new_empty",
+                "clone",
+                "cat",
+                "index_select",
+                "mm",
+                "bmm",
+                "add",
+                "mul",
+            }
             if isinstance(out, torch.Tensor) and func.__name__.split(".")[0] in fresh:
                 Largest.size = max(Largest.size, out.numel())
             return out
+
     model = load_model(official, numerics="fp32", backend="reference")
     sizes = {}
     for context in (512, 4096):
@@ -99,17 +114,25 @@ def test_overrun_is_an_error_and_changes_nothing(official):
     model = load_model(official)
     cache = model.new_cache(2, 10)
     model.append(torch.zeros(2, 8, dtype=torch.int64), cache)
-    with pytest.raises(ContextOverrun, match="row 0 holds 8 tokens and would get 3 more, over the cache's max_context of 10"):
+    with pytest.raises(
+        ContextOverrun, match="row 0 holds 8 tokens and would get 3 more, over the cache's max_context of 10"
+    ):
         model.append(torch.zeros(2, 3, dtype=torch.int64), cache)
     assert cache.lengths == [8, 8]
     model.append(torch.zeros(2, 2, dtype=torch.int64), cache)
 
 
-@pytest.mark.parametrize("ids,match", [
-    (torch.tensor([[320]]), "token id 320 is outside the vocabulary of 320"), (torch.tensor([[-1]]), "token id -1"),
-    (torch.zeros(1, 0, dtype=torch.int64), "no token to append"), (torch.zeros(1, 2), "expected int64"),
-    (torch.zeros(2, 2, dtype=torch.int64), "ids have 2 rows, the cache 1"),
-], ids=["too large", "negative", "empty", "floats", "wrong batch"])
+@pytest.mark.parametrize(
+    "ids,match",
+    [
+        (torch.tensor([[320]]), "token id 320 is outside the vocabulary of 320"),
+        (torch.tensor([[-1]]), "token id -1"),
+        (torch.zeros(1, 0, dtype=torch.int64), "no token to append"),
+        (torch.zeros(1, 2), "expected int64"),
+        (torch.zeros(2, 2, dtype=torch.int64), "ids have 2 rows, the cache 1"),
+    ],
+    ids=["too large", "negative", "empty", "floats", "wrong batch"],
+)
 def test_bad_ids_are_named(official, ids, match):
     model = load_model(official)
     with pytest.raises(InputError, match=match):
@@ -118,6 +141,7 @@ def test_bad_ids_are_named(official, ids, match):
 
 def test_a_csa_layer_without_a_selection_raises(official):
     from dsv4.errors import MissingSelection
+
     model = load_model(official)
     model.layers[1].attn.indexer.forward = lambda *a: None
     with pytest.raises(MissingSelection):
@@ -135,7 +159,9 @@ def test_paths_say_what_each_layer_read(official):
     assert rows[-1]["path"] == "not run yet"
 
 
-@pytest.mark.parametrize("text,value", [("4096", 4096), ("128K", 131072), ("1M", 1048576), ("2GiB", 2 << 30), ("70gb", 70 << 30)])
+@pytest.mark.parametrize(
+    "text,value", [("4096", 4096), ("128K", 131072), ("1M", 1048576), ("2GiB", 2 << 30), ("70gb", 70 << 30)]
+)
 def test_sizes_parse(text, value):
     assert parse_count(text) == value
 
@@ -147,4 +173,10 @@ def test_sizes_that_do_not_parse(text):
 
 
 def test_bytes_are_printed_with_units():
-    assert [format_bytes(n) for n in (5, 2048, 3 << 20, 5 << 30, 2 << 40)] == ["5 B", "2.00 KiB", "3.00 MiB", "5.00 GiB", "2.00 TiB"]
+    assert [format_bytes(n) for n in (5, 2048, 3 << 20, 5 << 30, 2 << 40)] == [
+        "5 B",
+        "2.00 KiB",
+        "3.00 MiB",
+        "5.00 GiB",
+        "2.00 TiB",
+    ]

@@ -28,6 +28,7 @@ def seen(monkeypatch):
             yield
         finally:
             found.append(gc.isenabled())
+
     monkeypatch.setattr(torch.cuda, "graph", graph)
     return found
 
@@ -62,6 +63,7 @@ def test_graphs_that_are_garbage_break_no_capture():
             x.add_(1)
             busy()
         return graph
+
     gc.collect()
     before = gc.get_threshold()
     gc.set_threshold(10, 1, 1)  # a collection would come at once

@@ -1,4 +1,5 @@
-"""The command line: what it prints, one-line errors, exit codes. Run as a user would, in a process of its own where it matters."""
+"""The command line: what it prints, one-line errors, exit codes. Run as a user would, in a process of its own where it
+matters."""
 
 import json
 import os
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def demo(tmp_path_factory):
     """A small checkpoint with a tokenizer."""
     from scripts.training.tokenizer import train_tokenizer
+
     path = checkpoints.write_official(tmp_path_factory.mktemp("demo") / "c")
     train_tokenizer([(ROOT / "README.md").read_text()], 320).save(str(path / "tokenizer.json"))
     return path
@@ -40,7 +42,11 @@ def test_generate_json_is_one_document(run, demo):
     code, out, err = run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "6", "--json")
     document = json.loads(out)
     assert code == 0 and err == ""
-    assert len(document["token_ids"]) == 6 and document["stop_reason"] == "max_new_tokens" and isinstance(document["text"], str)
+    assert (
+        len(document["token_ids"]) == 6
+        and document["stop_reason"] == "max_new_tokens"
+        and isinstance(document["text"], str)
+    )
     assert document["prompt_token_ids"][0] == 0 and document["numerics"] == "native" and document["backend"] == "cpu"
     assert document["timings"]["decode_tokens_per_second"] > 0 and document["bytes"]["cache"] > 0
     assert [row["kind"] for row in document["layers"]] == ["window", "csa", "hca", "csa", "hca", "window"]
@@ -49,7 +55,10 @@ def test_generate_json_is_one_document(run, demo):
 
 def test_greedy_text_is_the_model_s_argmax(run, demo):
     from dsv4 import load_model
-    document = json.loads(run("generate", demo, "--token-ids", "5,6,7", "--max-new-tokens", "5", "--numerics", "fp32", "--json")[1])
+
+    document = json.loads(
+        run("generate", demo, "--token-ids", "5,6,7", "--max-new-tokens", "5", "--numerics", "fp32", "--json")[1]
+    )
     model, ids = load_model(demo, numerics="fp32"), [5, 6, 7]
     for token in document["token_ids"]:
         assert token == int(model(torch.tensor([ids]))[0, -1].argmax())
@@ -57,25 +66,58 @@ def test_greedy_text_is_the_model_s_argmax(run, demo):
 
 
 def test_sampling_follows_the_seed(run, demo):
-    ids = [json.loads(run("generate", demo, "--prompt", "Hi", "--max-new-tokens", "8", "--temperature", "1.5", "--top-p", "0.9",
-                          "--seed", seed, "--json")[1])["token_ids"] for seed in (1, 1, 2)]
+    ids = [
+        json.loads(
+            run(
+                "generate",
+                demo,
+                "--prompt",
+                "Hi",
+                "--max-new-tokens",
+                "8",
+                "--temperature",
+                "1.5",
+                "--top-p",
+                "0.9",
+                "--seed",
+                seed,
+                "--json",
+            )[1]
+        )["token_ids"]
+        for seed in (1, 1, 2)
+    ]
     assert ids[0] == ids[1] != ids[2]
 
 
 def test_chat_wraps_the_prompt_in_control_tokens(run, demo):
     from dsv4.chat import ASSISTANT, BOS, END_THINK, THINK, USER
     from dsv4.tokenizer import Tokenizer
+
     tokenizer = Tokenizer(demo, 320)
     c = tokenizer.control
     plain = tokenizer.encode("Hi <｜User｜>")
     assert c(USER) not in plain  # the user's text is never a control token
     for flags, last in ((["--chat"], END_THINK), (["--chat", "--think"], THINK)):
-        document = json.loads(run("generate", demo, "--prompt", "Hi <｜User｜>", *flags, "--system", "S", "--max-new-tokens", "1", "--json")[1])
+        document = json.loads(
+            run(
+                "generate",
+                demo,
+                "--prompt",
+                "Hi <｜User｜>",
+                *flags,
+                "--system",
+                "S",
+                "--max-new-tokens",
+                "1",
+                "--json",
+            )[1]
+        )
         assert document["prompt_token_ids"] == [c(BOS), *tokenizer.encode("S"), c(USER), *plain, c(ASSISTANT), c(last)]
 
 
 def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
     import io
+
     (tmp_path / "p.txt").write_text("from a file")
     args = ("--max-new-tokens", "1", "--json")
     from_file = json.loads(run("generate", demo, "--prompt-file", tmp_path / "p.txt", *args)[1])
@@ -83,34 +125,66 @@ def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
     assert json.loads(run("generate", demo, *args)[1])["prompt_token_ids"] == from_file["prompt_token_ids"]
 
 
-@pytest.mark.parametrize("args,message", [
-    (["--prompt", ""], "the prompt is empty"), (["--prompt", "  \n"], "the prompt is empty"),
-    (["--prompt", "a", "--token-ids", "1"], "--prompt and --token-ids were given"),
-    (["--token-ids", "1,2,320"], "token id 320 is outside the vocabulary of 320"), (["--token-ids", "1,x"], "expected numbers separated by commas"),
-    (["--prompt", "a", "--numerics", "int3"], "'int3' is not one of"),
-    (["--prompt", "a", "--device", "cuda:7"], "CUDA devices"), (["--prompt", "a", "--device", "tpu"], "device 'tpu'"),
-    (["--token-ids", "1,2,3,4", "--max-context", "3"], "the prompt has 4 tokens, max_context is 3"),
-    (["--prompt", "a", "--max-context", "1M"], "max_position_embeddings 4096"), (["--prompt", "a", "--max-context", "big"], "is not a size"),
-    (["--prompt", "a", "--think"], "add --chat"), (["--prompt", "a", "--top-p", "0"], "top_p 0.0"),
-    (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"), (["--prompt-file", "/nowhere/p"], "cannot read the prompt"),
-    (["--prompt", "a", "--device-map", "auto", "--max-memory", "lots"], "--max-memory has 'lots'"),
-    (["--prompt", "a", "--device-map", "auto", "--max-memory", "cpu=1K"], "one block needs"),
-    (["--prompt", "a", "--device-map", "round-robin"], "device map 'round-robin' is unknown"), (["--no-such-flag"], "No such option"),
-    (["--prompt", "\udcff"], "is no Unicode; expected UTF-8"), (["--prompt", "a", "--temperature", "nan"], "temperature nan"),
-    (["--prompt", "a", "--temperature", "inf"], "temperature inf"), (["--prompt", "a", "--top-p", "nan"], "top_p nan"),
-    (["--prompt", "a", "--seed", str(2**63)], "expected a number of 64 bits"), (["--prompt", "a", "--seed", "-" + "9" * 4000], "seed -9999"),
-    (["--prompt", "a", "--temperature", "1" + 400 * "0"], "temperature inf"), (["--prompt", "a", "--temperature", "1000001"], "or 1e-06 to 1000000"),
-    (["--prompt", "a", "--temperature", "1e-300"], "temperature 1e-300"), (["--prompt", "a", "--temperature", "-1"], "temperature -1.0"),
-    (["--token-ids", "1," + "9" * 23], "is outside the vocabulary of 320; expected 0 to 319"), (["--token-ids", "-1"], "token id -1 is outside"),
-    (["--token-ids", "9" * 5000], "expected numbers separated by commas"),
-    (["--prompt", "a", "--max-new-tokens", "4096"], "4096 (max_position_embeddings) that the checkpoint takes; shorten it, or lower --max-new-tokens"),
-    (["--prompt", "a", "--max-new-tokens", "4096", "--max-context", "4096"], "that the checkpoint takes; shorten it, or lower --max-new-tokens"),
-    (["--prompt-tokens", "4097", "--max-context", "4096", "--max-new-tokens", "1"], "that the checkpoint takes; shorten it"),
-    (["--token-ids", "1,2,3,4", "--max-context", "3"], "shorten it or raise --max-context (at most 4096)"),
-    (["--token-ids", "1,2", "--speculate", "lookup", "--max-new-tokens", "9" * 30], "that the checkpoint takes; shorten it, or lower --max-new"),
-    (["--prompt", "a", "--device-map", "auto", "--max-memory", "0=1G,cuda:0=2G"], "'cuda:0=2G'; expected cpu and numbers of GPUs, each at most once"),
-    (["--prompt", "a", "--device-map", "auto", "--max-memory", "²=1G"], "expected cpu and numbers of GPUs"),
-], ids=lambda v: " ".join(v)[:40].replace("/", "|") if isinstance(v, list) else "")
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "  \n"], "the prompt is empty"),
+        (["--prompt", "a", "--token-ids", "1"], "--prompt and --token-ids were given"),
+        (["--token-ids", "1,2,320"], "token id 320 is outside the vocabulary of 320"),
+        (["--token-ids", "1,x"], "expected numbers separated by commas"),
+        (["--prompt", "a", "--numerics", "int3"], "'int3' is not one of"),
+        (["--prompt", "a", "--device", "cuda:7"], "CUDA devices"),
+        (["--prompt", "a", "--device", "tpu"], "device 'tpu'"),
+        (["--token-ids", "1,2,3,4", "--max-context", "3"], "the prompt has 4 tokens, max_context is 3"),
+        (["--prompt", "a", "--max-context", "1M"], "max_position_embeddings 4096"),
+        (["--prompt", "a", "--max-context", "big"], "is not a size"),
+        (["--prompt", "a", "--think"], "add --chat"),
+        (["--prompt", "a", "--top-p", "0"], "top_p 0.0"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--prompt-file", "/nowhere/p"], "cannot read the prompt"),
+        (["--prompt", "a", "--device-map", "auto", "--max-memory", "lots"], "--max-memory has 'lots'"),
+        (["--prompt", "a", "--device-map", "auto", "--max-memory", "cpu=1K"], "one block needs"),
+        (["--prompt", "a", "--device-map", "round-robin"], "device map 'round-robin' is unknown"),
+        (["--no-such-flag"], "No such option"),
+        (["--prompt", "\udcff"], "is no Unicode; expected UTF-8"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature nan"),
+        (["--prompt", "a", "--temperature", "inf"], "temperature inf"),
+        (["--prompt", "a", "--top-p", "nan"], "top_p nan"),
+        (["--prompt", "a", "--seed", str(2**63)], "expected a number of 64 bits"),
+        (["--prompt", "a", "--seed", "-" + "9" * 4000], "seed -9999"),
+        (["--prompt", "a", "--temperature", "1" + 400 * "0"], "temperature inf"),
+        (["--prompt", "a", "--temperature", "1000001"], "or 1e-06 to 1000000"),
+        (["--prompt", "a", "--temperature", "1e-300"], "temperature 1e-300"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature -1.0"),
+        (["--token-ids", "1," + "9" * 23], "is outside the vocabulary of 320; expected 0 to 319"),
+        (["--token-ids", "-1"], "token id -1 is outside"),
+        (["--token-ids", "9" * 5000], "expected numbers separated by commas"),
+        (
+            ["--prompt", "a", "--max-new-tokens", "4096"],
+            "4096 (max_position_embeddings) that the checkpoint takes; shorten it, or lower --max-new-tokens",
+        ),
+        (
+            ["--prompt", "a", "--max-new-tokens", "4096", "--max-context", "4096"],
+            "that the checkpoint takes; shorten it, or lower --max-new-tokens",
+        ),
+        (
+            ["--prompt-tokens", "4097", "--max-context", "4096", "--max-new-tokens", "1"],
+            "that the checkpoint takes; shorten it",
+        ),
+        (["--token-ids", "1,2,3,4", "--max-context", "3"], "shorten it or raise --max-context (at most 4096)"),
+        (
+            ["--token-ids", "1,2", "--speculate", "lookup", "--max-new-tokens", "9" * 30],
+            "that the checkpoint takes; shorten it, or lower --max-new",
+        ),
+        (
+            ["--prompt", "a", "--device-map", "auto", "--max-memory", "0=1G,cuda:0=2G"],
+            "'cuda:0=2G'; expected cpu and numbers of GPUs, each at most once",
+        ),
+        (["--prompt", "a", "--device-map", "auto", "--max-memory", "²=1G"], "expected cpu and numbers of GPUs"),
+    ],
+    ids=lambda v: " ".join(v)[:40].replace("/", "|") if isinstance(v, list) else "",
+)
 def test_bad_requests_are_one_line_and_exit_2(run, demo, args, message):
     code, out, err = run("generate", demo, *args)
     assert code == 2 and out == ""
@@ -126,11 +200,19 @@ def test_closed_standard_input_is_one_line(run, demo, monkeypatch):
 @pytest.mark.parametrize("held", ["not open for reading", "not UTF-8"])
 def test_standard_input_that_cannot_be_read_is_one_line(run, demo, monkeypatch, tmp_path, held):
     import io
+
     write_only = open(tmp_path / "w", "wb")
-    stream = io.BytesIO(b"\xff") if held == "not UTF-8" else io.BufferedReader(io.FileIO(os.dup(write_only.fileno()), "r"))
+    stream = (
+        io.BytesIO(b"\xff") if held == "not UTF-8" else io.BufferedReader(io.FileIO(os.dup(write_only.fileno()), "r"))
+    )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream, encoding="utf-8"))
     code, out, err = run("generate", demo)
-    assert code == 2 and out == "" and err.count("\n") == 1 and "standard input: " + ("it is not UTF-8" if held == "not UTF-8" else "Bad file") in err
+    assert (
+        code == 2
+        and out == ""
+        and err.count("\n") == 1
+        and "standard input: " + ("it is not UTF-8" if held == "not UTF-8" else "Bad file") in err
+    )
 
 
 def test_overrun_while_generating_keeps_the_text_and_exits_2(run, demo):
@@ -149,7 +231,12 @@ def test_a_tokenizer_is_needed_for_text_only(run, official):
 def test_a_broken_checkpoint_is_one_line(run, demo, copy_of):
     path = copy_of(demo)
     sorted(path.glob("*.safetensors"))[0].unlink()
-    for command in (["generate", path, "--prompt", "a"], ["inspect", path], ["convert", path, path.parent / "o", "--to", "bf16"], ["plan", str(path)]):
+    for command in (
+        ["generate", path, "--prompt", "a"],
+        ["inspect", path],
+        ["convert", path, path.parent / "o", "--to", "bf16"],
+        ["plan", str(path)],
+    ):
         code, out, err = run(*command)
         assert code == 2 and err.count("\n") == 1 and "shards are missing" in err, command
     assert not (path.parent / "o").exists()
@@ -163,7 +250,9 @@ def test_inspect_accounts_for_every_tensor(run, demo):
     status = {row["key"]: row["status"] for row in document["config"]}
     assert status["index_topk"] == "read" and status["architectures"] == "never read"
     code, out, _ = run("inspect", demo)
-    assert code == 0 and "every tensor and every parameter is accounted for" in out.replace("\n", " ").replace("  ", " ")
+    assert code == 0 and "every tensor and every parameter is accounted for" in out.replace("\n", " ").replace(
+        "  ", " "
+    )
 
 
 def test_inspect_finds_what_is_wrong_and_exits_2(run, demo, copy_of):
@@ -177,7 +266,21 @@ def test_convert_then_generate_gives_the_same_tokens(run, demo, tmp_path):
     for to in ("official", "nvfp4", "transformers", "bf16"):
         code, out, _ = run("convert", demo, tmp_path / to, "--to", to)
         assert code == 0 and "matrices" in out
-        tokens.append(json.loads(run("generate", tmp_path / to, "--prompt", "Hello", "--max-new-tokens", "6", "--numerics", "fp32", "--json")[1])["token_ids"])
+        tokens.append(
+            json.loads(
+                run(
+                    "generate",
+                    tmp_path / to,
+                    "--prompt",
+                    "Hello",
+                    "--max-new-tokens",
+                    "6",
+                    "--numerics",
+                    "fp32",
+                    "--json",
+                )[1]
+            )["token_ids"]
+        )
     assert tokens.count(tokens[0]) == 4
     code, _, err = run("convert", demo, tmp_path / "bf16", "--to", "official")
     assert code == 2 and "exists already" in err
@@ -191,8 +294,13 @@ def test_plan_of_a_preset_and_of_a_directory(run, demo):
     assert code == 0 and ("does NOT fit" in out or ": fits" in out) and "⌈1048576 / 4⌉" in out
     document = json.loads(run("plan", str(demo), "--max-context", "1000", "--batch", "2", "--json")[1])
     from dsv4 import load_model
+
     model = load_model(demo)
-    assert document["weights_bytes"] == model.nbytes and document["cache_bytes"] == model.new_cache(2, 1000).nbytes and document["fits"]
+    assert (
+        document["weights_bytes"] == model.nbytes
+        and document["cache_bytes"] == model.new_cache(2, 1000).nbytes
+        and document["fits"]
+    )
     code, _, err = run("plan", str(demo), "--max-context", "1M")
     assert code == 2 and "never" not in err and "max_position_embeddings 4096" in err
     code, _, err = run("plan", "tiny")
@@ -201,7 +309,11 @@ def test_plan_of_a_preset_and_of_a_directory(run, demo):
 
 def test_a_plan_is_for_what_the_model_takes_unless_told(run, demo):
     code, out, _ = run("plan", str(demo))
-    assert code == 0 and "of 4096 tokens (the model's longest" in out and "the model's longest" not in run("plan", str(demo), "--max-context", "4K")[1]
+    assert (
+        code == 0
+        and "of 4096 tokens (the model's longest" in out
+        and "the model's longest" not in run("plan", str(demo), "--max-context", "4K")[1]
+    )
     document = json.loads(run("plan", str(demo), "--json")[1])
     assert document["max_context"] == 4096 and document["max_context_default"]
     assert json.loads(run("plan", "flash", "--json")[1])["max_context"] == 1 << 20
@@ -209,8 +321,21 @@ def test_a_plan_is_for_what_the_model_takes_unless_told(run, demo):
 
 def test_device_map_from_the_command_line(run, demo):
     plain = json.loads(run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "3", "--json")[1])
-    spread = json.loads(run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "3", "--json", "--device-map", "auto",
-                            "--max-memory", "cpu=1400K")[1])
+    spread = json.loads(
+        run(
+            "generate",
+            demo,
+            "--prompt",
+            "Hello",
+            "--max-new-tokens",
+            "3",
+            "--json",
+            "--device-map",
+            "auto",
+            "--max-memory",
+            "cpu=1400K",
+        )[1]
+    )
     assert spread["token_ids"] == plain["token_ids"] and "disk" in spread["placement"].values()
 
 
@@ -225,6 +350,7 @@ def test_a_real_process_streams_and_survives_a_closed_pipe(demo):
 
 def test_characters_of_several_bytes_stream_whole(demo):
     from dsv4.tokenizer import TextStream, Tokenizer
+
     tokenizer = Tokenizer(demo, 320)
     text = "naïve 北京 🦉!"
     stream, shown = TextStream(tokenizer), []

@@ -7,7 +7,7 @@ from dsv4 import cli, dummy
 from dsv4.dummy import fill_cache, load_dummy
 from dsv4.errors import InputError
 from dsv4.graph import DecodeGraph
-from loaders.ledger import poison, poisoned
+from dsv4.loaders.ledger import poison, poisoned
 from tests.checkpoints import SMALL
 
 
@@ -23,13 +23,16 @@ def test_every_parameter_is_filled_and_signals_keep_their_size(small_flash, monk
         for p in model.parameters():
             poison(p)
         filled(model, seed)
+
     monkeypatch.setattr(dummy, "fill_weights", poisoned_first)
     model = load_dummy("flash", numerics="qat", cache="fp8", index_cache="fp4")
     assert [n for n, p in model.named_parameters() if poisoned(p)] == []
     logits = model(torch.arange(40).view(1, 40))
     assert torch.isfinite(logits).all() and 0.05 < logits.std() < 20
     again = load_dummy("flash", numerics="qat", cache="fp8", index_cache="fp4")
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(model.parameters(), again.parameters()))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(model.parameters(), again.parameters())
+    )
 
 
 @pytest.mark.parametrize("cache, index_cache", [("auto", "auto"), ("fp8", "fp4"), ("fp8", "fp8")])
@@ -51,12 +54,18 @@ def test_a_filled_cache_is_decoded_from(small_flash, cache, index_cache):
 
 def test_layers_and_refusals(small_flash, capsys, monkeypatch):
     assert len(load_dummy("flash", layers=2).layers) == 2
-    for arguments, message in ((("grand",), "expected flash or pro"), (("flash", 0), "expected 1 …"), (("flash", 99), "expected 1 …")):
+    for arguments, message in (
+        (("grand",), "expected flash or pro"),
+        (("flash", 0), "expected 1 …"),
+        (("flash", 99), "expected 1 …"),
+    ):
         with pytest.raises(InputError, match=message):
             load_dummy(*arguments)
-    for options, message in ((["--layers", "2", "--prompt", "x"], "a checkpoint directory or --dummy-weights"),
-                             (["demo", "--layers", "2", "--prompt", "x"], "--layers belongs to"),
-                             (["--dummy-weights", "flash", "--prompt", "x", "--prompt-tokens", "3"], "comes from one of them")):
+    for options, message in (
+        (["--layers", "2", "--prompt", "x"], "a checkpoint directory or --dummy-weights"),
+        (["demo", "--layers", "2", "--prompt", "x"], "--layers belongs to"),
+        (["--dummy-weights", "flash", "--prompt", "x", "--prompt-tokens", "3"], "comes from one of them"),
+    ):
         monkeypatch.setattr("sys.argv", ["dsv4", "generate", *options])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -64,10 +73,14 @@ def test_layers_and_refusals(small_flash, capsys, monkeypatch):
 
 
 def test_generate_without_a_checkpoint(small_flash, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["dsv4", "generate", "--dummy-weights", "flash", "--prompt-tokens", "20", "--max-new-tokens", "3", "--json"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["dsv4", "generate", "--dummy-weights", "flash", "--prompt-tokens", "20", "--max-new-tokens", "3", "--json"],
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     import json
+
     document = json.loads(capsys.readouterr().out)
     assert stop.value.code == 0 and len(document["token_ids"]) == 3 and len(document["prompt_token_ids"]) == 20
     assert "random weights" in document["checkpoint"] and document["load"] is None

@@ -1,4 +1,5 @@
-"""Captured steps: what they compute is what `append` computes, at every position, in every cache format. On a CPU without a graph."""
+"""Captured steps: what they compute is what `append` computes, at every position, in every cache format. On a CPU
+without a graph."""
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ from dsv4.numerics import NUMERICS
 from tests import checkpoints
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CACHES = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "fp8", "fp4"), ("native", "fp8", "fp8"),
-          ("native", "bf16", "fp4")]
+CACHES = [
+    ("fp32", "auto", "auto"),
+    ("native", "auto", "auto"),
+    ("qat", "auto", "auto"),
+    ("qat", "fp8", "fp4"),
+    ("native", "fp8", "fp8"),
+    ("native", "bf16", "fp4"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +28,9 @@ def checkpoint(tmp_path_factory):
 
 
 def loaded(checkpoint, numerics="fp32", cache="auto", index_cache="auto", backend="reference"):
-    return load_model(checkpoint, numerics=numerics, backend=backend, device=DEVICE, cache=cache, index_cache=index_cache)
+    return load_model(
+        checkpoint, numerics=numerics, backend=backend, device=DEVICE, cache=cache, index_cache=index_cache
+    )
 
 
 def prompts(model, *lengths):
@@ -32,7 +41,8 @@ def prompts(model, *lengths):
 
 @pytest.mark.parametrize("numerics, cache, index_cache", CACHES)
 def test_captured_steps_equal_append(checkpoint, numerics, cache, index_cache):
-    """A ragged batch from several residues of the ratios, past the window and past 128 tokens, against append token by token."""
+    """A ragged batch from several residues of the ratios, past the window and past 128 tokens, against append token by
+    token."""
     model = loaded(checkpoint, numerics, cache, index_cache)
     ids, counts = prompts(model, 5, 126, 150)
     eager, captured = model.new_cache(3, 180), model.new_cache(3, 180)
@@ -57,14 +67,18 @@ def begun(model, ids):
 
 @pytest.mark.parametrize("cache, index_cache", [("fp8", "fp4"), ("fp8", "fp8"), ("bf16", "fp4")])
 def test_packed_caches_hold_what_simulated_numerics_make(checkpoint, cache, index_cache):
-    """In qat numerics FP8 KV and FP4 keys lose nothing: prefill in pieces and decoding equal those on bf16 caches, bit for bit."""
+    """In qat numerics FP8 KV and FP4 keys lose nothing: prefill in pieces and decoding equal those on bf16 caches, bit
+    for bit."""
     plain, packed = loaded(checkpoint, "qat"), loaded(checkpoint, "qat", cache, index_cache)
     ids, _ = prompts(plain, 300)
     for chunk in (300, 77):
         a, b = (m.append(ids, m.new_cache(1, 300), chunk=chunk) for m in (plain, packed))
         assert torch.equal(a, b), chunk
     for first, last in ((0, 18), (240, 262)):  # token by token: over the first entries, and the second of 128
-        a, b = (m.append(ids[:, first:last], cache, chunk=1) for m, cache in ((m, begun(m, ids[:, :first])) for m in (plain, packed)))
+        a, b = (
+            m.append(ids[:, first:last], cache, chunk=1)
+            for m, cache in ((m, begun(m, ids[:, :first])) for m in (plain, packed))
+        )
         assert torch.equal(a, b), first
     cpu = load_model(checkpoint, numerics="qat", backend="cpu", cache=cache, index_cache=index_cache)
     short = cpu.append(ids[:, :10], cpu.new_cache(1, 10), chunk=1)
@@ -73,8 +87,8 @@ def test_packed_caches_hold_what_simulated_numerics_make(checkpoint, cache, inde
 
 @pytest.mark.parametrize("numerics, cache, index_cache", [("fp32", "auto", "auto"), ("qat", "fp8", "fp4")])
 def test_prompts_by_compositions_equal_prompts_by_operations(checkpoint, numerics, cache, index_cache, monkeypatch):
-    """Every composition that a prompt may use, by its definition: the same numbers, in long chunks of ragged rows and in short
-    ones. What is watched runs by itself."""
+    """Every composition that a prompt may use, by its definition: the same numbers, in long chunks of ragged rows and
+    in short ones. What is watched runs by itself."""
     model = loaded(checkpoint, numerics, cache, index_cache)
     ids, counts = prompts(model, 301, 170)
     run = lambda chunk: model.append(ids, model.new_cache(2, 301), n_new=counts, chunk=chunk, logits="last")
@@ -86,7 +100,9 @@ def test_prompts_by_compositions_equal_prompts_by_operations(checkpoint, numeric
         def call(*args):
             calls[name] += 1
             return real(*args)
+
         return call
+
     for name in names:
         monkeypatch.setattr(model.op, name, counted(name, getattr(model.op, name)))
     monkeypatch.setattr(model.op, "fused", frozenset(names))
@@ -96,20 +112,28 @@ def test_prompts_by_compositions_equal_prompts_by_operations(checkpoint, numeric
     seen, before = [], dict(calls)
     watched = [m for block in model.layers for m in (block.hc_attn, block.ffn_norm, block.ffn.experts)]
     undo = [m.register_forward_hook(lambda *args: seen.append(1)) for m in watched]
-    assert torch.equal(run(256), want[0]) and len(seen) == 2 * len(undo)  # steps: 170 tokens of both rows, 131 of the first
+    # steps: 170 tokens of both rows, 131 of the first
+    assert torch.equal(run(256), want[0]) and len(seen) == 2 * len(undo)
     for hook in undo:
         hook.remove()
-    assert all(calls[n] == before[n] for n in ("moe", "mhc_pre_norm", "mhc_post_pre_norm")) and calls["latent"] > before["latent"]
+    assert (
+        all(calls[n] == before[n] for n in ("moe", "mhc_pre_norm", "mhc_post_pre_norm"))
+        and calls["latent"] > before["latent"]
+    )
 
 
 def test_a_long_step_sees_what_the_ring_will_hold():
-    """Rows of the step itself are handed out as they are, the others are read back from bytes: both are the same numbers."""
+    """Rows of the step itself are handed out as they are, the others are read back from bytes: both are the same
+    numbers."""
+    from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, read_rows
+    from dsv4.kernels.quantize import simulate_fp8_blocks
     from dsv4.rows import Ring
     from dsv4.step import Step
-    from kernels.cache_rows import PackedRows, RowFormat, pack_layout, read_rows
-    from kernels.quantize import simulate_fp8_blocks
+
     W, D, rope, T, room = 8, 96, 32, 50, 4
-    rows = PackedRows(RowFormat.KV_FP8, torch.zeros(1, pack_layout(RowFormat.KV_FP8, D, rope).page, dtype=torch.uint8), D, rope, 64)
+    rows = PackedRows(
+        RowFormat.KV_FP8, torch.zeros(1, pack_layout(RowFormat.KV_FP8, D, rope).page, dtype=torch.uint8), D, rope, 64
+    )
     ring = Ring(rows, W - 1, W + room)
     values = simulate_fp8_blocks(torch.randn(T, D, generator=torch.Generator().manual_seed(0)).bfloat16(), 64, rope)
     for start, stop in ((0, 3), (3, 33), (33, 34), (34, 50)):
@@ -118,7 +142,7 @@ def test_a_long_step_sees_what_the_ring_will_hold():
         for row, t in zip(index, range(start, stop)):
             found = row[row >= 0]
             held = read_rows(pool, found).bfloat16() if isinstance(pool, PackedRows) else pool[found]
-            assert torch.equal(held, values[max(0, t - W + 1):t + 1])
+            assert torch.equal(held, values[max(0, t - W + 1) : t + 1])
 
 
 def test_rows_that_rest_and_rewinds(checkpoint):
@@ -175,7 +199,8 @@ def test_greedy_steps_say_what_append_says(checkpoint):
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9, 3)], ids=["greedy", "sampled"])
 def test_text_of_steps_that_are_under_way_before_their_token_is_known(checkpoint, monkeypatch, sampling):
-    """To the last token, to one that stops, and to the end of the context; greedily one step too many runs where a token stops, and none elsewhere."""
+    """To the last token, to one that stops, and to the end of the context; greedily one step too many runs where a
+    token stops, and none elsewhere."""
     model, ids, ran = loaded(checkpoint), [3, 1, 4, 1, 5], []
     want, step = generate(model, ids, 12, sampling).token_ids, DecodeGraph.step
     monkeypatch.setattr(model, "backend", "triton")  # the steps, without a graph of them
@@ -185,7 +210,12 @@ def test_text_of_steps_that_are_under_way_before_their_token_is_known(checkpoint
     at = next(i for i in range(3, 12) if want[i] not in want[:i])
     told = []
     out = generate(model, ids, 12, sampling, stop_ids=[want[at]], on_token=told.append)
-    assert out.token_ids == want[:at + 1] and told == want[:at] and out.stop_reason == "eos" and len(ran) == at + (sampling.temperature == 0) * (at < 11)
+    assert (
+        out.token_ids == want[: at + 1]
+        and told == want[:at]
+        and out.stop_reason == "eos"
+        and len(ran) == at + (sampling.temperature == 0) * (at < 11)
+    )
     ran.clear()
     told = []
     with pytest.raises(ContextOverrun, match="full after 6 new tokens"):

@@ -1,5 +1,5 @@
-"""How many kernels captured steps and chunks of a prompt launch on the triton backend, by layer kind; which are none of Triton's;
-and for how many lengths, batches and contexts Triton would compile anew."""
+"""How many kernels captured steps and chunks of a prompt launch on the triton backend, by layer kind; which are none of
+Triton's; and for how many lengths, batches and contexts Triton would compile anew."""
 
 from collections import Counter
 
@@ -26,7 +26,9 @@ def mark(monkeypatch, model, counted: Launches, marks: list[int]) -> None:
     """`marks` gets how many launches there were when each block began."""
     for block in model.layers:
         real = block.sublayers
-        monkeypatch.setattr(block, "sublayers", lambda *args, real=real: (marks.append(len(counted.names)), real(*args))[1])
+        monkeypatch.setattr(
+            block, "sublayers", lambda *args, real=real: (marks.append(len(counted.names)), real(*args))[1]
+        )
 
 
 def captured(model, counted: Launches, batch: int, context: int) -> None:
@@ -38,7 +40,9 @@ def captured(model, counted: Launches, batch: int, context: int) -> None:
         model.captured(step, cache)
 
 
-def prefill(model, counted: Launches, tokens: int, fill: int = 0, batch: int = 1, room: int = 0, logits: str = "last") -> None:
+def prefill(
+    model, counted: Launches, tokens: int, fill: int = 0, batch: int = 1, room: int = 0, logits: str = "last"
+) -> None:
     cache = model.new_cache(batch, fill + tokens + room)
     if fill:
         fill_cache(cache, fill)
@@ -46,7 +50,9 @@ def prefill(model, counted: Launches, tokens: int, fill: int = 0, batch: int = 1
         model.append(torch.zeros(batch, tokens, dtype=torch.int64), cache, logits=logits, chunk=CHUNK)
 
 
-@pytest.mark.parametrize("batch, most", [(1, {"window": 16, "csa": 18, "hca": 16}), (3, {"window": 17, "csa": 20, "hca": 17})])
+@pytest.mark.parametrize(
+    "batch, most", [(1, {"window": 16, "csa": 18, "hca": 16}), (3, {"window": 17, "csa": 20, "hca": 17})]
+)
 def test_launches_a_layer(model, monkeypatch, batch, most):
     """Goal: 20 a layer. What is shared: positions, embedded tokens, the end of the streams and the head."""
     counted, marks = Launches(monkeypatch), []
@@ -62,7 +68,8 @@ def test_launches_a_layer(model, monkeypatch, batch, most):
 
 def test_launches_of_a_chunk(model, monkeypatch):
     """A whole chunk behind another one: of each kind the second layer, which shares what depends on positions alone."""
-    most = {"window": (38, 20), "csa": (50, 34), "hca": (42, 26)}  # Triton's; torch's, half of them decoding 127 rows of the window
+    # Triton's; torch's, half of them decoding 127 rows of the window
+    most = {"window": (38, 20), "csa": (50, 34), "hca": (42, 26)}
     on_hopper(monkeypatch)
     counted, marks = Launches(monkeypatch), []
     mark(monkeypatch, model, counted, marks)
@@ -80,12 +87,14 @@ def test_chunks_neither_wait_nor_pass_through_fp32_products(model, monkeypatch):
     counted = Launches(monkeypatch)
     prefill(model, counted, CHUNK, logits="all")
     assert "torch _local_scalar_dense" not in counted.names
-    assert counted.keys["_gemm"] and not any("'*fp32', 'D'" in key.split(",", 2)[0] + "," + key.split(",", 2)[1]
-                                             for key in counted.keys["_gemm"])
+    assert counted.keys["_gemm"] and not any(
+        "'*fp32', 'D'" in key.split(",", 2)[0] + "," + key.split(",", 2)[1] for key in counted.keys["_gemm"]
+    )
 
 
 def test_what_is_compiled_does_not_depend_on_the_length(model, monkeypatch):
-    """After one prompt of each size of tiles, prompts of other lengths, last chunks, and caches of other sizes compile nothing."""
+    """After one prompt of each size of tiles, prompts of other lengths, last chunks, and caches of other sizes compile
+    nothing."""
     on_hopper(monkeypatch)
     counted = Launches(monkeypatch)
     for tokens in (2048, 300, 200, 100, 77, 66, 50, 33, 17, 16, 8, 3, 2, 1):
@@ -95,8 +104,23 @@ def test_what_is_compiled_does_not_depend_on_the_length(model, monkeypatch):
             prefill(model, counted, tokens, fill)
     known, ranked = counted.compiled(), {"rank_found": 0}
     assert sum(known.values()) <= 160, known
-    for tokens, fill, room in ((2047, 0, 0), (1999, 0, 5), (299, 0, 0), (260, 0, 1), (99, 0, 0), (70, 0, 3), (47, 0, 0), (13, 0, 0),
-                               (7, 0, 0), (5, 0, 9), (2048, 1001, 0), (2047, 1531, 7), (13, 1777, 0), (5, 1444, 100), (1, 1900, 1)):
+    for tokens, fill, room in (
+        (2047, 0, 0),
+        (1999, 0, 5),
+        (299, 0, 0),
+        (260, 0, 1),
+        (99, 0, 0),
+        (70, 0, 3),
+        (47, 0, 0),
+        (13, 0, 0),
+        (7, 0, 0),
+        (5, 0, 9),
+        (2048, 1001, 0),
+        (2047, 1531, 7),
+        (13, 1777, 0),
+        (5, 1444, 100),
+        (1, 1900, 1),
+    ):
         prefill(model, counted, tokens, fill, room=room)
         assert counted.compiled() | ranked == known | ranked, (tokens, fill, room)
     assert counted.compiled()["rank_found"] <= 8  # powers of two of the entries, while they are few

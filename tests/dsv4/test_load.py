@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from dsv4 import load_model
 from dsv4.errors import InputError
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.load import pieces_of, plan_model, resolve_backend, write_parameters
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.ledger import poison, poisoned
+from dsv4.loaders.load import Inventory
 from dsv4.numerics import NUMERICS
-from kernels.errors import Dsv4Error
-from kernels.quantize import WeightFormat
-from loaders.errors import CheckpointError
-from loaders.ledger import poison, poisoned
-from loaders.load import Inventory
 from tests import checkpoints
 from tests.checkpoints import edit_config
 
@@ -58,12 +58,16 @@ def test_parameters_equal_the_file(official):
     model = load(official)
     parameters = dict(model.named_parameters())
     for leaf, rows in (("wkv", slice(0, 64)), ("wgate", slice(64, 128))):
-        assert torch.equal(parameters["layers.1.attn.indexer.compressor.wkv_gate.weight"][rows],
-                           inventory.read(f"layers.1.attn.indexer.compressor.{leaf}.weight").float())
+        assert torch.equal(
+            parameters["layers.1.attn.indexer.compressor.wkv_gate.weight"][rows],
+            inventory.read(f"layers.1.attn.indexer.compressor.{leaf}.weight").float(),
+        )
     for e in range(6):
         for w, rows in (("w1", slice(0, 96)), ("w3", slice(96, 192))):
-            assert torch.equal(parameters["layers.3.ffn.experts.w13.weight"][e, rows],
-                               inventory.read_matrix(f"layers.3.ffn.experts.{e}.{w}", (128, 128)))
+            assert torch.equal(
+                parameters["layers.3.ffn.experts.w13.weight"][e, rows],
+                inventory.read_matrix(f"layers.3.ffn.experts.{e}.{w}", (128, 128)),
+            )
     assert torch.equal(parameters["layers.4.hc_ffn.scale"], inventory.read("layers.4.hc_ffn_scale"))
 
 
@@ -83,15 +87,24 @@ def test_islands_are_fp32_whatever_the_numerics(official, numerics):
             assert p.dtype is torch.float32, name
 
 
-@pytest.mark.parametrize("tensor", ["layers.1.attn.indexer.compressor.wkv.weight", "layers.0.attn.attn_sink", "hc_head_base",
-                                    "layers.2.ffn.gate.bias", "layers.3.ffn.experts.5.w2.weight"])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "layers.1.attn.indexer.compressor.wkv.weight",
+        "layers.0.attn.attn_sink",
+        "hc_head_base",
+        "layers.2.ffn.gate.bias",
+        "layers.3.ffn.experts.5.w2.weight",
+    ],
+)
 def test_a_missing_tensor_is_an_error_that_names_it(single, tensor):
     rewrite(single, lambda t: t.pop(tensor))
     one_line(single, f"tensor {tensor} is not in the file")
 
 
 def test_a_tensor_nobody_takes_is_an_error(single):
-    rewrite(single, lambda t: t.update({"layers.0.attn.compressor.ape": torch.zeros(4, 64)}))  # layer 0 has no compressor
+    # layer 0 has no compressor
+    rewrite(single, lambda t: t.update({"layers.0.attn.compressor.ape": torch.zeros(4, 64)}))
     one_line(single, "layers.0.attn.compressor.ape.*nothing takes it")
 
 
@@ -99,6 +112,7 @@ def test_the_failure_that_started_this_a_wrong_prefix(single):
     def rename(t):
         for leaf in ("wkv.weight", "wgate.weight", "ape", "norm.weight"):
             t[f"layers.1.attn.compressor.indexer.{leaf}"] = t.pop(f"layers.1.attn.indexer.compressor.{leaf}")
+
     rewrite(single, rename)
     one_line(single, "names that no layout knows.*layers.1.attn.compressor.indexer.ape")
 
@@ -108,14 +122,18 @@ def test_a_wrong_shape_names_both_shapes(single):
     one_line(single, r"layers.1.attn.compressor.ape has shape \[4, 64\]; the config asks for \[4, 128\]")
 
 
-@pytest.mark.parametrize("change,match", [
-    ({"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4, 0]}, "nothing takes it"),
-    ({"hidden_size": 64}, "the config asks for"),
-    ({"num_hash_layers": 3}, "layers.2.ffn.gate.tid2eid is not in the file"),
-    ({"n_routed_experts": 7}, "the config asks for"),
-    ({"compress_ratios": [0, 128, 128, 4, 128, 0]}, "the config asks for|is not in the file|nothing takes it"),
-    ({"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
-], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")
+@pytest.mark.parametrize(
+    "change,match",
+    [
+        ({"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4, 0]}, "nothing takes it"),
+        ({"hidden_size": 64}, "the config asks for"),
+        ({"num_hash_layers": 3}, "layers.2.ffn.gate.tid2eid is not in the file"),
+        ({"n_routed_experts": 7}, "the config asks for"),
+        ({"compress_ratios": [0, 128, 128, 4, 128, 0]}, "the config asks for|is not in the file|nothing takes it"),
+        ({"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
 def test_config_and_tensors_that_disagree(single, change, match):
     one_line(edit_config(single, **change), match)
 
@@ -138,6 +156,7 @@ def test_dspark_stages_are_listed_not_loaded(single):
         for k in [k for k in t if k.startswith("mtp.0.") and k.split(".")[2] in ("e_proj", "h_proj", "enorm", "hnorm")]:
             t.pop(k)
         t["mtp.0.main_norm.weight"] = torch.ones(128)
+
     rewrite(single, dspark)
     model = load(single)
     assert set(model.ledger.listed.values()) == {"DSpark draft stage, which this does not run"}
@@ -181,8 +200,8 @@ def test_a_truncated_file_is_said_to_be(single, keep):
 def damage_header(path, change):
     data = path.read_bytes()
     n = struct.unpack("<Q", data[:8])[0]
-    text = change(data[8:8 + n].decode())
-    path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + data[8 + n:])
+    text = change(data[8 : 8 + n].decode())
+    path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + data[8 + n :])
 
 
 def test_a_tensor_twice_in_one_header(single):
@@ -205,9 +224,14 @@ def test_header_that_is_not_json(single):
 
 
 def test_overlapping_tensors(single):
-    header = json.loads((lambda d: d[8:8 + struct.unpack("<Q", d[:8])[0]])((single / "model.safetensors").read_bytes()))
+    header = json.loads(
+        (lambda d: d[8 : 8 + struct.unpack("<Q", d[:8])[0]])((single / "model.safetensors").read_bytes())
+    )
     a, b = (header[k]["data_offsets"] for k in ("layers.0.attn_norm.weight", "layers.1.attn_norm.weight"))
-    damage_header(single / "model.safetensors", lambda h: h.replace(json.dumps(b, separators=(",", ":")), json.dumps(a, separators=(",", ":"))))
+    damage_header(
+        single / "model.safetensors",
+        lambda h: h.replace(json.dumps(b, separators=(",", ":")), json.dumps(a, separators=(",", ":"))),
+    )
     one_line(single, "overlap")
 
 
@@ -244,14 +268,20 @@ def test_poison_that_stays_is_found(official):
     model = plan_model(inventory, NUMERICS["native"], "reference", None)
     model.to_empty(device="cpu")
     pieces = pieces_of(model)
-    with pytest.raises(CheckpointError, match="not covered by what is loaded, first layers.1.attn.indexer.compressor.wkv_gate"):
-        write_parameters(model, [p for p in pieces if p.parameter != "layers.1.attn.indexer.compressor.wkv_gate.weight"])
+    with pytest.raises(
+        CheckpointError, match="not covered by what is loaded, first layers.1.attn.indexer.compressor.wkv_gate"
+    ):
+        write_parameters(
+            model, [p for p in pieces if p.parameter != "layers.1.attn.indexer.compressor.wkv_gate.weight"]
+        )
     half = [p for p in pieces if not (p.parameter == "layers.1.ffn.experts.w2.scale" and p.index == (3,))]
     with pytest.raises(CheckpointError, match="still hold poison after loading, first layers.1.ffn.experts.w2.scale"):
         write_parameters(model, half)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64]
+)
 def test_poison_shows_in_every_dtype_that_can_show_it(dtype):
     tensor = torch.empty(7, dtype=dtype)
     poison(tensor)
@@ -268,8 +298,10 @@ def test_fp8_experts_load_in_every_numerics(tmp_path):
     assert torch.isfinite(kept(ids)).all() and torch.isfinite(exact).all()
 
 
-@pytest.mark.parametrize("capability, spread, chosen", [((9, 0), False, "triton"), ((8, 0), False, "triton"), ((7, 5), False, "reference"),
-                                                        ((9, 0), True, "reference")])
+@pytest.mark.parametrize(
+    "capability, spread, chosen",
+    [((9, 0), False, "triton"), ((8, 0), False, "triton"), ((7, 5), False, "reference"), ((9, 0), True, "reference")],
+)
 def test_auto_takes_kernels_on_one_gpu_that_can_run_them(capability, spread, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_backend("auto", torch.device("cuda"), spread) == chosen

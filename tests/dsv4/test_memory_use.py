@@ -12,15 +12,21 @@ GIB = 1 << 30
 
 def peak_of(code: str, *args) -> list[int]:
     """Integers that a fresh process prints."""
-    prelude = ("import sys, torch\ntorch.set_num_threads(1)\nfrom dsv4 import load_model\nfrom dsv4.memory import peak_bytes\n"
-               "peak = lambda: peak_bytes(torch.device('cpu'))\n")
-    done = subprocess.run([sys.executable, "-c", prelude + code, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    prelude = (
+        "import sys, torch\ntorch.set_num_threads(1)\nfrom dsv4 import load_model\nfrom dsv4.memory import "
+        "peak_bytes\n"
+        "peak = lambda: peak_bytes(torch.device('cpu'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + code, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 
 
 def test_prefill_takes_far_less_than_the_scores_of_one_layer():
-    peak, n, tokens = peak_of("""
+    peak, n, tokens = peak_of(
+        """
 tokens = 8192
 ids = torch.randint(0, 4096, (1, tokens), generator=torch.Generator().manual_seed(0))
 model = load_model(sys.argv[1])
@@ -29,21 +35,34 @@ cache, before = model.new_cache(1, tokens), peak()
 logits = model.append(ids, cache, logits="last")
 assert torch.isfinite(logits).all() and cache.lengths == [tokens]
 print(peak() - before, model.layer_paths()[2]["visible"], tokens)
-""", ROOT / "demo")
+""",
+        ROOT / "demo",
+    )
     assert n == 2048  # entries that the last query chose from
-    assert 0 < peak < 4 * tokens ** 2 // 2  # half of T² scores of one layer in fp32
+    assert 0 < peak < 4 * tokens**2 // 2  # half of T² scores of one layer in fp32
 
 
 def test_loading_takes_the_model_and_one_tensor(tmp_path):
-    raw = {**checkpoints.SMALL, "hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 24, "vocab_size": 4096}
+    raw = {
+        **checkpoints.SMALL,
+        "hidden_size": 512,
+        "moe_intermediate_size": 512,
+        "n_routed_experts": 24,
+        "vocab_size": 4096,
+    }
     path = checkpoints.write_dense(tmp_path / "wide", raw, dtype="F32")
     for numerics in ("native", "fp32"):
-        before, after, model, largest = peak_of("""
-load_model("tests/golden/tiny_fp32", numerics=sys.argv[2])  # libraries that load on first use are there before the count starts
+        before, after, model, largest = peak_of(
+            """
+load_model("tests/golden/tiny_fp32", numerics=sys.argv[2])  # libraries that load on first use are there before the \
+count starts
 before = peak()
 model = load_model(sys.argv[1], numerics=sys.argv[2])
 print(before, peak(), model.nbytes, max(t.nbytes for t in model.inventory.files.tensors.values()))
-""", path, numerics)
+""",
+            path,
+            numerics,
+        )
         assert model > 300 << 20
         slack = 64 << 20  # freed pieces that the allocator keeps
         assert after - before < model + 2 * largest + slack, (numerics, after - before, model, largest)

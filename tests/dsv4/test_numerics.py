@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from kernels.hadamard import hadamard
-from kernels.quantize import simulate_fp4_blocks, simulate_fp8_blocks
+from dsv4.kernels.hadamard import hadamard
+from dsv4.kernels.quantize import simulate_fp4_blocks, simulate_fp8_blocks
 from tests import checkpoints
 
 IDS = torch.randint(0, 320, (1, 200), generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,9 @@ def test_main_kv_is_fp8_on_all_but_the_rotated_dims(official):
         assert torch.equal(simulate_fp8_blocks(rows[:, :48], 64), rows[:, :48])
         assert not torch.equal(simulate_fp8_blocks(rows[:, 48:], 64), rows[:, 48:])
         if layer.main is not None:
-            entries = layer.main.entries.visible(type("S", (), {"rows": slice(0, 1), "max_visible": lambda self, r: 200 // r})())[0]
+            entries = layer.main.entries.visible(
+                type("S", (), {"rows": slice(0, 1), "max_visible": lambda self, r: 200 // r})()
+            )[0]
             assert len(entries) and torch.equal(simulate_fp8_blocks(entries[:, :48], 64), entries[:, :48])
 
 
@@ -48,6 +50,7 @@ def test_index_keys_are_fp4_after_hadamard(official):
 
 def test_index_queries_go_through_the_same_transform_as_the_keys(official):
     from dsv4.step import Step
+
     qr, queries = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), {}
     for numerics in ("qat:fp32", "fp32"):
         model = load_model(official, numerics=numerics)
@@ -67,7 +70,8 @@ def test_fp32_and_native_simulate_nothing(official):
 
 
 def test_with_an_unquantised_checkpoint_only_kv_and_indexer_are_simulated(dense, official, monkeypatch):
-    from kernels.linear import reference
+    from dsv4.kernels.linear import reference
+
     seen = []
     monkeypatch.setattr(reference, "simulate_fp8_blocks", lambda x, b: seen.append(b) or simulate_fp8_blocks(x, b))
     model, _, _ = caches(dense, "qat:fp32")
@@ -84,7 +88,9 @@ def test_only_linears_with_fp8_or_fp4_weights_quantise_their_input(official):
     assert simulated == {"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"}
     calls = {}
     op, real = attn.wo_a.op, attn.wo_a.op.linear
-    op.linear = lambda x, w, simulate=False: calls.setdefault(w.weight.data_ptr(), simulate) and None or real(x, w, simulate)
+    op.linear = lambda x, w, simulate=False: (
+        calls.setdefault(w.weight.data_ptr(), simulate) and None or real(x, w, simulate)
+    )
     model.append(IDS[:, :60], model.new_cache(1, 60))
     assert attn.wo_a.weight.data_ptr() not in calls  # multiplied as grouped_linear, in bf16
     assert calls[attn.wq_a.weight.data_ptr()] and not calls[attn.compressor.wkv_gate.weight.data_ptr()]
@@ -100,7 +106,8 @@ def test_simulation_changes_the_logits_and_stays_near(official):
 
 def test_nvfp4_and_mxfp4_of_the_same_values_give_the_same_logits(official, tmp_path):
     from dsv4.config import ModelConfig
-    from loaders.convert import convert
+    from dsv4.loaders.convert import convert
+
     convert(official, tmp_path / "nv", "nvfp4", ModelConfig.from_official(checkpoints.SMALL))
     for numerics in ("fp32", "qat:fp32"):
         assert torch.equal(caches(official, numerics)[2], caches(tmp_path / "nv", numerics)[2])

@@ -13,6 +13,7 @@ from tests.parity import assert_ragged_batches, far
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_golden_logits_streams_and_mtp(backend):
     from safetensors.torch import load_file
+
     expected = load_file(GOLDEN / "expected.safetensors")
     model = load_model(GOLDEN, numerics="fp32", backend=backend)
     cache = model.new_cache(1, 300)
@@ -23,8 +24,8 @@ def test_golden_logits_streams_and_mtp(backend):
     assert far(model.mtp_logits(streams, expected["next_ids"]), expected["mtp_logits"]) < TOLERANCE
     one_by_one = model.new_cache(1, 300)
     for t in range(0, 300, 50):
-        got = model.mtp_logits(streams[:, t:t + 50], expected["next_ids"][:, t:t + 50], one_by_one)
-        assert far(got, expected["mtp_logits"][:, t:t + 50]) < TOLERANCE
+        got = model.mtp_logits(streams[:, t : t + 50], expected["next_ids"][:, t : t + 50], one_by_one)
+        assert far(got, expected["mtp_logits"][:, t : t + 50]) < TOLERANCE
 
 
 def test_one_shot_equals_transformers(pair):
@@ -35,7 +36,7 @@ def test_one_shot_equals_transformers(pair):
 def test_token_by_token_equals_transformers(pair):
     ours, _, ids, wanted = pair
     cache = ours.new_cache(1, 310)
-    got = [ours.append(ids[:, t:t + 1], cache)[0, 0] for t in range(310)]
+    got = [ours.append(ids[:, t : t + 1], cache)[0, 0] for t in range(310)]
     assert far(torch.stack(got), wanted[0]) < TOLERANCE
 
 
@@ -46,21 +47,26 @@ def test_any_step_size_equals_transformers(pair, chunk):
 
 
 def first_config(request) -> bool:
-    """Whether `pair` is of the configuration that everything is tried on; the others are tried at the borders and in between."""
+    """Whether `pair` is of the configuration that everything is tried on; the others are tried at the borders and in
+    between."""
     return request.node.callspec.params["pair"] == next(iter(oracle.CONFIGS))
 
 
 def test_every_split_into_two_equals_transformers(pair, request):
     ours, _, ids, wanted = pair
-    splits = [*range(1, 140), *range(250, 262)] if first_config(request) else [*range(1, 132, 7), *range(126, 132), *range(254, 259)]
-    worst = max((far(_two_parts(ours, ids, s), wanted[:, s:s + 9]), s) for s in splits)
+    splits = (
+        [*range(1, 140), *range(250, 262)]
+        if first_config(request)
+        else [*range(1, 132, 7), *range(126, 132), *range(254, 259)]
+    )
+    worst = max((far(_two_parts(ours, ids, s), wanted[:, s : s + 9]), s) for s in splits)
     assert worst[0] < TOLERANCE, f"split at {worst[1]}"
 
 
 def _two_parts(model, ids, split):
     cache = model.new_cache(1, 310, max_rewind=0)
     model.append(ids[:, :split], cache, logits="none")
-    return model.append(ids[:, split:split + 9], cache)
+    return model.append(ids[:, split : split + 9], cache)
 
 
 def test_rewinding_equals_never_having_written(pair, request):
@@ -71,11 +77,11 @@ def test_rewinding_equals_never_having_written(pair, request):
         cache = ours.new_cache(1, 310, max_rewind=most)
         ours.append(ids[:, :length], cache, logits="none")
         for n in range(1, most + 1):
-            wrong = (ids[:, length:length + n] + 7) % 512
+            wrong = (ids[:, length : length + n] + 7) % 512
             ours.append(wrong, cache, logits="none", chunk=1 + n % 7)
             cache.rewind(n)
-            got = ours.append(ids[:, length:length + 3], cache)
-            assert far(got, wanted[:, length:length + 3]) < TOLERANCE, (length, n)
+            got = ours.append(ids[:, length : length + 3], cache)
+            assert far(got, wanted[:, length : length + 3]) < TOLERANCE, (length, n)
             cache.rewind(3)
 
 
@@ -147,6 +153,7 @@ def test_rewinding_too_far_is_an_error_and_changes_nothing(pair):
 
 def test_mtp_follows_a_rewind():
     from safetensors.torch import load_file
+
     expected = load_file(GOLDEN / "expected.safetensors")
     model = load_model(GOLDEN, numerics="fp32")
     cache = model.new_cache(1, 300, max_rewind=64)
@@ -161,8 +168,10 @@ def test_mtp_follows_a_rewind():
 
 
 def test_transformers_imports_beside_our_kernels_package():
-    import kernels
     from transformers.utils import import_utils  # looks for a distribution that is also called kernels
+
+    from dsv4 import kernels
+
     assert kernels.__file__.endswith("kernels/__init__.py")
     assert import_utils is not None and oracle.randomised(oracle.TINY) is not None
 
@@ -174,12 +183,14 @@ def test_index_scores_have_the_oracle_s_values(pair):
     indexers = {i: layer.attn.indexer for i, layer in enumerate(ours.layers) if hasattr(layer.attn, "indexer")}
     for i, indexer in indexers.items():
         theirs.model.layers[i].self_attn.compressor.indexer.scorer.register_forward_hook(
-            lambda module, args, out, i=i: expected.__setitem__(i, out))
+            lambda module, args, out, i=i: expected.__setitem__(i, out)
+        )
 
         def recorded(*args, i=i, indexer=indexer, real=indexer.forward):
             selection = real(*args)
             got[i] = indexer.scores(*args)
             return selection
+
         indexer.forward = recorded
     try:
         oracle.logits(theirs, ids)

@@ -46,15 +46,22 @@ def test_values_are_those_of_inference(pair, T):
 
 
 def test_every_parameter_learns_but_the_indexer_and_the_routing_bias(pair):
-    """A selection is a choice: no gradient of the text's loss goes through it, nor through the bias that balances experts."""
+    """A selection is a choice: no gradient of the text's loss goes through it, nor through the bias that balances
+    experts."""
     _, made = pair
     ids = torch.randint(0, 320, (2, 200), generator=torch.Generator().manual_seed(0))
     streams, step, sequences = whole(made, ids)
-    logits, drafted = (made.head(f) for f in (made.features(streams), drafts(made, streams, torch.roll(ids, -1, 1), step, sequences)))
+    logits, drafted = (
+        made.head(f) for f in (made.features(streams), drafts(made, streams, torch.roll(ids, -1, 1), step, sequences))
+    )
     (logits.square().mean() + drafted.square().mean()).backward()
-    still = {n for n, p in made.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.abs().sum() > 0)}
+    still = {
+        n for n, p in made.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.abs().sum() > 0)
+    }
     made.zero_grad()
-    assert still == {n for n, p in made.named_parameters() if p.requires_grad and (".indexer." in n or n.endswith("gate.bias"))}
+    assert still == {
+        n for n, p in made.named_parameters() if p.requires_grad and (".indexer." in n or n.endswith("gate.bias"))
+    }
 
 
 def test_gradients_are_those_of_finite_differences(tmp_path):
@@ -65,8 +72,15 @@ def test_gradients_are_those_of_finite_differences(tmp_path):
     probe = torch.randn(150, 320, generator=torch.Generator().manual_seed(2))
     loss = lambda m: (m.head(m.features(whole(m, ids)[0])) * probe).sum() / 150
     loss(made).backward()
-    for name in ("layers.1.attn.compressor.wkv_gate.weight", "layers.2.attn.compressor.ape", "layers.0.hc_attn.fn", "layers.3.hc_ffn.base",
-                 "layers.1.attn.attn_sink", "layers.2.ffn.experts.w13.weight", "layers.4.attn.wq_b.weight"):
+    for name in (
+        "layers.1.attn.compressor.wkv_gate.weight",
+        "layers.2.attn.compressor.ape",
+        "layers.0.hc_attn.fn",
+        "layers.3.hc_ffn.base",
+        "layers.1.attn.attn_sink",
+        "layers.2.ffn.experts.w13.weight",
+        "layers.4.attn.wq_b.weight",
+    ):
         p = made.get_parameter(name)
         way = p.grad / p.grad.norm()
         held, size = p.detach().clone(), 2e-3

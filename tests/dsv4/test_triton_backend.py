@@ -1,4 +1,5 @@
-"""The triton backend of the whole model: same logits and text as the reference; a decode step that neither allocates, waits nor compiles."""
+"""The triton backend of the whole model: same logits and text as the reference; a decode step that neither allocates,
+waits nor compiles."""
 
 from pathlib import Path
 
@@ -15,7 +16,13 @@ from tests.parity import assert_quiet, assert_repeats
 DEMO = Path(__file__).parents[2] / "demo"
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-CACHES = [("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "fp8", "fp4"), ("qat", "fp8", "fp8"), ("native", "fp8", "fp4")]
+CACHES = [
+    ("native", "auto", "auto"),
+    ("qat", "auto", "auto"),
+    ("qat", "fp8", "fp4"),
+    ("qat", "fp8", "fp8"),
+    ("native", "fp8", "fp4"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +44,8 @@ def test_fp32_logits(checkpoint):
     assert (reference.append(ids[:, :n], a) - ours.append(ids[:, :n], b)).abs().max() < 2e-4
     graph = DecodeGraph(ours, b)
     for t in range(n, n + steps):
-        want = reference.append(ids[:, t:t + 1], a)
-        assert (want - graph.step(ids[:, t:t + 1])).abs().max() < 2e-4, t
+        want = reference.append(ids[:, t : t + 1], a)
+        assert (want - graph.step(ids[:, t : t + 1])).abs().max() < 2e-4, t
     used = {row["operation"]: row["implementation"] for row in ours.dispatch.rows()}
     assert "reference" not in used.values()
 
@@ -46,16 +53,19 @@ def test_fp32_logits(checkpoint):
 @pytest.mark.gpu
 def test_the_golden(golden_path):
     from safetensors.torch import load_file
+
     expected = load_file(golden_path / "expected.safetensors")
     model = load_model(golden_path, numerics="fp32", backend="triton", device="cuda")
     cache = model.new_cache(1, 300)
     logits, streams = model.append(expected["ids"], cache, return_streams=True)
     assert (logits.cpu() - expected["logits"]).abs().max() < 2e-4
-    assert (model.mtp_logits(streams, expected["next_ids"].cuda(), cache).cpu() - expected["mtp_logits"]).abs().max() < 2e-4
+    assert (
+        model.mtp_logits(streams, expected["next_ids"].cuda(), cache).cpu() - expected["mtp_logits"]
+    ).abs().max() < 2e-4
     stepwise = model.new_cache(1, 300)
     graph = DecodeGraph(model, stepwise)
     for t in range(300):
-        assert (graph.step(expected["ids"][:, t:t + 1])[0, 0].cpu() - expected["logits"][0, t]).abs().max() < 2e-4, t
+        assert (graph.step(expected["ids"][:, t : t + 1])[0, 0].cpu() - expected["logits"][0, t]).abs().max() < 2e-4, t
 
 
 @pytest.mark.gpu
@@ -63,13 +73,19 @@ def test_the_golden(golden_path):
 def test_greedy_text_of_the_demo(numerics, cache, index_cache):
     """The same text; in rounded numerics another token only where the reference's own choice hangs on its rounding.
 
-    How far rounding moves logits is measured: the reference's on the CPU, which sums in another order, against the reference's
-    on the GPU. Triton's may be twice as far, and a token may differ where the logits of both are nearer than that."""
+    How far rounding moves logits is measured: the reference's on the CPU, which sums in another order, against the
+    reference's on the GPU. Triton's may be twice as far, and a token may differ where the logits of both are nearer
+    than that."""
     from dsv4.tokenizer import Tokenizer
+
     reference, ours = pair(DEMO, numerics, cache, index_cache)
     on_cpu = load_model(DEMO, backend="reference", numerics=numerics, cache=cache, index_cache=index_cache, mtp=False)
     tokenizer = Tokenizer(DEMO, reference.config.vocab_size)
-    for prompt in ("The capital of France is", "def fibonacci(n):\n", "import os\n\n\nclass Reader:\n    def __init__(self"):
+    for prompt in (
+        "The capital of France is",
+        "def fibonacci(n):\n",
+        "import os\n\n\nclass Reader:\n    def __init__(self",
+    ):
         ids = [0, *tokenizer.encode(prompt)]
         want, got = (generate(m, ids, 64, max_context=160).token_ids for m in (reference, ours))
         if numerics == "fp32" or prompt.startswith("The capital"):
@@ -88,7 +104,9 @@ def test_greedy_text_of_the_demo(numerics, cache, index_cache):
 @pytest.mark.gpu
 def test_a_decode_step_neither_allocates_nor_waits_nor_compiles():
     """Flash widths, ragged rows, 50 replays at positions far apart."""
-    model = load_dummy("flash", layers=4, backend="triton", device="cuda", cache="fp8", index_cache="fp4", max_context=1 << 17)
+    model = load_dummy(
+        "flash", layers=4, backend="triton", device="cuda", cache="fp8", index_cache="fp4", max_context=1 << 17
+    )
     cache = model.new_cache(2, 1 << 17)
     fill_cache(cache, 1000)
     graph = DecodeGraph(model, cache)
@@ -98,7 +116,9 @@ def test_a_decode_step_neither_allocates_nor_waits_nor_compiles():
 @pytest.mark.gpu
 def test_replays_equal_eager_steps_bitwise_and_repeat():
     """A replay is the eager captured step; 20 replays from the same caches give the same bits."""
-    model = load_dummy("flash", layers=5, backend="triton", device="cuda", cache="fp8", index_cache="fp4", max_context=1 << 15)
+    model = load_dummy(
+        "flash", layers=5, backend="triton", device="cuda", cache="fp8", index_cache="fp4", max_context=1 << 15
+    )
     cache = model.new_cache(2, 1 << 15)
     fill_cache(cache, [20_000, 9_001])
     ids = torch.tensor([[17], [4000]], device="cuda")

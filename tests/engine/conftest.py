@@ -11,13 +11,19 @@ from dsv4.paged_cache import PagedCache, new_paged_cache
 from tests.checkpoints import edit_config
 from tests.conftest import GOLDEN
 
-NUMERICS = {"fp32": ("fp32", "auto", "auto"), "fp8, index keys fp8": ("native", "fp8", "fp8"), "fp8, index keys fp4": ("qat", "fp8", "fp4")}
+NUMERICS = {
+    "fp32": ("fp32", "auto", "auto"),
+    "fp8, index keys fp8": ("native", "fp8", "fp8"),
+    "fp8, index keys fp4": ("qat", "fp8", "fp4"),
+}
 
 
 @pytest.fixture(scope="session")
 def long_golden(tmp_path_factory):
     """The golden checkpoint, allowed 2048 positions."""
-    return edit_config(shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden") / "long"), max_position_embeddings=2048)
+    return edit_config(
+        shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden") / "long"), max_position_embeddings=2048
+    )
 
 
 @pytest.fixture(scope="session")
@@ -59,13 +65,15 @@ def random_ids(model, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def prefill(model, cache, ids: list[int], b: int = 0, remember=None, logits: str = "all") -> torch.Tensor:
-    """Run what row b lacks of `ids`, that row alone, in chunks that end at multiples of 128: logits [1, chunk or 1, vocab] of
-    the last chunk. remember(b, ids so far) at each multiple."""
+    """Run what row b lacks of `ids`, that row alone, in chunks that end at multiples of 128: logits [1, chunk or 1,
+    vocab] of the last chunk. remember(b, ids so far) at each multiple."""
     while (start := cache.lengths[b]) < len(ids):
         n = min(len(ids), (start // 128 + 1) * 128) - start
         chunk = torch.zeros(cache.batch, n, dtype=torch.int64)
-        chunk[b] = torch.tensor(ids[start:start + n])
-        found = model.append(chunk, cache, n_new=[n * (row == b) for row in range(cache.batch)], logits=logits)[b:b + 1]
+        chunk[b] = torch.tensor(ids[start : start + n])
+        found = model.append(chunk, cache, n_new=[n * (row == b) for row in range(cache.batch)], logits=logits)[
+            b : b + 1
+        ]
         if remember is not None and cache.lengths[b] % 128 == 0:
-            remember(b, ids[:start + n])
+            remember(b, ids[: start + n])
     return found

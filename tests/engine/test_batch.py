@@ -1,4 +1,5 @@
-"""The batch engine: outputs do not depend on neighbours, grafts or evictions, and a fault of one request harms no other."""
+"""The batch engine: outputs do not depend on neighbours, grafts or evictions, and a fault of one request harms no
+other."""
 
 import io
 import json
@@ -26,7 +27,8 @@ def engine_of(model, rows: int = 3, max_context: int = 512, pages: dict | None =
 
 
 def alone(model, request: Request, logits: list | None = None) -> list[int]:
-    """The tokens of a request on a plain cache of its own, in the engine's pieces; `logits` gets those of each token."""
+    """The tokens of a request on a plain cache of its own, in the engine's pieces; `logits` gets those of each
+    token."""
     cache, ids = model.new_cache(1, 1024, 0), list(request.prompt_ids)
     generator = torch.Generator().manual_seed(request.sampling.seed)
     for _ in range(request.max_tokens):
@@ -34,7 +36,7 @@ def alone(model, request: Request, logits: list | None = None) -> list[int]:
         ids.append(sample(found, request.sampling, generator))
         if logits is not None:
             logits.append(found)
-    return ids[len(request.prompt_ids):]
+    return ids[len(request.prompt_ids) :]
 
 
 def watched(engine) -> dict[str, list]:
@@ -43,8 +45,9 @@ def watched(engine) -> dict[str, list]:
 
     def watch(work, logits, drafts):
         tokens, error = accept(work, logits, drafts)
-        seen.setdefault(work.request.id, []).extend(logits.values[:len(tokens)].clone())
+        seen.setdefault(work.request.id, []).extend(logits.values[: len(tokens)].clone())
         return tokens, error
+
     engine._accept = watch
     return seen
 
@@ -58,8 +61,16 @@ def equal_alone(model, request: Request, logits: list) -> bool:
 def requests_of(model, count: int, max_tokens: int = 12, shared: int = 210) -> list[Request]:
     """Prompts of different lengths over one prefix; every other one sampled."""
     prefix = random_ids(model, shared).tolist()
-    return [Request(f"r{i}", tuple(prefix + random_ids(model, 3 + 40 * i, seed=i + 1).tolist()), max_tokens, float(i % 2),
-                    SAMPLED if i % 2 else Sampling()) for i in range(count)]
+    return [
+        Request(
+            f"r{i}",
+            tuple(prefix + random_ids(model, 3 + 40 * i, seed=i + 1).tolist()),
+            max_tokens,
+            float(i % 2),
+            SAMPLED if i % 2 else Sampling(),
+        )
+        for i in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +96,14 @@ def test_requests_that_join_and_leave_give_what_each_gives_alone(model, asked):
     engine, results = engine_of(model)
     run(engine, requests)
     assert {name: r.token_ids for name, r in results.items()} == expected
-    assert sorted(r.grafted for r in results.values()) == [0, 128, 128, 128, 128]  # one runs the prefix, also for those beside it
-    assert engine.figures()["prefix_hit_tokens"] == 512 and engine.figures()["prefix_hit_rate"] == 512 / (2 * 128 + 3 * 256)
-    assert all(r.stop_reason == "max_tokens" and len(r.between_tokens) == 11 and r.first_token > 0 for r in results.values())
+    # one runs the prefix, also for those beside it
+    assert sorted(r.grafted for r in results.values()) == [0, 128, 128, 128, 128]
+    assert engine.figures()["prefix_hit_tokens"] == 512 and engine.figures()["prefix_hit_rate"] == 512 / (
+        2 * 128 + 3 * 256
+    )
+    assert all(
+        r.stop_reason == "max_tokens" and len(r.between_tokens) == 11 and r.first_token > 0 for r in results.values()
+    )
     assert nothing_is_held(engine)
 
 
@@ -121,8 +137,10 @@ def test_a_prompt_that_another_request_generated_equals_cold(model):
 
 def test_a_batch_that_finds_no_page_for_its_last_row_has_not_run_its_first(model):
     """Rows that decode together lie apart, so they run as two groups; the second needs a page."""
-    asked = [Request(name, tuple(random_ids(model, n, seed=n).tolist()), tokens, priority)
-             for name, n, tokens, priority in (("first", 100, 12, 2.0), ("between", 900, 1, 1.0), ("last", 257, 5, 0.0))]
+    asked = [
+        Request(name, tuple(random_ids(model, n, seed=n).tolist()), tokens, priority)
+        for name, n, tokens, priority in (("first", 100, 12, 2.0), ("between", 900, 1, 1.0), ("last", 257, 5, 0.0))
+    ]
     engine, results = engine_of(model, max_context=1000, together=True, pages={"csa entries": 5})
     run(engine, asked)
     assert results["last"].evictions > 0 and results["first"].evictions == results["between"].evictions == 0
@@ -138,14 +156,29 @@ def test_decoding_together_agrees_up_to_rounding(model, asked):
     assert engine.evictions > 0 and nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("priorities,acceptance,used,first_evicted", [
-    ((1.0, 0.0, 1.0), (0.8, 0.8, 0.8), None, "r1"), ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), None, "r2"),
-    ((0.0, 0.0, 0.0), (0.3, 0.8, 0.9), None, "r0"), ((0.0, 1.0, 1.0), (0.9, 0.1, 0.1), None, "r0"),
-    ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (7, 5, 6), "r1"), ((0.0, 0.0, 0.0), (0.3, 0.8, 0.8), (7, 5, 6), "r0"),
-    ((0.0, 1.0, 1.0), (0.8, 0.8, 0.8), (7, 5, 6), "r0"), ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (5, 6, 6), "r0"),
-], ids=["the lowest priority", "the last of equals", "the lowest acceptance of equals", "priority before acceptance",
-        "the least recently advanced of equals", "acceptance before the least recent", "priority before the least recent",
-        "the least recent before the last"])
+@pytest.mark.parametrize(
+    "priorities,acceptance,used,first_evicted",
+    [
+        ((1.0, 0.0, 1.0), (0.8, 0.8, 0.8), None, "r1"),
+        ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), None, "r2"),
+        ((0.0, 0.0, 0.0), (0.3, 0.8, 0.9), None, "r0"),
+        ((0.0, 1.0, 1.0), (0.9, 0.1, 0.1), None, "r0"),
+        ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (7, 5, 6), "r1"),
+        ((0.0, 0.0, 0.0), (0.3, 0.8, 0.8), (7, 5, 6), "r0"),
+        ((0.0, 1.0, 1.0), (0.8, 0.8, 0.8), (7, 5, 6), "r0"),
+        ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (5, 6, 6), "r0"),
+    ],
+    ids=[
+        "the lowest priority",
+        "the last of equals",
+        "the lowest acceptance of equals",
+        "priority before acceptance",
+        "the least recently advanced of equals",
+        "acceptance before the least recent",
+        "priority before the least recent",
+        "the least recent before the last",
+    ],
+)
 def test_who_gives_way(model, priorities, acceptance, used, first_evicted):
     engine, results = engine_of(model, pages={"csa entries": 3})
     join = engine._join
@@ -155,18 +188,25 @@ def test_who_gives_way(model, priorities, acceptance, used, first_evicted):
         for work in engine.running:  # the first of them is the first to need a page, so that these are still so then
             at = int(work.request.id[1:])
             work.epsilon, work.used = acceptance[at], work.used if used is None else used[at]
+
     engine._join = joined
     order, evict = [], engine._evict
     engine._evict = lambda work: (order.append(work.request.id), evict(work))
-    run(engine, [Request(f"r{i}", tuple(random_ids(model, 250, seed=i).tolist()), 20, p) for i, p in enumerate(priorities)])
+    run(
+        engine,
+        [Request(f"r{i}", tuple(random_ids(model, 250, seed=i).tolist()), 20, p) for i, p in enumerate(priorities)],
+    )
     assert order[0] == first_evicted and len(order) <= 3, "an evicted request joins only when another has left"
     assert len(results) == 3 and all(len(r.token_ids) == 20 for r in results.values())
 
 
 def test_who_advanced_in_this_step_stays(model):
-    """Rows that decode together come before a prompt that is still read: it needs a page when the other, though the last to come, has
-    just advanced."""
-    asked = [Request("reads", tuple(random_ids(model, 600).tolist()), 2), Request("decodes", tuple(random_ids(model, 20).tolist()), 12)]
+    """Rows that decode together come before a prompt that is still read: it needs a page when the other, though the
+    last to come, has just advanced."""
+    asked = [
+        Request("reads", tuple(random_ids(model, 600).tolist()), 2),
+        Request("decodes", tuple(random_ids(model, 20).tolist()), 12),
+    ]
     engine, results = engine_of(model, rows=2, max_context=700, together=True, pages={"csa entries": 3})
     run(engine, asked)
     assert (results["reads"].evictions, results["decodes"].evictions) == (1, 0)
@@ -176,14 +216,26 @@ def test_faults_of_some_requests_harm_no_other(model, asked):
     requests, expected = asked
     engine, results = engine_of(model, max_context=700, pages={"csa entries": 2})
     long = Request("long", tuple(random_ids(model, 600).tolist()), 10)
-    for request in (Request("overrun", (1,) * 700, 2), Request("empty", ()), Request("unknown", (1, 512)), requests[0], long,
-                    Request("cancelled", requests[1].prompt_ids, 10), requests[2]):
+    for request in (
+        Request("overrun", (1,) * 700, 2),
+        Request("empty", ()),
+        Request("unknown", (1, 512)),
+        requests[0],
+        long,
+        Request("cancelled", requests[1].prompt_ids, 10),
+        requests[2],
+    ):
         engine.submit(request)
     for _ in range(5):
         engine.step()
     engine.cancel("cancelled")
     engine.run()
-    assert [type(results[name].error) for name in ("overrun", "empty", "unknown", "long")] == [ContextOverrun, InputError, InputError, OutOfPages]
+    assert [type(results[name].error) for name in ("overrun", "empty", "unknown", "long")] == [
+        ContextOverrun,
+        InputError,
+        InputError,
+        OutOfPages,
+    ]
     assert results["cancelled"].stop_reason == "cancelled"
     for request in (requests[0], requests[2]):
         assert results[request.id].token_ids == expected[request.id], request.id
@@ -197,7 +249,9 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(model, asked):
     engine, results = engine_of(model)
     accept = engine._accept
     spoiled = lambda work: float("nan") if work.request.id == "r1" and work.result.token_ids else 1.0
-    engine._accept = lambda work, logits, drafts: accept(work, read((logits.values * spoiled(work)).unsqueeze(0))[0][0], drafts)
+    engine._accept = lambda work, logits, drafts: accept(
+        work, read((logits.values * spoiled(work)).unsqueeze(0))[0][0], drafts
+    )
     run(engine, requests[:3])
     assert isinstance(results["r1"].error, NotFinite) and len(results["r1"].token_ids) == 1
     assert results["r0"].token_ids == expected["r0"] and results["r2"].token_ids == expected["r2"]
@@ -208,18 +262,33 @@ def test_stop_ids_end_a_request(model, asked):
     stop = expected["r0"][4]
     engine, results = engine_of(model, stop_ids=[stop])
     run(engine, requests[:1])
-    assert results["r0"].stop_reason == "eos" and results["r0"].token_ids == expected["r0"][:expected["r0"].index(stop) + 1]
+    assert (
+        results["r0"].stop_reason == "eos"
+        and results["r0"].token_ids == expected["r0"][: expected["r0"].index(stop) + 1]
+    )
 
 
-@pytest.mark.parametrize("line,match", [
-    ("{", "line 2 is not JSON"), ("[1]", "line 2 is a list; expected an object"), ('{"token_ids": [1], "max_tokens": 0}', "max_tokens 0; expected at least 1"),
-    ('{"token_ids": [1], "maxtokens": 3}', "has 'maxtokens'; expected only id, prompt"), ("{}", "neither prompt and token_ids"),
-    ('{"token_ids": [1.5]}', "no integers"), ('{"token_ids": [1], "priority": NaN}', "priority NaN; expected a number"),
-    ('{"token_ids": [1], "temperature": -1}', "temperature -1"), ('{"token_ids": [1], "id": "line 1"}', "was used before"),
-    ('{"prompt": 3}', "prompt 3; expected a string"), ('{"token_ids": [1], "seed": 1e999}', "seed Infinity; expected an integer"), ('{"token_ids": [true]}', "no integers"),
-    ("[" * 100_000, "is not JSON"), ('{"token_ids": [1], "temperature": 1e-300}', "expected 0 .greedy., or 1e-06 to 1000000"),
-    ('{"prompt": null}', "prompt null; expected a string"), ('{"token_ids": [1], "seed": 99999999999999999999}', "a number of 64 bits"),
-])
+@pytest.mark.parametrize(
+    "line,match",
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is a list; expected an object"),
+        ('{"token_ids": [1], "max_tokens": 0}', "max_tokens 0; expected at least 1"),
+        ('{"token_ids": [1], "maxtokens": 3}', "has 'maxtokens'; expected only id, prompt"),
+        ("{}", "neither prompt and token_ids"),
+        ('{"token_ids": [1.5]}', "no integers"),
+        ('{"token_ids": [1], "priority": NaN}', "priority NaN; expected a number"),
+        ('{"token_ids": [1], "temperature": -1}', "temperature -1"),
+        ('{"token_ids": [1], "id": "line 1"}', "was used before"),
+        ('{"prompt": 3}', "prompt 3; expected a string"),
+        ('{"token_ids": [1], "seed": 1e999}', "seed Infinity; expected an integer"),
+        ('{"token_ids": [true]}', "no integers"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"token_ids": [1], "temperature": 1e-300}', "expected 0 .greedy., or 1e-06 to 1000000"),
+        ('{"prompt": null}', "prompt null; expected a string"),
+        ('{"token_ids": [1], "seed": 99999999999999999999}', "a number of 64 bits"),
+    ],
+)
 def test_a_bad_line_is_a_result_and_the_others_are_requests(line, match):
     good = '{"token_ids": [1, 2]}'
     first, bad, last = read_requests([good, line, "", good], lambda text: [1], "mtp")
@@ -235,30 +304,55 @@ def test_a_bad_line_is_a_result_and_the_others_are_requests(line, match):
 def test_text_that_is_no_unicode_is_its_lines_own_error(given, tmp_path, monkeypatch, capsys):
     """Half of a surrogate pair, and a byte that is no UTF-8; the file begins with a byte order mark."""
     from dsv4.cli import main
-    held = b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 2}\n{"prompt": "\\ud800"}\n{"prompt": "\xff"}\n{"token_ids": [1], "max_tokens": 140000}'
+
+    held = (
+        b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 2}\n{"prompt": "\\ud800"}\n{"prompt": '
+        b'"\xff"}\n{"token_ids": [1], "max_tokens": 140000}'
+    )
     file = tmp_path / "requests.jsonl"
     file.write_bytes(held)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(held)))
-    monkeypatch.setattr("sys.argv", ["dsv4", "batch", "-" if given == "-" else str(file), "--checkpoint", str(ROOT / "demo"), "--numerics", "fp32"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["dsv4", "batch", "-" if given == "-" else str(file), "--checkpoint", str(ROOT / "demo"), "--numerics", "fp32"],
+    )
     with pytest.raises(SystemExit) as stopped:
         main()
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     errors = {d["id"]: d["error"] for d in found if "id" in d}
     assert stopped.value.code == 1 and errors["line 1"] is None and len(found) == 5
-    assert "no Unicode; expected UTF-8" in errors["line 2"]["message"] and "'\\udcff' at character 1" in errors["line 3"]["message"]
+    assert (
+        "no Unicode; expected UTF-8" in errors["line 2"]["message"]
+        and "'\\udcff' at character 1" in errors["line 3"]["message"]
+    )
     assert "max_position_embeddings) that the checkpoint takes" in errors["line 4"]["message"]
 
 
 def test_the_command_writes_a_result_a_line_and_the_figures(long_golden, tmp_path, monkeypatch, capsys):
     from dsv4.cli import main
+
     file = tmp_path / "requests.jsonl"
-    lines = [{"id": "a", "token_ids": [1, 2, 3], "max_tokens": 4}, {"id": "b", "token_ids": [1] * 5000}, {"prompt": "text"}]
+    lines = [
+        {"id": "a", "token_ids": [1, 2, 3], "max_tokens": 4},
+        {"id": "b", "token_ids": [1] * 5000},
+        {"prompt": "text"},
+    ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\nnot JSON\n")
-    monkeypatch.setattr("sys.argv", ["dsv4", "batch", str(file), "--checkpoint", str(long_golden), "--numerics", "fp32", "--rows", "2"])
+    monkeypatch.setattr(
+        "sys.argv", ["dsv4", "batch", str(file), "--checkpoint", str(long_golden), "--numerics", "fp32", "--rows", "2"]
+    )
     with pytest.raises(SystemExit) as stopped:
         main()
     found = {d.get("id", "figures"): d for d in map(json.loads, capsys.readouterr().out.splitlines())}
     assert stopped.value.code == 1 and len(found) == 5
-    assert len(found["a"]["token_ids"]) == 4 and found["a"]["error"] is None and len(found["a"]["inter_token_seconds"]) == 3
-    assert [found[name]["error"]["type"] for name in ("b", "line 3", "line 4")] == ["ContextOverrun", "InputError", "InputError"]
+    assert (
+        len(found["a"]["token_ids"]) == 4
+        and found["a"]["error"] is None
+        and len(found["a"]["inter_token_seconds"]) == 3
+    )
+    assert [found[name]["error"]["type"] for name in ("b", "line 3", "line 4")] == [
+        "ContextOverrun",
+        "InputError",
+        "InputError",
+    ]
     assert found["figures"]["figures"]["pools"]["window"]["live"] == 0

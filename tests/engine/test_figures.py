@@ -1,4 +1,5 @@
-"""The figures of a run, beside values computed by hand: latencies of a clock that the test moves, block sizes, fragmentation."""
+"""The figures of a run, beside values computed by hand: latencies of a clock that the test moves, block sizes,
+fragmentation."""
 
 from types import SimpleNamespace
 
@@ -14,8 +15,18 @@ from dsv4.speculation.result import Speculation
 from tests.engine.conftest import paged, random_ids
 from tests.engine.test_speculation import knowing
 
-ABOUT = {"speculate": "mtp", "draft tokens": "4", "checkpoint": "c", "numerics": "fp32", "device": "cpu", "notes": [], "commit": "0" * 40, "dirty": True,
-         "versions": {"python": "3", "triton": None}, "command": "dsv4 batch r.jsonl"}
+ABOUT = {
+    "speculate": "mtp",
+    "draft tokens": "4",
+    "checkpoint": "c",
+    "numerics": "fp32",
+    "device": "cpu",
+    "notes": [],
+    "commit": "0" * 40,
+    "dirty": True,
+    "versions": {"python": "3", "triton": None},
+    "command": "dsv4 batch r.jsonl",
+}
 
 
 def prompt(model, tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -34,7 +45,11 @@ class Clock:
 def timed_engine(model, rows: int = 2, **options):
     clock, results = Clock(), {}
     cache = paged(model, rows, 512, max_rewind=9)
-    return BatchEngine(model, cache, clock=clock, on_result=lambda r: results.setdefault(r.id, r), **options), clock, results
+    return (
+        BatchEngine(model, cache, clock=clock, on_result=lambda r: results.setdefault(r.id, r), **options),
+        clock,
+        results,
+    )
 
 
 def step_at(engine, clock, *times: float) -> None:
@@ -58,9 +73,13 @@ def test_latencies_are_those_of_the_clock(model):
     assert long.document()["inter_token_percentiles_seconds"] == pytest.approx({"p50": 0.75, "p95": 1.85, "p99": 1.97})
     report = document(ABOUT, engine.figures(), [request_document(r) for r in results.values()])
     assert report["latency_seconds"]["time_to_first_token"] == pytest.approx({"p50": 0.75, "p95": 1.2, "p99": 1.24})
-    assert report["latency_seconds"]["inter_token"] == pytest.approx({"p50": 0.5, "p95": 1.8, "p99": 1.96})  # of 0.25 0.25 0.5 1 2
+    # of 0.25 0.25 0.5 1 2
+    assert report["latency_seconds"]["inter_token"] == pytest.approx({"p50": 0.5, "p95": 1.8, "p99": 1.96})
     text = markdown("clock", report)
-    assert "| time to first token | 750.0 | 1200.0 | 1240.0 |" in text and "| inter token | 500.0 | 1800.0 | 1960.0 |" in text
+    assert (
+        "| time to first token | 750.0 | 1200.0 | 1240.0 |" in text
+        and "| inter token | 500.0 | 1800.0 | 1960.0 |" in text
+    )
     assert "| long | max_tokens | 5 | 4 | 0 | 0 | 0.00 | 0.00 | 0% | 0 | 1250.0 | 750.0 | 1850.0 | 1970.0 |" in text
 
 
@@ -70,7 +89,8 @@ def test_percentiles_are_the_50th_95th_and_99th():
 
 
 def test_passes_block_sizes_and_acceptance_of_the_engine(model):
-    """Two of four drafts are right; the last pass has two tokens left to give, so one draft. Tokens of a pass come at once."""
+    """Two of four drafts are right; the last pass has two tokens left to give, so one draft. Tokens of a pass come at
+    once."""
     request = Request("r", prompt(model, 20), 12)
     engine, clock, results = timed_engine(model, rows=1, drafter=knowing(model, [request], right=2), policy=Static(4))
     engine.submit(request)
@@ -82,7 +102,15 @@ def test_passes_block_sizes_and_acceptance_of_the_engine(model):
     assert found["time_to_first_token_seconds"] == 1.0
     assert found["inter_token_seconds"] == [0.5, 0, 0, 1.0, 0, 0, 2.0, 0, 0, 4.0, 0]
     report = document(ABOUT, engine.figures(), [found])
-    assert report["totals"] == {"requests": 1, "failed": 0, "tokens": 12, "passes": 4, "drafted": 13, "accepted": 7, "acceptance": 7 / 13}
+    assert report["totals"] == {
+        "requests": 1,
+        "failed": 0,
+        "tokens": 12,
+        "passes": 4,
+        "drafted": 13,
+        "accepted": 7,
+        "acceptance": 7 / 13,
+    }
     assert "| r | max_tokens | 12 | 4 | 13 | 7 (54%) | 3.25 | 1.69 | – | 0 | 1000.0 |" in markdown("passes", report)
 
 
@@ -91,10 +119,21 @@ def test_counts_of_speculation_by_hand():
     assert (found.acceptance, found.mean_block_size, found.block_size_variance) == (None, None, None)
     for proposed, accepted, steps in ((8, 5, 8), (4, 1, 4), (0, 0, 0), (0, 0, 0)):
         found.passed(proposed, accepted, steps)
-    assert (found.acceptance, found.mean_block_size, found.block_size_variance) == (0.5, 3.0, 11.0)  # (5² + 1² + 3² + 3²) / 4
+    # (5² + 1² + 3² + 3²) / 4
+    assert (found.acceptance, found.mean_block_size, found.block_size_variance) == (0.5, 3.0, 11.0)
     assert found.document(new_tokens=11) == {
-        "method": "mtp", "proposed": 12, "accepted": 6, "acceptance": 0.5, "verify_passes": 4, "draft_steps": 12, "mean_block_size": 3.0,
-        "block_size_variance": 11.0, "tokens_per_pass": 2.5, "block_size_history": [8, 4, 0, 0], "accepted_history": [5, 1, 0, 0]}
+        "method": "mtp",
+        "proposed": 12,
+        "accepted": 6,
+        "acceptance": 0.5,
+        "verify_passes": 4,
+        "draft_steps": 12,
+        "mean_block_size": 3.0,
+        "block_size_variance": 11.0,
+        "tokens_per_pass": 2.5,
+        "block_size_history": [8, 4, 0, 0],
+        "accepted_history": [5, 1, 0, 0],
+    }
 
 
 def watched(looks: list[float]) -> Watch:
@@ -114,7 +153,8 @@ def test_mean_fragmentation_is_that_of_the_looks():
 
 
 def test_fragmentation_of_a_run_by_hand(model):
-    """After the first step, the only one that is looked at, a row holds 100 tokens: 25 of a page's 64 entries of CSA."""
+    """After the first step, the only one that is looked at, a row holds 100 tokens: 25 of a page's 64 entries of
+    CSA."""
     engine, _, _ = timed_engine(model)
     engine.submit(Request("r", prompt(model, 100), 3))
     engine.run()
@@ -134,15 +174,22 @@ def test_a_long_course_of_fragmentation_is_kept_coarser_with_the_same_mean():
     twice = [(a + b) / 2 for a, b in zip(looks[:POINTS:2], looks[1:POINTS:2])]
     later = looks[POINTS::2]  # from then on every other one is looked at
     assert watch.looked_every == 4 * SAMPLED and len(watch.fragmentation["pool"]) == POINTS // 2
-    assert watch.fragmentation["pool"] == [(a + b) / 2 for course in (twice, later) for a, b in zip(course[::2], course[1::2])]
+    assert watch.fragmentation["pool"] == [
+        (a + b) / 2 for course in (twice, later) for a, b in zip(course[::2], course[1::2])
+    ]
 
 
 def test_hit_rates_are_of_the_blocks_that_could_be_borrowed(model):
     """Of each, and of all. 256 tokens leave one to run, so that one block of theirs can be borrowed."""
     shared = prompt(model, 300)
     engine, _, results = timed_engine(model, rows=1)
-    for name, ids in (("first", shared), ("same", shared), ("half", shared[:256]), ("other", shared[:128] + prompt(model, 172, 1)),
-                      ("short", shared[:128])):
+    for name, ids in (
+        ("first", shared),
+        ("same", shared),
+        ("half", shared[:256]),
+        ("other", shared[:128] + prompt(model, 172, 1)),
+        ("short", shared[:128]),
+    ):
         engine.submit(Request(name, ids, 1))
     engine.run()
     rates = {name: request_document(r)["prefix_hit_rate"] for name, r in results.items()}

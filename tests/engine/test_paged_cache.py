@@ -1,4 +1,5 @@
-"""A model on pages equals the model on rings and linear buffers, bit for bit; freed pages are NaN and physically shuffled."""
+"""A model on pages equals the model on rings and linear buffers, bit for bit; freed pages are NaN and physically
+shuffled."""
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ class Twins:
     def append(self, *counts: int, chunk: int | None = None) -> None:
         ids = torch.zeros(len(counts), max(counts), dtype=torch.int64)
         for b, n in enumerate(counts):
-            ids[b, :n] = self.ids[b, self.plain.lengths[b]:self.plain.lengths[b] + n]
+            ids[b, :n] = self.ids[b, self.plain.lengths[b] : self.plain.lengths[b] + n]
         expected, found = (self.model.append(ids, c, list(counts), chunk=chunk) for c in (self.plain, self.paged))
         for b, n in enumerate(counts):
             assert not found[b, :n].isnan().any(), f"row {b} read a page that was free"
@@ -66,7 +67,7 @@ def test_pages_behind_the_window_and_the_overlap_are_given_back(model):
     cache = paged(model, 1, 1024, max_rewind=0)
     ids, live = random_ids(model, 1, 900), []
     for start in range(0, 900, 100):
-        model.append(ids[:, start:start + 100], cache)
+        model.append(ids[:, start : start + 100], cache)
         live.append({name: pool.live for name, pool in cache.pools.items()})
     for name in ("window", "csa raw rows", "hca raw rows"):
         assert live[-1][name] <= live[2][name] + 1 <= 18, name
@@ -81,8 +82,8 @@ def test_the_mtp_block_drafts_the_same_from_pages(model):
         _, streams = model.append(ids[:, :150], cache, return_streams=True)
         found = [model.mtp_logits(streams[:, :149], ids[:, 1:150], cache, chunk=70)]
         for t in range(150, 160):
-            _, streams = model.append(ids[:, t:t + 1], cache, return_streams=True)
-            found.append(model.mtp_logits(streams, ids[:, t + 1:t + 2], cache))
+            _, streams = model.append(ids[:, t : t + 1], cache, return_streams=True)
+            found.append(model.mtp_logits(streams, ids[:, t + 1 : t + 2], cache))
             if t == 155:
                 cache.rewind_mtp(3)
         drafted.append(torch.cat(found, 1))
@@ -124,10 +125,23 @@ def test_a_step_without_pages_is_refused_and_takes_none(model):
     torch.testing.assert_close(found[:1], expected[:, 256:], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("change,match", [
-    (dict(max_context=2049), "max_context 1 … 2048"), (dict(batch=0), "batch >= 1"), (dict(pages={"window": 3}), "at least one for each of"),
-    (dict(reach=63), "room for 63 tokens a row; expected max_context 64 … 2048"), (dict(reach=2049), "expected max_context 64 … 2048"),
-], ids=["beyond the checkpoint", "no rows", "a group without pages", "tables too short", "tables beyond the checkpoint"])
+@pytest.mark.parametrize(
+    "change,match",
+    [
+        (dict(max_context=2049), "max_context 1 … 2048"),
+        (dict(batch=0), "batch >= 1"),
+        (dict(pages={"window": 3}), "at least one for each of"),
+        (dict(reach=63), "room for 63 tokens a row; expected max_context 64 … 2048"),
+        (dict(reach=2049), "expected max_context 64 … 2048"),
+    ],
+    ids=[
+        "beyond the checkpoint",
+        "no rows",
+        "a group without pages",
+        "tables too short",
+        "tables beyond the checkpoint",
+    ],
+)
 def test_sizes_that_cannot_be_are_named(model, change, match):
     asked = dict(batch=1, max_context=64, pages=pool_pages(model.page_layout().groups, 1, 64)) | change
     with pytest.raises(InputError, match=match):
@@ -157,12 +171,16 @@ def test_figures_add_up(model):
     figures = cache.figures()
     assert figures["window"]["live"] == 8 and figures["window"]["fragmentation"] == 1 - 400 / (8 * 64)
     assert figures["csa entries"]["fragmentation"] == 1 - 100 / (2 * 64) and figures["csa entries"]["shared"] == 0
-    assert figures["hca entries"] == dict(pages=3, live=2, shared=0, drafts=0, peak=2, pressure=2 / 3, fragmentation=1 - 2 / 128)
+    assert figures["hca entries"] == dict(
+        pages=3, live=2, shared=0, drafts=0, peak=2, pressure=2 / 3, fragmentation=1 - 2 / 128
+    )
 
 
 def test_drafts_fit_where_pages_are_free_and_final_tokens_lie_on_no_draft_page(model):
     """A row at the end of a page; the window's next page is for a final token, the one after for drafts alone."""
-    cache = paged(model, 1, 512, max_rewind=9, pages=pool_pages(model.page_layout().groups, 1, 512, 9) | {"csa entries": 1})
+    cache = paged(
+        model, 1, 512, max_rewind=9, pages=pool_pages(model.page_layout().groups, 1, 512, 9) | {"csa entries": 1}
+    )
     ids = random_ids(model, 1, 400)
     model.append(ids[:, :251], cache, chunk=128)
     live = {name: pool.live for name, pool in cache.pools.items()}

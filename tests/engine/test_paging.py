@@ -12,7 +12,8 @@ PAGES, ROWS = 7, 8
 
 
 class Holders(RuleBasedStateMachine):
-    """Holders take, share, seal, write and drop pages; beside the pool a plain list of (holder, page) says what must be so."""
+    """Holders take, share, seal, write and drop pages; beside the pool a plain list of (holder, page) says what must be
+    so."""
 
     def __init__(self):
         super().__init__()
@@ -126,11 +127,18 @@ def test_pages_that_nobody_holds_are_named(page):
             act(page)
 
 
-@pytest.mark.parametrize("group,first,end,pages", [
-    (PageGroup("raw", 8), 0, 8, [0]), (PageGroup("raw", 8), 7, 9, [0, 1]), (PageGroup("raw", 8), 8, 8, []),
-    (PageGroup("entries", 64, tokens=4), 0, 3, []), (PageGroup("entries", 64, tokens=4), 0, 4, [0]),
-    (PageGroup("entries", 64, tokens=4), 252, 256, [0]), (PageGroup("entries", 64, tokens=4), 255, 260, [0, 1]),
-])
+@pytest.mark.parametrize(
+    "group,first,end,pages",
+    [
+        (PageGroup("raw", 8), 0, 8, [0]),
+        (PageGroup("raw", 8), 7, 9, [0, 1]),
+        (PageGroup("raw", 8), 8, 8, []),
+        (PageGroup("entries", 64, tokens=4), 0, 3, []),
+        (PageGroup("entries", 64, tokens=4), 0, 4, [0]),
+        (PageGroup("entries", 64, tokens=4), 252, 256, [0]),
+        (PageGroup("entries", 64, tokens=4), 255, 260, [0, 1]),
+    ],
+)
 def test_pages_of_tokens_are_those_whose_rows_they_complete(group, first, end, pages):
     assert list(group.pages(first, end)) == pages
 

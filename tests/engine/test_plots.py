@@ -10,17 +10,52 @@ from dsv4.engine.plots import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 ABOUT = {"speculate": "mtp", "draft tokens": "adaptive", "checkpoint": "c", "numerics": "fp32", "device": "cpu"}
-LONG = {"id": "long", "token_ids": [7] * 12, "block_size_history": [8, 4, 1, 2], "accepted_history": [3, 2, 0, 2], "acceptance": 7 / 15,
-        "pressed_history": [False, False, False, True]}
-SHORT = {"id": "short", "token_ids": [7] * 4, "block_size_history": [1, 0], "accepted_history": [1, 0], "acceptance": 1.0,
-         "pressed_history": [False, False]}
-FAILED = {"id": "failed", "token_ids": [], "block_size_history": [], "accepted_history": [], "acceptance": None, "pressed_history": []}
-FIGURES = {"steps": 20, "steps_a_point": 4, "live_share": {"csa entries": [0.25, 0.5, 1.0, 0.875, 0.0], "window": [0.1, 0.2, 0.3, 0.2, 0.1]},
-           "steps_a_look": 8, "fragmentation": {"csa entries": [0.75, 0.5, 0.25], "window": [0.0, 0.1, 0.0]}, "eviction_steps": [9, 11]}
-REPORT = {"about": ABOUT, "requests": [SHORT, FAILED, LONG], "figures": FIGURES,
-          "latency_seconds": {"time_to_first_token": {"p50": 0.5, "p95": 1.5, "p99": 2.0}, "inter_token": None}}
+LONG = {
+    "id": "long",
+    "token_ids": [7] * 12,
+    "block_size_history": [8, 4, 1, 2],
+    "accepted_history": [3, 2, 0, 2],
+    "acceptance": 7 / 15,
+    "pressed_history": [False, False, False, True],
+}
+SHORT = {
+    "id": "short",
+    "token_ids": [7] * 4,
+    "block_size_history": [1, 0],
+    "accepted_history": [1, 0],
+    "acceptance": 1.0,
+    "pressed_history": [False, False],
+}
+FAILED = {
+    "id": "failed",
+    "token_ids": [],
+    "block_size_history": [],
+    "accepted_history": [],
+    "acceptance": None,
+    "pressed_history": [],
+}
+FIGURES = {
+    "steps": 20,
+    "steps_a_point": 4,
+    "live_share": {"csa entries": [0.25, 0.5, 1.0, 0.875, 0.0], "window": [0.1, 0.2, 0.3, 0.2, 0.1]},
+    "steps_a_look": 8,
+    "fragmentation": {"csa entries": [0.75, 0.5, 0.25], "window": [0.0, 0.1, 0.0]},
+    "eviction_steps": [9, 11],
+}
+REPORT = {
+    "about": ABOUT,
+    "requests": [SHORT, FAILED, LONG],
+    "figures": FIGURES,
+    "latency_seconds": {"time_to_first_token": {"p50": 0.5, "p95": 1.5, "p99": 2.0}, "inter_token": None},
+}
 SIZES = ((0, 12), (-0.3, 8.5))
-LIMITS = {"request-0": SIZES, "request-1": SIZES, "pages": ((0, 20), (0, 104)), "fragmentation": ((0, 20), (0, 104)), "acceptance": ((0, 110), (2 - 0.5, -0.5))}
+LIMITS = {
+    "request-0": SIZES,
+    "request-1": SIZES,
+    "pages": ((0, 20), (0, 104)),
+    "fragmentation": ((0, 20), (0, 104)),
+    "acceptance": ((0, 110), (2 - 0.5, -0.5)),
+}
 
 
 class Drawing:
@@ -38,8 +73,13 @@ class Drawing:
         marks = [(float(use.get("x")), float(use.get("y"))) for use in found.iter(f"{SVG}use")]
         left, right, upper, lower = (edge(c[i] for c in frame) for i in (0, 1) for edge in (min, max))
         (x0, x1), (y0, y1) = LIMITS[axis]
-        return [(round(x0 + (x - left) / (right - left) * (x1 - x0), 3), round(y0 + (lower - y) / (lower - upper) * (y1 - y0), 3))
-                for x, y in marks or corners(found.find(f".//{SVG}path").get("d"))]
+        return [
+            (
+                round(x0 + (x - left) / (right - left) * (x1 - x0), 3),
+                round(y0 + (lower - y) / (lower - upper) * (y1 - y0), 3),
+            )
+            for x, y in marks or corners(found.find(f".//{SVG}path").get("d"))
+        ]
 
     def _group(self, name: str):
         return next(g for g in self.tree.iter(f"{SVG}g") if g.get("id") == name)
@@ -65,7 +105,9 @@ def near(points) -> object:
 
 def test_sizes_are_drawn_over_committed_tokens(drawing):
     """The first token came of prefill; passes of 3, 2, 0 and 2 right drafts begin at 1, 5, 8 and 9."""
-    assert drawing.points("request-0", "sizes-0") == near([(1, 8), (5, 8), (5, 4), (8, 4), (8, 1), (9, 1), (9, 2), (12, 2), (12, 2)])
+    assert drawing.points("request-0", "sizes-0") == near(
+        [(1, 8), (5, 8), (5, 4), (8, 4), (8, 1), (9, 1), (9, 2), (12, 2), (12, 2)]
+    )
     assert drawing.points("request-0", "pressed-0") == near([(9, 2)])
     assert drawing.points("request-1", "sizes-1") == near([(1, 1), (3, 1), (3, 0), (4, 0), (4, 0)])
     assert "“long”" in drawing.words("request-0") and "“short”" in drawing.words("request-1")
@@ -93,7 +135,9 @@ def test_acceptance_is_a_bar_a_request(drawing):
 
 
 def test_latencies_are_written_in_milliseconds(drawing):
-    assert {"500.0", "1500.0", "2000.0"} <= set(drawing.words("time_to_first_token")) and "none was measured" in drawing.words("inter_token")
+    assert {"500.0", "1500.0", "2000.0"} <= set(
+        drawing.words("time_to_first_token")
+    ) and "none was measured" in drawing.words("inter_token")
 
 
 def test_the_same_bytes_for_the_same_figures_and_others_for_others(drawing):

@@ -1,4 +1,5 @@
-"""A grafted request equals a cold one bit for bit, whatever becomes of the one it borrows from. Cold ones run on a plain Cache."""
+"""A grafted request equals a cold one bit for bit, whatever becomes of the one it borrows from. Cold ones run on a
+plain Cache."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ DECODED = 5
 def continued(model, cache, ids: list[int], b: int = 0) -> torch.Tensor:
     """Logits of what row b lacks of `ids`: the prompt's last chunk, then the last DECODED tokens one at a time."""
     found = [prefill(model, cache, ids[:-DECODED], b)]
-    found += [prefill(model, cache, ids[:len(ids) - DECODED + i + 1], b) for i in range(DECODED)]
+    found += [prefill(model, cache, ids[: len(ids) - DECODED + i + 1], b) for i in range(DECODED)]
     return torch.cat(found, 1)
 
 
@@ -33,8 +34,10 @@ def test_every_residue_of_a_prompt_after_a_prefix_equals_cold(model):
     prefill(model, plain, ids[:128])
     prefill(model, cache, ids[:128], 0, tree.remember)
     for residue in range(1, 129):
-        assert tree.graft(1, ids[:128 + residue]) == 128
-        assert same(prefill(model, plain, ids[:128 + residue]), prefill(model, cache, ids[:128 + residue], 1)), residue
+        assert tree.graft(1, ids[: 128 + residue]) == 128
+        assert same(prefill(model, plain, ids[: 128 + residue]), prefill(model, cache, ids[: 128 + residue], 1)), (
+            residue
+        )
         cache.leave(1)
         plain.rewind(residue)
 
@@ -104,17 +107,19 @@ def test_a_graft_of_the_mtp_block_equals_cold(model):
     shared, tail = tokens(model, 256), tokens(model, 30, 1)
 
     def run(cache, b, ids, streams=None, snapshots=None):
-        """Prefill row b of a batch of one drafting row; MTP logits of the last piece. streams: at the last token before, if any."""
+        """Prefill row b of a batch of one drafting row; MTP logits of the last piece. streams: at the last token
+        before, if any."""
         while (start := cache.lengths[b]) < len(ids):
             n = min(len(ids), (start // 128 + 1) * 128) - start
-            chunk = torch.tensor([ids[start:start + n]])
+            chunk = torch.tensor([ids[start : start + n]])
             _, fresh = model.append(chunk, cache, return_streams=True)
             behind = fresh if streams is None else torch.cat((streams.view(1, 1, *fresh.shape[2:]), fresh), 1)
-            found = model.mtp_logits(behind[:, :-1], torch.tensor([ids[cache.mtp_lengths[b] + 1:start + n]]), cache)
+            found = model.mtp_logits(behind[:, :-1], torch.tensor([ids[cache.mtp_lengths[b] + 1 : start + n]]), cache)
             streams = fresh[0, -1]
             if snapshots is not None and (start + n) % 128 == 0:
                 snapshots.append(cache.snapshot(b, streams))
         return found
+
     expected = run(model.new_cache(1, 400, 0), 0, shared + tail)
     cache, snapshots = paged(model, 1, 400, max_rewind=0, prefixes=3), []
     run(cache, 0, shared + tokens(model, 9, 2), snapshots=snapshots)
@@ -150,7 +155,12 @@ def test_only_equal_ids_are_a_prefix_and_one_token_is_left_to_run(model):
     cache = paged(model, 2, 600, max_rewind=0, prefixes=5)
     tree = PrefixTree(cache)
     prefill(model, cache, ids, 0, tree.remember)
-    for asked, length in [(ids, 256), (ids + [3], 384), (ids[:256] + [7] + ids[257:], 256), (ids[:255] + [(ids[255] + 1) % 512] + ids[256:], 128)]:
+    for asked, length in [
+        (ids, 256),
+        (ids + [3], 384),
+        (ids[:256] + [7] + ids[257:], 256),
+        (ids[:255] + [(ids[255] + 1) % 512] + ids[256:], 128),
+    ]:
         assert tree.graft(1, asked) == length
         cache.leave(1)
     assert tree.graft(0, ids + [3]) == 0 and cache.lengths == [384, 0], "it holds as much already"
@@ -167,7 +177,10 @@ def test_pages_are_unpinned_when_the_last_borrower_ends(model):
     prefill(model, cache, ids[:128], 0, tree.remember)
     for b in (1, 2):
         tree.graft(b, ids)
-    assert cache.pools["csa entries"].state[1:].count(None) == 0 and max(p.refs for p in cache.pools["csa entries"].state) == 4
+    assert (
+        cache.pools["csa entries"].state[1:].count(None) == 0
+        and max(p.refs for p in cache.pools["csa entries"].state) == 4
+    )
     tree.clear()
     for b in (0, 1):
         cache.leave(b)
@@ -177,8 +190,20 @@ def test_pages_are_unpinned_when_the_last_borrower_ends(model):
 
 
 def test_the_least_recently_used_prefix_goes_when_pages_are_short(model):
-    cache = paged(model, 2, 300, max_rewind=0, pages={"window": 12, "mtp window": 1, "csa raw rows": 80, "csa entries": 3,
-                                                     "hca raw rows": 12, "hca entries": 8})
+    cache = paged(
+        model,
+        2,
+        300,
+        max_rewind=0,
+        pages={
+            "window": 12,
+            "mtp window": 1,
+            "csa raw rows": 80,
+            "csa entries": 3,
+            "hca raw rows": 12,
+            "hca entries": 8,
+        },
+    )
     tree, prompts = PrefixTree(cache), [tokens(model, 129, seed) for seed in range(4)]
     for ids in prompts[:3]:
         prefill(model, cache, ids, 0, tree.remember)
@@ -191,8 +216,20 @@ def test_the_least_recently_used_prefix_goes_when_pages_are_short(model):
 
 
 def test_a_prefix_whose_pages_all_run_is_not_dropped_because_that_frees_nothing(model):
-    cache = paged(model, 2, 300, max_rewind=0, pages={"window": 12, "mtp window": 1, "csa raw rows": 80, "csa entries": 2,
-                                                     "hca raw rows": 12, "hca entries": 8})
+    cache = paged(
+        model,
+        2,
+        300,
+        max_rewind=0,
+        pages={
+            "window": 12,
+            "mtp window": 1,
+            "csa raw rows": 80,
+            "csa entries": 2,
+            "hca raw rows": 12,
+            "hca entries": 8,
+        },
+    )
     tree, (runs, ended, comes) = PrefixTree(cache), [tokens(model, 129, seed) for seed in range(3)]
     prefill(model, cache, runs, 0, tree.remember)
     prefill(model, cache, ended, 1, tree.remember)

@@ -16,8 +16,11 @@ from dsv4.paging import PagePool
 from dsv4.run import speculation_notes
 from tests.engine.conftest import random_ids
 
-LINES = [{"id": "greedy", "token_ids": [5, 6, 7] * 4, "max_tokens": 20}, {"id": "sampled", "token_ids": [9, 8], "max_tokens": 9, "temperature": 0.8},
-         {"id": "too long", "token_ids": [1] * 5000}]
+LINES = [
+    {"id": "greedy", "token_ids": [5, 6, 7] * 4, "max_tokens": 20},
+    {"id": "sampled", "token_ids": [9, 8], "max_tokens": 9, "temperature": 0.8},
+    {"id": "too long", "token_ids": [1] * 5000},
+]
 
 
 @pytest.fixture
@@ -41,14 +44,31 @@ def documents(out: str) -> dict[str, dict]:
 def test_the_command_line_drafts_and_gives_the_tokens_of_plain_decoding(run, requests, method, draft_tokens):
     code, out, err = run(requests, "--speculate", method, "--draft-tokens", draft_tokens)
     plain, found = documents(run(requests)[1]), documents(out)
-    assert code == 1 and len(found) == 5 and [found[name]["error"]["type"] for name in ("too long", "line 4")] == ["ContextOverrun", "InputError"]
+    assert (
+        code == 1
+        and len(found) == 5
+        and [found[name]["error"]["type"] for name in ("too long", "line 4")] == ["ContextOverrun", "InputError"]
+    )
     for name in ("greedy", "sampled"):
         d = found[name]
-        assert d["token_ids"] == plain[name]["token_ids"] and d["speculation"] == method and plain[name]["speculation"] == "off"
-        assert len(d["token_ids"]) == 1 + len(d["block_size_history"]) + d["accepted"] and sum(d["block_size_history"]) == d["drafted"]
-        assert len(d["inter_token_seconds"]) == len(d["token_ids"]) - 1 == d["inter_token_seconds"].count(0.0) + len(d["block_size_history"])
+        assert (
+            d["token_ids"] == plain[name]["token_ids"]
+            and d["speculation"] == method
+            and plain[name]["speculation"] == "off"
+        )
+        assert (
+            len(d["token_ids"]) == 1 + len(d["block_size_history"]) + d["accepted"]
+            and sum(d["block_size_history"]) == d["drafted"]
+        )
+        assert (
+            len(d["inter_token_seconds"])
+            == len(d["token_ids"]) - 1
+            == d["inter_token_seconds"].count(0.0) + len(d["block_size_history"])
+        )
         assert d["inter_token_percentiles_seconds"]["p99"] > 0 and d["time_to_first_token_seconds"] > 0
-        assert plain[name]["block_size_history"] == [0] * (len(d["token_ids"]) - 1) and plain[name]["acceptance"] is None
+        assert (
+            plain[name]["block_size_history"] == [0] * (len(d["token_ids"]) - 1) and plain[name]["acceptance"] is None
+        )
     assert max(found["greedy"]["block_size_history"]) == {"4": 4, "adaptive": 8}[draft_tokens] or method == "lookup"
     assert found["figures"]["figures"]["notes"] == []
 
@@ -61,31 +81,57 @@ def test_the_report_holds_the_figures_of_the_run(run, requests, tmp_path):
     assert {r["id"]: r for r in report["requests"]} == {name: d for name, d in found.items() if name != "figures"}
     assert report["figures"] == found["figures"]["figures"]
     greedy, sampled = found["greedy"], found["sampled"]
-    assert report["totals"] == {"requests": 4, "failed": 2, "tokens": 29, "passes": len(greedy["block_size_history"] + sampled["block_size_history"]),
-                                "drafted": greedy["drafted"] + sampled["drafted"], "accepted": greedy["accepted"] + sampled["accepted"],
-                                "acceptance": (greedy["accepted"] + sampled["accepted"]) / (greedy["drafted"] + sampled["drafted"])}
-    assert report["latency_seconds"]["inter_token"] == percentiles(greedy["inter_token_seconds"] + sampled["inter_token_seconds"])
-    assert report["about"]["speculate"] == "mtp" and report["about"]["draft tokens"] == "1" and report["about"]["rows"] == 2
+    assert report["totals"] == {
+        "requests": 4,
+        "failed": 2,
+        "tokens": 29,
+        "passes": len(greedy["block_size_history"] + sampled["block_size_history"]),
+        "drafted": greedy["drafted"] + sampled["drafted"],
+        "accepted": greedy["accepted"] + sampled["accepted"],
+        "acceptance": (greedy["accepted"] + sampled["accepted"]) / (greedy["drafted"] + sampled["drafted"]),
+    }
+    assert report["latency_seconds"]["inter_token"] == percentiles(
+        greedy["inter_token_seconds"] + sampled["inter_token_seconds"]
+    )
+    assert (
+        report["about"]["speculate"] == "mtp"
+        and report["about"]["draft tokens"] == "1"
+        and report["about"]["rows"] == 2
+    )
     shares = report["figures"]["live_share"]
-    assert all(len(course) == report["figures"]["steps"] and 0 <= min(course) <= max(course) <= 1 for course in shares.values())
+    assert all(
+        len(course) == report["figures"]["steps"] and 0 <= min(course) <= max(course) <= 1 for course in shares.values()
+    )
     assert min(shares["window"]) > 0 and max(shares["mtp window"]) > 0
     text = files["batch_two kinds.md"].read_text()
-    assert f"{greedy['accepted'] + sampled['accepted']} of {greedy['drafted'] + sampled['drafted']} drafts accepted" in text
-    assert f"| greedy | max_tokens | 20 | {len(greedy['block_size_history'])} | {greedy['drafted']} |" in text and "ContextOverrun" in text
+    assert (
+        f"{greedy['accepted'] + sampled['accepted']} of {greedy['drafted'] + sampled['drafted']} drafts accepted"
+        in text
+    )
+    assert (
+        f"| greedy | max_tokens | 20 | {len(greedy['block_size_history'])} | {greedy['drafted']} |" in text
+        and "ContextOverrun" in text
+    )
     drawing = files["batch_two kinds.svg"].read_text()
     ElementTree.fromstring(drawing)
-    assert all(word in drawing for word in ("“greedy”", "“sampled”", "pressure, over 85 %", "csa entries", "time to first token, ms"))
+    assert all(
+        word in drawing
+        for word in ("“greedy”", "“sampled”", "pressure, over 85 %", "csa entries", "time to first token, ms")
+    )
     assert drawing == svg("two kinds", report), "the same bytes for the same figures"
 
 
 @pytest.mark.parametrize("pool_tokens", [None, 4000])
 def test_pools_of_the_default_size_are_not_under_pressure(command_line, model, long_golden, tmp_path, pool_tokens):
-    """Eight rows at their longest: pages of entries span many tokens, so that a row's first one counts as much as a full one."""
+    """Eight rows at their longest: pages of entries span many tokens, so that a row's first one counts as much as a
+    full one."""
     file = tmp_path / "r.jsonl"
     lines = [{"token_ids": random_ids(model, 290, seed=i).tolist(), "max_tokens": 10} for i in range(8)]
     file.write_text("\n".join(map(json.dumps, lines)))
     sized = [] if pool_tokens is None else ["--pool-tokens", pool_tokens]
-    code, out, err = command_line("batch", file, "--checkpoint", long_golden, "--numerics", "fp32", "--speculate", "mtp", *sized)
+    code, out, err = command_line(
+        "batch", file, "--checkpoint", long_golden, "--numerics", "fp32", "--speculate", "mtp", *sized
+    )
     figures = documents(out)["figures"]["figures"]
     assert code == 0 and figures["share_of_steps_under_pressure"] == 0 and figures["evictions"] == 0
 
@@ -101,7 +147,12 @@ def test_a_run_without_results_is_reported_too(run, tmp_path):
 
 def test_hostile_names_do_not_break_a_table_or_a_legend(run, tmp_path):
     file = tmp_path / "r.jsonl"
-    file.write_text("\n".join(json.dumps({"id": name, "token_ids": [1], "max_tokens": 3}) for name in ("a|b", "_hidden", "$x^", "<svg>\n", "\udcff")))
+    file.write_text(
+        "\n".join(
+            json.dumps({"id": name, "token_ids": [1], "max_tokens": 3})
+            for name in ("a|b", "_hidden", "$x^", "<svg>\n", "\udcff")
+        )
+    )
     code, out, err = run(file, "--report", tmp_path)
     assert code == 0 and err == ""
     ElementTree.fromstring((tmp_path / "batch_r.svg").read_text())
@@ -110,10 +161,15 @@ def test_hostile_names_do_not_break_a_table_or_a_legend(run, tmp_path):
     assert len(rows) == 5 and all(line.replace("\\|", "").count("|") == 15 for line in rows)
 
 
-@pytest.mark.parametrize("options, message", [
-    (["--draft-tokens", "3"], "add --speculate"), (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),
-    (["--speculate", "lookup", "--draft-tokens", "9"], "expected 1 to 8"), (["--speculate", "eagle"], "'eagle' is not one of"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--draft-tokens", "3"], "add --speculate"),
+        (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),
+        (["--speculate", "lookup", "--draft-tokens", "9"], "expected 1 to 8"),
+        (["--speculate", "eagle"], "'eagle' is not one of"),
+    ],
+)
 def test_bad_options_are_one_line(run, requests, options, message):
     code, out, err = run(requests, *options)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err and "Traceback" not in err
@@ -131,27 +187,45 @@ def test_a_file_of_the_report_is_written_whole_or_not_at_all(run, requests, tmp_
     (tmp_path / "batch_two kinds.md").mkdir()  # in the place of the second file
     code, out, err = run(requests, "--report", tmp_path)
     assert code == 2 and err.count("\n") == 1 and "batch_two kinds.md cannot be written" in err
-    assert not list(tmp_path.glob("*.partial")) and json.loads((tmp_path / "batch_two kinds.json").read_text())["totals"]["tokens"] == 29
+    assert (
+        not list(tmp_path.glob("*.partial"))
+        and json.loads((tmp_path / "batch_two kinds.json").read_text())["totals"]["tokens"] == 29
+    )
 
 
 def test_a_checkpoint_without_the_block_is_told_about_lookup(command_line, requests, tmp_path):
     from tests import checkpoints
-    raw = {**checkpoints.SMALL, "num_nextn_predict_layers": 0, "compress_ratios": checkpoints.SMALL["compress_ratios"][:-1]}
+
+    raw = {
+        **checkpoints.SMALL,
+        "num_nextn_predict_layers": 0,
+        "compress_ratios": checkpoints.SMALL["compress_ratios"][:-1],
+    }
     path = checkpoints.write_official(tmp_path / "c", raw)
     code, out, err = command_line("batch", requests, "--checkpoint", path, "--speculate", "mtp")
     assert code == 2 and out == "" and err.count("\n") == 1 and "use --speculate lookup" in err
 
 
 def test_where_rounding_may_choose_otherwise_it_is_said(command_line, requests, golden_path):
-    """Where passes are exact it is not: on a host's backends, and where they are captured, while each request runs alone."""
+    """Where passes are exact it is not: on a host's backends, and where they are captured, while each request runs
+    alone."""
     out = command_line("batch", requests, "--checkpoint", golden_path, "--speculate", "lookup")[1]
     assert documents(out)["figures"]["figures"]["notes"] == []
 
     def of(numerics: str, backend: str, device: str = "cpu", together: bool = False) -> list[str]:
-        return speculation_notes(SimpleNamespace(numerics=SimpleNamespace(name=numerics), backend=backend, device=torch.device(device)), together)
+        return speculation_notes(
+            SimpleNamespace(numerics=SimpleNamespace(name=numerics), backend=backend, device=torch.device(device)),
+            together,
+        )
+
     assert not of("fp32", "triton") and not of("native", "cpu") and not of("native", "triton", "cuda")
-    assert all("two tokens are close" in notes[0] for notes in (of("native", "triton"), of("qat", "triton", "cuda", True), of("qat", "cpu", together=True)))
-    out = command_line("batch", requests, "--checkpoint", golden_path, "--numerics", "native", "--speculate", "lookup", "--together")[1]
+    assert all(
+        "two tokens are close" in notes[0]
+        for notes in (of("native", "triton"), of("qat", "triton", "cuda", True), of("qat", "cpu", together=True))
+    )
+    out = command_line(
+        "batch", requests, "--checkpoint", golden_path, "--numerics", "native", "--speculate", "lookup", "--together"
+    )[1]
     assert len(documents(out)["figures"]["figures"]["notes"]) == 1
 
 
@@ -166,6 +240,7 @@ def test_a_long_course_is_kept_coarser_and_loses_no_peak():
 
         def figures(self):
             return {"pool": {"fragmentation": 0.0}}
+
     cache = Cache()
     watch, peaks = Watch(cache), []
     for step in range(3 * POINTS):
@@ -174,4 +249,4 @@ def test_a_long_course_is_kept_coarser_and_loses_no_peak():
         watch.step()
         peaks.append(step % 700)
     assert watch.every == 4 and len(watch.live["pool"]) == 3 * POINTS // 4 and max(watch.live["pool"]) == 699
-    assert watch.live["pool"] == [max(peaks[i:i + 4]) for i in range(0, len(peaks), 4)]
+    assert watch.live["pool"] == [max(peaks[i : i + 4]) for i in range(0, len(peaks), 4)]

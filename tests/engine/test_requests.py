@@ -25,15 +25,23 @@ def results(out: str) -> dict[str, dict]:
     return {d.get("id", "figures"): d for d in found}
 
 
-@pytest.mark.parametrize("first, second, message", [
-    (GOOD, GOOD, "line 2 has the id 'a', which was used before"),
-    (GOOD, '{"id": "line 1", "token_ids": [1]}', "line 2 has the id 'line 1', which names another line"),
-    (GOOD, '{"id": "line 3", "token_ids": [1]}', "line 2 has the id 'line 3', which names another line"),
-    ('{"token_ids": [1]}', '{"id": "line 1", "token_ids": [1]}', "which was used before"),
-])
+@pytest.mark.parametrize(
+    "first, second, message",
+    [
+        (GOOD, GOOD, "line 2 has the id 'a', which was used before"),
+        (GOOD, '{"id": "line 1", "token_ids": [1]}', "line 2 has the id 'line 1', which names another line"),
+        (GOOD, '{"id": "line 3", "token_ids": [1]}', "line 2 has the id 'line 3', which names another line"),
+        ('{"token_ids": [1]}', '{"id": "line 1", "token_ids": [1]}', "which was used before"),
+    ],
+)
 def test_the_error_of_a_taken_id_leaves_the_good_request_its_id(first, second, message):
     good, bad = read_requests([first, second], encode=None)
-    assert isinstance(good, Request) and isinstance(bad, Result) and bad.id == "line 2" != good.id and message in str(bad.error)
+    assert (
+        isinstance(good, Request)
+        and isinstance(bad, Result)
+        and bad.id == "line 2" != good.id
+        and message in str(bad.error)
+    )
 
 
 def test_ids_of_results_are_unique(run, tmp_path):
@@ -50,23 +58,38 @@ def test_a_request_may_be_called_after_its_own_line():
     assert [r.id for r in read_requests(['{"id": "line 1", "token_ids": [1]}', GOOD], encode=None)] == ["line 1", "a"]
 
 
-@pytest.mark.parametrize("line, message", [
-    ('{"prompt": null}', "line 1 has prompt null; expected a string"), ('{"prompt": [1]}', "prompt [1]; expected a string"),
-    ('{"token_ids": "é"}', "expected a list"), ('{"token_ids": [1], "max_tokens": true}', "max_tokens true; expected an integer"),
-    ('{"token_ids": [1], "max_tokens": 1.5}', "max_tokens 1.5; expected an integer"),
-    ('{"token_ids": [1], "top_p": {}}', "top_p {}; expected a number"), ('{"token_ids": [1], "top_p": NaN}', "top_p NaN; expected a number"),
-    ("null", "line 1 is null; expected an object"), ('"' + 90 * "x" + '"', "line 1 is a string; expected an object"),
-])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt": null}', "line 1 has prompt null; expected a string"),
+        ('{"prompt": [1]}', "prompt [1]; expected a string"),
+        ('{"token_ids": "é"}', "expected a list"),
+        ('{"token_ids": [1], "max_tokens": true}', "max_tokens true; expected an integer"),
+        ('{"token_ids": [1], "max_tokens": 1.5}', "max_tokens 1.5; expected an integer"),
+        ('{"token_ids": [1], "top_p": {}}', "top_p {}; expected a number"),
+        ('{"token_ids": [1], "top_p": NaN}', "top_p NaN; expected a number"),
+        ("null", "line 1 is null; expected an object"),
+        ('"' + 90 * "x" + '"', "line 1 is a string; expected an object"),
+    ],
+)
 def test_errors_are_in_the_words_of_json(line, message):
     [bad] = read_requests([line], encode=None)
     assert message in str(bad.error) and "None" not in str(bad.error)
 
 
-@pytest.mark.parametrize("key, value, message", [
-    ("temperature", "1" + 400 * "0", "line 1: temperature 1000"), ("temperature", "1000001", "expected 0 (greedy), or 1e-06 to 1000000"),
-    ("temperature", "1e-300", "temperature 1e-300"), ("temperature", "-1", "temperature -1"), ("top_p", "1" + 400 * "0", "line 1: top_p 1000"),
-    ("seed", 99 * "9", "line 1: seed 9999"), ("max_tokens", "-" + 400 * "9", "max_tokens -9999"), ("top_p", "0", "top_p 0 was asked for"),
-])
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("temperature", "1" + 400 * "0", "line 1: temperature 1000"),
+        ("temperature", "1000001", "expected 0 (greedy), or 1e-06 to 1000000"),
+        ("temperature", "1e-300", "temperature 1e-300"),
+        ("temperature", "-1", "temperature -1"),
+        ("top_p", "1" + 400 * "0", "line 1: top_p 1000"),
+        ("seed", 99 * "9", "line 1: seed 9999"),
+        ("max_tokens", "-" + 400 * "9", "max_tokens -9999"),
+        ("top_p", "0", "top_p 0 was asked for"),
+    ],
+)
 def test_numbers_without_bound_are_a_short_line(key, value, message):
     [bad] = read_requests([f'{{"token_ids": [1], "{key}": {value}}}'], encode=None)
     assert isinstance(bad.error, InputError) and message in str(bad.error) and len(str(bad.error)) < 150
@@ -80,18 +103,35 @@ def test_the_hottest_and_the_coldest_are_requests():
 def test_what_no_model_has_or_holds_harms_nobody_else(run, tmp_path):
     """Ids and counts over 64 bits, and what --max-context helps or not."""
     file = tmp_path / "r.jsonl"
-    asked = {"a": {}, "long": {"max_tokens": 1024}, "longer": {"max_tokens": 10**400}, "given": {"max_tokens": 20}, "id": {"token_ids": [1, 10**30]}}
-    file.write_text("\n".join(json.dumps({"id": id, "token_ids": [1, 2], "max_tokens": 2} | fields) for id, fields in asked.items()))
+    asked = {
+        "a": {},
+        "long": {"max_tokens": 1024},
+        "longer": {"max_tokens": 10**400},
+        "given": {"max_tokens": 20},
+        "id": {"token_ids": [1, 10**30]},
+    }
+    file.write_text(
+        "\n".join(json.dumps({"id": id, "token_ids": [1, 2], "max_tokens": 2} | fields) for id, fields in asked.items())
+    )
     code, out, err = run(file, "--max-context", "16")
     found = results(out)
     assert code == 1 and err == "" and found.pop("figures") and found.pop("a")["error"] is None
     said = {id: d["error"]["message"] for id, d in found.items()}
-    assert all("1024 (max_position_embeddings) that the checkpoint takes; shorten it, or lower max_tokens" in said[id] for id in ("long", "longer"))
+    assert all(
+        "1024 (max_position_embeddings) that the checkpoint takes; shorten it, or lower max_tokens" in said[id]
+        for id in ("long", "longer")
+    )
     assert "max_context of 16" in said["given"] and "raise --max-context (at most 1024)" in said["given"]
-    assert "token id 1000" in said["id"] and "outside the vocabulary of" in said["id"] and all(len(text) < 240 for text in said.values())
+    assert (
+        "token id 1000" in said["id"]
+        and "outside the vocabulary of" in said["id"]
+        and all(len(text) < 240 for text in said.values())
+    )
 
 
-@pytest.mark.parametrize("options, method", [((), "off"), (("--speculate", "lookup"), "lookup"), (("--speculate", "mtp"), "mtp")])
+@pytest.mark.parametrize(
+    "options, method", [((), "off"), (("--speculate", "lookup"), "lookup"), (("--speculate", "mtp"), "mtp")]
+)
 def test_results_of_bad_lines_say_how_the_run_drafts(run, tmp_path, options, method):
     file = tmp_path / "r.jsonl"
     file.write_text(f"not JSON\n{GOOD}\n{GOOD}\n")

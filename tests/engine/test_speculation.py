@@ -1,4 +1,5 @@
-"""Speculation in the batch engine: tokens are those of plain decoding, drafts give way before requests do, and evictions leave no trace."""
+"""Speculation in the batch engine: tokens are those of plain decoding, drafts give way before requests do, and
+evictions leave no trace."""
 
 from functools import partial
 
@@ -29,8 +30,8 @@ class Known(Scripted):
 
     def join(self, b, prompt):
         super().join(b, prompt)
-        found = next(p for p in self.continuations if tuple(prompt[:len(p)]) == p)
-        self.known[b] = self.continuations[found][len(prompt) - len(found):]
+        found = next(p for p in self.continuations if tuple(prompt[: len(p)]) == p)
+        self.known[b] = self.continuations[found][len(prompt) - len(found) :]
         self.right[b] = self.of_prompt(found)
 
 
@@ -39,7 +40,9 @@ def engine_of(model, drafter, rows: int = 3, max_context: int = 512, pages: dict
     results = {}
     every = pool_pages(model.page_layout().groups, rows, rows * max_context, 9, prefixes=4)
     cache = paged(model, rows, max_context, max_rewind=9, pages=every | (pages or {}))
-    return BatchEngine(model, cache, on_result=lambda r: results.setdefault(r.id, r), drafter=drafter, **options), results
+    return BatchEngine(
+        model, cache, on_result=lambda r: results.setdefault(r.id, r), drafter=drafter, **options
+    ), results
 
 
 def knowing(model, requests, right=99, rows: int = 8) -> Known:
@@ -47,7 +50,9 @@ def knowing(model, requests, right=99, rows: int = 8) -> Known:
 
 
 def prompts_of(model, count: int, length: int, tokens: int, **options) -> list[Request]:
-    return [Request(f"r{i}", tuple(random_ids(model, length, seed=i).tolist()), tokens, **options) for i in range(count)]
+    return [
+        Request(f"r{i}", tuple(random_ids(model, length, seed=i).tolist()), tokens, **options) for i in range(count)
+    ]
 
 
 def tokens_of(results) -> dict[str, list[int]]:
@@ -62,6 +67,7 @@ def watched_drafts(engine) -> dict[str, list]:
         for b, row in zip(rows, logits):
             seen.setdefault(next(w.request.id for w in engine.running if w.row == b), []).append(row.clone())
         return choose(logits, rows)
+
     engine.passes.drafter._choose = watch
     return seen
 
@@ -69,8 +75,12 @@ def watched_drafts(engine) -> dict[str, list]:
 def adds_up(result) -> bool:
     """Each pass gave its accepted drafts and a token of the model's own; prefill gave the first."""
     s = result.speculation
-    return (len(result.token_ids) == 1 + len(s.block_size_history) + s.accepted and s.proposed == sum(s.block_size_history)
-            and s.accepted == sum(s.accepted_history) and len(result.between_tokens) == len(result.token_ids) - 1)
+    return (
+        len(result.token_ids) == 1 + len(s.block_size_history) + s.accepted
+        and s.proposed == sum(s.block_size_history)
+        and s.accepted == sum(s.accepted_history)
+        and len(result.between_tokens) == len(result.token_ids) - 1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +124,8 @@ def test_sampled_drafts_are_drawn_as_their_tokens_are(model):
             for i in range(sizes[0]):
                 seen.append(int(self._choose(logits[done + i].unsqueeze(0), [0])[0]))
             found = super().draft(sizes)
-            return found._replace(tokens=torch.tensor([seen[-sizes[0]:]]) if sizes[0] else found.tokens)
+            return found._replace(tokens=torch.tensor([seen[-sizes[0] :]]) if sizes[0] else found.tokens)
+
     engine, results = engine_of(model, Oracle(), rows=1, policy=Static(3))
     run(engine, [request])
     assert results["r"].token_ids == expected and results["r"].speculation.block_size_history == [3, 3, 3]
@@ -122,7 +133,8 @@ def test_sampled_drafts_are_drawn_as_their_tokens_are(model):
 
 
 def test_rows_with_policies_of_their_own(model):
-    """Static, adaptive with right and with wrong drafts, cost-aware, and none, beside each other: each row its own sizes."""
+    """Static, adaptive with right and with wrong drafts, cost-aware, and none, beside each other: each row its own
+    sizes."""
     costs = CostTable("flat", 1.0, {1: BatchCost(0.01, (1.0,) * 9, (True,) * 9)}, {"how": "made up"})
     policies = {"r0": Static(3), "r1": Adaptive(), "r2": Adaptive(), "r3": CostAware(costs, 1), "r4": Static(0)}
     requests = [Request(r.id, r.prompt_ids, 30, policy=policies[r.id]) for r in prompts_of(model, 5, 40, 30)]
@@ -139,8 +151,11 @@ def test_rows_with_policies_of_their_own(model):
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_under_pressure_no_row_drafts_more_than_two(model, together):
-    requests = prompts_of(model, 3, 225, 60)  # beyond 256 tokens each needs a second page: 3 of 7 are live at first, then 6
-    engine, results = engine_of(model, knowing(model, requests), pages={"csa entries": 7}, policy=(policy := Static(8)), together=together)
+    # beyond 256 tokens each needs a second page: 3 of 7 are live at first, then 6
+    requests = prompts_of(model, 3, 225, 60)
+    engine, results = engine_of(
+        model, knowing(model, requests), pages={"csa entries": 7}, policy=(policy := Static(8)), together=together
+    )
     engine.prefixes.remember = lambda *_: None  # kept prefixes are live pages too; here the requests alone press
     choose, asked = policy.choose, []
 
@@ -148,6 +163,7 @@ def test_under_pressure_no_row_drafts_more_than_two(model, together):
         found = choose(states, pressure)
         asked.append((pressure, any(under_pressure(p.live, p.pages) for p in engine.cache.pools.values()), max(found)))
         return found
+
     policy.choose = watch
     for request in requests:
         engine.submit(request)
@@ -174,19 +190,36 @@ def test_kept_prefixes_are_no_pressure(model):
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_drafts_shrink_before_anyone_is_evicted(model, together):
-    """Pages that suffice for what is final: a page of entries each, which is full with the 259th token. A stop id ends both there."""
+    """Pages that suffice for what is final: a page of entries each, which is full with the 259th token. A stop id ends
+    both there."""
     requests = [Request(f"r{seed}", tuple(random_ids(model, 224, seed=seed).tolist()), 60) for seed in (0, 6)]
     expected = {r.id: alone(model, r) for r in requests}
     stops = [tokens[35] for tokens in expected.values()]
     assert not any(stop in tokens[:35] for stop in stops for tokens in expected.values())
-    engine, results = engine_of(model, knowing(model, requests, 0), rows=2, pages={"csa entries": 2}, policy=Static(8, None),
-                                stop_ids=stops, together=together)
+    engine, results = engine_of(
+        model,
+        knowing(model, requests, 0),
+        rows=2,
+        pages={"csa entries": 2},
+        policy=Static(8, None),
+        stop_ids=stops,
+        together=together,
+    )
     engine.prefixes.remember = lambda *_: None
     run(engine, requests)
     assert engine.evictions == 0 and tokens_of(results) == {name: tokens[:36] for name, tokens in expected.items()}
     for result in results.values():
-        assert result.stop_reason == "eos" and result.speculation.block_size_history[:34] == [8] * 27 + [7, 6, 5, 4, 3, 2, 1]
-    assert [r.speculation.block_size_history[34] for r in results.values()] == [0, 0 if together else 8]  # one had left the other its page
+        assert result.stop_reason == "eos" and result.speculation.block_size_history[:34] == [8] * 27 + [
+            7,
+            6,
+            5,
+            4,
+            3,
+            2,
+            1,
+        ]
+    # one had left the other its page
+    assert [r.speculation.block_size_history[34] for r in results.values()] == [0, 0 if together else 8]
 
 
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "known"])
@@ -206,8 +239,8 @@ def test_evicted_requests_resume_with_the_same_output(model, drafter):
 
 @pytest.mark.parametrize("numerics, drafter", [("fp32", "mtp"), ("qat", "mtp"), ("qat", "known")])
 def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, model, numerics, drafter):
-    """The logits behind each token and each draft, where a pass of other tokens would round otherwise, and where it would quantise
-    otherwise."""
+    """The logits behind each token and each draft, where a pass of other tokens would round otherwise, and where it
+    would quantise otherwise."""
     if numerics == "qat":
         model = load_model(official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
     asked = prompts_of(model, 3, 250, 24, sampling=SAMPLED)
@@ -215,11 +248,16 @@ def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, mode
     found = []
     for pages in ({}, {"csa entries": 3}):
         engine, results = engine_of(model, make(), pages=pages, policy=Static(3, None))
-        # drafts that shrink would be other passes; here they make others give way instead, so that both runs draft alike
-        engine.passes._reserve = lambda work, size, engine=engine: engine.cache.make_room(slice(work.row, work.row + 1), 1 + size) or size
+        # drafts that shrink would be other passes; here they make others give way instead, so that both runs draft
+        # alike
+        engine.passes._reserve = lambda work, size, engine=engine: (
+            engine.cache.make_room(slice(work.row, work.row + 1), 1 + size) or size
+        )
         seen, drafts = watched(engine), watched_drafts(engine)
         run(engine, asked)
-        found.append({r.id: (results[r.id].speculation.block_size_history, seen[r.id] + drafts.get(r.id, [])) for r in asked})
+        found.append(
+            {r.id: (results[r.id].speculation.block_size_history, seen[r.id] + drafts.get(r.id, [])) for r in asked}
+        )
     assert engine.evictions > 0
     for (sizes, logits), (expected_sizes, expected) in zip(found[1].values(), found[0].values()):
         assert sizes == expected_sizes and same(torch.stack(logits), torch.stack(expected))
@@ -228,7 +266,9 @@ def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, mode
 def test_single_steps_give_plain_tokens_in_any_numerics(numeric_model):
     """Under pressure, with evictions: what is left is the rounding of passes of several tokens."""
     asked = prompts_of(numeric_model, 3, 250, 16)
-    engine, results = engine_of(numeric_model, MTPDrafter(), pages={"csa entries": 3}, policy=Adaptive(), verify=SingleSteps)
+    engine, results = engine_of(
+        numeric_model, MTPDrafter(), pages={"csa entries": 3}, policy=Adaptive(), verify=SingleSteps
+    )
     run(engine, asked)
     assert engine.evictions > 0 and tokens_of(results) == {r.id: alone(numeric_model, r) for r in asked}
 
@@ -240,7 +280,10 @@ def test_who_drafts_badly_gives_way_first(model):
     drafter = knowing(model, requests, lambda prompt: 0 if prompt == bad.prompt_ids else 1)
     engine, results = engine_of(model, drafter, rows=2, pages={"csa entries": 3}, policy=Static(1))
     order, evict = [], engine._evict
-    engine._evict = lambda work: (order.append((work.request.id, {w.request.id: float(w.epsilon) for w in engine.running})), evict(work))
+    engine._evict = lambda work: (
+        order.append((work.request.id, {w.request.id: float(w.epsilon) for w in engine.running})),
+        evict(work),
+    )
     run(engine, requests)
     assert [name for name, _ in order] == ["r0"] and order[0][1]["r0"] < 0.3 < 0.9 < order[0][1]["r1"]
     assert tokens_of(results) == {r.id: alone(model, r) for r in requests}
@@ -296,5 +339,5 @@ def test_a_stop_id_inside_a_block(model, asked, place):
     engine, results = engine_of(model, knowing(model, requests), policy=Static(3), stop_ids=[stop])
     run(engine, requests[:1])
     first = expected["r0"].index(stop)
-    assert results["r0"].token_ids == expected["r0"][:first + 1] and results["r0"].stop_reason == "eos"
+    assert results["r0"].token_ids == expected["r0"][: first + 1] and results["r0"].stop_reason == "eos"
     assert results["r0"].speculation.accepted_history == {0: [], 1: [1], 2: [2], 3: [3], 4: [3]}[first]

@@ -21,8 +21,15 @@ def test_faults_of_some_requests_harm_no_other(model, asked, drafter):
     requests, expected = asked
     engine, results = engine_of(model, drafter(), max_context=700, pages={"csa entries": 2}, policy=Static(4))
     long = Request("long", tuple(random_ids(model, 600).tolist()), 10)
-    for request in (Request("overrun", (1,) * 700, 2), Request("empty", ()), Request("unknown", (1, 512)), requests[0], long,
-                    Request("cancelled", requests[1].prompt_ids, 300), requests[2]):
+    for request in (
+        Request("overrun", (1,) * 700, 2),
+        Request("empty", ()),
+        Request("unknown", (1, 512)),
+        requests[0],
+        long,
+        Request("cancelled", requests[1].prompt_ids, 300),
+        requests[2],
+    ):
         engine.submit(request)
     while not any(w.request.id == "cancelled" and w.passes for w in engine.running):
         engine.step()
@@ -37,9 +44,12 @@ def test_faults_of_some_requests_harm_no_other(model, asked, drafter):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-@pytest.mark.parametrize("ended, gone, tokens", [("r0", "r1", 12), ("r2", "r0", 8)], ids=["a later row", "an earlier row"])
+@pytest.mark.parametrize(
+    "ended, gone, tokens", [("r0", "r1", 12), ("r2", "r0", 8)], ids=["a later row", "an earlier row"]
+)
 def test_one_that_is_cancelled_while_results_are_given_out(model, together, ended, gone, tokens):
-    """Whoever is told of a result cancels another in the midst of the same pass: one whose tokens are still to be given out, or were just."""
+    """Whoever is told of a result cancels another in the midst of the same pass: one whose tokens are still to be given
+    out, or were just."""
     *requests, last = prompts_of(model, 3, 40, 12)  # equally long prompts: their passes are in one step
     requests.append(replace(last, max_tokens=tokens))
     other = next(r.id for r in requests if r.id not in (ended, gone))
@@ -50,6 +60,7 @@ def test_one_that_is_cancelled_while_results_are_given_out(model, together, ende
         results[result.id] = result
         if result.id == ended:
             engine.cancel(gone)
+
     engine.on_result = told
     run(engine, requests)
     assert results[gone].stop_reason == "cancelled" and len(results[gone].token_ids) < 12
@@ -69,9 +80,10 @@ def test_logits_that_are_not_finite_end_a_request_alone(model, asked, place):
             values[place] = float("nan")
             logits = read(values.unsqueeze(0))[0][0]
         return accept(work, logits, drafts)
+
     engine._accept = spoiled
     run(engine, requests[:3])
-    assert isinstance(results["r1"].error, NotFinite) and results["r1"].token_ids == expected["r1"][:1 + place]
+    assert isinstance(results["r1"].error, NotFinite) and results["r1"].token_ids == expected["r1"][: 1 + place]
     assert results["r0"].token_ids == expected["r0"] and results["r2"].token_ids == expected["r2"]
     assert nothing_is_held(engine)
 
@@ -86,6 +98,7 @@ def test_a_drafting_block_that_is_not_finite_ends_its_request_alone(model, asked
     def spoiled(logits, rows):
         row = next((w.row for w in engine.running if w.request.id == "r1"), None)
         return choose(torch.where(torch.tensor([[b == row] for b in rows]), float("nan"), logits), rows)
+
     engine.passes.drafter._choose = spoiled
     run(engine, requests[:3])
     assert isinstance(results["r1"].error, NotFinite) and "MTP" in str(results["r1"].error)

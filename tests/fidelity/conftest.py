@@ -1,11 +1,12 @@
-"""Models that fidelity is measured on: small ones with random weights, and a GQA model whose decoding obeys a policy."""
+"""Models that fidelity is measured on: small ones with random weights, and a GQA model whose decoding obeys a
+policy."""
 
 import sys
 
 import pytest
 
 from dsv4 import load_model
-from probes.recall.text import read_text
+from dsv4.probes.recall.text import read_text
 from tests.checkpoints import SMALL, write_dense
 from tests.gqa import oracle
 
@@ -33,6 +34,7 @@ def gqa_path(tmp_path_factory):
     from pathlib import Path
 
     from scripts.training.tokenizer import train_tokenizer
+
     config = oracle.CONFIGS["qwen2, bias and tied head"] | LONG
     folder = oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("fidelity") / "gqa")
     readme = Path(__file__).resolve().parents[2] / "README.md"
@@ -47,9 +49,12 @@ def gqa(gqa_path):
 
 @pytest.fixture(scope="session")
 def one_layer(tmp_path_factory):
-    """A GQA model of one layer, whose keys are of their own tokens alone: what is not read has no other way to matter."""
+    """A GQA model of one layer, whose keys are of their own tokens alone: what is not read has no other way to
+    matter."""
     config = oracle.CONFIGS["qwen2, bias and tied head"] | {"num_hidden_layers": 1}
-    return load_model(oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("fidelity") / "one"), numerics="fp32")
+    return load_model(
+        oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("fidelity") / "one"), numerics="fp32"
+    )
 
 
 @pytest.fixture
@@ -63,4 +68,5 @@ def run(monkeypatch, capsys):
             cli.main()
         found = capsys.readouterr()
         return stop.value.code or 0, found.out, found.err
+
     return call

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from probes.fidelity import document, markdown, plots
-from probes.fidelity.settings import EFFORTS, settle
-from probes.recall import plots as recall_plots
+from dsv4.probes.fidelity import document, markdown, plots
+from dsv4.probes.fidelity.settings import EFFORTS, settle
+from dsv4.probes.recall import plots as recall_plots
 from tests.dsv4.test_cli import ROOT, demo  # noqa: F401  (fixture: a checkpoint with a tokenizer)
 
 SMALL = ("--effort", "quick", "--rows", 2, "--tail", 24, "--new-tokens", 6, "--queries", 16)
@@ -21,72 +21,157 @@ def prose(tmp_path_factory):
     return file
 
 
-def test_a_report_of_csa(run, demo, prose, tmp_path):  # noqa: F811
-    given = ("fidelity", demo, *SMALL, "--text", prose, "--context", "160,240", "--topk", "2,6,50", "--needles", 2, "--numerics", "fp32")
+def test_a_report_of_csa(run, demo, prose, tmp_path):
+    given = (
+        "fidelity",
+        demo,
+        *SMALL,
+        "--text",
+        prose,
+        "--context",
+        "160,240",
+        "--topk",
+        "2,6,50",
+        "--needles",
+        2,
+        "--numerics",
+        "fp32",
+    )
     code, out, err = run(*given, "--out", tmp_path)
     assert code == 0, err
-    for part in ("prose.txt", "k = 6 (own)", "window only", "VACUOUS", "greedy continuations", "looped filler", "0 of 2", "97.5 %"):
+    for part in (
+        "prose.txt",
+        "k = 6 (own)",
+        "window only",
+        "VACUOUS",
+        "greedy continuations",
+        "looped filler",
+        "0 of 2",
+        "97.5 %",
+    ):
         assert part in out, part
     found = json.loads((tmp_path / "fidelity_c_csa.json").read_text())
-    assert document.valid(found)["family"] == "csa" and [v["name"] for v in found["variants"]][0] == "dense over entries"
+    assert (
+        document.valid(found)["family"] == "csa" and [v["name"] for v in found["variants"]][0] == "dense over entries"
+    )
     rows = {(r["variant"], r["context"]): r for r in found["rows"]}
-    assert [rows["k = 50", n]["status"] for n in (160, 240)] == ["VACUOUS", "MEASURED"] and rows["k = 50", 160]["kl"] == 0
+    assert [rows["k = 50", n]["status"] for n in (160, 240)] == ["VACUOUS", "MEASURED"] and rows["k = 50", 160][
+        "kl"
+    ] == 0
     assert rows["k = 50", 160]["agreement"] == 1 and rows["k = 50", 160]["continuations"]["prefixes"] == [6, 6]
     assert rows["k = 2", 240]["kl"] > rows["k = 50", 240]["kl"] and rows["k = 2", 240]["positions"] == 2 * 24
     assert {r["status"] for r in found["findability"] if (r["variant"], r["context"]) == ("k = 50", 160)} == {"VACUOUS"}
-    assert len(found["needles"]["rows"]) == 5 * 2 * 2 and found["needles"]["beyond"] == 40 and str(tmp_path) not in json.dumps(found)
+    assert (
+        len(found["needles"]["rows"]) == 5 * 2 * 2
+        and found["needles"]["beyond"] == 40
+        and str(tmp_path) not in json.dumps(found)
+    )
     shown = (tmp_path / "fidelity_c_csa.md").read_text()
-    for part in ("## Greedy continuations", "## Needles", "## What the selector keeps", "**VACUOUS**", "## Provenance",
-                 "has no dense mode"):
+    for part in (
+        "## Greedy continuations",
+        "## Needles",
+        "## What the selector keeps",
+        "**VACUOUS**",
+        "## Provenance",
+        "has no dense mode",
+    ):
         assert part in shown, part
     for name in ("by-budget", "findability", "by-layer", "needles"):
         file = f"fidelity_c_csa-{name}.svg"
         assert file in shown and "<svg" in (tmp_path / file).read_text()
-    assert plots.draw(found) == plots.draw(found) and sorted(f.suffix for f in tmp_path.iterdir()) == [".json", ".md"] + [".svg"] * 4
+    assert (
+        plots.draw(found) == plots.draw(found)
+        and sorted(f.suffix for f in tmp_path.iterdir()) == [".json", ".md"] + [".svg"] * 4
+    )
 
 
 def test_a_report_of_policies(run, gqa_path, prose, tmp_path):
-    code, out, err = run("fidelity", gqa_path, *SMALL, "--text", prose, "--context", 700, "--policy", "dense,sink-window,block-bound",
-                         "--budget", "64,128", "--block", 16, "--needles", 1, "--numerics", "fp32", "--json", "--out", tmp_path)
+    code, out, err = run(
+        "fidelity",
+        gqa_path,
+        *SMALL,
+        "--text",
+        prose,
+        "--context",
+        700,
+        "--policy",
+        "dense,sink-window,block-bound",
+        "--budget",
+        "64,128",
+        "--block",
+        16,
+        "--needles",
+        1,
+        "--numerics",
+        "fp32",
+        "--json",
+        "--out",
+        tmp_path,
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found == json.loads((tmp_path / "fidelity_gqa_gqa.json").read_text()) and found["family"] == "gqa"
     assert [v["name"] for v in found["variants"]] == [
-        "dense", *(f"{p}, {n} tokens" for p in ("sink+window", "block-16 bound") for n in (64, 128))]
-    assert "Policies act in decoding alone" in found["prefill"] and len(found["rows"]) == 4 and len(found["needles"]["rows"]) == 5 * 2
+        "dense",
+        *(f"{p}, {n} tokens" for p in ("sink+window", "block-16 bound") for n in (64, 128)),
+    ]
+    assert (
+        "Policies act in decoding alone" in found["prefill"]
+        and len(found["rows"]) == 4
+        and len(found["needles"]["rows"]) == 5 * 2
+    )
     kept = {r["variant"]: r for r in found["findability"] if r["layer"] is None}
     assert kept["sink+window, 128 tokens"]["findability"] == 0 < kept["block-16 bound, 64 tokens"]["findability"]
 
 
-def test_other_words(run, demo, prose, tmp_path, monkeypatch):  # noqa: F811
-    """No plots without matplotlib, and a note; no needles and no tokens when none are asked for, nor without a tokenizer."""
+def test_other_words(run, demo, prose, tmp_path, monkeypatch):
+    """No plots without matplotlib, and a note; no needles and no tokens when none are asked for, nor without a
+    tokenizer."""
     monkeypatch.setattr(recall_plots, "available", lambda: False)
     bare = shutil.copytree(demo, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    code, out, err = run("fidelity", bare, *SMALL, "--new-tokens", 0, "--context", 100, "--topk", 2, "--out", tmp_path / "out")
-    assert code == 0 and recall_plots.MISSING.split(":")[0] in out and "without a tokenizer" in out and "greedy" not in out, err
+    code, out, err = run(
+        "fidelity", bare, *SMALL, "--new-tokens", 0, "--context", 100, "--topk", 2, "--out", tmp_path / "out"
+    )
+    assert (
+        code == 0 and recall_plots.MISSING.split(":")[0] in out and "without a tokenizer" in out and "greedy" not in out
+    ), err
     assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["fidelity_bare_csa.json", "fidelity_bare_csa.md"]
     code, out, err = run("fidelity", demo, *SMALL, "--text", prose, "--context", 90, "--topk", 2, "--needles", 2)
     assert code == 0 and "no needles at 90 tokens: they are asked in contexts from 105" in out
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--context", "5000"), "expected 2 … 3968 tokens"), (("--context", "1"), "--context 1: expected 2"),
-    (("--effort", "great"), "expected one of quick"),
-    (("--context", "200", "--tail", "200"), "leaves no prompt"),
-    (("--policy", "block-bound"), "--policy would change nothing of a DeepSeek-V4"),
-    (("--budget", "64", "--block", "16"), "--budget, --block would change nothing"), (("--topk", "0"), "--topk 0; expected at least 1"),
-    (("--topk", "2,,3"), "separated by commas"), (("--rows", "0"), "--rows 0"), (("--text", "nowhere.txt"), "nowhere.txt"),
-    (("--numerics", "int8"), "int8")])
-def test_what_cannot_be_measured_is_one_line(run, demo, options, message):  # noqa: F811
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--context", "5000"), "expected 2 … 3968 tokens"),
+        (("--context", "1"), "--context 1: expected 2"),
+        (("--effort", "great"), "expected one of quick"),
+        (("--context", "200", "--tail", "200"), "leaves no prompt"),
+        (("--policy", "block-bound"), "--policy would change nothing of a DeepSeek-V4"),
+        (("--budget", "64", "--block", "16"), "--budget, --block would change nothing"),
+        (("--topk", "0"), "--topk 0; expected at least 1"),
+        (("--topk", "2,,3"), "separated by commas"),
+        (("--rows", "0"), "--rows 0"),
+        (("--text", "nowhere.txt"), "nowhere.txt"),
+        (("--numerics", "int8"), "int8"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(run, demo, options, message):
     code, out, err = run("fidelity", demo, *options)
     assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--topk", "4"), "--topk would change nothing of a GQA"), (("--policy", "quest"), "expected some of dense, sink-window"),
-    (("--policy", "dense"), "the dense policy alone"), (("--policy", "a,,b"), "separated by commas"),
-    (("--budget", "128"), "--budget 128 is too little")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--topk", "4"), "--topk would change nothing of a GQA"),
+        (("--policy", "quest"), "expected some of dense, sink-window"),
+        (("--policy", "dense"), "the dense policy alone"),
+        (("--policy", "a,,b"), "separated by commas"),
+        (("--budget", "128"), "--budget 128 is too little"),
+    ],
+)
 def test_what_a_gqa_model_refuses(run, gqa_path, options, message):
     code, out, err = run("fidelity", gqa_path, *options)
     assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out
@@ -95,15 +180,20 @@ def test_what_a_gqa_model_refuses(run, gqa_path, options, message):
 def test_settings_of_an_effort(csa):
     found = settle(csa, "standard", None, 3, rows=None, needles=7)
     assert (found.contexts, found.rows, found.needles, found.seed) == ((1024, 2048), EFFORTS["standard"].rows, 7, 3)
-    assert settle(csa, "thorough", None, 0).contexts == (1024, 2048) and settle(csa, "quick", [300, 200, 300], 0).contexts == (200, 300)
+    assert settle(csa, "thorough", None, 0).contexts == (1024, 2048) and settle(
+        csa, "quick", [300, 200, 300], 0
+    ).contexts == (200, 300)
 
 
 def test_the_schema_refuses_what_it_does_not_know():
     found = json.loads((ROOT / "audits" / "fidelity_demo_csa.json").read_text())
     assert document.valid(found) is found and "## Needles" in markdown.render(found, {})
-    for spoil, said in ((lambda d: d["rows"][0].update(extra=1), "extra is unknown"), (lambda d: d["rows"][0].pop("kl"), "no kl"),
-                        (lambda d: d["needles"]["rows"][0].pop("chance"), "no chance"),
-                        (lambda d: d.update(family="other"), "expected one of")):
+    for spoil, said in (
+        (lambda d: d["rows"][0].update(extra=1), "extra is unknown"),
+        (lambda d: d["rows"][0].pop("kl"), "no kl"),
+        (lambda d: d["needles"]["rows"][0].pop("chance"), "no chance"),
+        (lambda d: d.update(family="other"), "expected one of"),
+    ):
         other = copy.deepcopy(found)
         spoil(other)
         with pytest.raises(Exception, match=said):

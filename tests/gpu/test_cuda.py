@@ -16,6 +16,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 @BACKENDS
 def test_golden_on_the_device_in_every_step_size(backend):
     from safetensors.torch import load_file
+
     expected = load_file(GOLDEN / "expected.safetensors")
     model = load_model(GOLDEN, numerics="fp32", device="cuda", backend=backend)
     for chunk in (1, 7, 128, 300):
@@ -35,7 +36,10 @@ def test_device_equals_host(tmp_path, numerics, experts, backend):
     raw = {**checkpoints.SMALL, "moe_intermediate_size": 128}
     path = checkpoints.write_official(tmp_path / "c", raw, experts)
     ids = torch.randint(0, 320, (2, 280), generator=torch.Generator().manual_seed(0))
-    host, device = load_model(path, numerics=numerics), load_model(path, numerics=numerics, device="cuda", backend=backend)
+    host, device = (
+        load_model(path, numerics=numerics),
+        load_model(path, numerics=numerics, device="cuda", backend=backend),
+    )
     got, wanted = device(ids).cpu(), host(ids)
     if numerics == "fp32":
         assert (got - wanted).abs().max() < TOLERANCE
@@ -47,22 +51,28 @@ def test_device_equals_host(tmp_path, numerics, experts, backend):
 @BACKENDS
 def test_rewind_and_ragged_rows_on_the_device(backend):
     from safetensors.torch import load_file
+
     expected = load_file(GOLDEN / "expected.safetensors")
-    model, ids, wanted = load_model(GOLDEN, numerics="fp32", device="cuda", backend=backend), expected["ids"], expected["logits"]
+    model, ids, wanted = (
+        load_model(GOLDEN, numerics="fp32", device="cuda", backend=backend),
+        expected["ids"],
+        expected["logits"],
+    )
     lengths = [5, 130, 290]
     cache = model.new_cache(3, 300)
     got = model.append(ids.expand(3, -1)[:, :290], cache, n_new=lengths).cpu()
     for b, n in enumerate(lengths):
         assert (got[b, :n] - wanted[0, :n]).abs().max() < TOLERANCE
     cache.rewind([0, 4, 130 - 2])
-    nxt = torch.stack([ids[0, n:n + 2] for n in cache.lengths])
+    nxt = torch.stack([ids[0, n : n + 2] for n in cache.lengths])
     got = model.append(nxt, cache).cpu()
     for b, n in enumerate([5, 126, 162]):
-        assert (got[b] - wanted[0, n:n + 2]).abs().max() < TOLERANCE
+        assert (got[b] - wanted[0, n : n + 2]).abs().max() < TOLERANCE
 
 
 def test_a_device_that_is_not_there_is_an_error():
     from dsv4.errors import InputError
+
     with pytest.raises(InputError, match="CUDA devices"):
         load_model(GOLDEN, device="cuda:99")
 

@@ -1,4 +1,5 @@
-"""The batch engine on a GPU: passes are captured steps on pages, and greedy text is that of the engine without drafts."""
+"""The batch engine on a GPU: passes are captured steps on pages, and greedy text is that of the engine without
+drafts."""
 
 import pytest
 import torch
@@ -8,25 +9,31 @@ from dsv4.engine import BatchEngine, Request
 from dsv4.engine.batch import REWIND
 from dsv4.generate import Sampling, generate
 from dsv4.gqa.choice import Attention
+from dsv4.kernels.block_choice import Policy
 from dsv4.paged_cache import new_paged_cache
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.tokenizer import Tokenizer
-from kernels.block_choice import Policy
 from scripts.bench.speculation_traces import KINDS, ROOT, prompts
 from scripts.bench.waits import counted_syncs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-NUMERICS = {"fp32": ("fp32", "auto", "auto"), "native": ("native", "auto", "auto"), "qat, packed caches": ("qat", "fp8", "fp4")}
+NUMERICS = {
+    "fp32": ("fp32", "auto", "auto"),
+    "native": ("native", "auto", "auto"),
+    "qat, packed caches": ("qat", "fp8", "fp4"),
+}
 
 
 @pytest.fixture(scope="module", params=NUMERICS.values(), ids=NUMERICS)
 def model(request):
     numerics, cache, index = request.param
-    return load_model(ROOT / "demo", numerics=numerics, mtp=True, device="cuda", backend="triton", cache=cache, index_cache=index)
+    return load_model(
+        ROOT / "demo", numerics=numerics, mtp=True, device="cuda", backend="triton", cache=cache, index_cache=index
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,9 @@ def texts(model):
 def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling=Sampling(), context=320, **how):
     cache = new_paged_cache(model, 3, context, max_rewind=REWIND, prefixes=4, pages=pages)
     found = {}
-    engine = BatchEngine(model, cache, on_result=lambda r: found.update({r.id: r}), drafter=drafter, policy=policy, **how)
+    engine = BatchEngine(
+        model, cache, on_result=lambda r: found.update({r.id: r}), drafter=drafter, policy=policy, **how
+    )
     for i, ids in enumerate(texts):
         engine.submit(Request(str(i), tuple(ids), 48, sampling=sampling))
     engine.run()
@@ -47,8 +56,11 @@ def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9, seed=3)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter,policy", [(MTPDrafter, Static(3)), (MTPDrafter, Adaptive()), (LookupDrafter, Static(4))],
-                         ids=["mtp", "mtp, adaptive", "lookup"])
+@pytest.mark.parametrize(
+    "drafter,policy",
+    [(MTPDrafter, Static(3)), (MTPDrafter, Adaptive()), (LookupDrafter, Static(4))],
+    ids=["mtp", "mtp, adaptive", "lookup"],
+)
 def test_tokens_are_those_without_drafts(model, texts, drafter, policy, sampling):
     plain, bare = through_engine(model, texts, sampling=sampling)
     found, engine = through_engine(model, texts, drafter(), policy, sampling=sampling)
@@ -57,12 +69,15 @@ def test_tokens_are_those_without_drafts(model, texts, drafter, policy, sampling
     assert len(engine.passes.verify.graphs) > 1 and (drafter is LookupDrafter or engine.passes.drafter._run.graphs)
 
 
-@pytest.mark.parametrize("drafter,policy", [(None, None), (MTPDrafter, Static(1)), (MTPDrafter, Adaptive()), (LookupDrafter, Static(4))],
-                         ids=["plain", "mtp", "mtp, adaptive", "lookup"])
+@pytest.mark.parametrize(
+    "drafter,policy",
+    [(None, None), (MTPDrafter, Static(1)), (MTPDrafter, Adaptive()), (LookupDrafter, Static(4))],
+    ids=["plain", "mtp", "mtp, adaptive", "lookup"],
+)
 def test_rows_together_share_captured_passes(model, texts, drafter, policy):
     """In fp32 their text is that of rows alone; joins, leaves and a prefix of a block that all borrow."""
     prefix = (texts[0] * 2)[:128]
-    asked = [prefix + ids[:9 + 5 * i] for i, ids in enumerate(texts)]
+    asked = [prefix + ids[: 9 + 5 * i] for i, ids in enumerate(texts)]
     found, engine = through_engine(model, asked, drafter and drafter(), policy, together=True)
     graphs = engine.passes.verify.graphs
     assert {rows for rows, _ in graphs} >= {3} and all(graph.graph is not None for graph in graphs.values())
@@ -78,17 +93,25 @@ def test_rows_together_share_captured_passes(model, texts, drafter, policy):
 @pytest.mark.parametrize("drafter,drafts", [(MTPDrafter, 3), (LookupDrafter, 4)], ids=["mtp", "lookup"])
 def test_joint_passes_are_steps_up_to_the_end_of_the_context(model, texts, drafter, drafts):
     """Requests as long as the context. One is near its end while another drafts: the pass is as wide as the widest."""
+
     def steps_only(model, cache):
         verify = Captured(model, cache)
         verify.append = lambda *_: pytest.fail("a pass was an append")
         return verify
+
     context = max(map(len, texts)) + 47
-    found, _ = through_engine(model, texts, drafter(), Static(drafts), context=context, together=True, verify=steps_only)
+    found, _ = through_engine(
+        model, texts, drafter(), Static(drafts), context=context, together=True, verify=steps_only
+    )
     assert model.numerics.name != "fp32" or found == through_engine(model, texts, context=context)[0]
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-@pytest.mark.parametrize("drafter,policy", [(None, None), (MTPDrafter, Static(1)), (LookupDrafter, Static(3))], ids=["plain", "mtp", "lookup"])
+@pytest.mark.parametrize(
+    "drafter,policy",
+    [(None, None), (MTPDrafter, Static(1)), (LookupDrafter, Static(3))],
+    ids=["plain", "mtp", "lookup"],
+)
 def test_the_host_waits_once_a_pass(model, texts, drafter, policy, together):
     """Greedy rows in the midst of their answers, whose graphs have all been captured."""
     _, engine = through_engine(model, texts[:3], drafter and drafter(), policy, together=together)
@@ -116,7 +139,9 @@ def test_prefixes_and_rows_leave_no_trace(model, texts):
 
 def test_lookup_drafts_of_one_text(model, texts):
     plain = [generate(model, ids, 48).token_ids for ids in texts]
-    assert [generate_speculative(model, [ids], 48, LookupDrafter(), policy=Static(4))[0].token_ids for ids in texts] == plain
+    assert [
+        generate_speculative(model, [ids], 48, LookupDrafter(), policy=Static(4))[0].token_ids for ids in texts
+    ] == plain
 
 
 @pytest.mark.parametrize("policy", [None, Policy("bounds of 16", "bound", 16, 1, 2, 3)], ids=["all", "bound"])

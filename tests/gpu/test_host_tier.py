@@ -9,13 +9,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("slots", [8, 20])
 def test_a_captured_step_over_changing_choices(slots):
     from dsv4.host_tier.grouped import HostRows
+    from dsv4.kernels.block_choice import Policy
+    from dsv4.kernels.block_summaries import summarise_blocks
+    from dsv4.kernels.dispatch import DispatchLedger, bind
+    from dsv4.kernels.operations import GQA_OPERATIONS
     from dsv4.timing import capture
-    from kernels.block_choice import Policy
-    from kernels.block_summaries import summarise_blocks
-    from kernels.dispatch import DispatchLedger, bind
-    from kernels.operations import GQA_OPERATIONS
+
     op, policy = bind(GQA_OPERATIONS, "triton", DispatchLedger()), Policy("bound", "bound", 128, 1, 2, 5)
-    B, H, KV, S, D, scale, device = 2, 28, 4, 64 * 128, 128, 128 ** -0.5, torch.device("cuda")
+    B, H, KV, S, D, scale, device = 2, 28, 4, 64 * 128, 128, 128**-0.5, torch.device("cuda")
     rows = HostRows(B, KV, S, D, torch.bfloat16, device, policy, slots)
     g = torch.Generator(device).manual_seed(0)
     new = lambda *shape: torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
@@ -47,17 +48,18 @@ def test_a_captured_step_over_changing_choices(slots):
             start -= torch.tensor([130 + step, 7], device=device)
     for far, near in ((rows.host_keys, keys), (rows.host_values, values)):
         for b in range(B):
-            assert torch.equal(far[b, :, :int(start[b])], near[b, :, :int(start[b])])
+            assert torch.equal(far[b, :, : int(start[b])], near[b, :, : int(start[b])])
     assert rows.traffic().hits > 0 and rows.traffic().misses > 0
 
 
 def test_dense_attention_streamed_in_a_graph():
     from dsv4.host_tier.grouped import HostRows
     from dsv4.host_tier.stream import DenseStream
+    from dsv4.kernels.block_choice import block_bounds
+    from dsv4.kernels.dispatch import DispatchLedger, bind
+    from dsv4.kernels.operations import GQA_OPERATIONS
     from dsv4.timing import capture
-    from kernels.block_choice import block_bounds
-    from kernels.dispatch import DispatchLedger, bind
-    from kernels.operations import GQA_OPERATIONS
+
     op, device = bind(GQA_OPERATIONS, "triton", DispatchLedger()), torch.device("cuda")
     layers = [HostRows(1, 4, 16384, 128, torch.bfloat16, device, block_bounds(4096)) for _ in range(5)]
     for layer in layers:
@@ -68,21 +70,29 @@ def test_dense_attention_streamed_in_a_graph():
 
     def run():
         kept["out"] = [op.grouped_attention(q, *stream.layer(i), start, None, 0.1) for i in range(5)]
+
     graph = capture(run)
     for _ in range(3):
         graph.replay()
     for layer, out in zip(layers, kept["out"]):
-        assert torch.equal(out, op.grouped_attention(q, layer.host_keys.clone(), layer.host_values.clone(), start, None, 0.1))
+        assert torch.equal(
+            out, op.grouped_attention(q, layer.host_keys.clone(), layer.host_values.clone(), start, None, 0.1)
+        )
 
 
 def test_a_guess_on_a_branch_of_the_graph():
     from dsv4.host_tier.ahead import Ahead
     from dsv4.host_tier.grouped import HostRows
+    from dsv4.kernels.block_choice import Policy
+    from dsv4.kernels.dispatch import DispatchLedger, bind
+    from dsv4.kernels.operations import GQA_OPERATIONS
     from dsv4.timing import capture
-    from kernels.block_choice import Policy
-    from kernels.dispatch import DispatchLedger, bind
-    from kernels.operations import GQA_OPERATIONS
-    op, device, policy = bind(GQA_OPERATIONS, "triton", DispatchLedger()), torch.device("cuda"), Policy("p", "bound", 128, 1, 2, 5)
+
+    op, device, policy = (
+        bind(GQA_OPERATIONS, "triton", DispatchLedger()),
+        torch.device("cuda"),
+        Policy("p", "bound", 128, 1, 2, 5),
+    )
     rows, ahead = HostRows(1, 4, 8192, 128, torch.bfloat16, device, policy), Ahead(device)
     rows.host_keys.normal_(), rows.host_values.normal_()
     start, q = torch.tensor([8191], device=device), torch.randn(1, 1, 28, 128, dtype=torch.bfloat16, device=device)
@@ -96,6 +106,7 @@ def test_a_guess_on_a_branch_of_the_graph():
         kept["other"] = weight @ weight
         ahead.join()
         kept["out"] = rows.attend(op, q, rows.places(start)[0], 0.1, lists[1])[0]
+
     graph = capture(run)
     for step in range(20):
         g = torch.Generator().manual_seed(step)
@@ -110,6 +121,7 @@ def test_a_guess_on_a_branch_of_the_graph():
 @pytest.fixture(scope="module")
 def gqa_folder(tmp_path_factory):
     from tests.gqa import oracle
+
     config = oracle.CONFIGS["qwen2, bias and tied head"]
     return oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("tier") / "m", torch.bfloat16)
 
@@ -117,17 +129,24 @@ def gqa_folder(tmp_path_factory):
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in line"])
 @pytest.mark.parametrize("name", ["bound", "mean", "window", "terminating", "dense"])
 def test_captured_steps_of_a_model(gqa_folder, name, ahead):
-    """Two hundred replays over changing choices, with rewinds and an append between them: the logits of the resident cache's own graph, no
-    wait for the device and no allocation."""
+    """Two hundred replays over changing choices, with rewinds and an append between them: the logits of the resident
+    cache's own graph, no wait for the device and no allocation."""
     from dsv4 import load_model
     from dsv4.gqa.choice import Attention
     from dsv4.graph import DecodeGraph
     from dsv4.host_tier.choice import HostMemory
-    from kernels.block_choice import Policy
-    from kernels.grouped_attention import Termination
-    ways = {"bound": Attention(Policy("bound", "bound", 16, 1, 2, 3)), "mean": Attention(Policy("mean", "mean", 16, 1, 1, 3)),
-            "window": Attention(Policy("window", None, 16, 2, 4)), "dense": Attention(),
-            "terminating": Attention(Policy("bound", "bound", 16, 1, 2, 6), Termination(tau=1e9, phi=2, patience=1, tile=64))}
+    from dsv4.kernels.block_choice import Policy
+    from dsv4.kernels.grouped_attention import Termination
+
+    ways = {
+        "bound": Attention(Policy("bound", "bound", 16, 1, 2, 3)),
+        "mean": Attention(Policy("mean", "mean", 16, 1, 1, 3)),
+        "window": Attention(Policy("window", None, 16, 2, 4)),
+        "dense": Attention(),
+        "terminating": Attention(
+            Policy("bound", "bound", 16, 1, 2, 6), Termination(tau=1e9, phi=2, patience=1, tile=64)
+        ),
+    }
     model = load_model(gqa_folder, numerics="native", device="cuda", attention=ways[name])
     ids, caches = torch.randint(0, 384, (2, 500), generator=torch.Generator().manual_seed(0)), []
     for choice in (None, HostMemory(ahead=ahead)):
@@ -165,11 +184,14 @@ def test_text_of_a_model(gqa_folder, speculate):
     from dsv4.generate import generate
     from dsv4.gqa.choice import Attention
     from dsv4.host_tier.choice import HostMemory
+    from dsv4.kernels.block_choice import Policy
     from dsv4.speculation.draft import LookupDrafter
     from dsv4.speculation.loop import generate_speculative
     from dsv4.speculation.resident import generate_resident
-    from kernels.block_choice import Policy
-    model = load_model(gqa_folder, numerics="native", device="cuda", attention=Attention(Policy("bound", "bound", 16, 1, 2, 3)))
+
+    model = load_model(
+        gqa_folder, numerics="native", device="cuda", attention=Attention(Policy("bound", "bound", 16, 1, 2, 3))
+    )
     ids = torch.randint(0, 384, (60,), generator=torch.Generator().manual_seed(7)).tolist() * 4
     found = []
     for choice in (None, HostMemory()):
@@ -186,6 +208,7 @@ def test_entries_under_captured_steps(tmp_path, cache):
     from dsv4.graph import DecodeGraph
     from dsv4.host_tier.choice import HostMemory
     from tests import checkpoints
+
     model = load_model(checkpoints.write_official(tmp_path / "official"), numerics="native", device="cuda", cache=cache)
     g, caches = torch.Generator().manual_seed(0), []
     ids = torch.randint(0, model.config.vocab_size, (2, 90), generator=g)

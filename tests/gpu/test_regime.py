@@ -6,7 +6,7 @@ import torch
 from dsv4.bill import csa
 from dsv4.bill.gqa import GQA, POLICIES, Geometry
 from dsv4.bill.measure import Timer
-from kernels.attention import hca_attention
+from dsv4.kernels.attention import hca_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -14,9 +14,14 @@ pytestmark = pytest.mark.gpu
 def test_rows_of_gqa_are_measured_as_graphs():
     of = GQA(Geometry(), {name: make() for name, make in POLICIES.items()}, torch.device("cuda"))
     found, why = Timer(torch.device("cuda"), 5).shape(of, 1, 16384, False)
-    assert not why and [r.policy for r in found] == ["dense", *POLICIES] and found[0].by in ("SDPA cuDNN", "SDPA flash", "triton")
+    assert (
+        not why
+        and [r.policy for r in found] == ["dense", *POLICIES]
+        and found[0].by in ("SDPA cuDNN", "SDPA flash", "triton")
+    )
     dense = found[0]
-    assert all(5e-7 < r.seconds < 1e-2 for r in found) and dense.bytes / dense.seconds < 5e12, dense  # cold: no faster than memory can be
+    # cold: no faster than memory can be
+    assert all(5e-7 < r.seconds < 1e-2 for r in found) and dense.bytes / dense.seconds < 5e12, dense
 
 
 def test_longer_contexts_take_longer():
@@ -31,5 +36,7 @@ def test_rows_of_csa_run_on_triton_and_agree_with_the_reference():
     assert not why and [(r.policy, r.by) for r in found] == [("dense", "triton"), ("csa", "triton")]
     inputs = of.inputs(2, 8192, 1, 1)
     out, (latent,) = of.rows(2, 8192)[0].make(inputs)["triton"](0), inputs.latents
-    wanted = hca_attention(inputs.queries[0], latent.flatten(0, 1), inputs.near, latent[:, 128:], inputs.seen, inputs.sink, 512 ** -0.5)
+    wanted = hca_attention(
+        inputs.queries[0], latent.flatten(0, 1), inputs.near, latent[:, 128:], inputs.seen, inputs.sink, 512**-0.5
+    )
     assert (out - wanted).float().norm() / wanted.float().norm() < 1e-2

@@ -1,4 +1,5 @@
-"""Speculative rounds as CUDA graphs: plain decoding's tokens, every size, no wait of the host that grows with the response."""
+"""Speculative rounds as CUDA graphs: plain decoding's tokens, every size, no wait of the host that grows with the
+response."""
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.noise import ROLES, uniforms
+from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.resident_drafters import primed
-from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds
 from dsv4.tokenizer import Tokenizer
 from scripts.bench import speculation_traces
@@ -24,9 +25,16 @@ from scripts.bench.waits import counted_syncs
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS, NEW = (5, 131, 30, 64, 127, 2, 9, 128), (21, 9, 14, 40, 3, 22, 33, 12)
-WAYS = pytest.mark.parametrize("drafter, temperature", [(d, t) for d in (MTPDrafter(), LookupDrafter(1, 1)) for t in (0, 0.9)],
-                               ids=lambda v: getattr(v, "name", str(v)))
-POLICIES = {**{f"static {k}": Static(k) for k in (0, 1, 2, 3, 8)}, "adaptive": Adaptive(), "cost-aware": CostAware(moe(), len(LENGTHS))}
+WAYS = pytest.mark.parametrize(
+    "drafter, temperature",
+    [(d, t) for d in (MTPDrafter(), LookupDrafter(1, 1)) for t in (0, 0.9)],
+    ids=lambda v: getattr(v, "name", str(v)),
+)
+POLICIES = {
+    **{f"static {k}": Static(k) for k in (0, 1, 2, 3, 8)},
+    "adaptive": Adaptive(),
+    "cost-aware": CostAware(moe(), len(LENGTHS)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +94,7 @@ def test_captures_while_another_round_is_not_read_yet(model, plain):
 
 def test_captures_of_lookup_are_no_time_of_decoding(model):
     ids = prompts(model, (40,))[0]
-    out, = generate_speculative(model, [ids], 24, LookupDrafter())
+    (out,) = generate_speculative(model, [ids], 24, LookupDrafter())
     assert out.token_ids == generate(model, ids, 24).token_ids and out.capture_seconds > 0 and out.decode_seconds > 0
 
 
@@ -110,8 +118,8 @@ PATTERN = (0, 3, 0, 0, 1, 8, *(0,) * 13, 2, 0, 0, 4, 0)
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_rounds_that_rest(temperature):
-    """Rounds without drafts, which the block follows by graphs of their own: plain decoding's text greedily, and what comes without graphs. On
-    trained weights, whose drafts are sometimes right."""
+    """Rounds without drafts, which the block follows by graphs of their own: plain decoding's text greedily, and what
+    comes without graphs. On trained weights, whose drafts are sometimes right."""
     model = demo_model("fp32")
     texts = demo_texts(model)
     ids, new, found = [texts[0][:5], texts[-1]], (60, 60), []
@@ -128,14 +136,20 @@ def test_rounds_that_rest(temperature):
         assert not captured or not syncs
         found.append((first, out, rounds.history(), rounds.counts.caught_up))
     assert found[0][:3] == found[1][:3] and sum(a for row in found[0][2] for _, a in row) > 5
-    until = min(len(behind) for *_, behind in found) - 1  # the last is of rounds behind the end: as many as began before the host knew of it
+    # the last is of rounds behind the end: as many as began before the host knew of it
+    until = min(len(behind) for *_, behind in found) - 1
     assert found[0][3][:until] == found[1][3][:until] and until > 5 and max(found[0][3][:until]) == 8
     if not temperature:
-        assert [[t, *row] for t, row in zip(*found[0][:2])] == [generate(model, row, n).token_ids for row, n in zip(ids, new)]
+        assert [[t, *row] for t, row in zip(*found[0][:2])] == [
+            generate(model, row, n).token_ids for row, n in zip(ids, new)
+        ]
 
 
-@pytest.mark.parametrize("lengths, rested, back, within", [((5, 131), 2, 16, 0), ((5, 131), 7, 16, 1e-4), (LENGTHS, 32, 31, 1e-4)],
-                         ids=["4 tokens", "16 tokens", "256 tokens"])
+@pytest.mark.parametrize(
+    "lengths, rested, back, within",
+    [((5, 131), 2, 16, 0), ((5, 131), 7, 16, 1e-4), (LENGTHS, 32, 31, 1e-4)],
+    ids=["4 tokens", "16 tokens", "256 tokens"],
+)
 def test_following_many_at_once_is_following_each(model, lengths, rested, back, within):
     """Bit for bit for up to 4 tokens of all rows together, whose four streams are 16 rows of h_proj."""
     held = []
@@ -155,7 +169,7 @@ def test_following_many_at_once_is_following_each(model, lengths, rested, back, 
 
 
 def test_noise_is_the_processor_s():
-    seeds, at = torch.tensor([0, 5, -1, 2 ** 62]), torch.arange(4 * 50).view(4, 50) * 977
+    seeds, at = torch.tensor([0, 5, -1, 2**62]), torch.arange(4 * 50).view(4, 50) * 977
     for role in range(ROLES):
         assert torch.equal(uniforms(seeds.cuda(), at.cuda(), role).cpu(), uniforms(seeds, at, role))
 

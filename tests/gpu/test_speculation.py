@@ -1,4 +1,5 @@
-"""Block-size policies inside a CUDA graph: replays equal the specification bit for bit, with no round trip to the host."""
+"""Block-size policies inside a CUDA graph: replays equal the specification bit for bit, with no round trip to the
+host."""
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ from scripts.bench.speculation_costs import flat, moe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ROWS = 32
-POLICIES = {"static": Static(4), "adaptive": Adaptive(),
-            "cost-aware, moe": CostAware(moe(0.5), ROWS), "cost-aware, flat": CostAware(flat(), ROWS)}
+POLICIES = {
+    "static": Static(4),
+    "adaptive": Adaptive(),
+    "cost-aware, moe": CostAware(moe(0.5), ROWS),
+    "cost-aware, flat": CostAware(flat(), ROWS),
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

@@ -1,18 +1,31 @@
-"""`dsv4 termination` on a CUDA device: walks of the same model are those of the host, needles are asked under the kernels' own splits."""
+"""`dsv4 termination` on a CUDA device: walks of the same model are those of the host, needles are asked under the
+kernels' own splits."""
 
 import json
 
 import pytest
 import torch
 
-from tests.test_names import ROOT
 from tests.fidelity.conftest import run  # noqa: F401  (a fixture)
+from tests.test_names import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_walks_are_those_of_the_host(run):  # noqa: F811
-    given = ("termination", ROOT / "demo_gqa", "--context", "4K", "--queries", 4, "--policy", "block-bound", "--numerics", "fp32", "--json")
+def test_walks_are_those_of_the_host(run):
+    given = (
+        "termination",
+        ROOT / "demo_gqa",
+        "--context",
+        "4K",
+        "--queries",
+        4,
+        "--policy",
+        "block-bound",
+        "--numerics",
+        "fp32",
+        "--json",
+    )
     found = []
     for more in ((), ("--device", "cuda", "--backend", "triton", "--needles", 2, "--looser", "1e-2")):
         code, out, err = run(*given, *more)

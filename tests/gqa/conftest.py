@@ -28,6 +28,7 @@ def checkpoint(tmp_path_factory):
     from tokenizers import processors
 
     from scripts.training.tokenizer import train_tokenizer
+
     config = oracle.CONFIGS["qwen2, bias and tied head"]
     folder = oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("gqa") / "c", torch.bfloat16)
     tokenizer = train_tokenizer([(Path(__file__).resolve().parents[2] / "README.md").read_text()], config["vocab_size"])
@@ -38,8 +39,11 @@ def checkpoint(tmp_path_factory):
 
 
 MODELS = {  # of the engine's tests: dense layers, some with a window, and all
-    "dense": ("qwen2, bias and tied head", "fp32", "cpu"), "dense, native": ("llama, llama3 rope and biases", "native", "reference"),
-    "some windows": ("qwen2, yarn and some sliding layers", "fp32", "cpu"), "windows": ("mistral, sliding window", "fp32", "cpu")}
+    "dense": ("qwen2, bias and tied head", "fp32", "cpu"),
+    "dense, native": ("llama, llama3 rope and biases", "native", "reference"),
+    "some windows": ("qwen2, yarn and some sliding layers", "fp32", "cpu"),
+    "windows": ("mistral, sliding window", "fp32", "cpu"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +54,12 @@ def models(tmp_path_factory):
     def named(name: str):
         if name not in loaded:
             config, numerics, backend = MODELS[name]
-            folder = oracle.save(oracle.randomised(oracle.CONFIGS[config]), oracle.CONFIGS[config], tmp_path_factory.mktemp("gqa"))
+            folder = oracle.save(
+                oracle.randomised(oracle.CONFIGS[config]), oracle.CONFIGS[config], tmp_path_factory.mktemp("gqa")
+            )
             loaded[name] = load_model(folder, numerics=numerics, backend=backend)
         return loaded[name]
+
     return named
 
 

@@ -1,6 +1,8 @@
-"""A decoder of its own in fp64, whole sequences, with a mask of what each query may read: the oracle of sparse attention in a model.
+"""A decoder of its own in fp64, whole sequences, with a mask of what each query may read: the oracle of sparse
+attention in a model.
 
-It shares no code with the model, the kernels or transformers; with the causal mask it is held against transformers (`test_sparse`).
+It shares no code with the model, the kernels or transformers; with the causal mask it is held against transformers
+(`test_sparse`).
 """
 
 import torch
@@ -9,7 +11,8 @@ Mask = torch.Tensor  # bool [KV, T, T]
 
 
 def forward(weights: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, mask) -> torch.Tensor:
-    """Logits fp64 [T, vocab] of ids [T]. mask(layer, q [H, T, D], k [KV, T, D]) → which keys each query of a KV head's group reads."""
+    """Logits fp64 [T, vocab] of ids [T]. mask(layer, q [H, T, D], k [KV, T, D]) → which keys each query of a KV head's
+    group reads."""
     w = {name: t.double() for name, t in weights.items()}
     H, KV, eps, T = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"], len(ids)
     D = config.get("head_dim", config["hidden_size"] // H)
@@ -21,13 +24,15 @@ def forward(weights: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, m
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w[name]
 
     def turned(x):
-        a, b = x[..., :D // 2], x[..., D // 2:]
+        a, b = x[..., : D // 2], x[..., D // 2 :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}."
 
         def mapped(y, name):
             return y @ w[f"{at}{name}.weight"].T + w.get(f"{at}{name}.bias", 0)
+
         y = norm(x, f"{at}input_layernorm.weight")
         q, k, v = (mapped(y, f"self_attn.{n}_proj").view(T, -1, D).transpose(0, 1) for n in "qkv")
         q, k = turned(q), turned(k)
@@ -48,6 +53,7 @@ def causal(layer: int, q: torch.Tensor, k: torch.Tensor) -> Mask:
 
 def kept_blocks(selector: str | None, block: int, sink: int, local: int, topk: int, prompt: int):
     """Queries from `prompt` on read the sink blocks, the newest and the best; those before read everything."""
+
     def mask(layer, q, k):
         KV, T, _ = k.shape
         seen = causal(layer, q, k)
@@ -56,7 +62,7 @@ def kept_blocks(selector: str | None, block: int, sink: int, local: int, topk: i
             for h, group in enumerate(q.view(KV, len(q) // KV, T, -1)[:, :, t]):
                 distant, score = range(sink, now - local + 1), {}
                 for b in distant if selector else ():
-                    keys = k[h, b * block:(b + 1) * block]
+                    keys = k[h, b * block : (b + 1) * block]
                     if selector == "bound":
                         low, high = keys.min(0).values, keys.max(0).values
                         score[b] = max(float(torch.maximum(one * low, one * high).sum()) for one in group)
@@ -66,11 +72,14 @@ def kept_blocks(selector: str | None, block: int, sink: int, local: int, topk: i
                 keep = {*range(sink), *range(now - local + 1, now + 1), *best}
                 seen[h, t] &= torch.tensor([s // block in keep for s in range(T)])
         return seen
+
     return mask
 
 
 def chunks(S: int, L: int, M: int, prompt: int):
-    """Queries before `prompt` read their chunk and a memory of M tokens, the last L among them; those from there on read everything."""
+    """Queries before `prompt` read their chunk and a memory of M tokens, the last L among them; those from there on
+    read everything."""
+
     def mask(layer, q, k):
         KV, T, D = k.shape
         seen = causal(layer, q, k)
@@ -84,7 +93,7 @@ def chunks(S: int, L: int, M: int, prompt: int):
                     seen[h, t, :first] = False
                     seen[h, t, list(memory)] = True
                     for one in logits[h, :, t]:
-                        p = one[first:t + 1].softmax(-1)
+                        p = one[first : t + 1].softmax(-1)
                         for s, given in zip(range(first, t + 1), p.tolist()):
                             fresh[s] += given
                         both = [*memory, *range(first, t + 1)]
@@ -92,7 +101,8 @@ def chunks(S: int, L: int, M: int, prompt: int):
                         for s, given in zip(list(memory), p.tolist()):
                             memory[s] += given
                 older = {s: v for s, v in (memory | fresh).items() if s < last - L}
-                heavy = sorted(older, key=lambda s: (-older[s], s))[:M - L]
+                heavy = sorted(older, key=lambda s: (-older[s], s))[: M - L]
                 memory = {s: (memory | fresh)[s] for s in [*heavy, *range(last - L, last)]}
         return seen
+
     return mask

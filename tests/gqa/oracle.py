@@ -1,26 +1,78 @@
-"""transformers' Qwen2, Llama and Mistral as oracles: nobody here wrote them. fp32, eager attention, every parameter random."""
+"""transformers' Qwen2, Llama and Mistral as oracles: nobody here wrote them. fp32, eager attention, every parameter
+random."""
 
 import json
 from pathlib import Path
 
 import torch
 
-TINY = dict(vocab_size=384, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-            rms_norm_eps=1e-5, hidden_act="silu", max_position_embeddings=512, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
+TINY = dict(
+    vocab_size=384,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=1,
+    tie_word_embeddings=False,
+)
 
 # Original contexts of 64 tokens: texts of 310 lie far beyond them.
 CONFIGS = {
-    "qwen2, bias and tied head": dict(TINY, model_type="qwen2", tie_word_embeddings=True, rope_theta=1e6, use_sliding_window=False,
-                                      sliding_window=32, max_window_layers=2),
-    "llama, llama3 rope and biases": dict(TINY, model_type="llama", head_dim=16, rope_theta=100.0, attention_bias=True, mlp_bias=True, rope_scaling=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)),
-    "qwen2, yarn and some sliding layers": dict(TINY, model_type="qwen2", use_sliding_window=True, sliding_window=40, max_window_layers=1,
-                                                max_position_embeddings=64, hidden_size=96, rope_theta=100.0, rope_scaling=dict(
-                                                    type="yarn", factor=8.0, original_max_position_embeddings=64)),
-    "mistral, sliding window": dict(TINY, model_type="mistral", head_dim=12, num_attention_heads=4, num_key_value_heads=1, rope_theta=1e4,
-                                    sliding_window=24),
-    "llama, linear rope": dict(TINY, model_type="llama", num_key_value_heads=6, rope_parameters=dict(
-        rope_type="linear", factor=4.0, rope_theta=2e4)),
+    "qwen2, bias and tied head": dict(
+        TINY,
+        model_type="qwen2",
+        tie_word_embeddings=True,
+        rope_theta=1e6,
+        use_sliding_window=False,
+        sliding_window=32,
+        max_window_layers=2,
+    ),
+    "llama, llama3 rope and biases": dict(
+        TINY,
+        model_type="llama",
+        head_dim=16,
+        rope_theta=100.0,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_scaling=dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "qwen2, yarn and some sliding layers": dict(
+        TINY,
+        model_type="qwen2",
+        use_sliding_window=True,
+        sliding_window=40,
+        max_window_layers=1,
+        max_position_embeddings=64,
+        hidden_size=96,
+        rope_theta=100.0,
+        rope_scaling=dict(type="yarn", factor=8.0, original_max_position_embeddings=64),
+    ),
+    "mistral, sliding window": dict(
+        TINY,
+        model_type="mistral",
+        head_dim=12,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        rope_theta=1e4,
+        sliding_window=24,
+    ),
+    "llama, linear rope": dict(
+        TINY,
+        model_type="llama",
+        num_key_value_heads=6,
+        rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=2e4),
+    ),
 }
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
@@ -28,9 +80,11 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mist
 def randomised(config: dict, seed: int = 0):
     """The transformers model of `config`, fp32, eager attention, with every parameter random."""
     import transformers
+
     torch.manual_seed(seed)
     name = ARCHITECTURES[config["model_type"]]
-    raw = {k: (dict(v) if isinstance(v, dict) else v) for k, v in config.items() if k != "model_type"}  # it changes what it is given
+    # it changes what it is given
+    raw = {k: (dict(v) if isinstance(v, dict) else v) for k, v in config.items() if k != "model_type"}
     cfg = getattr(transformers, name.replace("ForCausalLM", "Config"))(**raw, attn_implementation="eager")
     model = getattr(transformers, name)(cfg).eval()
     with torch.no_grad():
@@ -47,8 +101,10 @@ def randomised(config: dict, seed: int = 0):
 
 
 def save(model, config: dict, folder: Path, dtype: torch.dtype = torch.float32, **save_file_options) -> Path:
-    """Write the model as transformers lays it out, with `config` as it was given: `save_pretrained` would rewrite the rope keys."""
+    """Write the model as transformers lays it out, with `config` as it was given: `save_pretrained` would rewrite the
+    rope keys."""
     from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: p.detach().to(dtype).contiguous() for k, p in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors")

@@ -1,4 +1,5 @@
-"""GQA models in the batch engine: outputs are those of each request alone, to the bit, whatever is shared, short or borrowed."""
+"""GQA models in the batch engine: outputs are those of each request alone, to the bit, whatever is shared, short or
+borrowed."""
 
 import json
 import shutil
@@ -31,7 +32,9 @@ def engine_of(model, drafter=None, rows: int = 3, max_context: int = 512, pages:
     results, rewind = {}, 9 if drafter else 0
     every = pool_pages(model.page_layout().groups, rows, rows * max_context, rewind, prefixes=4)
     cache = paged(model, rows, max_context, max_rewind=rewind, pages=every | (pages or {}))
-    return BatchEngine(model, cache, on_result=lambda r: results.setdefault(r.id, r), drafter=drafter, **options), results
+    return BatchEngine(
+        model, cache, on_result=lambda r: results.setdefault(r.id, r), drafter=drafter, **options
+    ), results
 
 
 def few(model, pages: int) -> dict[str, int]:
@@ -40,15 +43,18 @@ def few(model, pages: int) -> dict[str, int]:
 
 
 def crowd(model, **how) -> tuple[list[Request], dict[str, int]]:
-    """Three requests, and pages that do not last: for their prompts, and not for what each has amid its answer. Rows of a model that has
-    windows alone give tiles back, and hold two at the end of one."""
+    """Three requests, and pages that do not last: for their prompts, and not for what each has amid its answer. Rows of
+    a model that has windows alone give tiles back, and hold two at the end of one."""
     narrow = "tokens" not in model.page_layout().groups
-    requests = [Request(f"r{i}", tuple(random_ids(model, 118 if narrow else 230, seed=i).tolist()), 40, **how) for i in range(3)]
+    requests = [
+        Request(f"r{i}", tuple(random_ids(model, 118 if narrow else 230, seed=i).tolist()), 40, **how) for i in range(3)
+    ]
     return requests, few(model, 3 if narrow else 6)
 
 
 def are_cold(model, requests, results, seen) -> None:
-    """Each request's tokens, and the bits of the logits that they were chosen from, are those of the request by itself."""
+    """Each request's tokens, and the bits of the logits that they were chosen from, are those of the request by
+    itself."""
     for request in requests:
         ids, logits = cold(model, request)
         assert results[request.id].token_ids == ids, request.id
@@ -97,10 +103,16 @@ def test_a_request_evicted_amid_its_answer_resumes_with_the_same_bits(model, dra
     model.attention = READINGS[reading]
     (requests, short), found = crowd(model, sampling=SAMPLED), []
     for pages in ({}, short):
-        engine, results = engine_of(model, drafter and drafter(), pages=pages, **({"policy": Static(3, None)} if drafter else {}))
-        if drafter:  # drafts that shrink would be other passes; here they make others give way instead, so that both runs draft alike
+        engine, results = engine_of(
+            model, drafter and drafter(), pages=pages, **({"policy": Static(3, None)} if drafter else {})
+        )
+        # drafts that shrink would be other passes; here they make others give way instead, so that both runs draft
+        # alike
+        if drafter:
             cache = engine.cache
-            engine.passes._reserve = lambda work, size, cache=cache: cache.make_room(slice(work.row, work.row + 1), 1 + size) or size
+            engine.passes._reserve = lambda work, size, cache=cache: (
+                cache.make_room(slice(work.row, work.row + 1), 1 + size) or size
+            )
         seen, had, evict = watched(engine), [], engine._evict
         engine._evict = lambda work, had=had, evict=evict: (had.append(len(work.result.token_ids)), evict(work))
         run(engine, requests)
@@ -122,7 +134,9 @@ def test_rows_together_are_evicted_and_resume_with_the_same_tokens(model, readin
     had, evict = [], engine._evict
     engine._evict = lambda work: (had.append(len(work.result.token_ids)), evict(work))
     run(engine, requests)
-    assert max(had) > 5 and tokens_of(results) == {r.id: cold(model, r)[0] for r in requests} and nothing_is_held(engine)
+    assert (
+        max(had) > 5 and tokens_of(results) == {r.id: cold(model, r)[0] for r in requests} and nothing_is_held(engine)
+    )
 
 
 @pytest.mark.parametrize("length", [1, 16, 127, 128, 129, 133, 256, 257])
@@ -194,14 +208,25 @@ def test_faults_of_some_requests_harm_no_other(model):
     full = "tokens" in model.page_layout().groups
     engine, results = engine_of(model, max_context=500, pages=few(model, 3 if full else 2))
     long = Request("long", tuple(random_ids(model, 450).tolist()), 10)
-    for request in (Request("overrun", (1,) * 500, 2), Request("empty", ()), Request("unknown", (1, 384)), requests[0], long,
-                    Request("cancelled", requests[1].prompt_ids, 10), requests[2]):
+    for request in (
+        Request("overrun", (1,) * 500, 2),
+        Request("empty", ()),
+        Request("unknown", (1, 384)),
+        requests[0],
+        long,
+        Request("cancelled", requests[1].prompt_ids, 10),
+        requests[2],
+    ):
         engine.submit(request)
     for _ in range(5):
         engine.step()
     engine.cancel("cancelled")
     engine.run()
-    assert [type(results[name].error) for name in ("overrun", "empty", "unknown")] == [ContextOverrun, InputError, InputError]
+    assert [type(results[name].error) for name in ("overrun", "empty", "unknown")] == [
+        ContextOverrun,
+        InputError,
+        InputError,
+    ]
     assert isinstance(results["long"].error, OutOfPages) is full and results["cancelled"].stop_reason == "cancelled"
     for request in (requests[0], requests[2]):
         assert results[request.id].token_ids == cold(model, request)[0], request.id
@@ -215,8 +240,14 @@ def test_faults_of_some_requests_harm_no_other(model):
 def asked(tmp_path):
     """A file of requests: texts over one prefix longer than a tile, one by ids, one too long, one that is none."""
     text = "Requests join and leave between steps over one pool of pages. " * 6
-    lines = [{"id": f"t{i}", "prompt": text + word, "max_tokens": 8} for i, word in enumerate(("Those that", "share", "a prefix"))]
-    lines += [{"id": "ids", "token_ids": [5, 6, 7] * 4, "max_tokens": 8, "temperature": 0.8}, {"id": "long", "token_ids": [1] * 5000}]
+    lines = [
+        {"id": f"t{i}", "prompt": text + word, "max_tokens": 8}
+        for i, word in enumerate(("Those that", "share", "a prefix"))
+    ]
+    lines += [
+        {"id": "ids", "token_ids": [5, 6, 7] * 4, "max_tokens": 8, "temperature": 0.8},
+        {"id": "long", "token_ids": [1] * 5000},
+    ]
     file = tmp_path / "requests.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)) + "\nnot JSON\n")
     return file
@@ -224,7 +255,8 @@ def asked(tmp_path):
 
 @pytest.fixture(scope="module")
 def templated(checkpoint, tmp_path_factory):
-    """The checkpoint, whose config.json names another first token than its tokenizer's template has: the template's counts."""
+    """The checkpoint, whose config.json names another first token than its tokenizer's template has: the template's
+    counts."""
     return edit_config(shutil.copytree(checkpoint, tmp_path_factory.mktemp("gqa") / "c"), bos_token_id=7)
 
 
@@ -232,18 +264,30 @@ def documents(out: str) -> dict[str, dict]:
     return {d.get("id", "figures"): d for d in map(json.loads, out.splitlines())}
 
 
-@pytest.mark.parametrize("options", [
-    (), ("--speculate", "lookup", "--draft-tokens", "2"), ("--attention", "page-bound", "--attention-tokens", "64"),
-    ("--attention", "block-bound", "--attention-tokens", "512", "--terminate")], ids=lambda options: " ".join(options) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--speculate", "lookup", "--draft-tokens", "2"),
+        ("--attention", "page-bound", "--attention-tokens", "64"),
+        ("--attention", "block-bound", "--attention-tokens", "512", "--terminate"),
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
 def test_the_command_says_what_generate_says(templated, asked, command_line, options):
     code, out, err = command_line("batch", asked, "--checkpoint", templated, "--rows", 2, *options)
     found = documents(out)
     assert code == 1 and len(found) == 7 and err == ""
     assert [found[name]["error"]["type"] for name in ("long", "line 6")] == ["ContextOverrun", "InputError"]
-    assert found["figures"]["figures"]["prefix_hit_tokens"] >= 2 * 128 and found["figures"]["figures"]["pools"]["tokens"]["shared"] == 0
+    assert (
+        found["figures"]["figures"]["prefix_hit_tokens"] >= 2 * 128
+        and found["figures"]["figures"]["pools"]["tokens"]["shared"] == 0
+    )
     for line in asked.read_text().splitlines()[:3]:
         request = json.loads(line)
-        code, out, err = command_line("generate", templated, "--prompt", request["prompt"], "--max-new-tokens", 8, "--json", *options)
+        code, out, err = command_line(
+            "generate", templated, "--prompt", request["prompt"], "--max-new-tokens", 8, "--json", *options
+        )
         said = json.loads(out)
         assert code == 0 and found[request["id"]]["token_ids"] == said["token_ids"], err
         assert found[request["id"]]["prompt_tokens"] == len(said["prompt_token_ids"])
@@ -253,15 +297,27 @@ def test_the_report_says_what_was_read(checkpoint, asked, command_line, tmp_path
     reads = ("--attention", "page-bound", "--attention-tokens", "64", "--terminate", "--terminate-rule", "patience=2")
     code, _, err = command_line("batch", asked, "--checkpoint", checkpoint, *reads, "--report", tmp_path / "r")
     report = json.loads((tmp_path / "r" / "batch_requests.json").read_text())
-    assert code == 1 and err == "" and report["about"]["attention"] == "page-16 bound of 64 tokens, until stable (tau=1e-05, phi=0.001, patience=2)"
+    assert (
+        code == 1
+        and err == ""
+        and report["about"]["attention"]
+        == "page-16 bound of 64 tokens, until stable (tau=1e-05, phi=0.001, patience=2)"
+    )
     assert "attention page-16 bound of 64 tokens" in (tmp_path / "r" / "batch_requests.md").read_text()
 
 
-@pytest.mark.parametrize("options, said", [
-    (("--speculate", "mtp"), "use --speculate lookup"), (("--kv-memory", "host"), "which is on the device"),
-    (("--attention", "block-bound", "--attention-tokens", "100"), "keeps whole blocks of 128 tokens"), (("--cache", "fp8"), "use auto"),
-    (("--prefill-chunks", "64,8,8"), "a batch reads prompts densely"), (("--terminate", "--terminate-rule", "rho=1"), "expected each of tau"),
-], ids=lambda value: value if isinstance(value, str) else " ".join(value))
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--speculate", "mtp"), "use --speculate lookup"),
+        (("--kv-memory", "host"), "which is on the device"),
+        (("--attention", "block-bound", "--attention-tokens", "100"), "keeps whole blocks of 128 tokens"),
+        (("--cache", "fp8"), "use auto"),
+        (("--prefill-chunks", "64,8,8"), "a batch reads prompts densely"),
+        (("--terminate", "--terminate-rule", "rho=1"), "expected each of tau"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
 def test_refusals_are_one_line(checkpoint, asked, command_line, options, said):
     code, out, err = command_line("batch", asked, "--checkpoint", checkpoint, *options)
     assert code == 2 and out == "" and said in err and err.count("\n") == 1

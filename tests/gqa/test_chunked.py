@@ -7,10 +7,10 @@ from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.generate import generate
 from dsv4.gqa.choice import Attention
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
-from kernels.block_choice import Policy
-from kernels.chunked_prefill import Chunking
 from tests.conftest import TOLERANCE
 from tests.gqa import masked, oracle
 
@@ -34,18 +34,27 @@ def model(subject):
 
 @pytest.fixture(scope="module")
 def rows(subject):
-    """ids int64 [4, 150] and what four prompts of 141, 64, 31 and 128 of them give, then read densely: [150, vocab] each."""
+    """ids int64 [4, 150] and what four prompts of 141, 64, 31 and 128 of them give, then read densely: [150, vocab]
+    each."""
     ids = torch.randint(0, 384, (4, TOKENS), generator=torch.Generator().manual_seed(2))
-    return ids, [masked.forward(subject[1], CONFIG, row, masked.chunks(CUT.chunk, CUT.local, CUT.memory, n))
-                 for row, n in zip(ids, (PROMPT, 64, 31, 128))]
+    return ids, [
+        masked.forward(subject[1], CONFIG, row, masked.chunks(CUT.chunk, CUT.local, CUT.memory, n))
+        for row, n in zip(ids, (PROMPT, 64, 31, 128))
+    ]
 
 
 @pytest.mark.parametrize("chunk", [None, 32, 64, 128])
 def test_a_ragged_batch_of_prompts_and_what_follows(model, subject, rows, chunk):
-    """Every position of each prompt, NaN beyond, then dense decode over the whole cache; and it is not dense prefill."""
+    """Every position of each prompt, NaN beyond, then dense decode over the whole cache; and it is not dense
+    prefill."""
     ids, want = rows
     lengths, cache = [PROMPT, 64, 31, 128], model.new_cache(4, TOKENS)
-    got = model.append(torch.where(torch.arange(PROMPT) < torch.tensor(lengths)[:, None], ids[:, :PROMPT], -9), cache, n_new=lengths, chunk=chunk)
+    got = model.append(
+        torch.where(torch.arange(PROMPT) < torch.tensor(lengths)[:, None], ids[:, :PROMPT], -9),
+        cache,
+        n_new=lengths,
+        chunk=chunk,
+    )
     assert cache.lengths == lengths
     for b, n in enumerate(lengths):
         assert (got[b, :n] - want[b][:n]).abs().max() < TOLERANCE and got[b, n:].isnan().all()
@@ -65,13 +74,14 @@ def test_prompts_may_come_in_appends_of_whole_chunks(model, rows):
     last = {}
     for tokens in (32, 64, 32, 13):
         counts = [min(tokens, max(0, n - at)) for n in (PROMPT, 64, 31, 128)]
-        logits = model.append(ids[:, at:at + tokens], cache, n_new=counts, logits="last", prompt=True)
+        logits = model.append(ids[:, at : at + tokens], cache, n_new=counts, logits="last", prompt=True)
         at += tokens
         last |= {b: logits[b, 0] for b, n in enumerate(counts) if n}
     for b, n in enumerate((PROMPT, 64, 31, 128)):
         assert (last[b] - want[b][n - 1]).abs().max() < TOLERANCE
     assert cache.layers[0].memory.updates.tolist() == [[4, 4], [1, 1], [0, 0], [4, 4]]
-    assert [held and held[0] for held in cache.remembered] == [None, None, None, 128]  # only who ended with its piece may go on
+    # only who ended with its piece may go on
+    assert [held and held[0] for held in cache.remembered] == [None, None, None, 128]
 
 
 def test_where_it_cannot_go_on_it_says_so(model, rows):
@@ -128,7 +138,7 @@ def test_a_policy_decodes_after_it(model, subject, rows):
     got = [model.append(torch.stack([ids[0, PROMPT + t], ids[1, 64 + t]]).unsqueeze(1), cache) for t in range(8)]
     for b, n in enumerate((PROMPT, 64)):
         chunked, kept = masked.chunks(CUT.chunk, CUT.local, CUT.memory, n), masked.kept_blocks("bound", 16, 1, 2, 2, n)
-        want = masked.forward(subject[1], CONFIG, ids[b, :n + 8], lambda *a: chunked(*a) & kept(*a))
+        want = masked.forward(subject[1], CONFIG, ids[b, : n + 8], lambda *a: chunked(*a) & kept(*a))
         assert max((step[b, 0] - want[n + t]).abs().max() for t, step in enumerate(got)) < TOLERANCE
 
 

@@ -9,12 +9,12 @@ from dsv4 import load_model
 from dsv4.errors import ContextOverrun
 from dsv4.generate import generate
 from dsv4.graph import DecodeGraph, captures
+from dsv4.kernels import operations
+from dsv4.kernels.dispatch import Operation
+from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
-from dsv4.speculation.captured import Captured
 from dsv4.speculation.resident import generate_resident
-from kernels import operations
-from kernels.dispatch import Operation
 from tests.gqa import oracle
 from tests.speculation.scripted import Scripted, drafted
 
@@ -24,14 +24,20 @@ DEVICE = "cuda" if GPU else "cpu"
 
 @pytest.fixture(autouse=True)
 def attention(monkeypatch):
-    """Where `grouped_attention` has no Triton kernel yet, the reference stands in for it: the rest of the binding is what is tested."""
+    """Where `grouped_attention` has no Triton kernel yet, the reference stands in for it: the rest of the binding is
+    what is tested."""
     op = operations.GQA_OPERATIONS["grouped_attention"]
     if "triton" not in op.implementations:
         real = op.implementations["reference"]
-        monkeypatch.setitem(operations.GQA_OPERATIONS, op.name, Operation(op.name, MappingProxyType({"reference": real, "triton": real})))
+        monkeypatch.setitem(
+            operations.GQA_OPERATIONS,
+            op.name,
+            Operation(op.name, MappingProxyType({"reference": real, "triton": real})),
+        )
 
 
-SOME = list(oracle.CONFIGS) if GPU else ["llama, llama3 rope and biases", "qwen2, yarn and some sliding layers"]  # the interpreter is slow
+# the interpreter is slow
+SOME = list(oracle.CONFIGS) if GPU else ["llama, llama3 rope and biases", "qwen2, yarn and some sliding layers"]
 
 
 @pytest.fixture(scope="module", params=SOME)
@@ -41,7 +47,9 @@ def folder(request, tmp_path_factory):
 
 
 def models(folder, numerics):
-    return [load_model(folder, numerics=numerics, backend=backend, device=DEVICE) for backend in ("reference", "triton")]
+    return [
+        load_model(folder, numerics=numerics, backend=backend, device=DEVICE) for backend in ("reference", "triton")
+    ]
 
 
 def prompts(model, *lengths):
@@ -51,9 +59,12 @@ def prompts(model, *lengths):
 
 @pytest.mark.parametrize("numerics", ["fp32", "native"])
 def test_captured_steps_equal_append(folder, numerics):
-    """A ragged batch, across a block of 128 tokens, past windows and original contexts, against append token by token; in bf16 both round,
-    and neither may be much further from fp32."""
-    (reference, ours), exact = models(folder, numerics), load_model(folder, numerics="fp32", backend="reference", device=DEVICE)
+    """A ragged batch, across a block of 128 tokens, past windows and original contexts, against append token by token;
+    in bf16 both round, and neither may be much further from fp32."""
+    (reference, ours), exact = (
+        models(folder, numerics),
+        load_model(folder, numerics="fp32", backend="reference", device=DEVICE),
+    )
     ids, counts = prompts(reference, 5, 126, 62)
     a, b = reference.new_cache(3, 180), reference.new_cache(3, 180)
     c, d = ours.new_cache(3, 180), exact.new_cache(3, 180)
@@ -71,7 +82,9 @@ def test_captured_steps_equal_append(folder, numerics):
         assert error < max(1e-5, 1.5 * rounding), (step, error, rounding)
         worst = max(worst, error)
     assert worst < (1e-5 if numerics == "fp32" else 0.1)
-    assert "reference" not in {row["implementation"] for row in ours.dispatch.rows() if row["operation"] != "grouped_attention"}
+    assert "reference" not in {
+        row["implementation"] for row in ours.dispatch.rows() if row["operation"] != "grouped_attention"
+    }
     if GPU:
         assert captures(ours) and fused.graph is not None
 
@@ -88,6 +101,7 @@ def test_prompts_of_every_size_equal_the_reference(folder):
 def test_a_captured_step_reads_positions_and_ids_where_they_are(folder):
     """One step object run again at other positions and with other ids: nothing of the first run was kept by value."""
     from dsv4.step import CapturedStep
+
     model = load_model(folder, numerics="fp32", device=DEVICE, backend="reference")
     ids, _ = prompts(model, 50)
     cache, want = model.new_cache(1, 60), model.new_cache(1, 60)
@@ -97,7 +111,7 @@ def test_a_captured_step_reads_positions_and_ids_where_they_are(folder):
         fed.fill_(int(ids[0, t])), start.fill_(t)
         with torch.inference_mode():
             _, logits = model.captured(CapturedStep(fed, start, 60, model.rope_frequencies()), cache)
-        assert (logits - model.append(ids[:, t:t + 1], want)[0]).abs().max() < 1e-5
+        assert (logits - model.append(ids[:, t : t + 1], want)[0]).abs().max() < 1e-5
 
 
 def test_rows_that_rest_and_the_end_of_the_context(folder):
@@ -153,7 +167,16 @@ def test_passes_as_captured_steps_change_nothing(folder, right):
     def verify(model, cache):
         ways.append(Captured(model, cache))
         return ways[-1]
+
     for text in (row[:n].tolist() for row, n in zip(ids, counts)):
         plain = generate(model, text, 30).token_ids
-        [out] = drafted(model, [text], 30, Scripted([plain], [right], model.config.vocab_size), 5, verify=verify, max_context=len(text) + 29)
+        [out] = drafted(
+            model,
+            [text],
+            30,
+            Scripted([plain], [right], model.config.vocab_size),
+            5,
+            verify=verify,
+            max_context=len(text) + 29,
+        )
         assert out.token_ids == plain and (1, 6) in ways[-1].graphs

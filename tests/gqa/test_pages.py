@@ -1,4 +1,5 @@
-"""A GQA model on pages equals the model on a contiguous cache, bit for bit; free pages are NaN and physically shuffled."""
+"""A GQA model on pages equals the model on a contiguous cache, bit for bit; free pages are NaN and physically
+shuffled."""
 
 from dataclasses import replace
 
@@ -9,20 +10,25 @@ from dsv4.errors import InputError, OutOfPages, UnsupportedInput
 from dsv4.gqa.choice import Attention
 from dsv4.graph import DecodeGraph
 from dsv4.host_tier.choice import HostMemory
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.grouped_attention import Termination
 from dsv4.paged_cache import new_paged_cache
 from dsv4.paging import pool_pages
 from dsv4.prefixes import PrefixTree
 from dsv4.speculation.captured import Captured
-from kernels.block_choice import Policy
-from kernels.chunked_prefill import Chunking
-from kernels.grouped_attention import Termination
 from tests.engine.conftest import paged, random_ids, same
 from tests.gqa.tiles import Grown
 
 BOUND = Policy("bound", "bound", 16, 1, 2, 3)
-READINGS = {"all": Attention(), "bound": Attention(BOUND), "mean": Attention(Policy("mean", "mean", 32, 1, 1, 2)),
-            "sink and window": Attention(Policy("window", None, 16, 1, 3)), "bound, until stable": Attention(BOUND, Termination(tile=64)),
-            "all, until stable": Attention(termination=Termination(tile=64))}
+READINGS = {
+    "all": Attention(),
+    "bound": Attention(BOUND),
+    "mean": Attention(Policy("mean", "mean", 32, 1, 1, 2)),
+    "sink and window": Attention(Policy("window", None, 16, 1, 3)),
+    "bound, until stable": Attention(BOUND, Termination(tile=64)),
+    "all, until stable": Attention(termination=Termination(tile=64)),
+}
 
 
 def tokens(model, count: int, seed: int = 0) -> list[int]:
@@ -39,9 +45,9 @@ def append(model, cache, b: int, ids: list[int], prompt: bool | None = None) -> 
 def read(model, cache, b: int, ids: list[int], remember=None) -> torch.Tensor:
     """As `Grown.read` of row b."""
     while (start := cache.lengths[b]) < len(ids):
-        found = append(model, cache, b, ids[start:(start // 128 + 1) * 128], prompt=True)
+        found = append(model, cache, b, ids[start : (start // 128 + 1) * 128], prompt=True)
         if remember is not None and cache.lengths[b] % 128 == 0:
-            remember(b, ids[:cache.lengths[b]])
+            remember(b, ids[: cache.lengths[b]])
     return found
 
 
@@ -68,7 +74,7 @@ def test_pieces_of_all_sizes_and_rewinds_equal_a_contiguous_cache(model, reading
             plain.rewind(-piece)
             cache.rewind([-piece, 0])
             continue
-        now = ids[plain.length:plain.length + piece]
+        now = ids[plain.length : plain.length + piece]
         found = append(model, cache, 0, now)
         assert not found.isnan().any(), "a page that was free was read"
         assert same(found, plain.append(now, prompt=piece > 16)), plain.length
@@ -81,7 +87,9 @@ def test_several_rows_of_a_step_equal_a_contiguous_cache(model, reading):
     model.attention = reading
     ids, plain, cache = random_ids(model, 3, 128), model.new_cache(3, 128), paged(model, 3, 128, max_rewind=8)
     for counts in ((40, 17, 100), (1, 0, 1), (5, 3, 7), (1, 1, 1)):
-        part = torch.stack([torch.nn.functional.pad(row, (0, 8))[n:n + max(counts)] for row, n in zip(ids, plain.lengths)])
+        part = torch.stack(
+            [torch.nn.functional.pad(row, (0, 8))[n : n + max(counts)] for row, n in zip(ids, plain.lengths)]
+        )
         assert same(*(model.append(part, c, list(counts)) for c in (plain, cache)))
     plain, cache = model.new_cache(3, 400), paged(model, 3, 400, max_rewind=8)
     for found in (plain, cache):
@@ -100,8 +108,8 @@ def fill(plain, row: int, cache, b: int) -> None:
     for layer, pages in zip(plain.layers, cache.layers):
         for name, pool in pages.tensors.items():
             rows = pool.shape[2]
-            for logical, page in enumerate(pages.table.physical[b, :-(-cache.lengths[b] // 128)].tolist()):
-                layer.tensors[name][row, :, logical * rows:(logical + 1) * rows] = pool[page] if page else 0
+            for logical, page in enumerate(pages.table.physical[b, : -(-cache.lengths[b] // 128)].tolist()):
+                layer.tensors[name][row, :, logical * rows : (logical + 1) * rows] = pool[page] if page else 0
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -118,8 +126,10 @@ def test_a_captured_row_on_pages_has_the_bits_of_a_row_alone(model, reading, wid
     verify, graphs = Captured(model, pages), [DecodeGraph(model, cache, width) for cache in alone]
     for b in (0, 1, 2, 2, 0, 1, 1, 2, 2):
         now = pages.lengths[b]
-        logits, streams = verify(ids[:, now:now + width], [width * (row == b) for row in range(3)], True)
-        assert same(graphs[b].step(ids[b:b + 1, now:now + width])[0], logits[b]) and same(graphs[b].streams, streams[b])
+        logits, streams = verify(ids[:, now : now + width], [width * (row == b) for row in range(3)], True)
+        assert same(graphs[b].step(ids[b : b + 1, now : now + width])[0], logits[b]) and same(
+            graphs[b].streams, streams[b]
+        )
         back = int(width > 1)
         pages.rewind([back * (row == b) for row in range(3)]), alone[b].rewind(back)
         assert pages.lengths[b] == alone[b].lengths[0]
@@ -179,17 +189,24 @@ def test_grafts_equal_cold_whatever_becomes_of_the_donor(model, reading, fate):
         anew, row = shared[:206] + tokens(model, 90, 4), Grown(model)
         row.read(shared), row.rewind(50)
         assert same(read(model, cache, 0, anew), row.read(anew)), "it goes on from what it has kept"
-        assert any(cache._held[0][name][1] != pages[1] for name, pages in held.items()), "the page of tokens 128 … 255 is a copy"
+        assert any(cache._held[0][name][1] != pages[1] for name, pages in held.items()), (
+            "the page of tokens 128 … 255 is a copy"
+        )
     else:
         cache.leave(0)
         tree.clear()
         read(model, cache, 0, tokens(model, 300, 5))
     row = Grown(model)
     row.read(shared + mine[:3])
-    assert same(continued(model, cache, 1, shared + mine), torch.cat([row.read(shared + mine[:-5]), *(row.append([t]) for t in mine[-5:])]))
+    assert same(
+        continued(model, cache, 1, shared + mine),
+        torch.cat([row.read(shared + mine[:-5]), *(row.append([t]) for t in mine[-5:])]),
+    )
     if fate != "ends first":
         assert tree.graft(2, shared + late) == 256
-        assert same(continued(model, cache, 2, shared + late), cold(model, shared + late)), "the kept prefix is as it was"
+        assert same(continued(model, cache, 2, shared + late), cold(model, shared + late)), (
+            "the kept prefix is as it was"
+        )
 
 
 def test_pages_are_unpinned_when_the_last_borrower_ends(model):
@@ -236,11 +253,17 @@ def test_the_bytes_are_those_of_the_plan(models):
     model.attention = READINGS["bound"]
     cache = new_paged_cache(model, 1, 512, pages={"tokens": 4, "window": 2})
     model.attention = Attention()
-    full, sliding = ([layer for layer in cache.layers if layer.table.group.name == name] for name in ("tokens", "window"))
+    full, sliding = (
+        [layer for layer in cache.layers if layer.table.group.name == name] for name in ("tokens", "window")
+    )
     c = model.config
     tile = c.num_key_value_heads * c.head_dim * 128 * 4
     assert len(full) == 1 and len(sliding) == 2
-    assert cache.nbytes == 5 * tile * (2 + 2 / 16) + 2 * 3 * tile * 2 == sum(s.nbytes for layer in cache.plan for s in layer.streams)
+    assert (
+        cache.nbytes
+        == 5 * tile * (2 + 2 / 16) + 2 * 3 * tile * 2
+        == sum(s.nbytes for layer in cache.plan for s in layer.streams)
+    )
 
 
 def test_windows_take_no_more_pages_than_a_row_has_tokens(models):

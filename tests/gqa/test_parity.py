@@ -21,7 +21,7 @@ def test_one_shot_equals_transformers(pair):
 def test_token_by_token_equals_transformers(pair):
     ours, _, ids, wanted = pair
     cache = ours.new_cache(1, TOKENS)
-    got = [ours.append(ids[:, t:t + 1], cache)[0, 0] for t in range(TOKENS)]
+    got = [ours.append(ids[:, t : t + 1], cache)[0, 0] for t in range(TOKENS)]
     assert far(torch.stack(got), wanted[0]) < TOLERANCE
 
 
@@ -36,7 +36,7 @@ def test_every_split_into_two_equals_transformers(pair):
     for split in [*range(1, 70, 3), *range(120, 136)]:
         cache = ours.new_cache(1, TOKENS)
         ours.append(ids[:, :split], cache, logits="none")
-        assert far(ours.append(ids[:, split:split + 5], cache), wanted[:, split:split + 5]) < TOLERANCE, split
+        assert far(ours.append(ids[:, split : split + 5], cache), wanted[:, split : split + 5]) < TOLERANCE, split
 
 
 def test_rewinding_equals_never_having_written(pair):
@@ -45,9 +45,12 @@ def test_rewinding_equals_never_having_written(pair):
         for n in (1, 2, 30, 100):
             cache = ours.new_cache(1, TOKENS)
             ours.append(ids[:, :length], cache, logits="none")
-            ours.append((ids[:, length:length + n] + 7) % 384, cache, logits="none", chunk=1 + n % 7)
+            ours.append((ids[:, length : length + n] + 7) % 384, cache, logits="none", chunk=1 + n % 7)
             cache.rewind(n)
-            assert far(ours.append(ids[:, length:length + 3], cache), wanted[:, length:length + 3]) < TOLERANCE, (length, n)
+            assert far(ours.append(ids[:, length : length + 3], cache), wanted[:, length : length + 3]) < TOLERANCE, (
+                length,
+                n,
+            )
 
 
 def test_a_cache_rewinds_to_anywhere_and_no_further(pair):
@@ -81,7 +84,9 @@ def test_greedy_text_equals_transformers(pair):
     ours, theirs, ids, _ = pair
     prompt = ids[:, :90]
     with torch.inference_mode():
-        wanted = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=2)[0, 90:].tolist()
+        wanted = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=2)[
+            0, 90:
+        ].tolist()
     assert generate(ours, prompt[0].tolist(), 60).token_ids == wanted
     assert generate_speculative(ours, [prompt[0].tolist()], 60, LookupDrafter())[0].token_ids == wanted
 
@@ -114,5 +119,7 @@ def test_the_cache_is_laid_out_in_tiles(pair):
     cache = ours.new_cache(3, 129)
     for layer in cache.layers:
         for held in (layer.keys, layer.values):
-            assert held.shape == (3, ours.config.num_key_value_heads, 256, ours.config.head_dim) and held.is_contiguous()
+            assert (
+                held.shape == (3, ours.config.num_key_value_heads, 256, ours.config.head_dim) and held.is_contiguous()
+            )
     assert cache.nbytes == 2 * 3 * 256 * ours.config.num_key_value_heads * ours.config.head_dim * 4 * len(cache.layers)

@@ -1,4 +1,5 @@
-"""Policies, termination and chunked prefill on the triton backend: captured steps against the reference, and on a GPU what a step may not do."""
+"""Policies, termination and chunked prefill on the triton backend: captured steps against the reference, and on a GPU
+what a step may not do."""
 
 from dataclasses import replace
 
@@ -10,23 +11,28 @@ from dsv4.dummy import fill_cache, load_dummy
 from dsv4.generate import generate
 from dsv4.gqa.choice import Attention, attention_named
 from dsv4.graph import DecodeGraph, captures
+from dsv4.kernels.block_choice import Policy, block_bounds, dense
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.grouped_attention import Termination, triton_decode
 from dsv4.run import termination_notes
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.resident import generate_resident
-from kernels.block_choice import Policy, block_bounds, dense
-from kernels.chunked_prefill import Chunking
-from kernels.grouped_attention import Termination, triton_decode
 from tests.gqa import oracle
 from tests.parity import assert_quiet, assert_repeats
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 NEVER = Termination(tau=0, tile=64)
-WAYS = {"bound": Attention(Policy("bound", "bound", 16, 1, 2, 2)), "mean": Attention(Policy("mean", "mean", 16, 1, 2, 2)),
-        "window": Attention(Policy("window", None, 16, 1, 3)), "terminating": Attention(Policy("bound", "bound", 16, 1, 2, 2), NEVER),
-        "dense, terminating": Attention(dense(), NEVER), "block": Attention(Policy("block", "bound", 128, 0, 1, 1))}
+WAYS = {
+    "bound": Attention(Policy("bound", "bound", 16, 1, 2, 2)),
+    "mean": Attention(Policy("mean", "mean", 16, 1, 2, 2)),
+    "window": Attention(Policy("window", None, 16, 1, 3)),
+    "terminating": Attention(Policy("bound", "bound", 16, 1, 2, 2), NEVER),
+    "dense, terminating": Attention(dense(), NEVER),
+    "block": Attention(Policy("block", "bound", 128, 0, 1, 1)),
+}
 SOME = list(WAYS) if GPU else ["bound", "terminating", "dense, terminating"]  # the interpreter is slow
 
 
@@ -39,8 +45,12 @@ def folder(request, tmp_path_factory):
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("numerics", ["fp32", "native"] if GPU else ["fp32"])
 def test_captured_steps_equal_the_reference(folder, name, numerics):
-    """A ragged batch across blocks, single tokens and a verify pass, at positions that one captured step passes through."""
-    reference, ours = (load_model(folder, numerics=numerics, backend=b, device=DEVICE, attention=WAYS[name]) for b in ("reference", "triton"))
+    """A ragged batch across blocks, single tokens and a verify pass, at positions that one captured step passes
+    through."""
+    reference, ours = (
+        load_model(folder, numerics=numerics, backend=b, device=DEVICE, attention=WAYS[name])
+        for b in ("reference", "triton")
+    )
     ids = torch.randint(0, 384, (2, 300), generator=torch.Generator().manual_seed(5))
     counts, a, b = [270, 125], reference.new_cache(2, 300), ours.new_cache(2, 300)
     for cache in (a, b):  # the layout is the same on every backend
@@ -54,7 +64,9 @@ def test_captured_steps_equal_the_reference(folder, name, numerics):
         for mine, theirs in zip(ours.layer_paths(), reference.layer_paths()):
             assert _read(mine) == _read(theirs) and a.lengths == b.lengths
     ran = {row["operation"]: row["implementation"] for row in ours.dispatch.rows() if row["calls"]}
-    assert "reference" not in ran.values() and ("choose_blocks" in ran) == ("gather_attention" in ran) == ("dense" not in name)
+    assert "reference" not in ran.values() and ("choose_blocks" in ran) == ("gather_attention" in ran) == (
+        "dense" not in name
+    )
 
 
 def _read(path: dict) -> dict:
@@ -68,22 +80,39 @@ def _read(path: dict) -> dict:
 def test_the_traversals_that_are_said_are_those_of_the_launch(folder, name, monkeypatch):
     real, launched = triton_decode.traversals, []
     monkeypatch.setattr(triton_decode, "processors", lambda device: 64)
-    monkeypatch.setattr(triton_decode, "traversals", lambda *given: given[-1] and launched.append(real(*given)[1]) or real(*given))
+    monkeypatch.setattr(
+        triton_decode, "traversals", lambda *given: given[-1] and launched.append(real(*given)[1]) or real(*given)
+    )
     for rule, most in ((NEVER, 99), (replace(NEVER, least=2), 3)):
-        model = load_model(folder, numerics="fp32", backend="triton", device=DEVICE, attention=replace(WAYS[name], termination=rule))
-        reference, cache = load_model(folder, numerics="fp32", backend="reference", device=DEVICE, attention=model.attention), model.new_cache(1, 300)
-        reference.append(torch.randint(0, 384, (1, 270), generator=torch.Generator().manual_seed(5)), cache, logits="none", prompt=True)
+        model = load_model(
+            folder, numerics="fp32", backend="triton", device=DEVICE, attention=replace(WAYS[name], termination=rule)
+        )
+        reference, cache = (
+            load_model(folder, numerics="fp32", backend="reference", device=DEVICE, attention=model.attention),
+            model.new_cache(1, 300),
+        )
+        reference.append(
+            torch.randint(0, 384, (1, 270), generator=torch.Generator().manual_seed(5)),
+            cache,
+            logits="none",
+            prompt=True,
+        )
         launched.clear()
         model.append(torch.tensor([[3]]), cache)
         said = [path for path in model.layer_paths() if "traversals" in path]
         assert said and all(path["traversals"] == min(path["of_tiles"], launched[-1]) <= most for path in said)
-        assert all(path["tiles_each"] == -(-path["of_tiles"] // path["traversals"]) and "cannot stop" in path["path"] for path in said)
+        assert all(
+            path["tiles_each"] == -(-path["of_tiles"] // path["traversals"]) and "cannot stop" in path["path"]
+            for path in said
+        )
         assert f"in {said[0]['traversals']} split" in termination_notes(model)[0]
 
 
 def test_chunked_prefill_equals_the_reference(folder):
     how = Attention(prefill=Chunking(32, 8, 8))
-    reference, ours = (load_model(folder, numerics="fp32", backend=b, device=DEVICE, attention=how) for b in ("reference", "triton"))
+    reference, ours = (
+        load_model(folder, numerics="fp32", backend=b, device=DEVICE, attention=how) for b in ("reference", "triton")
+    )
     ids = torch.randint(0, 384, (2, 58), generator=torch.Generator().manual_seed(6))
     a, b = (m.append(ids, m.new_cache(2, 58), n_new=[58, 20], chunk=32) for m in (reference, ours))
     assert (a[0] - b[0]).abs().max() < 2e-4 and (a[1, :20] - b[1, :20]).abs().max() < 2e-4 and b[1, 20:].isnan().all()
@@ -107,18 +136,25 @@ def test_passes_of_drafts_change_nothing_in_any_numerics(folder, name):
             model.append(torch.tensor([ids]), cache, logits="none")
         one, verify = DecodeGraph(model, a), Captured(model, b)
         fed = torch.tensor([ids[:9]])
-        want = torch.cat([one.step(fed[:, t:t + 1]).clone() for t in range(9)], 1)
+        want = torch.cat([one.step(fed[:, t : t + 1]).clone() for t in range(9)], 1)
         assert torch.equal(verify(fed, [9], False)[0], want)
 
 
-CHOICES = [Attention(block_bounds(4096)), attention_named("page-bound"), attention_named("block-mean"), attention_named("sink-window"),
-           Attention(block_bounds(4096), Termination()), Attention(dense(), Termination())]
+CHOICES = [
+    Attention(block_bounds(4096)),
+    attention_named("page-bound"),
+    attention_named("block-mean"),
+    attention_named("sink-window"),
+    Attention(block_bounds(4096), Termination()),
+    Attention(dense(), Termination()),
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", CHOICES, ids=lambda how: f"{how.policy.name} {how.termination is not None}")
 def test_a_sparse_step_neither_allocates_nor_waits_nor_compiles(how):
-    """Qwen2.5-7B widths, ragged rows, 50 replays, then positions far apart; a replay is the eager step to the bit, and repeats."""
+    """Qwen2.5-7B widths, ragged rows, 50 replays, then positions far apart; a replay is the eager step to the bit, and
+    repeats."""
     model = load_dummy("qwen2.5-7b", layers=3, backend="triton", device="cuda", max_context=1 << 17, attention=how)
     cache = model.new_cache(2, 1 << 17)
     fill_cache(cache, [100_000, 9_001])
@@ -132,11 +168,21 @@ def test_a_sparse_step_neither_allocates_nor_waits_nor_compiles(how):
 @pytest.mark.gpu
 def test_tiles_are_those_of_the_last_replay():
     """Of two captured steps of one model, that which ran last."""
-    model = load_dummy("qwen2.5-7b", layers=2, backend="triton", device="cuda", max_context=1 << 14, attention=Attention(dense(), Termination(tau=0)))
+    model = load_dummy(
+        "qwen2.5-7b",
+        layers=2,
+        backend="triton",
+        device="cuda",
+        max_context=1 << 14,
+        attention=Attention(dense(), Termination(tau=0)),
+    )
     cache = model.new_cache(1, 1 << 14)
     fill_cache(cache, 9000)
     one, two = DecodeGraph(model, cache), DecodeGraph(model, cache, tokens=2)
     one.step(torch.tensor([[3]]))
-    assert model.tiles[0].shape == (1, 1, 4) and model.layer_paths()[0]["tiles_read"] == model.layer_paths()[0]["of_tiles"] == 71
+    assert (
+        model.tiles[0].shape == (1, 1, 4)
+        and model.layer_paths()[0]["tiles_read"] == model.layer_paths()[0]["of_tiles"] == 71
+    )
     two.step(torch.tensor([[3, 4]]))
     assert model.tiles[0].shape == (1, 2, 4)

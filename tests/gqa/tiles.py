@@ -1,11 +1,12 @@
-"""A contiguous cache with as many slots as pages give a step: sums over slots are then split alike, and bits can be compared."""
+"""A contiguous cache with as many slots as pages give a step: sums over slots are then split alike, and bits can be
+compared."""
 
 from functools import cache
 
 import torch
 
 from dsv4.generate import sample
-from probes.gqa.fitted import FittedCache
+from dsv4.probes.gqa.fitted import FittedCache
 
 
 class Grown:
@@ -23,9 +24,10 @@ class Grown:
         return self.model.append(torch.tensor([ids]), self.cache, prompt=prompt, logits=logits)[0]
 
     def read(self, ids: list[int], logits: str = "all") -> torch.Tensor:
-        """The same of a prompt whose beginning may be here, in pieces that end at multiples of 128: logits of the last piece."""
+        """The same of a prompt whose beginning may be here, in pieces that end at multiples of 128: logits of the last
+        piece."""
         while self.length < len(ids):
-            found = self.append(ids[self.length:(self.length // 128 + 1) * 128], True, logits)
+            found = self.append(ids[self.length : (self.length // 128 + 1) * 128], True, logits)
         return found
 
     def rewind(self, n: int) -> None:
@@ -33,7 +35,8 @@ class Grown:
 
 
 def cold(model, request) -> tuple[list[int], torch.Tensor]:
-    """Tokens of a request by itself, and the logits [n, vocab] that each was chosen from; found once for each way of reading."""
+    """Tokens of a request by itself, and the logits [n, vocab] that each was chosen from; found once for each way of
+    reading."""
     ids, logits = _cold(model, model.attention, request.prompt_ids, request.max_tokens, request.sampling)
     return list(ids), logits.clone()
 

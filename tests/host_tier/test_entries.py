@@ -11,8 +11,12 @@ from dsv4.host_tier.entries import HostEntries, host_cache
 from tests import checkpoints
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CACHES = [("fp32", "auto", "auto", "topk", False), ("fp32", "auto", "auto", None, True), ("native", "auto", "auto", None, False),
-          ("qat", "fp8", "fp4", "topk", True)]
+CACHES = [
+    ("fp32", "auto", "auto", "topk", False),
+    ("fp32", "auto", "auto", None, True),
+    ("native", "auto", "auto", None, False),
+    ("qat", "fp8", "fp4", "topk", True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +25,24 @@ def checkpoint(tmp_path_factory):
 
 
 def far(cache) -> list[HostEntries]:
-    return [layer.main.entries for layer in cache.layers if layer.main is not None and isinstance(layer.main.entries, HostEntries)]
+    return [
+        layer.main.entries
+        for layer in cache.layers
+        if layer.main is not None and isinstance(layer.main.entries, HostEntries)
+    ]
 
 
 @pytest.mark.parametrize("numerics, rows, index, slots, captured", CACHES)
 def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows, index, slots, captured):
     """A ragged batch, single tokens and three at once, and rewinds over windows, after which other tokens come."""
-    model = load_model(checkpoint, numerics=numerics, device=DEVICE, cache=rows, index_cache=index,
-                       backend="triton" if DEVICE == "cuda" else "reference")
+    model = load_model(
+        checkpoint,
+        numerics=numerics,
+        device=DEVICE,
+        cache=rows,
+        index_cache=index,
+        backend="triton" if DEVICE == "cuda" else "reference",
+    )
     topk = model.config.index_topk
     plain, tier = model.new_cache(2, 100), host_cache(model, 2, 100, choice=HostMemory(topk if slots else None))
     assert far(tier) and len(far(tier)) == sum(layer.index is not None for layer in tier.layers)

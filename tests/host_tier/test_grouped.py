@@ -1,4 +1,5 @@
-"""Keys and values in host memory: the bits of the resident cache, over sequences of steps. On a GPU with pinned memory."""
+"""Keys and values in host memory: the bits of the resident cache, over sequences of steps. On a GPU with pinned
+memory."""
 
 import pytest
 import torch
@@ -7,10 +8,10 @@ from dsv4.errors import CapacityError
 from dsv4.host_tier.ahead import Ahead
 from dsv4.host_tier.grouped import HostRows
 from dsv4.host_tier.stream import DenseStream
-from kernels.block_choice import Policy, dense, sink_window
-from kernels.block_summaries import summarise_blocks
-from kernels.dispatch import DispatchLedger, bind
-from kernels.operations import GQA_OPERATIONS
+from dsv4.kernels.block_choice import Policy, dense, sink_window
+from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.dispatch import DispatchLedger, bind
+from dsv4.kernels.operations import GQA_OPERATIONS
 from tests.kernels.gqa_inputs import DEVICE, NAN, randn
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -24,12 +25,16 @@ class Resident:
     def __init__(self, op, backend, policy, S, dtype):
         self.op, self.backend, self.policy = op, backend, policy
         self.keys, self.values = (torch.full((B, KV, S, D), NAN, dtype=dtype, device=DEVICE) for _ in range(2))
-        make = lambda kind: torch.zeros(B, KV, S // policy.block, D, dtype=dtype, device=DEVICE) if policy.selector == kind else None
+        make = lambda kind: (
+            torch.zeros(B, KV, S // policy.block, D, dtype=dtype, device=DEVICE) if policy.selector == kind else None
+        )
         self.low, self.high, self.mean = make("bound"), make("bound"), make("mean")
 
     def take(self, q, k, v, biases, cis, start, tokens):
         q = self.op.rotary_rows(q, k, v, biases, cis, self.keys, self.values, start)
-        summarise_blocks(self.keys, start, tokens, self.low, self.high, self.mean, self.policy.block, backend=self.backend)
+        summarise_blocks(
+            self.keys, start, tokens, self.low, self.high, self.mean, self.policy.block, backend=self.backend
+        )
         return q
 
     def decode(self, q, k, v, biases, cis, start):
@@ -79,14 +84,23 @@ def appended(op, resident, rows, start, T, seed, dtype=torch.float32):
 
 
 @BACKENDS
-@pytest.mark.parametrize("policy,slots,dtype", [(BOUND, 4, torch.float32), (BOUND, 6, torch.bfloat16), (MEAN, 4, torch.float32),
-                                                (sink_window(48, 16), None, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "policy,slots,dtype",
+    [
+        (BOUND, 4, torch.float32),
+        (BOUND, 6, torch.bfloat16),
+        (MEAN, 4, torch.float32),
+        (sink_window(48, 16), None, torch.float32),
+    ],
+    ids=str,
+)
 def test_every_step_has_the_bits_of_the_resident_cache(policy, slots, dtype, backend):
-    """Ragged rows; single tokens and a few at once, over borders of blocks; rewinds within the block, to a border, by many blocks and
-    to nothing, each followed by other tokens; an append in between. Staging and host memory begin as NaN."""
+    """Ragged rows; single tokens and a few at once, over borders of blocks; rewinds within the block, to a border, by
+    many blocks and to nothing, each followed by other tokens; an append in between. Staging and host memory begin as
+    NaN."""
     op, resident, rows = pair(policy, backend, 128, slots, dtype)
     filled(resident, rows, 100, 1000, dtype)
-    start = torch.tensor([100, 61], device=DEVICE)   # the rows' lengths: what stands behind is of no row
+    start = torch.tensor([100, 61], device=DEVICE)  # the rows' lengths: what stands behind is of no row
     moves = {2: [-3, -5], 4: [-20, -33], 6: [-2, 0], 8: [-80, -1]}
     for step in range(11):
         T = 3 if step in (3, 7) else 1
@@ -115,9 +129,9 @@ def test_a_guess_changes_no_bit_and_spares_misses(backend):
     for step in range(6):
         given = tokens(1, 10 * step, torch.float32)
         want = resident.decode(*given, start)
-        if step % 3 == 0:    # the right blocks
+        if step % 3 == 0:  # the right blocks
             guess = lambda: rows.prefetch(op, None, start, resident.blocks)
-        else:                # of another query
+        else:  # of another query
             guess = lambda: rows.prefetch(op, randn(B, 1, H, D, seed=step), start)
         ahead.start(guess)
         ahead.join()
@@ -139,7 +153,9 @@ def test_what_is_staged_stays(backend):
     lists = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE).expand(B, 1, KV, -1).contiguous()
     for numbers, misses in (((0, 2, 4, 6), 3), ((0, 2, 4, 6), 3), ((0, 3, 4, 6), 4), ((4, 2, 0, 6), 4)):
         got = rows.attend(op, q, rows.places(start)[0], SCALE, lists(*numbers))[0]
-        assert torch.equal(got, op.gather_attention(q, resident.keys, resident.values, lists(*numbers), start, None, SCALE, 16))
+        assert torch.equal(
+            got, op.gather_attention(q, resident.keys, resident.values, lists(*numbers), start, None, SCALE, 16)
+        )
         assert rows.traffic().misses == misses * B * KV
 
 
@@ -169,7 +185,8 @@ def test_what_cannot_be_is_an_error():
 @BACKENDS
 @pytest.mark.parametrize("end", [84, 80], ids=["in the block of the tail", "at a border"])
 def test_an_append_over_staged_blocks_drops_them(end, backend):
-    """Decode at 85 (block 4 is staged, 5 the tail), rewind to 66, append other tokens, decode again: both hold other rows now."""
+    """Decode at 85 (block 4 is staged, 5 the tail), rewind to 66, append other tokens, decode again: both hold other
+    rows now."""
     op, resident, rows = pair(sink_window(64, 16), backend)
     filled(resident, rows, 85, 1)
     for start, seed in ((85, 10), (end, 20)):

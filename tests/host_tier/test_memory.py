@@ -16,7 +16,9 @@ def test_a_buffer_on_the_cpu():
 
 
 def test_more_than_can_be_mapped():
-    with pytest.raises(PinnedMemoryError, match=r"36028797018963968 bytes of host memory \(36028797.02 GB\) could not be mapped"):
+    with pytest.raises(
+        PinnedMemoryError, match=r"36028797018963968 bytes of host memory \(36028797.02 GB\) could not be mapped"
+    ):
         HostBuffer((1 << 55,), torch.uint8, torch.device("cpu"))
     assert issubclass(PinnedMemoryError, CapacityError)
 
@@ -30,8 +32,10 @@ def test_more_than_the_group_may_have(monkeypatch):
 
 def test_a_refusal_by_the_runtime(monkeypatch):
     """What cudaHostRegister refuses names the bytes and the limit."""
+
     class Runtime:
         cudaHostRegister = staticmethod(lambda pointer, nbytes, flags: 2)
+
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(memory, "_clear_error", lambda: None)

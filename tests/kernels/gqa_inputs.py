@@ -15,7 +15,7 @@ def cache(B, T, H, KV, S, D, start, dtype=torch.float32, seed=0):
     q = randn(B, T, H, D, seed=seed, dtype=dtype)
     keys, values = (randn(B, KV, S, D, seed=seed + i, dtype=dtype) for i in (1, 2))
     for b, first in enumerate(start):
-        keys[b, :, first + T:], values[b, :, first + T:] = NAN, NAN
+        keys[b, :, first + T :], values[b, :, first + T :] = NAN, NAN
     return q, keys, values, torch.tensor(start, device=DEVICE)
 
 
@@ -28,11 +28,19 @@ def written_out(q, keys, values, start, window, scale, blocks=None, block=128):
             p = int(start[b]) + t
             for h in range(H):
                 kv = h // (H // KV)
-                seen = range(p + 1) if blocks is None else [
-                    i for number in blocks[b, t, kv].tolist() if number >= 0 for i in range(number * block, number * block + block)]
+                seen = (
+                    range(p + 1)
+                    if blocks is None
+                    else [
+                        i
+                        for number in blocks[b, t, kv].tolist()
+                        if number >= 0
+                        for i in range(number * block, number * block + block)
+                    ]
+                )
                 seen = [i for i in seen if i <= p and (window is None or i > p - window)]
                 if seen:
-                    e = (scale * (keys[b, kv, seen].double() @ q[b, t, h].double()))
+                    e = scale * (keys[b, kv, seen].double() @ q[b, t, h].double())
                     e = (e - e.max()).exp()
                     out[b, t, h] = (e / e.sum()) @ values[b, kv, seen].double()
     return out
@@ -45,18 +53,20 @@ def close(got, wanted, tolerance=1e-5):
 
 
 def concentrated(S=1024, far=600, D=32, p=1000):
-    """One row, one KV head, two query heads: the first looks at token 0 only, the second at tokens `far` and newer alike; so the
-    first head's output stands still from the first tile on, and the second's once the traversal has passed `far`."""
+    """One row, one KV head, two query heads: the first looks at token 0 only, the second at tokens `far` and newer
+    alike; so the first head's output stands still from the first tile on, and the second's once the traversal has
+    passed `far`."""
     q, keys, values, start = cache(1, 1, 2, 1, S, D, [p])
     keys[..., :2] = 0
     q[..., :2], q[..., 2:] = 0, q[..., 2:] * 1e-3
     q[0, 0, 0, 0], q[0, 0, 1, 1] = 40.0, 40.0
-    keys[0, 0, 0, 0], keys[0, 0, far:p + 1, 1] = 1.0, 1.0
+    keys[0, 0, 0, 0], keys[0, 0, far : p + 1, 1] = 1.0, 1.0
     return q, keys, values, start
 
 
 def terminated(q, keys, values, start, tiles, window, scale, tau, phi, patience, use_scale=True, use_direction=True):
-    """The definition, in fp64 and head by head: every head walks its tiles alone; a KV head reads as many as its slowest head.
+    """The definition, in fp64 and head by head: every head walks its tiles alone; a KV head reads as many as its
+    slowest head.
 
     tiles: for (b, t, kv) the list of lists of positions. Returns out [B, T, H, D] fp64 and tiles read [B, T, KV]."""
     (B, T, H, D), KV = q.shape, keys.shape[1]
@@ -67,6 +77,7 @@ def terminated(q, keys, values, start, tiles, window, scale, tau, phi, patience,
         e = scale * (keys[b, h // G, seen].double() @ q[b, t, h].double())
         e = (e - e.max()).exp()
         return ((e / e.sum()) @ values[b, h // G, seen].double()).cpu()
+
     for b, t, kv in torch.cartesian_prod(torch.arange(B), torch.arange(T), torch.arange(KV)).tolist():
         p = int(start[b]) + t
         lists = [[i for i in tile if 0 <= i <= p and (window is None or i > p - window)] for tile in tiles[b, t, kv]]
@@ -87,7 +98,7 @@ def terminated(q, keys, values, start, tiles, window, scale, tau, phi, patience,
             stops.append(stop)
         read[b, t, kv] = max(stops)
         for h in range(kv * G, kv * G + G):
-            out[b, t, h] = attend(b, t, h, sum(lists[:max(stops)], []))
+            out[b, t, h] = attend(b, t, h, sum(lists[: max(stops)], []))
     return out.to(q.device), read.to(q.device)
 
 

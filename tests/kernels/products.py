@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, quantize_nvfp4, to_float
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, quantize_nvfp4, to_float
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -16,12 +16,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """Fresh buffers of floats hold NaN: a kernel that reads what nothing wrote, or leaves a result unwritten, shows it."""
+    """Fresh buffers of floats hold NaN: a kernel that reads what nothing wrote, or leaves a result unwritten, shows
+    it."""
     make = torch.empty
 
     def empty(*args, **kwargs):
         t = make(*args, **kwargs)
         return t.fill_(float("nan")) if t.is_floating_point() and t.element_size() > 1 else t
+
     monkeypatch.setattr(torch, "empty", empty)
 
 
@@ -53,7 +55,7 @@ def pack(w: torch.Tensor, form: str) -> PackedWeight:
 
 
 def exact(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
-    return (x.double() @ to_float(w).double().T)
+    return x.double() @ to_float(w).double().T
 
 
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -1,6 +1,7 @@
 """PTX on the host: inline assembly, which Triton's interpreter lacks, instruction by instruction.
 
-`compiled` makes the interpreter take the paths of a GPU: assembly runs here, and products of bf16 are what a GPU makes of them.
+`compiled` makes the interpreter take the paths of a GPU: assembly runs here, and products of bf16 are what a GPU makes
+of them.
 """
 
 import re
@@ -114,7 +115,10 @@ def _assembly(self, program, constraints, values, types, pure, pack):
     out = [np.broadcast_to(r, registers[0].shape) for r in run(program, outputs, *registers)]
     handles = []
     for element in (getattr(t, "scalar", t) for t in types):
-        count, kind = max(1, element.primitive_bitwidth * pack // 32), np.uint16 if element.primitive_bitwidth == 16 else np.int32
+        count, kind = (
+            max(1, element.primitive_bitwidth * pack // 32),
+            np.uint16 if element.primitive_bitwidth == 16 else np.int32,
+        )
         part, out = np.ascontiguousarray(np.stack(out[:count], -1)), out[count:]
         part = part.astype(kind) if element.primitive_bitwidth * pack < 32 else part.view(kind)
         data = np.empty(size, kind)

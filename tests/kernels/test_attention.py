@@ -1,9 +1,10 @@
-"""Attention with a sink, against a literal softmax over the union in fp64 (tolerance 1e-5: a sink counted twice is 1e-2)."""
+"""Attention with a sink, against a literal softmax over the union in fp64 (tolerance 1e-5: a sink counted twice is
+1e-2)."""
 
 import pytest
 import torch
 
-from kernels.attention import hca_attention, reference, sparse_attention
+from dsv4.kernels.attention import hca_attention, reference, sparse_attention
 
 
 def literal(q, keys, sink, scale):
@@ -73,17 +74,21 @@ def test_nan_in_rows_nobody_points_to_is_not_seen():
 def test_hca_equals_one_softmax_over_the_union(n):
     B, T, H, D, W = 2, 3, 3, 8, 4
     g = torch.Generator().manual_seed(5)
-    q, window, entries = torch.randn(B, T, H, D, generator=g), torch.randn(9, D, generator=g), torch.randn(B, n, D, generator=g)
+    q, window, entries = (
+        torch.randn(B, T, H, D, generator=g),
+        torch.randn(9, D, generator=g),
+        torch.randn(B, n, D, generator=g),
+    )
     wi = torch.randint(-1, 9, (B * T, W), generator=g)
     visible = torch.randint(0, n + 1, (B, T), generator=g)
     sink = torch.linspace(-8, 8, H)
     dead = visible.amax(1)
     for b in range(B):
-        entries[b, dead[b]:] = float("nan")  # slots this row has not written yet
+        entries[b, dead[b] :] = float("nan")  # slots this row has not written yet
     got = hca_attention(q, window, wi, entries, visible, sink, 0.35)
     for b in range(B):
         for t in range(T):
-            keys = union(window, wi[b * T + t]) + list(entries[b, :visible[b, t]])
+            keys = union(window, wi[b * T + t]) + list(entries[b, : visible[b, t]])
             assert (got[b, t] - literal(q[b, t], keys, sink, 0.35)).abs().max() < 1e-5
 
 
@@ -112,11 +117,15 @@ def test_host_form_of_one_query_equals_the_reference(K, dtype):
     ei = ei[2:3, :K] if K else None
     args = (q, window, wi[:1].clamp(min=0), entries if K else None, ei, sink, 0.35)
     wanted = sparse_attention(*args)
-    assert (sparse_attention(*args, True, backend="cpu") - wanted).abs().max() < (1e-6 if dtype is torch.float32 else 2e-2)
+    assert (sparse_attention(*args, True, backend="cpu") - wanted).abs().max() < (
+        1e-6 if dtype is torch.float32 else 2e-2
+    )
     holed = (q, window, torch.tensor([[-1, 3, -1, 0, 2]]), *args[3:])  # without the promise, −1 is skipped
     assert torch.equal(sparse_attention(*holed, False, backend="cpu"), sparse_attention(*holed))
     shared = entries[None, :7]
     args = (q[None], window, wi[:1].clamp(min=0), shared, torch.tensor([[7]]), sink, 0.35)
-    assert (hca_attention(*args, True, backend="cpu") - hca_attention(*args)).abs().max() < (1e-6 if dtype is torch.float32 else 2e-2)
+    assert (hca_attention(*args, True, backend="cpu") - hca_attention(*args)).abs().max() < (
+        1e-6 if dtype is torch.float32 else 2e-2
+    )
     part = (*args[:4], torch.tensor([[4]]), sink, 0.35)  # fewer are visible: the caller does not promise
     assert torch.equal(hca_attention(*part, False, backend="cpu"), hca_attention(*part))

@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.compress import gated_pool
-from kernels.rms_norm import rms_norm
+from dsv4.kernels.compress import gated_pool
+from dsv4.kernels.rms_norm import rms_norm
 
 
 def test_pooling_is_a_softmax_per_channel():
@@ -37,8 +37,12 @@ def test_rms_norm_without_a_weight():
 
 
 def test_host_form_of_the_norm_equals_the_reference():
-    for x, w in ((torch.randn(1, 64), torch.randn(64)), (torch.randn(1, 1, 32), None), (torch.randn(1, 64).bfloat16(), torch.randn(64).bfloat16()),
-                 (torch.randn(2, 64), torch.randn(64))):
+    for x, w in (
+        (torch.randn(1, 64), torch.randn(64)),
+        (torch.randn(1, 1, 32), None),
+        (torch.randn(1, 64).bfloat16(), torch.randn(64).bfloat16()),
+        (torch.randn(2, 64), torch.randn(64)),
+    ):
         got, wanted = rms_norm(x, w, 1e-6, backend="cpu"), rms_norm(x, w, 1e-6)
         assert got.dtype == wanted.dtype and got.shape == wanted.shape
         assert (got.float() - wanted.float()).abs().max() < (1e-5 if x.dtype is torch.float32 else 4e-2)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kernels.dispatch import DispatchLedger, Operation, bind
-from kernels.errors import BackendUnavailable
-from kernels.operations import OPERATIONS
+from dsv4.kernels.dispatch import DispatchLedger, Operation, bind
+from dsv4.kernels.errors import BackendUnavailable
+from dsv4.kernels.operations import OPERATIONS
 
 
 def double(x):

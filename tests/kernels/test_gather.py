@@ -1,4 +1,5 @@
-"""Grouped attention, block summaries, block choice, gather attention and termination: the references against their formulas."""
+"""Grouped attention, block summaries, block choice, gather attention and termination: the references against their
+formulas."""
 
 import pytest
 import torch
@@ -6,13 +7,33 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.block_choice import POLICIES, Policy, block_bounds, block_means, block_scores, choose_blocks, dense, page_bounds, sink_window
-from kernels.block_summaries import summarise_blocks
-from kernels.errors import UnsupportedInput
-from kernels.gather_attention import gather_attention
-from kernels.grouped_attention import Termination, cpu, grouped_attention
-from kernels.grouped_attention.termination import probed_channels
-from tests.kernels.gqa_inputs import DEVICE, NAN, cache, close, concentrated, newest_first, randn, terminated, written_out
+from dsv4.kernels.block_choice import (
+    POLICIES,
+    Policy,
+    block_bounds,
+    block_means,
+    block_scores,
+    choose_blocks,
+    dense,
+    page_bounds,
+    sink_window,
+)
+from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.gather_attention import gather_attention
+from dsv4.kernels.grouped_attention import Termination, cpu, grouped_attention
+from dsv4.kernels.grouped_attention.termination import probed_channels
+from tests.kernels.gqa_inputs import (
+    DEVICE,
+    NAN,
+    cache,
+    close,
+    concentrated,
+    newest_first,
+    randn,
+    terminated,
+    written_out,
+)
 
 
 def summaries(keys, end, block, value=NAN):
@@ -21,12 +42,13 @@ def summaries(keys, end, block, value=NAN):
     low, high, mean = (torch.full((B, KV, S // block, D), value, device=keys.device) for _ in range(3))
     for b in range(B):
         for j in range(-(-int(end[b]) // block)):
-            k = keys[b, :, j * block:min(j * block + block, int(end[b]))]
+            k = keys[b, :, j * block : min(j * block + block, int(end[b]))]
             low[b, :, j], high[b, :, j], mean[b, :, j] = k.amin(1), k.amax(1), k.mean(1)
     return low, high, mean
 
 
-# Attention --------------------------------------------------------------------------------------------------------------------------
+# Attention
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 128, 4096])
@@ -53,7 +75,11 @@ def test_prompts_on_a_host_processor_are_the_formula(H, KV, window, monkeypatch)
     args = (*cache(2, 40, H, KV, 256, 16, [90, 0]), window, 0.3)
     close(grouped_attention(*args, backend="cpu"), written_out(*args))
     q, keys, values, start = cache(2, 40, H, KV, 256, 16, [90, 0], dtype=torch.bfloat16)
-    close(grouped_attention(q, keys, values, start, window, 0.3, backend="cpu"), written_out(q, keys, values, start, window, 0.3), 1e-2)
+    close(
+        grouped_attention(q, keys, values, start, window, 0.3, backend="cpu"),
+        written_out(q, keys, values, start, window, 0.3),
+        1e-2,
+    )
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="of a host processor")
@@ -75,16 +101,24 @@ def test_gather_attention_is_its_formula(block, window):
     blocks[1, 0, 0] = torch.tensor([-1, 127 // block, -1, 0 if block == 16 else -1])
     args = q, keys, values, blocks, start, window, 0.3
     for backend in ("reference", "cpu") if DEVICE == "cpu" else ("reference",):
-        close(gather_attention(*args, block, backend=backend), written_out(q, keys, values, start, window, 0.3, blocks, block))
+        close(
+            gather_attention(*args, block, backend=backend),
+            written_out(q, keys, values, start, window, 0.3, blocks, block),
+        )
 
 
 def test_gathering_every_block_is_dense_attention():
     q, keys, values, start = cache(2, 2, 6, 2, 512, 16, [509, 200])
     blocks = torch.arange(4, dtype=torch.int32, device=DEVICE).expand(2, 2, 2, 4)
-    close(gather_attention(q, keys, values, blocks, start, None, 0.3, 128), grouped_attention(q, keys, values, start, None, 0.3), 1e-6)
+    close(
+        gather_attention(q, keys, values, blocks, start, None, 0.3, 128),
+        grouped_attention(q, keys, values, start, None, 0.3),
+        1e-6,
+    )
 
 
-# Summaries --------------------------------------------------------------------------------------------------------------------------
+# Summaries
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [16, 128])
@@ -98,7 +132,7 @@ def test_summaries_of_touched_blocks(block, start, tokens):
     for got, want in zip((low, high, mean), wanted):
         close(got, want, 1e-6)
     last = (int(begin[0]) + tokens - 1) // block
-    assert torch.equal(low[0, :, last + 1:], before[0, :, last + 1:])
+    assert torch.equal(low[0, :, last + 1 :], before[0, :, last + 1 :])
 
 
 def test_a_rewound_row_has_the_summaries_of_one_that_never_went_further():
@@ -116,7 +150,8 @@ def test_a_rewound_row_has_the_summaries_of_one_that_never_went_further():
     assert torch.equal(choose_blocks(q, 2, *far, start, policy), choose_blocks(q, 2, *never, start, policy))
 
 
-# Choice -----------------------------------------------------------------------------------------------------------------------------
+# Choice
+# --------------------------------------------------------------------------------------------------
 
 
 numbers = st.floats(-64, 64, width=16)
@@ -127,13 +162,15 @@ numbers = st.floats(-64, 64, width=16)
 def test_a_bound_is_never_exceeded(data):
     """For every token of a distant block and every head of the group, in any numbers."""
     G, D, block = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5)), 16
-    draw = lambda *shape: torch.tensor(data.draw(st.lists(numbers, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))).view(shape)
+    draw = lambda *shape: torch.tensor(
+        data.draw(st.lists(numbers, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))
+    ).view(shape)
     q, keys = draw(G, D).view(1, 1, G, D), draw(3 * block, D).view(1, 1, 3 * block, D)
     low, high, _ = summaries(keys, [3 * block], block)
     scores = block_scores(q, low, high, None, torch.tensor([3 * block - 1]), Policy("p", "bound", block, 0, 1, 1))
     for j in range(2):
-        dots = q[0, 0].double() @ keys[0, 0, j * block:j * block + block].double().T
-        rounding = D * 2.0 ** -23 * (q[0, 0].double().abs() @ keys[0, 0].double().abs().T).max()
+        dots = q[0, 0].double() @ keys[0, 0, j * block : j * block + block].double().T
+        rounding = D * 2.0**-23 * (q[0, 0].double().abs() @ keys[0, 0].double().abs().T).max()
         assert scores[0, 0, 0, j] >= dots.max() - rounding
     assert scores[0, 0, 0, 2] == float("-inf")  # the block of the position itself is not distant
 
@@ -142,7 +179,9 @@ def test_a_bound_is_attained():
     """By one token that is the only one of its block: a bound that is merely large would not tell blocks apart."""
     q, k = randn(1, 1, 3, 8), randn(1, 1, 1, 8, seed=1)
     keys = k.expand(1, 1, 32, 8).contiguous()
-    scores = block_scores(q, *summaries(keys, [32], 16)[:2], None, torch.tensor([31], device=DEVICE), Policy("p", "bound", 16, 0, 1, 1))
+    scores = block_scores(
+        q, *summaries(keys, [32], 16)[:2], None, torch.tensor([31], device=DEVICE), Policy("p", "bound", 16, 0, 1, 1)
+    )
     close(scores[0, 0, 0, 0], (q[0, 0] @ k[0, 0, 0]).max(), 1e-6)
 
 
@@ -151,7 +190,8 @@ def test_scores_of_means():
     mean = summaries(keys, [64, 64], 16)[2]
     scores = block_scores(q, None, None, mean, torch.tensor([62, 30], device=DEVICE), Policy("p", "mean", 16, 1, 1, 2))
     wanted = torch.einsum("btkgd,bknd->btkn", q.view(2, 2, 2, 3, 8), mean) / 3
-    wanted[:, :, :, 0] = wanted[0, :, :, 3:] = wanted[1, :, :, 1:] = float("-inf")  # sink; block of 62, 63 and of 30, 31
+    # sink; block of 62, 63 and of 30, 31
+    wanted[:, :, :, 0] = wanted[0, :, :, 3:] = wanted[1, :, :, 1:] = float("-inf")
     close(scores, wanted, 1e-6)
 
 
@@ -162,7 +202,11 @@ def kept(policy, position, scores=None, by_importance=False):
     if scores is not None:
         low[0, 0, :, 0] = torch.tensor(scores + [99.0] * (N - len(scores)))  # 99 beyond: never to be chosen
     start = torch.tensor([position], device=DEVICE)
-    return choose_blocks(torch.ones(1, 1, 1, 1, device=DEVICE), 1, low, low, low, start, policy, by_importance).flatten().tolist()
+    return (
+        choose_blocks(torch.ones(1, 1, 1, 1, device=DEVICE), 1, low, low, low, start, policy, by_importance)
+        .flatten()
+        .tolist()
+    )
 
 
 @pytest.mark.parametrize("selector", ["bound", "mean"])
@@ -176,7 +220,7 @@ def test_keep_sets(selector):
     assert kept(p, 3 * 128, scores) == [0, 1, 2, 3, -1]
     assert kept(p, 5 * 128 - 1, scores) == [0, 1, 2, 3, 4]
     assert kept(p, 6 * 128 - 1, scores) == [0, 2, 3, 4, 5]
-    assert kept(p, 8 * 128 - 1, scores) == [0, 2, 4, 6, 7]       # ties: 2, 4 and 5 are equal, the lowest win
+    assert kept(p, 8 * 128 - 1, scores) == [0, 2, 4, 6, 7]  # ties: 2, 4 and 5 are equal, the lowest win
     assert kept(p, 8 * 128 - 1, scores, True) == [0, 7, 6, 2, 4]
     assert kept(p, 7 * 128 - 1, [50.0, 1, 3, 2, 4, 3], True) == [0, 6, 5, 4, 2]
 
@@ -204,7 +248,7 @@ def test_a_mean_loses_a_short_needle_and_a_bound_finds_it():
     q[:, :, 1:] = q[:, :, :1]
     keys[0, 0] += 0.08 * torch.arange(64, device=DEVICE).repeat_interleave(128).remainder(5).unsqueeze(1) * q[0, 0, 0]
     needle = 20
-    keys[0, 0, needle * 128:needle * 128 + 128] -= 0.05 * q[0, 0, 0]
+    keys[0, 0, needle * 128 : needle * 128 + 128] -= 0.05 * q[0, 0, 0]
     keys[0, 0, needle * 128 + 77] = 2 * q[0, 0, 0]
     start, held = torch.tensor([S - 1], device=DEVICE), summaries(keys, [S], 128)
     assert needle in choose_blocks(q, 1, *held, start, block_bounds(8 * 128)).flatten().tolist()
@@ -212,8 +256,14 @@ def test_a_mean_loses_a_short_needle_and_a_bound_finds_it():
 
 
 def test_policies_that_contradict_themselves_are_named():
-    for wrong, message in ((dict(selector="best", topk=1), "selector 'best'"), (dict(block=100), "block 100"), (dict(local=0), "0 local"),
-                           (dict(topk=3), "selector None"), (dict(selector="mean"), "0 distant"), (dict(sink=-1), "-1 sink")):
+    for wrong, message in (
+        (dict(selector="best", topk=1), "selector 'best'"),
+        (dict(block=100), "block 100"),
+        (dict(local=0), "0 local"),
+        (dict(topk=3), "selector None"),
+        (dict(selector="mean"), "0 distant"),
+        (dict(sink=-1), "-1 sink"),
+    ):
         with pytest.raises(UnsupportedInput, match=message):
             Policy("p", **wrong)
     with pytest.raises(UnsupportedInput, match="dense"):
@@ -221,7 +271,8 @@ def test_policies_that_contradict_themselves_are_named():
     assert (page_bounds().kept, block_bounds().kept, sink_window().kept) == (256, 32, 32)
 
 
-# Termination ------------------------------------------------------------------------------------------------------------------------
+# Termination
+# --------------------------------------------------------------------------------------------------
 
 
 def test_probed_channels_are_32_different_ones():
@@ -232,8 +283,18 @@ def test_probed_channels_are_32_different_ones():
 
 
 @pytest.mark.parametrize("window", [None, 700])
-@pytest.mark.parametrize("rule", [dict(), dict(scale=False, phi=1e-6), dict(direction=False), dict(persistence=False), dict(patience=2),
-                                  dict(tau=1e-9, phi=1e-6)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        dict(),
+        dict(scale=False, phi=1e-6),
+        dict(direction=False),
+        dict(persistence=False),
+        dict(patience=2),
+        dict(tau=1e-9, phi=1e-6),
+    ],
+    ids=str,
+)
 def test_dense_termination_is_its_definition(rule, window):
     """Both heads stop at different tiles; the KV head reads as many as the slower one."""
     args = concentrated()
@@ -249,14 +310,19 @@ def test_termination_reads_until_the_slowest_head_has_stopped():
     q, keys, values, start = concentrated()
     assert grouped_attention(q[:, :, :1], keys, values, start, None, 1.0, Termination(tile=64))[1].item() == 6
     both = grouped_attention(q, keys, values, start, None, 1.0, Termination(tile=64))[1].item()
-    assert both == grouped_attention(q[:, :, 1:], keys, values, start, None, 1.0, Termination(tile=64))[1].item() and 6 < both < 16
+    assert (
+        both == grouped_attention(q[:, :, 1:], keys, values, start, None, 1.0, Termination(tile=64))[1].item()
+        and 6 < both < 16
+    )
 
 
 def test_direction_and_scale_see_different_things():
     """Outputs that shrink keep their direction; tiny outputs that turn move by less than τ."""
     q, keys, values, start = concentrated(far=0)
     values[:] = values[:, :, :1] / (1 + torch.arange(1024, device=DEVICE).view(1, 1, -1, 1))
-    run = lambda **rule: grouped_attention(q[:, :, 1:], keys, values, start, None, 1.0, Termination(tile=64, **rule))[1].item()
+    run = lambda **rule: grouped_attention(q[:, :, 1:], keys, values, start, None, 1.0, Termination(tile=64, **rule))[
+        1
+    ].item()
     assert run(scale=False) == 6 and run() == 16
     values[:] = randn(1, 1, 1024, 32, seed=8) * 1e-7
     assert run(direction=False) == 6 and run(phi=1e-6) == 16
@@ -277,7 +343,9 @@ def test_stable_tiles_must_be_in_a_row():
     """Those that the second head does not see (below 4) between those that it does: stable, unstable, stable, …"""
     q, keys, values, start = concentrated()
     blocks = torch.tensor([0, 5, 3, 7, 2, 6, 1, 4], dtype=torch.int32, device=DEVICE).view(1, 1, 1, -1)
-    run = lambda patience: gather_attention(q, keys, values, blocks, start, None, 1.0, 128, Termination(patience=patience))[1].item()
+    run = lambda patience: gather_attention(
+        q, keys, values, blocks, start, None, 1.0, 128, Termination(patience=patience)
+    )[1].item()
     assert run(1) == 3 and run(2) == 8
 
 
@@ -295,7 +363,9 @@ def test_never_stopping_over_kept_blocks_has_the_bits_of_the_same_list_without_a
     order = torch.randperm(1024 // block, generator=torch.Generator().manual_seed(1))
     blocks = order[:-1].int().expand(2, 2, 2, -1).clone()
     blocks[..., 1] = -1
-    run = lambda listed, *rule: gather_attention(q, keys, values, listed, start, None, 0.3, block, *rule, backend=backend)
+    run = lambda listed, *rule: gather_attention(
+        q, keys, values, listed, start, None, 0.3, block, *rule, backend=backend
+    )
     for splits in (None, 3):
         out, read = run(blocks, Termination(tau=0, tile=64, splits=splits))
         assert torch.equal(out, run(blocks)) and int(read.max()) >= 10
@@ -306,7 +376,9 @@ def test_never_stopping_over_kept_blocks_has_the_bits_of_the_same_list_without_a
 def test_how_many_traversals_a_rule_has():
     """Its own number where that is said, else the implementation's, or fewer, so that each has tiles enough."""
     assert [Termination().dealt(own, 32) for own in (1, 32)] == [1, 32] and Termination(splits=3).dealt(32, 32) == 3
-    assert [Termination(least=12).dealt(own, 32) for own in (1, 2, 32)] == [1, 2, 2] and Termination(least=12).dealt(4, 7) == 1
+    assert [Termination(least=12).dealt(own, 32) for own in (1, 2, 32)] == [1, 2, 2] and Termination(least=12).dealt(
+        4, 7
+    ) == 1
     assert (Termination().useful, Termination(persistence=False).useful) == (7, 3)
 
 
@@ -323,9 +395,15 @@ def test_a_traversal_of_useful_tiles_leaves_one_out_and_a_shorter_one_none():
 
 
 def test_wrong_rules_are_named():
-    for wrong, message in ((dict(tau=-1), "tau is -1"), (dict(phi=3), "phi is 3"), (dict(patience=0), "patience is 0"),
-                           (dict(tile=100), "tile is 100"), (dict(splits=0), "splits is 0"),
-                           (dict(least=0), "least is 0"), (dict(least=8, splits=2), "least is 8"),
-                           (dict(scale=False, direction=False), "neither")):
+    for wrong, message in (
+        (dict(tau=-1), "tau is -1"),
+        (dict(phi=3), "phi is 3"),
+        (dict(patience=0), "patience is 0"),
+        (dict(tile=100), "tile is 100"),
+        (dict(splits=0), "splits is 0"),
+        (dict(least=0), "least is 0"),
+        (dict(least=8, splits=2), "least is 8"),
+        (dict(scale=False, direction=False), "neither"),
+    ):
         with pytest.raises(UnsupportedInput, match=message):
             Termination(**wrong)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.hyper_connections import mhc_head, mhc_post, mhc_pre
-from kernels.hyper_connections.reference import sinkhorn
+from dsv4.kernels.hyper_connections import mhc_head, mhc_post, mhc_pre
+from dsv4.kernels.hyper_connections.reference import sinkhorn
 
 EPS = 1e-6
 
@@ -43,16 +43,17 @@ def test_sinkhorn_follows_the_literal_order(spread, iters):
 
 def test_sinkhorn_ends_on_a_column_step():
     C = sinkhorn(torch.randn(64, 4, 4, generator=torch.Generator().manual_seed(2)) * 8, 20, EPS)
-    assert (C.sum(-2) - 1).abs().max() < 2e-6          # columns: exact but for eps
-    assert (C.sum(-1) - 1).abs().max() > 1e-4          # rows: only as far as 20 steps converge
+    assert (C.sum(-2) - 1).abs().max() < 2e-6  # columns: exact but for eps
+    assert (C.sum(-1) - 1).abs().max() > 1e-4  # rows: only as far as 20 steps converge
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 9], ids=lambda n: f"{n} tokens")
 @pytest.mark.parametrize("spread", [0.5, 6.0, 40.0], ids=lambda s: f"comb scale {s}")
 def test_cpu_form_equals_the_reference(tokens, spread):
     streams, fn, scale, base = case(tokens, spread)
-    for got, wanted in zip(mhc_pre(streams, fn, scale, base, 20, EPS, EPS, backend="cpu"),
-                           mhc_pre(streams, fn, scale, base, 20, EPS, EPS)):
+    for got, wanted in zip(
+        mhc_pre(streams, fn, scale, base, 20, EPS, EPS, backend="cpu"), mhc_pre(streams, fn, scale, base, 20, EPS, EPS)
+    ):
         assert got.dtype == wanted.dtype and got.shape == wanted.shape
         assert (got - wanted).abs().max() < 3e-6
 
@@ -60,8 +61,9 @@ def test_cpu_form_equals_the_reference(tokens, spread):
 def test_cpu_form_takes_extreme_logits():
     streams, fn, scale, base = case(2, 1.0)
     base = base * 400  # sigmoids saturate, exponentials would overflow if taken naively
-    for got, wanted in zip(mhc_pre(streams, fn, scale, base, 20, EPS, EPS, backend="cpu"),
-                           mhc_pre(streams, fn, scale, base, 20, EPS, EPS)):
+    for got, wanted in zip(
+        mhc_pre(streams, fn, scale, base, 20, EPS, EPS, backend="cpu"), mhc_pre(streams, fn, scale, base, 20, EPS, EPS)
+    ):
         assert torch.isfinite(got).all()
         assert (got - wanted).abs().max() < 1e-5
 
@@ -86,9 +88,16 @@ def test_post_mixes_over_the_first_index():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_host_form_of_post_equals_the_reference(dtype):
     for tokens in (1, 3):
-        args = (torch.randn(tokens, 8).to(dtype), torch.randn(tokens, 4, 8).to(dtype), torch.rand(tokens, 4), torch.rand(tokens, 4, 4))
+        args = (
+            torch.randn(tokens, 8).to(dtype),
+            torch.randn(tokens, 4, 8).to(dtype),
+            torch.rand(tokens, 4),
+            torch.rand(tokens, 4, 4),
+        )
         got, wanted = mhc_post(*args, backend="cpu"), mhc_post(*args)
-        assert got.dtype == dtype and (got.float() - wanted.float()).abs().max() < (1e-6 if dtype is torch.float32 else 4e-2)
+        assert got.dtype == dtype and (got.float() - wanted.float()).abs().max() < (
+            1e-6 if dtype is torch.float32 else 4e-2
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.indexer import index_scores, reference, topk_entries
+from dsv4.kernels.indexer import index_scores, reference, topk_entries
 
 
 def literal_scores(q, w, k, visible):
@@ -12,14 +12,20 @@ def literal_scores(q, w, k, visible):
     for b in range(B):
         for t in range(T):
             for e in range(int(visible[b, t])):
-                out[b, t, e] = sum(w[b, t, h].double() * max(0.0, (q[b, t, h].double() @ k[b, e].double()).item()) for h in range(H))
+                out[b, t, e] = sum(
+                    w[b, t, h].double() * max(0.0, (q[b, t, h].double() @ k[b, e].double()).item()) for h in range(H)
+                )
     return out
 
 
 def case(B=2, T=3, H=5, D=8, n=11, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return (torch.randn(B, T, H, D, generator=g), torch.randn(B, T, H, generator=g), torch.randn(B, n, D, generator=g),
-            torch.randint(0, n + 1, (B, T), generator=g))
+    return (
+        torch.randn(B, T, H, D, generator=g),
+        torch.randn(B, T, H, generator=g),
+        torch.randn(B, n, D, generator=g),
+        torch.randint(0, n + 1, (B, T), generator=g),
+    )
 
 
 backends = pytest.mark.parametrize("backend", ["reference", "cpu"])

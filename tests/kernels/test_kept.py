@@ -3,16 +3,18 @@
 import pytest
 import torch
 
-from kernels.experts.reference import expert
-from kernels.quantize import PackedWeight, WeightFormat, kept
-from kernels.quantize.kept import dequantised, dequantised_stack, keeping
-from kernels.quantize.weights import quantize_fp8, to_float
+from dsv4.kernels.experts.reference import expert
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, kept
+from dsv4.kernels.quantize.kept import dequantised, dequantised_stack, keeping
+from dsv4.kernels.quantize.weights import quantize_fp8, to_float
 
 
 def weights(seed=0, n=3):
     g = torch.Generator().manual_seed(seed)
     parts = [quantize_fp8(torch.randn(256, 128, generator=g)) for _ in range(n)]
-    return PackedWeight(WeightFormat.FP8, torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]), None, (128, 128))
+    return PackedWeight(
+        WeightFormat.FP8, torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]), None, (128, 128)
+    )
 
 
 def test_kept_weights_are_the_dequantised_ones():
@@ -20,7 +22,9 @@ def test_kept_weights_are_the_dequantised_ones():
     one = expert(stack, 1)
     with keeping():
         for _ in range(2):
-            assert torch.equal(dequantised(one), to_float(one)) and torch.equal(dequantised(one, slice(128, 256)), to_float(one, slice(128, 256)))
+            assert torch.equal(dequantised(one), to_float(one)) and torch.equal(
+                dequantised(one, slice(128, 256)), to_float(one, slice(128, 256))
+            )
             assert torch.equal(dequantised_stack(stack, index), to_float(expert(stack, index)))
         assert dequantised(one) is dequantised(one)
         with keeping():

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTLED = "from kernels import fusions, operations\nfrom kernels.keys import settle\nprint('\\n'.join(settle(backwards={})))"
+SETTLED = (
+    "from dsv4.kernels import fusions, operations\nfrom dsv4.kernels.keys import "
+    "settle\nprint('\\n'.join(settle(backwards={})))"
+)
 UNSETTLED = """
-from kernels import fusions, operations
-from kernels.linear import triton, triton_streams
+from dsv4.kernels import fusions, operations
+from dsv4.kernels.linear import triton, triton_streams
 first, second = (triton._grouped, triton_streams._streamed)[::{}]
 first.cache_key, second.cache_key
 print(triton_streams._streamed.cache_key)
@@ -28,7 +31,7 @@ def test_keys_do_not_depend_on_the_order_of_launches():
 
 
 def test_what_this_is_for():
-    """Where this fails, Triton has mended it: `kernels.keys` can go."""
+    """Where this fails, Triton has mended it: `dsv4.kernels.keys` can go."""
     assert said(UNSETTLED.format(1)) != said(UNSETTLED.format(-1))
 
 
@@ -36,6 +39,14 @@ def test_imports_ask_for_no_device():
     """Self-test processes are forked from one that has imported everything; CUDA asked for there is refused to them."""
     asked = "import torch\nfrom torch import cuda\ndef no(*a): raise AssertionError('asked for a device')\n"
     asked += "torch.backends.cuda.is_built = lambda: True\ncuda.is_available = cuda.device_count = cuda.init = no\n"
-    out = subprocess.run([sys.executable, "-c", asked + "from probes.selftest import preloaded\nfrom importlib import import_module\n"
-                          "for name in preloaded(): import_module(name)\nprint('imported')"], capture_output=True, text=True)
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            asked + "from dsv4.probes.selftest import preloaded\nfrom importlib import import_module\n"
+            "for name in preloaded(): import_module(name)\nprint('imported')",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert out.stdout == "imported\n", out.stderr

@@ -3,12 +3,18 @@
 import pytest
 import torch
 
-from kernels.experts import experts, shared_expert
-from kernels.experts.reference import expert
-from kernels.errors import UnsupportedInput
-from kernels.linear import grouped_linear, linear, reference
-from kernels.quantize import (
-    PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, quantize_nvfp4, simulate_fp8_blocks, to_float,
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.experts import experts, shared_expert
+from dsv4.kernels.experts.reference import expert
+from dsv4.kernels.linear import grouped_linear, linear, reference
+from dsv4.kernels.quantize import (
+    PackedWeight,
+    WeightFormat,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    simulate_fp8_blocks,
+    to_float,
 )
 
 FORMATS = ["dense fp32", "dense bf16", "fp8", "fp8 with fp32 scales", "mxfp4", "nvfp4"]
@@ -37,8 +43,11 @@ def stack(ws: list[torch.Tensor], form: str, parts: int) -> PackedWeight:
     """A stack of matrices, each made of `parts` stacked along its rows."""
     made = [[pack(p, form) for p in w.chunk(parts)] for w in ws]
     raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-    join = lambda get: None if get(made[0][0]) is None else torch.stack(
-        [torch.cat([raw(get(p)) for p in w]) for w in made]).view(get(made[0][0]).dtype)
+    join = lambda get: (
+        None
+        if get(made[0][0]) is None
+        else torch.stack([torch.cat([raw(get(p)) for p in w]) for w in made]).view(get(made[0][0]).dtype)
+    )
     first = made[0][0]
     glob = None if first.global_scale is None else torch.stack([torch.cat([p.global_scale for p in w]) for w in made])
     return PackedWeight(first.format, join(lambda p: p.weight), join(lambda p: p.scale), glob, first.block)
@@ -94,7 +103,7 @@ def literal_experts(x, indices, routing, w13, w2, limit, simulate):
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(len(x)):
         for j, e in enumerate(indices[t].tolist()):
-            y = (sim(x[t:t + 1]).double() @ to_float(expert(w13, e)).double().T).to(x.dtype)[0].double()
+            y = (sim(x[t : t + 1]).double() @ to_float(expert(w13, e)).double().T).to(x.dtype)[0].double()
             gate, up = y.chunk(2)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             h = (gate * torch.sigmoid(gate) * up * routing[t, j].double()).to(x.dtype)

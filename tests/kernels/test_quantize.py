@@ -9,10 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.hadamard import hadamard
-from kernels.quantize import (
-    InexactConversion, PackedWeight, WeightFormat, decode_e2m1, decode_e8m0, encode_e2m1, mxfp4_to_nvfp4, nvfp4_to_mxfp4,
-    pack_e2m1, quantize_fp8, quantize_mxfp4, quantize_nvfp4, simulate_fp4_blocks, simulate_fp8_blocks, to_float, unpack_e2m1,
+from dsv4.kernels.hadamard import hadamard
+from dsv4.kernels.quantize import (
+    InexactConversion,
+    PackedWeight,
+    WeightFormat,
+    decode_e2m1,
+    decode_e8m0,
+    encode_e2m1,
+    mxfp4_to_nvfp4,
+    nvfp4_to_mxfp4,
+    pack_e2m1,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    simulate_fp4_blocks,
+    simulate_fp8_blocks,
+    to_float,
+    unpack_e2m1,
 )
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -52,7 +66,7 @@ def block_scale(values: list[float], floor: float, top: float) -> float:
 def simulated(values, block, floor, top, grid):
     out = []
     for i in range(0, len(values), block):
-        part = values[i:i + block]
+        part = values[i : i + block]
         s = block_scale(part, floor, top)
         out += [nearest_even(max(-top, min(top, v / s)), grid) * s for v in part]
     return out
@@ -68,14 +82,16 @@ def test_every_e8m0_byte_is_a_power_of_two():
 
 def test_every_e4m3_byte():
     w = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
-    got = to_float(PackedWeight(WeightFormat.FP8, w, torch.full((1, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)))
+    got = to_float(
+        PackedWeight(WeightFormat.FP8, w, torch.full((1, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu))
+    )
     for byte, value in enumerate(got.flatten().tolist()):
         wanted = e4m3(byte)
         assert value == wanted or (math.isnan(value) and math.isnan(wanted)), byte
 
 
 def test_every_fp4_code_times_every_scale_byte():
-    codes = torch.arange(16, dtype=torch.uint8).repeat(2)             # 32 values: one block
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2)  # 32 values: one block
     packed = pack_e2m1(codes).expand(256, 16).contiguous()
     scale = torch.arange(256, dtype=torch.uint8).view(256, 1).view(torch.float8_e8m0fnu)
     got = to_float(PackedWeight(WeightFormat.MXFP4, packed, scale))
@@ -96,8 +112,23 @@ def test_fp4_codes_round_trip():
     assert decode_e2m1(codes).tolist() == E2M1
 
 
-@pytest.mark.parametrize("value,code", [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6), (5.0001, 7),
-                                        (100.0, 7), (-0.25, 8), (-2.5, 12), (0.2500001, 1)])
+@pytest.mark.parametrize(
+    "value,code",
+    [
+        (0.25, 0),
+        (0.75, 2),
+        (1.25, 2),
+        (1.75, 4),
+        (2.5, 4),
+        (3.5, 6),
+        (5.0, 6),
+        (5.0001, 7),
+        (100.0, 7),
+        (-0.25, 8),
+        (-2.5, 12),
+        (0.2500001, 1),
+    ],
+)
 def test_fp4_ties_go_to_the_even_code(value, code):
     assert encode_e2m1(torch.tensor([value])).item() == code
 
@@ -109,14 +140,18 @@ finite = st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, 1e-30, 448.0, 6.
 @given(st.lists(finite, min_size=1, max_size=40), st.sampled_from([1, 4, 32, 64]))
 def test_fp8_simulation_is_the_definition_bit_for_bit(values, block):
     x = torch.tensor(values, dtype=torch.float32)
-    assert bits(simulate_fp8_blocks(x, block)) == bits(torch.tensor(simulated(x.tolist(), block, 1e-4, 448.0, E4M3_GRID)))
+    assert bits(simulate_fp8_blocks(x, block)) == bits(
+        torch.tensor(simulated(x.tolist(), block, 1e-4, 448.0, E4M3_GRID))
+    )
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(finite, min_size=1, max_size=40), st.sampled_from([1, 4, 32]))
 def test_fp4_simulation_is_the_definition_bit_for_bit(values, block):
     x = torch.tensor(values, dtype=torch.float32)
-    assert bits(simulate_fp4_blocks(x, block)) == bits(torch.tensor(simulated(x.tolist(), block, 6 * 2.0**-126, 6.0, E2M1_GRID)))
+    assert bits(simulate_fp4_blocks(x, block)) == bits(
+        torch.tensor(simulated(x.tolist(), block, 6 * 2.0**-126, 6.0, E2M1_GRID))
+    )
 
 
 @pytest.mark.parametrize("k", [-40, -3, 0, 5], ids=lambda k: f"2^{k}")
@@ -150,8 +185,11 @@ def test_fp8_blocks_are_scaled_each_by_its_own_amax(shape, block):
 
 def test_rows_can_be_dequantised_alone():
     w = torch.randn(70, 64)
-    for form, tensors in ((WeightFormat.FP8, quantize_fp8(w, (32, 32))), (WeightFormat.MXFP4, quantize_mxfp4(w)),
-                          (WeightFormat.NVFP4, (*quantize_nvfp4(w)[:2], quantize_nvfp4(w)[2].view(1)))):
+    for form, tensors in (
+        (WeightFormat.FP8, quantize_fp8(w, (32, 32))),
+        (WeightFormat.MXFP4, quantize_mxfp4(w)),
+        (WeightFormat.NVFP4, (*quantize_nvfp4(w)[:2], quantize_nvfp4(w)[2].view(1))),
+    ):
         packed = PackedWeight(form, *tensors, *([None] if len(tensors) == 2 else []), (32, 32))
         assert torch.equal(to_float(packed, slice(32, 70)), to_float(packed)[32:70])
 
@@ -177,8 +215,12 @@ def test_nvfp4_value_is_code_times_block_scale_times_global():
 def test_stacked_nvfp4_parts_have_their_own_global_scale():
     parts = [torch.randn(4, 32) * s for s in (1.0, 50.0)]
     q = [quantize_nvfp4(p) for p in parts]
-    stacked = PackedWeight(WeightFormat.NVFP4, torch.cat([a[0] for a in q]), torch.cat([a[1].view(torch.uint8) for a in q]).view(
-        torch.float8_e4m3fn), torch.stack([a[2] for a in q]))
+    stacked = PackedWeight(
+        WeightFormat.NVFP4,
+        torch.cat([a[0] for a in q]),
+        torch.cat([a[1].view(torch.uint8) for a in q]).view(torch.float8_e4m3fn),
+        torch.stack([a[2] for a in q]),
+    )
     alone = [to_float(PackedWeight(WeightFormat.NVFP4, a[0], a[1], a[2].view(1))) for a in q]
     assert torch.equal(to_float(stacked), torch.cat(alone))
     assert torch.equal(to_float(stacked, slice(3, 7)), torch.cat(alone)[3:7])

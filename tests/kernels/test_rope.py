@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.rope import inverse_frequencies, rotate, rotation
+from dsv4.kernels.rope import inverse_frequencies, rotate, rotation
 
 FLASH_YARN = SimpleNamespace(factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536)
 

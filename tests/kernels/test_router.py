@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.router import route_hashed, route_scored
+from dsv4.kernels.router import route_hashed, route_scored
 
 
 def one_logit_per_expert(logits):
@@ -32,8 +32,11 @@ def test_bias_selects_and_does_not_weigh(backend):
 
 
 @backends
-@pytest.mark.parametrize("logits", [[-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0]],
-                         ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed"])
+@pytest.mark.parametrize(
+    "logits",
+    [[-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0]],
+    ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed"],
+)
 def test_extreme_logits_give_finite_exact_weights(logits, backend):
     x, W = one_logit_per_expert(logits)
     indices, weights = route_scored(x, W, torch.zeros(3), 2, 1.0, backend=backend)
@@ -64,8 +67,12 @@ def test_host_form_of_one_token_equals_the_reference():
     table = torch.stack([torch.randperm(9, generator=g)[:3] for _ in range(7)])
     for trial in range(20):
         x, W, bias = torch.randn(1, 16, generator=g) * 3, torch.randn(9, 16, generator=g), torch.randn(9, generator=g)
-        for got, wanted in ((route_scored(x, W, bias, 3, 1.5, backend="cpu"), route_scored(x, W, bias, 3, 1.5)),
-                            (route_hashed(x, W, table, torch.tensor([trial % 7]), 1.5, backend="cpu"),
-                             route_hashed(x, W, table, torch.tensor([trial % 7]), 1.5))):
+        for got, wanted in (
+            (route_scored(x, W, bias, 3, 1.5, backend="cpu"), route_scored(x, W, bias, 3, 1.5)),
+            (
+                route_hashed(x, W, table, torch.tensor([trial % 7]), 1.5, backend="cpu"),
+                route_hashed(x, W, table, torch.tensor([trial % 7]), 1.5),
+            ),
+        ):
             assert torch.equal(got[0], wanted[0]) and got[1].dtype == wanted[1].dtype == torch.float32
             assert (got[1] - wanted[1]).abs().max() < 1e-6

@@ -1,18 +1,24 @@
 """The fused training kernels in Triton's interpreter, against autograd through their definitions.
 
-The same comparisons run at production shapes on a GPU (scripts/training/check_kernels.py, called by scripts/gpu_tests.sh).
+The same comparisons run at production shapes on a GPU (scripts/training/check_kernels.py, called by
+scripts/gpu_tests.sh).
 """
 
 import pytest
 import torch
 
-from kernels.attention import training as attention
-from kernels.experts import training as experts
-from kernels.hyper_connections import reference as hyper_reference, training as hyper
-from kernels.rms_norm import reference as rms_reference, training as rms
-from kernels.rope import inverse_frequencies, rotation, training as rope
+from dsv4.kernels.attention import training as attention
+from dsv4.kernels.experts import training as experts
+from dsv4.kernels.hyper_connections import reference as hyper_reference
+from dsv4.kernels.hyper_connections import training as hyper
+from dsv4.kernels.rms_norm import reference as rms_reference
+from dsv4.kernels.rms_norm import training as rms
+from dsv4.kernels.rope import inverse_frequencies, rotation
+from dsv4.kernels.rope import training as rope
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU check_kernels compares the compiled kernels")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a GPU check_kernels compares the compiled kernels"
+)
 randn = lambda *shape, seed=0: torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
@@ -28,20 +34,26 @@ def compare(fused, definition, inputs, tolerance: float = 1e-4) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("T,ratio,masked", [(70, 4, False), (70, 4, True), (150, 128, False), (16, 0, False), (33, 0, False)])
+@pytest.mark.parametrize(
+    "T,ratio,masked", [(70, 4, False), (70, 4, True), (150, 128, False), (16, 0, False), (33, 0, False)]
+)
 def test_attention(T, ratio, masked):
     B, H, D = 2, 2, 16
     n = T // ratio if ratio else 0
     mask = (torch.rand(B, T, n, generator=torch.Generator().manual_seed(5)) < 0.3).to(torch.uint8) if masked else None
     args = (mask, 0.25, 20, max(1, ratio))
     call = lambda f: lambda q, kv, e, s: f(q, kv, e, args[0], s, *args[1:])
-    compare(call(attention._Attention.apply), call(attention.masked_attention),
-            (randn(B, T, H, D), randn(B, T, D), randn(B, n, D), randn(H)))
+    compare(
+        call(attention._Attention.apply),
+        call(attention.masked_attention),
+        (randn(B, T, H, D), randn(B, T, D), randn(B, n, D), randn(H)),
+    )
 
 
 @interpreted
 def test_attention_refuses_what_its_tiles_cannot_hold():
-    from kernels.errors import UnsupportedInput
+    from dsv4.kernels.errors import UnsupportedInput
+
     with pytest.raises(UnsupportedInput, match="powers of two of heads"):
         attention._Attention.apply(randn(1, 8, 3, 16), randn(1, 8, 16), randn(1, 0, 16), None, randn(3), 0.25, 4, 1)
 
@@ -49,14 +61,22 @@ def test_attention_refuses_what_its_tiles_cannot_hold():
 @interpreted
 @pytest.mark.parametrize("iters", [1, 2, 20])
 def test_sinkhorn(iters):
-    compare(lambda z: hyper._Sinkhorn.apply(z, iters, 1e-6), lambda z: hyper_reference.sinkhorn(z, iters, 1e-6), (2 * randn(70, 4, 4),))
+    compare(
+        lambda z: hyper._Sinkhorn.apply(z, iters, 1e-6),
+        lambda z: hyper_reference.sinkhorn(z, iters, 1e-6),
+        (2 * randn(70, 4, 4),),
+    )
 
 
 @interpreted
 def test_streams():
     N, n, d = 5, 4, 24
     compare(hyper._Collapse.apply, lambda s, p: torch.einsum("njd,nj->nd", s, p), (randn(N, n, d), randn(N, n)))
-    compare(hyper._Post.apply, lambda o, s, p, c: hyper_reference.mhc_post(o, s, p, c), (randn(N, d), randn(N, n, d), randn(N, n), randn(N, n, n)))
+    compare(
+        hyper._Post.apply,
+        lambda o, s, p, c: hyper_reference.mhc_post(o, s, p, c),
+        (randn(N, d), randn(N, n, d), randn(N, n), randn(N, n, n)),
+    )
 
 
 @interpreted
@@ -65,9 +85,17 @@ def test_streams():
 def test_rms_norm(shape, weighted, monkeypatch):
     monkeypatch.setattr(rms, "PROGRAMS", 3)
     if weighted:
-        compare(lambda x, w: rms._RMSNorm.apply(x, w, 1e-3), lambda x, w: rms_reference.rms_norm(x, w, 1e-3), (randn(*shape), randn(shape[-1])))
+        compare(
+            lambda x, w: rms._RMSNorm.apply(x, w, 1e-3),
+            lambda x, w: rms_reference.rms_norm(x, w, 1e-3),
+            (randn(*shape), randn(shape[-1])),
+        )
     else:
-        compare(lambda x: rms._RMSNorm.apply(x, None, 1e-3), lambda x: rms_reference.rms_norm(x, None, 1e-3), (randn(*shape),))
+        compare(
+            lambda x: rms._RMSNorm.apply(x, None, 1e-3),
+            lambda x: rms_reference.rms_norm(x, None, 1e-3),
+            (randn(*shape),),
+        )
 
 
 @interpreted
@@ -89,6 +117,7 @@ def test_swiglu(weighted):
         gate, up = y.chunk(2, -1)
         h = torch.nn.functional.silu(gate.clamp(max=1.5)) * up.clamp(-1.5, 1.5)
         return h if w is None else h * w[:, None]
+
     if weighted:
         compare(lambda y, w: experts._SwiGLU.apply(y, w, 1.5), plain, (y, w))
     else:
@@ -102,5 +131,8 @@ def test_spreading_and_gathering_are_each_other_s_way_back():
     order = torch.argsort(indices.flatten(), stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(N * k))
     compare(lambda x: experts._Spread.apply(x, order // k, place, k), lambda x: x[order // k], (randn(N, d),))
-    compare(lambda r: experts._Gather.apply(r, order // k, place, k), lambda r: torch.zeros(N, d).index_add(0, order // k, r),
-            (randn(N * k, d),))
+    compare(
+        lambda r: experts._Gather.apply(r, order // k, place, k),
+        lambda r: torch.zeros(N, d).index_add(0, order // k, r),
+        (randn(N * k, d),),
+    )

@@ -5,15 +5,18 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.attention import hca_attention, sparse_attention
-from kernels.attention import triton as kernels
-from kernels.attention.triton import Tile
-from kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.attention import hca_attention, sparse_attention
+from dsv4.kernels.attention import triton as kernels
+from dsv4.kernels.attention.triton import Tile
+from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
+from dsv4.kernels.errors import UnsupportedInput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILES = {"small tiles": Tile(16, 16, 4, 1, 1, 1), "more keys": Tile(16, 32, 4, 2, 1, 1),
-         "wide, not chained": Tile(32, 16, 4, 2, 1, 1, wide=True, unchain=True)}
+TILES = {
+    "small tiles": Tile(16, 16, 4, 1, 1, 1),
+    "more keys": Tile(16, 32, 4, 2, 1, 1),
+    "wide, not chained": Tile(32, 16, 4, 2, 1, 1, wide=True, unchain=True),
+}
 NAN = float("nan")
 
 
@@ -21,10 +24,14 @@ NAN = float("nan")
 def poison(monkeypatch):
     """Fresh buffers hold NaN: a kernel that reads what nobody wrote shows it."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: t.fill_(NAN) if (t := empty(*a, **k)).is_floating_point() else t)
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: t.fill_(NAN) if (t := empty(*a, **k)).is_floating_point() else t
+    )
 
 
-@pytest.fixture(params=[("small tiles", 3), ("more keys", 1), ("wide, not chained", 2)], ids=lambda p: f"{p[0]}, {p[1]} splits")
+@pytest.fixture(
+    params=[("small tiles", 3), ("more keys", 1), ("wide, not chained", 2)], ids=lambda p: f"{p[0]}, {p[1]} splits"
+)
 def tiled(request, monkeypatch):
     """One kind of tile, its keys in that many splits (some of them empty)."""
     if DEVICE == "cuda":
@@ -64,7 +71,9 @@ def packed(rows: torch.Tensor, rope: int, batch: int | None = None) -> PackedRow
 
 
 def as_pool(rows, form: str, rope: int, batch: int | None = None):
-    return packed(rows, rope, batch) if form == "fp8" else rows.to({"fp32": torch.float32, "bf16": torch.bfloat16}[form])
+    return (
+        packed(rows, rope, batch) if form == "fp8" else rows.to({"fp32": torch.float32, "bf16": torch.bfloat16}[form])
+    )
 
 
 def close(got, wanted, tolerance=1e-5):
@@ -87,7 +96,9 @@ def test_selected_entries(tiled, K):
     N, H, D, W = 3, 5, 24, 18
     wi, ei, window, entries = listed(N, W, 20), listed(N, K, 40, 1), randn(20, D), randn(40, D, seed=1)
     window[unseen(wi, 20)], entries[unseen(ei, 40)] = NAN, NAN
-    got = both(sparse_attention, randn(N, H, D, seed=2), window, wi, entries, ei, torch.linspace(-8, 8, H, device=DEVICE), 0.35)
+    got = both(
+        sparse_attention, randn(N, H, D, seed=2), window, wi, entries, ei, torch.linspace(-8, 8, H, device=DEVICE), 0.35
+    )
     assert torch.equal(got[-1], torch.zeros_like(got[-1]))  # only the sink
 
 
@@ -104,9 +115,19 @@ def test_window_only(tiled, W):
     both(sparse_attention, randn(2, 17, 16), randn(9, 16, seed=1), listed(2, W, 9), None, None, randn(17), 0.35)
 
 
-@pytest.mark.parametrize("D,rope,forms", [
-    (64, 32, ("fp32", "fp8")), (64, 32, ("fp8", "fp32")), (64, 32, ("fp8", "fp8")), (64, 32, ("bf16", "fp32")),
-    (128, 64, ("bf16", "fp8")), (128, 64, ("fp8", "fp8")), (80, 16, ("fp8", "fp8"))], ids=str)
+@pytest.mark.parametrize(
+    "D,rope,forms",
+    [
+        (64, 32, ("fp32", "fp8")),
+        (64, 32, ("fp8", "fp32")),
+        (64, 32, ("fp8", "fp8")),
+        (64, 32, ("bf16", "fp32")),
+        (128, 64, ("bf16", "fp8")),
+        (128, 64, ("fp8", "fp8")),
+        (80, 16, ("fp8", "fp8")),
+    ],
+    ids=str,
+)
 def test_formats_of_the_pools(D, rope, forms):
     N, H, W, K = 2, 8, 9, 20
     wi, ei = listed(N, W, 70), listed(N, K, 130, 1)
@@ -121,8 +142,8 @@ def test_formats_of_the_pools(D, rope, forms):
 def test_packed_rows_anywhere_in_a_buffer(offset):
     rows = packed(randn(70, 64), 32)
     wide = torch.full((3, rows.data.shape[1] + 2 * offset), 255, dtype=torch.uint8, device=DEVICE)
-    wide[:, offset:offset + rows.data.shape[1]] = torch.cat((rows.data, rows.data))[:3]
-    moved = rows._replace(data=wide[:, offset:offset + rows.data.shape[1]])
+    wide[:, offset : offset + rows.data.shape[1]] = torch.cat((rows.data, rows.data))[:3]
+    moved = rows._replace(data=wide[:, offset : offset + rows.data.shape[1]])
     args = (listed(2, 17, 70), None, None, randn(4), 0.2)
     wanted = sparse_attention(randn(2, 4, 64), rows, *args, backend="triton")
     assert torch.equal(sparse_attention(randn(2, 4, 64), moved, *args, backend="triton"), wanted)
@@ -138,9 +159,18 @@ def test_visible_entries(tiled, n):
     seen = torch.tensor([[0, n // 2, n], [n // 3, 1, 0]], device=DEVICE).clamp(max=n)
     window[unseen(wi, 9)] = NAN
     for b in range(B):  # slots of a longer buffer that this row has not written yet
-        entries[b, seen[b].max():] = NAN
+        entries[b, seen[b].max() :] = NAN
     entries = entries[:, :n] if n < 37 else entries
-    both(hca_attention, randn(B, T, H, D, seed=2), window, wi, entries, seen, torch.linspace(-8, 8, H, device=DEVICE), 0.35)
+    both(
+        hca_attention,
+        randn(B, T, H, D, seed=2),
+        window,
+        wi,
+        entries,
+        seen,
+        torch.linspace(-8, 8, H, device=DEVICE),
+        0.35,
+    )
 
 
 def test_what_a_query_does_not_see_is_not_read(tiled):
@@ -170,10 +200,13 @@ def test_strides(dtype):
     wi, seen = listed(1, 10, 9)[:, ::2].expand(8, 5), torch.tensor([[21], [7]], device=DEVICE).expand(2, 4)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
     both(hca_attention, q, window, wi, entries, seen, randn(6)[::2], 0.35, tolerance=tolerance)
-    apart = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, window, entries)]  # columns are not side by side
+    # columns are not side by side
+    apart = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, window, entries)]
     both(hca_attention, *apart[:2], wi, apart[2], seen, randn(3), 0.35, tolerance=tolerance)
     ei = torch.randint(0, 42, (18, 8), generator=torch.Generator().manual_seed(5)).to(DEVICE).t()
-    both(sparse_attention, q.flatten(0, 1), window, wi, entries.reshape(42, 16), ei, randn(3), 0.35, tolerance=tolerance)
+    both(
+        sparse_attention, q.flatten(0, 1), window, wi, entries.reshape(42, 16), ei, randn(3), 0.35, tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 16), (3, 0, 16)], ids=["no queries", "no heads"])
@@ -182,7 +215,10 @@ def test_nothing_to_do(shape):
     q, window, index = randn(*shape), randn(4, 16), torch.zeros(N, 3, dtype=torch.int64, device=DEVICE)
     assert sparse_attention(q, window, index, window, index, randn(H), 0.35, backend="triton").shape == shape
     seen = torch.zeros(1, N, dtype=torch.int64, device=DEVICE)
-    assert hca_attention(q[None], window, index, window[None], seen, randn(H), 0.35, backend="triton").shape == (1, *shape)
+    assert hca_attention(q[None], window, index, window[None], seen, randn(H), 0.35, backend="triton").shape == (
+        1,
+        *shape,
+    )
 
 
 def test_extreme_logits_and_sinks(tiled):
@@ -214,27 +250,62 @@ def test_bf16_queries(forms):
 def test_many_splits_are_merged(monkeypatch):
     """More splits than the merge takes at a time, and more than there are tiles; the same bits each time."""
     monkeypatch.setattr(kernels, "plan", lambda *shape: (TILES["small tiles"], 70))
-    args = (randn(1, 1, 2, 16), randn(4, 16, seed=1), listed(1, 4, 4), randn(1, 68 * 16, 16, seed=2),
-            torch.tensor([[68 * 16 - 5]], device=DEVICE), randn(2), 0.35)
+    args = (
+        randn(1, 1, 2, 16),
+        randn(4, 16, seed=1),
+        listed(1, 4, 4),
+        randn(1, 68 * 16, 16, seed=2),
+        torch.tensor([[68 * 16 - 5]], device=DEVICE),
+        randn(2),
+        0.35,
+    )
     assert torch.equal(both(hca_attention, *args), hca_attention(*args, backend="triton"))
-    both(hca_attention, randn(1, 1, 2, 16), randn(4, 16, seed=1), listed(1, 4, 4), randn(1, 40, 16, seed=2),
-         torch.tensor([[33]], device=DEVICE), randn(2), 0.35)
+    both(
+        hca_attention,
+        randn(1, 1, 2, 16),
+        randn(4, 16, seed=1),
+        listed(1, 4, 4),
+        randn(1, 40, 16, seed=2),
+        torch.tensor([[33]], device=DEVICE),
+        randn(2),
+        0.35,
+    )
 
 
 @pytest.mark.parametrize("T", [2, 5, 16])
 def test_tokens_of_a_row_have_the_bits_that_each_has_alone(T):
-    """As many splits for a pass that verifies drafts as for the steps that it stands for, however many programs that makes."""
+    """As many splits for a pass that verifies drafts as for the steps that it stands for, however many programs that
+    makes."""
     q, pool, sink = randn(T, 2, 64), randn(300, 64, seed=1), randn(2)
     near, far = listed(T, 40, 300), listed(T, 200, 300)
-    alone = [sparse_attention(q[t:t + 1], pool, near[t:t + 1], pool, far[t:t + 1], sink, 0.35, False, 1, backend="triton") for t in range(T)]
-    assert torch.equal(sparse_attention(q, pool, near, pool, far, sink, 0.35, False, T, backend="triton"), torch.cat(alone))
+    alone = [
+        sparse_attention(
+            q[t : t + 1], pool, near[t : t + 1], pool, far[t : t + 1], sink, 0.35, False, 1, backend="triton"
+        )
+        for t in range(T)
+    ]
+    assert torch.equal(
+        sparse_attention(q, pool, near, pool, far, sink, 0.35, False, T, backend="triton"), torch.cat(alone)
+    )
     seen = torch.arange(100, 100 + T, device=DEVICE).view(1, T)
-    alone = [hca_attention(q[None, t:t + 1], pool, near[t:t + 1], pool[None], seen[:, t:t + 1], sink, 0.35, backend="triton") for t in range(T)]
-    assert torch.equal(hca_attention(q[None], pool, near, pool[None], seen, sink, 0.35, backend="triton"), torch.cat(alone, 1))
+    alone = [
+        hca_attention(
+            q[None, t : t + 1], pool, near[t : t + 1], pool[None], seen[:, t : t + 1], sink, 0.35, backend="triton"
+        )
+        for t in range(T)
+    ]
+    assert torch.equal(
+        hca_attention(q[None], pool, near, pool[None], seen, sink, 0.35, backend="triton"), torch.cat(alone, 1)
+    )
 
 
 def test_what_is_not_taken_is_named():
-    q, window, index, sink = randn(1, 4, 16), randn(4, 16), torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), randn(4)
+    q, window, index, sink = (
+        randn(1, 4, 16),
+        randn(4, 16),
+        torch.zeros(1, 3, dtype=torch.int64, device=DEVICE),
+        randn(4),
+    )
     attend = lambda *args: sparse_attention(*args, None, None, sink, 0.35, backend="triton")
     with pytest.raises(UnsupportedInput, match="head_dim 520"):
         attend(randn(1, 4, 520), randn(4, 520), index)
@@ -250,7 +321,13 @@ def test_what_is_not_taken_is_named():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_plans_fill_the_gpu_and_no_more(capability):
-    forms = ((True, False, False), (False, False, False), (False, False, True), (False, True, False), (False, True, True))
+    forms = (
+        (True, False, False),
+        (False, False, False),
+        (False, False, True),
+        (False, True, False),
+        (False, True, True),
+    )
     for N, K, (fp32, packed, copied) in product((1, 2, 8, 64, 131, 4096), (0, 1, 512, 8192, 32768), forms):
         tile, splits = kernels.plan(N, 64, 512, 128, K, fp32, packed, copied, capability, 132)
         tiles, programs = -(-128 // tile.keys) + -(-K // tile.keys), N * -(-64 // tile.heads)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels.attention import hca_attention, sparse_attention
-from kernels.attention import triton as kernels
-from kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
+from dsv4.kernels.attention import hca_attention, sparse_attention
+from dsv4.kernels.attention import triton as kernels
+from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
 from tests.kernels.test_triton_attention import NAN, as_pool, close, listed, packed, poison, randn  # noqa: F401 (a fixture)
 
 DEVICE = "cuda"
@@ -17,13 +17,25 @@ FORMS = [("bf16", "bf16"), ("fp8", "fp8"), ("bf16", "fp8"), ("fp8", "bf16")]
 
 def csa(N, forms, K=512, dtype=torch.bfloat16, rows=4096):
     window, entries = as_pool(randn(rows, D), forms[0], ROPE), as_pool(randn(rows, D, seed=1), forms[1], ROPE)
-    return [randn(N, H, D, seed=2, dtype=dtype), window, listed(N, W, rows), entries, listed(N, K, rows, 1), randn(H), SCALE]
+    return [
+        randn(N, H, D, seed=2, dtype=dtype),
+        window,
+        listed(N, W, rows),
+        entries,
+        listed(N, K, rows, 1),
+        randn(H),
+        SCALE,
+    ]
 
 
 def hca(B, T, n, forms, dtype=torch.bfloat16, seen=None):
     window, entries = as_pool(randn(4096, D), forms[0], ROPE), as_pool(randn(B, n, D, seed=1), forms[1], ROPE, batch=B)
     if seen is None:
-        seen = torch.linspace(0, n, B * T, device=DEVICE).long().view(B, T) if B * T > 1 else torch.tensor([[n]], device=DEVICE)
+        seen = (
+            torch.linspace(0, n, B * T, device=DEVICE).long().view(B, T)
+            if B * T > 1
+            else torch.tensor([[n]], device=DEVICE)
+        )
     return [randn(B, T, H, D, seed=2, dtype=dtype), window, listed(B * T, W, 4096), entries, seen, randn(H), SCALE]
 
 
@@ -62,26 +74,42 @@ def test_every_tile_of_this_gpu(monkeypatch, form, splits):
 
 
 def test_rows_that_do_not_begin_at_16_bytes():
-    apart = lambda seed: randn(4096, D + 8, seed=seed, dtype=torch.bfloat16)[:, 4:D + 4]
+    apart = lambda seed: randn(4096, D + 8, seed=seed, dtype=torch.bfloat16)[:, 4 : D + 4]
     args = csa(8, ("bf16", "bf16"))
     args[1], args[3] = apart(0), apart(1)
     close(sparse_attention(*args, backend="triton").float(), exactly(sparse_attention, args), 4e-3)
 
 
-@pytest.mark.parametrize("heads,width,rope", [(64, 512, 64), (128, 512, 64), (48, 256, 64), (8, 64, 32), (64, 80, 16)], ids=str)
+@pytest.mark.parametrize(
+    "heads,width,rope", [(64, 512, 64), (128, 512, 64), (48, 256, 64), (8, 64, 32), (64, 80, 16)], ids=str
+)
 @pytest.mark.parametrize("N", [1, 300], ids=lambda n: f"{n} queries")
 def test_other_sizes(heads, width, rope, N):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
         for forms in (("fp32", "fp32") if dtype is torch.float32 else ("bf16", "bf16"), ("fp8", "fp8")):
-            window, entries = as_pool(randn(300, width), forms[0], rope), as_pool(randn(500, width, seed=1), forms[1], rope)
-            args = [randn(N, heads, width, seed=2, dtype=dtype), window, listed(N, 70, 300), entries, listed(N, 90, 500, 1),
-                    randn(heads), width**-0.5]
+            window, entries = (
+                as_pool(randn(300, width), forms[0], rope),
+                as_pool(randn(500, width, seed=1), forms[1], rope),
+            )
+            args = [
+                randn(N, heads, width, seed=2, dtype=dtype),
+                window,
+                listed(N, 70, 300),
+                entries,
+                listed(N, 90, 500, 1),
+                randn(heads),
+                width**-0.5,
+            ]
             close(sparse_attention(*args, backend="triton").float(), exactly(sparse_attention, args), tolerance)
 
 
 @pytest.mark.parametrize("forms", FORMS[:2], ids="+".join)
 def test_twenty_repeats_and_a_replayed_graph_give_the_same_bits(forms):
-    cases = (sparse_attention, csa(8, forms)), (sparse_attention, csa(300, forms)), (hca_attention, hca(8, 1, 8192, forms))
+    cases = (
+        (sparse_attention, csa(8, forms)),
+        (sparse_attention, csa(300, forms)),
+        (hca_attention, hca(8, 1, 8192, forms)),
+    )
     for operation, args in cases:
         wanted = operation(*args, backend="triton")
         assert all(torch.equal(operation(*args, backend="triton"), wanted) for _ in range(20))

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.chunked_prefill import Chunking, Memory, chunked_prefill
-from kernels.chunked_prefill import triton as kernels
-from kernels.chunked_prefill.reference import Partial, attend, column_sums, fuse, select
-from kernels.errors import UnsupportedInput
+from dsv4.kernels.chunked_prefill import Chunking, Memory, chunked_prefill
+from dsv4.kernels.chunked_prefill import triton as kernels
+from dsv4.kernels.chunked_prefill.reference import Partial, attend, column_sums, fuse, select
+from dsv4.kernels.errors import UnsupportedInput
 from tests.kernels.products import CUDA, DEVICE, distance, graphed, needs_gpu, poison, randn  # noqa: F401
 
 BACKENDS = ["reference", "triton", "triton, memory in a loop"]
@@ -28,7 +28,9 @@ def inputs(case, seed=0, spread=1.0, dtype=torch.float32):
     """q, keys, values, lengths; what no token has written is NaN, in q as well."""
     T, lengths, H, KV, D, _ = case
     B = len(lengths)
-    q, k, v = (randn(B, *shape, seed=seed + i).to(dtype) for i, shape in enumerate(((T, H, D), (KV, T + 7, D), (KV, T + 7, D))))
+    q, k, v = (
+        randn(B, *shape, seed=seed + i).to(dtype) for i, shape in enumerate(((T, H, D), (KV, T + 7, D), (KV, T + 7, D)))
+    )
     for b, n in enumerate(lengths):
         q[b, n:], k[b, :, n:], v[b, :, n:] = float("nan"), float("nan"), float("nan")
     return q * spread, k, v, torch.tensor(lengths, device=DEVICE)
@@ -38,7 +40,8 @@ def definition(q, k, v, n: int, c: Chunking, scale: float, sets=None):
     """One row in fp64, by one softmax under a mask.
 
     Returns (out [n, H, D], memory sets {chunk: [KV lists]}, scores of all that could be chosen {chunk: [KV dicts]}).
-    sets: memory sets to follow, instead of those that the scores say; those returned are what the scores say after them.
+    sets: memory sets to follow, instead of those that the scores say; those returned are what the scores say after
+    them.
     """
     q, k, v = q[:n].double(), k[:, :n].double(), v[:, :n].double()
     KV, G = k.shape[0], q.shape[1] // k.shape[0]
@@ -56,23 +59,34 @@ def definition(q, k, v, n: int, c: Chunking, scale: float, sets=None):
                 held.setdefault(first // c.chunk, []).append(score)
                 kept = sets[first // c.chunk][head] if sets else kept
                 seen[head, first:last, kept] = True
-                given = logits[head, :, first:last].masked_fill(~seen[head, first:last], float("-inf")).softmax(-1).sum((0, 1))
+                given = (
+                    logits[head, :, first:last]
+                    .masked_fill(~seen[head, first:last], float("-inf"))
+                    .softmax(-1)
+                    .sum((0, 1))
+                )
                 score = {j: score[j] + given[j].item() for j in kept}
             score |= {j: within[head][j] for j in range(first, last)}
             older = sorted((j for j in score if j < last - c.local), key=lambda j: (-score[j], j))
-            kept = sorted(older[:c.heavy]) + list(range(last - c.local, last))
+            kept = sorted(older[: c.heavy]) + list(range(last - c.local, last))
     weights = logits.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1)
     return torch.einsum("kgts,ksd->tkgd", weights, v).flatten(1, 2), chosen, held
 
 
 def chosen_but_for_ties(got: list, best: list, score: dict, c: Chunking, tie: float) -> bool:
-    """Whether `got` is the memory set `best`, but for heavy tokens whose scores lie within `tie` of those they stand for.
+    """Whether `got` is the memory set `best`, but for heavy tokens whose scores lie within `tie` of those they stand
+    for.
 
-    With logits of ±100 a query gives nearly 1 to one key, so that scores of several keys are 1 to within what fp32 tells apart.
+    With logits of ±100 a query gives nearly 1 to one key, so that scores of several keys are 1 to within what fp32
+    tells apart.
     """
     swapped = [score[j] for j in set(got) ^ set(best)]
-    return (got == sorted(set(got)) and len(got) == len(best) and got[len(got) - c.local:] == best[len(best) - c.local:]
-            and (not swapped or max(swapped) - min(swapped) <= tie))
+    return (
+        got == sorted(set(got))
+        and len(got) == len(best)
+        and got[len(got) - c.local :] == best[len(best) - c.local :]
+        and (not swapped or max(swapped) - min(swapped) <= tie)
+    )
 
 
 @pytest.fixture(params=BACKENDS)
@@ -84,6 +98,7 @@ def run(request, monkeypatch):
 
     def call(q, k, v, lengths, c, start=0, memory=None, scale=None):
         return chunked_prefill(q, k, v, start, lengths, c, scale or q.shape[-1] ** -0.5, memory, backend=backend)
+
     return call
 
 
@@ -113,7 +128,9 @@ def test_it_is_one_softmax_over_the_own_chunk_and_the_memory(run, name, spread):
                 assert torch.allclose(kept.scores[i, b].double().cpu(), expected, rtol=2e-4)
             assert distance(out[b, :n], wanted) < (2e-6 if spread == 1 else 5e-5)
         assert kept.updates[b].tolist() == [max(0, case[-1].chunks(n) - 1)] * case[3]
-        assert (kept.positions[max(1, case[-1].chunks(n)):, b] == -1).all()  # nothing is kept behind a row's last chunk
+        assert (
+            kept.positions[max(1, case[-1].chunks(n)) :, b] == -1
+        ).all()  # nothing is kept behind a row's last chunk
 
 
 def test_one_chunk_is_plain_attention(run):
@@ -121,7 +138,9 @@ def test_one_chunk_is_plain_attention(run):
     out, kept = run(q, k, v, lengths, SMALL)
     for b, n in enumerate((32, 20)):
         row = slice(b, b + 1)
-        plain = F.scaled_dot_product_attention(q[row, :n].transpose(1, 2), k[row, :, :n], v[row, :, :n], is_causal=True, enable_gqa=True)
+        plain = F.scaled_dot_product_attention(
+            q[row, :n].transpose(1, 2), k[row, :, :n], v[row, :, :n], is_causal=True, enable_gqa=True
+        )
         assert distance(out[b, :n], plain[0].transpose(0, 1)) < 2e-6
     assert not kept.updates.any() and (kept.positions == -1).all()
 
@@ -145,7 +164,11 @@ def test_scores_never_fall_and_memory_is_local_and_heavy_without_overlap(run):
         before = {}
         for i in range(1, 13):
             positions, scores = kept.positions[i, 0, head].tolist(), kept.scores[i, 0, head].tolist()
-            assert len(set(positions)) == 20 and positions == sorted(positions) and positions[-8:] == list(range(32 * i - 8, 32 * i))
+            assert (
+                len(set(positions)) == 20
+                and positions == sorted(positions)
+                and positions[-8:] == list(range(32 * i - 8, 32 * i))
+            )
             for j, score in zip(positions, scores):
                 assert score >= before.get(j, kept.mass[0, head, j].item()) and (j in before or j >= 32 * (i - 1))
                 if j in before:
@@ -158,7 +181,8 @@ def test_a_query_hands_out_one_in_phase_one_and_its_share_in_phase_two(run):
     q, k, v, lengths = inputs(case, seed=5)
     _, kept = run(q, k, v, lengths, SMALL)
     given = kept.mass[0].view(2, 4, 32).sum(-1)
-    assert torch.allclose(given[:, :3], torch.tensor(32.0 * 2, device=DEVICE)) and not given[:, 3].any()  # queries × heads of the group
+    # queries × heads of the group
+    assert torch.allclose(given[:, :3], torch.tensor(32.0 * 2, device=DEVICE)) and not given[:, 3].any()
     same = torch.zeros_like(q)  # every key of a query alike: the memory gets 20 of 20 + t + 1 shares
     _, kept = run(same, k, v, lengths, Chunking(32, 8, 12))
     grown = (kept.scores[2, 0, 0] - kept.mass[0, 0][kept.positions[2, 0, 0].long()])[kept.positions[2, 0, 0] < 32]
@@ -173,12 +197,15 @@ def test_a_token_of_the_first_chunk_can_survive_to_the_end_and_be_found(run):
     q += 40 * direction
     k[:, 1, 5], v[:, 1, 5] = 3 * direction, 100.0
     out, kept = run(q, k, v, lengths, SMALL)
-    assert all(5 in kept.positions[i, 0, 1].tolist() for i in range(1, 10)) and 5 not in kept.positions[9, 0, 0].tolist()
+    assert (
+        all(5 in kept.positions[i, 0, 1].tolist() for i in range(1, 10)) and 5 not in kept.positions[9, 0, 0].tolist()
+    )
     assert torch.allclose(out[0, -1, 2:], torch.tensor(100.0, device=DEVICE), rtol=1e-3)
 
 
 def test_a_local_token_with_the_most_mass_is_kept_once(run):
-    """Two tokens from each chunk's end, where few queries have seen it, it has more than most; the other tests' local tokens never have."""
+    """Two tokens from each chunk's end, where few queries have seen it, it has more than most; the other tests' local
+    tokens never have."""
     q, k, v, lengths = inputs((32 * 4, [32 * 4], 4, 2, 16, SMALL), seed=1)
     direction = randn(16, seed=8)
     direction /= direction.norm()
@@ -186,10 +213,15 @@ def test_a_local_token_with_the_most_mass_is_kept_once(run):
     q += 40 * direction
     k[:, :, 30::32] = 3 * direction
     _, kept = run(q, k, v, lengths, SMALL)
-    assert (kept.mass[0, :, 30] > kept.mass[0, :, :24].sort(-1, descending=True).values[:, 11]).all()  # heavy enough for a place
+    # heavy enough for a place
+    assert (kept.mass[0, :, 30] > kept.mass[0, :, :24].sort(-1, descending=True).values[:, 11]).all()
     for i in (1, 2, 3):
         for positions in kept.positions[i, 0].tolist():
-            assert len(set(positions)) == 20 and positions == sorted(positions) and positions[-8:] == list(range(32 * i - 8, 32 * i))
+            assert (
+                len(set(positions)) == 20
+                and positions == sorted(positions)
+                and positions[-8:] == list(range(32 * i - 8, 32 * i))
+            )
             assert positions.count(32 * i - 2) == 1 and set(range(30, 32 * i, 32)) <= set(positions)
 
 
@@ -231,12 +263,21 @@ def test_bf16_is_close_to_the_definition(run):
     assert distance(out[0], definition(q[0], k[0], v[0], 150, SMALL, 0.25, sets)[0]) < 6e-3
 
 
-@pytest.mark.parametrize("change,message", [
-    (dict(start=16), "multiple of the chunk"), (dict(start=32), "without a memory"), (dict(scale=-1.0), "positive number"),
-    (dict(lengths=torch.tensor([150], dtype=torch.int32)), "int64"), (dict(k=torch.zeros(1, 2, 100, 16)), "a cache of 100"),
-    (dict(k=torch.zeros(1, 3, 160, 16)), "KV dividing H"), (dict(k=torch.zeros(1, 2, 160, 16).bfloat16()), "one type"),
-    (dict(dtype=torch.float16), "float16"), (dict(memory=True), "with a memory"),
-], ids=lambda v: v if isinstance(v, str) else next(iter(v)))
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(start=16), "multiple of the chunk"),
+        (dict(start=32), "without a memory"),
+        (dict(scale=-1.0), "positive number"),
+        (dict(lengths=torch.tensor([150], dtype=torch.int32)), "int64"),
+        (dict(k=torch.zeros(1, 2, 100, 16)), "a cache of 100"),
+        (dict(k=torch.zeros(1, 3, 160, 16)), "KV dividing H"),
+        (dict(k=torch.zeros(1, 2, 160, 16).bfloat16()), "one type"),
+        (dict(dtype=torch.float16), "float16"),
+        (dict(memory=True), "with a memory"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else next(iter(v)),
+)
 def test_what_is_refused(change, message):
     q, k, v, lengths = inputs(CASES["four chunks and a partial one"])
     if "dtype" in change:
@@ -245,8 +286,17 @@ def test_what_is_refused(change, message):
     k, v = (change["k"].to(DEVICE),) * 2 if "k" in change else (k, v)
     memory = Memory(*(torch.zeros(2, 1, 2, 20, device=DEVICE),) * 4) if "memory" in change else None
     with pytest.raises(UnsupportedInput, match=message):
-        chunked_prefill(q, k, v, change.get("start", 0), change.get("lengths", lengths).to(DEVICE), SMALL, change.get("scale", 0.25), memory,
-                        backend="triton")
+        chunked_prefill(
+            q,
+            k,
+            v,
+            change.get("start", 0),
+            change.get("lengths", lengths).to(DEVICE),
+            SMALL,
+            change.get("scale", 0.25),
+            memory,
+            backend="triton",
+        )
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (32, 40, 2), (32, -1, 4), (32, 0, 0)], ids=str)
@@ -261,7 +311,9 @@ def test_a_row_that_goes_on_inside_a_chunk_is_refused():
         chunked_prefill(q[:, :40], k, v, 0, lengths, SMALL, 0.25)
 
 
-@pytest.mark.parametrize("size,apart", [(1.0, 0.0), (100.0, 0.0), (5.0, 190.0)], ids=["small logits", "logits of ±100", "−100 beside 100"])
+@pytest.mark.parametrize(
+    "size,apart", [(1.0, 0.0), (100.0, 0.0), (5.0, 190.0)], ids=["small logits", "logits of ±100", "−100 beside 100"]
+)
 def test_fusion_is_one_softmax_over_the_union_in_either_order(size, apart):
     s, v = (torch.rand(3, 7, 50, generator=torch.Generator().manual_seed(1)) * 2 - 1) * size, torch.randn(3, 50, 16)
     s += apart * (torch.arange(50) < 20) - apart / 2
@@ -282,12 +334,17 @@ def test_selection_breaks_ties_by_position():
 
 
 def best_by_its_own_scores(kept: Memory, i: int, b: int, head: int, c: Chunking) -> bool:
-    """Whether memory i holds the local tokens, and no token that was left out has more than the heavy ones that were kept."""
+    """Whether memory i holds the local tokens, and no token that was left out has more than the heavy ones that were
+    kept."""
     now, before = (set(kept.positions[n, b, head].tolist()) - {-1} for n in (i, i - 1))
     new = torch.arange((i - 1) * c.chunk, i * c.chunk - c.local, device=DEVICE)
     dropped = [kept.mass[b, head, t] for t in new.tolist() if t not in now]
-    dropped += [score for t, score in zip(kept.positions[i - 1, b, head].tolist(), kept.scores[i - 1, b, head]) if before and t not in now]
-    heavy, local = kept.scores[i, b, head, :c.heavy], range(i * c.chunk - c.local, i * c.chunk)
+    dropped += [
+        score
+        for t, score in zip(kept.positions[i - 1, b, head].tolist(), kept.scores[i - 1, b, head])
+        if before and t not in now
+    ]
+    heavy, local = kept.scores[i, b, head, : c.heavy], range(i * c.chunk - c.local, i * c.chunk)
     return len(now) == c.memory and now >= set(local) and (not c.heavy or max(dropped) <= heavy.min())
 
 
@@ -296,7 +353,11 @@ def test_nothing_that_was_left_out_had_more(run, name):
     case = CASES[name]
     _, kept = run(*inputs(case, seed=4), case[-1])
     for b, n in enumerate(case[1]):
-        assert all(best_by_its_own_scores(kept, i, b, head, case[-1]) for i in range(1, case[-1].chunks(n)) for head in range(case[3]))
+        assert all(
+            best_by_its_own_scores(kept, i, b, head, case[-1])
+            for i in range(1, case[-1].chunks(n))
+            for head in range(case[3])
+        )
 
 
 @pytest.mark.parametrize("memory", [244, 256, 257])
@@ -313,6 +374,7 @@ def test_memories_about_as_large_as_are_attended_to_at_once(memory):
 def test_where_a_memory_is_attended_to_at_once(monkeypatch):
     def columns(memory, D=128, capability=(9, 0), fp32=False):
         return kernels.tiles(fp32, D, Chunking(512, 64, memory - 64), capability).memory.columns
+
     if kernels.interpreting():
         assert columns(256, 16, (0, 0), True) == 256 and columns(257, 16, (0, 0), True) < 257
     monkeypatch.setattr(kernels, "interpreting", lambda: False)
@@ -323,30 +385,46 @@ def test_where_a_memory_is_attended_to_at_once(monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("H,KV,D,T,c", [
-    (32, 8, 128, 4096, Chunking(512, 64, 192)), (28, 4, 128, 4000, Chunking(512, 64, 180)), (14, 2, 64, 4196, Chunking(512, 0, 100)),
-    (32, 8, 128, 8192, Chunking(2048, 256, 768)), (28, 4, 128, 6500, Chunking(1024, 128, 383)),
-    (14, 2, 64, 8292, Chunking(4096, 512, 1536)), (32, 8, 128, 4096, Chunking(1536, 100, 412))], ids=str)
+@pytest.mark.parametrize(
+    "H,KV,D,T,c",
+    [
+        (32, 8, 128, 4096, Chunking(512, 64, 192)),
+        (28, 4, 128, 4000, Chunking(512, 64, 180)),
+        (14, 2, 64, 4196, Chunking(512, 0, 100)),
+        (32, 8, 128, 8192, Chunking(2048, 256, 768)),
+        (28, 4, 128, 6500, Chunking(1024, 128, 383)),
+        (14, 2, 64, 8292, Chunking(4096, 512, 1536)),
+        (32, 8, 128, 4096, Chunking(1536, 100, 412)),
+    ],
+    ids=str,
+)
 def test_production_shapes(H, KV, D, T, c):
     lengths = torch.tensor([T, T - 700], device="cuda")
-    q, k, v = (torch.randn(2, *s, device="cuda", dtype=torch.bfloat16) for s in ((T, H, D), (KV, T + 60, D), (KV, T + 60, D)))
+    q, k, v = (
+        torch.randn(2, *s, device="cuda", dtype=torch.bfloat16) for s in ((T, H, D), (KV, T + 60, D), (KV, T + 60, D))
+    )
     for b, n in enumerate(lengths.tolist()):
         k[b, :, n:], v[b, :, n:] = float("nan"), float("nan")
-    call = lambda: chunked_prefill(q, k, v, 0, lengths, c, D ** -0.5, backend="triton")
+    call = lambda: chunked_prefill(q, k, v, 0, lengths, c, D**-0.5, backend="triton")
     out, kept = graphed(call)
     assert out.isfinite().all()
     for b, n in enumerate(lengths.tolist()):
         for head in range(KV):  # each softmax by itself: the mask of all heads would not fit
             one = slice(head * (H // KV), head * (H // KV) + 1)
-            sets = {i: kept.positions[i, b, head:head + 1].tolist() for i in range(1, c.chunks(n))}
-            wanted = definition(q[b, :, one], k[b, head:head + 1], v[b, head:head + 1], n, c, D ** -0.5, sets)[0]
+            sets = {i: kept.positions[i, b, head : head + 1].tolist() for i in range(1, c.chunks(n))}
+            wanted = definition(q[b, :, one], k[b, head : head + 1], v[b, head : head + 1], n, c, D**-0.5, sets)[0]
             assert distance(out[b, :n, one], wanted) < 5e-3
-    wanted, theirs = chunked_prefill(q[:1], k[:1], v[:1], 0, lengths[:1], c, D ** -0.5)
+    wanted, theirs = chunked_prefill(q[:1], k[:1], v[:1], 0, lengths[:1], c, D**-0.5)
     assert torch.allclose(kept.mass[0], theirs.mass[0], rtol=1e-3)
     assert torch.allclose(*(memory.scores[1, 0].sort(-1).values for memory in (kept, theirs)), rtol=1e-3)
-    assert torch.equal(kept.updates, torch.tensor([[c.chunks(T) - 1] * KV, [c.chunks(T - 700) - 1] * KV], device="cuda"))
+    assert torch.equal(
+        kept.updates, torch.tensor([[c.chunks(T) - 1] * KV, [c.chunks(T - 700) - 1] * KV], device="cuda")
+    )
     for i in range(1, c.chunks(T)):
         for head in range(KV):
             assert best_by_its_own_scores(kept, i, 0, head, c)
     again = [call() for _ in range(20)]
-    assert all(torch.equal(out, o) and torch.equal(kept.positions, m.positions) and torch.equal(kept.scores, m.scores) for o, m in again)
+    assert all(
+        torch.equal(out, o) and torch.equal(kept.positions, m.positions) and torch.equal(kept.scores, m.scores)
+        for o, m in again
+    )

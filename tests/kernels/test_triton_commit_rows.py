@@ -1,19 +1,21 @@
-"""The end of a round: the reference against examples written by hand, and Triton's against the reference, bit for bit."""
+"""The end of a round: the reference against examples written by hand, and Triton's against the reference, bit for
+bit."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4.kernels import commit_rows
+from dsv4.kernels.commit_rows import HEAD, SIZE, reference
+from dsv4.kernels.commit_rows import triton as triton_kernels
+from dsv4.kernels.errors import UnsupportedInput
 from dsv4.speculation import ring
-from kernels import commit_rows
-from kernels.commit_rows import HEAD, SIZE, reference
-from kernels.commit_rows import triton as triton_kernels
-from kernels.errors import UnsupportedInput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("where", [reference, triton_kernels], ids=["reference", "triton"])
-GUARD = 8000  # elements behind each tensor that nobody may write: more than a round beyond the log's or the ring's end would
+# elements behind each tensor that nobody may write: more than a round beyond the log's or the ring's end would
+GUARD = 8000
 STATE = ("token", "left", "written", "done", "out", "log", "round")
 gpu = pytest.mark.gpu
 
@@ -23,9 +25,12 @@ def ints(*values):
 
 
 class State:
-    """What rounds hold for B rows, each tensor at the front of a buffer that is compared to its end. left, written, token, done: lists."""
+    """What rounds hold for B rows, each tensor at the front of a buffer that is compared to its end. left, written,
+    token, done: lists."""
 
-    def __init__(self, room, tokens, left, written=None, token=None, done=None, number=0, entries=4, rounds=3, stops=(-1,)):
+    def __init__(
+        self, room, tokens, left, written=None, token=None, done=None, number=0, entries=4, rounds=3, stops=(-1,)
+    ):
         B = len(left)
         self.room, self.stops, self.buffers = room, ints(*stops), {}
         self.put("token", torch.tensor(token or [50 + b for b in range(B)]))
@@ -39,10 +44,12 @@ class State:
         self.put("records", -5000 - torch.arange(rounds * B * (HEAD + tokens)).view(rounds, B, -1))
 
     def put(self, name, value):
-        buffer = torch.full((value.numel() + GUARD,), True if value.dtype is torch.bool else -99, dtype=value.dtype, device=DEVICE)
-        buffer[:value.numel()] = value.flatten()
+        buffer = torch.full(
+            (value.numel() + GUARD,), True if value.dtype is torch.bool else -99, dtype=value.dtype, device=DEVICE
+        )
+        buffer[: value.numel()] = value.flatten()
         self.buffers[name] = buffer
-        setattr(self, name, buffer[:value.numel()].view(value.shape))
+        setattr(self, name, buffer[: value.numel()].view(value.shape))
 
     def commit(self, where, chosen, accepted, proposed):
         return where.commit(chosen, accepted, proposed, self.stops, self.room, *(getattr(self, name) for name in STATE))
@@ -63,10 +70,17 @@ def same(got, wanted):
 
 
 def example():
-    """Rows: all drafts stay; left runs out in the middle; a stop in the middle; done before; a stop behind what stays; nothing left;
-    the last place is a stop and the last token that was left."""
-    state = State(6, 3, left=[5, 1, 4, 3, 4, 0, 3], written=[1, 5, 2, 3, 0, 6, 3], done=[False, False, False, True, False, False, False],
-                  number=2, stops=(7, 9))
+    """Rows: all drafts stay; left runs out in the middle; a stop in the middle; done before; a stop behind what stays;
+    nothing left; the last place is a stop and the last token that was left."""
+    state = State(
+        6,
+        3,
+        left=[5, 1, 4, 3, 4, 0, 3],
+        written=[1, 5, 2, 3, 0, 6, 3],
+        done=[False, False, False, True, False, False, False],
+        number=2,
+        stops=(7, 9),
+    )
     chosen = ints([1, 2, 3], [4, 5, 6], [8, 9, 7], [11, 7, 12], [13, 7, 9], [7, 15, 16], [17, 18, 7])
     return state, chosen, ints(2, 2, 2, 2, 0, 1, 2), ints(2, 2, 3, 0, 2, 1, 4)
 
@@ -81,13 +95,15 @@ def test_commit_of_an_example(where):
     assert state.left.tolist() == [2, 0, 2, 3, 3, 0, 0]
     assert state.written.tolist() == [4, 6, 4, 3, 1, 6, 6]
     assert state.done.tolist() == [False, True, True, True, False, True, True]
-    assert state.out.tolist() == [[-1, 1, 2, 3, -5, -6, -7, -8, -9],
-                                  [-10, -11, -12, -13, -14, 4, -16, 5, 6],
-                                  [-19, -20, 8, 9, -23, -24, -25, -26, 7],
-                                  [-28, -29, -30, -31, -32, -33, 11, 7, 12],
-                                  [13, -38, -39, -40, -41, -42, -43, 7, 9],
-                                  [-46, -47, -48, -49, -50, -51, 7, 15, 16],
-                                  [-55, -56, -57, 17, 18, 7, -61, -62, -63]]
+    assert state.out.tolist() == [
+        [-1, 1, 2, 3, -5, -6, -7, -8, -9],
+        [-10, -11, -12, -13, -14, 4, -16, 5, 6],
+        [-19, -20, 8, 9, -23, -24, -25, -26, 7],
+        [-28, -29, -30, -31, -32, -33, 11, 7, 12],
+        [13, -38, -39, -40, -41, -42, -43, 7, 9],
+        [-46, -47, -48, -49, -50, -51, 7, 15, 16],
+        [-55, -56, -57, 17, 18, 7, -61, -62, -63],
+    ]
     assert state.log[2].tolist() == [[2, 2, 3, 0, 2, 1, 4], [2, 1, 2, 0, 0, 0, 2], [3, 1, 2, 0, 1, 0, 3]]
     assert torch.equal(state.log[[0, 1, 3]], before["log"][:84].view(4, 3, 7)[[0, 1, 3]]) and state.round.item() == 2
     assert all(torch.equal(a, b) for a, b in zip((chosen, accepted, proposed, state.stops), read))
@@ -100,8 +116,13 @@ def test_record_of_an_example(where):
     before = state.kept()
     state.record(where, chosen, count, ints(8, 3, 2, 2, 4), ints(6, 8, 8, 1, 8))
     assert state.sizes.tolist() == [4, 0, 0, 1, 4] and state.round.item() == 8
-    assert state.records[1].tolist() == [[7, 3, 4, 0, 1, 2, 3, 0], [7, 1, 0, 0, 4, 5, 6, 0], [7, 2, 0, 1, 7, 8, 9, 0],
-                                         [7, 0, 1, 1, 10, 11, 12, 0], [7, 3, 4, 0, 13, 14, 15, 0]]
+    assert state.records[1].tolist() == [
+        [7, 3, 4, 0, 1, 2, 3, 0],
+        [7, 1, 0, 0, 4, 5, 6, 0],
+        [7, 2, 0, 1, 7, 8, 9, 0],
+        [7, 0, 1, 1, 10, 11, 12, 0],
+        [7, 3, 4, 0, 13, 14, 15, 0],
+    ]
     assert torch.equal(state.records[[0, 2]], before["records"][:120].view(3, 5, 8)[[0, 2]])
     same({name: state.buffers[name] for name in ("left", "done")}, {name: before[name] for name in ("left", "done")})
 
@@ -130,7 +151,10 @@ def test_a_ring_goes_round(number, where):
 @pytest.mark.parametrize("ahead,rounds", [(1, 1), (1, 3), (2, 2), (2, 4), (3, 3), (4, 4), (4, 7)], ids=str)
 def test_sizes_are_those_that_were_decided_so_many_rounds_before(ahead, rounds, where):
     """And no more than is offered and left by then. Those of the first rounds are there before."""
-    first, wanted = [[8 - n, 1 + n] for n in range(ahead)], [[7, 2], [0, 8], [3, 3], [8, 0], [5, 6], [1, 7], [4, 4], [2, 5]]
+    first, wanted = (
+        [[8 - n, 1 + n] for n in range(ahead)],
+        [[7, 2], [0, 8], [3, 3], [8, 0], [5, 6], [1, 7], [4, 4], [2, 5]],
+    )
     state = State(90, 2, left=[60, 9], rounds=rounds)
     for n, sizes in enumerate(first):
         state.records[(n - ahead) % rounds, :, SIZE] = ints(*sizes)
@@ -182,13 +206,24 @@ def test_tokens_that_are_0_stop_where_0_is_a_stop_and_padding_does_not():
 
 
 def random_state(B, T, tokens, stops, seed):
-    """Rows of which some are done and some have next to nothing left; the first rounds are the last that the log has entries for."""
+    """Rows of which some are done and some have next to nothing left; the first rounds are the last that the log has
+    entries for."""
     g, room = torch.Generator().manual_seed(seed), 5 * T + 3
     draw = lambda low, high: torch.randint(low, high, (B,), generator=g)
     left = torch.where(draw(0, 4) == 0, draw(0, T + 1), draw(2 * T, 4 * T + 1))
     written = torch.minimum(draw(0, room), room - left)
-    return State(room, tokens, left.tolist(), written.tolist(), (100 + draw(0, 50)).tolist(), (draw(0, 5) == 0).tolist(), number=2, entries=4,
-                 rounds=3, stops=stops)
+    return State(
+        room,
+        tokens,
+        left.tolist(),
+        written.tolist(),
+        (100 + draw(0, 50)).tolist(),
+        (draw(0, 5) == 0).tolist(),
+        number=2,
+        entries=4,
+        rounds=3,
+        stops=stops,
+    )
 
 
 def random_round(B, T, seed):
@@ -292,31 +327,68 @@ def damaged(operation, name, change):
     """The operation's arguments for three rows of two tokens, one of them changed, and what takes them by name."""
     state, rows = State(4, 2, left=[4, 4, 4]), lambda: ints(1, 1, 1)
     shared = {"chosen": ints([1, 2], [3, 4], [5, 6]), **{key: getattr(state, key) for key in ("left", "done", "round")}}
-    own = {"commit": {"accepted": rows(), "proposed": rows(), "stops": state.stops, "room": 4,
-                      **{key: getattr(state, key) for key in ("token", "written", "out", "log")}},
-           "record": {"count": rows(), "wanted": rows(), "offered": rows(), "sizes": state.sizes, "records": state.records}}
+    own = {
+        "commit": {
+            "accepted": rows(),
+            "proposed": rows(),
+            "stops": state.stops,
+            "room": 4,
+            **{key: getattr(state, key) for key in ("token", "written", "out", "log")},
+        },
+        "record": {
+            "count": rows(),
+            "wanted": rows(),
+            "offered": rows(),
+            "sizes": state.sizes,
+            "records": state.records,
+        },
+    }
     given = shared | own[operation]
     return given | {name: change(given[name])}
 
 
-OF_BOTH = [("commit", "token", lambda x: x.int()), ("commit", "done", lambda x: x.long()), ("commit", "chosen", lambda x: x.unsqueeze(0)),
-           ("commit", "accepted", lambda x: x[:2]), ("commit", "log", lambda x: x[:, :2]), ("commit", "log", lambda x: x[:0]),
-           ("commit", "stops", lambda x: x[:0]), ("commit", "round", lambda x: x[0]), ("commit", "out", lambda x: x[:, :5].contiguous()),
-           ("commit", "room", lambda x: 5), ("commit", "room", lambda x: -1), ("commit", "chosen", lambda x: x[:, :0]),
-           ("record", "wanted", lambda x: x.int()), ("record", "offered", lambda x: x[0]), ("record", "done", lambda x: x.byte()),
-           ("record", "records", lambda x: x[..., :5].contiguous()), ("record", "records", lambda x: x[:, :2].contiguous()),
-           ("record", "count", lambda x: x.float())]
+OF_BOTH = [
+    ("commit", "token", lambda x: x.int()),
+    ("commit", "done", lambda x: x.long()),
+    ("commit", "chosen", lambda x: x.unsqueeze(0)),
+    ("commit", "accepted", lambda x: x[:2]),
+    ("commit", "log", lambda x: x[:, :2]),
+    ("commit", "log", lambda x: x[:0]),
+    ("commit", "stops", lambda x: x[:0]),
+    ("commit", "round", lambda x: x[0]),
+    ("commit", "out", lambda x: x[:, :5].contiguous()),
+    ("commit", "room", lambda x: 5),
+    ("commit", "room", lambda x: -1),
+    ("commit", "chosen", lambda x: x[:, :0]),
+    ("record", "wanted", lambda x: x.int()),
+    ("record", "offered", lambda x: x[0]),
+    ("record", "done", lambda x: x.byte()),
+    ("record", "records", lambda x: x[..., :5].contiguous()),
+    ("record", "records", lambda x: x[:, :2].contiguous()),
+    ("record", "count", lambda x: x.float()),
+]
 
 
 @BOTH
-@pytest.mark.parametrize("operation,name,change", OF_BOTH, ids=[f"{operation} {name} {i}" for i, (operation, name, _) in enumerate(OF_BOTH)])
+@pytest.mark.parametrize(
+    "operation,name,change", OF_BOTH, ids=[f"{operation} {name} {i}" for i, (operation, name, _) in enumerate(OF_BOTH)]
+)
 def test_what_is_not_taken_is_named(operation, name, change, where):
     with pytest.raises(UnsupportedInput, match=f"commit_rows.{operation}: {'out' if name == 'room' else name} "):
         getattr(where, operation)(**damaged(operation, name, change))
 
 
-@pytest.mark.parametrize("operation,name", [("commit", "token"), ("commit", "log"), ("commit", "out"), ("commit", "done"),
-                                            ("record", "sizes"), ("record", "records")])
+@pytest.mark.parametrize(
+    "operation,name",
+    [
+        ("commit", "token"),
+        ("commit", "log"),
+        ("commit", "out"),
+        ("commit", "done"),
+        ("record", "sizes"),
+        ("record", "records"),
+    ],
+)
 def test_what_the_kernels_update_must_be_contiguous(operation, name):
     with pytest.raises(UnsupportedInput, match=f"{name} is updated in place"):
         getattr(triton_kernels, operation)(**damaged(operation, name, lambda x: torch.stack((x, x), -1)[..., 0]))

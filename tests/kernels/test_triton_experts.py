@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from kernels.errors import UnsupportedInput
-from kernels.experts import reference, triton as gpu, triton_many, triton_order, triton_stream
-from kernels.experts.reference import expert
-from kernels.linear import triton as linear_gpu, triton_streams
-from kernels.quantize import PackedWeight, to_float
-from kernels.quantize.reference import simulate_fp8_blocks
-from kernels.router import triton as router_gpu
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.experts import reference, triton_many, triton_order, triton_stream
+from dsv4.kernels.experts import triton as gpu
+from dsv4.kernels.experts.reference import expert
+from dsv4.kernels.linear import triton as linear_gpu
+from dsv4.kernels.linear import triton_streams
+from dsv4.kernels.quantize import PackedWeight, to_float
+from dsv4.kernels.quantize.reference import simulate_fp8_blocks
+from dsv4.kernels.router import triton as router_gpu
 from tests.kernels.products import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
 from tests.kernels.ptx import compiled
 
@@ -27,13 +29,20 @@ def stack(E: int, O: int, K: int, form: str, parts: int, seed: int = 0) -> Packe
         if getattr(first, field) is None:
             return None
         raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-        return torch.stack([torch.cat([raw(getattr(p, field)) for p in w]) for w in made]).view(getattr(first, field).dtype)
+        return torch.stack([torch.cat([raw(getattr(p, field)) for p in w]) for w in made]).view(
+            getattr(first, field).dtype
+        )
+
     return PackedWeight(first.format, join("weight"), join("scale"), join("global_scale"), first.block)
 
 
 def choices(N: int, k: int, E: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    indices = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(N)]) if N else torch.empty(0, k, dtype=torch.int64)
+    indices = (
+        torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(N)])
+        if N
+        else torch.empty(0, k, dtype=torch.int64)
+    )
     return indices.to(DEVICE), torch.rand(N, k, generator=g).to(DEVICE)
 
 
@@ -68,13 +77,21 @@ def tolerance(dtype: torch.dtype, simulate: bool) -> float:
 
 
 CASES = [(form, False) for form in FORMATS] + [(form, True) for form in QUANTISED]
-SOME = [("mxfp4", True), ("nvfp4", False), ("dense bf16", False), ("fp8", True)]  # whose tiles the interpreter takes time for
+# whose tiles the interpreter takes time for
+SOME = [("mxfp4", True), ("nvfp4", False), ("dense bf16", False), ("fp8", True)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N,k,d,form,simulate", [
-    *((1, 2, 64, *case) for case in (CASES if CUDA else SOME)), *((3, 2, 32, *case) for case in (CASES if CUDA else SOME[:3])),
-    *((18, 2, 32, *case) for case in CASES), (3, 2, 160, "mxfp4", True)], ids=str)
+@pytest.mark.parametrize(
+    "N,k,d,form,simulate",
+    [
+        *((1, 2, 64, *case) for case in (CASES if CUDA else SOME)),
+        *((3, 2, 32, *case) for case in (CASES if CUDA else SOME[:3])),
+        *((18, 2, 32, *case) for case in CASES),
+        (3, 2, 160, "mxfp4", True),
+    ],
+    ids=str,
+)
 def test_experts(dtype, N, k, d, form, simulate):
     E, I = 3, 128 if CUDA or N == 1 and form == "fp8" else 40 if form.startswith("dense") else 32
     x, (indices, routing) = randn(N, d).to(dtype), choices(N, k, E)
@@ -120,8 +137,10 @@ def test_shared_expert(form, simulate, N):
 
 
 @pytest.mark.parametrize("N", [1, 4, 24])
-@pytest.mark.parametrize("form,shared_form,simulate", [
-    ("mxfp4", "fp8", True), ("mxfp4", "fp8", False), ("dense bf16", "dense bf16", False), ("nvfp4", "mxfp4", False)])
+@pytest.mark.parametrize(
+    "form,shared_form,simulate",
+    [("mxfp4", "fp8", True), ("mxfp4", "fp8", False), ("dense bf16", "dense bf16", False), ("nvfp4", "mxfp4", False)],
+)
 def test_moe(form, shared_form, simulate, N):
     E, d, I, k = 3, 32, 32, 2
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
@@ -164,8 +183,10 @@ def test_what_is_refused():
         gpu.experts(randn(1, 32), indices, routing, w13, w2, LIMIT, False)
 
 
-@pytest.mark.parametrize("N,k,E,T,few", [
-    (1, 4, 9, 8, 512), (7, 3, 5, 8, 512), (50, 4, 6, 16, 512), (50, 4, 6, 16, 0), (9, 2, 20, 8, 0), (33, 2, 3, 32, 0)])
+@pytest.mark.parametrize(
+    "N,k,E,T,few",
+    [(1, 4, 9, 8, 512), (7, 3, 5, 8, 512), (50, 4, 6, 16, 512), (50, 4, 6, 16, 0), (9, 2, 20, 8, 0), (33, 2, 3, 32, 0)],
+)
 def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
     monkeypatch.setattr(triton_order, "FEW", few)
     indices, _ = choices(N, k, E, seed=N) if k <= E else None
@@ -180,7 +201,7 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
     for b in range(int(table[0])):
         e, first, count = (int(table[1 + i * blocks + b]) for i in range(3))
         if e >= 0:
-            assert 1 <= count <= T and first == place and (flat[first:first + count] == e).all()
+            assert 1 <= count <= T and first == place and (flat[first : first + count] == e).all()
             found.append(e)
             place += count
     assert place == N * k and found == sorted(found)
@@ -204,7 +225,8 @@ def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
 
 @pytest.mark.parametrize("N", [2, 5, 16])
 def test_a_token_among_a_few_has_the_bits_that_it_has_alone(N, monkeypatch):
-    """A pass that verifies drafts is compared with steps of one token. Large products cancel, so that the order of sums is seen."""
+    """A pass that verifies drafts is compared with steps of one token. Large products cancel, so that the order of sums
+    is seen."""
     if not CUDA:
         compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
     E, d, I, k = 3, 128, 64, 2
@@ -222,12 +244,13 @@ def test_a_token_among_a_few_has_the_bits_that_it_has_alone(N, monkeypatch):
 
 def flash(E: int, form: str, shared_form: str):
     g = torch.Generator("cuda").manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, device="cuda", generator=g) * shape[-1]**-0.5
+    make = lambda *shape: torch.randn(*shape, device="cuda", generator=g) * shape[-1] ** -0.5
     some = [pack(make(4096, 4096), form) for _ in range(3)], [pack(make(4096, 2048), form) for _ in range(3)]
     raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
     def put(ws, i):
         return None if ws[0][i] is None else torch.stack([raw(ws[e % 3][i]) for e in range(E)]).view(ws[0][i].dtype)
+
     w13, w2 = (PackedWeight(ws[0].format, *(put(ws, i) for i in (1, 2, 3)), ws[0].block) for ws in some)
     return w13, w2, tuple(pack(make(*shape), shared_form) for shape in ((2048, 4096), (2048, 4096), (4096, 2048)))
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.errors import UnsupportedInput
-from kernels.fusions import compositions
-from kernels.fusions.triton_compress import pool_entries
-from kernels.fusions.triton_heads import index_queries, latent, query_heads
-from kernels.operations import OPERATIONS
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.fusions import compositions
+from dsv4.kernels.fusions.triton_compress import pool_entries
+from dsv4.kernels.fusions.triton_heads import index_queries, latent, query_heads
+from dsv4.kernels.operations import OPERATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = SimpleNamespace(**{name: op.implementations["reference"] for name, op in OPERATIONS.items()})
@@ -21,8 +21,10 @@ gpu = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fresh buffers hold NaN: a kernel that reads what it has not written shows it."""
+
     def filled(make):
         return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
+
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
@@ -39,9 +41,10 @@ def turns(n, half, seed=0):
 def close(got, wanted, simulated=False):
     """fp32 to rounding; bf16 and simulated values equal but for flips.
 
-    The kernels add in another order, so fp32 values differ by an ulp or so, and a value at a tie of the next rounding may go
-    the other way: of bf16 with a chance near 2^−24 / 2^−9. A flip before the simulation moves a value of the grid by at most a
-    step (E4M3: 2^−3 of it, E2M1: half), and a whole block only if it moved the block's largest value over a power of two.
+    The kernels add in another order, so fp32 values differ by an ulp or so, and a value at a tie of the next rounding
+    may go the other way: of bf16 with a chance near 2^−24 / 2^−9. A flip before the simulation moves a value of the
+    grid by at most a step (E4M3: 2^−3 of it, E2M1: half), and a whole block only if it moved the block's largest value
+    over a power of two.
     """
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
     if not got.numel():
@@ -77,7 +80,10 @@ def test_query_heads_of_a_wider_buffer():
     one = randn(3, 2, 64)
     close(query_heads(one.clone(), cis[:1], EPS), compositions.query_heads(REFERENCE, one.clone(), cis[:1], EPS))
     many = randn(820, 5, 16)  # rows enough for several a program
-    close(query_heads(many.clone(), turns(820, 4), EPS), compositions.query_heads(REFERENCE, many.clone(), turns(820, 4), EPS))
+    close(
+        query_heads(many.clone(), turns(820, 4), EPS),
+        compositions.query_heads(REFERENCE, many.clone(), turns(820, 4), EPS),
+    )
 
 
 @pytest.mark.parametrize("tokens,D,half", [(5, 64, 16), (2, 512, 32), (3, 96, 16), (2, 200, 8), (1, 32, 16)])
@@ -92,7 +98,7 @@ def test_latent(tokens, D, half, simulate, dtype):
         close(got, compositions.latent(REFERENCE, kv, weight, EPS, cis, simulate), simulate)
     else:  # nothing is left to simulate
         close(got, compositions.latent(REFERENCE, kv, weight, EPS, cis, False))
-    wide = randn(tokens, D + 24, dtype=dtype)[:, 8:D + 8]
+    wide = randn(tokens, D + 24, dtype=dtype)[:, 8 : D + 8]
     weight = weight.float()
     close(latent(wide, weight, EPS, cis, False), compositions.latent(REFERENCE, wide.clone(), weight, EPS, cis, False))
 
@@ -102,7 +108,11 @@ def test_latent(tokens, D, half, simulate, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_index_queries(tokens, heads, D, half, simulate, dtype):
     q, cis = randn(tokens, heads, D, dtype=dtype), turns(tokens, half)
-    close(index_queries(q.clone(), cis, simulate), compositions.index_queries(REFERENCE, q.clone(), cis, simulate), simulate)
+    close(
+        index_queries(q.clone(), cis, simulate),
+        compositions.index_queries(REFERENCE, q.clone(), cis, simulate),
+        simulate,
+    )
 
 
 def test_simulated_values_lie_on_their_grids():
@@ -144,14 +154,28 @@ def windows(M, S, R, seed=0):
     return slots.to(DEVICE)
 
 
-@pytest.mark.parametrize("M,S,overlap,D,half", [(3, 8, 2, 64, 16), (2, 128, 1, 64, 16), (2, 40, 1, 96, 16), (1, 8, 2, 512, 32),
-                                                (4, 1, 1, 64, 8), (2, 6, 2, 32, 8)])
+@pytest.mark.parametrize(
+    "M,S,overlap,D,half",
+    [
+        (3, 8, 2, 64, 16),
+        (2, 128, 1, 64, 16),
+        (2, 40, 1, 96, 16),
+        (1, 8, 2, 512, 32),
+        (4, 1, 1, 64, 8),
+        (2, 6, 2, 32, 8),
+    ],
+)
 @pytest.mark.parametrize("simulate", [None, "kv", "key"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pool_entries(M, S, overlap, D, half, simulate, dtype):
     if simulate == "key" and D & (D - 1):
         pytest.skip("the Hadamard transform needs a power of two")
-    pool, slots, weight, cis = randn(50, 2 * overlap * D), windows(M, S, 50), randn(D, dtype=dtype, seed=1), turns(M, half)
+    pool, slots, weight, cis = (
+        randn(50, 2 * overlap * D),
+        windows(M, S, 50),
+        randn(D, dtype=dtype, seed=1),
+        turns(M, half),
+    )
     args = slots, overlap, dtype, weight, EPS, cis, simulate
     got = pool_entries(pool, *args)
     close(got, compositions.pool_entries(REFERENCE, pool, *args), simulate is not None)
@@ -159,7 +183,8 @@ def test_pool_entries(M, S, overlap, D, half, simulate, dtype):
     seen[slots[slots >= 0]] = True
     pool[~seen] = float("nan")
     assert torch.equal(pool_entries(pool, *args), got)
-    assert torch.equal(pool_entries(torch.cat((pool, pool), 1)[:, pool.shape[1]:], *args), got)  # rows of a wider buffer
+    # rows of a wider buffer
+    assert torch.equal(pool_entries(torch.cat((pool, pool), 1)[:, pool.shape[1] :], *args), got)
     assert torch.equal(pool_entries(pool, slots.t().contiguous().t(), *args[1:]), got)
 
 
@@ -171,14 +196,21 @@ def test_an_absent_window_is_zero_and_dead_ones_are_not_computed():
     for simulate in (None, "kv", "key"):
         got = pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, simulate)
         assert (got[1] == 0).all() and (got[[0, 2, 3]] != 0).any(1).all()
-        for live in (torch.tensor([True, False, False, True]), torch.tensor([1, 0, 0, 7]),
-                     torch.tensor([2, 9, 0, 9, 0, 9, 1, 9], dtype=torch.int32)[::2]):
+        for live in (
+            torch.tensor([True, False, False, True]),
+            torch.tensor([1, 0, 0, 7]),
+            torch.tensor([2, 9, 0, 9, 0, 9, 1, 9], dtype=torch.int32)[::2],
+        ):
             kept = pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, simulate, live.to(DEVICE))
             assert torch.equal(kept[[0, 3]], got[[0, 3]]) and kept[[1, 2]].isnan().all()  # what the fresh buffer held
 
 
 def test_equal_gates_give_the_mean_and_large_ones_do_not_overflow():
-    pool, cis, ones = randn(8, 128), torch.ones(1, 4, dtype=torch.complex64, device=DEVICE), torch.ones(64, device=DEVICE)
+    pool, cis, ones = (
+        randn(8, 128),
+        torch.ones(1, 4, dtype=torch.complex64, device=DEVICE),
+        torch.ones(64, device=DEVICE),
+    )
     for gate in (0.0, 80.0, -3e38, 3e38):
         pool[:, 64:] = gate
         got = pool_entries(pool, torch.arange(8, device=DEVICE)[None], 1, torch.float32, ones, EPS, cis, None)
@@ -199,21 +231,42 @@ def test_pooling_refuses_what_it_cannot_take():
 def runs(tokens, dtype=torch.bfloat16, heads=64, D=512, DI=128, ratio=128):
     """(name, ours, definition, simulated), each a function of no arguments, of a step of `tokens` tokens."""
     half = D // 16
-    q, kv, qi = randn(tokens, heads, D, dtype=dtype), randn(tokens, D, dtype=dtype), randn(tokens, heads, DI, dtype=dtype)
+    q, kv, qi = (
+        randn(tokens, heads, D, dtype=dtype),
+        randn(tokens, D, dtype=dtype),
+        randn(tokens, heads, DI, dtype=dtype),
+    )
     cis, weight, wi = turns(tokens, half), randn(D, dtype=dtype, seed=1), randn(DI, dtype=dtype, seed=1)
     M = max(1, tokens // 4)
     rows, csa, hca, keys = 4 * M + 8, randn(4 * M + 8, 4 * D), randn(2 * ratio, 2 * D), randn(4 * M + 8, 4 * DI)
     late = turns(M, half, 1)
     few = max(1, tokens // ratio)
-    cases = [("query_heads", query_heads, compositions.query_heads, lambda: (q.clone(), cis, EPS), False),
-             ("latent", latent, compositions.latent, lambda: (kv, weight, EPS, cis, True), True),
-             ("index_queries", index_queries, compositions.index_queries, lambda: (qi.clone(), cis, True), True),
-             ("CSA entries", pool_entries, compositions.pool_entries,
-              lambda: (csa, windows(M, 8, rows), 2, dtype, weight, EPS, late, "kv"), True),
-             ("index keys", pool_entries, compositions.pool_entries,
-              lambda: (keys, windows(M, 8, rows), 2, dtype, wi, EPS, late, "key"), True),
-             ("HCA entries", pool_entries, compositions.pool_entries,
-              lambda: (hca, windows(few, ratio, 2 * ratio), 1, dtype, weight, EPS, turns(few, half), "kv"), True)]
+    cases = [
+        ("query_heads", query_heads, compositions.query_heads, lambda: (q.clone(), cis, EPS), False),
+        ("latent", latent, compositions.latent, lambda: (kv, weight, EPS, cis, True), True),
+        ("index_queries", index_queries, compositions.index_queries, lambda: (qi.clone(), cis, True), True),
+        (
+            "CSA entries",
+            pool_entries,
+            compositions.pool_entries,
+            lambda: (csa, windows(M, 8, rows), 2, dtype, weight, EPS, late, "kv"),
+            True,
+        ),
+        (
+            "index keys",
+            pool_entries,
+            compositions.pool_entries,
+            lambda: (keys, windows(M, 8, rows), 2, dtype, wi, EPS, late, "key"),
+            True,
+        ),
+        (
+            "HCA entries",
+            pool_entries,
+            compositions.pool_entries,
+            lambda: (hca, windows(few, ratio, 2 * ratio), 1, dtype, weight, EPS, turns(few, half), "kv"),
+            True,
+        ),
+    ]
     for name, ours, definition, args, simulated in cases:
         yield name, lambda f=ours, a=args: f(*a()), lambda f=definition, a=args: f(REFERENCE, *a()), simulated
 
@@ -240,14 +293,20 @@ def test_graph_replays():
     live = torch.tensor([1, 0, 1, 0, 1, 1, 0, 1], device=DEVICE)
 
     def step():
-        return (query_heads(q.clone(), cis, EPS), latent(kv, weight, EPS, cis, True),
-                pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, "kv", live)[live != 0])
+        return (
+            query_heads(q.clone(), cis, EPS),
+            latent(kv, weight, EPS, cis, True),
+            pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, "kv", live)[live != 0],
+        )
 
     first, graph = step(), torch.cuda.CUDAGraph()
     mask = live != 0
     with torch.cuda.graph(graph):
-        replayed = (query_heads(q.clone(), cis, EPS), latent(kv, weight, EPS, cis, True),
-                    pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, "kv", live))
+        replayed = (
+            query_heads(q.clone(), cis, EPS),
+            latent(kv, weight, EPS, cis, True),
+            pool_entries(pool, slots, 2, torch.bfloat16, weight, EPS, cis, "kv", live),
+        )
     graph.replay()
     for a, b in zip((*replayed[:2], replayed[2][mask]), first):
         assert torch.equal(a, b)

@@ -1,16 +1,27 @@
-"""Triton's grouped attention, block summaries, block choice and gather attention against the references and against fp64."""
+"""Triton's grouped attention, block summaries, block choice and gather attention against the references and against
+fp64."""
 
 import pytest
 import torch
 
-from kernels.block_choice import Policy, block_scores, choose_blocks, sink_window
-from kernels.block_choice import triton as choice
-from kernels.block_summaries import summarise_blocks
-from kernels.errors import UnsupportedInput
-from kernels.gather_attention import gather_attention
-from kernels.grouped_attention import Termination, grouped_attention, traversals, triton_decode
-from kernels.grouped_attention import triton as grouped
-from tests.kernels.gqa_inputs import DEVICE, NAN, cache, close, concentrated, newest_first, randn, terminated, written_out
+from dsv4.kernels.block_choice import Policy, block_scores, choose_blocks, sink_window
+from dsv4.kernels.block_choice import triton as choice
+from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.gather_attention import gather_attention
+from dsv4.kernels.grouped_attention import Termination, grouped_attention, traversals, triton_decode
+from dsv4.kernels.grouped_attention import triton as grouped
+from tests.kernels.gqa_inputs import (
+    DEVICE,
+    NAN,
+    cache,
+    close,
+    concentrated,
+    newest_first,
+    randn,
+    terminated,
+    written_out,
+)
 from tests.kernels.test_triton_attention import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
 
@@ -22,18 +33,20 @@ def splits(request, monkeypatch):
 
 
 def listed(B, T, KV, n, end, block, seed=0):
-    """Blocks in any order, each at most once, −1 anywhere, those behind the last token among them; the first KV head sees nothing."""
+    """Blocks in any order, each at most once, −1 anywhere, those behind the last token among them; the first KV head
+    sees nothing."""
     g, out = torch.Generator().manual_seed(seed), torch.full((B, T, KV, n), -1)
     for b in range(B):
         for t in range(T):
             for kv in range(1, KV):
                 some = torch.randperm(int(end[b]) // block + 2, generator=g)[:n]
-                out[b, t, kv, torch.randperm(n, generator=g)[:len(some)]] = some
+                out[b, t, kv, torch.randperm(n, generator=g)[: len(some)]] = some
     out[torch.rand(out.shape, generator=g) < 0.2] = -1
     return out.int().to(DEVICE)
 
 
-# Dense ------------------------------------------------------------------------------------------------------------------------------
+# Dense
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("splits", [1, 3], indirect=True)
@@ -49,7 +62,10 @@ def test_decode(splits, H, KV, D, window):
 @pytest.mark.parametrize("start", [0, 1, 126, 127, 128, 129, 255], ids=lambda n: f"at {n}")
 def test_decode_at_the_borders_of_units(splits, start):
     q, keys, values, start = cache(1, 1, 4, 2, 256, 16, [start])
-    close(grouped_attention(q, keys, values, start, None, 0.3, backend="triton"), written_out(q, keys, values, start, None, 0.3))
+    close(
+        grouped_attention(q, keys, values, start, None, 0.3, backend="triton"),
+        written_out(q, keys, values, start, None, 0.3),
+    )
 
 
 @pytest.mark.parametrize("splits", [70], indirect=True)
@@ -68,7 +84,7 @@ def test_tokens_of_a_row_have_the_bits_that_each_has_alone(monkeypatch):
     """As many splits for a pass over several tokens as for the steps that it stands for."""
     monkeypatch.setattr(triton_decode, "processors", lambda device: 6)
     q, keys, values, start = cache(1, 3, 4, 2, 512, 16, [382])
-    alone = [grouped_attention(q[:, t:t + 1], keys, values, start + t, None, 0.3, backend="triton") for t in range(3)]
+    alone = [grouped_attention(q[:, t : t + 1], keys, values, start + t, None, 0.3, backend="triton") for t in range(3)]
     together = grouped_attention(q, keys, values, start, None, 0.3, backend="triton")
     assert torch.equal(together, torch.cat(alone, 1))
     close(together, written_out(q, keys, values, start, None, 0.3))
@@ -97,12 +113,16 @@ def test_a_graph_would_see_the_present_length():
     whole, rest = keys.clone(), values.clone()
     for p in (0, 127, 128, 300):
         keys.copy_(whole), values.copy_(rest)
-        keys[:, :, p + 1:], values[:, :, p + 1:] = NAN, NAN
+        keys[:, :, p + 1 :], values[:, :, p + 1 :] = NAN, NAN
         start.fill_(p)
-        close(grouped_attention(q, keys, values, start, None, 0.3, backend="triton"), written_out(q, keys, values, start, None, 0.3))
+        close(
+            grouped_attention(q, keys, values, start, None, 0.3, backend="triton"),
+            written_out(q, keys, values, start, None, 0.3),
+        )
 
 
-# Kept blocks ------------------------------------------------------------------------------------------------------------------------
+# Kept blocks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("splits", [1, 3], indirect=True)
@@ -121,13 +141,18 @@ def test_no_block_at_all():
     q, keys, values, start = cache(1, 1, 4, 2, 128, 16, [100])
     for n in (0, 3):
         blocks = torch.full((1, 1, 2, n), -1, dtype=torch.int32, device=DEVICE)
-        assert torch.equal(gather_attention(q, keys, values, blocks, start, None, 0.3, 128, backend="triton"), torch.zeros_like(q))
+        assert torch.equal(
+            gather_attention(q, keys, values, blocks, start, None, 0.3, 128, backend="triton"), torch.zeros_like(q)
+        )
 
 
-# Termination ------------------------------------------------------------------------------------------------------------------------
+# Termination
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [dict(), dict(scale=False, phi=1e-6), dict(direction=False), dict(persistence=False)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [dict(), dict(scale=False, phi=1e-6), dict(direction=False), dict(persistence=False)], ids=str
+)
 def test_dense_termination(rule):
     args, made = concentrated(), Termination(tile=64, splits=1, **rule)
     out, read = grouped_attention(*args, None, 1.0, made, backend="triton")
@@ -150,8 +175,20 @@ def test_splits_terminate_by_themselves(many):
 def test_termination_by_a_list(block, tile):
     q, keys, values, start = concentrated()
     per, order = max(1, 128 // block), [0, -1, 5, 7, 6, -1, 4, -1, 3, 1, 2]
-    blocks = torch.tensor([-1 if i < 0 else i * per + j for i in order for j in range(per)], dtype=torch.int32, device=DEVICE)
-    args = q, keys, values, blocks.view(1, 1, 1, -1), start, None, 1.0, block, Termination(patience=2, tile=tile, splits=1)
+    blocks = torch.tensor(
+        [-1 if i < 0 else i * per + j for i in order for j in range(per)], dtype=torch.int32, device=DEVICE
+    )
+    args = (
+        q,
+        keys,
+        values,
+        blocks.view(1, 1, 1, -1),
+        start,
+        None,
+        1.0,
+        block,
+        Termination(patience=2, tile=tile, splits=1),
+    )
     out, read = gather_attention(*args, backend="triton")
     wanted, count = gather_attention(*args)
     assert torch.equal(read, count) and read.item() < 8 * 128 // tile
@@ -172,7 +209,8 @@ def test_never_stopping_has_the_bits_of_attention_without_it(splits, patience):
 
 @pytest.mark.parametrize("listing", [False, True], ids=["dense", "by a list"])
 def test_a_traversal_may_be_given_tiles_enough_to_stop(listing, monkeypatch):
-    """The launch has a processor for each of the row's eight tiles. So nothing can stop, unless the rule asks for longer traversals."""
+    """The launch has a processor for each of the row's eight tiles. So nothing can stop, unless the rule asks for
+    longer traversals."""
     monkeypatch.setattr(triton_decode, "processors", lambda device: 64)
     q, keys, values, start = concentrated()
     blocks = torch.tensor([0, 7, 6, 5, 4, 3, 2, 1], dtype=torch.int32, device=DEVICE).view(1, 1, 1, -1)
@@ -189,7 +227,8 @@ def test_a_traversal_may_be_given_tiles_enough_to_stop(listing, monkeypatch):
     assert traversals("triton", count, 1024, 32, torch.float32, Termination()) == 8
 
 
-# Summaries and choice ---------------------------------------------------------------------------------------------------------------
+# Summaries and choice
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [16, 128])
@@ -197,7 +236,9 @@ def test_a_traversal_may_be_given_tiles_enough_to_stop(listing, monkeypatch):
 def test_summaries(block, start, tokens):
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
         _, keys, _, begin = cache(2, tokens, 2, 2, 256, 24, start, dtype=dtype)
-        both = [[torch.full((2, 2, 256 // block, 24), 7.0, device=DEVICE, dtype=dtype) for _ in range(3)] for _ in range(2)]
+        both = [
+            [torch.full((2, 2, 256 // block, 24), 7.0, device=DEVICE, dtype=dtype) for _ in range(3)] for _ in range(2)
+        ]
         for held, backend in zip(both, ("reference", "triton")):
             summarise_blocks(keys, begin, tokens, *held, block, backend=backend)
         assert torch.equal(both[0][0], both[1][0]) and torch.equal(both[0][1], both[1][1])
@@ -217,18 +258,25 @@ def whole(*shape, seed):
 
 def choice_inputs(B, T, H, KV, N, D, start):
     low, high = whole(B, KV, N, D, seed=1), whole(B, KV, N, D, seed=2)
-    return whole(B, T, H, D, seed=3), torch.minimum(low, high), torch.maximum(low, high), low + high, torch.tensor(start, device=DEVICE)
+    return (
+        whole(B, T, H, D, seed=3),
+        torch.minimum(low, high),
+        torch.maximum(low, high),
+        low + high,
+        torch.tensor(start, device=DEVICE),
+    )
 
 
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("selector", ["bound", "mean"])
 def test_choice_has_the_references_blocks(selector, block):
-    """Ties, none or few distant blocks, at the borders of blocks, and a cache that is longer than any row; poison behind."""
+    """Ties, none or few distant blocks, at the borders of blocks, and a cache that is longer than any row; poison
+    behind."""
     B, H, KV, N, D = 4, 6 if selector == "bound" else 8, 2, 100, 8  # a mean over 4 heads is exact
     q, low, high, mean, start = choice_inputs(B, 2, H, KV, N, D, [0, 4 * block - 2, 90 * block + 1, 30 * block - 1])
     for b in range(B):
         for t in (low, high, mean):
-            t[b, :, int(start[b] + 1) // block + 1:] = NAN
+            t[b, :, int(start[b] + 1) // block + 1 :] = NAN
     for sink, local, k in ((1, 2, 5), (0, 1, 1), (3, 4, 33), (1, 1, 99)):
         policy = Policy("p", selector, block, sink, local, k)
         for by_importance in (False, True):
@@ -253,15 +301,20 @@ def test_sink_and_window_need_no_summaries():
         assert torch.equal(choose_blocks(*args, backend="triton"), choose_blocks(*args))
 
 
-# What is not taken ------------------------------------------------------------------------------------------------------------------
+# What is not taken
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_taken_is_named():
     q, keys, values, start = cache(1, 1, 4, 2, 128, 16, [100])
     dense = lambda *args, **kw: grouped_attention(*args, None, 0.3, backend="triton", **kw)
-    for args, message in (((q, keys.transpose(2, 3).contiguous().transpose(2, 3), values, start), "contiguous"),
-                          ((q, keys, values, start.int()), "int64"), ((q[:, :, :3], keys, values, start), "3 query heads"),
-                          ((q.half(), keys, values, start), "float16"), ((q, keys[:, :1], values, start), "keys and values")):
+    for args, message in (
+        ((q, keys.transpose(2, 3).contiguous().transpose(2, 3), values, start), "contiguous"),
+        ((q, keys, values, start.int()), "int64"),
+        ((q[:, :, :3], keys, values, start), "3 query heads"),
+        ((q.half(), keys, values, start), "float16"),
+        ((q, keys[:, :1], values, start), "keys and values"),
+    ):
         with pytest.raises(UnsupportedInput, match=message):
             dense(*args)
     with pytest.raises(UnsupportedInput, match="17"):
@@ -269,8 +322,11 @@ def test_what_is_not_taken_is_named():
     with pytest.raises(UnsupportedInput, match="window of 0"):
         grouped_attention(q, keys, values, start, 0, 0.3, backend="triton")
     blocks = torch.zeros(1, 1, 2, 1, dtype=torch.int32, device=DEVICE)
-    for args, message in (((blocks.long(), start, None, 0.3, 128), "int32"), ((blocks[:, :, :1], start, None, 0.3, 128), "int32"),
-                          ((blocks, start, None, 0.3, 48), "48 tokens")):
+    for args, message in (
+        ((blocks.long(), start, None, 0.3, 128), "int32"),
+        ((blocks[:, :, :1], start, None, 0.3, 128), "int32"),
+        ((blocks, start, None, 0.3, 48), "48 tokens"),
+    ):
         with pytest.raises(UnsupportedInput, match=message):
             gather_attention(q, keys, values, *args, backend="triton")
     low = randn(1, 2, 1, 16)

@@ -1,12 +1,13 @@
-"""mHC on Triton against the reference: every operation, both kernels' forms (few and many tokens), and the compositions."""
+"""mHC on Triton against the reference: every operation, both kernels' forms (few and many tokens), and the
+compositions."""
 
 import pytest
 import torch
 
-from kernels.errors import UnsupportedInput
-from kernels.hyper_connections import mhc_head, mhc_post, mhc_pre, reference, triton_statistics
-from kernels.hyper_connections.triton import WIDEST, mhc_post_pre_norm, mhc_pre_norm
-from kernels.rms_norm.reference import rms_norm
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.hyper_connections import mhc_head, mhc_post, mhc_pre, reference, triton_statistics
+from dsv4.kernels.hyper_connections.triton import WIDEST, mhc_post_pre_norm, mhc_pre_norm
+from dsv4.kernels.rms_norm.reference import rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
@@ -16,8 +17,10 @@ gpu = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fresh buffers hold NaN: a kernel that reads what it has not written shows it."""
+
     def filled(make):
         return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
+
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
@@ -44,8 +47,8 @@ class Case:
 
 
 def close(got, wanted, tolerance=2e-6):
-    """fp32 within `tolerance` relative to the norm; bf16 equal but for flips: fp32 sums in another order differ by an ulp,
-    which moves a rounded result only where it lies at a tie."""
+    """fp32 within `tolerance` relative to the norm; bf16 equal but for flips: fp32 sums in another order differ by an
+    ulp, which moves a rounded result only where it lies at a tie."""
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
     if not got.numel():
         return
@@ -73,22 +76,36 @@ def check_pre(case, iters=20, tolerance=2e-6):
         close(a, b, tolerance)
 
 
-@pytest.mark.parametrize("tokens,dtype", [(0, torch.float32), (1, torch.bfloat16), (3, torch.float32), (9, torch.bfloat16),
-                                          (17, torch.bfloat16), (66, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "tokens,dtype",
+    [
+        (0, torch.float32),
+        (1, torch.bfloat16),
+        (3, torch.float32),
+        (9, torch.bfloat16),
+        (17, torch.bfloat16),
+        (66, torch.float32),
+    ],
+    ids=str,
+)
 def test_boundaries_by_token_count(tokens, dtype):
     check_boundary(Case(tokens, d=40, dtype=dtype), iters=3)
 
 
-@pytest.mark.parametrize("tokens,n,dtype", [(3, 4, torch.bfloat16), (66, 4, torch.bfloat16), (66, 4, torch.float32),
-                                            (17, 3, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "tokens,n,dtype",
+    [(3, 4, torch.bfloat16), (66, 4, torch.bfloat16), (66, 4, torch.float32), (17, 3, torch.float32)],
+    ids=str,
+)
 def test_products_of_many_tokens(tokens, n, dtype, monkeypatch):
     monkeypatch.setattr(triton_statistics, "FEW_TOKENS", 0)
     check_boundary(Case(tokens, n, d=40, dtype=dtype), iters=3)
     check_pre(Case(tokens, n, d=40, dtype=dtype), iters=3)
 
 
-@pytest.mark.parametrize("tokens,dtype", [(0, torch.float32), (1, torch.bfloat16), (3, torch.float32), (17, torch.bfloat16)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "tokens,dtype", [(0, torch.float32), (1, torch.bfloat16), (3, torch.float32), (17, torch.bfloat16)], ids=str
+)
 def test_before_a_sublayer_by_token_count(tokens, dtype):
     check_pre(Case(tokens, d=40, dtype=dtype), iters=3)
 
@@ -117,7 +134,9 @@ def test_sinkhorn_by_iterations_and_logits(iters, spread):
 def test_extreme_logits_stay_finite(tokens):
     case = Case(tokens, d=40)
     case.base *= 400  # sigmoids saturate, exponentials would overflow if taken naively
-    got, wanted = (mhc_pre(case.streams, *case.weights, 20, EPS, EPS, backend=backend) for backend in ("triton", "reference"))
+    got, wanted = (
+        mhc_pre(case.streams, *case.weights, 20, EPS, EPS, backend=backend) for backend in ("triton", "reference")
+    )
     for a, b in zip(got, wanted):
         assert torch.isfinite(a).all() and (a - b).abs().max() < 1e-5
 
@@ -145,22 +164,26 @@ def test_strided_inputs_equal_contiguous_ones():
     case = Case(3, d=40)
     wide = case.streams.repeat(1, 1, 2)[:, :, 40:]
     columns = case.comb.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(mhc_post(case.out, wide, case.post, columns, backend="triton"), mhc_post(*case.mixing, backend="triton"))
-    for a, b in zip(mhc_pre(wide, case.fn, case.scale, case.base, 3, EPS, EPS, backend="triton"),
-                    mhc_pre(case.streams, *case.weights, 3, EPS, EPS, backend="triton")):
+    assert torch.equal(
+        mhc_post(case.out, wide, case.post, columns, backend="triton"), mhc_post(*case.mixing, backend="triton")
+    )
+    for a, b in zip(
+        mhc_pre(wide, case.fn, case.scale, case.base, 3, EPS, EPS, backend="triton"),
+        mhc_pre(case.streams, *case.weights, 3, EPS, EPS, backend="triton"),
+    ):
         assert torch.equal(a, b)
 
 
 def test_few_and_many_tokens_agree_and_tokens_do_not_meet(monkeypatch):
     case = Case(18, d=40)
     run = lambda streams: mhc_pre(streams, *case.weights, 5, EPS, EPS, backend="triton")
-    alone = [run(case.streams[first:first + 1]) for first in (0, 17)]
+    alone = [run(case.streams[first : first + 1]) for first in (0, 17)]
     for few in (128, 4):
         monkeypatch.setattr(triton_statistics, "FEW_TOKENS", few)
         together = run(case.streams)
         for first, one in zip((0, 17), alone):
             for a, b in zip(one, together):
-                close(a, b[first:first + 1])
+                close(a, b[first : first + 1])
         bad = case.streams.clone()
         bad[7] = float("nan")
         for a, b in zip(run(bad), together):
@@ -237,4 +260,5 @@ def test_offsets_beyond_two_gib():
     del got
     alone = mhc_post(*case.mixing, backend="triton")
     assert torch.equal(mhc_post(*large, backend="triton")[-70:], alone)
-    close(alone, fused)  # the same sums in another kernel, where a compiler may fuse other multiplications and additions
+    # the same sums in another kernel, where a compiler may fuse other multiplications and additions
+    close(alone, fused)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
-from kernels.errors import UnsupportedInput
-from kernels.indexer import index_scores, reference, triton_choose, triton_scores
-from kernels.indexer import triton as ours
-from kernels.indexer.triton_choose import Plan
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer import index_scores, reference, triton_choose, triton_scores
+from dsv4.kernels.indexer import triton as ours
+from dsv4.kernels.indexer.triton_choose import Plan
 from tests.kernels import ptx
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,6 +25,7 @@ def poison(monkeypatch):
     def empty(*args, **kwargs):
         t = make(*args, **kwargs)
         return t.fill_(NAN if t.is_floating_point() else torch.iinfo(t.dtype).max)
+
     monkeypatch.setattr(torch, "empty", empty)
 
 
@@ -40,7 +41,9 @@ def like_a_gpu(monkeypatch):
 def pack(values: torch.Tensor, form: RowFormat, spare: int = 1, fill: int = 255) -> PackedRows:
     """Keys [B, n, D] packed, in pages that hold `fill` wherever no key is."""
     B, n, D = values.shape
-    pages = torch.full((B, -(-n // PAGE) + spare, pack_layout(form, D).page), fill, dtype=torch.uint8, device=values.device)
+    pages = torch.full(
+        (B, -(-n // PAGE) + spare, pack_layout(form, D).page), fill, dtype=torch.uint8, device=values.device
+    )
     rows = PackedRows(form, pages, D, 0, n)
     payload, scales = encode_rows(values.reshape(-1, D), form)
     e = torch.arange(n, device=values.device)
@@ -53,7 +56,10 @@ def case(B=2, T=3, H=5, D=64, n=70, form=None, dtype=torch.float32, seed=0, inte
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape, high=4):
-        return torch.randint(-high, high + 1, shape, generator=g).float() if integers else torch.randn(*shape, generator=g)
+        return (
+            torch.randint(-high, high + 1, shape, generator=g).float() if integers else torch.randn(*shape, generator=g)
+        )
+
     q, w, k = draw(B, T, H, D).to(dtype).to(DEVICE), draw(B, T, H).to(DEVICE), draw(B, n, D, high=3).to(DEVICE)
     visible = torch.randint(0, n + 1, (B, T), generator=g).to(DEVICE)
     visible[0, -1] = n
@@ -79,17 +85,29 @@ def assert_selected(got, wanted):
 
 
 @formats
-@pytest.mark.parametrize("shape", [
-    dict(B=1, T=1, H=8), dict(), dict(B=1, T=9, H=8, D=128, n=130), dict(T=1, H=64, D=128, n=65), dict(B=1, H=17, D=96, n=5),
-    dict(B=1, T=2, H=2, D=32, n=1)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(B=1, T=1, H=8),
+        dict(),
+        dict(B=1, T=9, H=8, D=128, n=130),
+        dict(T=1, H=64, D=128, n=65),
+        dict(B=1, H=17, D=96, n=5),
+        dict(B=1, T=2, H=2, D=32, n=1),
+    ],
+    ids=str,
+)
 def test_scores(shape, form):
     q, w, k, visible = case(**shape, form=form)
     assert_scores(index_scores(q, w, k, visible, backend="triton"), index_scores(q, w, k, visible))
 
 
 @formats
-@pytest.mark.parametrize("shape", [
-    dict(), dict(B=1, T=9, H=8, D=128, n=130), dict(T=1, H=64, D=128, n=65), dict(B=1, T=15, H=20, D=32, n=67)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [dict(), dict(B=1, T=9, H=8, D=128, n=130), dict(T=1, H=64, D=128, n=65), dict(B=1, T=15, H=20, D=32, n=67)],
+    ids=str,
+)
 def test_scores_of_bf16_queries(shape, form, like_a_gpu):
     q, w, k, visible = case(**shape, form=form, dtype=torch.bfloat16)
     assert_scores(index_scores(q, w, k, visible, backend="triton"), index_scores(q, w, k, visible))
@@ -143,8 +161,10 @@ def test_keys_that_are_views_of_longer_buffers():
     held[:, 10:50, 1] = k
     view = held[:, 10:50, 1]
     assert_scores(ours.index_scores(q, w, view, visible), index_scores(q, w, k, visible))
-    assert_scores(ours.index_scores(q[:, 1:], w.transpose(1, 2).contiguous().transpose(1, 2)[:, 1:], view, visible[:, 1:]),
-                  index_scores(q, w, k, visible)[:, 1:])
+    assert_scores(
+        ours.index_scores(q[:, 1:], w.transpose(1, 2).contiguous().transpose(1, 2)[:, 1:], view, visible[:, 1:]),
+        index_scores(q, w, k, visible)[:, 1:],
+    )
 
 
 def test_visible_beyond_the_keys_and_negative():
@@ -156,7 +176,11 @@ def test_visible_beyond_the_keys_and_negative():
 @pytest.mark.parametrize("shape", [dict(n=0), dict(B=0), dict(T=0)], ids=str)
 def test_nothing_to_score_or_to_select(shape):
     B, T, n = shape.get("B", 2), shape.get("T", 3), shape.get("n", 70)
-    q, w, k = torch.zeros(B, T, 5, 64, device=DEVICE), torch.zeros(B, T, 5, device=DEVICE), torch.zeros(B, n, 64, device=DEVICE)
+    q, w, k = (
+        torch.zeros(B, T, 5, 64, device=DEVICE),
+        torch.zeros(B, T, 5, device=DEVICE),
+        torch.zeros(B, n, 64, device=DEVICE),
+    )
     visible = torch.zeros(B, T, dtype=torch.int64, device=DEVICE)
     scores = ours.index_scores(q, w, k, visible)
     assert scores.shape == (B, T, n)
@@ -169,8 +193,15 @@ def test_what_the_scores_do_not_take():
     wide = zeros[:, :1], zeros[:, :1, :, 0], zeros[:, :, 0]
     odd = PackedRows(RowFormat.INDEX_FP8, torch.zeros(1, 2, 64 * 67, dtype=torch.uint8, device=DEVICE), 63, 0, 70)
     across = k.transpose(1, 2).contiguous().transpose(1, 2)
-    for inputs in ((q.half(), w, k), (q, w.bfloat16(), k), (q, w, k.half()), (q, w, across), (q, w, k[..., :32]),
-                   (q[..., :63], w, odd), wide):
+    for inputs in (
+        (q.half(), w, k),
+        (q, w.bfloat16(), k),
+        (q, w, k.half()),
+        (q, w, across),
+        (q, w, k[..., :32]),
+        (q[..., :63], w, odd),
+        wide,
+    ):
         with pytest.raises(UnsupportedInput):
             ours.index_scores(*inputs, visible)
 
@@ -187,9 +218,18 @@ def test_select(n, form, like_a_gpu):
     assert_select(*case(B=2, T=5, n=n, form=form, integers=True, dtype=torch.bfloat16), 16)
 
 
-@pytest.mark.parametrize("method, levels, n", [
-    ("descend", 1, 300), ("descend", 2, 900), ("collect", 1, 300), ("collect", 2, 900), ("filter", 0, 300),
-    ("winnow", 1, 300), ("winnow", 2, 900)])
+@pytest.mark.parametrize(
+    "method, levels, n",
+    [
+        ("descend", 1, 300),
+        ("descend", 2, 900),
+        ("collect", 1, 300),
+        ("collect", 2, 900),
+        ("filter", 0, 300),
+        ("winnow", 1, 300),
+        ("winnow", 2, 900),
+    ],
+)
 def test_select_by_maxima(method, levels, n, monkeypatch):
     monkeypatch.setattr(ours, "plan", lambda rows, n, k: Plan(method, 64, levels))
     assert_select(*case(B=1, T=2, H=2, D=32, n=n, integers=True), 8)

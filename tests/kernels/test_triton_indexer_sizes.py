@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels.cache_rows import PAGE, RowFormat
-from kernels.indexer import reference, topk_entries
-from kernels.indexer import triton as ours
+from dsv4.kernels.cache_rows import PAGE, RowFormat
+from dsv4.kernels.indexer import reference, topk_entries
+from dsv4.kernels.indexer import triton as ours
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -29,7 +29,8 @@ def flash(B, T, n, form, seed=0, capacity=None):
 
 
 def best_of(scores, selected, k):
-    """Whether a selection holds only entries at least as good as the k-th best, but for rounding, and as many as it should."""
+    """Whether a selection holds only entries at least as good as the k-th best, but for rounding, and as many as it
+    should."""
     kth = scores.topk(k, -1).values[..., -1:]
     picked = scores.gather(-1, selected.clamp(min=0)).masked_fill(selected < 0, -INF)
     distinct = selected.sort(-1).values.diff(dim=-1)
@@ -41,9 +42,20 @@ def best_of(scores, selected, k):
 
 @gpu
 @formats
-@pytest.mark.parametrize("B, T, n", [
-    (1, 1, 2048), (8, 1, 2048), (1, 1, 32768), (8, 1, 32768), (1, 1, 262144), (3, 2, 5000), (2, 4, 30000), (1, 300, 8192)],
-    ids=str)
+@pytest.mark.parametrize(
+    "B, T, n",
+    [
+        (1, 1, 2048),
+        (8, 1, 2048),
+        (1, 1, 32768),
+        (8, 1, 32768),
+        (1, 1, 262144),
+        (3, 2, 5000),
+        (2, 4, 30000),
+        (1, 300, 8192),
+    ],
+    ids=str,
+)
 def test_production_scores(B, T, n, form):
     q, w, k = flash(B, T, n, form, capacity=n + 640)
     visible = torch.randint(n - n // 8, n + 1, (B, T), device="cuda")
@@ -64,9 +76,23 @@ def test_production_audit_in_fp32():
 
 @gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, n, k", [
-    (1, 2048, 512), (8, 2048, 512), (1, 4096, 512), (1, 32768, 512), (300, 32768, 512), (1, 262144, 512), (8, 262144, 1024),
-    (20, 262144, 1024), (1, 1000000, 1024), (2, 30000, 4096), (5000, 300, 64)], ids=str)
+@pytest.mark.parametrize(
+    "rows, n, k",
+    [
+        (1, 2048, 512),
+        (8, 2048, 512),
+        (1, 4096, 512),
+        (1, 32768, 512),
+        (300, 32768, 512),
+        (1, 262144, 512),
+        (8, 262144, 1024),
+        (20, 262144, 1024),
+        (1, 1000000, 1024),
+        (2, 30000, 4096),
+        (5000, 300, 64),
+    ],
+    ids=str,
+)
 def test_production_selection(rows, n, k, kind):
     scores = rows_of(kind, n, 1, 1).repeat(1, rows, 1) if rows * n > 1 << 23 else rows_of(kind, n, 1, rows)
     visible = torch.randint(0, n + 1, (1, rows), device="cuda", generator=torch.Generator(device="cuda").manual_seed(1))
@@ -112,15 +138,19 @@ def test_offsets_past_two_gib():
     """Batch rows and queries further apart than 2^31 elements."""
     q, w, k = flash(2, 1, 4200, None)
     far = torch.empty((1 << 31) + 4200 * 128 + 64, dtype=torch.bfloat16, device="cuda").as_strided(
-        (2, 4200, 128), ((1 << 31) + 64, 128, 1))
+        (2, 4200, 128), ((1 << 31) + 64, 128, 1)
+    )
     far.copy_(k)
     visible = torch.full((2, 1), 4200, device="cuda")
     assert_scores(ours.index_scores(q, w, far, visible), reference.index_scores(q, w, k, visible))
     rows = pack(k.float(), RowFormat.INDEX_FP4)
     apart = torch.empty((1 << 32) + rows.data[0].numel(), dtype=torch.uint8, device="cuda").as_strided(
-        rows.data.shape, (1 << 32, rows.data.shape[2], 1))
+        rows.data.shape, (1 << 32, rows.data.shape[2], 1)
+    )
     apart.copy_(rows.data)
-    assert_scores(ours.index_scores(q, w, rows._replace(data=apart), visible), reference.index_scores(q, w, rows, visible))
+    assert_scores(
+        ours.index_scores(q, w, rows._replace(data=apart), visible), reference.index_scores(q, w, rows, visible)
+    )
     del far, apart
     scores = torch.empty((1 << 31) + 40000, device="cuda").as_strided((1, 2, 33000), (1 << 31, (1 << 31) + 64, 1))
     scores.copy_(rows_of("ties", 33000, 1, 2))

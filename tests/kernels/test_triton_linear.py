@@ -3,16 +3,28 @@
 import pytest
 import torch
 
-from kernels.errors import UnsupportedInput
-from kernels.fusions import compositions
-from kernels.linear import reference, triton as gpu, triton_fused, triton_streams
-from kernels.linear.triton_weights import hold
-from kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
-from kernels.quantize.reference import simulate_fp8_blocks
-from kernels.rms_norm.reference import rms_norm
-from kernels.rope.reference import inverse_frequencies, rotate, rotation
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.fusions import compositions
+from dsv4.kernels.linear import reference, triton_fused, triton_streams
+from dsv4.kernels.linear import triton as gpu
+from dsv4.kernels.linear.triton_weights import hold
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
+from dsv4.kernels.quantize.reference import simulate_fp8_blocks
+from dsv4.kernels.rms_norm.reference import rms_norm
+from dsv4.kernels.rope.reference import inverse_frequencies, rotate, rotation
 from tests.kernels.products import (
-    CUDA, DEVICE, DTYPES, FORMATS, QUANTISED, TOLERANCE, distance, exact, graphed, needs_gpu, pack, poison, randn,  # noqa: F401
+    CUDA,
+    DEVICE,
+    DTYPES,
+    FORMATS,
+    QUANTISED,
+    TOLERANCE,
+    distance,
+    exact,
+    graphed,
+    needs_gpu,
+    pack,
+    randn,
 )
 from tests.kernels.ptx import compiled
 
@@ -45,10 +57,12 @@ def test_the_activation_is_quantised_first(form, dtype, N, K):
 def test_a_quantised_activation_is_the_reference_s_bit_for_bit():
     """The identity as weight shows the activation itself."""
     K = 128
-    w = PackedWeight(WeightFormat.FP8, torch.eye(K, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(1, 1, device=DEVICE))
+    w = PackedWeight(
+        WeightFormat.FP8, torch.eye(K, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(1, 1, device=DEVICE)
+    )
     for dtype in DTYPES:
         x = (randn(8, K) * torch.logspace(-9, 9, 8, device=DEVICE).view(8, 1)).to(dtype)
-        x[0, ::3] = torch.tensor([448.0, 1e-4, -2.0**-9], device=DEVICE).repeat(15)[:43].to(dtype)
+        x[0, ::3] = torch.tensor([448.0, 1e-4, -(2.0**-9)], device=DEVICE).repeat(15)[:43].to(dtype)
         x[1, 5], x[2, 100] = 449.0, 2.0**-133
         assert torch.equal(gpu.linear(x, w, True), simulate_fp8_blocks(x, 128))
 
@@ -126,9 +140,19 @@ def test_heads_are_rotated_back_and_projected(dtype, N, D, d):
 @pytest.mark.parametrize("normed", [False, True])
 def test_several_maps_of_one_input(dtype, N, normed):
     K = 160
-    weights = tuple(pack(randn(O, K, seed=O), form) for O, form in (
-        (20, "fp8"), (36, "fp8"), (17, "dense bf16"), (16, "dense bf16"), (16, "nvfp4"), (12, "mxfp4"), (8, "fp8 fp32 scales"),
-        (9, "dense fp32")))
+    weights = tuple(
+        pack(randn(O, K, seed=O), form)
+        for O, form in (
+            (20, "fp8"),
+            (36, "fp8"),
+            (17, "dense bf16"),
+            (16, "dense bf16"),
+            (16, "nvfp4"),
+            (12, "mxfp4"),
+            (8, "fp8 fp32 scales"),
+            (9, "dense fp32"),
+        )
+    )
     simulate = (True, True, False, False, True, False, True, False)
     dtypes = (None, None, torch.float32, None, None, torch.float32, torch.float32, None)
     x, norm = randn(N, K).to(dtype), randn(K).to(dtype) if normed else None
@@ -156,7 +180,9 @@ def test_a_few_tokens_more_have_the_bits_of_few(form, N):
     """A small weight is streamed again: a pass of drafts rounds as the steps that it stands for."""
     x, w = randn(N, 1184), pack(randn(24, 1184), form)
     simulate = w.scale is not None
-    assert torch.equal(gpu.linear(x, w, simulate), torch.cat([gpu.linear(x[:16], w, simulate), gpu.linear(x[16:], w, simulate)]))
+    assert torch.equal(
+        gpu.linear(x, w, simulate), torch.cat([gpu.linear(x[:16], w, simulate), gpu.linear(x[16:], w, simulate)])
+    )
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
@@ -193,9 +219,19 @@ def production(form: str, O: int, K: int, seed: int = 0) -> PackedWeight:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("N", [1, 2, 3, 8, 16, 17, 64, 300])
-@pytest.mark.parametrize("form,O,K", [("mxfp4", 4096, 4096), ("nvfp4", 4096, 4096), ("fp8", 1024, 4096), ("fp8", 8192, 1024),
-                                      ("fp8", 4096, 8192), ("fp8 fp32 scales", 512, 4096), ("dense bf16", 2048, 4096),
-                                      ("dense fp32", 512, 4096)])
+@pytest.mark.parametrize(
+    "form,O,K",
+    [
+        ("mxfp4", 4096, 4096),
+        ("nvfp4", 4096, 4096),
+        ("fp8", 1024, 4096),
+        ("fp8", 8192, 1024),
+        ("fp8", 4096, 8192),
+        ("fp8 fp32 scales", 512, 4096),
+        ("dense bf16", 2048, 4096),
+        ("dense fp32", 512, 4096),
+    ],
+)
 def test_production_shapes(form, O, K, N):
     w = production(form, O, K)
     for dtype in (torch.bfloat16, torch.float32):
@@ -212,8 +248,13 @@ def test_production_shapes(form, O, K, N):
 @needs_gpu
 @pytest.mark.parametrize("N", [1, 8, 32])
 def test_production_compositions(N):
-    weights = (production("fp8", 1024, 4096), production("fp8", 512, 4096, 1), production("dense bf16", 2048, 4096, 2),
-               production("dense bf16", 512, 4096, 3), production("dense bf16", 64, 4096, 4))
+    weights = (
+        production("fp8", 1024, 4096),
+        production("fp8", 512, 4096, 1),
+        production("dense bf16", 2048, 4096, 2),
+        production("dense bf16", 512, 4096, 3),
+        production("dense bf16", 64, 4096, 4),
+    )
     simulate, dtypes = (True, True, False, False, False), (None, None, torch.float32, torch.float32, None)
     x = torch.randn(N, 4096, device="cuda").bfloat16()
     got = graphed(lambda: triton_fused.linears(x, None, 0.0, weights, simulate, dtypes))
@@ -221,7 +262,9 @@ def test_production_compositions(N):
         assert distance(out, exact(simulate_fp8_blocks(x, 128) if sim else x, w)) < (3e-3 if dtype is None else 1e-5)
     qr, norm = torch.randn(N, 1024, device="cuda").bfloat16(), torch.rand(1024, device="cuda").bfloat16()
     queries = production("fp8", 32768, 1024), production("fp8", 8192, 1024)
-    for out, w in zip(graphed(lambda: triton_fused.linears(qr, norm, 1e-6, queries, (False, False), (None, None))), queries):
+    for out, w in zip(
+        graphed(lambda: triton_fused.linears(qr, norm, 1e-6, queries, (False, False), (None, None))), queries
+    ):
         assert distance(out, exact(rms_norm(qr, norm, 1e-6), w)) < 4e-3
     o, w = torch.randn(N, 64, 512, device="cuda").bfloat16(), production("fp8", 8192, 4096)
     cis = rotation(torch.arange(N, device="cuda") + 10**5, inverse_frequencies(64, 10000.0).cuda())

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kernels.errors import UnsupportedInput
-from kernels.router import reference, triton as gpu
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.router import reference
+from dsv4.kernels.router import triton as gpu
 from tests.kernels.products import DEVICE, graphed, needs_gpu, poison, randn  # noqa: F401
 
 FACTOR = 1.5
@@ -21,7 +22,9 @@ def compare(got, wanted, relative: float = 2e-6) -> None:
     assert torch.allclose(a.gather(1, order), b.gather(1, other), rtol=relative, atol=0)
 
 
-@pytest.mark.parametrize("N,D,E,k", [(1, 64, 16, 4), (3, 640, 40, 6), (12, 128, 7, 7), (18, 96, 24, 3), (2, 20, 5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "N,D,E,k", [(1, 64, 16, 4), (3, 640, 40, 6), (12, 128, 7, 7), (18, 96, 24, 3), (2, 20, 5, 1)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
 def test_by_score(N, D, E, k, dtype, kind):
@@ -37,17 +40,35 @@ def test_by_score(N, D, E, k, dtype, kind):
 def test_by_hash(N, D, k, dtype):
     E = 12
     x, W = randn(N, D).to(dtype), (randn(E, D) * D**-0.5).to(dtype)
-    table = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(v))[:k] for v in range(9)]).to(DEVICE)
+    table = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(v))[:k] for v in range(9)]).to(
+        DEVICE
+    )
     ids = torch.arange(N, device=DEVICE) * 5 % 9
     got, wanted = gpu.route_hashed(x, W, table, ids, FACTOR), reference.route_hashed(x, W, table, ids, FACTOR)
     assert torch.equal(got[0], wanted[0]) and torch.allclose(got[1], wanted[1], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("logits", [
-    [-200.0, -199.0, -201.0], [-17.0, -18.0, -30.0], [200.0, 150.0, 88.8], [20.5, -20.5, 0.0], [19.9, 20.1, 3.0],
-    [-120.0, -300.0, -90.0], [-130.0, -19.0, -75.0]],
-    ids=["all far below", "below fp32's 1 + e^x", "above exp overflow", "mixed", "where softplus ends",
-         "far apart and far below", "far apart"])
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [-200.0, -199.0, -201.0],
+        [-17.0, -18.0, -30.0],
+        [200.0, 150.0, 88.8],
+        [20.5, -20.5, 0.0],
+        [19.9, 20.1, 3.0],
+        [-120.0, -300.0, -90.0],
+        [-130.0, -19.0, -75.0],
+    ],
+    ids=[
+        "all far below",
+        "below fp32's 1 + e^x",
+        "above exp overflow",
+        "mixed",
+        "where softplus ends",
+        "far apart and far below",
+        "far apart",
+    ],
+)
 def test_extreme_logits(logits):
     x, W = torch.ones(1, 1, device=DEVICE), torch.tensor(logits, device=DEVICE).unsqueeze(1)
     bias = torch.zeros(3, device=DEVICE)
@@ -69,7 +90,11 @@ def test_nan_chooses_experts_that_exist():
     x = randn(2, 64)
     x[0, 3] = float("nan")
     indices, weights = gpu.route_scored(x, randn(9, 64), randn(9), 4, 1.0)
-    assert sorted(set(indices[0].tolist())) == indices[0].sort().values.tolist() and indices.max() < 9 and indices.min() >= 0
+    assert (
+        sorted(set(indices[0].tolist())) == indices[0].sort().values.tolist()
+        and indices.max() < 9
+        and indices.min() >= 0
+    )
     assert weights[0].isnan().all() and not weights[1].isnan().any()
 
 
@@ -97,7 +122,13 @@ def test_production_shapes(N, E, k):
         same = (got[0].sort(-1).values == wanted[0].sort(-1).values).all(-1)
         assert same.float().mean() > 0.998  # scores of two experts may be closer than sums in another order
         compare(tuple(t[same] for t in got), tuple(t[same] for t in wanted), 1e-4)
-        assert all(all(torch.equal(a, b) for a, b in zip(got, gpu.route_scored(x, gate, bias, k, FACTOR))) for _ in range(20))
+        assert all(
+            all(torch.equal(a, b) for a, b in zip(got, gpu.route_scored(x, gate, bias, k, FACTOR))) for _ in range(20)
+        )
     table = torch.stack([torch.randperm(E)[:k] for _ in range(500)]).cuda()
     ids = torch.randint(500, (N,), device="cuda")
-    compare(graphed(lambda: gpu.route_hashed(x, W, table, ids, FACTOR)), reference.route_hashed(x, W, table, ids, FACTOR), 1e-4)
+    compare(
+        graphed(lambda: gpu.route_hashed(x, W, table, ids, FACTOR)),
+        reference.route_hashed(x, W, table, ids, FACTOR),
+        1e-4,
+    )

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels.cache_rows import RowFormat
-from kernels.errors import UnsupportedInput
-from kernels.indexer import topk_entries, triton_choose
-from kernels.indexer import triton as ours
-from kernels.indexer.triton_choose import Plan
+from dsv4.kernels.cache_rows import RowFormat
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer import topk_entries, triton_choose
+from dsv4.kernels.indexer import triton as ours
+from dsv4.kernels.indexer.triton_choose import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -27,11 +27,11 @@ def rows_of(kind: str, n: int, B: int = 1, T: int = 3) -> torch.Tensor:
         case "few":  # most are −inf
             scores[torch.rand(scores.shape, generator=g) < 0.99] = -INF
         case "clustered":  # the best lie next to each other
-            scores[..., n // 3:n // 3 + 60] += 10
+            scores[..., n // 3 : n // 3 + 60] += 10
         case "apart":  # at most one of the best in eight entries
             scores = -1 - scores.abs() - 100 * (torch.arange(n) % 8 > 0)
         case "wide":  # every exponent and sign
-            scores = torch.randint(-2**31, 2**31 - 1, scores.shape, generator=g).int().view(torch.float32)
+            scores = torch.randint(-(2**31), 2**31 - 1, scores.shape, generator=g).int().view(torch.float32)
             scores[scores.isnan()] = -1e-45
     return scores.to(DEVICE)
 
@@ -45,11 +45,24 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n, k, how", [
-    (40, 7, Plan("rank", 64, 0)), (60, 17, Plan("descend", 64, 0)), (300, 7, Plan("descend", 64, 1)),
-    (900, 8, Plan("descend", 64, 2)), (300, 7, Plan("collect", 64, 1)), (900, 8, Plan("collect", 64, 2)),
-    (300, 7, Plan("filter", 32, 0)), (900, 8, Plan("filter", 64, 0)), (120, 7, Plan("winnow", 128, 0)),
-    (300, 7, Plan("winnow", 64, 1)), (900, 7, Plan("winnow", 64, 2)), (900, 8, Plan("winnow", 128, 1))], ids=str)
+@pytest.mark.parametrize(
+    "n, k, how",
+    [
+        (40, 7, Plan("rank", 64, 0)),
+        (60, 17, Plan("descend", 64, 0)),
+        (300, 7, Plan("descend", 64, 1)),
+        (900, 8, Plan("descend", 64, 2)),
+        (300, 7, Plan("collect", 64, 1)),
+        (900, 8, Plan("collect", 64, 2)),
+        (300, 7, Plan("filter", 32, 0)),
+        (900, 8, Plan("filter", 64, 0)),
+        (120, 7, Plan("winnow", 128, 0)),
+        (300, 7, Plan("winnow", 64, 1)),
+        (900, 7, Plan("winnow", 64, 2)),
+        (900, 8, Plan("winnow", 128, 1)),
+    ],
+    ids=str,
+)
 def test_selection_is_exact(n, k, how, kind, monkeypatch):
     monkeypatch.setattr(triton_choose, "ROOM", 256)  # so that ties overflow it
     monkeypatch.setattr(triton_choose, "CHUNK", 256)
@@ -69,11 +82,27 @@ def test_selection_of_any_size(n, k):
     assert_selected(ours.topk_entries(scores, k, visible), topk_entries(scores, k, visible))
 
 
-@pytest.mark.parametrize("method, rows, n, k", [
-    ("rank", 1, 2048, 512), ("rank", 1000, 60, 64), ("descend", 1, 4096, 512), ("descend", 8, 2048, 512),
-    ("filter", 336, 32768, 512), ("descend", 255, 32768, 512), ("descend", 336, 32768, 1024), ("descend", 1056, 4096, 512),
-    ("collect", 1, 4097, 512), ("collect", 1, 262144, 512), ("winnow", 8, 262144, 512), ("winnow", 16, 262144, 1024), ("descend", 17, 262144, 512),
-    ("descend", 1, 32768, 32768), ("descend", 1, 1000000, 4096), ("collect", 1, 2097152, 64)])
+@pytest.mark.parametrize(
+    "method, rows, n, k",
+    [
+        ("rank", 1, 2048, 512),
+        ("rank", 1000, 60, 64),
+        ("descend", 1, 4096, 512),
+        ("descend", 8, 2048, 512),
+        ("filter", 336, 32768, 512),
+        ("descend", 255, 32768, 512),
+        ("descend", 336, 32768, 1024),
+        ("descend", 1056, 4096, 512),
+        ("collect", 1, 4097, 512),
+        ("collect", 1, 262144, 512),
+        ("winnow", 8, 262144, 512),
+        ("winnow", 16, 262144, 1024),
+        ("descend", 17, 262144, 512),
+        ("descend", 1, 32768, 32768),
+        ("descend", 1, 1000000, 4096),
+        ("collect", 1, 2097152, 64),
+    ],
+)
 def test_how_rows_are_searched(method, rows, n, k):
     how = triton_choose.plan(rows, n, k)
     assert how.method == method
@@ -103,8 +132,14 @@ def test_selection_takes_strides_and_infinities():
 
 def test_nothing_visible():
     visible = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
-    for how in (Plan("rank", 32, 0), Plan("descend", 32, 0), Plan("collect", 64, 1), Plan("descend", 64, 1),
-                Plan("filter", 32, 0), Plan("winnow", 64, 1)):
+    for how in (
+        Plan("rank", 32, 0),
+        Plan("descend", 32, 0),
+        Plan("collect", 64, 1),
+        Plan("descend", 64, 1),
+        Plan("filter", 32, 0),
+        Plan("winnow", 64, 1),
+    ):
         n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
         out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
         triton_choose.choose(how, torch.full((1, 2, n), NAN, device=DEVICE), n, 4, visible, out)

@@ -1,10 +1,11 @@
-"""Triton kernels of norm, rotation, Hadamard and pooling against the references, and of quantisation at production shapes."""
+"""Triton kernels of norm, rotation, Hadamard and pooling against the references, and of quantisation at production
+shapes."""
 
 import pytest
 import torch
 
-from kernels import compress, hadamard, quantize, rms_norm, rope
-from kernels.errors import UnsupportedInput
+from dsv4.kernels import compress, hadamard, quantize, rms_norm, rope
+from dsv4.kernels.errors import UnsupportedInput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -15,11 +16,14 @@ gpu = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fresh buffers hold NaN: a kernel that reads what it has not written shows it."""
+
     def filled(make):
         def call(*args, **kwargs):
             t = make(*args, **kwargs)
             return t.fill_(float("nan")) if t.is_floating_point() and t.element_size() > 1 else t
+
         return call
+
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
@@ -29,13 +33,15 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def close(got, wanted, tolerance=1e-5):
-    """Shapes and dtypes equal; fp32 within `tolerance` relative to the norm, narrower types but for half a percent of flips."""
+    """Shapes and dtypes equal; fp32 within `tolerance` relative to the norm, narrower types but for half a percent of
+    flips."""
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
     if not got.numel():
         return
     error = (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
     assert error <= (tolerance if got.dtype is torch.float32 else 2e-3), float(error)
-    if got.dtype is not torch.float32:  # sums in another order move fp32 by an ulp, which moves a rounded result only at a tie
+    # sums in another order move fp32 by an ulp, which moves a rounded result only at a tie
+    if got.dtype is not torch.float32:
         assert (got != wanted).float().mean() <= 0.005 + 2 / got.numel()
 
 
@@ -74,15 +80,20 @@ def turns(n, half, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation_with_every_broadcast(half, dtype):
     cis = turns(6, half)
-    for x, c in ((randn(6, 2 * half, dtype=dtype), cis), (randn(6, 3, 2 * half + 6, dtype=dtype), cis.unsqueeze(1)),
-                 (randn(2, 6, 70, dtype=dtype), cis), (randn(6, 70, dtype=dtype), cis[:1]),
-                 (randn(2, 3, 4, 64, dtype=dtype), cis.view(2, 3, 1, half)), (randn(6, 70, dtype=dtype), turns(12, half)[::2])):
+    for x, c in (
+        (randn(6, 2 * half, dtype=dtype), cis),
+        (randn(6, 3, 2 * half + 6, dtype=dtype), cis.unsqueeze(1)),
+        (randn(2, 6, 70, dtype=dtype), cis),
+        (randn(6, 70, dtype=dtype), cis[:1]),
+        (randn(2, 3, 4, 64, dtype=dtype), cis.view(2, 3, 1, half)),
+        (randn(6, 70, dtype=dtype), turns(12, half)[::2]),
+    ):
         for turn in (c, c.conj(), c.conj().resolve_conj()):
             wanted, mine = rope.rotate(x.clone(), turn), x.clone()
             got = rope.rotate(mine, turn, backend="triton")
             assert got.data_ptr() == mine.data_ptr()
             close(got, wanted, 1e-6)
-            assert torch.equal(got[..., :-2 * half], x[..., :-2 * half])
+            assert torch.equal(got[..., : -2 * half], x[..., : -2 * half])
 
 
 def test_rotation_leaves_other_columns_alone_whatever_they_hold():
@@ -95,9 +106,12 @@ def test_rotation_leaves_other_columns_alone_whatever_they_hold():
 
 
 def test_rotation_refuses_what_it_cannot_turn():
-    for x, cis, said in ((randn(4, 16)[:, ::2], turns(4, 2), "contiguous"), (randn(4, 6), turns(4, 4), "do not fit"),
-                         (randn(4, 8), turns(3, 2), "broadcast"),
-                         (randn(4, 8), turns(4, 2).to(torch.complex128), "complex128")):
+    for x, cis, said in (
+        (randn(4, 16)[:, ::2], turns(4, 2), "contiguous"),
+        (randn(4, 6), turns(4, 4), "do not fit"),
+        (randn(4, 8), turns(3, 2), "broadcast"),
+        (randn(4, 8), turns(4, 2).to(torch.complex128), "complex128"),
+    ):
         with pytest.raises(UnsupportedInput, match=said):
             rope.rotate(x, cis, backend="triton")
     empty = randn(0, 8)
@@ -142,7 +156,8 @@ def test_gated_pool_of_nothing_ties_strides_and_large_gates():
     close(compress.gated_pool(kv, gate, backend="triton"), compress.gated_pool(kv, gate))
     assert compress.gated_pool(kv[:0], gate[:0], backend="triton").shape == (0, 7)
     none = torch.full((1, 3, 5), float("-inf"), device=DEVICE)
-    assert compress.gated_pool(kv[:1, :3, :5].contiguous(), none, backend="triton").isnan().all()  # as the definition says
+    # as the definition says
+    assert compress.gated_pool(kv[:1, :3, :5].contiguous(), none, backend="triton").isnan().all()
 
 
 # Repeats, production shapes -------------------------------------------------------------------------------------------
@@ -153,12 +168,14 @@ def operations(scale=1):
     rows = 3 if scale == 1 else 4096
     x, h, w, cis = randn(rows, 512), randn(rows * scale, 128), randn(512, seed=1), turns(rows, 32)
     kv, gate = randn(rows, 8, 128), randn(rows, 8, 128, seed=1)
-    return [("rms_norm", lambda: rms_norm.rms_norm(x, w, EPS, backend="triton")),
-            ("rotate", lambda: rope.rotate(x.clone(), cis, backend="triton")),
-            ("hadamard", lambda: hadamard.hadamard(h, backend="triton")),
-            ("gated_pool", lambda: compress.gated_pool(kv, gate, backend="triton")),
-            ("fp8", lambda: quantize.simulate_fp8_blocks(x, 64, 64, backend="triton")),
-            ("fp4", lambda: quantize.simulate_fp4_blocks(h, 32, backend="triton"))]
+    return [
+        ("rms_norm", lambda: rms_norm.rms_norm(x, w, EPS, backend="triton")),
+        ("rotate", lambda: rope.rotate(x.clone(), cis, backend="triton")),
+        ("hadamard", lambda: hadamard.hadamard(h, backend="triton")),
+        ("gated_pool", lambda: compress.gated_pool(kv, gate, backend="triton")),
+        ("fp8", lambda: quantize.simulate_fp8_blocks(x, 64, 64, backend="triton")),
+        ("fp4", lambda: quantize.simulate_fp4_blocks(h, 32, backend="triton")),
+    ]
 
 
 def test_repeats_are_bitwise_equal():
@@ -204,8 +221,11 @@ def test_offsets_beyond_two_gib():
     x = torch.ones(rows, 512, dtype=torch.bfloat16, device=DEVICE)
     x[last] = randn(64, 512, dtype=torch.bfloat16)
     tail = x[last].clone()
-    for run in (lambda t: rms_norm.rms_norm(t, None, EPS, backend="triton"), lambda t: hadamard.hadamard(t, backend="triton"),
-                lambda t: quantize.simulate_fp8_blocks(t, 64, 64, backend="triton")):
+    for run in (
+        lambda t: rms_norm.rms_norm(t, None, EPS, backend="triton"),
+        lambda t: hadamard.hadamard(t, backend="triton"),
+        lambda t: quantize.simulate_fp8_blocks(t, 64, 64, backend="triton"),
+    ):
         assert torch.equal(run(x)[last], run(tail))
     cis = turns(64, 32)
     everyone = torch.ones(rows, 32, dtype=torch.complex64, device=DEVICE)

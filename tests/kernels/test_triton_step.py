@@ -1,16 +1,17 @@
-"""What a decode step does between its products, on Triton, against the definitions run through the reference operations."""
+"""What a decode step does between its products, on Triton, against the definitions run through the reference
+operations."""
 
 import pytest
 import torch
 
-from kernels.cache_rows import PackedRows, RowFormat, decode_rows, pack_layout
-from kernels.dispatch import DispatchLedger, bind
-from kernels.errors import UnsupportedInput
-from kernels.fusions import compositions, triton_step
-from kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
-from kernels.fusions.triton_step_inputs import attention_inputs
-from kernels.operations import OPERATIONS
-from kernels.rope import rotation
+from dsv4.kernels.cache_rows import PackedRows, RowFormat, decode_rows, pack_layout
+from dsv4.kernels.dispatch import DispatchLedger, bind
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.fusions import compositions, triton_step
+from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
+from dsv4.kernels.fusions.triton_step_inputs import attention_inputs
+from dsv4.kernels.operations import OPERATIONS
+from dsv4.kernels.rope import rotation
 from tests.kernels.test_triton_fusions import DEVICE, DTYPES, EPS, close, randn
 
 REFERENCE = bind(OPERATIONS, "reference", DispatchLedger())
@@ -20,11 +21,14 @@ gpu = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fresh buffers hold NaN, or a number that is no row: a kernel that reads what it has not written shows it."""
+
     def filled(make):
         def made(*args, **kwargs):
             t = make(*args, **kwargs)
             return t.fill_(float("nan") if t.is_floating_point() else 99)
+
         return made
+
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
@@ -33,7 +37,9 @@ def pool(rows: int, D: int, rope: int, how, seed: int = 0):
     """Rows that hold something: of a dtype, or packed in a format."""
     if isinstance(how, torch.dtype):
         return randn(rows, D, seed=seed).to(how)
-    data = torch.randint(0, 256, (-(-rows // 64), pack_layout(how, D, rope).page), generator=torch.Generator().manual_seed(seed))
+    data = torch.randint(
+        0, 256, (-(-rows // 64), pack_layout(how, D, rope).page), generator=torch.Generator().manual_seed(seed)
+    )
     return PackedRows(how, data.to(torch.uint8).to(DEVICE), D, rope, rows)
 
 
@@ -50,7 +56,8 @@ def copy(value):
 
 
 class Layer:
-    """Inputs of a step of T tokens of rows that stand at `starts`. One compressor a width in `widths`: (D, simulate, pool)."""
+    """Inputs of a step of T tokens of rows that stand at `starts`. One compressor a width in `widths`: (D, simulate,
+    pool)."""
 
     def __init__(self, starts, T, ratio, overlap, widths, dtype, near, index, D=96, rope=16, H=3):
         B, self.rope = len(starts), rope
@@ -65,15 +72,39 @@ class Layer:
         for seed, (width, simulate, how) in enumerate(widths):
             w = overlap * width
             ring = randn(B * R, 2 * w, seed=seed + 3)
-            windows.append(Windows(randn(N, 2 * w, seed=seed), randn(ratio, w, seed=seed + 1), phase, ring, rings, rows, live,
-                                   overlap, 1 + randn(width, dtype=dtype) / 8, torch.view_as_complex(entry_cis), simulate,
-                                   pool(B * n, width, rope if how is RowFormat.KV_FP8 else 0, how), entry_slots))
+            windows.append(
+                Windows(
+                    randn(N, 2 * w, seed=seed),
+                    randn(ratio, w, seed=seed + 1),
+                    phase,
+                    ring,
+                    rings,
+                    rows,
+                    live,
+                    overlap,
+                    1 + randn(width, dtype=dtype) / 8,
+                    torch.view_as_complex(entry_cis),
+                    simulate,
+                    pool(B * n, width, rope if how is RowFormat.KV_FP8 else 0, how),
+                    entry_slots,
+                )
+            )
         simulate_kv = near is RowFormat.KV_FP8
-        latents = Latents(randn(N, D, dtype=dtype), 1 + randn(D, dtype=dtype) / 8, simulate_kv, pool(B * 20, D, rope, near), slots)
+        latents = Latents(
+            randn(N, D, dtype=dtype), 1 + randn(D, dtype=dtype) / 8, simulate_kv, pool(B * 20, D, rope, near), slots
+        )
         asked = None
         if index is not None:
             asked = IndexHeads(randn(N, 5, 32, dtype=dtype, seed=7), randn(N, 5, dtype=dtype), 0.3, index)
-        self.arguments = (B, randn(N, H, D, dtype=dtype), torch.view_as_complex(cis), EPS, latents, asked, tuple(windows))
+        self.arguments = (
+            B,
+            randn(N, H, D, dtype=dtype),
+            torch.view_as_complex(cis),
+            EPS,
+            latents,
+            asked,
+            tuple(windows),
+        )
 
     def check(self) -> None:
         theirs = self.arguments
@@ -92,7 +123,8 @@ class Layer:
             assert torch.equal(a.ring, b.ring)
             used = self.entry_slots[self.live]
             close(values(a.entries, used), values(b.entries, used), True)
-            self.untouched(a.entries, b.entries, used)  # on pages, entries of windows that are not complete may be others'
+            # on pages, entries of windows that are not complete may be others'
+            self.untouched(a.entries, b.entries, used)
 
     @staticmethod
     def untouched(a, b, used) -> None:
@@ -100,7 +132,9 @@ class Layer:
         others[used] = False
         if isinstance(a, PackedRows):
             for part, other in ((a.payload, b.payload), (a.scales, b.scales)):
-                assert torch.equal(part.flatten(0, 1)[:len(others)][others], other.flatten(0, 1)[:len(others)][others])
+                assert torch.equal(
+                    part.flatten(0, 1)[: len(others)][others], other.flatten(0, 1)[: len(others)][others]
+                )
         else:
             assert torch.equal(a[others], b[others])
 
@@ -109,11 +143,16 @@ KV, FP8, FP4 = RowFormat.KV_FP8, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4
 
 
 @pytest.mark.parametrize("starts, T", [((0, 3, 18), 1), ((7,), 1), ((2, 7, 9), 5)], ids=str)
-@pytest.mark.parametrize("near, main, keys, simulate", [
-    (torch.bfloat16, (96, None, torch.bfloat16), (32, None, torch.bfloat16), False),
-    (KV, (96, "kv", KV), (32, "key", FP4), True), (KV, (96, "kv", KV), (32, None, FP8), False),
-    (torch.bfloat16, (96, "kv", torch.bfloat16), (32, "key", torch.bfloat16), True)],
-    ids=("plain", "fp8 fp4", "fp8 fp8", "simulated"))
+@pytest.mark.parametrize(
+    "near, main, keys, simulate",
+    [
+        (torch.bfloat16, (96, None, torch.bfloat16), (32, None, torch.bfloat16), False),
+        (KV, (96, "kv", KV), (32, "key", FP4), True),
+        (KV, (96, "kv", KV), (32, None, FP8), False),
+        (torch.bfloat16, (96, "kv", torch.bfloat16), (32, "key", torch.bfloat16), True),
+    ],
+    ids=("plain", "fp8 fp4", "fp8 fp8", "simulated"),
+)
 def test_a_layer_with_an_indexer(starts, T, near, main, keys, simulate):
     Layer(starts, T, 4, 2, (main, keys), torch.bfloat16, near, simulate).check()
 
@@ -157,14 +196,17 @@ def test_place(starts, T):
     for a, b in zip(got, wanted):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert (a - b).abs().max() < 1e-6 if b.is_floating_point() else torch.equal(a, b)
-    exact = rotation(start.double().view(-1, 1) + torch.arange(T, device=DEVICE), frequencies[0])  # angles are fp32 products
+    # angles are fp32 products
+    exact = rotation(start.double().view(-1, 1) + torch.arange(T, device=DEVICE), frequencies[0])
     assert (torch.view_as_complex(got[2]) - exact.flatten(0, 1)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embedding_and_chosen_rows(dtype):
     table, ids = randn(11, 40, dtype=dtype), torch.tensor([3, 10, 0], device=DEVICE)
-    assert torch.equal(triton_step.embed_streams(ids, table, 4, dtype), compositions.embed_streams(REFERENCE, ids, table, 4, dtype))
+    assert torch.equal(
+        triton_step.embed_streams(ids, table, 4, dtype), compositions.embed_streams(REFERENCE, ids, table, 4, dtype)
+    )
     wide = triton_step.embed_streams(torch.tensor([3, 11, -1], device=DEVICE), table, 2, torch.float32)
     assert torch.equal(wide[0, 1], table[3].float()) and wide[1:].isnan().all()
     for shape in ((1, 2, 7), (3, 1, 7), (2, 3, 1200)):
@@ -175,8 +217,19 @@ def test_embedding_and_chosen_rows(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_end_of_the_streams(dtype):
     N, n, d = 3, 4, 96
-    args = (randn(N, d, dtype=dtype), randn(N, n, d, dtype=dtype), randn(N, n), randn(N, n, n), randn(n, n * d) / 9, randn(1),
-            randn(n), 1e-6, EPS, 1 + randn(d, dtype=dtype) / 8, EPS)
+    args = (
+        randn(N, d, dtype=dtype),
+        randn(N, n, d, dtype=dtype),
+        randn(N, n),
+        randn(N, n, n),
+        randn(n, n * d) / 9,
+        randn(1),
+        randn(n),
+        1e-6,
+        EPS,
+        1 + randn(d, dtype=dtype) / 8,
+        EPS,
+    )
     for got, wanted in zip(triton_step.mhc_post_head_norm(*args), compositions.mhc_post_head_norm(REFERENCE, *args)):
         close(got, wanted, dtype is torch.bfloat16)
 
@@ -184,7 +237,9 @@ def test_the_end_of_the_streams(dtype):
 @gpu
 def test_one_launch_at_v4_widths():
     """Replays of a graph equal the definition's numbers, and one another, bit for bit."""
-    layer = Layer((8191, 4095), 1, 4, 2, ((512, "kv", KV), (128, "key", FP4)), torch.bfloat16, KV, None, D=512, rope=64, H=64)
+    layer = Layer(
+        (8191, 4095), 1, 4, 2, ((512, "kv", KV), (128, "key", FP4)), torch.bfloat16, KV, None, D=512, rope=64, H=64
+    )
     layer.check()
     B, q, *rest = layer.arguments
     q0, results = q.clone(), []

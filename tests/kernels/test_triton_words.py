@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.linear import triton_words as words
-from kernels.quantize.formats import decode_e2m1, round_e4m3
+from dsv4.kernels.linear import triton_words as words
+from dsv4.kernels.quantize.formats import decode_e2m1, round_e4m3
 from tests.kernels.ptx import U32, narrow, pairs, run, widen
 
 ALL = np.arange(1 << 16, dtype=U32)
@@ -59,16 +59,17 @@ def test_rounding_to_e4m3(k):
     """Every bf16 number, beside every other sign and magnitude, in a block of scale 2^k."""
     word = ALL | (np.roll(ALL, 12345) << U32(16))
     e = U32((k + 127) * 0x00800080)
-    out, = run(words.ROUND_E4M3.value, 1, word, e - U32(0x00C000C0), e - U32(0x03000300), e + U32(0x04600460))
+    (out,) = run(words.ROUND_E4M3.value, 1, word, e - U32(0x00C000C0), e - U32(0x03000300), e + U32(0x04600460))
     for got, bits in zip(pairs(out), (word & U32(0xFFFF), word >> U32(16))):
         x = torch.from_numpy(widen(bits))
-        wanted = round_e4m3(x * 2.0**-k).float() * 2.0**k  # 2^-k may leave fp32's range only where the result is 0 anyway
+        # 2^-k may leave fp32's range only where the result is 0 anyway
+        wanted = round_e4m3(x * 2.0**-k).float() * 2.0**k
         same = torch.from_numpy(got).eq(wanted) | (torch.from_numpy(got).isnan() & x.isnan())
         assert same.all(), (x[~same][:4], torch.from_numpy(got)[~same][:4], wanted[~same][:4])
 
 
 def test_larger_pairs_keep_nan():
-    out, = run("{ max.NaN.bf16x2 $0, $1, $2; }", 1, ALL, np.full_like(ALL, 0x3F803F80))
+    (out,) = run("{ max.NaN.bf16x2 $0, $1, $2; }", 1, ALL, np.full_like(ALL, 0x3F803F80))
     low, high = pairs(out)
     x = widen(ALL)
     assert np.array_equal(low, np.maximum(x, np.float32(1)), equal_nan=True) and (high == 1).all()

@@ -4,10 +4,10 @@ import pytest
 
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError
-from kernels.errors import Dsv4Error
-from loaders.config_files import INFERENCE_NAMES, nvfp4_quantization, to_official, to_transformers
-from loaders.errors import CheckpointError
-from loaders.expected import preset
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.loaders.config_files import INFERENCE_NAMES, nvfp4_quantization, to_official, to_transformers
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.expected import preset
 from tests import oracle
 
 
@@ -41,51 +41,89 @@ def test_transformers_form_without_leftover_official_keys():
 
 def test_transformers_own_config_class_agrees(tmp_path):
     from transformers import DeepseekV4Config
+
     DeepseekV4Config(**oracle.TINY).save_pretrained(tmp_path)
     import json
-    assert effective(json.loads((tmp_path / "config.json").read_text())) == effective({**oracle.TINY, "compress_ratios": [*oracle.TINY["compress_ratios"]]})
+
+    assert effective(json.loads((tmp_path / "config.json").read_text())) == effective(
+        {**oracle.TINY, "compress_ratios": [*oracle.TINY["compress_ratios"]]}
+    )
 
 
 def test_inference_form_means_the_same():
     official = preset("flash")
     inverse = {v: k for k, v in INFERENCE_NAMES.items()}
-    raw = {inverse.get(k, k): v for k, v in official.items() if k in (
-        "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_hash_layers", "num_attention_heads", "num_experts_per_tok",
-        "scoring_func", "routed_scaling_factor", "qk_rope_head_dim", "sliding_window", "vocab_size", "n_routed_experts", "q_lora_rank",
-        "o_groups", "index_topk", "compress_ratios")}
+    raw = {
+        inverse.get(k, k): v
+        for k, v in official.items()
+        if k
+        in (
+            "hidden_size",
+            "moe_intermediate_size",
+            "num_hidden_layers",
+            "num_hash_layers",
+            "num_attention_heads",
+            "num_experts_per_tok",
+            "scoring_func",
+            "routed_scaling_factor",
+            "qk_rope_head_dim",
+            "sliding_window",
+            "vocab_size",
+            "n_routed_experts",
+            "q_lora_rank",
+            "o_groups",
+            "index_topk",
+            "compress_ratios",
+        )
+    }
     raw |= {"dtype": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4", "original_seq_len": 65536, "rope_factor": 16}
     out, notes = to_official(raw)
     assert ModelConfig.from_official(out) == effective(official)
     assert notes["hidden_size"] == "stated as dim" and "default" in notes["hc_mult"]
 
 
-@pytest.mark.parametrize("change,message", [
-    ({"compress_ratios": [0, 4, 7, 0]}, "layer 2 has compress_ratio 7"),
-    ({"compress_ratios": [0, 4]}, "compress_ratios has 2 entries"),
-    ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
-    ({"hidden_size": "64"}, "hidden_size = '64'"),
-    ({"hidden_size": 64.5}, "whole number"),
-    ({"q_lora_rank": None}, "q_lora_rank"),
-    ({"num_attention_heads": 5}, "not divisible by o_groups"),
-    ({"num_experts_per_tok": 99}, "exceeds n_routed_experts"),
-    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling type is 'linear'"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no 'beta_fast'"),
-    ({"index_head_dim": 24}, "not a power of two"),
-    ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
-], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"compress_ratios": [0, 4, 7, 0]}, "layer 2 has compress_ratio 7"),
+        ({"compress_ratios": [0, 4]}, "compress_ratios has 2 entries"),
+        ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ({"hidden_size": "64"}, "hidden_size = '64'"),
+        ({"hidden_size": 64.5}, "whole number"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+        ({"num_attention_heads": 5}, "not divisible by o_groups"),
+        ({"num_experts_per_tok": 99}, "exceeds n_routed_experts"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling type is 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no 'beta_fast'"),
+        ({"index_head_dim": 24}, "not a power of two"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_a_config_that_contradicts_the_model_names_the_key(change, message):
     raw = {**oracle.TINY, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 0], **change}
     with pytest.raises(ConfigError, match=message):
         effective({**raw, "model_type": "deepseek_v4"})
 
 
-@pytest.mark.parametrize("raw,message", [
-    ({"model_type": "deepseek_v41"}, "model_type 'deepseek_v41'"),
-    ({"hidden_size": 1}, "no known form"),
-    ({"layer_types": ["linear_attention"], "head_dim": 8}, "layer 0 has layer type 'linear_attention'"),
-    ({"layer_types": ["compressed_sparse_attention"], "compress_rates": {"compressed_sparse_attention": 8}, "head_dim": 8}, "gives 8"),
-    ({"layer_types": [], "mlp_layer_types": ["moe", "hash_moe"], "head_dim": 8}, "hash_moe layers first"),
-], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "raw,message",
+    [
+        ({"model_type": "deepseek_v41"}, "model_type 'deepseek_v41'"),
+        ({"hidden_size": 1}, "no known form"),
+        ({"layer_types": ["linear_attention"], "head_dim": 8}, "layer 0 has layer type 'linear_attention'"),
+        (
+            {
+                "layer_types": ["compressed_sparse_attention"],
+                "compress_rates": {"compressed_sparse_attention": 8},
+                "head_dim": 8,
+            },
+            "gives 8",
+        ),
+        ({"layer_types": [], "mlp_layer_types": ["moe", "hash_moe"], "head_dim": 8}, "hash_moe layers first"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_an_unknown_form_or_layer_type_is_an_error(raw, message):
     with pytest.raises(CheckpointError, match=message):
         to_official(raw)
@@ -99,7 +137,10 @@ def test_every_key_is_read_or_said_to_be_unread():
 def test_nvfp4_quantization_in_both_spellings():
     config, exporter = nvfp4_quantization(preset("flash"))
     assert config["moe_quant_algo"] == "NVFP4" and config["group_size"] == 16 and config["quant_method"] == "fp8"
-    assert "layers.42.ffn.experts" in config["quantized_layers"] and config["ignore"] == exporter["quantization"]["exclude_modules"]
+    assert (
+        "layers.42.ffn.experts" in config["quantized_layers"]
+        and config["ignore"] == exporter["quantization"]["exclude_modules"]
+    )
     assert issubclass(CheckpointError, Dsv4Error)
 
 
@@ -108,7 +149,9 @@ JUNK = [None, "x", "1", -1, 0, 1.5, True, [], {}, [None], [[1]], {"a": 1}, float
 
 def inference_form() -> dict:
     inverse = {v: k for k, v in INFERENCE_NAMES.items()}
-    kept = {k: v for k, v in preset("flash").items() if k not in ("rope_scaling", "architectures", "quantization_config")}
+    kept = {
+        k: v for k, v in preset("flash").items() if k not in ("rope_scaling", "architectures", "quantization_config")
+    }
     return {inverse.get(k, k): v for k, v in kept.items()} | {"rope_factor": 16}
 
 
@@ -124,7 +167,11 @@ def damaged(raw: dict):
 
 @pytest.mark.parametrize("form", ["official", "transformers", "inference"])
 def test_a_damaged_config_never_raises_anything_but_one_typed_line(form):
-    raw = {"official": preset("flash"), "transformers": to_transformers(preset("flash")), "inference": inference_form()}[form]
+    raw = {
+        "official": preset("flash"),
+        "transformers": to_transformers(preset("flash")),
+        "inference": inference_form(),
+    }[form]
     assert effective(raw) == effective(preset("flash"))
     refused = 0
     for where, bad in damaged(raw):
@@ -138,12 +185,15 @@ def test_a_damaged_config_never_raises_anything_but_one_typed_line(form):
     assert refused > 300
 
 
-@pytest.mark.parametrize("change,message", [
-    ({"compress_ratios": [4] * 44}, "compress_ratios = .* but its layer_types means"),
-    ({"num_hash_layers": 7}, "num_hash_layers = 7, but its mlp_layer_types means 3"),
-    ({"qk_rope_head_dim": 32}, "qk_rope_head_dim = 32, but its partial_rotary_factor means 64"),
-    ({"num_hidden_layers": 44}, "layer_types has 43 entries for num_hidden_layers 44"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"compress_ratios": [4] * 44}, "compress_ratios = .* but its layer_types means"),
+        ({"num_hash_layers": 7}, "num_hash_layers = 7, but its mlp_layer_types means 3"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim = 32, but its partial_rotary_factor means 64"),
+        ({"num_hidden_layers": 44}, "layer_types has 43 entries for num_hidden_layers 44"),
+    ],
+)
 def test_a_transformers_form_that_contradicts_itself_is_an_error(change, message):
     with pytest.raises(CheckpointError, match=message):
         effective(to_transformers(preset("flash")) | change)

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from dsv4 import load_model
 from dsv4.config import ModelConfig
-from kernels.quantize import InexactConversion
-from loaders import write
-from loaders.convert import convert
-from loaders.errors import CheckpointError, WriteError
-from loaders.load import Inventory
+from dsv4.kernels.quantize import InexactConversion
+from dsv4.loaders import write
+from dsv4.loaders.convert import convert
+from dsv4.loaders.errors import CheckpointError, WriteError
+from dsv4.loaders.load import Inventory
 from tests import checkpoints
 
 CONFIG = ModelConfig.from_official(checkpoints.SMALL)
@@ -23,7 +23,9 @@ def same_bytes(a, b) -> list[str]:
     """Official names whose bytes differ."""
     x, y = Inventory.open(a), Inventory.open(b)
     assert set(x.sources) == set(y.sources)
-    return [n for n in x.sources if not torch.equal(x.files.read(x.sources[n].tensor), y.files.read(y.sources[n].tensor))]
+    return [
+        n for n in x.sources if not torch.equal(x.files.read(x.sources[n].tensor), y.files.read(y.sources[n].tensor))
+    ]
 
 
 def values(path) -> dict[str, torch.Tensor]:
@@ -56,6 +58,7 @@ def test_dense_layouts_hold_the_same_values_and_come_back(official, tmp_path, vi
 
 def test_transformers_loads_what_we_write(official, tmp_path):
     from transformers import DeepseekV4ForCausalLM
+
     convert(official, tmp_path / "hf", "transformers", CONFIG)
     ids = torch.randint(0, 320, (1, 290), generator=torch.Generator().manual_seed(0))
     theirs = DeepseekV4ForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -100,14 +103,18 @@ def test_input_scales_never_saturate(official, tmp_path):
     inventory = Inventory.open(tmp_path / "nv")
     assert inventory.read("layers.2.ffn.experts.0.w2.input_scale").item() * 6 * 448 == pytest.approx(150)
     norm = inventory.read("layers.2.ffn_norm.weight").float().abs().max().item()
-    assert inventory.read("layers.2.ffn.experts.0.w1.input_scale").item() * 6 * 448 == pytest.approx(norm * 128**0.5, rel=1e-5)
+    assert inventory.read("layers.2.ffn.experts.0.w1.input_scale").item() * 6 * 448 == pytest.approx(
+        norm * 128**0.5, rel=1e-5
+    )
 
 
 def test_the_safetensors_library_reads_our_files(official):
     inventory = Inventory.open(official)
     for shard in inventory.files.shards:
         for key, tensor in load_file(shard).items():
-            assert torch.equal(tensor.contiguous().view(-1).view(torch.uint8), inventory.files.read(inventory.files.tensors[key]))
+            assert torch.equal(
+                tensor.contiguous().view(-1).view(torch.uint8), inventory.files.read(inventory.files.tensors[key])
+            )
     index = json.loads((official / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in inventory.files.tensors.values())
 
@@ -128,6 +135,7 @@ def test_a_full_disk_leaves_nothing(official, tmp_path, monkeypatch, after):
         if len(calls) > after:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(name, value, dtype, shape)
+
     monkeypatch.setattr(write, "_bytes", full)
     with pytest.raises(WriteError, match="the disk is full"):
         convert(official, tmp_path / "out", "nvfp4", CONFIG)
@@ -137,6 +145,7 @@ def test_a_full_disk_leaves_nothing(official, tmp_path, monkeypatch, after):
 def test_an_interrupt_leaves_nothing(official, tmp_path):
     def stop(done, total):
         raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         convert(official, tmp_path / "out", "bf16", CONFIG, progress=stop)
     assert list(tmp_path.iterdir()) == []
@@ -144,6 +153,7 @@ def test_an_interrupt_leaves_nothing(official, tmp_path):
 
 def test_a_tensor_nobody_asks_for_is_not_dropped_silently(tmp_path):
     from safetensors.torch import save_file
+
     path = checkpoints.write_dense(tmp_path / "dense")
     tensors = load_file(path / "model.safetensors") | {"layers.9.attn_norm.weight": torch.ones(128)}
     save_file(tensors, path / "model.safetensors")
@@ -154,9 +164,12 @@ def test_a_tensor_nobody_asks_for_is_not_dropped_silently(tmp_path):
 @pytest.mark.parametrize("to", ["official", "bf16", "transformers"])
 def test_a_transposed_tensor_is_an_error(tmp_path, to):
     from safetensors.torch import save_file
+
     path = checkpoints.write_dense(tmp_path / "dense", dtype="BF16")
     tensors = load_file(path / "model.safetensors")
-    tensors["layers.1.attn.compressor.wkv.weight"] = tensors["layers.1.attn.compressor.wkv.weight"].view(64, 256).contiguous()
+    tensors["layers.1.attn.compressor.wkv.weight"] = (
+        tensors["layers.1.attn.compressor.wkv.weight"].view(64, 256).contiguous()
+    )
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers.1.attn.compressor.wkv.weight has shape \[64, 256\]"):
         convert(path, tmp_path / "out", to, CONFIG)
@@ -166,6 +179,7 @@ def test_a_transposed_tensor_is_an_error(tmp_path, to):
 def rewritten(path, change):
     """The one-file checkpoint at `path` with `change(tensors)` applied."""
     from safetensors.torch import save_file
+
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
@@ -178,13 +192,16 @@ def test_scales_of_another_block_size_are_an_error(tmp_path, to, name):
 
     def double(tensors):
         tensors[name] = tensors[name].view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e8m0fnu)
+
     rewritten(path, double)
     with pytest.raises(CheckpointError, match=f"tensor {name} has shape"):
         convert(path, tmp_path / "out", to, CONFIG)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name,dtype", [("layers.0.ffn.gate.tid2eid", torch.float32), ("layers.0.attn.attn_sink", torch.float64)])
+@pytest.mark.parametrize(
+    "name,dtype", [("layers.0.ffn.gate.tid2eid", torch.float32), ("layers.0.attn.attn_sink", torch.float64)]
+)
 def test_a_dtype_that_would_lose_bits_is_an_error(tmp_path, name, dtype):
     path = checkpoints.write_dense(tmp_path / "dense")
     rewritten(path, lambda t: t.update({name: t[name].to(dtype) + 0.3}))
@@ -197,6 +214,7 @@ def test_infinity_is_not_quantised(tmp_path):
 
     def damage(tensors):
         tensors["layers.0.attn.wq_a.weight"][0, 0] = float("inf")
+
     rewritten(path, damage)
     with pytest.raises(CheckpointError, match="layers.0.attn.wq_a.weight holds infinite values"):
         convert(path, tmp_path / "out", "official", CONFIG)
@@ -208,5 +226,8 @@ def test_the_config_comes_back(official, tmp_path, via):
     convert(official, tmp_path / "there", via, CONFIG)
     convert(tmp_path / "there", tmp_path / "back", "official", CONFIG)
     first, last = (json.loads((p / "config.json").read_text()) for p in (official, tmp_path / "back"))
-    assert last["compress_ratios"] == first["compress_ratios"] and len(first["compress_ratios"]) > first["num_hidden_layers"]
+    assert (
+        last["compress_ratios"] == first["compress_ratios"]
+        and len(first["compress_ratios"]) > first["num_hidden_layers"]
+    )
     assert {k: last.get(k) for k in first} == first

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from kernels.quantize import WeightFormat
-from loaders.errors import CheckpointError
-from loaders.expected import official_tensors, preset
-from loaders.files import DTYPES, FileTensor, open_checkpoint
-from loaders.layouts import canonical_sources, detect_layout, matrix_formats
 from dsv4.config import ModelConfig
+from dsv4.kernels.quantize import WeightFormat
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.expected import official_tensors, preset
+from dsv4.loaders.files import DTYPES, FileTensor, open_checkpoint
+from dsv4.loaders.layouts import canonical_sources, detect_layout, matrix_formats
 from tests import checkpoints, oracle
 
 
@@ -81,14 +81,17 @@ def test_gate_rows_come_before_up_rows_in_stacked_experts(tmp_path):
         assert torch.equal(got, stacked[5, rows])
 
 
-@pytest.mark.parametrize("wrong", [
-    "model.layers.2.self_attn.indexer.compressor.kv_proj.weight",       # leaf-by-leaf rename of the official nesting
-    "layers.2.attn.compressor.indexer.wkv.weight",
-    "layers.2.attn.indexer.kv_proj.weight",
-    "module.layers.2.attn.indexer.compressor.wkv.weight",
-    "layers.2.attn.indexer.compressor.wkv.weight.extra",
-    "xlayers.2.attn_norm.weight",
-])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "model.layers.2.self_attn.indexer.compressor.kv_proj.weight",  # leaf-by-leaf rename of the official nesting
+        "layers.2.attn.compressor.indexer.wkv.weight",
+        "layers.2.attn.indexer.kv_proj.weight",
+        "module.layers.2.attn.indexer.compressor.wkv.weight",
+        "layers.2.attn.indexer.compressor.wkv.weight.extra",
+        "xlayers.2.attn_norm.weight",
+    ],
+)
 def test_a_name_that_is_nearly_right_is_an_error(wrong):
     names = dict(official_tensors(ModelConfig.from_official(checkpoints.SMALL)))
     names[wrong] = ("BF16", (4, 4))
@@ -96,14 +99,26 @@ def test_a_name_that_is_nearly_right_is_an_error(wrong):
         detect_layout(fake(names))
 
 
-@pytest.mark.parametrize("kind,expected", [
-    ({"weight": "BF16"}, WeightFormat.DENSE), ({"weight": "F32"}, WeightFormat.DENSE),
-    ({"weight": "F8_E4M3", "scale": "F8_E8M0"}, WeightFormat.FP8), ({"weight": "F8_E4M3", "scale": "F32"}, WeightFormat.FP8),
-    ({"weight": "I8", "scale": "F8_E8M0"}, WeightFormat.MXFP4), ({"weight": "U8", "scale": "F8_E8M0"}, WeightFormat.MXFP4),
-    ({"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}, WeightFormat.NVFP4),
-    ({"weight": "F8_E4M3"}, None), ({"weight": "BF16", "scale": "F8_E8M0"}, None), ({"weight": "I8", "scale": "F8_E4M3"}, None),
-    ({"weight": "U8", "weight_scale": "F8_E4M3"}, None),
-], ids=lambda v: "+".join(f"{k} {d}" for k, d in v.items()) if isinstance(v, dict) else None)
+@pytest.mark.parametrize(
+    "kind,expected",
+    [
+        ({"weight": "BF16"}, WeightFormat.DENSE),
+        ({"weight": "F32"}, WeightFormat.DENSE),
+        ({"weight": "F8_E4M3", "scale": "F8_E8M0"}, WeightFormat.FP8),
+        ({"weight": "F8_E4M3", "scale": "F32"}, WeightFormat.FP8),
+        ({"weight": "I8", "scale": "F8_E8M0"}, WeightFormat.MXFP4),
+        ({"weight": "U8", "scale": "F8_E8M0"}, WeightFormat.MXFP4),
+        (
+            {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"},
+            WeightFormat.NVFP4,
+        ),
+        ({"weight": "F8_E4M3"}, None),
+        ({"weight": "BF16", "scale": "F8_E8M0"}, None),
+        ({"weight": "I8", "scale": "F8_E4M3"}, None),
+        ({"weight": "U8", "weight_scale": "F8_E4M3"}, None),
+    ],
+    ids=lambda v: "+".join(f"{k} {d}" for k, d in v.items()) if isinstance(v, dict) else None,
+)
 def test_formats_are_read_off_the_dtypes(kind, expected):
     tensors = fake({f"layers.0.ffn.experts.0.w1.{k}": (d, (2, 2)) for k, d in kind.items()})
     sources = canonical_sources(tensors, detect_layout(tensors))
@@ -121,4 +136,6 @@ def test_save_pretrained_writes_what_we_call_its_layout(tmp_path):
     assert layout.name == "transformers save_pretrained"
     assert "model.layers.2.attn.norm.weight" in files.tensors
     assert "layers.2.attn.kv_norm.weight" in canonical_sources(files.tensors, layout)
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["layer_types"][2] == "compressed_sparse_attention"
+    assert (
+        json.loads((tmp_path / "saved" / "config.json").read_text())["layer_types"][2] == "compressed_sparse_attention"
+    )

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4 import load_model
-from loaders.errors import CheckpointError
-from loaders.files import Files
-from loaders.load import Inventory
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import Files
+from dsv4.loaders.load import Inventory
 from tests import checkpoints, oracle
 from tests.checkpoints import SMALL, edit_config
 
@@ -38,6 +38,7 @@ def test_stacked_experts_are_read_one_matrix_at_a_time(tmp_path, monkeypatch):
     def recorded(self, tensor, start=0, nbytes=None):
         sizes.setdefault(tensor.key, []).append(nbytes)
         return read(self, tensor, start, nbytes)
+
     monkeypatch.setattr(Files, "read", recorded)
     load_model(path, numerics="fp32")
     one, E = config["moe_intermediate_size"] * config["hidden_size"] * 4, config["n_routed_experts"]
@@ -48,7 +49,9 @@ def test_stacked_experts_are_read_one_matrix_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize("numerics", ["fp32", "native"])
 def test_scales_in_finer_blocks_than_the_config_says_do_not_load(tmp_path, numerics):
     quantised = SMALL["quantization_config"]
-    path = checkpoints.write_official(tmp_path / "fine", {**SMALL, "quantization_config": {**quantised, "weight_block_size": [64, 64]}})
+    path = checkpoints.write_official(
+        tmp_path / "fine", {**SMALL, "quantization_config": {**quantised, "weight_block_size": [64, 64]}}
+    )
     edit_config(path, quantization_config=quantised)
     with pytest.raises(CheckpointError, match=r"scale has shape \[\d, \d\]; the config asks for"):
         load_model(path, numerics=numerics)
@@ -69,12 +72,16 @@ def test_an_mtp_tensor_nobody_knows_is_an_error_in_every_layout(tmp_path):
         Inventory.open(path)
 
 
-@pytest.mark.parametrize("name,change,match", [
-    ("layers.2.attn.wkv.weight", lambda t: t.view(torch.uint8).view(-1)[7].fill_(0xFF), "wkv.weight holds 1 NaN"),
-    ("layers.2.attn.wkv.scale", lambda t: t.view(torch.uint8).fill_(0xFF), "wkv.scale holds 1 NaN"),
-    ("layers.2.ffn.gate.bias", lambda t: t[:2].fill_(float("nan")), "gate.bias holds 2 NaN"),
-    ("layers.0.ffn.gate.tid2eid", lambda t: t[5].fill_(-1), "tid2eid holds 2 negative indices"),
-], ids=["an FP8 weight", "an E8M0 scale", "an fp32 bias", "a table"])
+@pytest.mark.parametrize(
+    "name,change,match",
+    [
+        ("layers.2.attn.wkv.weight", lambda t: t.view(torch.uint8).view(-1)[7].fill_(0xFF), "wkv.weight holds 1 NaN"),
+        ("layers.2.attn.wkv.scale", lambda t: t.view(torch.uint8).fill_(0xFF), "wkv.scale holds 1 NaN"),
+        ("layers.2.ffn.gate.bias", lambda t: t[:2].fill_(float("nan")), "gate.bias holds 2 NaN"),
+        ("layers.0.ffn.gate.tid2eid", lambda t: t[5].fill_(-1), "tid2eid holds 2 negative indices"),
+    ],
+    ids=["an FP8 weight", "an E8M0 scale", "an fp32 bias", "a table"],
+)
 def test_a_value_no_checkpoint_holds_names_its_tensor(single, name, change, match):
     rewrite(single, lambda t: change(t[name]))
     with pytest.raises(CheckpointError, match=match):
@@ -90,6 +97,11 @@ def test_every_value_of_transformers_own_files_arrives(tmp_path, which):
     assert set(inventory.sources) == set(in_memory.sources)
     values = model.state_dict()
     for name, source in in_memory.sources.items():
-        wanted = values[source.tensor.key].contiguous().view(torch.uint8).view(-1)[source.start:source.start + source.nbytes]
+        wanted = (
+            values[source.tensor.key]
+            .contiguous()
+            .view(torch.uint8)
+            .view(-1)[source.start : source.start + source.nbytes]
+        )
         assert torch.equal(inventory.read(name).contiguous().view(torch.uint8).view(-1), wanted), name
     assert sum(s.nbytes for s in inventory.sources.values()) == sum(v.nbytes for v in values.values())

@@ -1,17 +1,18 @@
-"""The probes of attention are green on this project's model, and red, at the right part, on one with a planted fault."""
+"""The probes of attention are green on this project's model, and red, at the right part, on one with a planted
+fault."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.rope import inverse_frequencies
-from probes.index_oracle import IndexOracle
-from probes.influence import Influence
-from probes.probe import execute
-from probes.result import Status
-from probes.rope import Rope
-from probes.subjects.ours import OurSubject
+from dsv4.kernels.rope import inverse_frequencies
+from dsv4.probes.index_oracle import IndexOracle
+from dsv4.probes.influence import Influence
+from dsv4.probes.probe import execute
+from dsv4.probes.result import Status
+from dsv4.probes.rope import Rope
+from dsv4.probes.subjects.ours import OurSubject
 
 CSA, HCA = (1, 3), (2, 4)
 
@@ -102,12 +103,15 @@ def everything_of(attn):
             return real(attn, x, step, cache)
         finally:
             del entries.chosen
+
     return forward
 
 
 def test_wrong_base_on_compressing_layers(subject):
     c, real = subject.config, subject.model.rope_frequencies
-    subject.model.rope_frequencies = lambda: real() | {"compress": inverse_frequencies(c.qk_rope_head_dim, c.rope_theta)}
+    subject.model.rope_frequencies = lambda: (
+        real() | {"compress": inverse_frequencies(c.qk_rope_head_dim, c.rope_theta)}
+    )
     found = failures(Rope(), subject)
     assert {c.where for c in found} == {f"layer {i}" for i in CSA + HCA}
     things = ("queries", "window rows", "compressed entries", "indexer keys")
@@ -115,8 +119,9 @@ def test_wrong_base_on_compressing_layers(subject):
     assert "base of the other kind, no YaRN" in {c.measured for c in found}
 
 
-@pytest.mark.parametrize("fault, part", [("no inverse", "rotation of the output"),
-                                         ("entry number", "rotation of compressed entries")])
+@pytest.mark.parametrize(
+    "fault, part", [("no inverse", "rotation of the output"), ("entry number", "rotation of compressed entries")]
+)
 def test_other_wrong_rotations(subject, fault, part):
     attn = subject.model.layers[2].attn
     if fault == "no inverse":
@@ -133,7 +138,8 @@ def plain_back(step):
 
 
 def by_number(step):
-    from kernels.rope import rotation
+    from dsv4.kernels.rope import rotation
+
     step.window_cis = lambda ratio, base: rotation(step.new_windows(ratio).flatten(), step.frequencies[base])
     return step
 
@@ -144,6 +150,7 @@ def test_relu_missing(subject):
     def index_scores(q, w, keys, visible):
         scores = torch.einsum("bth,bthd,bnd->btn", w, q, keys)
         return scores.masked_fill(torch.arange(keys.shape[1]) >= visible.unsqueeze(-1), float("-inf"))
+
     indexer.op = Other(indexer.op, index_scores=index_scores)
     found = failures(IndexOracle(), subject)
     assert not parts(found, 1) and any(c.part == "indexer scores" and "ReLU missing" in c.note for c in found)
@@ -175,16 +182,22 @@ class Other:
 
 
 def test_keys_beside_a_rounding_boundary_are_left_out_of_scores_and_others_are_not():
-    """A code of FP4 that falls otherwise moves a score of every later query; a wrong key, or too many, are judged as they are."""
-    from probes.index_oracle import rounded_otherwise
+    """A code of FP4 that falls otherwise moves a score of every later query; a wrong key, or too many, are judged as
+    they are."""
+    from dsv4.probes.index_oracle import rounded_otherwise
+
     keys = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0))
 
     def left_out(changed: dict[int, float], numerics: str = "qat:fp32") -> list[int]:
         found = keys.clone()
         for entry, factor in changed.items():
             found[0, entry] *= factor
-        case = SimpleNamespace(subject=SimpleNamespace(numerics=numerics), points={"index_keys": found},
-                               wanted={"keys": keys, "index_scores": torch.zeros(1, 3, 10)})
+        case = SimpleNamespace(
+            subject=SimpleNamespace(numerics=numerics),
+            points={"index_keys": found},
+            wanted={"keys": keys, "index_scores": torch.zeros(1, 3, 10)},
+        )
         return rounded_otherwise(case).nonzero().flatten().tolist()
+
     assert left_out({3: 1.1}) == [3] and left_out({}) == [] and left_out({3: 1.1}, "fp32") == []
-    assert left_out({3: 2.0}) == [] and left_out({i: 1.1 for i in range(6)}) == []
+    assert left_out({3: 2.0}) == [] and left_out(dict.fromkeys(range(6), 1.1)) == []

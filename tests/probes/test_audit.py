@@ -7,11 +7,11 @@ import pytest
 
 from dsv4 import cli
 from dsv4.errors import InputError
-from kernels.errors import Dsv4Error
-from probes.audit import audit, open_subject, seconds
-from probes.formats import json_report
-from probes.probe import CATALOGUE
-from probes.result import Status
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.probes.audit import audit, open_subject, seconds
+from dsv4.probes.formats import json_report
+from dsv4.probes.probe import CATALOGUE
+from dsv4.probes.result import Status
 
 
 @pytest.fixture
@@ -21,6 +21,7 @@ def run(monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             cli.main()
         return stop.value.code or 0, capsys.readouterr().err
+
     return call
 
 
@@ -45,9 +46,14 @@ def test_what_a_subject_cannot_do_is_no_success(run, official):
     assert code == 2 and "VACUOUS" in err
 
 
-@pytest.mark.parametrize("args,message", [
-    (("--probe", "nonsense"), "probe 'nonsense' is unknown"), (("--subject", "x"), "subject 'x' is unknown"),
-    (("--budget", "soon"), "--budget is 'soon'")])
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (("--probe", "nonsense"), "probe 'nonsense' is unknown"),
+        (("--subject", "x"), "subject 'x' is unknown"),
+        (("--budget", "soon"), "--budget is 'soon'"),
+    ],
+)
 def test_bad_input_is_one_line_and_2(run, official, args, message):
     code, err = run("audit", official, *args)
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
@@ -60,7 +66,7 @@ def test_the_budget_leaves_nothing_out_silently(official):
 
 
 def test_a_probe_of_the_catalogue_that_does_not_exist_says_so(official, monkeypatch):
-    monkeypatch.setattr("probes.audit.available", lambda: [])
+    monkeypatch.setattr("dsv4.probes.audit.available", list)
     report = audit(open_subject(official, "files"))
     assert len(report.sections) == len(CATALOGUE) == 25 and report.exit_code == 2
     assert all(c.status is Status.VACUOUS and "does not exist yet" in c.note for _, c in report.checks)

@@ -1,4 +1,5 @@
-"""Every operation and every fused composition: equal implementations are green, and a wrong one is red in its own rows only."""
+"""Every operation and every fused composition: equal implementations are green, and a wrong one is red in its own rows
+only."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,17 +7,17 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import operations
-from kernels.dispatch import DispatchLedger, Operation, bind
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
-from probes import backend_matrix
-from probes.backend_matrix import BackendMatrix, differing, error_of, most_of, own
-from probes.case_inputs import Inputs
-from probes.composition_cases import composition_cases
-from probes.operation_cases import operation_cases
-from probes.result import Status
-from probes.subjects.ours import OurSubject
+from dsv4.kernels import operations
+from dsv4.kernels.dispatch import DispatchLedger, Operation, bind
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import OPERATIONS
+from dsv4.probes import backend_matrix
+from dsv4.probes.backend_matrix import BackendMatrix, differing, error_of, most_of, own
+from dsv4.probes.case_inputs import Inputs
+from dsv4.probes.composition_cases import composition_cases
+from dsv4.probes.operation_cases import operation_cases
+from dsv4.probes.result import Status
+from dsv4.probes.subjects.ours import OurSubject
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,13 @@ def planted(monkeypatch, name: str, change) -> None:
     """On the backend `cpu`, operation or composition `name` is change(the reference)."""
     if name in OPERATIONS:
         op = OPERATIONS[name]
-        monkeypatch.setitem(OPERATIONS, name, Operation(name, {"reference": op.implementations["reference"],
-                                                                 "cpu": change(op.implementations["reference"])}))
+        monkeypatch.setitem(
+            OPERATIONS,
+            name,
+            Operation(
+                name, {"reference": op.implementations["reference"], "cpu": change(op.implementations["reference"])}
+            ),
+        )
     else:
         held = COMPOSITIONS[name]
         whole = partial(held.default, bind(OPERATIONS, "reference", DispatchLedger()))
@@ -72,11 +78,17 @@ def test_every_format_of_weights_is_among_them(official, subject, name):
     assert name == "linears" or all(f"{how}, simulated" in labels for how in ("fp8", "mxfp4", "nvfp4"))
 
 
-@pytest.mark.parametrize("name,drop", [("latent", lambda *a: (*a[:-1], False)), ("index_queries", lambda *a: (*a[:-1], False)),
-                                       ("pool_entries", lambda *a: (*a[:-1], None)),
-                                       ("moe", lambda *a: (*a[:-2], False, False)),
-                                       ("shared_expert", lambda *a: (*a[:-1], False)),
-                                       ("linears", lambda *a: (*a[:4], tuple(False for _ in a[4]), a[5]))])
+@pytest.mark.parametrize(
+    "name,drop",
+    [
+        ("latent", lambda *a: (*a[:-1], False)),
+        ("index_queries", lambda *a: (*a[:-1], False)),
+        ("pool_entries", lambda *a: (*a[:-1], None)),
+        ("moe", lambda *a: (*a[:-2], False, False)),
+        ("shared_expert", lambda *a: (*a[:-1], False)),
+        ("linears", lambda *a: (*a[:4], tuple(False for _ in a[4]), a[5])),
+    ],
+)
 def test_a_simulation_that_is_left_out_is_red(subject, monkeypatch, name, drop):
     planted(monkeypatch, name, lambda real: lambda *args: real(*drop(*args)))
     assert {c.part for c in BackendMatrix().run(subject) if c.status is Status.FAIL} == {name}

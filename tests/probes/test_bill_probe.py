@@ -1,4 +1,5 @@
-"""The probe of the bill: green on sound models with evidence for every part, red with the right part for each planted fault."""
+"""The probe of the bill: green on sound models with evidence for every part, red with the right part for each planted
+fault."""
 
 import shutil
 from collections import Counter
@@ -9,33 +10,67 @@ import torch
 
 from dsv4.bill import gqa, latent, step
 from dsv4.bill.fit import fit
+from dsv4.kernels.attention import reference as attention
+from dsv4.kernels.block_choice import block_bounds, dense
+from dsv4.kernels.grouped_attention import grouped_attention
 from dsv4.numerics import numerics_named
 from dsv4.planning import held_tensors, plan
-from kernels.attention import reference as attention
-from kernels.block_choice import block_bounds, dense
-from kernels.grouped_attention import grouped_attention
-from probes.audit import open_subject
-from probes.bill import BillProbe
-from probes.billing import grouped, weights
-from probes.billing.fitting import SHAPES, made
-from probes.billing.mistakes import attention_mistakes, weight_mistakes
-from probes.billing.shapes import Shapes
-from probes.billing.watching import Called, Calls, read_rows, row_bytes
-from probes.mutations import Site, catalogue, profile
-from probes.probe import execute
-from probes.result import Status
-from probes.selftest import named, texts_of
+from dsv4.probes.audit import open_subject
+from dsv4.probes.bill import BillProbe
+from dsv4.probes.billing import grouped, weights
+from dsv4.probes.billing.fitting import SHAPES, made
+from dsv4.probes.billing.mistakes import attention_mistakes, weight_mistakes
+from dsv4.probes.billing.shapes import Shapes
+from dsv4.probes.billing.watching import Called, Calls, read_rows, row_bytes
+from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.probes.probe import execute
+from dsv4.probes.result import Status
+from dsv4.probes.selftest import named, texts_of
 
 FAULTS = [m for m in catalogue() if m.section == "1.19"]
 TRIED = (  # here; the self-test plants them all
-    "values are not billed", "keys billed for every query head", "finding is free in the bill", "gathered step billed with its whole context",
-    "last block is billed whole", "layers with a window billed as full", "tied head is billed twice", "embedding is billed whole",
-    "index keys are not billed", "hca billed at the ratio of csa", "entries billed before they are complete", "packed rows billed as plain numbers",
-    "every expert is billed", "beta is fitted on sparse rows too", "held out rows are fitted", "c1 is absorbed in c0",
+    "values are not billed",
+    "keys billed for every query head",
+    "finding is free in the bill",
+    "gathered step billed with its whole context",
+    "last block is billed whole",
+    "layers with a window billed as full",
+    "tied head is billed twice",
+    "embedding is billed whole",
+    "index keys are not billed",
+    "hca billed at the ratio of csa",
+    "entries billed before they are complete",
+    "packed rows billed as plain numbers",
+    "every expert is billed",
+    "beta is fitted on sparse rows too",
+    "held out rows are fitted",
+    "c1 is absorbed in c0",
 )
-PARTS = {"gqa": {"keys", "values", "block summaries", "queries and outputs", "output head", "layers and norms", "bytes held"},
-         "deepseek_v4": {"window", "csa entries", "hca entries", "index keys", "index scores", "index queries", "queries and outputs", "embedding",
-                         "output head", "routed experts", "hash tables", "layers and norms"}}
+PARTS = {
+    "gqa": {
+        "keys",
+        "values",
+        "block summaries",
+        "queries and outputs",
+        "output head",
+        "layers and norms",
+        "bytes held",
+    },
+    "deepseek_v4": {
+        "window",
+        "csa entries",
+        "hca entries",
+        "index keys",
+        "index scores",
+        "index queries",
+        "queries and outputs",
+        "embedding",
+        "output head",
+        "routed experts",
+        "hash tables",
+        "layers and norms",
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +86,18 @@ def looked(subject) -> list:
 # ---- sound models -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, numerics, backend, caches", [
-    ("qwen2", "fp32", "auto", ()), ("yarn", "fp32", "auto", ()), ("llama3", "native", "reference", ()), ("mistral", "native", "auto", ()),
-    ("default", "fp32", "auto", ()), ("layer1", "native", "reference", ()), ("default", "qat", "auto", ("fp8", "fp4"))])
+@pytest.mark.parametrize(
+    "name, numerics, backend, caches",
+    [
+        ("qwen2", "fp32", "auto", ()),
+        ("yarn", "fp32", "auto", ()),
+        ("llama3", "native", "reference", ()),
+        ("mistral", "native", "auto", ()),
+        ("default", "fp32", "auto", ()),
+        ("layer1", "native", "reference", ()),
+        ("default", "qat", "auto", ("fp8", "fp4")),
+    ],
+)
 def test_green_with_evidence_for_every_part(profiles, name, numerics, backend, caches):
     subject = open_subject(profiles[name], "ours", numerics, backend, "cpu", *caches)
     before, modules = vars(subject.model.op).copy(), list(subject.model.modules())
@@ -62,7 +106,9 @@ def test_green_with_evidence_for_every_part(profiles, name, numerics, backend, c
     assert all(c.samples > 0 and c.source and c.part for c in checks)
     wanted = PARTS[subject.family] - ({"block summaries"} if name == "mistral" else set())
     assert wanted <= {c.part.removeprefix("bill, ") for c in checks}
-    assert vars(subject.model.op) == before and not any(m._forward_pre_hooks or m._forward_hooks for m in modules), "the model is as it was"
+    assert vars(subject.model.op) == before and not any(m._forward_pre_hooks or m._forward_hooks for m in modules), (
+        "the model is as it was"
+    )
 
 
 def test_a_short_model_says_what_it_lacks(profiles):
@@ -71,7 +117,9 @@ def test_a_short_model_says_what_it_lacks(profiles):
         object.__setattr__(subject.model.config, "max_position_embeddings", 50)
         object.__setattr__(subject.config, "max_position_embeddings", 50)
         checks = [c for c in looked(subject) if c.status is not Status.PASS]
-        assert checks and {c.status for c in checks} == {Status.VACUOUS} and "the checkpoint allows 50" in checks[0].note
+        assert (
+            checks and {c.status for c in checks} == {Status.VACUOUS} and "the checkpoint allows 50" in checks[0].note
+        )
 
 
 def test_what_cannot_be_asked_is_vacuous(profiles):
@@ -104,7 +152,11 @@ def test_the_bill_has_its_faults():
 
 def test_rows_that_matter_are_counted_and_others_told():
     g = torch.Generator().manual_seed(1)
-    q, pool, index = torch.randn(2, 3, 8, generator=g), torch.randn(20, 8, generator=g), torch.tensor([[1, 4, -1, 7], [9, -1, 11, 12]])
+    q, pool, index = (
+        torch.randn(2, 3, 8, generator=g),
+        torch.randn(20, 8, generator=g),
+        torch.tensor([[1, 4, -1, 7], [9, -1, 11, 12]]),
+    )
     run = lambda of: attention.sparse_attention(q, of, index, None, None, torch.zeros(3), 0.3)
     kept = pool.clone()
     assert read_rows(pool, torch.tensor([1, 4, 7, 9, 11, 12]), run) == 6 and row_bytes(pool) == 32
@@ -128,7 +180,9 @@ def test_operations_that_no_layer_called_count_nothing(profiles):
         assert grouped.counted(watched, watched.taken(), 8) == {}
         subject.model.append(torch.zeros(1, 3, dtype=torch.int64), subject.model.new_cache(1, 8))
         calls = watched.taken()
-    assert [(c.layer, c.name) for c in calls] == [(i, "grouped_attention") for i in range(3)] and isinstance(calls[0], Called)
+    assert [(c.layer, c.name) for c in calls] == [(i, "grouped_attention") for i in range(3)] and isinstance(
+        calls[0], Called
+    )
     assert watched.taken() == []
 
 
@@ -138,8 +192,13 @@ def test_weights_are_those_that_were_chosen(profiles):
         model.append(torch.tensor([[5]]), model.new_cache(1, 1))
     assert len(chosen) == 5 + 1 and [len(v) for k, v in chosen.items() if not k.startswith("mtp")] == [2] * 5
     one, two = (weights.counted(model, n, chosen) for n in (1, 2))
-    assert two["embedding"] == 2 * one["embedding"] == 2 * 160 * 2 and two["hash tables"] == 2 * one["hash tables"] == 2 * 2 * 2 * 8
-    assert one["layers and norms"] == two["layers and norms"] and sum(one.values()) < sum(p.nbytes for p in model.parameters())
+    assert (
+        two["embedding"] == 2 * one["embedding"] == 2 * 160 * 2
+        and two["hash tables"] == 2 * one["hash tables"] == 2 * 2 * 2 * 8
+    )
+    assert one["layers and norms"] == two["layers and norms"] and sum(one.values()) < sum(
+        p.nbytes for p in model.parameters()
+    )
 
 
 # ---- the bill -----------------------------------------------------------------------------
@@ -148,7 +207,10 @@ def test_weights_are_those_that_were_chosen(profiles):
 def test_no_mistake_is_what_a_sound_bill_says(profiles):
     """A mistake that gives the right bytes at every shape would explain nothing."""
     packed = numerics_named("qat").with_caches("fp8", "fp4")
-    for name, numerics, policy in (("yarn", numerics_named("fp32"), block_bounds(96, 16)), ("default", packed, dense())):
+    for name, numerics, policy in (
+        ("yarn", numerics_named("fp32"), block_bounds(96, 16)),
+        ("default", packed, dense()),
+    ):
         config, seen = open_subject(profiles[name], "files").config, {}
         for n in (5, 97, 130, 700):
             right = Counter()
@@ -167,7 +229,12 @@ def test_no_mistake_is_what_a_sound_bill_says(profiles):
 def test_what_differs_is_explained_and_says_both_numbers():
     shapes = Shapes("dense")
     for n in (1, 2, 3):
-        shapes.see({"keys": n, "values": n}, [{"keys": n, "values": 2 * n}], {"values": {"twice": 2 * n, "thrice": 3 * n}}, f"{n} tokens")
+        shapes.see(
+            {"keys": n, "values": n},
+            [{"keys": n, "values": 2 * n}],
+            {"values": {"twice": 2 * n, "thrice": 3 * n}},
+            f"{n} tokens",
+        )
     keys, values, whole = shapes.checks("counted", "attention")
     assert (keys.status, values.status, whole.status) == (Status.PASS, Status.FAIL, Status.FAIL) and keys.samples == 3
     assert (values.part, values.where, values.measured) == ("bill, values, twice", "dense, 1 tokens", 3)
@@ -182,22 +249,43 @@ def test_a_step_is_its_weights_and_every_layer(profiles):
     for name in ("yarn", "default"):
         subject, numerics = open_subject(profiles[name], "files"), numerics_named("native")
         held = held_tensors(subject.config, subject.files, numerics)
-        parts, layers = step.step_parts(subject.config, numerics, held, 2, 300), step.attention_parts(subject.config, numerics, 2, 300)
-        assert sum(parts.values()) == sum(step.weights_read(held, subject.config, 2).values()) + sum(sum(one.values()) for one in layers)
+        parts, layers = (
+            step.step_parts(subject.config, numerics, held, 2, 300),
+            step.attention_parts(subject.config, numerics, 2, 300),
+        )
+        assert sum(parts.values()) == sum(step.weights_read(held, subject.config, 2).values()) + sum(
+            sum(one.values()) for one in layers
+        )
         assert len(layers) == subject.config.num_hidden_layers
-        stored = sum(r["nbytes"] for r in plan(str(profiles[name]), "1K", 1, 0, "native", "cpu")["rows"] if r["group"] == "weights")
+        stored = sum(
+            r["nbytes"]
+            for r in plan(str(profiles[name]), "1K", 1, 0, "native", "cpu")["rows"]
+            if r["group"] == "weights"
+        )
         assert sum(step.weights_read(held, subject.config).values()) <= stored
 
 
 def test_sizes_of_a_checkpoint_are_those_of_its_config(profiles):
     g = gqa.Geometry.of(open_subject(profiles["qwen2"], "files").config, numerics_named("native"))
-    assert g == gqa.Geometry(6, 2, 16, 2) and gqa.Geometry.of(open_subject(profiles["qwen2"], "files").config, numerics_named("fp32")).itemsize == 4
+    assert (
+        g == gqa.Geometry(6, 2, 16, 2)
+        and gqa.Geometry.of(open_subject(profiles["qwen2"], "files").config, numerics_named("fp32")).itemsize == 4
+    )
     config = open_subject(profiles["default"], "files").config
-    plain, packed = (latent.LatentGeometry.of(config, numerics_named("qat").with_caches(*caches)) for caches in (("auto", "auto"), ("fp8", "fp4")))
+    plain, packed = (
+        latent.LatentGeometry.of(config, numerics_named("qat").with_caches(*caches))
+        for caches in (("auto", "auto"), ("fp8", "fp4"))
+    )
     assert (plain.row, plain.key) == (80 * 2, 64 * 2) and (packed.row, packed.key) == (64 + 2 * 16 + 8, 32 + 2)
-    assert replace(plain, row=0, key=0) == replace(packed, row=0, key=0) and (plain.heads, plain.window, plain.topk) == (6, 8, 7)
+    assert replace(plain, row=0, key=0) == replace(packed, row=0, key=0) and (
+        plain.heads,
+        plain.window,
+        plain.topk,
+    ) == (6, 8, 7)
 
 
 def test_made_up_rows_are_exact():
     assert len(made()) == 4 * len(SHAPES) and all(abs(fit(made()).predict(r) / r.seconds - 1) < 1e-9 for r in made())
-    assert all(r.held_out for r in made(SHAPES[:1], held_out=True)) and made(factor=9)[0].seconds == 9 * made()[0].seconds
+    assert (
+        all(r.held_out for r in made(SHAPES[:1], held_out=True)) and made(factor=9)[0].seconds == 9 * made()[0].seconds
+    )

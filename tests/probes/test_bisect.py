@@ -1,18 +1,19 @@
-"""Bisection names layer, point and module of a planted fault, proves it by a swap, and finds nothing in a sound model."""
+"""Bisection names layer, point and module of a planted fault, proves it by a swap, and finds nothing in a sound
+model."""
 
 import pytest
 import torch
 
-from probes.bisect import Bisection, reference_of
-from probes.bisect_report import sentence, to_report
-from probes.confirm import Confirmation
-from probes.local import differences, expected, rounded
-from probes.measure import oracle_of, tokens
-from probes.result import Status
-from probes.subject import POINTS
-from probes.subjects.ours import OurSubject
-from probes.swaps import swapped
-from probes.swaps.ours import OurSwap
+from dsv4.probes.bisect import Bisection, reference_of
+from dsv4.probes.bisect_report import sentence, to_report
+from dsv4.probes.confirm import Confirmation
+from dsv4.probes.local import differences, expected, rounded
+from dsv4.probes.measure import oracle_of, tokens
+from dsv4.probes.result import Status
+from dsv4.probes.subject import POINTS
+from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.swaps import swapped
+from dsv4.probes.swaps.ours import OurSwap
 from tests import checkpoints
 
 T = 300  # two HCA entries, 75 CSA entries of which 6 are selected
@@ -41,7 +42,9 @@ class Other:
 
 def sink_ignored(layers):
     attn, attend = layers[1].attn, layers[1].attn.op.sparse_attention
-    attn.op = Other(attn.op, sparse_attention=lambda q, w, wi, e, ei, sink, *rest: attend(q, w, wi, e, ei, sink - 1e9, *rest))
+    attn.op = Other(
+        attn.op, sparse_attention=lambda q, w, wi, e, ei, sink, *rest: attend(q, w, wi, e, ei, sink - 1e9, *rest)
+    )
 
 
 def sink_not_loaded(layers):
@@ -101,7 +104,12 @@ FAULTS = {  # fault → layer, point, module, words of the reason
     sink_ignored: (1, "attn_out", "layers.1.attn", "sinks are ignored"),
     sink_not_loaded: (4, "attn_out", "layers.4.attn.attn_sink", "not the file's: layers.4.attn.attn_sink"),
     rope_base: (3, "q_after_rope", "layers.3.attn.rope", "base of the other layer kind"),
-    indexer_compressor: (3, "index_keys", "layers.3.attn.indexer.compressor", "layers.3.attn.indexer.compressor.wkv.weight"),
+    indexer_compressor: (
+        3,
+        "index_keys",
+        "layers.3.attn.indexer.compressor",
+        "layers.3.attn.indexer.compressor.wkv.weight",
+    ),
     lowest_scores: (3, "selection", "layers.3.attn.indexer", ""),
     comb: (2, "ffn_out", "layers.2.hc_attn", "comb of hc_attn is transposed"),
     comb_everywhere: (2, "ffn_out", "layers.2.hc", "comb of hc_attn is transposed"),
@@ -130,7 +138,9 @@ def test_a_planted_fault_is_located_and_confirmed(clamped, plant):
     assert verdict.confirmed and why in verdict.why and verdict.first.ratio > 10
     before, after, floor = verdict.after["logits"]
     assert after <= floor and max(b for b, _, _ in verdict.after.values()) > 2 * floor
-    assert {r.index for r in found.layers if any(d.found for d in r.found)} == {layer}, "a fault shows in its own layer only"
+    assert {r.index for r in found.layers if any(d.found for d in r.found)} == {layer}, (
+        "a fault shows in its own layer only"
+    )
     report = to_report(found, verdict, 0.0)
     assert report.exit_code == 1 and {s.status for s in report.sections} == {Status.FAIL}
     assert module in sentence(found, verdict) and "confirmed" in sentence(found, verdict)
@@ -160,7 +170,11 @@ def test_the_final_norm_is_named(official):
     subject = OurSubject(official)
     subject.model.norm.weight.data *= 1.01
     _, verdict = bisected(subject)
-    assert (verdict.first.layer, verdict.module, verdict.confirmed) == (-1, "norm", True) and "norm.weight" in verdict.why
+    assert (verdict.first.layer, verdict.module, verdict.confirmed) == (
+        -1,
+        "norm",
+        True,
+    ) and "norm.weight" in verdict.why
 
 
 def test_the_embedding_is_named(official):
@@ -189,6 +203,7 @@ def test_a_difference_that_no_swap_explains_is_not_confirmed(official, monkeypat
             return real(self, ids, want, see)
         finally:
             hook.remove()
+
     monkeypatch.setattr(OurSubject, "stream", stream)
     found, verdict = bisected(subject)
     assert (verdict.first.layer, verdict.first.point) == (2, "streams") and not verdict.confirmed
@@ -217,7 +232,9 @@ def test_ties_at_the_boundary_are_no_difference(official):
     subject = OurSubject(official)
     oracle = oracle_of(subject)
     ids = tokens(subject, 60, 0)
-    points = {p: v for (i, p), v in subject.run(ids, want=("attn_in", "index_scores", "selection")).points.items() if i == 1}
+    points = {
+        p: v for (i, p), v in subject.run(ids, want=("attn_in", "index_scores", "selection")).points.items() if i == 1
+    }
     scores = points["index_scores"].clone()
     scores[:, 59] = 1.0
     scores[:, 59, 14] = 0.5
@@ -228,7 +245,16 @@ def test_ties_at_the_boundary_are_no_difference(official):
         chosen[:, 59] = torch.tensor([*picks, *[-1] * (7 - len(picks))])
         given = points | {"index_scores": scores, "selection": chosen}
         exact, noisy = (expected(l, None, ids, given) for l in (layer, rounded(layer, "fp32")))
-        return next(d for d in differences(1, given, exact, noisy, subject.config, "fp32") if d.point == "selection").ratio
+        return next(
+            d for d in differences(1, given, exact, noisy, subject.config, "fp32") if d.point == "selection"
+        ).ratio
+
     assert ratio([0, 1, 2, 3, 4, 5]) == ratio([13, 12, 11, 10, 9, 8]) == 0
-    for wrong in ([0, 1, 2, 3, 4, 14], [0, 1, 2, 3, 4, -1], [0, 1, 2, 3, 4, 99], [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4, 5, 5]):
+    for wrong in (
+        [0, 1, 2, 3, 4, 14],
+        [0, 1, 2, 3, 4, -1],
+        [0, 1, 2, 3, 4, 99],
+        [0, 1, 2, 3, 4, 4],
+        [0, 1, 2, 3, 4, 5, 5],
+    ):
         assert ratio(wrong) > 1

@@ -4,14 +4,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from probes.bisect_report import sentence
-from probes.formats import json_report
-from probes.measure import tokens
-from probes.record import record
-from probes.subject import POINTS
-from probes.subjects.dump import DumpSubject
-from probes.subjects.ours import OurSubject
-from probes.subjects.transformers import TransformersSubject
+from dsv4.probes.bisect_report import sentence
+from dsv4.probes.formats import json_report
+from dsv4.probes.measure import tokens
+from dsv4.probes.record import record
+from dsv4.probes.subject import POINTS
+from dsv4.probes.subjects.dump import DumpSubject
+from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.subjects.transformers import TransformersSubject
 from tests.probes.test_bisect import T, bisected, gate_bias, kv_norm
 
 
@@ -36,10 +36,17 @@ def their_experts(layers):
     layers[1].mlp.experts.down_proj.data[:, 5] = 0
 
 
-@pytest.mark.parametrize("plant,layer,point,module", [
-    (their_comb, 2, "ffn_out", "layers.2.hc_attn"), (their_rope, 3, "q_after_rope", "layers.3.attn.rope"),
-    (their_indexer, 3, "index_keys", "layers.3.attn.indexer.compressor"), (their_experts, 1, "ffn_out", "layers.1.ffn.experts"),
-    (None, None, None, None)], ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.parametrize(
+    "plant,layer,point,module",
+    [
+        (their_comb, 2, "ffn_out", "layers.2.hc_attn"),
+        (their_rope, 3, "q_after_rope", "layers.3.attn.rope"),
+        (their_indexer, 3, "index_keys", "layers.3.attn.indexer.compressor"),
+        (their_experts, 1, "ffn_out", "layers.1.ffn.experts"),
+        (None, None, None, None),
+    ],
+    ids=lambda v: getattr(v, "__name__", None),
+)
 def test_transformers(theirs, plant, layer, point, module):
     if plant is None:
         return _clean(bisected(theirs))
@@ -79,7 +86,9 @@ def test_other_references(official, theirs, tmp_path):
 def test_points_that_were_not_recorded_are_left_out(official, tmp_path):
     """A dump of attention alone: nothing after it is judged, and nothing is called clean that was not seen."""
     subject = OurSubject(official)
-    file, _ = record(subject, tokens(subject, T, 0), ["attn_in", "kv_window", "attn_out"], tmp_path / "some.safetensors")
+    file, _ = record(
+        subject, tokens(subject, T, 0), ["attn_in", "kv_window", "attn_out"], tmp_path / "some.safetensors"
+    )
     found, verdict = bisected(DumpSubject(file, official))
     assert verdict is None and {d.point for r in found.layers[1:] for d in r.found} == {"kv_window", "attn_out"}
     assert all(r.accumulated is None for r in found.layers)
@@ -105,14 +114,20 @@ def test_layers_beyond_the_budget_are_no_evidence(run, official):
     assert run("bisect", official, "--tokens", 30, "--budget", "0.000001s")[0] == 2
 
 
-@pytest.mark.parametrize("args,message", [
-    (("bisect", "--subject", "files"), "runs nothing"), (("bisect", "--subject", "nobody"), "subject 'nobody' is unknown"),
-    (("bisect", "--subject", "ours:fp7"), "numerics 'fp7' is unknown"), (("bisect", "--tokens", "0"), "--tokens is 0"),
-    (("bisect", "--reference", "absent.safetensors"), "no dump that can be read"),
-    (("bisect", "--text", "absent.txt"), "cannot read"),
-    (("record", "--out", "run.bin"), "ends in .safetensors"),
-    (("record", "--out", "run.safetensors", "--subject", "files"), "nothing to record"),
-    (("record", "--out", "run.safetensors", "--point", "nonsense"), "'nonsense' is unknown")])
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (("bisect", "--subject", "files"), "runs nothing"),
+        (("bisect", "--subject", "nobody"), "subject 'nobody' is unknown"),
+        (("bisect", "--subject", "ours:fp7"), "numerics 'fp7' is unknown"),
+        (("bisect", "--tokens", "0"), "--tokens is 0"),
+        (("bisect", "--reference", "absent.safetensors"), "no dump that can be read"),
+        (("bisect", "--text", "absent.txt"), "cannot read"),
+        (("record", "--out", "run.bin"), "ends in .safetensors"),
+        (("record", "--out", "run.safetensors", "--subject", "files"), "nothing to record"),
+        (("record", "--out", "run.safetensors", "--point", "nonsense"), "'nonsense' is unknown"),
+    ],
+)
 def test_wrong_input_is_one_line_and_2(run, official, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     code, err = run(args[0], official, *args[1:])

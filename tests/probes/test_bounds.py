@@ -4,12 +4,22 @@ import math
 
 import pytest
 
-from probes.bounds import beta_quantile, incomplete_beta, lower_bound, upper_bound
+from dsv4.probes.bounds import beta_quantile, incomplete_beta, lower_bound, upper_bound
 
 
-@pytest.mark.parametrize("hits, trials, low, high", [
-    (0, 10, 0.0, 0.3085), (10, 10, 0.6915, 1.0), (1, 10, 0.0025, 0.4450), (5, 10, 0.1871, 0.8129), (95, 100, 0.8872, 0.9836),
-    (0, 1, 0.0, 0.975), (100, 100, 0.9638, 1.0), (0, 400, 0.0, 0.0092)])
+@pytest.mark.parametrize(
+    "hits, trials, low, high",
+    [
+        (0, 10, 0.0, 0.3085),
+        (10, 10, 0.6915, 1.0),
+        (1, 10, 0.0025, 0.4450),
+        (5, 10, 0.1871, 0.8129),
+        (95, 100, 0.8872, 0.9836),
+        (0, 1, 0.0, 0.975),
+        (100, 100, 0.9638, 1.0),
+        (0, 400, 0.0, 0.0092),
+    ],
+)
 def test_published_values(hits, trials, low, high):
     assert lower_bound(hits, trials) == pytest.approx(low, abs=5e-5)
     assert upper_bound(hits, trials) == pytest.approx(high, abs=5e-5)
@@ -17,10 +27,19 @@ def test_published_values(hits, trials, low, high):
 
 @pytest.mark.parametrize("hits, trials", [(1, 3), (7, 20), (19, 20), (50, 100), (399, 400), (3, 1000)])
 def test_the_bounds_are_the_rates_at_which_the_tails_have_their_probability(hits, trials):
-    probability = lambda k, p: math.exp(math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
-                                        + k * math.log(p) + (trials - k) * math.log1p(-p))
-    assert math.fsum(probability(k, lower_bound(hits, trials)) for k in range(hits, trials + 1)) == pytest.approx(0.025, rel=1e-9)
-    assert math.fsum(probability(k, upper_bound(hits, trials)) for k in range(hits + 1)) == pytest.approx(0.025, rel=1e-9)
+    probability = lambda k, p: math.exp(
+        math.lgamma(trials + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(trials - k + 1)
+        + k * math.log(p)
+        + (trials - k) * math.log1p(-p)
+    )
+    assert math.fsum(probability(k, lower_bound(hits, trials)) for k in range(hits, trials + 1)) == pytest.approx(
+        0.025, rel=1e-9
+    )
+    assert math.fsum(probability(k, upper_bound(hits, trials)) for k in range(hits + 1)) == pytest.approx(
+        0.025, rel=1e-9
+    )
     assert upper_bound(hits, trials) == pytest.approx(1 - lower_bound(trials - hits, trials), abs=1e-12)
 
 

@@ -7,16 +7,16 @@ import torch
 
 from dsv4.cache import Cache
 from dsv4.graph import DecodeGraph
+from dsv4.kernels.dispatch import DispatchLedger, bind
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import OPERATIONS
+from dsv4.probes.captured import SCENARIOS, Captured, exactly, starts_of
+from dsv4.probes.probe import execute
+from dsv4.probes.result import Status
+from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.ours import OurSubject
 from dsv4.rows import Ring
 from dsv4.step import CapturedStep
-from kernels.dispatch import DispatchLedger, bind
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
-from probes.captured import SCENARIOS, Captured, exactly, starts_of
-from probes.probe import execute
-from probes.result import Status
-from probes.subject import Subject
-from probes.subjects.ours import OurSubject
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,11 @@ FAULTS = {  # part → (owner, method, fault: of what it was)
     "rotation": (CapturedStep, "cis", lambda real: lambda step, base: real(step, base) * 1.01),
     "rotation of entries": (CapturedStep, "window_cis", lambda real: lambda step, *args: real(step, *args).conj()),
     "visible entries": (CapturedStep, "visible", lambda real: lambda step, ratio: (step.pos + 2) // ratio),
-    "rows of the window": (Ring, "last", lambda real: lambda ring, step, W: real(ring, step, W).clamp(min=0) if step.captured
-                           else real(ring, step, W)),
+    "rows of the window": (
+        Ring,
+        "last",
+        lambda real: lambda ring, step, W: real(ring, step, W).clamp(min=0) if step.captured else real(ring, step, W),
+    ),
     "windows that complete": (CapturedStep, "completes", lambda real: lambda step, ratio: real(step, ratio) & False),
 }
 
@@ -109,6 +112,7 @@ def test_a_scenario_that_breaks_leaves_the_others(subject, monkeypatch):
         if n == list(SCENARIOS["after a rewind"][1][2].forget):
             raise ValueError("no")
         real(cache, n)
+
     monkeypatch.setattr(Cache, "rewind", rewind)
     found = findings(subject)
     assert [(c.status, c.where) for c in found] == [(Status.ERROR, "after a rewind")]

@@ -5,12 +5,12 @@ import pickle
 import pytest
 import torch
 
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
-from probes import backend_matrix, compile_ahead, machine
-from probes.audit import open_subject
-from probes.compile_ahead import Piece, pieces, run_piece
-from probes.result import Status
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import OPERATIONS
+from dsv4.probes import backend_matrix, compile_ahead, machine
+from dsv4.probes.audit import open_subject
+from dsv4.probes.compile_ahead import Piece, pieces, run_piece
+from dsv4.probes.result import Status
 
 
 def test_every_operation_and_composition_is_a_piece_for_each_count_and_dtype():
@@ -24,8 +24,12 @@ def test_a_piece_makes_the_calls_of_the_probe(golden_path, monkeypatch):
     config = pickle.loads(pickle.dumps(subject.config))  # as a process is given it
     threads = torch.get_num_threads()
     try:
-        done = {name: run_piece(config, Piece(name, torch.float32, 2), "cpu", "cpu", 0) for name in ("rms_norm", "experts", "route_scored")}
-        assert run_piece(config, Piece("rms_norm", torch.float32, 2), "cpu", "nowhere", 0) == 0  # fails, and says nothing
+        done = {
+            name: run_piece(config, Piece(name, torch.float32, 2), "cpu", "cpu", 0)
+            for name in ("rms_norm", "experts", "route_scored")
+        }
+        # fails, and says nothing
+        assert run_piece(config, Piece("rms_norm", torch.float32, 2), "cpu", "nowhere", 0) == 0
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr(backend_matrix, "TOKENS", (2,))
@@ -37,14 +41,22 @@ def test_a_piece_makes_the_calls_of_the_probe(golden_path, monkeypatch):
 
 def test_processes_make_all_calls(golden_path, monkeypatch):
     subject = open_subject(golden_path, "ours", "fp32", "cpu")
-    monkeypatch.setattr(compile_ahead, "pieces", lambda dtypes, tokens, tables: [Piece(n, torch.float32, 1) for n in ("rms_norm", "route_scored")])
-    here = sum(run_piece(subject.config, Piece(n, torch.float32, 1), "cpu", "cpu", 0) for n in ("rms_norm", "route_scored"))
+    monkeypatch.setattr(
+        compile_ahead,
+        "pieces",
+        lambda dtypes, tokens, tables: [Piece(n, torch.float32, 1) for n in ("rms_norm", "route_scored")],
+    )
+    here = sum(
+        run_piece(subject.config, Piece(n, torch.float32, 1), "cpu", "cpu", 0) for n in ("rms_norm", "route_scored")
+    )
     assert compile_ahead.compile_ahead([subject.config], (torch.float32,), (1,), "cpu", "cpu", 0, jobs=2) == here > 0
     monkeypatch.setattr(compile_ahead, "parent_process", lambda: object())
     assert compile_ahead.compile_ahead([subject.config], (torch.float32,), (1,), "cpu", "cpu", 0, jobs=2) == 0
 
 
-@pytest.mark.parametrize(("said", "most"), [("100000 100000", 1), ("20000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)])
+@pytest.mark.parametrize(
+    ("said", "most"), [("100000 100000", 1), ("20000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)]
+)
 def test_a_container_s_share_of_a_host_is_what_may_be_used(tmp_path, monkeypatch, said, most):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda who: set(range(64)))
     if said is not None:

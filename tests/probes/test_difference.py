@@ -6,10 +6,10 @@ from datetime import date
 import pytest
 
 from dsv4.errors import InputError
-from probes.difference import difference
-from probes.formats import json_report
-from probes.report import Report, Section
-from probes.result import Check, Status
+from dsv4.probes.difference import difference
+from dsv4.probes.formats import json_report
+from dsv4.probes.report import Report, Section
+from dsv4.probes.result import Check, Status
 from tests.probes.test_report import PROVENANCE
 
 TODAY = date(2026, 3, 10)
@@ -22,7 +22,9 @@ def report(*checks: tuple, **provenance) -> dict:
     for probe, name, where, status in checks:
         check = Check(name, Status(status), where, samples=1, measured=0.5, unit="x", note=f"n{where}")
         sections.setdefault(probe, []).append(check)
-    made = Report("r", PROVENANCE | provenance, [Section(probe, probe, found, 0.0) for probe, found in sections.items()])
+    made = Report(
+        "r", PROVENANCE | provenance, [Section(probe, probe, found, 0.0) for probe, found in sections.items()]
+    )
     return json.loads(json_report.render(made, "s"))
 
 
@@ -35,18 +37,39 @@ def kinds(found) -> dict[str, int]:
     return {name: len(getattr(found, name)) for name in names if getattr(found, name)}
 
 
-@pytest.mark.parametrize("old,new,kind,code", [
-    ("PASS", "PASS", None, 0), ("PASS", "WARN", "regressions", 1), ("PASS", "FAIL", "regressions", 1),
-    ("PASS", "ERROR", "regressions", 1), ("PASS", "VACUOUS", "vanished", 1), ("PASS", None, "vanished", 1),
-    ("WARN", "PASS", "fixed", 0), ("WARN", "VACUOUS", "vanished", 1), ("WARN", "FAIL", "regressions", 1),
-    ("WARN", None, "vanished", 1), ("VACUOUS", "VACUOUS", None, 0), ("VACUOUS", "PASS", "fixed", 0),
-    ("VACUOUS", "FAIL", "regressions", 1), ("VACUOUS", None, "removed", 0), ("FAIL", "PASS", "fixed", 0),
-    ("FAIL", "WARN", "fixed", 0), ("FAIL", "FAIL", "remaining", 0), ("FAIL", "VACUOUS", "vanished", 1),
-    ("FAIL", None, "vanished", 1), ("FAIL", "ERROR", "regressions", 1), ("ERROR", "PASS", "fixed", 0),
-    ("ERROR", "FAIL", "remaining", 0), ("ERROR", "VACUOUS", "remaining", 0), ("ERROR", None, "fixed", 0),
-    (None, "PASS", "new", 0), (None, "VACUOUS", "new", 0), (None, "FAIL", "regressions", 1),
-    (None, "ERROR", "regressions", 1),
-])
+@pytest.mark.parametrize(
+    "old,new,kind,code",
+    [
+        ("PASS", "PASS", None, 0),
+        ("PASS", "WARN", "regressions", 1),
+        ("PASS", "FAIL", "regressions", 1),
+        ("PASS", "ERROR", "regressions", 1),
+        ("PASS", "VACUOUS", "vanished", 1),
+        ("PASS", None, "vanished", 1),
+        ("WARN", "PASS", "fixed", 0),
+        ("WARN", "VACUOUS", "vanished", 1),
+        ("WARN", "FAIL", "regressions", 1),
+        ("WARN", None, "vanished", 1),
+        ("VACUOUS", "VACUOUS", None, 0),
+        ("VACUOUS", "PASS", "fixed", 0),
+        ("VACUOUS", "FAIL", "regressions", 1),
+        ("VACUOUS", None, "removed", 0),
+        ("FAIL", "PASS", "fixed", 0),
+        ("FAIL", "WARN", "fixed", 0),
+        ("FAIL", "FAIL", "remaining", 0),
+        ("FAIL", "VACUOUS", "vanished", 1),
+        ("FAIL", None, "vanished", 1),
+        ("FAIL", "ERROR", "regressions", 1),
+        ("ERROR", "PASS", "fixed", 0),
+        ("ERROR", "FAIL", "remaining", 0),
+        ("ERROR", "VACUOUS", "remaining", 0),
+        ("ERROR", None, "fixed", 0),
+        (None, "PASS", "new", 0),
+        (None, "VACUOUS", "new", 0),
+        (None, "FAIL", "regressions", 1),
+        (None, "ERROR", "regressions", 1),
+    ],
+)
 def test_one_check(old, new, kind, code):
     found = difference(one(old), one(new), [], TODAY)
     assert kinds(found) == ({kind: 1} if kind else {}) and found.exit_code == code
@@ -66,16 +89,24 @@ def test_the_place_is_part_of_the_key():
     assert [c.where for c in found.regressions] == ["layer 2"] and [c.where for c in found.fixed] == ["layer 4"]
 
 
-@pytest.mark.parametrize("old,new,kind", [
-    ("PASS PASS", "PASS FAIL", {"regressions": 1}), ("PASS PASS", "FAIL PASS", {"regressions": 1}),
-    ("FAIL PASS", "PASS", {"fixed": 1, "vanished": 1}), ("PASS FAIL", "FAIL PASS", {"remaining": 1}),
-])
+@pytest.mark.parametrize(
+    "old,new,kind",
+    [
+        ("PASS PASS", "PASS FAIL", {"regressions": 1}),
+        ("PASS PASS", "FAIL PASS", {"regressions": 1}),
+        ("FAIL PASS", "PASS", {"fixed": 1, "vanished": 1}),
+        ("PASS FAIL", "FAIL PASS", {"remaining": 1}),
+    ],
+)
 def test_checks_that_share_a_key_cannot_hide_each_other(old, new, kind):
-    before, after = (report(*(("P1", "recall", "layer 2", status) for status in statuses.split())) for statuses in (old, new))
+    before, after = (
+        report(*(("P1", "recall", "layer 2", status) for status in statuses.split())) for statuses in (old, new)
+    )
     assert kinds(difference(before, after, [], TODAY)) == kind
 
 
 # waivers
+
 
 @pytest.mark.parametrize("new", ["FAIL", "VACUOUS", None])
 def test_a_waiver_accepts_a_regression_and_lost_evidence(new):
@@ -84,8 +115,9 @@ def test_a_waiver_accepts_a_regression_and_lost_evidence(new):
     assert "known, ticket 7" in found.to_markdown() and "2026-03-31" in found.to_markdown()
 
 
-@pytest.mark.parametrize("today,code", [("2026-03-30", 0), ("2026-03-31", 0), ("2026-04-01", 1)],
-                         ids=["before", "on it", "after"])
+@pytest.mark.parametrize(
+    "today,code", [("2026-03-30", 0), ("2026-03-31", 0), ("2026-04-01", 1)], ids=["before", "on it", "after"]
+)
 def test_a_waiver_holds_through_its_last_day(today, code):
     found = difference(one("PASS"), one("FAIL"), [WAIVER], date.fromisoformat(today))
     assert found.exit_code == code
@@ -97,9 +129,18 @@ def test_an_expired_waiver_is_a_finding_even_if_nothing_is_wrong():
     assert kinds(found) == {"expired": 1} and found.exit_code == 1 and "## Expired waivers" in found.to_markdown()
 
 
-@pytest.mark.parametrize("where,covered", [
-    ("layer 2", True), ("layer *", True), ("layer ?", True), ("layer 4", False), ("*", True), ("Layer 2", False), ("", False),
-])
+@pytest.mark.parametrize(
+    "where,covered",
+    [
+        ("layer 2", True),
+        ("layer *", True),
+        ("layer ?", True),
+        ("layer 4", False),
+        ("*", True),
+        ("Layer 2", False),
+        ("", False),
+    ],
+)
 def test_where_is_a_glob(where, covered):
     found = difference(one("PASS"), one("FAIL"), [{**WAIVER, "where": where}], TODAY)
     assert kinds(found) == ({"waived": 1} if covered else {"regressions": 1, "unused": 1})
@@ -121,14 +162,20 @@ def test_a_waiver_of_what_is_still_broken_is_in_use():
     assert kinds(difference(one("FAIL"), one("FAIL"), [WAIVER], TODAY)) == {"remaining": 1}
 
 
-@pytest.mark.parametrize("damage,message", [
-    ({"expires": "soon"}, "waiver 1 expires on 'soon'; expected a date as YYYY-MM-DD"),
-    ({"expires": "2026-02-30"}, "expires on '2026-02-30'"),
-    ({"expires": "20260331"}, "expires on '20260331'"),
-    ({"expires": None}, "no expires"), ({"reason": "  "}, "no reason"), ({"probe": ""}, "no probe"),
-    ({"name": None}, "no name"),
-    ({"where": 3}, "no where"), ({"were": "layer 2"}, "has were"),
-])
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        ({"expires": "soon"}, "waiver 1 expires on 'soon'; expected a date as YYYY-MM-DD"),
+        ({"expires": "2026-02-30"}, "expires on '2026-02-30'"),
+        ({"expires": "20260331"}, "expires on '20260331'"),
+        ({"expires": None}, "no expires"),
+        ({"reason": "  "}, "no reason"),
+        ({"probe": ""}, "no probe"),
+        ({"name": None}, "no name"),
+        ({"where": 3}, "no where"),
+        ({"were": "layer 2"}, "has were"),
+    ],
+)
 def test_a_malformed_waiver_is_refused(damage, message):
     with pytest.raises(InputError, match=message):
         difference(one("PASS"), one("PASS"), [WAIVER | damage], TODAY)
@@ -137,6 +184,7 @@ def test_a_malformed_waiver_is_refused(damage, message):
 
 
 # input and output
+
 
 def test_what_is_no_report_is_refused():
     with pytest.raises(InputError, match="the new report has schema version None"):
@@ -149,8 +197,17 @@ def test_markdown_names_what_happened_findings_first():
     old = report(("P1", "a|b", "x", "PASS"), ("P1", "gone", "", "PASS"), ("P1", "better", "", "FAIL"))
     new = report(("P1", "a|b", "x", "FAIL"), ("P1", "fresh", "", "PASS"), ("P1", "better", "", "PASS"), numerics="qat")
     text = difference(old, new, [], TODAY).to_markdown()
-    order = [text.index(h) for h in ("**findings** (exit code 1)", "## Regressions", "## Vanished evidence", "## Fixed",
-                                     "## New checks", "## The reports differ in")]
+    order = [
+        text.index(h)
+        for h in (
+            "**findings** (exit code 1)",
+            "## Regressions",
+            "## Vanished evidence",
+            "## Fixed",
+            "## New checks",
+            "## The reports differ in",
+        )
+    ]
     assert order == sorted(order)
     assert "| P1 | a\\|b | x | PASS | **FAIL** | measured 0.5 x; nx |" in text
     assert "| P1 | gone |  | PASS | **absent** |" in text and "| numerics | fp32 | qat |" in text

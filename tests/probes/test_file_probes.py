@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from dsv4 import cache as caches
 from dsv4 import rows, streams
-from kernels import quantize
-from kernels.quantize import weights as quantised
-from probes.config_ledger import NO_EFFECT
-from probes.probe import execute, probe_named
-from probes.result import Status, worst
-from probes.subject import Subject
-from probes.subjects.files import FilesSubject
-from probes.subjects.ours import OurSubject
+from dsv4.kernels import quantize
+from dsv4.kernels.quantize import weights as quantised
+from dsv4.probes.config_ledger import NO_EFFECT
+from dsv4.probes.probe import execute, probe_named
+from dsv4.probes.result import Status, worst
+from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.files import FilesSubject
+from dsv4.probes.subjects.ours import OurSubject
 from tests import checkpoints
 
 NAMES = ("load_ledger", "config_ledger", "format_decode", "dtype_ledger", "memory_map")
@@ -92,6 +92,7 @@ def test_copied_and_constant_tensors_show(official, copy_of):
         if name == "layers.3.attn.compressor.ape":
             return tensors["layers.1.attn.compressor.ape"]
         return torch.zeros_like(tensor) if name == "layers.4.ffn.gate.bias" else tensor
+
     rewrite(root, change)
     checks = run("load_ledger", FilesSubject(root))
     alike = [c for c in checks if c.status is Status.FAIL]
@@ -110,12 +111,14 @@ def test_missing_tensor_is_named(official):
 def test_subject_without_weights_is_vacuous(official):
     class Silent(FilesSubject):
         weight = Subject.weight
+
     checks = run("load_ledger", Silent(official))
     assert worst(checks) is Status.VACUOUS
 
 
 def test_another_implementation_is_held_against_the_file(official):
-    from probes.subjects.transformers import TransformersSubject
+    from dsv4.probes.subjects.transformers import TransformersSubject
+
     subject = TransformersSubject(official, torch.bfloat16)
     found = [c for c in run("load_ledger", subject) if c.status is not Status.PASS]
     assert [(c.status, c.where) for c in found] == [(Status.WARN, "mtp.0")]  # it has no MTP block, and says so nowhere
@@ -186,6 +189,7 @@ def test_nan_scale_in_the_file_is_red(official, copy_of):
         if n == name:
             tensor.view(torch.uint8)[0] = 255
         return tensor
+
     rewrite(root, change)
     found = failures("format_decode", FilesSubject(root))
     assert name in {c.where for c in found} and {c.part for c in found} == {"window KV"}
@@ -214,7 +218,9 @@ def test_island_that_went_through_bf16_is_red(official):
 def test_cache_of_another_dtype_is_red(official, monkeypatch):
     subject = OurSubject(official)
     real = caches.zeros
-    narrow = lambda stream, device: real(stream, device).bfloat16() if stream.name == "main raw rows" else real(stream, device)
+    narrow = lambda stream, device: (
+        real(stream, device).bfloat16() if stream.name == "main raw rows" else real(stream, device)
+    )
     monkeypatch.setattr(caches, "zeros", narrow)
     found = failures("dtype_ledger", subject)
     assert [(c.where, c.part) for c in found] == [("layer 1", "main raw rows")]
@@ -229,9 +235,12 @@ def test_wrong_size_names_stream_and_layer(official, monkeypatch):
 
     def padded(*args):
         layer = real(*args)
-        grown = [dataclasses.replace(s, shape=(*s.shape[:1], s.shape[1] + 1, *s.shape[2:])) if s.name == "index keys" else s
-                 for s in layer.streams]
+        grown = [
+            dataclasses.replace(s, shape=(*s.shape[:1], s.shape[1] + 1, *s.shape[2:])) if s.name == "index keys" else s
+            for s in layer.streams
+        ]
         return dataclasses.replace(layer, streams=tuple(grown))
+
     monkeypatch.setattr(streams, "layer_streams", padded)
     found = failures("memory_map", subject)
     assert {c.part for c in found} == {"index keys", "cache"} and any(c.where.startswith("layer 1") for c in found)
@@ -246,6 +255,7 @@ def test_rows_that_share_memory_are_red(official, monkeypatch):
         if stream.name == "entries" and len(buffer) == 2:
             buffer = buffer[:1].expand(2, -1, -1)
         return buffer
+
     monkeypatch.setattr(caches, "zeros", shared)
     assert "rows that share memory" in {c.name for c in failures("memory_map", subject)}
 
@@ -258,9 +268,12 @@ def test_write_to_another_row_is_red(official, monkeypatch):
         real(self, step, values)
         if len(self.buffer) > 1:
             self.buffer[1 - step.first, 0] = values[0].to(self.buffer.dtype)
+
     monkeypatch.setattr(rows.Entries, "write", spilled)
     found = failures("memory_map", subject)
-    assert {c.name for c in found} == {"buffers of the other row that were written"} and {c.part for c in found} == {"entries"}
+    assert {c.name for c in found} == {"buffers of the other row that were written"} and {c.part for c in found} == {
+        "entries"
+    }
 
 
 def test_offsets_of_32_bits_are_red(official, monkeypatch):
@@ -273,6 +286,7 @@ def test_offsets_of_32_bits_are_red(official, monkeypatch):
             return real(self, step, values)
         slots = (step.new_windows(self.ratio) * D % (1 << 31) // D).flatten()
         self.flat.index_copy_(0, slots, values.to(self.buffer.dtype))
+
     monkeypatch.setattr(rows.Entries, "write", wrapped)
     found = failures("memory_map", subject)
     assert [c.part for c in found] == ["entries"] and "2^31" in found[0].name

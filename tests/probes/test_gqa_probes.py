@@ -1,4 +1,5 @@
-"""Probes on GQA models: green on sound ones, ours and transformers'; each is red on a fault of its own; what does not apply is left out."""
+"""Probes on GQA models: green on sound ones, ours and transformers'; each is red on a fault of its own; what does not
+apply is left out."""
 
 import json
 
@@ -7,24 +8,41 @@ import torch
 
 from dsv4.gqa.cache import LayerRows
 from dsv4.gqa.model import GQAModel
-from kernels.operations import GQA_OPERATIONS
-from probes.audit import audit, open_subject
-from probes.backend_matrix import TOKENS, compared, dtypes_of
-from probes.buffers import buffers, poison
-from probes.case_inputs import Inputs
-from probes.compile_ahead import Piece, pieces, run_piece, tables_of
-from probes.formats import json_report, markdown
-from probes.gqa.operation_cases import gqa_cases
-from probes.mutations import Site, profile
-from probes.oracle.gqa import GQAOracle, other_variant
-from probes.probe import BESIDE, CATALOGUE, applying, available, execute, left_out, probe_named
-from probes.result import Status, worst
-from probes.subject import GQA_POINTS
+from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.probes.audit import audit, open_subject
+from dsv4.probes.backend_matrix import TOKENS, compared, dtypes_of
+from dsv4.probes.buffers import buffers, poison
+from dsv4.probes.case_inputs import Inputs
+from dsv4.probes.compile_ahead import Piece, pieces, run_piece, tables_of
+from dsv4.probes.formats import json_report, markdown
+from dsv4.probes.gqa.operation_cases import gqa_cases
+from dsv4.probes.mutations import Site, profile
+from dsv4.probes.oracle.gqa import GQAOracle, other_variant
+from dsv4.probes.probe import BESIDE, CATALOGUE, applying, available, execute, left_out, probe_named
+from dsv4.probes.result import Status, worst
+from dsv4.probes.subject import GQA_POINTS
 from tests.gqa import oracle as theirs
 
 OF_CACHES = {"sparse_reading", "termination", "chunked_prefill"}  # of GQA models alone, as decoder is
-APPLY = {*OF_CACHES, "host_tier", "bill", "load_ledger", "config_ledger", "dtype_ledger", "rope", "schedules", "influence", "backend_matrix", "poison", "isolation",
-         "rollback", "memory_map", "captured", "grafting", "decoder"}
+APPLY = {
+    *OF_CACHES,
+    "host_tier",
+    "bill",
+    "load_ledger",
+    "config_ledger",
+    "dtype_ledger",
+    "rope",
+    "schedules",
+    "influence",
+    "backend_matrix",
+    "poison",
+    "isolation",
+    "rollback",
+    "memory_map",
+    "captured",
+    "grafting",
+    "decoder",
+}
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +101,21 @@ def test_nothing_but_what_does_not_apply_ends_with_2(profiles):
     assert report.exit_code == 2 and not report.sections and "mhc" in report.left_out
 
 
-@pytest.mark.parametrize("words", ["audit bisect {}", "audit record {} --out x.safetensors", "recall {} --out x",
-                                   "audit run {} --numerics qat", "audit run {} --cache fp8"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "audit bisect {}",
+        "audit record {} --out x.safetensors",
+        "recall {} --out x",
+        "audit run {} --numerics qat",
+        "audit run {} --cache fp8",
+    ],
+)
 def test_what_gqa_models_cannot_be_asked_is_one_line(profiles, monkeypatch, capsys, tmp_path, words):
     import sys
 
     from dsv4 import cli
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dsv4", *words.format(profiles / "qwen2").split()])
     with pytest.raises(SystemExit) as stop:
@@ -113,7 +140,9 @@ def test_the_oracle_is_transformers_in_float64(tmp_path, name):
 
 def test_subjects_give_the_same_points(checkpoint):
     ids = torch.randint(0, 320, (2, 90), generator=torch.Generator().manual_seed(4))
-    ours, other = (open_subject(checkpoint, kind).run(ids, (40, 30, 1, 19), tuple(GQA_POINTS)) for kind in ("ours", "transformers"))
+    ours, other = (
+        open_subject(checkpoint, kind).run(ids, (40, 30, 1, 19), tuple(GQA_POINTS)) for kind in ("ours", "transformers")
+    )
     assert set(ours.points) == set(other.points) and len(ours.points) == 3 * len(GQA_POINTS)
     for key, value in ours.points.items():
         assert value.shape == other.points[key].shape and (value - other.points[key]).norm() / value.norm() < 1e-5, key
@@ -121,7 +150,10 @@ def test_subjects_give_the_same_points(checkpoint):
 
 
 def test_one_layer_alone_is_the_layer_in_the_model(checkpoint):
-    subject, ids = open_subject(checkpoint, "ours"), torch.randint(0, 320, (1, 60), generator=torch.Generator().manual_seed(5))
+    subject, ids = (
+        open_subject(checkpoint, "ours"),
+        torch.randint(0, 320, (1, 60), generator=torch.Generator().manual_seed(5)),
+    )
     whole = subject.run(ids, (), tuple(GQA_POINTS)).points
     alone = subject.attention(1, whole[1, "attn_in"], ids, (20, 40), ("keys", "values", "q_after_rope")).points
     for (i, point), value in alone.items():
@@ -139,14 +171,19 @@ def test_rows_of_ragged_batches_hold_nothing_beyond_their_end(profiles):
 # ---- green --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name,numerics", [(name, "fp32") for name in profile.GQA_PROFILES] + [("qwen2", "native"), ("mistral", "native")])
+@pytest.mark.parametrize(
+    "name,numerics", [(name, "fp32") for name in profile.GQA_PROFILES] + [("qwen2", "native"), ("mistral", "native")]
+)
 def test_green_on_sound_models(profiles, name, numerics):
     subject = open_subject(profiles / name, "ours", numerics)
     windows = name in ("mistral", "yarn")  # in every layer and in some: nothing there, or little, is read sparsely
     for probe in sorted(APPLY):
         checks = looked(probe, subject)
         if windows and probe in {*OF_CACHES, "host_tier"}:
-            assert worst(checks) in (Status.PASS, Status.VACUOUS), (probe, [c for c in checks if c.status is not Status.PASS][:2])
+            assert worst(checks) in (Status.PASS, Status.VACUOUS), (
+                probe,
+                [c for c in checks if c.status is not Status.PASS][:2],
+            )
             continue
         assert worst(checks) is Status.PASS, (probe, [c for c in checks if c.status is not Status.PASS][:2])
         assert all(c.samples > 0 for c in checks), probe
@@ -166,15 +203,24 @@ def test_a_key_that_changes_the_model_and_is_not_read_is_red(profiles, site, mon
     subject = open_subject(profiles / "llama3", "ours")
     real = type(subject.config).from_dict.__func__
     import dataclasses
-    site.patch(type(subject.config), "from_dict", classmethod(lambda cls, raw: dataclasses.replace(real(cls, raw), rms_norm_eps=1e-6)))
+
+    site.patch(
+        type(subject.config),
+        "from_dict",
+        classmethod(lambda cls, raw: dataclasses.replace(real(cls, raw), rms_norm_eps=1e-6)),
+    )
     bad = [c for c in looked("config_ledger", open_subject(profiles / "llama3", "ours")) if c.status is Status.FAIL]
     assert {"rms_norm_eps"} <= {c.where for c in bad} and any(c.name == "key is read" for c in bad)
 
 
 def test_schedules_see_a_cut_that_is_forgotten(profiles, site):
     """The second step of a text does not see the first."""
+
     def forget(real):
-        return lambda q, keys, values, start, *rest: real(q, keys, values.clone().mul_((start[0] == 0).float()), start, *rest)
+        return lambda q, keys, values, start, *rest: real(
+            q, keys, values.clone().mul_((start[0] == 0).float()), start, *rest
+        )
+
     site.kernel("grouped_attention", forget)
     assert red("schedules", open_subject(profiles / "qwen2", "ours")) == {"caches"}
 
@@ -183,6 +229,7 @@ def test_memory_map_sees_rows_that_share_memory(profiles, site):
     def shared(self, plan, device, block=128):
         real(self, plan, device, block)
         self.tensors["values"] = self.values = self.keys
+
     real = site.patch(LayerRows, "__init__", shared)
     found = [c for c in looked("memory_map", open_subject(profiles / "qwen2", "ours")) if c.status is Status.FAIL]
     assert "rows that share memory" in {c.name for c in found}
@@ -191,6 +238,7 @@ def test_memory_map_sees_rows_that_share_memory(profiles, site):
 def test_memory_map_sees_rows_beyond_2_to_the_31_in_the_wrong_place(profiles, site):
     def wrapped(real):
         return lambda *given: real(*given[:-1], given[-1] % (1 << 20))
+
     site.kernel("rotary_rows", wrapped)
     assert "keys" in red("memory_map", open_subject(profiles / "mistral", "ours"))
 
@@ -203,6 +251,7 @@ def test_captured_sees_a_step_that_follows_the_host(profiles, site):
         key = (step.B, step.T)
         step._cis["main"] = first.setdefault(key, step.cis("main"))
         return real(model, step, cache)
+
     real = site.patch(GQAModel, "captured", captured)
     assert any("captured step" in part for part in red("captured", open_subject(profiles / "llama3", "ours")))
 
@@ -218,10 +267,14 @@ def test_isolation_sees_state_that_stays(profiles, site):
             cache.layers[0].keys.fill_(0.1 * len(seen))
             cache.layers[0].values[..., -1, :] = 0.1
         return cache
+
     real = site.patch(GQAModel, "new_cache", new_cache)
 
     def reads(real_op):
-        return lambda q, keys, values, start, *rest: real_op(q, keys, values, start, *rest) + keys[:, :1, -1:, :1].mean().to(q.dtype)
+        return lambda q, keys, values, start, *rest: (
+            real_op(q, keys, values, start, *rest) + keys[:, :1, -1:, :1].mean().to(q.dtype)
+        )
+
     site.kernel("grouped_attention", reads)
     assert "state left behind" in red("isolation", open_subject(profiles / "qwen2", "ours"))
 
@@ -239,7 +292,8 @@ def test_every_operation_has_cases_that_run_and_that_a_changed_kernel_fails(prof
     def changed(*given):
         if name == "fetch":  # a slot off by one
             return torch.where((slots := reference(*given)) < 0, slots, slots + 1)
-        return reference(*given[:place], given[place] * 1.5, *given[place + 1:])
+        return reference(*given[:place], given[place] * 1.5, *given[place + 1 :])
+
     for dtype in dtypes_of(subject.model.numerics):
         for tokens in TOKENS:
             for case in gqa_cases(name, Inputs(subject.config, tokens, dtype, 0)):
@@ -247,7 +301,9 @@ def test_every_operation_has_cases_that_run_and_that_a_changed_kernel_fails(prof
                 same = compared(name, reference, reference, case, dtype, torch.device("cpu"))
                 assert same.status is Status.PASS, same
                 if name != "choose_blocks":  # larger queries choose the same
-                    assert compared(name, changed, reference, case, dtype, torch.device("cpu")).status is Status.FAIL, case.label
+                    assert compared(name, changed, reference, case, dtype, torch.device("cpu")).status is Status.FAIL, (
+                        case.label
+                    )
     assert run >= 6
 
 
@@ -255,13 +311,16 @@ def test_kernels_are_compiled_ahead_at_its_widths(profiles):
     config = open_subject(profiles / "mistral", "files").config
     named = {piece.name for piece in pieces((torch.float32,), (1,), tables_of(config))}
     assert named == {*GQA_OPERATIONS, "linears"}
-    assert run_piece(config, Piece("rotary_rows", torch.float32, 1), "training", "cpu", 0) == 2  # forms of `training` run on a CPU
+    # forms of `training` run on a CPU
+    assert run_piece(config, Piece("rotary_rows", torch.float32, 1), "training", "cpu", 0) == 2
 
 
 def test_a_choice_of_other_blocks_is_seen(profiles):
     op = GQA_OPERATIONS["choose_blocks"].implementations["reference"]
     other = lambda *given: (op(*given) + 1).int()
-    for case in gqa_cases("choose_blocks", Inputs(open_subject(profiles / "qwen2", "files").config, 2, torch.float32, 0)):
+    for case in gqa_cases(
+        "choose_blocks", Inputs(open_subject(profiles / "qwen2", "files").config, 2, torch.float32, 0)
+    ):
         assert compared("choose_blocks", other, op, case, torch.float32, torch.device("cpu")).status is Status.FAIL
 
 
@@ -273,7 +332,9 @@ def test_buffers_know_whose_bytes_are_whose(profiles):
     for buffer in buffers(subject, cache):
         held = ~buffer.tensor.isnan()
         assert held[0, :, :9].all() and held[1, :, :4].all() and int(held.sum()) == 13 * held.shape[1] * held.shape[3]
-        assert torch.equal(buffer.values(buffer.rows(1, torch.tensor([3]))), buffer.tensor[1, :, 3].flatten()[None].double())
+        assert torch.equal(
+            buffer.values(buffer.rows(1, torch.tensor([3]))), buffer.tensor[1, :, 3].flatten()[None].double()
+        )
         (a, b), (c, _) = buffer.spans(0)[0], buffer.spans(1)[0]
         assert b - a == buffer.tensor[0].nbytes and c == b
 

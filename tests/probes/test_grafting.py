@@ -8,16 +8,16 @@ import torch
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import PagePool
 from dsv4.prefixes import PrefixTree
-from probes.grafted_rows import Going, miscounted
-from probes.grafting import BLOCK, LENGTHS, LONG, SCENARIOS, SHARED, Grafting
-from probes.measure import tokens
-from probes.mutations import Site, catalogue
-from probes.mutations.gqa_profiles import write_gqa
-from probes.probe import execute
-from probes.result import Status
-from probes.subject import Subject
-from probes.subjects.ours import OurSubject, open_ours
-from probes.visible import differing, of_snapshot, visible
+from dsv4.probes.grafted_rows import Going, miscounted
+from dsv4.probes.grafting import BLOCK, LENGTHS, LONG, SCENARIOS, SHARED, Grafting
+from dsv4.probes.measure import tokens
+from dsv4.probes.mutations import Site, catalogue
+from dsv4.probes.mutations.gqa_profiles import write_gqa
+from dsv4.probes.probe import execute
+from dsv4.probes.result import Status
+from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.ours import OurSubject, open_ours
+from dsv4.probes.visible import differing, of_snapshot, visible
 
 FORMATS = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "fp8", "fp4")]
 
@@ -44,7 +44,10 @@ def test_green_on_the_reference_backend(official):
     assert not red(OurSubject(official, "fp32", "reference"))
 
 
-@pytest.mark.parametrize("profile, numerics, backend", [("qwen2", "fp32", "reference"), ("yarn", "native", "cpu"), ("mistral", "fp32", "cpu")])
+@pytest.mark.parametrize(
+    "profile, numerics, backend",
+    [("qwen2", "fp32", "reference"), ("yarn", "native", "cpu"), ("mistral", "fp32", "cpu")],
+)
 def test_green_bit_for_bit_of_gqa_models(tmp_path, profile, numerics, backend):
     subject = open_ours(write_gqa(tmp_path / "c", profile), numerics, backend)
     before = subject.model.attention
@@ -52,11 +55,16 @@ def test_green_bit_for_bit_of_gqa_models(tmp_path, profile, numerics, backend):
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:2]
     assert all(c.samples > 0 and c.source for c in checks) and subject.model.attention is before
     searched = () if profile == "mistral" else ("lows of blocks", "highs of blocks")  # whose layers all have windows
-    assert {c.part for c in checks} >= {"graft length", "reference counts", *(f"graft, {stream}" for stream in ("keys", "values", *searched))}
+    assert {c.part for c in checks} >= {
+        "graft length",
+        "reference counts",
+        *(f"graft, {stream}" for stream in ("keys", "values", *searched)),
+    }
 
 
 def test_what_is_tried_is_where_it_matters():
-    """A prefix that ends within a page of entries and one that fills it; the next window of HCA is completed; 128 from both sides."""
+    """A prefix that ends within a page of entries and one that fills it; the next window of HCA is completed; 128 from
+    both sides."""
     assert {prefix for prefix, _, _ in SCENARIOS} == {BLOCK, SHARED} and len({fate for _, fate, _ in SCENARIOS}) == 4
     assert sum(LONG) > BLOCK and {BLOCK - 1, BLOCK, BLOCK + 1} <= set(LENGTHS)
 
@@ -69,19 +77,25 @@ def test_vacuous_where_there_are_no_pages_or_too_few_positions(official, monkeyp
     assert check.status is Status.VACUOUS and "the checkpoint allows 256" in check.note
 
 
-FAULTS = [("borrowed pages written in place", "copy on write, pages of the donor"),
-          ("writer of a page may change its prefix", "copy on write, pages of the kept prefix"),
-          ("pages of a borrower stay pinned", "reference counts"), ("graft of one block fewer", "graft length"),
-          ("overlap rows not carried by a graft", "graft, compressor rows"),
-          ("raw rows of the rows last request", "graft, compressor rows"), ("index keys not carried by a graft", "graft, index keys"),
-          ("mtp window not carried by a graft", "graft, MTP window"),
-          ("captured step writes windows that it does not complete", "copy on write, captured steps"),
-          ("steps of several rows keep the tables of the first", "captured step on pages, window rows")]
-GQA_FAULTS = [("tokens written through the first rows table", "copy on write, pages of the donor"),
-              ("summaries of a step stay in its copy", "graft, lows of blocks"),
-              ("summaries not carried by a graft", "graft, lows of blocks"),
-              ("window pages not carried by a graft", "graft, keys"),
-              ("copy on write is left out for windows", "copy on write, pages of the kept prefix")]
+FAULTS = [
+    ("borrowed pages written in place", "copy on write, pages of the donor"),
+    ("writer of a page may change its prefix", "copy on write, pages of the kept prefix"),
+    ("pages of a borrower stay pinned", "reference counts"),
+    ("graft of one block fewer", "graft length"),
+    ("overlap rows not carried by a graft", "graft, compressor rows"),
+    ("raw rows of the rows last request", "graft, compressor rows"),
+    ("index keys not carried by a graft", "graft, index keys"),
+    ("mtp window not carried by a graft", "graft, MTP window"),
+    ("captured step writes windows that it does not complete", "copy on write, captured steps"),
+    ("steps of several rows keep the tables of the first", "captured step on pages, window rows"),
+]
+GQA_FAULTS = [
+    ("tokens written through the first rows table", "copy on write, pages of the donor"),
+    ("summaries of a step stay in its copy", "graft, lows of blocks"),
+    ("summaries not carried by a graft", "graft, lows of blocks"),
+    ("window pages not carried by a graft", "graft, keys"),
+    ("copy on write is left out for windows", "copy on write, pages of the kept prefix"),
+]
 
 
 @pytest.mark.parametrize("fault, part", FAULTS, ids=lambda value: value.replace(" ", "-"))
@@ -114,6 +128,7 @@ def test_a_scenario_that_breaks_leaves_the_others(subject, monkeypatch):
         if snapshot.length == SHARED and b == 2:
             raise ValueError("no")
         real(cache, b, snapshot)
+
     monkeypatch.setattr(PagedCache, "graft", graft)
     assert [(c.status, c.where) for c in red(subject)] == [(Status.ERROR, f"{SHARED} tokens, the donor goes on")]
 
@@ -126,14 +141,18 @@ def test_a_scenario_that_breaks_leaves_the_others(subject, monkeypatch):
 def test_rows_in_pages_are_those_of_the_plain_cache(official, numerics, cache, index_cache, length):
     subject = OurSubject(official, numerics, cache=cache, index_cache=index_cache)
     ids = tokens(subject, length, 1)[0].tolist()
-    plain, paged = (Going(subject, c, 0, ids) for c in (subject.model.new_cache(1, 200), new_paged_cache(subject.model, 1, 200)))
+    plain, paged = (
+        Going(subject, c, 0, ids) for c in (subject.model.new_cache(1, 200), new_paged_cache(subject.model, 1, 200))
+    )
     for going in (plain, paged):
         going.prefill(length)
     assert not differing(paged.rows(), plain.rows()) and plain.rows().keys() == paged.rows().keys()
     ones = {stream: sum(len(h.raw) for at, h in plain.rows().items() if at[1] == stream) for _, stream in plain.rows()}
     window, ratios = min(length, subject.config.sliding_window - 1), subject.config.compress_ratios
     csa = length % 4 + min(4, length // 4 * 4)
-    assert ones["window"] == window * len(ratios) and ones["mtp window"] == min(length - 1, subject.config.sliding_window - 1)
+    assert ones["window"] == window * len(ratios) and ones["mtp window"] == min(
+        length - 1, subject.config.sliding_window - 1
+    )
     assert ones["index raw rows"] == csa * ratios.count(4) and ones["index keys"] == length // 4 * ratios.count(4)
     assert ones["main raw rows"] == csa * ratios.count(4) + length % 128 * ratios.count(128)
     assert ones["entries"] == length // 4 * ratios.count(4) + length // 128 * ratios.count(128)
@@ -147,7 +166,11 @@ def test_a_byte_that_changes_and_a_page_that_is_gone_are_seen(subject):
     cache.layers[1].tensors["index keys"][page, 3, 0] += 1
     assert differing(going.rows(), before) == {("layer 1", "index keys"): 1}
     cache.tables["hca entries"].physical[0, 0] = 0
-    assert differing(going.rows(), before) == {("layer 1", "index keys"): 1, ("layer 2", "entries"): 1, ("layer 4", "entries"): 1}
+    assert differing(going.rows(), before) == {
+        ("layer 1", "index keys"): 1,
+        ("layer 2", "entries"): 1,
+        ("layer 4", "entries"): 1,
+    }
     assert (visible(subject, cache, 0, 140)["layer 2", "entries"].raw == 255).all()
 
 
@@ -171,4 +194,6 @@ def test_holders_are_counted_from_tables_and_snapshots(subject):
     assert miscounted(cache, tree) == [f"page {page} of window: 2 counted, 1 hold it"]
     cache.pools["window"].state[page].refs = 1
     cache.pools["window"].free.pop()
-    assert "window:" in miscounted(cache, tree)[0] and torch.equal(cache.tables["window"].physical[1], torch.zeros(4, dtype=torch.int64))
+    assert "window:" in miscounted(cache, tree)[0] and torch.equal(
+        cache.tables["window"].physical[1], torch.zeros(4, dtype=torch.int64)
+    )

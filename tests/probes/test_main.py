@@ -1,4 +1,4 @@
-"""`python -m probes.NAME`: reports, exit codes, and one line for wrong input, in processes of their own."""
+"""`python -m dsv4.probes.NAME`: reports, exit codes, and one line for wrong input, in processes of their own."""
 
 import os
 import subprocess
@@ -7,27 +7,33 @@ from pathlib import Path
 
 import pytest
 
-import probes
-from probes.formats import json_report
-from probes.probe import available
+from dsv4 import probes
+from dsv4.probes.formats import json_report
+from dsv4.probes.probe import available
 
 ROOT = Path(probes.__file__).resolve().parent.parent
 
 
 def run(name: str, *arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"probes.{name}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"dsv4.probes.{name}", *map(str, arguments)]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=one_thread)
 
 
-@pytest.mark.parametrize("name,options", [("config_ledger", ()), ("isolation", ("--numerics", "native")),
-                                          ("memory_map", ("--subject", "ours:fp32:reference"))])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("config_ledger", ()),
+        ("isolation", ("--numerics", "native")),
+        ("memory_map", ("--subject", "ours:fp32:reference")),
+    ],
+)
 def test_a_probe_by_itself(official, tmp_path, name, options):
     done = run(name, official, "--out", tmp_path / "deep" / "audit.md", *options)
     assert done.returncode == 0, done.stderr
     report = json_report.load(tmp_path / "deep" / "audit.json")
     assert [s["probe"] for s in report["sections"]] == [name] and report["totals"]["PASS"] > 0
-    assert f"python -m probes.{name} official" in (tmp_path / "deep" / "audit.md").read_text()
+    assert f"python -m dsv4.probes.{name} official" in (tmp_path / "deep" / "audit.md").read_text()
 
 
 def test_exit_codes_and_one_line(official, tmp_path):

@@ -1,16 +1,17 @@
-"""Faults of selection, attention, hyper-connections and experts are found by the probe that is theirs, which names the part."""
+"""Faults of selection, attention, hyper-connections and experts are found by the probe that is theirs, which names the
+part."""
 
 import shutil
 
 import pytest
 import torch
 
-from probes.measure import attended, heavy_tailed, oracle_of, points_at
-from probes.mutations import Site, catalogue
-from probes.oracle.attention import attention_layer
-from probes.probe import execute, probe_named
-from probes.result import Status
-from probes.subjects.ours import OurSubject
+from dsv4.probes.measure import attended, heavy_tailed, oracle_of, points_at
+from dsv4.probes.mutations import Site, catalogue
+from dsv4.probes.oracle.attention import attention_layer
+from dsv4.probes.probe import execute, probe_named
+from dsv4.probes.result import Status
+from dsv4.probes.subjects.ours import OurSubject
 
 FAULTS = [  # mutation, probe, the part it must name, where
     ("missing picks read entry 0", "influence", "absent keys", "layer 1, one step"),

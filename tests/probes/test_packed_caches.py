@@ -1,4 +1,5 @@
-"""Audits of packed caches: every probe that looks at caches is green on sound ones and red on others; what is refused."""
+"""Audits of packed caches: every probe that looks at caches is green on sound ones and red on others; what is
+refused."""
 
 import dataclasses
 import json
@@ -11,18 +12,18 @@ from dsv4 import cache as caches
 from dsv4 import streams
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout
+from dsv4.probes.audit import open_subject
+from dsv4.probes.buffers import buffers, poison
+from dsv4.probes.formats import json_report
+from dsv4.probes.layouts import fp4_keys, fp8_keys, fp8_rows, packed_streams
+from dsv4.probes.memory_map import formula, per_token
+from dsv4.probes.mutations.profile import DEFAULT
+from dsv4.probes.poison import Poison
+from dsv4.probes.probe import execute, probe_named
+from dsv4.probes.result import Status
+from dsv4.probes.subjects.ours import OurSubject
 from dsv4.rows import Ring
-from kernels.cache_rows import PackedRows, RowFormat, pack_layout
-from probes.audit import open_subject
-from probes.buffers import buffers, poison
-from probes.formats import json_report
-from probes.layouts import fp4_keys, fp8_keys, fp8_rows, packed_streams
-from probes.memory_map import formula, per_token
-from probes.mutations.profile import DEFAULT
-from probes.poison import Poison
-from probes.probe import execute, probe_named
-from probes.result import Status
-from probes.subjects.ours import OurSubject
 
 FORMATS = [("fp8", "fp4"), ("fp8", "fp8"), ("auto", "fp4"), ("fp8", "auto")]
 
@@ -43,17 +44,22 @@ def red(name, subject):
 # ---- green --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["index_oracle", "influence", "rope", "rollback", "isolation", "poison", "backend_matrix"])
+@pytest.mark.parametrize(
+    "name", ["index_oracle", "influence", "rope", "rollback", "isolation", "poison", "backend_matrix"]
+)
 def test_packed_caches_lose_nothing_in_qat_numerics(subject, name):
     found = checks_of(name, subject)
     assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS][:2]
 
 
 def test_packed_caches_change_no_schedule(official, subject):
-    """In qat numerics to the last bit: how far steps of 8 tokens are from one step is a matter of products, which processors round otherwise."""
+    """In qat numerics to the last bit: how far steps of 8 tokens are from one step is a matter of products, which
+    processors round otherwise."""
     measured = lambda of: [(c.where, c.measured) for c in checks_of("schedules", of)]
     found = measured(subject)
-    assert found == measured(OurSubject(official, "qat")) and len(found) > 10 and any(value == 0 for _, value in found[2:])
+    assert (
+        found == measured(OurSubject(official, "qat")) and len(found) > 10 and any(value == 0 for _, value in found[2:])
+    )
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="+".join)
@@ -66,8 +72,17 @@ def test_every_format_is_known(official, name, formats):
 @pytest.mark.parametrize("tokens", [1, 40, 200])
 def test_a_step_of_any_length_reads_rows_of_the_rings_kind(subject, tokens, monkeypatch):
     """Else its sums run in another order than where the same rows lie in pages or in the ring (P19 on a GPU)."""
-    ids, room, seen, real = torch.arange(tokens).remainder(subject.config.vocab_size).view(1, -1), tokens + 8, [], Ring.extend
-    monkeypatch.setattr(Ring, "extend", lambda ring, step, values: seen.append((type(ring.flat), real(ring, step, values))) or seen[-1][1])
+    ids, room, seen, real = (
+        torch.arange(tokens).remainder(subject.config.vocab_size).view(1, -1),
+        tokens + 8,
+        [],
+        Ring.extend,
+    )
+    monkeypatch.setattr(
+        Ring,
+        "extend",
+        lambda ring, step, values: seen.append((type(ring.flat), real(ring, step, values))) or seen[-1][1],
+    )
     subject.model.append(ids, subject.model.new_cache(1, room, 16))
     assert len(seen) >= subject.config.num_hidden_layers and any(kind is PackedRows for kind, _ in seen)
     assert all(isinstance(pool, kind) for kind, pool in seen)
@@ -77,11 +92,18 @@ def test_a_step_of_any_length_reads_rows_of_the_rings_kind(subject, tokens, monk
 
 
 def test_public_sizes():
-    """Specification 5: 584 B in pages padded to 576 B, 132 B, 68 B; Flash with FP8 keys: 3,850 B a token (known bugs, 0.9)."""
+    """Specification 5: 584 B in pages padded to 576 B, 132 B, 68 B; Flash with FP8 keys: 3,850 B a token (known bugs,
+    0.9)."""
     main, fp8, fp4 = fp8_rows(512, 64), fp8_keys(128), fp4_keys(128)
     assert (main.payload, main.scales, main.used, main.page) == (576, 8, 7, 65 * 576)
-    assert [p.payload + p.scales for p in (main, fp8, fp4)] == [584, 132, 68] and fp8.page == 64 * 132 and fp4.page == 64 * 68
-    flash = SimpleNamespace(compress_ratios=[0, 0, *(4, 128) * 20, 4], head_dim=512, index_head_dim=128, qk_rope_head_dim=64)
+    assert (
+        [p.payload + p.scales for p in (main, fp8, fp4)] == [584, 132, 68]
+        and fp8.page == 64 * 132
+        and fp4.page == 64 * 68
+    )
+    flash = SimpleNamespace(
+        compress_ratios=[0, 0, *(4, 128) * 20, 4], head_dim=512, index_head_dim=128, qk_rope_head_dim=64
+    )
     a_token = per_token(flash, 2, packed_streams(flash, ("fp8", "fp8")))
     assert abs(a_token - 3850) < 6  # and a 64th of a page's padding: one byte a row
     assert per_token(flash, 2, {}) == 6880
@@ -118,6 +140,7 @@ def test_pages_of_another_size_are_red(official, monkeypatch):
     def unpadded(*args):
         stream = real(*args)
         return dataclasses.replace(stream, shape=(*stream.shape[:-1], short)) if stream.name == "entries" else stream
+
     monkeypatch.setattr(streams, "_entry_stream", unpadded)
     subject = OurSubject(official, "qat", cache="fp8")
     assert {c.part for c in red("memory_map", subject) if c.name == "bytes of the buffer"} == {"entries"}
@@ -135,7 +158,9 @@ def test_another_format_than_was_asked_for_is_red(official):
 def test_a_window_written_into_its_neighbour_is_red(official, monkeypatch):
     """Rows of a batch share pages: the other row's payload lies within the same page."""
     subject = OurSubject(official, "qat", cache="fp8")
-    monkeypatch.setattr(Ring, "_slots", lambda ring, step, key, positions: (positions() % ring.R + 0 * step.row).flatten())
+    monkeypatch.setattr(
+        Ring, "_slots", lambda ring, step, key, positions: (positions() % ring.R + 0 * step.row).flatten()
+    )
     found = red("memory_map", subject)
     assert ("buffers of the other row that were written", "window") in {(c.name, c.part) for c in found}
 
@@ -147,6 +172,7 @@ def test_packed_rows_in_one_buffer_are_red(official, monkeypatch):
     def shared(stream, device):
         buffer = real(stream, device)
         return buffer[:1].expand(2, -1, -1) if stream.name == "entries" and len(buffer) == 2 else buffer
+
     monkeypatch.setattr(caches, "zeros", shared)
     assert ("rows that share memory", "entries") in {(c.name, c.part) for c in red("memory_map", subject)}
 
@@ -154,6 +180,7 @@ def test_packed_rows_in_one_buffer_are_red(official, monkeypatch):
 def test_an_unwritten_packed_row_that_is_read_is_red(subject, monkeypatch):
     def last(ring, step, window):  # positions before the first one are read too
         return ring.index(step, step.pos.unsqueeze(-1) + torch.arange(1 - window, 1)).flatten(0, 1)
+
     monkeypatch.setattr(Ring, "last", last)
     assert "unwritten slots" in {c.part for c in execute(Poison(effort=0.1), subject)[0] if c.status is Status.FAIL}
 
@@ -190,19 +217,29 @@ def test_the_formats_are_named(run, official, tmp_path):
     assert "official_ours_qat_fp8_fp4.json" in {f.name for f in tmp_path.iterdir()}
     report = json_report.load(tmp_path / "official_ours_qat_fp8_fp4.json")
     assert report["title"] == "Audit of ours, qat, fp8 cache, fp4 index cache, backend cpu, cpu"
-    assert {k: report["provenance"]["about"][k] for k in ("cache", "index cache")} == {"cache": "fp8", "index cache": "fp4"}
+    assert {k: report["provenance"]["about"][k] for k in ("cache", "index cache")} == {
+        "cache": "fp8",
+        "index cache": "fp4",
+    }
 
 
-@pytest.mark.parametrize("options,said", [
-    (("--numerics", "native", "--cache", "fp8"), "an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it "
-     "does; found --numerics native; pass --numerics qat"),
-    (("--index-cache", "fp4"), "found --numerics fp32"),
-    (("--numerics", "qat:fp32", "--cache", "fp8"), "found --numerics qat:fp32"),
-    (("--numerics", "qat", "--cache", "int8"), "cache format 'int8' is unknown"),
-    (("--numerics", "qat", "--cache", "fp4"), "cache format 'fp4' is unknown"),
-    (("--cache", "bf16"), "whose caches are fp32"),
-    (("--subject", "files", "--cache", "fp8"), "would change nothing of subject 'files'"),
-    (("--subject", "transformers", "--index-cache", "fp8"), "leave them out, or audit ours")])
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        (
+            ("--numerics", "native", "--cache", "fp8"),
+            "an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it "
+            "does; found --numerics native; pass --numerics qat",
+        ),
+        (("--index-cache", "fp4"), "found --numerics fp32"),
+        (("--numerics", "qat:fp32", "--cache", "fp8"), "found --numerics qat:fp32"),
+        (("--numerics", "qat", "--cache", "int8"), "cache format 'int8' is unknown"),
+        (("--numerics", "qat", "--cache", "fp4"), "cache format 'fp4' is unknown"),
+        (("--cache", "bf16"), "whose caches are fp32"),
+        (("--subject", "files", "--cache", "fp8"), "would change nothing of subject 'files'"),
+        (("--subject", "transformers", "--index-cache", "fp8"), "leave them out, or audit ours"),
+    ],
+)
 def test_what_is_refused_is_one_line(run, official, options, said):
     code, err = run(official, *options, "--probe", "dtype_ledger")
     assert code == 2 and said in err and len(err.strip().splitlines()) == 1
@@ -219,7 +256,8 @@ def test_recorded_and_bisected(run, official, tmp_path):
 
 
 def test_recall_of_packed_caches_is_that_of_plain_ones(official):
-    from probes.recall.observe import Oracles, observe_model
+    from dsv4.probes.recall.observe import Oracles, observe_model
+
     ids, seen = torch.randint(0, 200, (150,), generator=torch.Generator().manual_seed(1)), []
     for formats in (("auto", "auto"), ("fp8", "fp4")):
         opened, found = open_subject(official, "ours", "qat", "cpu", "cpu", *formats), []
@@ -238,6 +276,7 @@ def test_recall_refuses_them_in_other_numerics(official):
 
 def test_a_probe_by_itself_takes_them(official, tmp_path):
     from tests.probes.test_main import run as by_itself
+
     formats = "--numerics", "qat", "--cache", "fp8", "--index-cache", "fp8"
     done = by_itself("memory_map", official, *formats, "--out", tmp_path / "m.md")
     assert done.returncode == 0, done.stderr
@@ -248,6 +287,7 @@ def test_a_probe_by_itself_takes_them(official, tmp_path):
 def test_a_fault_behind_packed_caches_is_confirmed_by_a_swap(official, fault):
     """Rows of the oracle are packed where they take the place of the subject's, and its keys are read from bytes."""
     from tests.probes import test_bisect
+
     subject, plant = OurSubject(official, "qat", cache="fp8", index_cache="fp4"), getattr(test_bisect, fault)
     plant(subject.model.layers)
     layer, point, module, _ = test_bisect.FAULTS[plant]

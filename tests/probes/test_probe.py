@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import pytest
 
-from kernels.errors import Dsv4Error
-from probes.probe import CATALOGUE, Probe, available, execute, probe_named
-from probes.result import Status, compare
-from probes.subject import Subject
+from dsv4.kernels.errors import Dsv4Error
+from dsv4.probes.probe import CATALOGUE, Probe, available, execute, probe_named
+from dsv4.probes.result import Status, compare
+from dsv4.probes.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,15 @@ def typed():
     raise Dsv4Error("one line")
 
 
-@pytest.mark.parametrize("does,status,note", [
-    (lambda: [compare("x", 1, "<=", 2, "spec", 1)], Status.PASS, ""), (lambda: [], Status.VACUOUS, "nothing to check"),
-    (boom, Status.ERROR, "ValueError: first line"), (typed, Status.ERROR, "one line")])
+@pytest.mark.parametrize(
+    "does,status,note",
+    [
+        (lambda: [compare("x", 1, "<=", 2, "spec", 1)], Status.PASS, ""),
+        (list, Status.VACUOUS, "nothing to check"),
+        (boom, Status.ERROR, "ValueError: first line"),
+        (typed, Status.ERROR, "one line"),
+    ],
+)
 def test_outcomes(does, status, note):
     [check], seconds = execute(Fake(does=does), Able())
     assert check.status is status and note in check.note and "second" not in check.note and seconds >= 0
@@ -49,7 +55,9 @@ def test_a_missing_capability_is_vacuous():
 
 def test_every_file_of_the_catalogue_has_its_probe_and_its_page():
     from pathlib import Path
-    import probes
+
+    from dsv4 import probes
+
     for name in available():
         probe = probe_named(name)
         assert probe.name == name and probe.needs, name

@@ -1,4 +1,5 @@
-"""The synthetic profiles have what planted faults need to be seen: measured, as section 3 of the known bugs lists it."""
+"""The synthetic profiles have what planted faults need to be seen: measured, as section 3 of the known bugs lists
+it."""
 
 import hashlib
 from dataclasses import replace
@@ -7,17 +8,31 @@ import pytest
 import torch
 
 from dsv4.config import ModelConfig
+from dsv4.probes.measure import tokens
+from dsv4.probes.mutations import profile
+from dsv4.probes.oracle.blocks import hyper_pre
+from dsv4.probes.oracle.model import Oracle
+from dsv4.probes.subjects.ours import OurSubject
 from dsv4.rope import frequencies
-from probes.measure import tokens
-from probes.mutations import profile
-from probes.oracle.blocks import hyper_pre
-from probes.oracle.model import Oracle
-from probes.subjects.ours import OurSubject
 
 T = 264  # what the probes run at least
-SIZES = ("vocab_size", "hidden_size", "moe_intermediate_size", "num_attention_heads", "head_dim", "qk_rope_head_dim",
-         "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk",
-         "n_routed_experts", "num_experts_per_tok")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "head_dim",
+    "qk_rope_head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "n_routed_experts",
+    "num_experts_per_tok",
+)
 
 
 @pytest.fixture(scope="module", params=list(profile.PROFILES))
@@ -25,8 +40,10 @@ def run(request, tmp_path_factory):
     """(subject, oracle, ids [1, T], {layer: ffn input [T, d]}, streams before each layer) of a profile."""
     path = profile.write(tmp_path_factory.mktemp("profile") / request.param, request.param)
     subject, inputs = OurSubject(path), {}
-    hooks = [block.ffn.register_forward_pre_hook(lambda _, args, i=i: inputs.__setitem__(i, args[0]))
-             for i, block in enumerate(subject.model.layers)]
+    hooks = [
+        block.ffn.register_forward_pre_hook(lambda _, args, i=i: inputs.__setitem__(i, args[0]))
+        for i, block in enumerate(subject.model.layers)
+    ]
     ids = tokens(subject, T, 0)
     seen = subject.run(ids, want=("streams", "index_keys"))
     for hook in hooks:
@@ -37,9 +54,14 @@ def run(request, tmp_path_factory):
 def test_schedule_and_sizes(run):
     config = run[0].config
     default = config.compress_ratios == (0, 4, 128, 4, 128)
-    assert default or (config.compress_ratios[1] > 0 and 0 not in config.compress_ratios), "the second: no layer is window only"
+    assert default or (config.compress_ratios[1] > 0 and 0 not in config.compress_ratios), (
+        "the second: no layer is window only"
+    )
     assert config.mtp_compress_ratios == (0,) and 0 < config.num_hash_layers < config.num_hidden_layers
-    assert 4 in config.compress_ratios[config.num_hash_layers:] and 128 in config.compress_ratios[config.num_hash_layers:]
+    assert (
+        4 in config.compress_ratios[config.num_hash_layers :]
+        and 128 in config.compress_ratios[config.num_hash_layers :]
+    )
     sizes = [getattr(config, name) for name in SIZES]
     assert len({*sizes, 4, 128, T}) == len(sizes) + 3, "no size is taken for another, for a ratio or for the length"
     assert config.sliding_window == 8 and config.max_position_embeddings // 4 >= 8 * config.index_topk
@@ -124,5 +146,7 @@ def test_scales_differ_from_block_to_block(run):
     of = lambda name: files.read(name).view(torch.uint8)
     expert = of("layers.0.ffn.experts.0.w1.scale")
     assert (expert[:, 1:] != expert[:, :-1]).float().mean() > 0.3 and (expert[1:] != expert[:-1]).float().mean() > 0.3
-    dense = [of(n) for n in files.sources if n.endswith(".scale") and ".experts." not in n and files.sources[n].shape[-1] > 1]
+    dense = [
+        of(n) for n in files.sources if n.endswith(".scale") and ".experts." not in n and files.sources[n].shape[-1] > 1
+    ]
     assert any((scale[:, 1:] != scale[:, :-1]).any() for scale in dense)

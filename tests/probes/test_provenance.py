@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from loaders.load import Inventory
-from probes import provenance as origin
-from probes.formats import json_report
-from probes.report import Report, Section
-from probes.subject import Subject
+from dsv4.loaders.load import Inventory
+from dsv4.probes import provenance as origin
+from dsv4.probes.formats import json_report
+from dsv4.probes.report import Report, Section
+from dsv4.probes.subject import Subject
 from tests.probes.test_report import FULL
 
 
@@ -66,7 +66,12 @@ def test_our_model_gives_backend_device_and_what_ran(official):
 
 def test_a_subject_without_a_checkpoint_says_so():
     found = origin.provenance(subject_of(None), ["x"], {}, time.time())
-    assert found["checkpoint"] is None and found["recorded"] is None and found["dispatch"] == [] and found["backend"] is None
+    assert (
+        found["checkpoint"] is None
+        and found["recorded"] is None
+        and found["dispatch"] == []
+        and found["backend"] is None
+    )
 
 
 def test_a_dump_is_identified_by_its_bytes(official, tmp_path):
@@ -94,11 +99,20 @@ def test_the_commit_may_be_given(monkeypatch):
     assert origin.commit() == {"commit": None, "dirty": None}
 
 
-@pytest.mark.parametrize("text,shown", [
-    ("/data/models/flash", "flash"), ("/a b/c d", "c d"), ("--out=/tmp/x/y.md", "--out=y.md"), ("~/models/pro/", "pro"),
-    ("in /data/models/flash: 3 tokens/s", "in flash: 3 tokens/s"), ("https://example.org/a/b", "https://example.org/a/b"),
-    ("demo/sub", "demo/sub"), ("../demo", "../demo"), ("file '/x/y.json' is", "file 'y.json' is"),
-])
+@pytest.mark.parametrize(
+    "text,shown",
+    [
+        ("/data/models/flash", "flash"),
+        ("/a b/c d", "c d"),
+        ("--out=/tmp/x/y.md", "--out=y.md"),
+        ("~/models/pro/", "pro"),
+        ("in /data/models/flash: 3 tokens/s", "in flash: 3 tokens/s"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("demo/sub", "demo/sub"),
+        ("../demo", "../demo"),
+        ("file '/x/y.json' is", "file 'y.json' is"),
+    ],
+)
 def test_paths_are_cut_to_their_names(text, shown):
     assert origin.without_paths(text) == shown
     assert origin.without_paths({"k": [text]}) == {"k": [shown]}

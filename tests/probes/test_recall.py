@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4.probes.index_oracle import IndexOracle, indexed
+from dsv4.probes.measure import oracle_of
+from dsv4.probes.recall import measure, needles
+from dsv4.probes.recall.figures import mask, row, tally
+from dsv4.probes.recall.observe import Oracles, Seen, observe_model
+from dsv4.probes.recall.oracle import GrowingOracle
+from dsv4.probes.recall.settings import Settings
+from dsv4.probes.recall.text import read_text, rows_of
+from dsv4.probes.result import Status
+from dsv4.probes.subjects.dump import DumpSubject, write_dump
+from dsv4.probes.subjects.ours import OurSubject
 from dsv4.tokenizer import Tokenizer
-from probes.index_oracle import IndexOracle, indexed
-from probes.measure import oracle_of
-from probes.recall import measure, needles
-from probes.recall.figures import mask, row, tally
-from probes.recall.observe import Oracles, Seen, observe_model
-from probes.recall.oracle import GrowingOracle
-from probes.recall.settings import Settings
-from probes.recall.text import read_text, rows_of
-from probes.result import Status
-from probes.subjects.dump import DumpSubject, write_dump
-from probes.subjects.ours import OurSubject
 from tests.checkpoints import SMALL, write_dense
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures: a checkpoint with a tokenizer, the command line)
 
@@ -53,27 +53,49 @@ def figures(subject, text, settings=SETTINGS) -> dict[tuple, dict]:
 
 def three_entries() -> Seen:
     """Queries at 11 and 12, which see three entries that end at 3, 7 and 11. One pick each: entry 0, then entry 2."""
-    return Seen(layer=1, context=13, positions=torch.tensor([11, 12]), scores=torch.tensor([[3.0, 2, 1], [1, 2, 3]]),
-                selection=torch.tensor([[0], [2]]), mass=torch.tensor([[0.2, 0.1, 0.0], [0.1, 0.3, 0.2]]),
-                exact=torch.tensor([[3.0, 2, 1], [1, 3, 2]]).double(),
-                matched=torch.tensor([[3.0, 2, 1], [1, 3, 2.99]]).double())
+    return Seen(
+        layer=1,
+        context=13,
+        positions=torch.tensor([11, 12]),
+        scores=torch.tensor([[3.0, 2, 1], [1, 2, 3]]),
+        selection=torch.tensor([[0], [2]]),
+        mass=torch.tensor([[0.2, 0.1, 0.0], [0.1, 0.3, 0.2]]),
+        exact=torch.tensor([[3.0, 2, 1], [1, 3, 2]]).double(),
+        matched=torch.tensor([[3.0, 2, 1], [1, 3, 2.99]]).double(),
+    )
 
 
 def test_figures_by_hand():
     found = row(tally(three_entries(), k=1, topk=1, margin=0.01, window=4), window=4)
     by_distance = found.pop("by_distance")
-    assert found == pytest.approx({
-        "queries": 2, "nan_queries": 0, "chance": 1 / 3,
-        "recall_fp32": 1 / 2,                               # best are 0 and 1
-        "recall_matched": 1.0, "clear_share": 1 / 2,        # of the second query, 3 and 2.99 are a tie
-        "clearly_wrong": 0.0,
-        "score_mass_kept": (2 + 1) / (2 + 2), "score_mass_chance": (3 / 3 + 3 / 3) / 4,
-        "attention_mass_kept": 0.4 / 0.9, "attention_mass_chance": 1 / 3, "attention_mass_best": 0.5 / 0.9,
-        "attention_mass_of_entries": 0.9 / 2, "overlap": 0.0,
-        "score_scale": (14 + 1 + 6 + 8.97) / (14 + 1 + 9 + 8.9401)}, abs=1e-6)
+    assert found == pytest.approx(
+        {
+            "queries": 2,
+            "nan_queries": 0,
+            "chance": 1 / 3,
+            "recall_fp32": 1 / 2,  # best are 0 and 1
+            "recall_matched": 1.0,
+            "clear_share": 1 / 2,  # of the second query, 3 and 2.99 are a tie
+            "clearly_wrong": 0.0,
+            "score_mass_kept": (2 + 1) / (2 + 2),
+            "score_mass_chance": (3 / 3 + 3 / 3) / 4,
+            "attention_mass_kept": 0.4 / 0.9,
+            "attention_mass_chance": 1 / 3,
+            "attention_mass_best": 0.5 / 0.9,
+            "attention_mass_of_entries": 0.9 / 2,
+            "overlap": 0.0,
+            "score_scale": (14 + 1 + 6 + 8.97) / (14 + 1 + 9 + 8.9401),
+        },
+        abs=1e-6,
+    )
     assert [(d["from"], d["to"], d["entries"], d["wanted"], d["recall_fp32"]) for d in by_distance] == [
-        (0, 3, 2, 0, None), (4, 7, 2, 1, 0.0), (8, 15, 2, 1, 1.0)]
-    assert [d["attention_mass_share"] for d in by_distance] == pytest.approx([0.2 / 0.9, 0.4 / 0.9, 0.3 / 0.9], abs=1e-6)
+        (0, 3, 2, 0, None),
+        (4, 7, 2, 1, 0.0),
+        (8, 15, 2, 1, 1.0),
+    ]
+    assert [d["attention_mass_share"] for d in by_distance] == pytest.approx(
+        [0.2 / 0.9, 0.4 / 0.9, 0.3 / 0.9], abs=1e-6
+    )
     assert [d["attention_mass_kept"] for d in by_distance] == pytest.approx([1.0, 0.0, 0.2 / 0.3], abs=1e-6)
 
 
@@ -100,8 +122,15 @@ def test_nan_is_counted_and_never_a_figure():
 @pytest.mark.parametrize("numerics", ["native", "qat"])
 def test_the_oracle_does_not_depend_on_the_steps(official, numerics):
     """Keys of a context that grows in uneven steps, against those of index_oracle in one step."""
-    subject = type("Named", (), {"numerics": numerics, "config": OurSubject(official, numerics).config,
-                                 "files": OurSubject(official, numerics).files})
+    subject = type(
+        "Named",
+        (),
+        {
+            "numerics": numerics,
+            "config": OurSubject(official, numerics).config,
+            "files": OurSubject(official, numerics).files,
+        },
+    )
     exact, matched = oracle_of(subject, matched=False).layer(1), oracle_of(subject).layer(1)
     x = torch.randn(103, SMALL["hidden_size"], generator=torch.Generator().manual_seed(0)).bfloat16()
     growing = GrowingOracle(exact, matched)
@@ -119,7 +148,9 @@ def test_a_sound_model(subject, text):
     found = figures(subject, text)
     assert list(found) == [(layer, context, 6) for context in (192, 232) for layer in [*CSA, None]]
     for r in found.values():
-        assert r["recall_fp32"] > 0.999 and r["recall_matched"] == 1.0 and r["score_scale"] == pytest.approx(1, abs=1e-4)
+        assert (
+            r["recall_fp32"] > 0.999 and r["recall_matched"] == 1.0 and r["score_scale"] == pytest.approx(1, abs=1e-4)
+        )
         assert r["score_mass_kept"] == pytest.approx(1, abs=1e-4) and r["score_mass_chance"] < 0.9
         assert 0 < r["attention_mass_kept"] <= r["attention_mass_best"] + 1e-6 < 1 and r["status"] == "MEASURED"
         assert r["chance"] == pytest.approx(6 / (r["context"] / 4 - 5), rel=0.02) and r["clear_share"] > 0.9
@@ -154,7 +185,11 @@ def test_a_wrong_temperature_shows_in_the_scale_alone(subject, text, monkeypatch
     """The known blind spot of recall; index_oracle fails."""
     planted(monkeypatch, subject, lambda real: lambda *given: 90.5 * real(*given))
     for r in figures(subject, text).values():
-        assert r["recall_fp32"] > 0.999 and r["recall_matched"] == 1.0 and r["score_scale"] == pytest.approx(90.5, rel=1e-3)
+        assert (
+            r["recall_fp32"] > 0.999
+            and r["recall_matched"] == 1.0
+            and r["score_scale"] == pytest.approx(90.5, rel=1e-3)
+        )
     assert {c.part for c in IndexOracle().run(subject) if c.status is Status.FAIL} == {"indexer weights"}
 
 
@@ -176,7 +211,7 @@ def test_quantisation_costs_recall_against_the_exact_oracle_alone(official, text
         assert r["recall_matched"] > 0.999 > 0.97 > r["recall_fp32"] and r["score_mass_kept"] < 0.999
 
 
-def test_needles_and_their_control(demo, monkeypatch):  # noqa: F811
+def test_needles_and_their_control(demo, monkeypatch):
     """The same trials, with and without the compressed branches. A trial counts as found here if they are in play."""
     model, tokenizer = OurSubject(demo, "fp32").model, Tokenizer(demo, 320).backend
     ids = torch.arange(60).unsqueeze(0)
@@ -184,36 +219,54 @@ def test_needles_and_their_control(demo, monkeypatch):  # noqa: F811
 
     def asked_of(model, asked, limits, say):
         return [torch.equal(model(ids), whole)] * len(asked)
+
     monkeypatch.setattr(needles, "answered", asked_of)
-    rows = needles.found(model, tokenizer, np.arange(400) % 300, [120, 200], 5, needles.Limits(1000, 64), lambda text: None)
+    rows = needles.found(
+        model, tokenizer, np.arange(400) % 300, [120, 200], 5, needles.Limits(1000, 64), lambda text: None
+    )
     assert [(r["haystack"], r["context"], r["hits"], r["at_least"] > 0.47) for r in rows] == [
-        (name, context, hits, hits == 5) for name, hits in (("prose", 5), ("looped filler", 5), ("prose, window only", 0))
-        for context in (120, 200)]
+        (name, context, hits, hits == 5)
+        for name, hits in (("prose", 5), ("looped filler", 5), ("prose, window only", 0))
+        for context in (120, 200)
+    ]
     assert all(d["depth"] * r["context"] + needles.reach(model) < r["context"] for r in rows for d in r["depths"])
 
 
 # ---- other subjects -----------------------------------------------------------------------
 
 
-def test_a_recorded_run_gives_the_figures_of_the_run(subject, path, text, tmp_path, run):  # noqa: F811
+def test_a_recorded_run_gives_the_figures_of_the_run(subject, path, text, tmp_path, run):
     """Captured whole rather than query by query: another way to each figure, attention mass included."""
     ids = rows_of(text, 232, 2, bos=0)
-    capture = subject.run(ids, want=("attn_in", "q_after_rope", "kv_window", "compressed_kv", "index_scores", "selection"))
+    capture = subject.run(
+        ids, want=("attn_in", "q_after_rope", "kv_window", "compressed_kv", "index_scores", "selection")
+    )
     dump = DumpSubject(write_dump(capture, ids, tmp_path / "run.safetensors", {"numerics": "fp32"}), path)
     dump.files = subject.files
     ours, theirs = figures(subject, text), figures(dump, None)
     for key, r in ours.items():
-        for name in ("recall_fp32", "recall_matched", "attention_mass_kept", "attention_mass_best", "overlap", "score_scale"):
+        for name in (
+            "recall_fp32",
+            "recall_matched",
+            "attention_mass_kept",
+            "attention_mass_best",
+            "overlap",
+            "score_scale",
+        ):
             assert theirs[key][name] == pytest.approx(r[name], abs=1e-4), (key, name)
     code, out, err = run("recall", path, "--dump", tmp_path / "run.safetensors", "--queries", 40, "--json")
     found = json.loads(out)
     assert code == 0 and found["settings"]["contexts"] == [232] and found["text"]["name"] == "the recorded ids", err
-    assert found["rows"][0]["attention_mass_kept"] == pytest.approx(ours[CSA[0], 232, 6]["attention_mass_kept"], abs=1e-4)
+    assert found["rows"][0]["attention_mass_kept"] == pytest.approx(
+        ours[CSA[0], 232, 6]["attention_mass_kept"], abs=1e-4
+    )
 
 
 def test_a_dump_without_the_points_says_which(subject, path, text, tmp_path):
     ids = rows_of(text, 200, 1, bos=0)
     dump = DumpSubject(write_dump(subject.run(ids, want=("selection",)), ids, tmp_path / "run.safetensors", {}), path)
     dump.files = subject.files
-    with pytest.raises(Exception, match="gives no attn_in, q_after_rope, kv_window, compressed_kv, index_scores of layer 1"):
+    with pytest.raises(
+        Exception, match="gives no attn_in, q_after_rope, kv_window, compressed_kv, index_scores of layer 1"
+    ):
         figures(dump, None, replace(SETTINGS, contexts=(192,)))

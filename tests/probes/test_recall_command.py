@@ -5,21 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from probes.recall import document, measure, plots
-from probes.recall.settings import VacuousSetting, settle
-from probes.recall.text import Text, read_text, rows_of
+from dsv4.probes.recall import document, measure, plots
+from dsv4.probes.recall.settings import VacuousSetting, settle
+from dsv4.probes.recall.text import Text, read_text, rows_of
 from tests.checkpoints import SMALL
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures)
 from tests.probes.test_recall import SETTINGS, figures, path, subject, text  # noqa: F401  (fixtures)
-
-# ruff: noqa: F811
-
 
 # ---- refusals and the gate ----------------------------------------------------------------
 
 
 def test_vacuous_settings_are_refused(subject):
-    with pytest.raises(VacuousSetting, match="n_comp = 47 entries, fewer than 8 · k = 48.*use --context 192 or more, or --vac"):
+    with pytest.raises(
+        VacuousSetting, match="n_comp = 47 entries, fewer than 8 · k = 48.*use --context 192 or more, or --vac"
+    ):
         settle(subject.config, [188], None, 40, 2, 0, 0, vacuous=False)
     with pytest.raises(VacuousSetting, match="chance alone recalls 100%; use --k 128 or less"):
         settle(subject.config, [400], [2000], 40, 2, 0, 0, vacuous=False)
@@ -31,19 +30,38 @@ def test_vacuous_rows_say_so(subject, text):
     """Nothing is left out when every visible entry is selected: recall is 1, and so is chance."""
     found = figures(subject, text, replace(SETTINGS, contexts=(24,), queries=8))
     assert {r["status"] for r in found.values()} == {"VACUOUS"}
-    assert found[None, 24, 6]["recall_fp32"] == found[None, 24, 6]["chance"] == found[None, 24, 6]["recall_matched"] == 1.0
+    assert (
+        found[None, 24, 6]["recall_fp32"] == found[None, 24, 6]["chance"] == found[None, 24, 6]["recall_matched"] == 1.0
+    )
 
 
 def gate_row(n_comp: int, recall: float, k: int = 512) -> dict:
-    return {"layer": 2, "context": 4 * n_comp, "n_comp": n_comp, "k": k, "what_if": False, "queries": 10, "recall_fp32": recall,
-            "chance": k / n_comp, "status": "VACUOUS" if n_comp < 8 * k else "MEASURED"}
+    return {
+        "layer": 2,
+        "context": 4 * n_comp,
+        "n_comp": n_comp,
+        "k": k,
+        "what_if": False,
+        "queries": 10,
+        "recall_fp32": recall,
+        "chance": k / n_comp,
+        "status": "VACUOUS" if n_comp < 8 * k else "MEASURED",
+    }
 
 
-@pytest.mark.parametrize("rows, status", [
-    ([gate_row(4096, 0.995)], "PASS"), ([gate_row(4096, 0.985)], "FAIL"), ([gate_row(1024, 0.995)], "VACUOUS"),
-    ([gate_row(1024, 0.985)], "FAIL"), ([gate_row(4096, 0.995), gate_row(4096, 0.5)], "FAIL"),
-    ([gate_row(1000, 1.0)], "VACUOUS"), ([gate_row(8192, 1.0, k=64)], "VACUOUS")],
-    ids=["good", "bad", "good at twice k", "bad at twice k", "one bad layer", "too few entries", "another k"])
+@pytest.mark.parametrize(
+    "rows, status",
+    [
+        ([gate_row(4096, 0.995)], "PASS"),
+        ([gate_row(4096, 0.985)], "FAIL"),
+        ([gate_row(1024, 0.995)], "VACUOUS"),
+        ([gate_row(1024, 0.985)], "FAIL"),
+        ([gate_row(4096, 0.995), gate_row(4096, 0.5)], "FAIL"),
+        ([gate_row(1000, 1.0)], "VACUOUS"),
+        ([gate_row(8192, 1.0, k=64)], "VACUOUS"),
+    ],
+    ids=["good", "bad", "good at twice k", "bad at twice k", "one bad layer", "too few entries", "another k"],
+)
 def test_the_classic_gate(rows, status):
     check = measure.gate(rows)
     assert check.status.value == status and check.chance is not None and (check.note or status == "PASS")
@@ -55,11 +73,31 @@ def test_the_classic_gate(rows, status):
 def test_the_command_line_writes_a_report(run, demo, tmp_path):
     file = tmp_path / "prose.txt"
     file.write_text((ROOT / "README.md").read_text() * 2)
-    code, out, err = run("recall", demo, "--text", file, "--needles", 2, "--rows", 1, "--queries", 16, "--context", "192,224",
-                         "--out", tmp_path / "report")
+    code, out, err = run(
+        "recall",
+        demo,
+        "--text",
+        file,
+        "--needles",
+        2,
+        "--rows",
+        1,
+        "--queries",
+        16,
+        "--context",
+        "192,224",
+        "--out",
+        tmp_path / "report",
+    )
     assert code == 0, err
-    for part in ("prose.txt", "MEASURED  192 tokens, n_comp 48, k = 6", "all CSA", "VACUOUS  classic gate",
-                 "prose, window only", "0 of 2"):
+    for part in (
+        "prose.txt",
+        "MEASURED  192 tokens, n_comp 48, k = 6",
+        "all CSA",
+        "VACUOUS  classic gate",
+        "prose, window only",
+        "0 of 2",
+    ):
         assert part in out, part
     found = json.loads((tmp_path / "report" / "recall.json").read_text())
     assert document.valid(found)["settings"]["contexts"] == [192, 224] and found["needles"]["beyond"] == 40
@@ -81,16 +119,29 @@ def test_the_command_line_in_other_words(run, demo, tmp_path, monkeypatch):
     assert code == 2 and found["gate"]["status"] == "VACUOUS" and plots.MISSING in found["notes"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["recall.json", "recall.md"]
     code, out, err = run(*given, "--context", 100)
-    assert code == 2 and err.startswith("error: a context of 100 tokens has n_comp = 25") and err.count("\n") == 1 and not out
+    assert (
+        code == 2
+        and err.startswith("error: a context of 100 tokens has n_comp = 25")
+        and err.count("\n") == 1
+        and not out
+    )
     code, out, err = run(*given, "--context", 100, "--vacuous")
     assert code == 0 and {r["status"] for r in json.loads(out)["rows"]} == {"VACUOUS"}
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--context", "5000"), "exceeds the 4096 tokens"), (("--context", "a"), "a"),
-    (("--context", "192,,200"), "separated by commas"), (("--k", "0"), "0"), (("--text", "nowhere.txt"), "nowhere.txt"),
-    (("--subject", "files"), "expected ours or transformers"), (("--dump", "nowhere"), "no dump"),
-    (("--subject", "transformers", "--numerics", "qat"), "--numerics would change nothing")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--context", "5000"), "exceeds the 4096 tokens"),
+        (("--context", "a"), "a"),
+        (("--context", "192,,200"), "separated by commas"),
+        (("--k", "0"), "0"),
+        (("--text", "nowhere.txt"), "nowhere.txt"),
+        (("--subject", "files"), "expected ours or transformers"),
+        (("--dump", "nowhere"), "no dump"),
+        (("--subject", "transformers", "--numerics", "qat"), "--numerics would change nothing"),
+    ],
+)
 def test_what_cannot_be_measured_is_one_line(run, demo, options, message):
     code, out, err = run("recall", demo, "--needles", 0, *options)
     assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out

@@ -1,17 +1,18 @@
-"""A recorded run is green if it is sound, and red at the right layer and point if not, by points, selection and path."""
+"""A recorded run is green if it is sound, and red at the right layer and point if not, by points, selection and
+path."""
 
 import pytest
 import torch
 
-from probes.formats import json_report
-from probes.measure import tokens
-from probes.probe import execute
-from probes.record import record
-from probes.recorded import Recorded
-from probes.result import Status, worst
-from probes.subject import POINTS, Subject
-from probes.subjects.dump import DumpSubject, write_dump
-from probes.subjects.ours import OurSubject
+from dsv4.probes.formats import json_report
+from dsv4.probes.measure import tokens
+from dsv4.probes.probe import execute
+from dsv4.probes.record import record
+from dsv4.probes.recorded import Recorded
+from dsv4.probes.result import Status, worst
+from dsv4.probes.subject import POINTS, Subject
+from dsv4.probes.subjects.dump import DumpSubject, write_dump
+from dsv4.probes.subjects.ours import OurSubject
 from tests.probes.test_bisect import Other, comb, gate_bias, indexer_compressor, kv_norm, lowest_scores, rope_base
 
 T = 300
@@ -33,15 +34,25 @@ def test_a_sound_run_is_green(official, tmp_path, numerics):
     assert all(c.source and c.samples and c.part for c in checks)
 
 
-@pytest.mark.parametrize("plant,layer,part,point", [
-    (kv_norm, 2, "window rows", "kv_window"), (rope_base, 3, "queries", "q_after_rope"), (comb, 2, "experts", "ffn_out"),
-    (indexer_compressor, 3, "indexer keys", "index_keys"), (lowest_scores, 3, "selection", "selection"),
-    (gate_bias, 4, "experts", "ffn_out")], ids=lambda v: getattr(v, "__name__", None))
+@pytest.mark.parametrize(
+    "plant,layer,part,point",
+    [
+        (kv_norm, 2, "window rows", "kv_window"),
+        (rope_base, 3, "queries", "q_after_rope"),
+        (comb, 2, "experts", "ffn_out"),
+        (indexer_compressor, 3, "indexer keys", "index_keys"),
+        (lowest_scores, 3, "selection", "selection"),
+        (gate_bias, 4, "experts", "ffn_out"),
+    ],
+    ids=lambda v: getattr(v, "__name__", None),
+)
 def test_a_faulty_run_is_red_where_the_fault_is(official, tmp_path, plant, layer, part, point):
     subject = OurSubject(official)
     plant(subject.model.layers)
     failed = [c for c in checks_of(subject, official, tmp_path) if c.status is Status.FAIL]
-    assert {c.where for c in failed} == {f"layer {layer}"} and failed[0].part == part and failed[0].name.startswith(point)
+    assert (
+        {c.where for c in failed} == {f"layer {layer}"} and failed[0].part == part and failed[0].name.startswith(point)
+    )
 
 
 def window_only(attn):
@@ -53,10 +64,14 @@ def window_only(attn):
 
 def all_entries(attn):
     real = attn.indexer.forward
-    attn.indexer.forward = lambda x, qr, step, cache: (real(x, qr, step, cache), cache.index.entries.all_visible(step))[1]
+    attn.indexer.forward = lambda x, qr, step, cache: (real(x, qr, step, cache), cache.index.entries.all_visible(step))[
+        1
+    ]
 
 
-@pytest.mark.parametrize("plant,path", [(window_only, "window only"), (all_entries, None)], ids=["window only", "all entries"])
+@pytest.mark.parametrize(
+    "plant,path", [(window_only, "window only"), (all_entries, None)], ids=["window only", "all entries"]
+)
 def test_the_path_of_a_run(official, tmp_path, plant, path):
     subject = OurSubject(official)
     plant(subject.model.layers[1].attn)
@@ -81,7 +96,9 @@ def test_what_was_not_recorded_is_no_evidence(official, tmp_path):
 def test_a_dump_on_the_command_line(run, official, tmp_path):
     file = tmp_path / "their run.safetensors"
     assert run("record", official, "--tokens", 80, "--out", file)[0] == 0
-    code, err = run(official, "--subject", file, "--probe", "recorded", "--probe", "config_ledger", "--out", tmp_path / "out")
+    code, err = run(
+        official, "--subject", file, "--probe", "recorded", "--probe", "config_ledger", "--out", tmp_path / "out"
+    )
     assert code == 0 and "PASS     config_ledger" in err and "recorded" in err
     report = json_report.load(next((tmp_path / "out").glob("*.json")))
     assert report["provenance"]["recorded"]["name"] == "their run.safetensors"
@@ -93,7 +110,8 @@ def test_a_dump_on_the_command_line(run, official, tmp_path):
 
 def test_an_audit_of_a_dump_asks_what_a_dump_can_be_asked(run, official, tmp_path):
     """Without --probe, `recorded` is among the probes of a dump, and of nothing else."""
-    from probes.audit import audit, open_subject
+    from dsv4.probes.audit import audit, open_subject
+
     file = tmp_path / "run.safetensors"
     run("record", official, "--tokens", 20, "--out", file)
     names = lambda kind: [s.probe for s in audit(open_subject(official, kind), budget=-1.0).sections]

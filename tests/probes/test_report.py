@@ -11,23 +11,40 @@ from xml.etree import ElementTree
 import pytest
 
 from dsv4.errors import InputError
-from loaders.errors import WriteError
-from probes.formats import json_report, schema
-from probes.formats.markdown import MOST_FINDINGS, escape, fence
-from probes.report import Report, Section, write
-from probes.result import Check, Status, compare, vacuous
+from dsv4.loaders.errors import WriteError
+from dsv4.probes.formats import json_report, schema
+from dsv4.probes.formats.markdown import MOST_FINDINGS, escape, fence
+from dsv4.probes.report import Report, Section, write
+from dsv4.probes.result import Check, Status, compare, vacuous
 
 NASTY = 'a|b <script>x</script> & "q"\nsecond `line` *bold* [link](x) \\|'
 PROVENANCE = {
-    "subject": "ours", "can": ["run"], "commit": "abc", "dirty": False, "device": "cpu", "numerics": "fp32",
+    "subject": "ours",
+    "can": ["run"],
+    "commit": "abc",
+    "dirty": False,
+    "device": "cpu",
+    "numerics": "fp32",
     "backend": "reference",
-    "checkpoint": {"name": "demo", "layout": "official", "config_sha256": "0" * 64, "headers_sha256": "1" * 64, "files": 4},
+    "checkpoint": {
+        "name": "demo",
+        "layout": "official",
+        "config_sha256": "0" * 64,
+        "headers_sha256": "1" * 64,
+        "files": 4,
+    },
     "versions": {"dsv4": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "triton": None, "transformers": "5.23.0"},
-    "dispatch": [{"operation": "sparse_attention", "implementation": "reference", "why": "reference backend", "calls": 7}],
-    "seeds": {"weights": 3}, "command": "dsv4 audit demo --out OUT", "date": "2026-01-02T03:04:05Z", "seconds": 1.5,
+    "dispatch": [
+        {"operation": "sparse_attention", "implementation": "reference", "why": "reference backend", "calls": 7}
+    ],
+    "seeds": {"weights": 3},
+    "command": "dsv4 audit demo --out OUT",
+    "date": "2026-01-02T03:04:05Z",
+    "seconds": 1.5,
 }
-FULL = Check("recall", Status.FAIL, "layer 2", "indexer keys", 0.91, "fraction", ">=", 0.999, "spec section 3", 0.25, 1200,
-             NASTY)
+FULL = Check(
+    "recall", Status.FAIL, "layer 2", "indexer keys", 0.91, "fraction", ">=", 0.999, "spec section 3", 0.25, 1200, NASTY
+)
 
 
 def a_report() -> Report:
@@ -52,15 +69,25 @@ def only(*statuses: Status) -> Report:
 
 # the model
 
+
 def test_totals_by_status():
     assert a_report().totals == dict.fromkeys(Status, 1)
     assert a_report().seconds == 1.25
 
 
-@pytest.mark.parametrize("statuses,code", [
-    ([Status.PASS], 0), ([Status.PASS, Status.WARN], 0), ([Status.PASS, Status.VACUOUS], 0), ([Status.PASS, Status.FAIL], 1),
-    ([Status.PASS, Status.ERROR], 1), ([Status.VACUOUS], 2), ([Status.VACUOUS, Status.FAIL], 1),
-], ids=lambda value: "+".join(value) if isinstance(value, list) else str(value))
+@pytest.mark.parametrize(
+    "statuses,code",
+    [
+        ([Status.PASS], 0),
+        ([Status.PASS, Status.WARN], 0),
+        ([Status.PASS, Status.VACUOUS], 0),
+        ([Status.PASS, Status.FAIL], 1),
+        ([Status.PASS, Status.ERROR], 1),
+        ([Status.VACUOUS], 2),
+        ([Status.VACUOUS, Status.FAIL], 1),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else str(value),
+)
 def test_exit_code(statuses, code):
     assert only(*statuses).exit_code == code
 
@@ -72,6 +99,7 @@ def test_a_report_or_a_probe_without_checks_is_not_clean():
 
 
 # writing
+
 
 def test_all_files_are_written(written):
     names = ["audit-P1-by-layer.svg", "audit.json", "audit.md", "audit.sarif", "audit.xml"]
@@ -131,9 +159,11 @@ def test_a_stem_is_a_plain_name(tmp_path, stem):
 
 # JSON
 
+
 def strict_json(text: str):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
+
     return json.loads(text, parse_constant=refuse)
 
 
@@ -148,8 +178,29 @@ def test_json_holds_every_field_and_validates(written):
 
 @pytest.mark.parametrize("value,word", [(float("nan"), "NaN"), (float("inf"), "∞"), (float("-inf"), "−∞")])
 def test_numbers_that_json_lacks_become_null_with_a_note(value, word):
-    report = Report("r", {**PROVENANCE, "seeds": {"x": value}}, [Section("P", "p", [
-        Check("c", Status.FAIL, measured=value, threshold=value, relation="<=", chance=value, samples=1, note="why")], 0.0)])
+    report = Report(
+        "r",
+        {**PROVENANCE, "seeds": {"x": value}},
+        [
+            Section(
+                "P",
+                "p",
+                [
+                    Check(
+                        "c",
+                        Status.FAIL,
+                        measured=value,
+                        threshold=value,
+                        relation="<=",
+                        chance=value,
+                        samples=1,
+                        note="why",
+                    )
+                ],
+                0.0,
+            )
+        ],
+    )
     document = strict_json(json_report.render(report, "s"))
     check = document["sections"][0]["checks"][0]
     assert check["measured"] is check["threshold"] is check["chance"] is None
@@ -160,24 +211,33 @@ def test_numbers_that_json_lacks_become_null_with_a_note(value, word):
 
 def test_scalars_of_torch_are_numbers():
     import torch
-    report = Report("r", PROVENANCE, [Section("P", "p", [Check("c", Status.FAIL, measured=torch.tensor(2.5), samples=1)], 0.0)])
+
+    report = Report(
+        "r", PROVENANCE, [Section("P", "p", [Check("c", Status.FAIL, measured=torch.tensor(2.5), samples=1)], 0.0)]
+    )
     assert strict_json(json_report.render(report, "s"))["sections"][0]["checks"][0]["measured"] == 2.5
 
 
-@pytest.mark.parametrize("damage,message", [
-    (lambda d: d["sections"][0]["checks"][0].update(status="GREEN"), r"\$.sections\[0\].checks\[0\].status: 'GREEN'"),
-    (lambda d: d["sections"][0]["checks"][0].pop("samples"), "no samples"),
-    (lambda d: d["sections"][0]["checks"][0].update(samples=True), "samples: bool"),
-    (lambda d: d["sections"][0]["checks"][0].update(samples=-1), "expected at least 0"),
-    (lambda d: d["sections"][0].update(checks=[]), "0 items"),
-    (lambda d: d["sections"][0].update(extra=1), "extra is unknown"),
-    (lambda d: d["provenance"].pop("commit"), "no commit"),
-    (lambda d: d["provenance"]["checkpoint"].update(name="/home/me/demo"), "does not match"),
-    (lambda d: d["provenance"].update(command=""), "command: 0 characters"),
-    (lambda d: d.update(exit_code=3), "expected one of"),
-    (lambda d: d.update(schema_version="2"), "schema version '2'; expected '1'"),
-    (lambda d: d.pop("schema_version"), "schema version None"),
-])
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (
+            lambda d: d["sections"][0]["checks"][0].update(status="GREEN"),
+            r"\$.sections\[0\].checks\[0\].status: 'GREEN'",
+        ),
+        (lambda d: d["sections"][0]["checks"][0].pop("samples"), "no samples"),
+        (lambda d: d["sections"][0]["checks"][0].update(samples=True), "samples: bool"),
+        (lambda d: d["sections"][0]["checks"][0].update(samples=-1), "expected at least 0"),
+        (lambda d: d["sections"][0].update(checks=[]), "0 items"),
+        (lambda d: d["sections"][0].update(extra=1), "extra is unknown"),
+        (lambda d: d["provenance"].pop("commit"), "no commit"),
+        (lambda d: d["provenance"]["checkpoint"].update(name="/home/me/demo"), "does not match"),
+        (lambda d: d["provenance"].update(command=""), "command: 0 characters"),
+        (lambda d: d.update(exit_code=3), "expected one of"),
+        (lambda d: d.update(schema_version="2"), "schema version '2'; expected '1'"),
+        (lambda d: d.pop("schema_version"), "schema version None"),
+    ],
+)
 def test_what_is_no_report_is_refused(damage, message):
     document = json.loads(json_report.render(a_report(), "s"))
     json_report.valid(document, "it")
@@ -202,18 +262,27 @@ def test_the_validator_refuses_keywords_that_it_does_not_check():
 
 # JUnit
 
+
 def test_junit_counts_what_did_not_pass(written):
     root = ElementTree.parse(written / "audit.xml").getroot()
     assert [root.get(k) for k in ("tests", "failures", "errors", "skipped")] == ["5", "1", "1", "2"]
     cases = {case.get("name"): case for case in root.iter("testcase")}
     kinds = {name: [child.tag for child in case] for name, case in cases.items()}
-    assert kinds == {"decode [layers.0.w]": [], "recall [layer 2 (indexer keys)]": ["failure"], "sink [layer 1]": ["skipped"],
-                     "slow": ["skipped"], "crash": ["error"]}
+    assert kinds == {
+        "decode [layers.0.w]": [],
+        "recall [layer 2 (indexer keys)]": ["failure"],
+        "sink [layer 1]": ["skipped"],
+        "slow": ["skipped"],
+        "crash": ["error"],
+    }
     assert cases["sink [layer 1]"][0].get("message") == "VACUOUS: nothing measured; 0 samples. no sinks"
     assert cases["slow"][0].get("message").startswith("WARN: measured 9 s")
     assert NASTY in cases["recall [layer 2 (indexer keys)]"][0].get("message")  # came back through the XML unchanged
     suites = root.findall("testsuite")
-    assert [(s.get("name"), s.get("tests"), s.get("time")) for s in suites] == [("P1", "3", "0.250"), ("P2", "2", "1.000")]
+    assert [(s.get("name"), s.get("tests"), s.get("time")) for s in suites] == [
+        ("P1", "3", "0.250"),
+        ("P2", "2", "1.000"),
+    ]
     properties = {p.get("name"): p.get("value") for p in suites[0].iter("property")}
     assert properties["checkpoint.name"] == "demo" and properties["versions.triton"] == "–"
 
@@ -226,41 +295,53 @@ def test_junit_survives_characters_that_xml_forbids(tmp_path):
 
 # SARIF
 
+
 def test_sarif_has_a_rule_a_probe_and_a_result_a_finding(written):
     log = strict_json((written / "audit.sarif").read_text())
     assert log["version"] == "2.1.0" and "sarif-schema-2.1.0" in log["$schema"]
-    run, = log["runs"]
+    (run,) = log["runs"]
     rules = run["tool"]["driver"]["rules"]
     assert [(r["id"], r["shortDescription"]["text"]) for r in rules] == [("P1", "bits | bytes"), ("P2", "time")]
     results = run["results"]
     assert [(r["properties"]["status"], r["level"]) for r in results] == [
-        ("FAIL", "error"), ("VACUOUS", "note"), ("WARN", "warning"), ("ERROR", "error")]
+        ("FAIL", "error"),
+        ("VACUOUS", "note"),
+        ("WARN", "warning"),
+        ("ERROR", "error"),
+    ]
     assert all(rules[r["ruleIndex"]]["id"] == r["ruleId"] for r in results)
     assert results[0]["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == "layer 2"
     assert NASTY in results[0]["message"]["text"] and "required ≥ 0.999" in results[0]["message"]["text"]
-    assert run["invocations"][0] == {"executionSuccessful": False, "exitCode": 1, "commandLine": PROVENANCE["command"],
-                                     "startTimeUtc": PROVENANCE["date"]}
+    assert run["invocations"][0] == {
+        "executionSuccessful": False,
+        "exitCode": 1,
+        "commandLine": PROVENANCE["command"],
+        "startTimeUtc": PROVENANCE["date"],
+    }
 
 
 def test_a_fingerprint_is_of_the_check_not_of_what_it_measured():
     from dataclasses import replace
 
-    from probes.formats.sarif import document
+    from dsv4.probes.formats.sarif import document
 
     def prints(*checks):
         results = document(Report("r", PROVENANCE, [Section("P", "p", list(checks), 0.0)]))["runs"][0]["results"]
         return [r["partialFingerprints"]["check/v1"] for r in results]
+
     assert prints(FULL) == prints(replace(FULL, measured=0.5, note="other"))
     assert len(set(prints(FULL, replace(FULL, where="layer 4"), replace(FULL, name="other")))) == 3
 
 
 def test_a_probe_that_ran_twice_is_one_rule():
-    from probes.formats.sarif import document
+    from dsv4.probes.formats.sarif import document
+
     run = document(Report("r", PROVENANCE, [Section("P", "p", [FULL], 0.0)] * 2))["runs"][0]
     assert len(run["tool"]["driver"]["rules"]) == 1 and [r["ruleIndex"] for r in run["results"]] == [0, 0]
 
 
 # markdown
+
 
 def rows_of(text: str) -> list[list[str]]:
     """Cells of each table line, split only at pipes that are not escaped."""
@@ -270,15 +351,36 @@ def rows_of(text: str) -> list[list[str]]:
 
 def test_markdown_says_findings_first(written):
     text = (written / "audit.md").read_text()
-    order = [text.index(h) for h in ("\n**findings**", "\n| probe |", "## Findings", "### ERROR", "### FAIL", "### WARN",
-                                     "### VACUOUS", "## Provenance", "## All checks",
-                                     "<details><summary>1 FAIL, 1 VACUOUS, 1 PASS")]
+    order = [
+        text.index(h)
+        for h in (
+            "\n**findings**",
+            "\n| probe |",
+            "## Findings",
+            "### ERROR",
+            "### FAIL",
+            "### WARN",
+            "### VACUOUS",
+            "## Provenance",
+            "## All checks",
+            "<details><summary>1 FAIL, 1 VACUOUS, 1 PASS",
+        )
+    ]
     assert order == sorted(order)
-    assert "**findings** (exit code 1): 1 ERROR, 1 FAIL, 1 VACUOUS, 1 WARN, 1 PASS; 1 without evidence: **not passed**" in text
+    assert (
+        "**findings** (exit code 1): 1 ERROR, 1 FAIL, 1 VACUOUS, 1 WARN, 1 PASS; 1 without evidence: **not "
+        "passed**" in text
+    )
     line = next(line for line in text.splitlines() if line.startswith("- **recall**"))
-    assert ("[P1] at **layer 2** (indexer keys): measured 0.91 fraction; required ≥ 0.999; threshold from spec section 3; "
-            "chance 0.25; 1,200 samples.<br>") in line
-    assert "dsv4 audit demo --out OUT" in text and "![by layer](audit-P1-by-layer.svg)" in text and "\nSome *text*.\n" in text
+    assert (
+        "[P1] at **layer 2** (indexer keys): measured 0.91 fraction; required ≥ 0.999; threshold from spec section "
+        "3; chance 0.25; 1,200 samples.<br>"
+    ) in line
+    assert (
+        "dsv4 audit demo --out OUT" in text
+        and "![by layer](audit-P1-by-layer.svg)" in text
+        and "\nSome *text*.\n" in text
+    )
     assert "| sparse\\_attention |" not in text and "| sparse_attention | reference | 7 | reference backend |" in text
 
 
@@ -293,18 +395,26 @@ def test_the_summary_table_counts_each_status(written):
 def test_nothing_a_check_says_breaks_the_markdown(written):
     text = (written / "audit.md").read_text()
     assert "<script>" not in text and text.startswith("# Audit of a\\|b &amp; &lt;c&gt;\n")
-    row, = [row for row in rows_of(text) if row[1:2] == ["recall"]]
+    (row,) = [row for row in rows_of(text) if row[1:2] == ["recall"]]
     assert len(row) == 9, "a pipe of the note opened a cell"
     shown = unescape(re.sub(r"\\([\\`*\[\]|~$_])", r"\1", row[-1])).replace("<br>", "\n")
     assert shown == NASTY
 
 
-@pytest.mark.parametrize("text,shown", [
-    ("a|b", "a\\|b"), ("a\\|b", "a\\\\\\|b"), ("<b>", "&lt;b&gt;"), ("a & b", "a &amp; b"),
-    ("a\r\nb\rc\nd", "a<br>b<br>c<br>d"),
-    ("attn_in", "attn_in"), ("__init__", "\\_\\_init\\_\\_"), ("$x$ ~a~ `c`", "\\$x\\$ \\~a\\~ \\`c\\`"),
-    ("a\u2028b", "a<br>b"),
-])
+@pytest.mark.parametrize(
+    "text,shown",
+    [
+        ("a|b", "a\\|b"),
+        ("a\\|b", "a\\\\\\|b"),
+        ("<b>", "&lt;b&gt;"),
+        ("a & b", "a &amp; b"),
+        ("a\r\nb\rc\nd", "a<br>b<br>c<br>d"),
+        ("attn_in", "attn_in"),
+        ("__init__", "\\_\\_init\\_\\_"),
+        ("$x$ ~a~ `c`", "\\$x\\$ \\~a\\~ \\`c\\`"),
+        ("a\u2028b", "a<br>b"),
+    ],
+)
 def test_escape(text, shown):
     assert escape(text) == shown
 
@@ -316,17 +426,22 @@ def test_a_fence_is_longer_than_any_inside():
 def test_findings_that_differ_only_in_place_are_one_line_and_a_flood_is_cut():
     same = [vacuous("sink", "no sinks", where=f"layer {i}") for i in range(9)]
     many = [Check(f"c{i}", Status.FAIL, samples=1) for i in range(MOST_FINDINGS + 5)]
-    from probes.formats import markdown
+    from dsv4.probes.formats import markdown
+
     text = markdown.render(Report("r", PROVENANCE, [Section("P", "p", same + many, 0.0)]), "s")
     bullets = [line for line in text.splitlines() if line.startswith("- ")]
-    assert [b for b in bullets if "sink" in b] == ["- **sink** [P] at " + ", ".join(f"**layer {i}**" for i in range(6))
-                                                  + " and 3 more (9 checks): nothing measured; 0 samples.<br>no sinks"]
+    assert [b for b in bullets if "sink" in b] == [
+        "- **sink** [P] at "
+        + ", ".join(f"**layer {i}**" for i in range(6))
+        + " and 3 more (9 checks): nothing measured; 0 samples.<br>no sinks"
+    ]
     assert "- … and 5 more, in the tables below" in bullets
     assert f"**{MOST_FINDINGS + 5}**" in text  # the count is whole
 
 
 def test_a_clean_report_says_so_and_an_empty_one_does_not():
-    from probes.formats import markdown
+    from dsv4.probes.formats import markdown
+
     assert "every check had evidence and passed" in markdown.render(only(Status.PASS), "s")
     empty = markdown.render(Report("r", PROVENANCE), "s")
     assert "passed" not in empty and "exit code 2" in empty

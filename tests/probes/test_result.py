@@ -1,6 +1,6 @@
 """A check is green only for evidence that could have been red."""
 
-from probes.result import Check, Status, compare, vacuous, worst
+from dsv4.probes.result import Check, Status, compare, vacuous, worst
 
 
 def test_comparisons():

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from dsv4.cache import CompressorCache
-from probes.backend_matrix import BackendMatrix
-from probes.edges import Edges
-from probes.isolation import Isolation
-from probes.mhc import HyperConnections
-from probes.moe_edges import MoEEdges
-from probes.poison import Poison
-from probes.probe import execute
-from probes.result import Status, worst
-from probes.rollback import PLACES, Rollback, places
-from probes.schedules import Schedules
-from probes.subject import Subject
-from probes.subjects.ours import OurSubject
+from dsv4.probes.backend_matrix import BackendMatrix
+from dsv4.probes.edges import Edges
+from dsv4.probes.isolation import Isolation
+from dsv4.probes.mhc import HyperConnections
+from dsv4.probes.moe_edges import MoEEdges
+from dsv4.probes.poison import Poison
+from dsv4.probes.probe import execute
+from dsv4.probes.result import Status, worst
+from dsv4.probes.rollback import PLACES, Rollback, places
+from dsv4.probes.schedules import Schedules
+from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.ours import OurSubject
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,9 @@ def test_an_overlap_row_lost_at_a_cut_is_seen(subject, monkeypatch):
         rows, absent = real(self, step)
         if self.overlap == 2 and step.starts[0]:
             absent = absent.clone()
-            absent[0, :self.ratio] = True
+            absent[0, : self.ratio] = True
         return rows, absent
+
     monkeypatch.setattr(CompressorCache, "_window_slots", forgetful)
     checks, _ = execute(Schedules(effort=0.25), subject)
     assert worst(checks) is Status.FAIL and "position" in next(c for c in checks if c.status is Status.FAIL).note
@@ -54,6 +55,7 @@ def test_an_overlap_row_lost_at_a_cut_is_seen(subject, monkeypatch):
 
 def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch):
     from dsv4.cache import Cache
+
     real = Cache.rewind
     monkeypatch.setattr(Cache, "rewind", lambda self, counts: real(self, [max(0, n - 1) for n in counts]))
     assert worst(execute(Rollback(), subject)[0]) in (Status.FAIL, Status.ERROR)
@@ -62,26 +64,50 @@ def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch):
 @pytest.mark.parametrize("beside", [-1, 0, 1])
 def test_a_rewind_that_stops_short_at_the_window_s_end_alone_is_seen(subject, monkeypatch, beside):
     from dsv4.cache import Cache
+
     real, edge = Cache.rewind, subject.config.sliding_window + beside
-    monkeypatch.setattr(Cache, "rewind", lambda self, counts: real(
-        self, [n - (n > 0 and now - n == edge) for now, n in zip(self.lengths, [counts] * self.batch if isinstance(counts, int) else counts)]))
+    monkeypatch.setattr(
+        Cache,
+        "rewind",
+        lambda self, counts: real(
+            self,
+            [
+                n - (n > 0 and now - n == edge)
+                for now, n in zip(self.lengths, [counts] * self.batch if isinstance(counts, int) else counts)
+            ],
+        ),
+    )
     found = [c for c in execute(Rollback(), subject)[0] if c.status is not Status.PASS]
     assert found and all(c.where.endswith(f" at {edge}") for c in found), found[:2]
 
 
 def test_windows_that_end_within_the_run_are_places():
     of = lambda **config: sorted(set(places(SimpleNamespace(**config))) - set(PLACES))
-    assert of(sliding_window=64) == [63, 64, 65] and of(sliding_window=1) == [1, 2] and of(sliding_window=160) == [159, 160]
-    assert of(sliding_window=4096) == [] == of(windows=(None, None)) and of(windows=(None, 33, 50, 33)) == [32, 33, 34, 49, 50, 51]
+    assert (
+        of(sliding_window=64) == [63, 64, 65]
+        and of(sliding_window=1) == [1, 2]
+        and of(sliding_window=160) == [159, 160]
+    )
+    assert of(sliding_window=4096) == [] == of(windows=(None, None)) and of(windows=(None, 33, 50, 33)) == [
+        32,
+        33,
+        34,
+        49,
+        50,
+        51,
+    ]
 
 
 def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):
     from dsv4.rows import Entries
+
     real = Entries.chosen
 
     def leaky(self, step, entry):
         pool, rows = real(self, step, entry)
-        return pool, torch.where(rows >= self.buffer.shape[1], rows - self.buffer.shape[1], rows)  # every row reads row 0's entries
+        # every row reads row 0's entries
+        return pool, torch.where(rows >= self.buffer.shape[1], rows - self.buffer.shape[1], rows)
+
     monkeypatch.setattr(Entries, "chosen", leaky)
     assert worst(execute(Isolation(), subject)[0]) is Status.FAIL
 
@@ -115,34 +141,45 @@ def test_edges_are_green_on_every_backend(official, probe, backend):
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 
-@pytest.mark.parametrize("fault,part", [("naive softplus", "router"), ("weighing bias", "router"), ("no clamp", "experts")])
+@pytest.mark.parametrize(
+    "fault,part", [("naive softplus", "router"), ("weighing bias", "router"), ("no clamp", "experts")]
+)
 def test_a_wrong_expert_operation_is_seen(subject, monkeypatch, fault, part):
-    from kernels.experts import reference as experts
-    from kernels.router import cpu, reference
+    from dsv4.kernels.experts import reference as experts
+    from dsv4.kernels.router import cpu, reference
+
     if fault == "naive softplus":
         naive = lambda x, weight: torch.log(1 + torch.exp(x.float() @ weight.float().T)).sqrt()
         monkeypatch.setattr(reference, "router_scores", lambda x, weight: naive(x, weight).double())
         monkeypatch.setattr(cpu, "MAX_EXPERTS", 0)
     elif fault == "weighing bias":
         real = reference.route_scored
-        wrong = lambda x, weight, bias, k, f: (real(x, weight, bias, k, f)[0], real(x, weight, bias, k, f)[1] * (1 + 1e-3 * bias.abs().sum()))
-        monkeypatch.setattr(type(subject), "operations", property(lambda self: {"route_scored": wrong, **_others(self)}))
+        wrong = lambda x, weight, bias, k, f: (
+            real(x, weight, bias, k, f)[0],
+            real(x, weight, bias, k, f)[1] * (1 + 1e-3 * bias.abs().sum()),
+        )
+        monkeypatch.setattr(
+            type(subject), "operations", property(lambda self: {"route_scored": wrong, **_others(self)})
+        )
     else:
         monkeypatch.setattr(experts, "clamped_swiglu", lambda gate, up, limit: torch.nn.functional.silu(gate) * up)
-        monkeypatch.setattr("kernels.experts.cpu.clamped_swiglu", experts.clamped_swiglu)
+        monkeypatch.setattr("dsv4.kernels.experts.cpu.clamped_swiglu", experts.clamped_swiglu)
     checks, _ = execute(MoEEdges(), subject)
     assert part in {c.part for c in checks if c.status is Status.FAIL}
 
 
 def _others(subject) -> dict:
-    from kernels.operations import OPERATIONS
+    from dsv4.kernels.operations import OPERATIONS
+
     return {name: op.resolve(subject.model.backend)[0] for name, op in OPERATIONS.items() if name != "route_scored"}
 
 
 def test_rows_that_nobody_wrote_are_seen(subject, monkeypatch):
     """Overlap rows of the window before the first taken from the ring instead of being left out."""
     real = CompressorCache._window_slots
-    monkeypatch.setattr(CompressorCache, "_window_slots", lambda self, step: (real(self, step)[0] + 40, real(self, step)[1] & False))
+    monkeypatch.setattr(
+        CompressorCache, "_window_slots", lambda self, step: (real(self, step)[0] + 40, real(self, step)[1] & False)
+    )
     assert worst(execute(Poison(effort=0.1), subject)[0]) in (Status.FAIL, Status.ERROR)
 
 
@@ -153,24 +190,39 @@ def test_operations_are_sound_on_every_backend(official, backend):
         assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 
-@pytest.mark.parametrize("name,part", [("sparse_attention", "sink"), ("hca_attention", "HCA attention"),
-                                       ("topk_entries", "selection"), ("index_scores", "index scores")])
+@pytest.mark.parametrize(
+    "name,part",
+    [
+        ("sparse_attention", "sink"),
+        ("hca_attention", "HCA attention"),
+        ("topk_entries", "selection"),
+        ("index_scores", "index scores"),
+    ],
+)
 def test_a_wrong_operation_is_seen_at_its_edges(subject, monkeypatch, name, part):
     real = OurSubject.operations.fget
     faults = {
-        "sparse_attention": lambda f: lambda q, w, wi, e, ei, sink, *rest: f(q, w, wi, e, ei, sink + 0.7, *rest),      # sink twice
-        "hca_attention": lambda f: lambda q, w, wi, e, seen, *rest: f(q, w, wi, e, (seen - 1).clamp(min=0), *rest),   # one entry late
-        "topk_entries": lambda f: lambda scores, k: scores.shape[-1] - 1 - f(scores.flip(-1), k),                     # highest wins
-        "index_scores": lambda f: lambda q, w, keys, seen: f(q, w.abs(), keys, seen),                                 # weights' sign
+        # sink twice
+        "sparse_attention": lambda f: lambda q, w, wi, e, ei, sink, *rest: f(q, w, wi, e, ei, sink + 0.7, *rest),
+        # one entry late
+        "hca_attention": lambda f: lambda q, w, wi, e, seen, *rest: f(q, w, wi, e, (seen - 1).clamp(min=0), *rest),
+        # highest wins
+        "topk_entries": lambda f: lambda scores, k: scores.shape[-1] - 1 - f(scores.flip(-1), k),
+        # weights' sign
+        "index_scores": lambda f: lambda q, w, keys, seen: f(q, w.abs(), keys, seen),
     }
-    monkeypatch.setattr(OurSubject, "operations", property(lambda self: real(self) | {name: faults[name](real(self)[name])}))
+    monkeypatch.setattr(
+        OurSubject, "operations", property(lambda self: real(self) | {name: faults[name](real(self)[name])})
+    )
     checks, _ = execute(Edges(), subject)
     assert {c.part for c in checks if c.status in (Status.FAIL, Status.ERROR)} == {part}
 
 
 def test_a_backend_that_differs_is_named(subject, monkeypatch):
-    from kernels.hyper_connections import cpu
+    from dsv4.kernels.hyper_connections import cpu
+
     real = cpu._row
-    monkeypatch.setattr(cpu, "_row", lambda *args: tuple(x**1.01 for x in real(*args)))  # a row scaled as a whole would not show
+    # a row scaled as a whole would not show
+    monkeypatch.setattr(cpu, "_row", lambda *args: tuple(x**1.01 for x in real(*args)))
     checks, _ = execute(BackendMatrix(), subject)
     assert {c.part for c in checks if c.status is Status.FAIL} == {"mhc_pre"}

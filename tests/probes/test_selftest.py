@@ -1,4 +1,5 @@
-"""The self-test: planted faults are named, what is not is a gap, nothing stays behind. All of it: scripts/selftest.sh."""
+"""The self-test: planted faults are named, what is not is a gap, nothing stays behind. All of it:
+scripts/selftest.sh."""
 
 import json
 import os
@@ -12,27 +13,53 @@ import pytest
 from dsv4 import cli
 from dsv4.attention import WindowAttention
 from dsv4.errors import InputError
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import OPERATIONS
 from dsv4.load import load_model
-from kernels.fusions import COMPOSITIONS
-from kernels.operations import OPERATIONS
-from probes import detection, selftest
-from probes.detection import Matrix, document, markdown, select
-from probes.formats import schema
-from probes.mutations import Mutation, Site, catalogue, profile
-from probes.result import Check, Status
-from probes.selftest import Bench, Clean, Found, Outcome, audit_clean, look, named, run_all, settings
+from dsv4.probes import detection, selftest
+from dsv4.probes.detection import Matrix, document, markdown, select
+from dsv4.probes.formats import schema
+from dsv4.probes.mutations import Mutation, Site, catalogue, profile
+from dsv4.probes.result import Check, Status
+from dsv4.probes.selftest import Bench, Clean, Found, Outcome, audit_clean, look, named, run_all, settings
 
 FAST = (  # one or two of each section whose first probe is quick
-    "hc head dropped", "compress ratios off by one", "nibbles swapped", "sinks written in bf16", "mscale in the softmax",
-    "half split rotation", "compressed buffers of the raw length", "relu missing", "ties go to the highest entry",
-    "at most 512 picks", "attention in bf16", "comb transposed", "bias weighs", "every token routes as id 0",
-    "entry offsets in 32 bits", "compressor state survives the request", "writes go to the first row",
-    "vocabulary shards in another order", "second stage without ids", "nibbles of packed keys swapped",
-    "scales beside each row", "byte offsets of packed rows in 32 bits", "resting rows advance in replays",
-    "fused linears without their norm", "graft of one block fewer", "weights of the mean exchanged on the device",
-    "rotary scaling ignored", "kv heads dealt out in turn", "sliding window one longer", "qkv bias never added",
-    "rewind forgets one too few", "sink block lost", "termination ignores direction", "fusion without scaling",
-    "slot table not updated on eviction", "hca billed at the ratio of csa",
+    "hc head dropped",
+    "compress ratios off by one",
+    "nibbles swapped",
+    "sinks written in bf16",
+    "mscale in the softmax",
+    "half split rotation",
+    "compressed buffers of the raw length",
+    "relu missing",
+    "ties go to the highest entry",
+    "at most 512 picks",
+    "attention in bf16",
+    "comb transposed",
+    "bias weighs",
+    "every token routes as id 0",
+    "entry offsets in 32 bits",
+    "compressor state survives the request",
+    "writes go to the first row",
+    "vocabulary shards in another order",
+    "second stage without ids",
+    "nibbles of packed keys swapped",
+    "scales beside each row",
+    "byte offsets of packed rows in 32 bits",
+    "resting rows advance in replays",
+    "fused linears without their norm",
+    "graft of one block fewer",
+    "weights of the mean exchanged on the device",
+    "rotary scaling ignored",
+    "kv heads dealt out in turn",
+    "sliding window one longer",
+    "qkv bias never added",
+    "rewind forgets one too few",
+    "sink block lost",
+    "termination ignores direction",
+    "fusion without scaling",
+    "slot table not updated on eviction",
+    "hca billed at the ratio of csa",
 )
 BY_NAME = {m.name: m for m in catalogue()}
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,14 +80,19 @@ def planted(plant, parts=("sink",), probes=()) -> Mutation:
 def nothing(site) -> None:
     """No fault at all."""
 
+
 def dies(site) -> None:
     os._exit(3)
 
 
 def mixes_devices(site) -> None:
     """Written where every tensor is on one device: on another, whatever it touches crashes."""
+
     def crash(*args):
-        raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+        )
+
     site.patch(WindowAttention, "queries", crash)
 
 
@@ -87,7 +119,9 @@ def test_a_planted_fault_is_named(bench, name):
 
 
 def test_select():
-    assert {m.section for m in select("1.10")} == {"1.10"} and {m.section for m in select(fast=True)} == set(detection.SECTIONS)
+    assert {m.section for m in select("1.10")} == {"1.10"} and {m.section for m in select(fast=True)} == set(
+        detection.SECTIONS
+    )
     assert [m.name for m in select(name="HC head")] == ["hc head dropped"]
     with pytest.raises(InputError, match="1.11"):
         select("2.1")
@@ -96,10 +130,19 @@ def test_select():
 # ---- what counts --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word,text,found", [
-    ("sink", "attn_sink", True), ("sink", "Sinkhorn", False), ("Sink", "the sink of head 3", True),
-    ("hc_head", "hc_head_fn", True), (".eps", "layers.0.attn_norm.eps", True), ("mtp.", "mtp.0.norm", True),
-    ("layer 1", "layer 10", False), ("MTP", "mtp 0", True)])
+@pytest.mark.parametrize(
+    "word,text,found",
+    [
+        ("sink", "attn_sink", True),
+        ("sink", "Sinkhorn", False),
+        ("Sink", "the sink of head 3", True),
+        ("hc_head", "hc_head_fn", True),
+        (".eps", "layers.0.attn_norm.eps", True),
+        ("mtp.", "mtp.0.norm", True),
+        ("layer 1", "layer 10", False),
+        ("MTP", "mtp 0", True),
+    ],
+)
 def test_a_word_is_not_part_of_a_longer_one(word, text, found):
     assert bool(named([word], [text])) is found
 
@@ -121,13 +164,22 @@ def test_the_title_of_a_broken_probe_names_nothing():
     assert named(["selection"], texts("edges", "MissingSelection: no selection"))
 
 
-@pytest.mark.parametrize("error,caught,status", [
-    (InputError("tensor layers.0.attn.attn_sink is missing"), True, "FAIL"), (InputError("something is off"), False, ""),
-    (KeyError("attn_sink"), True, "ERROR"), (KeyError("x"), False, "")])
+@pytest.mark.parametrize(
+    "error,caught,status",
+    [
+        (InputError("tensor layers.0.attn.attn_sink is missing"), True, "FAIL"),
+        (InputError("something is off"), False, ""),
+        (KeyError("attn_sink"), True, "ERROR"),
+        (KeyError("x"), False, ""),
+    ],
+)
 def test_what_fails_while_loading(bench, quick, error, caught, status):
     def refuse(*args, **more):
         raise error
-    found = look(planted(lambda site: site.patch(sys.modules["probes.subjects.ours"], "load_model", refuse)), bench).found
+
+    found = look(
+        planted(lambda site: site.patch(sys.modules["dsv4.probes.subjects.ours"], "load_model", refuse)), bench
+    ).found
     assert (found.caught, found.status, found.by) == (caught, status, "load" if caught else "")
     assert "while loading" in (found.finding or found.note)
 
@@ -184,9 +236,13 @@ def test_a_fault_that_kills_its_process_is_a_gap(bench):
 
 def test_copies_have_what_is_preloaded(tmp_path):
     """All of it can be imported, Triton's key of itself is known then, and no device was asked."""
-    code = ("import importlib, torch; from probes.selftest import preloaded; [importlib.import_module(name) for name in preloaded()]\n"
-            "from triton.runtime.cache import triton_key; print(triton_key.cache_info().misses, torch.cuda.is_initialized())\n"
-            "triton_key(); print(triton_key.cache_info().misses)")
+    code = (
+        "import importlib, torch; from dsv4.probes.selftest import preloaded; [importlib.import_module(name) "
+        "for name in preloaded()]\n"
+        "from triton.runtime.cache import triton_key; print(triton_key.cache_info().misses, "
+        "torch.cuda.is_initialized())\n"
+        "triton_key(); print(triton_key.cache_info().misses)"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert said.stdout.split() == ["1", "False", "1"], said.stderr
 
@@ -239,7 +295,9 @@ def test_a_matrix_with_a_gap_a_false_alarm_or_a_leftover_is_not_clean():
 def test_command_line_prints_gaps_and_writes_a_valid_matrix(tmp_path, monkeypatch, capsys, quick):
     rows = [planted(nothing), Mutation("late", "1.7", (90,), "An entry late.", ("HCA attention",), one_entry_late)]
     monkeypatch.setattr(detection, "catalogue", lambda: rows)
-    monkeypatch.setattr(sys, "argv", ["dsv4", "audit", "selftest", "--out", str(tmp_path), "--jobs", "1", "--name", "a"])
+    monkeypatch.setattr(
+        sys, "argv", ["dsv4", "audit", "selftest", "--out", str(tmp_path), "--jobs", "1", "--name", "a"]
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     said = capsys.readouterr().err
@@ -247,7 +305,9 @@ def test_command_line_prints_gaps_and_writes_a_valid_matrix(tmp_path, monkeypatc
     found = json.loads((tmp_path / "selftest.json").read_text())
     assert schema.problems(found, json.loads(detection.SCHEMA.read_text())) == []
     assert [(m["name"], m["section"], m["caught"], m["by"]) for m in found["mutations"]] == [
-        ("a planted fault", "1.7", False, None), ("late", "1.7", True, "edges")]
+        ("a planted fault", "1.7", False, None),
+        ("late", "1.7", True, "edges"),
+    ]
     assert found["selection"] == "name a" and found["totals"]["gaps"] == 1 and str(tmp_path) not in json.dumps(found)
     assert "Not the whole matrix" in (tmp_path / "selftest.md").read_text()
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from dsv4.errors import InputError
-from probes import detection, selftest
-from probes.detection import document
-from probes.selftest import Bench, Clean
-from probes.selftest_journal import SelftestJournal, name_of
+from dsv4.probes import detection, selftest
+from dsv4.probes.detection import document
+from dsv4.probes.selftest import Bench, Clean
+from dsv4.probes.selftest_journal import SelftestJournal, name_of
 from tests.probes.test_selftest import BY_NAME
 
 NAMES = ("ties go to the highest entry", "sink block lost")
@@ -24,7 +24,9 @@ def looked(monkeypatch):
 
 
 def run(journal, mutations=NAMES):
-    return detection.selftest([BY_NAME[name] for name in mutations], Bench(None, "cpu"), 1, "two", ["dsv4"], journal=journal)
+    return detection.selftest(
+        [BY_NAME[name] for name in mutations], Bench(None, "cpu"), 1, "two", ["dsv4"], journal=journal
+    )
 
 
 def test_what_is_in_the_journal_is_not_run_again(tmp_path, quick, looked):
@@ -36,7 +38,11 @@ def test_what_is_in_the_journal_is_not_run_again(tmp_path, quick, looked):
     looked.clear()
     second = run(file)
     assert len(looked) == len(lines) - 2, "exactly what had not been finished"
-    found = lambda matrix: [{k: v for k, v in row.items() if k != "seconds"} for key in ("mutations", "clean") for row in document(matrix)[key]]
+    found = lambda matrix: [
+        {k: v for k, v in row.items() if k != "seconds"}
+        for key in ("mutations", "clean")
+        for row in document(matrix)[key]
+    ]
     assert found(second) == found(first)
     assert second.seconds >= json.loads(lines[1])[1], "the time of the run that was cut off counts"
     looked.clear()
@@ -44,7 +50,10 @@ def test_what_is_in_the_journal_is_not_run_again(tmp_path, quick, looked):
 
 
 def test_a_sound_subject_is_itself_only_with_its_caches(tmp_path):
-    names = {name_of(Clean("default", "qat", "cpu", caches=caches)) for caches in (("auto", "auto"), ("fp8", "fp4"), ("fp8", "fp8"))}
+    names = {
+        name_of(Clean("default", "qat", "cpu", caches=caches))
+        for caches in (("auto", "auto"), ("fp8", "fp4"), ("fp8", "fp8"))
+    }
     assert len(names) == 3
 
 

@@ -1,5 +1,5 @@
-"""The probes of sparse reading, termination, chunked prefill and caches in host memory: green on sound models, and red with the right
-part for each planted fault."""
+"""The probes of sparse reading, termination, chunked prefill and caches in host memory: green on sound models, and red
+with the right part for each planted fault."""
 
 import copy
 import shutil
@@ -8,31 +8,45 @@ import pytest
 import torch
 
 from dsv4.gqa.choice import Attention
-from kernels.block_choice import Policy
-from kernels.grouped_attention import Termination
-from probes.audit import open_subject
-from probes.chunked_prefill import ChunkedPrefill
-from probes.gqa.keep_sets import Group, judged
-from probes.gqa.steps import Tally, Watched
-from probes.gqa.stop_points import Walk, alternatives, count
-from probes.host_tier import HostTier
-from probes.mutations import Site, catalogue, gqa_profiles, profile
-from probes.oracle import chunks, reading, termination
-from probes.probe import execute, probe_named
-from probes.result import Status
-from probes.selftest import named, texts_of
-from probes.sparse_reading import MOVES, POLICIES, SparseReading, lengths_of
-from probes.termination import LENGTHS, TILE, TerminationProbe
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.grouped_attention import Termination
+from dsv4.probes.audit import open_subject
+from dsv4.probes.chunked_prefill import ChunkedPrefill
+from dsv4.probes.gqa.keep_sets import Group, judged
+from dsv4.probes.gqa.steps import Tally, Watched
+from dsv4.probes.gqa.stop_points import Walk, alternatives, count
+from dsv4.probes.host_tier import HostTier
+from dsv4.probes.mutations import Site, catalogue, gqa_profiles, profile
+from dsv4.probes.oracle import chunks, reading, termination
+from dsv4.probes.probe import execute, probe_named
+from dsv4.probes.result import Status
+from dsv4.probes.selftest import named, texts_of
+from dsv4.probes.sparse_reading import MOVES, POLICIES, SparseReading, lengths_of
+from dsv4.probes.termination import LENGTHS, TILE, TerminationProbe
 
 PROBES = (SparseReading, TerminationProbe, ChunkedPrefill, HostTier)
 SECTIONS = ("1.15", "1.16", "1.17", "1.18")
 FAULTS = [m for m in catalogue() if m.section in SECTIONS]
 TRIED = (  # here; the self-test plants them all. Those of chunks are quick
-    "selector off by one block", "sink block lost", "local blocks counted from the start of a step", "first head chooses for its group",
-    "choice of the wrong head", "equal blocks go to the highest", "summary keeps a rewound row", "gathered blocks without a mask",
-    "prompts read sparsely", "termination ignores direction", "a row stops its neighbours", "termination skips the sink",
-    "blocks terminated in the order of their numbers", "terminated although never asked to", "stale staging row",
-    "stale entries after a rewind", "slot table not updated on eviction", "staging copies the wrong head", "tokens are not written through",
+    "selector off by one block",
+    "sink block lost",
+    "local blocks counted from the start of a step",
+    "first head chooses for its group",
+    "choice of the wrong head",
+    "equal blocks go to the highest",
+    "summary keeps a rewound row",
+    "gathered blocks without a mask",
+    "prompts read sparsely",
+    "termination ignores direction",
+    "a row stops its neighbours",
+    "termination skips the sink",
+    "blocks terminated in the order of their numbers",
+    "terminated although never asked to",
+    "stale staging row",
+    "stale entries after a rewind",
+    "slot table not updated on eviction",
+    "staging copies the wrong head",
+    "tokens are not written through",
 )
 
 
@@ -53,7 +67,10 @@ def of(probe, subject) -> list:
 # ---- sound models -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("profile, numerics, backend", [("qwen2", "fp32", "auto"), ("qwen2", "native", "reference"), ("llama3", "native", "auto")])
+@pytest.mark.parametrize(
+    "profile, numerics, backend",
+    [("qwen2", "fp32", "auto"), ("qwen2", "native", "reference"), ("llama3", "native", "auto")],
+)
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)
 def test_green_with_evidence_for_everything(profiles, probe, profile, numerics, backend):
     subject = opened(profiles[profile], numerics, backend)
@@ -71,7 +88,9 @@ def test_layers_with_a_window_are_left_alone(profiles, probe):
     [check] = of(probe, opened(profiles["mistral"]))
     assert check.status is Status.VACUOUS and "window" in check.note
     checks = of(probe, opened(profiles["yarn"]))
-    assert {c.status for c in checks} <= {Status.PASS, Status.VACUOUS} and sum(c.status is Status.PASS for c in checks) > 10
+    assert {c.status for c in checks} <= {Status.PASS, Status.VACUOUS} and sum(
+        c.status is Status.PASS for c in checks
+    ) > 10
     assert all("layer 1" not in c.where for c in checks)
 
 
@@ -87,7 +106,12 @@ def test_too_short_a_context_is_vacuous(profiles, probe):
 def test_entries_of_csa_in_host_memory(official, numerics, cache, index):
     checks = of(HostTier, open_subject(official, "ours", numerics, cache=cache, index_cache=index))
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:3]
-    assert {c.part for c in checks} == {"host tier, output", "host tier, rows in host memory", "host tier, staged rows", "host tier, traffic"}
+    assert {c.part for c in checks} == {
+        "host tier, output",
+        "host tier, rows in host memory",
+        "host tier, staged rows",
+        "host tier, traffic",
+    }
 
 
 def test_the_other_probes_do_not_apply_to_csa(official):
@@ -100,11 +124,15 @@ def test_the_other_probes_do_not_apply_to_csa(official):
 # ---- planted faults -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [m for m in FAULTS if m.section == "1.17" or m.name in TRIED], ids=lambda m: m.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "fault", [m for m in FAULTS if m.section == "1.17" or m.name in TRIED], ids=lambda m: m.name.replace(" ", "-")
+)
 def test_a_fault_is_named_by_its_probe(profiles, tmp_path_factory, tmp_path, fault):
     path = profiles.get(fault.profile)
     if path is None:
-        path = profiles[fault.profile] = profile.write(tmp_path_factory.mktemp("profile") / fault.profile, fault.profile)
+        path = profiles[fault.profile] = profile.write(
+            tmp_path_factory.mktemp("profile") / fault.profile, fault.profile
+        )
     site = Site(shutil.copytree(path, tmp_path / "copy"))
     try:
         fault.plant(site)
@@ -118,14 +146,17 @@ def test_a_fault_is_named_by_its_probe(profiles, tmp_path_factory, tmp_path, fau
 
 def test_each_technique_has_its_faults():
     assert all(sum(m.section == section for m in FAULTS) >= 10 for section in SECTIONS)
-    assert {m.section for m in FAULTS if m.name in TRIED} == {"1.15", "1.16", "1.18"} and set(TRIED) <= {m.name for m in FAULTS}
+    assert {m.section for m in FAULTS if m.name in TRIED} == {"1.15", "1.16", "1.18"} and set(TRIED) <= {
+        m.name for m in FAULTS
+    }
 
 
 # ---- what they judge by -------------------------------------------------------------------
 
 
 def test_scenarios_reach_what_matters():
-    """Rows with more distant blocks than are kept; a step over a border of blocks; rewinds over one; tiles enough for a patience."""
+    """Rows with more distant blocks than are kept; a step over a border of blocks; rewinds over one; tiles enough for a
+    patience."""
     for policy in POLICIES:
         far, near, short = lengths_of(policy)
         among = lambda n: len(reading.candidates(n - 1, policy.block, policy.sink, policy.local))
@@ -145,10 +176,19 @@ def group(scores, block=2):
     return Group(torch.ones(1, 1, dtype=torch.float64), None, keys, keys, low, high, mean)
 
 
-@pytest.mark.parametrize("listed, sink, local, distant, order", [
-    ([0, 2, 4, 6, 7, -1], False, False, False, True), ([0, 2, 4, 6, 7], False, False, False, False), ([0, 2, 3, 6, 7], False, False, True, False),
-    ([2, 3, 4, 6, 7], True, False, True, False), ([0, 2, 3, 4, 7], False, True, True, False), ([0, 4, 2, 6, 7], False, False, False, True),
-    ([0, 2, 2, 6, 7], False, False, True, True), ([0, 2, 6, 7, -1], False, False, True, False)])
+@pytest.mark.parametrize(
+    "listed, sink, local, distant, order",
+    [
+        ([0, 2, 4, 6, 7, -1], False, False, False, True),
+        ([0, 2, 4, 6, 7], False, False, False, False),
+        ([0, 2, 3, 6, 7], False, False, True, False),
+        ([2, 3, 4, 6, 7], True, False, True, False),
+        ([0, 2, 3, 4, 7], False, True, True, False),
+        ([0, 4, 2, 6, 7], False, False, False, True),
+        ([0, 2, 2, 6, 7], False, False, True, True),
+        ([0, 2, 6, 7, -1], False, False, True, False),
+    ],
+)
 def test_a_keep_set_is_judged_part_by_part(listed, sink, local, distant, order):
     """Eight blocks of two tokens; sink 0, local 6 and 7, the best of 1 … 5 are 2 and 4."""
     policy = copy.copy(Policy("p", "bound", 16, 1, 2, 2))
@@ -163,24 +203,34 @@ def test_the_bound_is_the_maximum_over_a_group_of_products_that_no_key_exceeds()
     q, keys = (torch.randn(n, 6, generator=g).double() for n in (3, 64))
     low, high, mean = reading.summaries(keys, 16)
     bound = reading.bounds(q, low, high)
-    assert (bound >= (q @ keys.T).unflatten(1, (4, 16)).amax(-1)).all() and torch.allclose(mean, keys.view(4, 16, 6).mean(1))
+    assert (bound >= (q @ keys.T).unflatten(1, (4, 16)).amax(-1)).all() and torch.allclose(
+        mean, keys.view(4, 16, 6).mean(1)
+    )
     assert torch.allclose(reading.bounds(q, keys, keys), q @ keys.T), "of one token it is the product"
 
 
 def test_stop_points_by_hand():
     """Probes that stand still from the third tile on; that turn without growing; that grow without turning."""
-    still = torch.tensor([[1., 0], [0, 1], [0, 1], [0, 1], [0, 1]]).unsqueeze(1).double()
+    still = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0, 1], [0, 1]]).unsqueeze(1).double()
     assert termination.stops(still, 1e-3, 1e-3, 2) == [4] and termination.stops(still, 1e-3, 1e-3, 9) == [5]
-    growing = torch.tensor([[1., 0], [2, 0], [3, 0], [4, 0]]).unsqueeze(1).double()
-    assert termination.stops(growing, 0.1, 0.1, 1) == [4] and termination.stops(growing, 0.1, 0.1, 1, scale=False) == [2]
-    turning = torch.tensor([[1., 0], [0, 1], [1, 0], [0, 1]]).unsqueeze(1).double() * 1e-3
-    assert termination.stops(turning, 0.1, 0.1, 1) == [4] and termination.stops(turning, 0.1, 0.1, 1, direction=False) == [2]
-    broken = torch.tensor([[0., 1], [0, 1], [1, 0], [1, 0], [1, 0]]).unsqueeze(1).double()
-    assert termination.stops(broken, 0.1, 0.1, 2) == [5] and termination.stops(broken, 0.1, 0.1, 2, in_a_row=False) == [4]
+    growing = torch.tensor([[1.0, 0], [2, 0], [3, 0], [4, 0]]).unsqueeze(1).double()
+    assert termination.stops(growing, 0.1, 0.1, 1) == [4] and termination.stops(growing, 0.1, 0.1, 1, scale=False) == [
+        2
+    ]
+    turning = torch.tensor([[1.0, 0], [0, 1], [1, 0], [0, 1]]).unsqueeze(1).double() * 1e-3
+    assert termination.stops(turning, 0.1, 0.1, 1) == [4] and termination.stops(
+        turning, 0.1, 0.1, 1, direction=False
+    ) == [2]
+    broken = torch.tensor([[0.0, 1], [0, 1], [1, 0], [1, 0], [1, 0]]).unsqueeze(1).double()
+    assert termination.stops(broken, 0.1, 0.1, 2) == [5] and termination.stops(broken, 0.1, 0.1, 2, in_a_row=False) == [
+        4
+    ]
 
 
 def test_tiles_of_a_traversal():
-    assert termination.newest_first(9, 4) == [[0, 1, 2, 3], [8, 9], [4, 5, 6, 7]] and termination.newest_first(2, 4) == [[0, 1, 2]]
+    assert termination.newest_first(9, 4) == [[0, 1, 2, 3], [8, 9], [4, 5, 6, 7]] and termination.newest_first(
+        2, 4
+    ) == [[0, 1, 2]]
     assert termination.listed([0, 3, -1, 2], 2, 4, 6) == [[0, 1, 6], [4, 5]]
 
 
@@ -197,13 +247,15 @@ def test_the_outputs_of_a_walk_are_softmaxes():
 
 def test_fused_chunks_are_one_softmax_at_any_size_of_logits():
     g = torch.Generator().manual_seed(0)
-    q, keys, far, values, far_values = (torch.randn(*n, 4, generator=g).double() for n in ((1, 3), (3,), (2,), (3,), (2,)))
+    q, keys, far, values, far_values = (
+        torch.randn(*n, 4, generator=g).double() for n in ((1, 3), (3,), (2,), (3,), (2,))
+    )
     for a, b in ((100, -100), (-100, 100), (1, 1)):
         own, s = chunks.within(q, keys, 1.0) + a, q @ far.T + b
         found = chunks.fused(own, s, values, far_values)
         for t in range(3):
-            p = torch.softmax(torch.cat((own[0, t, :t + 1], s[0, t])), -1)
-            assert torch.allclose(found[0, t], p @ torch.cat((values[:t + 1], far_values)))
+            p = torch.softmax(torch.cat((own[0, t, : t + 1], s[0, t])), -1)
+            assert torch.allclose(found[0, t], p @ torch.cat((values[: t + 1], far_values)))
     assert float(chunks.own_mass(chunks.within(q, keys, 1.0)).sum()) == pytest.approx(3)
 
 
@@ -213,7 +265,13 @@ def test_a_tally_names_what_explains_most():
     for n in range(10):
         tally.see(1, 1, f"place {n}", ("one",) if n else ("two",))
     check = tally.counted("x", "part", "source", "where")
-    assert (check.status, check.where, check.part, check.measured, check.samples) == (Status.FAIL, "where, place 0", "part, one", 10, 15)
+    assert (check.status, check.where, check.part, check.measured, check.samples) == (
+        Status.FAIL,
+        "where, place 0",
+        "part, one",
+        10,
+        15,
+    )
     tally.see(1, 1, "another")
     assert tally.counted("x", "part", "source", "where").part == "part"
 
@@ -225,7 +283,9 @@ def test_what_is_watched_is_what_runs(profiles):
         model.attention = Attention(termination=Termination(tau=0, tile=64))
         cache = model.new_cache(1, 40)
         model.append(torch.arange(20).view(1, -1), cache, prompt=True)
-        assert [call.layer for call in watched.taken("grouped_attention")] == [0], "layers with a window are not looked at"
+        assert [call.layer for call in watched.taken("grouped_attention")] == [0], (
+            "layers with a window are not looked at"
+        )
         model.append(torch.tensor([[3]]), cache)
         [call] = watched.taken("grouped_attention")
         assert torch.equal(watched.attended[0].view_as(call.out[0]), call.out[0]) and len(watched.attended) == 3

@@ -6,20 +6,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsv4.probes.acceptance import TARGET, acceptance, chi_square, sampled
+from dsv4.probes.mutations import Site, catalogue
+from dsv4.probes.probe import execute
+from dsv4.probes.result import Status
+from dsv4.probes.scripted import ASTRAY, STOP, WRONG, Script
+from dsv4.probes.speculation import DRAFTS, PROMPTS, Speculation
+from dsv4.probes.speculative_rounds import LENGTHS
+from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.visible import Held, first_of, rows_checks
 from dsv4.speculation import choosing, loop
 from dsv4.speculation.accept import Accepted, draw
 from dsv4.speculation.loop import _Batch
 from dsv4.speculation.rounds import Rounds
-from probes.acceptance import TARGET, acceptance, chi_square, sampled
-from probes.mutations import Site, catalogue
-from probes.probe import execute
-from probes.result import Status
-from probes.scripted import ASTRAY, STOP, WRONG, Script
-from probes.speculation import DRAFTS, PROMPTS, Speculation
-from probes.speculative_rounds import LENGTHS
-from probes.subject import Subject
-from probes.subjects.ours import OurSubject
-from probes.visible import Held, first_of, rows_checks
 
 FORMATS = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "fp8", "fp4")]
 
@@ -49,7 +49,8 @@ def test_green_on_the_reference_backend(official):
 
 @pytest.mark.parametrize("numerics", ["fp32", "qat"])
 def test_green_where_a_product_of_other_rows_sums_in_another_order(official, monkeypatch, numerics):
-    """As BLAS may do, by the processor and its threads; one token of each of the five rows is on one side of it, all else on the other."""
+    """As BLAS may do, by the processor and its threads; one token of each of the five rows is on one side of it, all
+    else on the other."""
     real, halved = torch.nn.functional.linear, []
 
     def linear(x, weight):
@@ -57,13 +58,15 @@ def test_green_where_a_product_of_other_rows_sums_in_another_order(official, mon
             return real(x, weight)
         halved.append(half := x.shape[1] // 2)
         return real(x[:, :half], weight[:, :half]) + real(x[:, half:], weight[:, half:])
-    monkeypatch.setattr("kernels.linear.reference.F", SimpleNamespace(linear=linear))
+
+    monkeypatch.setattr("dsv4.kernels.linear.reference.F", SimpleNamespace(linear=linear))
     assert not red(OurSubject(official, numerics, "reference"))
     assert halved
 
 
 def test_what_is_tried_is_where_it_matters():
-    """Rounds and passes cross 128; with every number of drafts they stand at every residue mod 4; one row is shorter than a window."""
+    """Rounds and passes cross 128; with every number of drafts they stand at every residue mod 4; one row is shorter
+    than a window."""
     assert min(PROMPTS) < 8 and max(PROMPTS) < 128 <= max(PROMPTS) + DRAFTS and len(LENGTHS) == DRAFTS + 1
     assert {(max(PROMPTS) + a + 1) % 4 for a in range(DRAFTS + 1)} == {0, 1, 2, 3}
 
@@ -73,19 +76,28 @@ def test_vacuous_without_decoders_and_in_part_without_a_block(official):
     alone = OurSubject(official, "fp32")
     alone.model.mtp = torch.nn.ModuleList()
     checks, _ = execute(Speculation(), alone)
-    assert [(c.status, c.note) for c in checks if c.status is not Status.PASS] == [(Status.VACUOUS, "the subject has no MTP block")]
+    assert [(c.status, c.note) for c in checks if c.status is not Status.PASS] == [
+        (Status.VACUOUS, "the subject has no MTP block")
+    ]
 
 
-DECISIONS = [("drafts compared one place late", "greedy acceptance"), ("one wrong draft stays", "greedy acceptance"),
-             ("bonus token of the last place", "bonus token"), ("residual not clamped", "rejection sampling"),
-             ("weights of the mean exchanged on the device", "device policy, mean"),
-             ("weights of the mean exchanged in the specification", "mean of the specification"),
-             ("pressure ignored on the device", "device policy, pressure cap")]
-STATES = [("window rows of rejected drafts stay", "after a pass, window rows"),
-          ("index raw rows of rejected drafts stay", "after a pass, the indexer's compressor rows"),
-          ("guessed entries of the block stay", "after a pass, MTP window"),
-          ("block follows a round by its own streams", "after a round, MTP window"),
-          ("stop id beyond the accepted prefix ends a row", "stop id"), ("stop id noticed at the end of a block", "stop id")]
+DECISIONS = [
+    ("drafts compared one place late", "greedy acceptance"),
+    ("one wrong draft stays", "greedy acceptance"),
+    ("bonus token of the last place", "bonus token"),
+    ("residual not clamped", "rejection sampling"),
+    ("weights of the mean exchanged on the device", "device policy, mean"),
+    ("weights of the mean exchanged in the specification", "mean of the specification"),
+    ("pressure ignored on the device", "device policy, pressure cap"),
+]
+STATES = [
+    ("window rows of rejected drafts stay", "after a pass, window rows"),
+    ("index raw rows of rejected drafts stay", "after a pass, the indexer's compressor rows"),
+    ("guessed entries of the block stay", "after a pass, MTP window"),
+    ("block follows a round by its own streams", "after a round, MTP window"),
+    ("stop id beyond the accepted prefix ends a row", "stop id"),
+    ("stop id noticed at the end of a block", "stop id"),
+]
 
 
 @pytest.mark.parametrize("fault, part", DECISIONS, ids=lambda value: value.replace(" ", "-"))
@@ -120,6 +132,7 @@ def test_a_rejected_draft_that_comes_out_is_seen(subject, monkeypatch):
             tokens = getattr(drafts, "tokens", drafts)
             wide = torch.cat((tokens, found[1][:, -1:]), 1) if tokens.shape[1] else found[1]
             return Accepted(found[0], wide)
+
         monkeypatch.setattr(owner, name, accept)
     where = {c.where for c in red(subject) if c.part == "rejected drafts in the output"}
     assert where == {"generate_speculative", "Rounds"}
@@ -147,16 +160,19 @@ def test_the_script_goes_astray_after_a_wrong_draft():
 def test_the_statistic_tells_distributions_apart():
     g = torch.Generator().manual_seed(0)
     right = torch.multinomial(TARGET[0], 20_000, True, generator=g)
-    assert chi_square(right, TARGET[0]) < 1 < chi_square(right, TARGET[0].roll(1)) and chi_square(right, TARGET[1]) == float("inf")
+    assert chi_square(right, TARGET[0]) < 1 < chi_square(right, TARGET[0].roll(1)) and chi_square(
+        right, TARGET[1]
+    ) == float("inf")
 
 
 @pytest.mark.parametrize("broken", range(2), ids=["generate_speculative", "Rounds"])
 def test_a_rule_that_keeps_nothing_is_distributed_right_and_seen_all_the_same(broken, monkeypatch):
     def none(p, q, drafts, sizes, u, u_last):
         return Accepted(torch.zeros_like(sizes), torch.cat((draw(p[:, 0], u_last).unsqueeze(1), drafts), 1))
+
     monkeypatch.setattr((loop, choosing)[broken], "accept_sampled", none)
     found = [c.status for c in sampled("uniform", torch.full((2, 5), 0.2), 0)]
-    assert found[2 * broken:][:2] == [Status.PASS, Status.FAIL] and found.count(Status.FAIL) == 1
+    assert found[2 * broken :][:2] == [Status.PASS, Status.FAIL] and found.count(Status.FAIL) == 1
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -167,13 +183,18 @@ def test_other_seeds_are_green(seed):
 def test_what_differs_first_is_named(subject):
     bad = lambda *streams: dict.fromkeys(streams, 1)
     assert first_of(subject, bad(("layer 1", "entries"), ("layer 2", "window"))) == ("layer 1", "entries")
-    assert first_of(subject, bad(("layer 2", "window"), ("layer 2", "main raw rows"), ("layer 3", "window"))) == ("layer 1", "layer output")
+    assert first_of(subject, bad(("layer 2", "window"), ("layer 2", "main raw rows"), ("layer 3", "window"))) == (
+        "layer 1",
+        "layer output",
+    )
     assert first_of(subject, bad(("mtp 0", "mtp window"))) == ("mtp 0", "MTP window")
     assert first_of(subject, {}) == ("", "")
 
 
 def test_rows_within_the_numerics_pass_where_bits_need_not_be_equal(subject):
     rows = lambda factor: {("layer 0", "window"): Held((torch.ones(4, 8) * factor).view(torch.uint8), torch.float32)}
-    found = lambda factor, exact: [c.status for c in rows_checks("x", "", "y", subject, [("now", rows(factor), rows(1))], exact)]
+    found = lambda factor, exact: [
+        c.status for c in rows_checks("x", "", "y", subject, [("now", rows(factor), rows(1))], exact)
+    ]
     assert found(1, True) == [Status.PASS] and found(1 + 1e-6, True) == [Status.FAIL]
     assert found(1 + 1e-6, False) == [Status.PASS] and found(1.01, False) == found(float("nan"), False) == [Status.FAIL]

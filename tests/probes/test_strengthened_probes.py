@@ -5,14 +5,14 @@ import shutil
 import pytest
 import torch
 
-from loaders.files import open_checkpoint, read_header
-from loaders.layouts import canonical_sources, detect_layout
-from probes.mutations import Site, catalogue
-from probes.oracle import names
-from probes.probe import execute, probe_named
-from probes.result import Status
-from probes.subjects.ours import OurSubject
-from probes.subjects.transformers import TransformersSubject
+from dsv4.loaders.files import open_checkpoint, read_header
+from dsv4.loaders.layouts import canonical_sources, detect_layout
+from dsv4.probes.mutations import Site, catalogue
+from dsv4.probes.oracle import names
+from dsv4.probes.probe import execute, probe_named
+from dsv4.probes.result import Status
+from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.subjects.transformers import TransformersSubject
 from tests import checkpoints, oracle
 
 SEEN = (  # mutation, probe, its check, a word of the part or place
@@ -109,16 +109,22 @@ def read_header_of(shard):
     return {key: (t.dtype, t.shape) for key, t in read_header(shard).items()}
 
 
-@pytest.mark.parametrize("key, official_name", [
-    ("model.layers.3.self_attn.compressor.indexer.kv_proj.weight", "layers.3.attn.indexer.compressor.wkv.weight"),
-    ("model.layers.3.self_attn.compressor.indexer.kv_norm.weight", "layers.3.attn.indexer.compressor.norm.weight"),
-    ("model.layers.3.self_attn.compressor.kv_norm.weight", "layers.3.attn.compressor.norm.weight"),
-    ("model.layers.3.self_attn.kv_norm.weight", "layers.3.attn.kv_norm.weight"),
-    ("model.layers.3.attn.norm.weight", "layers.3.attn.kv_norm.weight"),
-    ("model.layers.3.mlp.gate.e_score_correction_bias", "layers.3.ffn.gate.bias"),
-    ("model.layers.3.mlp.shared_experts.down_proj.weight", "layers.3.ffn.shared_experts.w2.weight"),
-    ("model.layers.3.ffn_hc.fn", "layers.3.hc_ffn_fn"), ("model.hc_head.hc_base", "hc_head_base"), ("lm_head.weight", "head.weight"),
-    ("model.layers.3.self_attn.sinks", "layers.3.attn.attn_sink"), ("mtp.0.e_proj.scale", "mtp.0.e_proj.scale"),
-])
+@pytest.mark.parametrize(
+    "key, official_name",
+    [
+        ("model.layers.3.self_attn.compressor.indexer.kv_proj.weight", "layers.3.attn.indexer.compressor.wkv.weight"),
+        ("model.layers.3.self_attn.compressor.indexer.kv_norm.weight", "layers.3.attn.indexer.compressor.norm.weight"),
+        ("model.layers.3.self_attn.compressor.kv_norm.weight", "layers.3.attn.compressor.norm.weight"),
+        ("model.layers.3.self_attn.kv_norm.weight", "layers.3.attn.kv_norm.weight"),
+        ("model.layers.3.attn.norm.weight", "layers.3.attn.kv_norm.weight"),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", "layers.3.ffn.gate.bias"),
+        ("model.layers.3.mlp.shared_experts.down_proj.weight", "layers.3.ffn.shared_experts.w2.weight"),
+        ("model.layers.3.ffn_hc.fn", "layers.3.hc_ffn_fn"),
+        ("model.hc_head.hc_base", "hc_head_base"),
+        ("lm_head.weight", "head.weight"),
+        ("model.layers.3.self_attn.sinks", "layers.3.attn.attn_sink"),
+        ("mtp.0.e_proj.scale", "mtp.0.e_proj.scale"),
+    ],
+)
 def test_a_key_means_what_the_specification_says(key, official_name):
     assert names.official(key) == official_name

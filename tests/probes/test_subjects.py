@@ -5,14 +5,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from dsv4.probes.subject import POINTS
+from dsv4.probes.subjects.ours import IN_ATTENTION, OurSubject
+from dsv4.probes.subjects.transformers import TransformersSubject
 from dsv4.rows import Entries, Ring
-from probes.subject import POINTS
-from probes.subjects.ours import IN_ATTENTION, OurSubject
-from probes.subjects.transformers import TransformersSubject
 from tests import oracle
 
 TOLERANCE = 2e-4  # of the largest value of a tensor
-T = 140           # tokens: one HCA entry, 35 CSA entries of which 8 are selected, longer than the ring takes in place
+T = 140  # tokens: one HCA entry, 35 CSA entries of which 8 are selected, longer than the ring takes in place
 CONFIG = oracle.CONFIGS["Flash-like start"]  # window, window, CSA, HCA, CSA, window
 CSA, HCA = 2, 3
 ALL = tuple(POINTS)
@@ -77,9 +77,18 @@ def test_both_have_every_point_of_every_layer_and_they_agree(ours, ids, expected
     assert got.points.keys() == {(i, p) for p in POINTS for i in layers.get(p, range(6))}
     H, D, S, d = (CONFIG[n] for n in ("num_attention_heads", "head_dim", "hc_mult", "hidden_size"))
     k, Di = CONFIG["index_topk"], CONFIG["index_head_dim"]
-    shapes = {"attn_in": (2, T, d), "q_after_rope": (2, T, H, D), "kv_window": (2, T, D), "compressed_kv": (2, T // 4, D),
-              "index_keys": (2, T // 4, Di), "index_scores": (2, T, T // 4), "selection": (2, T, k), "attn_out": (2, T, d),
-              "ffn_out": (2, T, d), "streams": (2, T, S, d)}
+    shapes = {
+        "attn_in": (2, T, d),
+        "q_after_rope": (2, T, H, D),
+        "kv_window": (2, T, D),
+        "compressed_kv": (2, T // 4, D),
+        "index_keys": (2, T // 4, Di),
+        "index_scores": (2, T, T // 4),
+        "selection": (2, T, k),
+        "attn_out": (2, T, d),
+        "ffn_out": (2, T, d),
+        "streams": (2, T, S, d),
+    }
     assert {p: tuple(got.points[CSA, p].shape) for p in POINTS} == shapes
     assert got.points[HCA, "compressed_kv"].shape == (2, 1, D)
     for (_, point), value in got.points.items():
@@ -95,8 +104,11 @@ def test_invisible_entries_have_no_score_and_are_not_selected(expected):
     assert torch.equal((picks >= 0).sum(-1), visible.sum(-1).clamp(max=8).expand(2, -1))
 
 
-@pytest.mark.parametrize("schedule", [(50, 40, 50), (1,) * T, (40, 60, -30, 20, 50), (90, -90, 2, 138), (133, -5, *(1,) * 12),
-                                      (135, 5, -139, 139)], ids=["chunks", "tokens", "rewind", "to zero", "draft", "far back"])
+@pytest.mark.parametrize(
+    "schedule",
+    [(50, 40, 50), (1,) * T, (40, 60, -30, 20, 50), (90, -90, 2, 138), (133, -5, *(1,) * 12), (135, 5, -139, 139)],
+    ids=["chunks", "tokens", "rewind", "to zero", "draft", "far back"],
+)
 def test_ours_is_the_same_however_it_is_cut(ours, ids, expected, schedule):
     assert_same(ours.run(ids, schedule, ALL), expected)
 
@@ -132,7 +144,7 @@ def test_rows_of_different_lengths(ours, ids, expected):
     for (i, point), value in got.points.items():
         n = alone.points[i, point].shape[1]
         assert not differs(point, value[1:], expected.points[i, point][1:]), (i, point)
-        mine = value[:1, :n, :alone.points[i, point].shape[-1]] if point == "index_scores" else value[:1, :n]
+        mine = value[:1, :n, : alone.points[i, point].shape[-1]] if point == "index_scores" else value[:1, :n]
         assert not differs(point, mine, alone.points[i, point]), (i, point)
         beyond = value[0, n:]
         assert (beyond == -1).all() if point == "selection" else (~beyond.isfinite()).all(), (i, point)
@@ -145,7 +157,11 @@ def test_attention_alone(ours, theirs, ids, layer):
     a = ours.attention(layer, x, ids, (60, 50, -20, 50), IN_ATTENTION)
     assert {i for i, _ in a.points} == {layer} and torch.equal(a.points[layer, "attn_in"], x)
     assert_same(a, theirs.attention(layer, x, ids, (100, 1, 39), IN_ATTENTION))
-    assert list(ours.attention(layer, x, ids).points) == list(theirs.attention(layer, x, ids).points) == [(layer, "attn_out")]
+    assert (
+        list(ours.attention(layer, x, ids).points)
+        == list(theirs.attention(layer, x, ids).points)
+        == [(layer, "attn_out")]
+    )
 
 
 def test_attention_alone_is_the_layer_s(ours, ids):
@@ -215,6 +231,7 @@ def test_a_ring_that_loses_a_row_is_seen(ours, ids, expected, monkeypatch, sched
         pool = real(ring, step, values)
         ring.flat[10] = 0
         return pool
+
     monkeypatch.setattr(Ring, "extend", forgetful)
     assert differences(ours.run(ids, schedule, ALL), expected)[0] == (0, "kv_window")
 

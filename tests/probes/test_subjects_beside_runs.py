@@ -1,17 +1,15 @@
 """What subjects offer beside runs: weights, bytes, dumps; and what they refuse."""
 
-
 import pytest
 import torch
 
 from dsv4.errors import InputError
-from probes.subject import CAPABILITIES, POINTS, Capture
-from probes.subjects.dump import DumpSubject, NotRecorded, Timeline, steps_of, write_dump
-from probes.subjects.files import FilesSubject
-from probes.subjects.ours import OurSubject
-from probes.subjects.transformers import TransformersSubject
+from dsv4.probes.subject import CAPABILITIES, POINTS, Capture
+from dsv4.probes.subjects.dump import DumpSubject, NotRecorded, Timeline, steps_of, write_dump
+from dsv4.probes.subjects.files import FilesSubject
+from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.subjects.transformers import TransformersSubject
 from tests.probes.test_subjects import ALL, CONFIG, CSA, HCA, T, assert_same, checkpoint, expected, ids, ours, theirs  # noqa: F401  (fixtures)
-
 
 # ---- files and weights -------------------------------------------------------------------
 
@@ -80,8 +78,12 @@ def test_dumps_that_are_none(ours, ids, tmp_path):
     (tmp_path / "junk").write_bytes(b"junk")
     capture = ours.run(ids[:, :5], want=["streams"])
     files = [tmp_path / "junk", tmp_path / "absent"]
-    for key, value in (((0, "unheard of"), torch.zeros(1)), ((9, "streams"), capture.points[0, "streams"]),
-                       ((0, "streams"), torch.zeros(2, 4, 4, 64)), ((CSA, "compressed_kv"), torch.zeros(2, 2, 32))):
+    for key, value in (
+        ((0, "unheard of"), torch.zeros(1)),
+        ((9, "streams"), capture.points[0, "streams"]),
+        ((0, "streams"), torch.zeros(2, 4, 4, 64)),
+        ((CSA, "compressed_kv"), torch.zeros(2, 2, 32)),
+    ):
         files.append(write_dump(Capture(None, {key: value}), ids[:, :5], tmp_path / str(len(files)), {}))
     DumpSubject(write_dump(capture, ids[:, :5], tmp_path / "good", {}), ours.files.path)
     for file in files:
@@ -102,6 +104,7 @@ def test_what_each_can(ours, theirs):
 
 def test_nothing_stays_on_the_models(ours, theirs, ids):
     import transformers.models.deepseek_v4.modeling_deepseek_v4 as modeling
+
     kept = [dict(vars(m)) for m in ours.model.modules()]
     functions = modeling.ALL_ATTENTION_FUNCTIONS
     for subject in (ours, theirs):
@@ -114,10 +117,17 @@ def test_nothing_stays_on_the_models(ours, theirs, ids):
 def test_what_cannot_be_asked(ours, theirs, ids):
     pad_first = ids[:, :5].clone()
     pad_first[0, 0] = -1
-    asked = [lambda: ours.run(ids, (T + 1,)), lambda: ours.run(ids, (100,)), lambda: ours.run(ids, (10, -20, 150)),
-             lambda: ours.run(ids, (10, 0, 130)), lambda: ours.run(ids, want=["attn_mid"]), lambda: ours.run(pad_first),
-             lambda: theirs.run(ids, (100, -10, 50)), lambda: theirs.run(pad_first),
-             lambda: ours.attention(0, torch.zeros(2, T, 64), ids, want=["streams"])]
+    asked = [
+        lambda: ours.run(ids, (T + 1,)),
+        lambda: ours.run(ids, (100,)),
+        lambda: ours.run(ids, (10, -20, 150)),
+        lambda: ours.run(ids, (10, 0, 130)),
+        lambda: ours.run(ids, want=["attn_mid"]),
+        lambda: ours.run(pad_first),
+        lambda: theirs.run(ids, (100, -10, 50)),
+        lambda: theirs.run(pad_first),
+        lambda: ours.attention(0, torch.zeros(2, T, 64), ids, want=["streams"]),
+    ]
     for ask in asked:
         with pytest.raises(InputError) as error:
             ask()
@@ -153,6 +163,7 @@ class Echo:
     def new_state(self, batch, tokens):
         class Held:
             entries = torch.zeros(batch, tokens, 3)
+
         state, window = Held(), Held()
         window.entries = None
         state.layers = [window, window, Held(), Held(), Held(), window]
@@ -167,21 +178,31 @@ class Echo:
 def test_the_readme_s_skeleton_works(ours, ids):
     from pathlib import Path
 
-    import probes.subjects
-    text = (Path(probes.subjects.__file__).parent / "README.md").read_text()
+    from dsv4.probes import subjects
+
+    text = (Path(subjects.__file__).parent / "README.md").read_text()
     code = next(part for part in text.split("```python\n")[1:] if "class EngineSubject" in part).split("```")[0]
     namespace: dict = {}
     exec(code, namespace)
     subject = namespace["EngineSubject"](ours.files.path, Echo(6, CONFIG["vocab_size"]))
     got = subject.run(ids, (100, 40), ["attn_in", "streams", "compressed_kv"])
-    assert torch.equal(got.points[5, "attn_in"], ids.float().unsqueeze(-1)) and got.points[5, "streams"].shape == (2, T, 2, 1)
+    assert torch.equal(got.points[5, "attn_in"], ids.float().unsqueeze(-1)) and got.points[5, "streams"].shape == (
+        2,
+        T,
+        2,
+        1,
+    )
     assert got.points[HCA, "compressed_kv"].shape == (2, 1, 3) and (0, "compressed_kv") not in got.points
     assert all(p in text for p in POINTS)
 
 
 def test_tensors_that_transformers_does_not_have(theirs):
     """Experts of an MTP block are not those of layer 0, and scales are multiplied out."""
-    for name in ("mtp.0.ffn.experts.0.w1.weight", "layers.0.ffn.experts.0.w1.scale", "layers.0.ffn.experts.0.w4.weight"):
+    for name in (
+        "mtp.0.ffn.experts.0.w1.weight",
+        "layers.0.ffn.experts.0.w1.scale",
+        "layers.0.ffn.experts.0.w4.weight",
+    ):
         with pytest.raises(InputError, match="holds no parameter"):
             theirs.weight(name)
     assert theirs.weight("layers.0.ffn.experts.0.w1.weight").dim() == 2
@@ -196,6 +217,7 @@ def test_layers_handed_over_one_by_one_are_those_of_a_run(request, ids, kind):
     def see(i, points):
         assert list(points) == [p for p in POINTS if p in points]
         seen[i] = points
+
     logits = subject.stream(ids, ALL, see)
     assert list(seen) == list(range(CONFIG["num_hidden_layers"])) and torch.equal(logits, whole.logits)
     assert {(i, p) for i in seen for p in seen[i]} == set(whole.points)
@@ -207,7 +229,9 @@ def test_layers_handed_over_one_by_one_are_those_of_a_run(request, ids, kind):
 
 def test_a_dump_hands_over_its_layers(ours, ids, tmp_path):
     capture, seen = ours.run(ids, (100, 40), ALL), {}
-    dump = DumpSubject(write_dump(capture, ids, tmp_path / "run", {"schedule": (100, 40)}), ours.files.path / "config.json")
+    dump = DumpSubject(
+        write_dump(capture, ids, tmp_path / "run", {"schedule": (100, 40)}), ours.files.path / "config.json"
+    )
     logits = dump.stream(ids, ALL, lambda i, points: seen.update({(i, p): v for p, v in points.items()}))
     assert torch.equal(logits, capture.logits) and all(torch.equal(seen[k], v) for k, v in capture.points.items())
     with pytest.raises(NotRecorded):

@@ -10,10 +10,23 @@ from scripts.bench.row import Row
 from scripts.bench.timing import Machine, Timing
 
 MACHINE = Machine("NVIDIA H100 80GB HBM3", 3.0e12, 771e12, 3.7, 1.3, 2.4e12)
-ABOUT = {"command": "python scripts/bench_kernels.py", "commit": "abc1234", "device": MACHINE.device, "torch": "2.11",
-         "triton": "3.6", "python": "3.12"}
-SETUP = {"preset": "Flash", "layers": 16, "numerics": "native", "backend": "triton", "cache": "fp8", "index_cache": "fp4",
-         "weight_bytes": 10**10}
+ABOUT = {
+    "command": "python scripts/bench_kernels.py",
+    "commit": "abc1234",
+    "device": MACHINE.device,
+    "torch": "2.11",
+    "triton": "3.6",
+    "python": "3.12",
+}
+SETUP = {
+    "preset": "Flash",
+    "layers": 16,
+    "numerics": "native",
+    "backend": "triton",
+    "cache": "fp8",
+    "index_cache": "fp4",
+    "weight_bytes": 10**10,
+}
 
 
 class FakeClock:
@@ -34,7 +47,9 @@ def row(error=0.0, tolerance=1e-3, goal=10.0, **more):
     return Row("topk", "256K B1", make, 3_000_000, 1000, goal, **more)
 
 
-def result(us: float | None = 5.0, goal: float | None = 10.0, shape: str = "256K B1", peer_us: float | None = None, why=""):
+def result(
+    us: float | None = 5.0, goal: float | None = 10.0, shape: str = "256K B1", peer_us: float | None = None, why=""
+):
     timing = None if us is None else Timing(us, us - 1, 0.05, 30, 2)
     found = {"absent": PeerResult(why="not installed: x")}
     if peer_us is not None:

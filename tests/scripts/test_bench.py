@@ -70,6 +70,7 @@ def test_peers_can_be_left_out(monkeypatch):
 
 def test_peers_may_be_timed_in_turns_with_ours(monkeypatch):
     """What is reported of ours is its time beside the fastest peer; the journal keeps both."""
+
     class Turns(FakeClock):
         def in_turn(self, sets, replays):
             (ours, theirs) = sets
@@ -116,9 +117,11 @@ def test_journal_remembers_results_and_crashes(tmp_path):
 
 def test_a_crash_is_noted_and_the_run_goes_on(tmp_path):
     path = tmp_path / "journal"
-    child = ("import os, sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; lines = Path(sys.argv[1])\n"
-             "if 'crash' in (lines.read_text() if lines.exists() else ''): sys.exit(0)\n"
-             "lines.write_text('[\"begin\", \"row\", \"peer\"]\\n'); os.kill(os.getpid(), 9)")
+    child = (
+        "import os, sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; lines = Path(sys.argv[1])\n"
+        "if 'crash' in (lines.read_text() if lines.exists() else ''): sys.exit(0)\n"
+        'lines.write_text(\'["begin", "row", "peer"]\\n\'); os.kill(os.getpid(), 9)'
+    )
     assert supervise(path, [sys.executable, "-c", child, str(path), str(ROOT)]) == 0
     assert Journal(path).crashed == {("row", "peer")}
     assert supervise(tmp_path / "none", [sys.executable, "-c", "import sys; sys.exit(7)"]) == 7

@@ -18,8 +18,11 @@ def modes(monkeypatch):
 
     def put(mode):
         if mode == "warn":
-            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations")
+            warnings.warn(
+                "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+            )
         held.append(mode)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: held[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", put)
@@ -67,7 +70,11 @@ def test_the_table_of_kernels_has_a_column_a_point():
         found = Point(1, context, 2, 0.1, 0.1, 0.0, 0.05, 1, 1, 1, 0.0)
         add_profile(found, kernels)
         return found
-    points = [point(8192, [("void f<3>(int)", 9.0, 2.0), ("g", 4.0, 4.0), ("void f<4>(int)", 3.0, 1.5)]), point(1 << 20, [("g", 9.0, 8.0)])]
+
+    points = [
+        point(8192, [("void f<3>(int)", 9.0, 2.0), ("g", 4.0, 4.0), ("void f<4>(int)", 3.0, 1.5)]),
+        point(1 << 20, [("g", 9.0, 8.0)]),
+    ]
     lines = "\n".join(_kernel_table(points))
     assert "| `g` | 4 (1) | 8 (1) |\n| `f` | 4 (2) | – |" in lines and "| all | 8 | 8 |" in lines
     assert points[0].kernels == 3 and _kernel_table([]) == []

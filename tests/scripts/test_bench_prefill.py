@@ -25,12 +25,14 @@ def flash():
     from dsv4 import dummy
     from dsv4.cache import Cache
     from dsv4.config import ModelConfig
+    from dsv4.loaders.expected import official_tensors, preset
     from dsv4.model import Model
     from dsv4.numerics import numerics_named
-    from loaders.expected import official_tensors, preset
+
     raw = preset("flash")
-    config = ModelConfig.from_official(raw | {"num_nextn_predict_layers": 0, "num_hidden_layers": 16,
-                                              "compress_ratios": raw["compress_ratios"][:16]})
+    config = ModelConfig.from_official(
+        raw | {"num_nextn_predict_layers": 0, "num_hidden_layers": 16, "compress_ratios": raw["compress_ratios"][:16]}
+    )
     tensors = official_tensors(config)
     numerics = numerics_named("native").with_caches("fp8", "fp4")
     with torch.device("meta"):
@@ -50,7 +52,8 @@ def test_floors_of_a_csa_layer(flash, tokens, scores, attention):
 
 
 def test_products_of_a_prompt(flash):
-    """Each token passes 6 experts of 50.3 MFLOP; weights are read once a chunk, all experts of a layer in a chunk of 2048."""
+    """Each token passes 6 experts of 50.3 MFLOP; weights are read once a chunk, all experts of a layer in a chunk of
+    2048."""
     model, cache = flash
     found = {what: (moved, flops) for what, moved, flops in decode_prefill.parts(model, cache, 8192, 2048)}
     moved, flops = found["layer 5, products"]
@@ -62,10 +65,20 @@ def test_products_of_a_prompt(flash):
 
 
 def test_the_report_shows_prompts():
-    prefills = [Prefill(8192, 16, 2048, 200.0, 9000.0, 100.0, 60 * 10**9),
-                Prefill(1 << 17, 16, 2048, 8000.0, 8100.0, 4000.0, 60 * 10**9, 1)]
-    theirs = {"version": "5", "layers": 5, "experts": 16, "context": 8192, "step_ms": 50.0, "layer_ms": 10.0, "prefill": 8192,
-              "prefill_ms": 900.0}
+    prefills = [
+        Prefill(8192, 16, 2048, 200.0, 9000.0, 100.0, 60 * 10**9),
+        Prefill(1 << 17, 16, 2048, 8000.0, 8100.0, 4000.0, 60 * 10**9, 1),
+    ]
+    theirs = {
+        "version": "5",
+        "layers": 5,
+        "experts": 16,
+        "context": 8192,
+        "step_ms": 50.0,
+        "layer_ms": 10.0,
+        "prefill": 8192,
+        "prefill_ms": 900.0,
+    }
     text = decode_report.markdown([point()], MACHINE, ABOUT, SETUP, theirs, [], prefills)
     assert "| 8K | 200.0 | 9000.0 | 40960 | 12.50 | 100.0 | 50% | 0 | 0 | 60.0 |" in text
     assert "8K in 900.0 ms, 180.00 ms a layer" in text

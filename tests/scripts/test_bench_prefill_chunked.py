@@ -1,4 +1,5 @@
-"""Peers of chunked prefill that are put together from parts, with plain attention for the kernels that only a GPU has."""
+"""Peers of chunked prefill that are put together from parts, with plain attention for the kernels that only a GPU
+has."""
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -28,7 +29,11 @@ def test_merged_chunks_are_dense_attention(monkeypatch):
 
 
 def test_it_asks_cudnn_for_what_it_takes():
-    """Shapes and arguments by the operator's own schema, without a device: keys of fewer heads, and a log-sum-exp per query."""
-    q, k = (torch.empty(1, heads, n, bench.D, dtype=torch.bfloat16, device="meta") for heads, n in ((bench.H, 40), (bench.KV, 24)))
+    """Shapes and arguments by the operator's own schema, without a device: keys of fewer heads, and a log-sum-exp per
+    query."""
+    q, k = (
+        torch.empty(1, heads, n, bench.D, dtype=torch.bfloat16, device="meta")
+        for heads, n in ((bench.H, 40), (bench.KV, 24))
+    )
     out, lse = bench._with_lse(q, k, k, False)
     assert out.shape == q.shape and lse.shape == (1, bench.H, 40, 1) and lse.dtype is torch.float32

@@ -1,4 +1,5 @@
-"""What the GPU benchmark of speculation does, on a CPU: policies on the device take the sizes of the specification; traces are recorded."""
+"""What the GPU benchmark of speculation does, on a CPU: policies on the device take the sizes of the specification;
+traces are recorded."""
 
 import dataclasses
 import json
@@ -37,20 +38,30 @@ def test_policies_take_the_sizes_of_the_specification(model, monkeypatch):
     assert [r.policy for r in ran] == ["no speculation", "static 3", "ASBS", "cost-aware", "oracle"]
     for r in ran:
         assert r.batch == 2 and 40 <= r.tokens <= 80 and r.rounds == list(map(max, r.sizes))
-        assert r.tokens >= len(r.rounds) * 2 if r.policy != "no speculation" else r.tokens == 80 and r.rounds == [0] * 40
+        assert (
+            r.tokens >= len(r.rounds) * 2 if r.policy != "no speculation" else r.tokens == 80 and r.rounds == [0] * 40
+        )
     by = {r.policy: r for r in ran}
     assert len(by["oracle"].rounds) < len(by["no speculation"].rounds) and len(set(by["ASBS"].rounds)) > 1
     point = by["static 3"].point()
-    assert point.static and point.passes == len(by["static 3"].rounds) and 0 < point.acceptance < 1 and 2 < point.mean_block_size <= 3
+    assert (
+        point.static
+        and point.passes == len(by["static 3"].rounds)
+        and 0 < point.acceptance < 1
+        and 2 < point.mean_block_size <= 3
+    )
     text = speculation_report.real(COSTS, ran, [r.point() for r in ran], 2)
     assert "| m | 2 | oracle |" in text and "What a round costs" in text
-    monkeypatch.setattr(speculation_gpu.Traced, "accept", lambda self, logits, drafts, q, sizes, at: Accepted(sizes, logits.argmax(-1)))
+    monkeypatch.setattr(
+        speculation_gpu.Traced, "accept", lambda self, logits, drafts, q, sizes, at: Accepted(sizes, logits.argmax(-1))
+    )
     with pytest.raises(RuntimeError, match="chose other sizes than the specification"):
         speculation_gpu.race(model, traces, COSTS, 2, 24, 40, (3,), lambda line: None)
 
 
 def test_no_speculation_is_plain_decoding(model, monkeypatch):
-    """Without the block and without rounds; of a given text, the text is fed and what the model says is still waited for."""
+    """Without the block and without rounds; of a given text, the text is fed and what the model says is still waited
+    for."""
     g = torch.Generator().manual_seed(3)
     ids = [torch.randint(model.config.vocab_size, (20,), generator=g).tolist() for _ in range(2)]
     plain = [generate(model, row, 13).token_ids for row in ids]
@@ -60,9 +71,14 @@ def test_no_speculation_is_plain_decoding(model, monkeypatch):
         cache = model.new_cache(2, 64, max_rewind=8)
         model.append(torch.tensor(ids), cache)
         return speculation_gpu.PlainSteps(model, cache)
+
     timed, said = (ran := steps()).timed([row[0] for row in plain], 12, "t", "mixed", 5.0)
     assert ran.cache.lengths == [32, 32]
-    assert said == [row[1:] for row in plain] and (timed.policy, timed.tokens, timed.rounds) == ("no speculation", 24, [0] * 12)
+    assert said == [row[1:] for row in plain] and (timed.policy, timed.tokens, timed.rounds) == (
+        "no speculation",
+        24,
+        [0] * 12,
+    )
     text = [row[1:] for row in plain][::-1]
     _, other = steps().timed([row[0] for row in plain], 12, "t", "mixed", 5.0, text)
     for row, first, fed, out in zip(ids, plain, text, other):
@@ -74,12 +90,16 @@ def test_no_speculation_is_plain_decoding(model, monkeypatch):
 
 def test_a_run_that_was_cut_off_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
     traces = [(name, mixed(name, 0.95, 0.3, 12, requests=6, tokens=64, seed=2)) for name in ("a", "b")]
-    file, race = tmp_path / "journal", lambda journal: speculation_gpu.race(model, traces, COSTS, 2, 24, 20, (3,), lambda line: None, journal)
+    file, race = (
+        tmp_path / "journal",
+        lambda journal: speculation_gpu.race(model, traces, COSTS, 2, 24, 20, (3,), lambda line: None, journal),
+    )
     whole = SpeculationJournal(file, {"commit": "c"})
     whole.cost(2, COSTS.of(2))
     first = race(whole)
     assert len(first) == 2 * 4 and race(SpeculationJournal(file, {"commit": "c"})) == []
-    file.write_text("".join(line for line in file.read_text().splitlines(True)[:-3]))  # the oracle's two and one of cost-aware
+    # the oracle's two and one of cost-aware
+    file.write_text("".join(line for line in file.read_text().splitlines(True)[:-3]))
     begun = SpeculationJournal(file, {"commit": "c"})
     rest = race(begun)
     assert [(r.policy, r.trace) for r in rest] == [("cost-aware", "b"), ("oracle", "a"), ("oracle", "b")]
@@ -107,12 +127,19 @@ class Played:
 
 
 def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch):
-    """As on a GPU, with graphs that are played and a clock that counts tokens of the model, of the block's experts, and those that the block only remembers."""
+    """As on a GPU, with graphs that are played and a clock that counts tokens of the model, of the block's experts, and
+    those that the block only remembers."""
     clock, step, block = [0], model.captured, model.mtp[0]
     experts, remember = block.ffn.forward, block.attn.remember
-    monkeypatch.setattr(model, "captured", lambda given, cache: clock.__setitem__(0, clock[0] + given.N) or step(given, cache))
-    monkeypatch.setattr(block.ffn, "forward", lambda x, *given: clock.__setitem__(0, clock[0] + 100 * len(x)) or experts(x, *given))
-    monkeypatch.setattr(block.attn, "remember", lambda x, *given: clock.__setitem__(0, clock[0] + 10 * len(x)) or remember(x, *given))
+    monkeypatch.setattr(
+        model, "captured", lambda given, cache: clock.__setitem__(0, clock[0] + given.N) or step(given, cache)
+    )
+    monkeypatch.setattr(
+        block.ffn, "forward", lambda x, *given: clock.__setitem__(0, clock[0] + 100 * len(x)) or experts(x, *given)
+    )
+    monkeypatch.setattr(
+        block.attn, "remember", lambda x, *given: clock.__setitem__(0, clock[0] + 10 * len(x)) or remember(x, *given)
+    )
 
     def replays(graph):
         for _ in range(speculation_gpu.REPLAYS + 3):
@@ -129,16 +156,21 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
         def __init__(self, *given):
             super().__init__(*given)
             self.graph = Played(self._run)
+
     real = speculation_gpu.traced
-    monkeypatch.setattr(speculation_gpu, "traced", lambda *given: [rounds := real(*given), setattr(rounds, "captures", True)][0])
+    monkeypatch.setattr(
+        speculation_gpu, "traced", lambda *given: [rounds := real(*given), setattr(rounds, "captures", True)][0]
+    )
     monkeypatch.setattr(speculation_gpu, "_replays", replays)
     monkeypatch.setattr(speculation_gpu, "DecodeGraph", Steps)
     for module in (host_half, speculation_gpu):
         monkeypatch.setattr(module, "captured_graph", captured)
     cost = speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, lambda line: None).of(2)
-    assert cost.plain == cost.verify[0] == 2 and cost.draft == 200  # a token of each row through the model, none through the block
+    # a token of each row through the model, none through the block
+    assert cost.plain == cost.verify[0] == 2 and cost.draft == 200
     assert cost.catch_up == ((2, 200 + 40), (8, 200 + 160), (32, 200 + 640))
-    assert cost.verify[3] + 3 * cost.draft == 2 * 4 + 200 * 2 + 200 + 80  # four of each row through the model; two chained drafts; the last of four that were verified
+    # four of each row through the model; two chained drafts; the last of four that were verified
+    assert cost.verify[3] + 3 * cost.draft == 2 * 4 + 200 * 2 + 200 + 80
 
 
 def test_rounds_are_compiled_ahead_by_several_processes(golden_path):
@@ -152,12 +184,25 @@ def test_rounds_are_compiled_ahead_by_several_processes(golden_path):
 
 def test_the_model_that_is_compiled_for_has_every_kind_of_layer_and_one_set_of_experts(monkeypatch):
     from dsv4 import dummy
+
     real = dummy.preset
-    monkeypatch.setattr(dummy, "preset", lambda name: real(name) | {"n_routed_experts": 8, "moe_intermediate_size": 64, "vocab_size": 256})
+    monkeypatch.setattr(
+        dummy,
+        "preset",
+        lambda name: real(name) | {"n_routed_experts": 8, "moe_intermediate_size": 64, "vocab_size": 256},
+    )
     model = warm.small_dummy("flash", "reference", "cpu")
     blocks = (*model.layers, *model.mtp)
-    assert {model.config.compress_ratios[i] for i in range(warm.LAYERS)} == {0, 4, 128} and 0 < model.config.num_hash_layers < warm.LAYERS
-    assert len({block.ffn.experts.w13.weight.data_ptr() for block in blocks}) == 1 < len({block.attn.wq_a.weight.data_ptr() for block in blocks})
+    assert {model.config.compress_ratios[i] for i in range(warm.LAYERS)} == {
+        0,
+        4,
+        128,
+    } and 0 < model.config.num_hash_layers < warm.LAYERS
+    assert (
+        len({block.ffn.experts.w13.weight.data_ptr() for block in blocks})
+        == 1
+        < len({block.attn.wq_a.weight.data_ptr() for block in blocks})
+    )
     rounds = speculation_gpu.traced(model, 1, 256, 40, on_device(Static(1), 1, "cpu"), [1])
     with torch.inference_mode():
         rounds._round(1)
@@ -167,36 +212,77 @@ def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, 
     """As on a GPU, with costs of a table: those of a CPU are no matter here."""
     costs = dataclasses.replace(moe(), batches={2: moe().of(1)})
     monkeypatch.setattr(speculation_gpu, "measure_costs", lambda *given: costs)
-    args = bench_speculation.arguments(["--checkpoint", str(speculation_traces.ROOT / "demo"), "--numerics", "fp32", "--batch", "2",
-                                        "--tokens", "32", "--static", "3", "--out", str(tmp_path),
-                                        "--journal", str(tmp_path / "journal.jsonl")])
+    args = bench_speculation.arguments(
+        [
+            "--checkpoint",
+            str(speculation_traces.ROOT / "demo"),
+            "--numerics",
+            "fp32",
+            "--batch",
+            "2",
+            "--tokens",
+            "32",
+            "--static",
+            "3",
+            "--out",
+            str(tmp_path),
+            "--journal",
+            str(tmp_path / "journal.jsonl"),
+        ]
+    )
     bench_speculation.on_checkpoint(args, "cpu")
     first = (tmp_path / "bench_speculation_demo_cpu.json").read_text()
     assert read_costs(tmp_path / "speculation_costs_demo_cpu.json") == costs, "as --draft-costs takes it"
     from scripts.bench import speculation_text
+
     cut = args.journal.read_text().splitlines(True)
-    args.journal.write_text("".join(cut[:-5]))  # cut off within the adaptive sizes: static ones are not run again, and are what the rest is held against
+    # cut off within the adaptive sizes: static ones are not run again, and are what the rest is held against
+    args.journal.write_text("".join(cut[:-5]))
     ran, timed = [], speculation_text._timed
     with monkeypatch.context() as here:
-        here.setattr(speculation_text, "_timed", lambda rounds, kind, name, *given: (ran.append((name, kind)), timed(rounds, kind, name, *given))[1])
+        here.setattr(
+            speculation_text,
+            "_timed",
+            lambda rounds, kind, name, *given: (ran.append((name, kind)), timed(rounds, kind, name, *given))[1],
+        )
         bench_speculation.on_checkpoint(args, "cpu")
     again = (tmp_path / "bench_speculation_demo_cpu.json").read_text()
-    same = lambda text: [{k: r[k] for k in ("policy", "trace", "tokens", "rounds", "same")} for r in json.loads(text)["setup"]["ran"]]
-    assert ran == [("ASBS", "prose"), ("cost-aware", "code"), ("cost-aware", "prose"), ("oracle", "code"), ("oracle", "prose")] and same(again) == same(first)
-    monkeypatch.setattr(speculation_text, "_trace", lambda *given: pytest.fail("a batch that the journal holds ran again"))
+    same = lambda text: [
+        {k: r[k] for k in ("policy", "trace", "tokens", "rounds", "same")} for r in json.loads(text)["setup"]["ran"]
+    ]
+    assert ran == [
+        ("ASBS", "prose"),
+        ("cost-aware", "code"),
+        ("cost-aware", "prose"),
+        ("oracle", "code"),
+        ("oracle", "prose"),
+    ] and same(again) == same(first)
+    monkeypatch.setattr(
+        speculation_text, "_trace", lambda *given: pytest.fail("a batch that the journal holds ran again")
+    )
     bench_speculation.on_checkpoint(args, "cpu")
     assert (tmp_path / "bench_speculation_demo_cpu.json").read_text() == again
-    document, text = json.loads((tmp_path / "bench_speculation_demo_cpu.json").read_text()), (tmp_path / "bench_speculation_demo_cpu.md").read_text()
+    document, text = (
+        json.loads((tmp_path / "bench_speculation_demo_cpu.json").read_text()),
+        (tmp_path / "bench_speculation_demo_cpu.md").read_text(),
+    )
     ran = document["setup"]["ran"]
-    assert {v["of"] for v in document["goals"]} == {"best static size"} and all(p["of_oracle"] is None for p in document["points"])
-    assert " (1.00) |" not in text and "of the oracle" not in text and "of oracle" not in text  # it is no bound of a text's own
+    assert {v["of"] for v in document["goals"]} == {"best static size"} and all(
+        p["of_oracle"] is None for p in document["points"]
+    )
+    # it is no bound of a text's own
+    assert " (1.00) |" not in text and "of the oracle" not in text and "of oracle" not in text
     assert "static sizes 1, 2, 4, 5, 6, 7, 8 did not run" in text
     assert [r["policy"] for r in ran][::2] == ["no speculation", "static 3", "ASBS", "cost-aware", "oracle"]
     assert {r["trace"] for r in ran} == {"code", "prose"} and all(r["same"] == 2 and r["tokens"] >= 32 for r in ran)
     for r in ran:
         if r["policy"] == "static 3":  # of acceptance as it was recorded: what comes out is what was expected
             wanted = r["expected"] * sum(costs.seconds(2, s) for s in r["sizes"])
-            assert len(r["rounds"]) < 24 and abs(r["tokens"] - wanted) <= 0.1 * wanted, (r["trace"], r["tokens"], wanted)
+            assert len(r["rounds"]) < 24 and abs(r["tokens"] - wanted) <= 0.1 * wanted, (
+                r["trace"],
+                r["tokens"],
+                wanted,
+            )
     assert "2 of 2 |" in text
 
 
@@ -207,7 +293,10 @@ def test_rows_are_cut_one_after_another():
 
 
 def test_turns_alternate():
-    a, b = (Trace(n, (Request("x", np.full(8, v)), Request("y", np.full(8, v))), {"kind": "recorded"}) for n, v in (("a", 1), ("b", 2)))
+    a, b = (
+        Trace(n, (Request("x", np.full(8, v)), Request("y", np.full(8, v))), {"kind": "recorded"})
+        for n, v in (("a", 1), ("b", 2))
+    )
     first, second = speculation_traces.by_turns(a, b, 4).requests
     assert first.accepted.tolist() == [1] * 4 + [2] * 4 + [1] * 4 + [2] * 4
     assert second.accepted.tolist() == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
@@ -223,6 +312,7 @@ def test_what_is_recorded_is_what_drafts_would_do(model):
     for k in (1, 3):
         from dsv4.speculation.resident_drafters import primed
         from dsv4.speculation.rounds import Rounds
+
         held = cache()
         rounds = Rounds(model, held, 8, *primed(model, held, ids), [30, 30], (), on_device(Static(k), 2, "cpu"))
         at = np.zeros(2, int)
@@ -247,7 +337,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
 def test_shipped_traces_are_read():
     found = speculation_traces.default_traces()
     assert [kind for kind, _ in found] == ["stationary", "stationary", "mixed"] * 2
-    for kind, trace in found:
+    for _kind, trace in found:
         assert all(0 <= r.accepted.min() and r.accepted.max() <= 8 for r in trace.requests)
         assert trace.provenance["kind"] in ("recorded", "synthetic") and json.dumps(dict(trace.provenance))
     assert len(speculation.groups([])) == 0

@@ -16,7 +16,9 @@ def test_decode_goals_are_judged():
     assert said["kernels a layer, batch 1 at 8K"] == "met" and said["1M over 8K, batch 1"] == "MISSED"
     assert said["times faster a layer than transformers eager, batch 1"] == "met"
     assert said["compiles after warm-up, all points"] == "met"
-    assert not decode_report.red(points) and decode_report.red([point(compiles=1)]) and decode_report.red([point(syncs=2)])
+    assert (
+        not decode_report.red(points) and decode_report.red([point(compiles=1)]) and decode_report.red([point(syncs=2)])
+    )
     theirs = {"version": "5", "layers": 5, "experts": 16, "context": 8192, "step_ms": 50.0, "layer_ms": 10.0}
     text = decode_report.markdown(points, MACHINE, ABOUT, SETUP, theirs, ["batch 8 at 1M: out of memory"])
     assert "| 1 | 1M | 3.000 |" in text and "MISSED" in text and "out of memory" in text
@@ -29,11 +31,14 @@ def test_bytes_of_a_flash_step():
     from dsv4 import dummy
     from dsv4.cache import Cache
     from dsv4.config import ModelConfig
+    from dsv4.loaders.expected import official_tensors, preset
     from dsv4.model import Model
     from dsv4.numerics import numerics_named
-    from loaders.expected import official_tensors, preset
+
     raw = preset("flash")
-    config = ModelConfig.from_official(raw | {"num_nextn_predict_layers": 0, "compress_ratios": raw["compress_ratios"][:43]})
+    config = ModelConfig.from_official(
+        raw | {"num_nextn_predict_layers": 0, "compress_ratios": raw["compress_ratios"][:43]}
+    )
     tensors = official_tensors(config)
     numerics = numerics_named("native").with_caches("fp8", "fp4")
     with torch.device("meta"):

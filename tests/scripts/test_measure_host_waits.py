@@ -1,4 +1,5 @@
-"""Waits of the host are counted, written, and red where they grow with the response; on a CPU there is nothing to wait for, and that is said."""
+"""Waits of the host are counted, written, and red where they grow with the response; on a CPU there is nothing to wait
+for, and that is said."""
 
 import json
 from itertools import product
@@ -15,9 +16,28 @@ from scripts.bench.waits import counted_syncs
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     def call(*more):
-        monkeypatch.setattr("sys.argv", ["measure_host_waits.py", "--numerics", "fp32", "--tokens", "5,18", "--device", "cpu", "--out", str(tmp_path), *more])
+        monkeypatch.setattr(
+            "sys.argv",
+            [
+                "measure_host_waits.py",
+                "--numerics",
+                "fp32",
+                "--tokens",
+                "5,18",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path),
+                *more,
+            ],
+        )
         code = measure_host_waits.main()
-        return code, json.loads((tmp_path / "host_waits_cpu.json").read_text()), (tmp_path / "host_waits_cpu.md").read_text()
+        return (
+            code,
+            json.loads((tmp_path / "host_waits_cpu.json").read_text()),
+            (tmp_path / "host_waits_cpu.md").read_text(),
+        )
+
     return call
 
 
@@ -42,10 +62,16 @@ def test_waits_that_grow_with_the_response_are_red(run, monkeypatch, capsys):
     def launch(self, D):
         torch.cuda.synchronize()
         real(self, D)
+
     monkeypatch.setattr(Rounds, "_launch", launch)
     code, found, _ = run("--speculate", "lookup", "--temperatures", "0.8", "--draft-tokens", "3")
-    assert code == 1 and all(r["synchronisations"] == r["rounds"] == r["synchronisations_of_the_request"] for r in found["rows"])
-    assert found["rows"][0]["why"] == ["torch.cuda.synchronize"] and "lookup, 3, at temperature 0.8, synchronisations:" in capsys.readouterr().out
+    assert code == 1 and all(
+        r["synchronisations"] == r["rounds"] == r["synchronisations_of_the_request"] for r in found["rows"]
+    )
+    assert (
+        found["rows"][0]["why"] == ["torch.cuda.synchronize"]
+        and "lookup, 3, at temperature 0.8, synchronisations:" in capsys.readouterr().out
+    )
 
 
 def test_counts_end_with_the_block(monkeypatch):
@@ -55,6 +81,7 @@ def test_counts_end_with_the_block(monkeypatch):
 
     class Part(Thing):
         pass
+
     monkeypatch.setattr(waits, "CALLS", ((Part, "synchronize"), (Thing, "synchronize")))
     with pytest.raises(ValueError), counted_syncs() as seen:
         assert Thing().synchronize() == 5

@@ -14,9 +14,24 @@ DEMO = str(Path(__file__).resolve().parents[2] / "demo")
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     def call(*more):
-        monkeypatch.setattr("sys.argv", ["measure_speculation.py", DEMO, "--numerics", "native", "--texts", "2", "--tokens", "6", *more, "--out",
-                                         str(tmp_path)])
+        monkeypatch.setattr(
+            "sys.argv",
+            [
+                "measure_speculation.py",
+                DEMO,
+                "--numerics",
+                "native",
+                "--texts",
+                "2",
+                "--tokens",
+                "6",
+                *more,
+                "--out",
+                str(tmp_path),
+            ],
+        )
         return measure_speculation.main(), tmp_path
+
     return call
 
 
@@ -28,17 +43,28 @@ def test_texts_are_compared_and_written(run):
     assert all(r["plain_tokens_per_second"] > 0 and r["speed"] > 0 for r in rows)
     assert len({r["plain_tokens_per_second"] for r in rows}) == 2, "of decoding, and in the engine of everything"
     assert "| native | mtp | 2 of 2 | – |" in (folder / "speculation_identity_cpu.md").read_text()
-    assert run("--together", "--texts", "2", "--tokens", "3", "--rows", "2")[0] == 0 and (folder / "speculation_identity_cpu_together.md").exists()
+    assert (
+        run("--together", "--texts", "2", "--tokens", "3", "--rows", "2")[0] == 0
+        and (folder / "speculation_identity_cpu_together.md").exists()
+    )
     rows = json.loads((folder / "speculation_identity_cpu_together.json").read_text())["rows"]
-    assert [r["drafter"] for r in rows] == ["mtp", "lookup", "off, in the engine", "mtp, in the engine", "lookup, in the engine"]
+    assert [r["drafter"] for r in rows] == [
+        "mtp",
+        "lookup",
+        "off, in the engine",
+        "mtp, in the engine",
+        "lookup, in the engine",
+    ]
 
 
 def test_a_text_that_leaves_plain_decoding_is_red(run, monkeypatch):
     """Where it must not: rows together may."""
     for kind in (verify.SingleSteps, verify.Append):
+
         def wrong(self, ids, counts, want_streams, right=kind.__call__):
             logits, streams = right(self, ids, counts, want_streams)
             return logits.roll(1, -1), streams
+
         monkeypatch.setattr(kind, "__call__", wrong)
     for more, name, expected in (((), "", 1), (("--together",), "_together", 0)):
         code, folder = run("--texts", "1", "--tokens", "3", *more)

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from kernels.chunked_prefill import Chunking
+from dsv4.kernels.chunked_prefill import Chunking
 from scripts import tune_prefill, tune_termination
 
 
 def test_both_forms_of_attention_to_a_small_memory_are_tried():
     small, large = (tune_prefill.kinds(Chunking(512, 64, heavy)) for heavy in (192, 193))
-    assert {t.columns for t in small["memory at once"][2]} == {256} and max(t.columns for t in small["memory in a loop"][2]) < 256
+    assert {t.columns for t in small["memory at once"][2]} == {256} and max(
+        t.columns for t in small["memory in a loop"][2]
+    ) < 256
     assert "memory at once" not in large and all(t.rows % t.columns == 0 for t in small["sums"][2])
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from probes.formats import schema
-from probes.recall import plots as recall_plots
-from probes.sparse_prefill import document, markdown, plots
+from dsv4.probes.formats import schema
+from dsv4.probes.recall import plots as recall_plots
+from dsv4.probes.sparse_prefill import document, markdown, plots
 from tests.dsv4.test_cli import ROOT, demo  # noqa: F401  (fixture: a DeepSeek-V4 checkpoint)
 
 SMALL = ("--context", "180,300", "--cuts", "32,4,8 32,4,20 64,8,24", "--tail", 40, "--every", 4)
@@ -22,8 +22,22 @@ def prose(tmp_path_factory):
 @pytest.fixture
 def report(run, gqa_path, prose, tmp_path):
     """(JSON document, markdown, folder) of a small run with needles."""
-    code, out, err = run("sparse-prefill", gqa_path, *SMALL, "--text", prose, "--asked-context", 800, "--needles", 3, "--in-prompt", 2,
-                         "--json", "--out", tmp_path)
+    code, out, err = run(
+        "sparse-prefill",
+        gqa_path,
+        *SMALL,
+        "--text",
+        prose,
+        "--asked-context",
+        800,
+        "--needles",
+        3,
+        "--in-prompt",
+        2,
+        "--json",
+        "--out",
+        tmp_path,
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found == json.loads((tmp_path / "sparse_prefill_gqa.json").read_text())
@@ -32,19 +46,36 @@ def report(run, gqa_path, prose, tmp_path):
 
 def test_a_report(report):
     found, shown, folder = report
-    assert schema.problems(found, json.loads(document.SCHEMA.read_text())) == [] and str(folder) not in json.dumps(found)
+    assert schema.problems(found, json.loads(document.SCHEMA.read_text())) == [] and str(folder) not in json.dumps(
+        found
+    )
     rows = {(r["chunk"], r["heavy"], r["context"], r["text"]): r for r in found["rows"]}
     assert len(rows) == 3 * 2 * 2
-    assert rows[32, 8, 300, "prose.txt"]["positions"] == 300 - 1 - 32 and rows[64, 24, 180, None]["positions"] == 180 - 1 - 64
-    assert all(r["tail"]["positions"] == 40 and r["verdict"] in ("met", "MISSED") and r["kl"] > 0 for r in found["rows"])
+    assert (
+        rows[32, 8, 300, "prose.txt"]["positions"] == 300 - 1 - 32
+        and rows[64, 24, 180, None]["positions"] == 180 - 1 - 64
+    )
+    assert all(
+        r["tail"]["positions"] == 40 and r["verdict"] in ("met", "MISSED") and r["kl"] > 0 for r in found["rows"]
+    )
     assert rows[32, 20, 300, None]["kl"] < rows[32, 8, 300, None]["kl"]
     assert len(found["mass"]) == len(found["stability"]) == 3 * 3 and len(found["mass"][0]["kept"]) == 6
-    assert [r["updates"] for r in found["stability"]] == [9] * 6 + [4] * 3 and len(found["stability"][0]["jaccard"]) == 8
+    assert [r["updates"] for r in found["stability"]] == [9] * 6 + [4] * 3 and len(
+        found["stability"][0]["jaccard"]
+    ) == 8
     kinds = [(r["kind"], r["chunk"]) for r in found["needles"]["rows"]]
     assert len(kinds) == 4 * 4 and {chunk for _, chunk in kinds} == {None, 32, 64}
     assert found["batch"]["verdict"] == "met" and found["batch"]["lengths"] == [127, 96, 74]
     assert len(found["memory"]) == 3 * 2 and all(r["measured"] is None for r in found["memory"])
-    for part in ("## Attention mass", "## Heavy hitters", "## Needles and facts", "## Memory", "## Provenance", "MISSED", "| all |"):
+    for part in (
+        "## Attention mass",
+        "## Heavy hitters",
+        "## Needles and facts",
+        "## Memory",
+        "## Provenance",
+        "MISSED",
+        "| all |",
+    ):
         assert part in shown, part
     pictures = sorted(f.name for f in folder.glob("*.svg"))
     assert len(pictures) == 9 and all(name in shown and "<svg" in (folder / name).read_text() for name in pictures)
@@ -56,7 +87,10 @@ def test_verdicts_are_printed_by_setting(report):
     for r in found["rows"]:
         r["loss"], r["verdict"] = (0.5, "MISSED") if r["chunk"] == 64 and r["context"] == 300 else (0.01, "met")
     said = markdown.render(found, {})
-    assert "chunks of 64, all texts: **met in 1, MISSED in 1** of 2 settings; from 1.00 % (64: 8 + 24, 180 tokens) to 50.00 %" in said
+    assert (
+        "chunks of 64, all texts: **met in 1, MISSED in 1** of 2 settings; from 1.00 % (64: 8 + 24, 180 "
+        "tokens) to 50.00 %" in said
+    )
     assert "chunks of 32, prose.txt: **met in 4, MISSED in 0** of 4" in said
     columns, cells = markdown.perplexity(found)
     shown = {(row[0], row[3]): (row[columns.index(">loss")], row[columns.index("below 5 %")]) for row in cells}
@@ -67,30 +101,58 @@ def test_plots_are_the_same_every_time(report):
     found, _, _ = report
     maps = {"made up": {layer: plots.torch.arange(40.0).view(5, 8) * layer for layer in range(4)}}
     drawn = plots.draw(found, maps)
-    assert drawn == plots.draw(found, maps) and len(drawn) == 7 and all(part in drawn["Kept, made up"] for part in ("made up", "layer 3"))
+    assert (
+        drawn == plots.draw(found, maps)
+        and len(drawn) == 7
+        and all(part in drawn["Kept, made up"] for part in ("made up", "layer 3"))
+    )
 
 
 def test_without_matplotlib_it_says_so(run, gqa_path, prose, tmp_path, monkeypatch):
     monkeypatch.setattr(recall_plots, "available", lambda: False)
-    code, out, err = run("sparse-prefill", gqa_path, "--context", 180, "--cuts", "64,8,24", "--text", prose, "--tail", 20,
-                         "--needles", 0, "--in-prompt", 0, "--out", tmp_path)
+    code, out, err = run(
+        "sparse-prefill",
+        gqa_path,
+        "--context",
+        180,
+        "--cuts",
+        "64,8,24",
+        "--text",
+        prose,
+        "--tail",
+        20,
+        "--needles",
+        0,
+        "--in-prompt",
+        0,
+        "--out",
+        tmp_path,
+    )
     assert code == 0 and sorted(f.suffix for f in tmp_path.iterdir()) == [".json", ".md"], err
     assert "met" in out and "chunks of 64" in out
     shown = (tmp_path / "sparse_prefill_gqa.md").read_text()
     assert "matplotlib is not installed" in shown and "turned off (--needles 0)" in shown and "## Needles" not in shown
 
 
-@pytest.mark.parametrize("options,message", [
-    (("--cuts", "64,8"), "expected CHUNK,LOCAL,HEAVY"), (("--context", "100"), "more than a chunk and the tail"),
-    (("--rows", "0"), "--rows 0"),
-    (("--asked-context", "500", "--context", "300"), "fewer --needles"), (("--text", "nowhere.txt"), "cannot read the text"),
-], ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (("--cuts", "64,8"), "expected CHUNK,LOCAL,HEAVY"),
+        (("--context", "100"), "more than a chunk and the tail"),
+        (("--rows", "0"), "--rows 0"),
+        (("--asked-context", "500", "--context", "300"), "fewer --needles"),
+        (("--text", "nowhere.txt"), "cannot read the text"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
+)
 def test_what_is_refused(run, gqa_path, tmp_path, options, message):
     given = {"--context": "300", "--cuts": "64,8,24", "--tail": "40"} | dict(zip(options[::2], options[1::2]))
-    code, out, err = run("sparse-prefill", gqa_path, *(x for pair in given.items() for x in pair), "--out", tmp_path / "out")
+    code, out, err = run(
+        "sparse-prefill", gqa_path, *(x for pair in given.items() for x in pair), "--out", tmp_path / "out"
+    )
     assert code == 2 and message in err and "Traceback" not in err and not (tmp_path / "out").exists() and not out
 
 
-def test_a_deepseek_v4_checkpoint_is_refused(run, demo):  # noqa: F811
+def test_a_deepseek_v4_checkpoint_is_refused(run, demo):
     code, _, err = run("sparse-prefill", demo)
     assert code == 2 and "sparse prefill is of GQA models" in err

@@ -3,12 +3,20 @@
 import pytest
 import torch
 
-from kernels.chunked_prefill import Chunking, chunked_prefill
-from kernels.chunked_prefill import triton as kernels
-from kernels.chunked_prefill.triton import _Call, empty_memory, splits
-from probes.sparse_prefill.mass import KINDS, DenseMass, add, figures, shares
-from probes.sparse_prefill.measures import (
-    dense_bytes, extra_bytes, kept_by_place, memory_bytes, remembered, stability, survivors, survivors_by_chance)
+from dsv4.kernels.chunked_prefill import Chunking, chunked_prefill
+from dsv4.kernels.chunked_prefill import triton as kernels
+from dsv4.kernels.chunked_prefill.triton import _Call, empty_memory, splits
+from dsv4.probes.sparse_prefill.mass import KINDS, DenseMass, add, figures, shares
+from dsv4.probes.sparse_prefill.measures import (
+    dense_bytes,
+    extra_bytes,
+    kept_by_place,
+    memory_bytes,
+    remembered,
+    stability,
+    survivors,
+    survivors_by_chance,
+)
 
 C = Chunking(32, 8, 12)
 
@@ -32,14 +40,16 @@ def dense(prefilled):
 
 
 def given(q, k, t: int, head: int) -> list[float]:
-    return (q[0, t, head].double() @ k[0, head // 2, :t + 1].double().T * 0.25).softmax(-1).tolist()
+    return (q[0, t, head].double() @ k[0, head // 2, : t + 1].double().T * 0.25).softmax(-1).tolist()
 
 
 def test_shares_are_those_of_the_dense_softmax(prefilled, dense):
     """Kind by kind, with loops over queries and keys."""
     q, k, _, _, memory = prefilled
     found = shares(dense, memory.positions[:, 0], C)
-    assert dense.queries.tolist() == [10, 11, 11, 10, 8] and {k: v.shape for k, v in found.items()} == dict.fromkeys(KINDS, (4, 4))
+    assert dense.queries.tolist() == [10, 11, 11, 10, 8] and {k: v.shape for k, v in found.items()} == dict.fromkeys(
+        KINDS, (4, 4)
+    )
     for i, head in ((1, 0), (2, 3), (4, 1)):
         first, pair = 32 * i, (head // 2 * 2, head // 2 * 2 + 1)
         queries = [t for t in range(first, min(first + 32, 150)) if (t + 1) % 3 == 0]
@@ -50,9 +60,17 @@ def test_shares_are_those_of_the_dense_softmax(prefilled, dense):
         later = [t for t in range(first, 150) if (t + 1) % 3 == 0]
         future = {j: sum(given(q, k, t, h)[j] for t in later for h in pair) for j in range(first - 8)}
         best, coming = (sorted(of, key=lambda j: -of[j])[:12] for of in (true, future))
-        wanted = {"own": 0, "kept": on(memory.positions[i, 0, head // 2].tolist()), "recent": on(range(first - 20, first)),
-                  "random": on(range(first)) * 20 / first, "oracle_next": on([*local, *best]), "oracle_future": on([*local, *coming])}
-        assert {kind: found[kind][i - 1, head].item() for kind in KINDS} == pytest.approx({k: own + v for k, v in wanted.items()}, rel=1e-4)
+        wanted = {
+            "own": 0,
+            "kept": on(memory.positions[i, 0, head // 2].tolist()),
+            "recent": on(range(first - 20, first)),
+            "random": on(range(first)) * 20 / first,
+            "oracle_next": on([*local, *best]),
+            "oracle_future": on([*local, *coming]),
+        }
+        assert {kind: found[kind][i - 1, head].item() for kind in KINDS} == pytest.approx(
+            {k: own + v for k, v in wanted.items()}, rel=1e-4
+        )
 
 
 def test_no_memory_of_the_same_size_holds_more_than_the_oracle(prefilled, dense):
@@ -66,7 +84,9 @@ def test_means_weigh_chunks_by_their_queries_and_skip_those_without(dense, prefi
     few = DenseMass(dense.sums.clone(), torch.tensor([10, 0, 3, 0, 1]), 32)
     found = shares(few, prefilled[-1].positions[:, 0], C)
     assert found["kept"][0].isnan().all() and found["kept"][2].isnan().all()
-    assert figures(found, few.queries)["kept"] == pytest.approx(((3 * found["kept"][1] + found["kept"][3]) / 4).tolist())
+    assert figures(found, few.queries)["kept"] == pytest.approx(
+        ((3 * found["kept"][1] + found["kept"][3]) / 4).tolist()
+    )
     with pytest.raises(ValueError, match="no multiple of 32"):
         dense.of_chunks(48)
 
@@ -84,7 +104,9 @@ def test_survivors_of_the_first_chunk_are_counted(prefilled):
 
 def test_stability_is_the_jaccard_index_of_heavy_sets():
     at = lambda *heavy: [*heavy, 90, 91]
-    sets = torch.tensor([[-1] * 5, at(1, 2, 3), at(1, 2, 3), at(2, 3, 7), at(8, 9, 10), [-1] * 5]).int().view(6, 1, 1, 5)
+    sets = (
+        torch.tensor([[-1] * 5, at(1, 2, 3), at(1, 2, 3), at(2, 3, 7), at(8, 9, 10), [-1] * 5]).int().view(6, 1, 1, 5)
+    )
     found = stability(sets, Chunking(32, 2, 3)).flatten().tolist()
     assert found[:3] == [1.0, 0.5, 0.0] and found[3] != found[3] and len(found) == 4
 
@@ -92,7 +114,12 @@ def test_stability_is_the_jaccard_index_of_heavy_sets():
 def test_rows_that_ended_have_no_stability(prefilled):
     memory = prefilled[-1]
     found = stability(memory.positions, C)
-    assert found.shape == (4, 2, 2) and not found[:3, 0].isnan().any() and found[3].isnan().all() and found[1:, 1].isnan().all()
+    assert (
+        found.shape == (4, 2, 2)
+        and not found[:3, 0].isnan().any()
+        and found[3].isnan().all()
+        and found[1:, 1].isnan().all()
+    )
     assert ((found[:3, 0] > 0) & (found[:3, 0] <= 1)).all()
 
 
@@ -104,7 +131,10 @@ def test_what_is_kept_of_each_place_adds_up_to_the_memory(prefilled):
     alone = kept_by_place(memory.positions[:, :1], 150, 32)
     assert torch.equal(alone[3:], counts[3:])  # the second row has ended there and does not count
     fine = kept_by_place(memory.positions[:, :1], 150, 10)
-    assert fine.shape == (5, 15) and fine[4, 5] == sum(50 <= t < 60 for head in range(2) for t in memory.positions[4, 0, head].tolist()) / 2
+    assert (
+        fine.shape == (5, 15)
+        and fine[4, 5] == sum(50 <= t < 60 for head in range(2) for t in memory.positions[4, 0, head].tolist()) / 2
+    )
     held = remembered(memory.positions, 150)
     assert held[1:5, 0].sum(-1).eq(20).all() and not held[0].any() and not held[3:, 1].any()
 
@@ -116,11 +146,17 @@ def test_extra_bytes_are_those_of_the_buffers(dtype):
     buffers = [call.part, call.given, *empty_memory(q, 2, C, None)]
     assert memory_bytes(2, 150, 2, C) == sum(t.nbytes for t in empty_memory(q, 2, C, None))
     assert extra_bytes(2, 150, 4, 2, C, call.splits) == sum(t.nbytes for t in buffers)
-    assert dense_bytes(2, 150, 4, 2, 16, q.element_size()) == sum(t.nbytes for t in (q, q, k[:, :, :150], k[:, :, :150], call.lse))
+    assert dense_bytes(2, 150, 4, 2, 16, q.element_size()) == sum(
+        t.nbytes for t in (q, q, k[:, :, :150], k[:, :, :150], call.lse)
+    )
 
 
 def test_it_takes_less_than_five_percent_more_than_dense():
-    for T, c in ((131072, Chunking(2048, 256, 768)), (131072, Chunking(4096, 512, 1536)), (16384, Chunking(1024, 128, 384))):
+    for T, c in (
+        (131072, Chunking(2048, 256, 768)),
+        (131072, Chunking(4096, 512, 1536)),
+        (16384, Chunking(1024, 128, 384)),
+    ):
         tile = kernels.tiles(False, 128, c, (9, 0))
         more = extra_bytes(1, T, 32, 8, c, splits(tile, c, 4))
         assert more < 0.05 * dense_bytes(1, T, 32, 8, 128, 2), (T, c, more)

@@ -1,4 +1,5 @@
-"""A model of few tokens whose next one depends on the last alone, with a block that says something else: what rounds sample can be counted."""
+"""A model of few tokens whose next one depends on the last alone, with a block that says something else: what rounds
+sample can be counted."""
 
 from types import SimpleNamespace
 
@@ -11,12 +12,24 @@ from dsv4.speculation.resident_drafters import LookupDrafts, MTPDrafts
 from dsv4.speculation.rounds import Rounds
 
 V = 5
-TARGET = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05], [0.05, 0.05, 0.6, 0.3, 0.0], [0.0, 0.25, 0.25, 0.25, 0.25], [0.1, 0.1, 0.1, 0.1, 0.6],
-                       [0.9, 0.1, 0.0, 0.0, 0.0]])
+TARGET = torch.tensor(
+    [
+        [0.5, 0.2, 0.15, 0.1, 0.05],
+        [0.05, 0.05, 0.6, 0.3, 0.0],
+        [0.0, 0.25, 0.25, 0.25, 0.25],
+        [0.1, 0.1, 0.1, 0.1, 0.6],
+        [0.9, 0.1, 0.0, 0.0, 0.0],
+    ]
+)
 UNIFORM = torch.full((V, V), 1 / V)
 APART = torch.where(TARGET <= TARGET.sort(1).values[:, 1:2], 1.0, 0.0)  # only what the target finds least likely
-PROPOSALS = {"the target": TARGET, "some of it": 0.5 * TARGET + 0.5 * TARGET.roll(1, 1), "uniform": UNIFORM, "hardly any of it": APART / APART.sum(1, True),
-             "none of it": TARGET.roll(1, 0) * 0 + torch.eye(V)[[4, 4, 0, 0, 2]]}
+PROPOSALS = {
+    "the target": TARGET,
+    "some of it": 0.5 * TARGET + 0.5 * TARGET.roll(1, 1),
+    "uniform": UNIFORM,
+    "hardly any of it": APART / APART.sum(1, True),
+    "none of it": TARGET.roll(1, 0) * 0 + torch.eye(V)[[4, 4, 0, 0, 2]],
+}
 
 
 class Words:
@@ -52,15 +65,38 @@ class Chain:
         return torch.zeros(step.N, 1, 1), self.p[step.ids]
 
     def cache(self, batch: int, length: int, room: int):
-        held = SimpleNamespace(batch=batch, max_context=length + room + 10, max_rewind=8, mtp_layers=[None],
-                               _main=Lengths(batch, 8), _mtp=Lengths(batch, 8), lengths=[length] * batch)
+        held = SimpleNamespace(
+            batch=batch,
+            max_context=length + room + 10,
+            max_rewind=8,
+            mtp_layers=[None],
+            _main=Lengths(batch, 8),
+            _mtp=Lengths(batch, 8),
+            lengths=[length] * batch,
+        )
         return held
 
 
-def chained(q, seeds, new, policy, sampling=Sampling(1.0), p=TARGET, lookup=False, stop_ids=(), kind=Rounds, length=3, seed=0, **more):
+def chained(
+    q,
+    seeds,
+    new,
+    policy,
+    sampling=Sampling(1.0),
+    p=TARGET,
+    lookup=False,
+    stop_ids=(),
+    kind=Rounds,
+    length=3,
+    seed=0,
+    **more,
+):
     """Rounds of `seeds` rows that each write `new` tokens after token 0, at position `length`, ready to run."""
     model = Chain(p, q)
-    cache, choice = model.cache(seeds, length, new), Sampled(Sampling(sampling.temperature, sampling.top_p, seed), seeds, "cpu")
+    cache, choice = (
+        model.cache(seeds, length, new),
+        Sampled(Sampling(sampling.temperature, sampling.top_p, seed), seeds, "cpu"),
+    )
     tokens = torch.zeros(seeds, dtype=torch.int64)
     if lookup:
         drafter = LookupDrafts([[1, 2, 0][:length]] * seeds, tokens, cache.max_context + 1, 2, 1)

@@ -9,8 +9,8 @@ from dsv4.speculation.policy import Static
 
 
 class Scripted(Drafter):
-    """Drafts the first `right` tokens of the row's known continuation, then wrong ones. right: also a list, a row each, or a function
-    of the number of the pass."""
+    """Drafts the first `right` tokens of the row's known continuation, then wrong ones. right: also a list, a row each,
+    or a function of the number of the pass."""
 
     name = "scripted"
 
@@ -30,7 +30,13 @@ class Scripted(Drafter):
     def draft(self, sizes):
         drafted = torch.zeros(len(sizes), max(sizes, default=0), dtype=torch.int64)
         for b, size in enumerate(sizes):
-            right = self.right(self.passes) if callable(self.right) else self.right if isinstance(self.right, int) else self.right[b]
+            right = (
+                self.right(self.passes)
+                if callable(self.right)
+                else self.right
+                if isinstance(self.right, int)
+                else self.right[b]
+            )
             for i in range(size):
                 place = self.at[b] + i
                 true = self.known[b][place] if place < len(self.known[b]) else 0

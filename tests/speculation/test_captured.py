@@ -1,4 +1,5 @@
-"""Time of captures is told as that, whether they come before decoding or in the middle of it. A clock and graphs of a GPU are played."""
+"""Time of captures is told as that, whether they come before decoding or in the middle of it. A clock and graphs of a
+GPU are played."""
 
 import pytest
 
@@ -22,7 +23,8 @@ def model(golden_path):
 
 
 class Played:
-    """A clock that moves when graphs are captured and replayed, and what was done in order: ("capture" | "step", kind, tokens)."""
+    """A clock that moves when graphs are captured and replayed, and what was done in order: ("capture" | "step", kind,
+    tokens)."""
 
     def __init__(self):
         self.now, self.done = 0.0, []
@@ -41,6 +43,7 @@ class Played:
             def step(self, *given):
                 played.add("step", name, self.tokens, STEP)
                 return super().step(*given)
+
         return Graph
 
     def add(self, what, name, tokens, seconds):
@@ -79,21 +82,27 @@ def test_what_is_captured_is_no_time_of_decoding(model, played, right):
     plain = generate(model, ids, 12).token_ids
     out = drafts(model, ids, 12, Scripted([plain], right, model.config.vocab_size), Static(3))
     captures, steps = played.of("capture"), played.of("step")
-    assert out.token_ids == plain and captures[:3] == [1, 3, 4] and before_the_first_step(played) == 3  # under pressure a pass has 2 drafts
+    # under pressure a pass has 2 drafts
+    assert out.token_ids == plain and captures[:3] == [1, 3, 4] and before_the_first_step(played) == 3
     assert len(captures) == len(set(captures)) and set(steps) <= set(captures)
     assert out.capture_seconds == CAPTURE * len(captures) and out.decode_seconds == STEP * len(steps)
 
 
 def test_widths_that_are_captured_in_the_middle(model, played):
     """A text of the drafter's own choosing: fewer drafts than the policy wants."""
+
     class Fewer(Scripted):
         def draft(self, sizes):
             return super().draft([min(size, self.passes % 5) for size in sizes])
+
     ids = prompt_of(model, 30)
     plain = generate(model, ids, 40).token_ids
     out = drafts(model, ids, 40, Fewer([plain], 9, model.config.vocab_size), Static(4))
     assert out.token_ids == plain and played.of("capture") == [1, 3, 5, 2, 4]
-    assert out.capture_seconds == 5 * CAPTURE and out.decode_seconds == STEP * len(played.of("step")) == STEP * out.speculation.verify_passes
+    assert (
+        out.capture_seconds == 5 * CAPTURE
+        and out.decode_seconds == STEP * len(played.of("step")) == STEP * out.speculation.verify_passes
+    )
 
 
 @pytest.mark.parametrize("policy", [Static(3), Adaptive()], ids=lambda p: p.name)
@@ -101,7 +110,9 @@ def test_the_block_of_sampled_drafts(model, played, policy):
     ids = prompt_of(model, 30)
     out = drafts(model, ids, 24, MTPDrafter(), policy, sampling=Sampling(1.0, 0.9, 3))
     widest, first = max(policy.sizes), before_the_first_step(played)
-    assert played.of("capture", "pass") == [size + 1 for size in (0, *policy.sizes)] and played.of("capture", "block") == list(range(1, widest + 2))
+    assert played.of("capture", "pass") == [size + 1 for size in (0, *policy.sizes)] and played.of(
+        "capture", "block"
+    ) == list(range(1, widest + 2))
     assert first == len(played.of("capture")) and len(out.token_ids) == 24
     assert out.capture_seconds == CAPTURE * first and out.decode_seconds == STEP * len(played.of("step"))
 

@@ -30,7 +30,9 @@ class Watched(MTPDrafter):
 
     def draft(self, sizes):
         found = super().draft(sizes)
-        self.seen += [(list(row), drafts[:n]) for row, drafts, n in zip(self.now, found.tokens.tolist(), found.sizes) if n]
+        self.seen += [
+            (list(row), drafts[:n]) for row, drafts, n in zip(self.now, found.tokens.tolist(), found.sizes) if n
+        ]
         return found
 
 
@@ -49,7 +51,8 @@ def from_scratch(model, tokens: list[int], n: int) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_draft_is_that_of_a_block_that_never_guessed(model, size):
-    """After accepted and rejected drafts alike, ragged rows, past the block's window: entries made of its own streams are gone."""
+    """After accepted and rejected drafts alike, ragged rows, past the block's window: entries made of its own streams
+    are gone."""
     watched = Watched()
     drafted(model, [prompt_of(model, n) for n in (1, 6, 9)], 14, watched, size)
     assert len(watched.seen) > 20
@@ -67,6 +70,7 @@ def test_rows_that_draft_nothing_for_a_while_catch_up(model):
 
         def choose(self, states, pressure=False):
             return [0 if state is None else next(self.turns) for state in states]
+
     watched = Watched()
     generate_speculative(model, [prompt_of(model, 5), prompt_of(model, 11)], 12, watched, policy=Sometimes(3))
     assert watched.seen
@@ -82,9 +86,9 @@ def test_ragged_drafting_logits_equal_each_row_alone(model):
     logits, after = model.mtp_logits(streams, ids, cache, n_new=counts, return_streams=True, logits="last")
     assert cache.mtp_lengths == counts and logits.shape == (3, 1, model.config.vocab_size)
     for b in (0, 2):
-        want, own = model.mtp_logits(streams[b:b + 1, :counts[b]], ids[b:b + 1, :counts[b]], return_streams=True)
+        want, own = model.mtp_logits(streams[b : b + 1, : counts[b]], ids[b : b + 1, : counts[b]], return_streams=True)
         torch.testing.assert_close(logits[b], want[0, -1:], atol=1e-4, rtol=0)
-        torch.testing.assert_close(after[b, :counts[b]], own[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(after[b, : counts[b]], own[0], atol=1e-4, rtol=0)
     with pytest.raises(InputError, match="n_new is"):
         model.mtp_logits(streams, ids, cache, n_new=[6, 0, 0])
 
@@ -92,12 +96,13 @@ def test_ragged_drafting_logits_equal_each_row_alone(model):
 def searched(tokens: list[int], size: int, longest: int, shortest: int) -> list[int]:
     """What lookup should draft, by looking at every earlier place."""
     for n in range(min(longest, len(tokens)), shortest - 1, -1):
-        for end in range(len(tokens) - 1, n - 1, -1):  # the latest occurrence first; one at the very end has no follower
-            if tokens[end - n:end] == tokens[-n:]:
+        # the latest occurrence first; one at the very end has no follower
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
                 whole = list(tokens)
                 for i in range(size):
                     whole.append(whole[end + i])
-                return whole[len(tokens):]
+                return whole[len(tokens) :]
     return []
 
 
@@ -110,7 +115,7 @@ def test_lookup_finds_what_a_search_finds(longest, shortest):
     for _ in range(200):
         drafts = drafter.draft([5, 0])
         want = searched(tokens, 5, longest, shortest)
-        assert drafts.tokens[0, :drafts.sizes[0]].tolist() == want and drafts.sizes[1] == 0
+        assert drafts.tokens[0, : drafts.sizes[0]].tolist() == want and drafts.sizes[1] == 0
         found += bool(want)
         new = [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
         drafter.commit(None, torch.tensor([new, [0] * len(new)]), [len(new), 0])

@@ -1,4 +1,5 @@
-"""Speculative greedy output is plain greedy output, token for token; and what is left in the caches is what plain decoding leaves."""
+"""Speculative greedy output is plain greedy output, token for token; and what is left in the caches is what plain
+decoding leaves."""
 
 import functools
 from pathlib import Path
@@ -25,7 +26,8 @@ def golden(golden_path):
     return load_model(golden_path, numerics="fp32")
 
 
-# Window 8, ratios 4 and 128: every residue mod 4, both sides of the window's edge, and of 128, within the prompt and while drafting.
+# Window 8, ratios 4 and 128: every residue mod 4, both sides of the window's edge, and of 128, within the prompt and
+# while drafting.
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 115, 121, 124, 125, 126, 127, 128, 129, 130, 131, 250, 253, 255, 256, 257]
 
 
@@ -46,7 +48,9 @@ def test_prompts_of_every_residue(model, continued, right):
 
 @pytest.mark.parametrize("length", [3, 8, 127])
 def test_prompts_by_themselves(model, continued, length):
-    found = drafted(model, [prompt_of(model, length)], 10, Scripted([continued(length, 10)], 2, model.config.vocab_size))[0]
+    found = drafted(
+        model, [prompt_of(model, length)], 10, Scripted([continued(length, 10)], 2, model.config.vocab_size)
+    )[0]
     assert found.token_ids == continued(length, 10)
 
 
@@ -63,12 +67,18 @@ def test_right_k_then_wrong(model, continued, right):
 
 @pytest.mark.parametrize("right", range(5))
 def test_every_residue_of_128_while_drafting(model, continued, right):
-    """A pass of four drafts, so many of them right, from each place of a window of 128: rows that begin 0 … `right` tokens later pass
-    them all between them."""
+    """A pass of four drafts, so many of them right, from each place of a window of 128: rows that begin 0 … `right`
+    tokens later pass them all between them."""
     ids, want = prompt_of(model, 100), continued(100, 150)
     shifted = range(right + 1)
-    found = drafted(model, [ids + want[:i] for i in shifted], 140, Scripted([want[i:] for i in shifted], right, model.config.vocab_size), 4)
-    assert [out.token_ids for out in found] == [want[i:i + 140] for i in shifted]
+    found = drafted(
+        model,
+        [ids + want[:i] for i in shifted],
+        140,
+        Scripted([want[i:] for i in shifted], right, model.config.vocab_size),
+        4,
+    )
+    assert [out.token_ids for out in found] == [want[i : i + 140] for i in shifted]
     seen = set()
     for i, out in enumerate(found):
         at = len(ids) + i
@@ -83,7 +93,10 @@ def test_every_residue_of_128_while_drafting(model, continued, right):
 def test_rewinds_at_the_ring_s_edge(model, continued, max_rewind, right):
     """Rings of the least size that 4 drafts need, and one more: every pass is wrong, so that most is forgotten."""
     drafter = Scripted([continued(119, 30)], right, model.config.vocab_size)
-    assert drafted(model, [prompt_of(model, 119)], 20, drafter, 4, max_rewind=max_rewind)[0].token_ids == continued(119, 30)[:20]
+    assert (
+        drafted(model, [prompt_of(model, 119)], 20, drafter, 4, max_rewind=max_rewind)[0].token_ids
+        == continued(119, 30)[:20]
+    )
 
 
 def test_a_ring_too_small_for_the_policy_drafts_less(model, continued):
@@ -98,10 +111,16 @@ def test_finished_rows_rest_in_small_rings(model, continued, max_rewind):
     """A row that has stopped keeps its place beside rows that go on, however little may be forgotten."""
     want = [continued(3, 10), continued(8, 10)]
     stop = {want[0][2]}
-    want = [row[:next((i + 1 for i, t in enumerate(row) if t in stop), 10)] for row in want]
+    want = [row[: next((i + 1 for i, t in enumerate(row) if t in stop), 10)] for row in want]
     assert len(want[0]) < len(want[1])
-    found = drafted(model, [prompt_of(model, 3), prompt_of(model, 8)], 10, Scripted(want, 1, model.config.vocab_size), stop_ids=stop,
-                    max_rewind=max_rewind)
+    found = drafted(
+        model,
+        [prompt_of(model, 3), prompt_of(model, 8)],
+        10,
+        Scripted(want, 1, model.config.vocab_size),
+        stop_ids=stop,
+        max_rewind=max_rewind,
+    )
     assert [out.token_ids for out in found] == want
 
 
@@ -113,11 +132,12 @@ def test_real_drafters(model, golden, drafter):
 
 
 def test_ragged_rows_equal_each_row_alone(model):
-    """Rows of different lengths, that accept differently many, stop at different times, and meet the end of the context."""
+    """Rows of different lengths, that accept differently many, stop at different times, and meet the end of the
+    context."""
     prompts = [prompt_of(model, n) for n in (1, 7, 125, 40, 128)]
     want = [plain(model, ids, 20) for ids in prompts]
     stop = {want[1][4], want[3][11]}
-    want = [row[:next((i + 1 for i, t in enumerate(row) if t in stop), 20)] for row in want]
+    want = [row[: next((i + 1 for i, t in enumerate(row) if t in stop), 20)] for row in want]
     assert len({len(row) for row in want}) > 1
     for drafter in (Scripted(want, [4, 0, 1, 2, 3], model.config.vocab_size), MTPDrafter(), LookupDrafter()):
         found = drafted(model, prompts, 20, drafter, stop_ids=stop)
@@ -127,7 +147,9 @@ def test_ragged_rows_equal_each_row_alone(model):
 
 @pytest.mark.parametrize("verify", [SingleSteps, default])
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
-def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(official, numerics, cache, index_cache, verify):
+def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
+    official, numerics, cache, index_cache, verify
+):
     """Where no rounding differs, tokens and the logits of what follows are equal to the last bit."""
     model = load_model(official, numerics=numerics, cache=cache, index_cache=index_cache)
     for length in (7, 126):
@@ -137,8 +159,14 @@ def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
         model.append(torch.tensor([ids]), untouched, logits="none")
         for token in want[:-1]:
             model.append(torch.tensor([[token]]), untouched, logits="none")
-        found = drafted(model, [ids], 10, Scripted([want], lambda n: n % 5, model.config.vocab_size), max_context=length + 20,
-                        verify=lambda m, c: held.append(c) or verify(m, c))[0]
+        found = drafted(
+            model,
+            [ids],
+            10,
+            Scripted([want], lambda n: n % 5, model.config.vocab_size),
+            max_context=length + 20,
+            verify=lambda m, c: held.append(c) or verify(m, c),
+        )[0]
         assert found.token_ids == want and held[0].lengths == untouched.lengths
         for token in (want[-1], 5, 6, 7, 8):
             logits = [model.append(torch.tensor([[token]]), c) for c in (held[0], untouched)]
@@ -149,6 +177,7 @@ def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
 def test_the_demo_checkpoint(numerics, cache, index_cache):
     """Trained weights choose with a margin: here even passes of several tokens, rounded differently, say the same."""
     from dsv4.tokenizer import Tokenizer
+
     model = load_model(DEMO, numerics=numerics, cache=cache, index_cache=index_cache)
     ids = [0, *Tokenizer(DEMO, model.config.vocab_size).encode("The capital of France is")]
     want = plain(model, ids, 24)

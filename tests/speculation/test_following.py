@@ -1,4 +1,5 @@
-"""The MTP block follows tokens whose results nobody asks for by their latents alone: what it leaves and says is that of the whole block."""
+"""The MTP block follows tokens whose results nobody asks for by their latents alone: what it leaves and says is that of
+the whole block."""
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def both(model, T, last):
 @pytest.mark.parametrize("T", WIDTHS)
 def test_what_it_says_and_leaves_is_the_whole_block_s(model, T):
     """At every token that may be the last, at the edge of the window too."""
-    within = 1e-5 if model.numerics.name == "fp32" else 0.05  # sums of 1 and of T rows differ, and in qat a rounding with them
+    # sums of 1 and of T rows differ, and in qat a rounding with them
+    within = 1e-5 if model.numerics.name == "fp32" else 0.05
     for last in range(T):
         whole, found, before = both(model, T, [last, T - 1, 0, T - 1 - last])
         for a, b in zip(whole, found):

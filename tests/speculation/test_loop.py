@@ -1,4 +1,5 @@
-"""The loop: where it stops, what it reports, which errors it raises, and that a row never depends on its neighbours' luck."""
+"""The loop: where it stops, what it reports, which errors it raises, and that a row never depends on its neighbours'
+luck."""
 
 import json
 from functools import partial
@@ -30,9 +31,11 @@ def test_a_stop_inside_an_accepted_block(model, place):
     ids, shown = prompt_of(model, 10), []
     want = plain(model, ids, 8)
     stop = {want[place]}
-    out = drafted(model, [ids], 8, scripted(model, want), 5, stop_ids=stop, on_token=lambda row, token: shown.append((row, token)))[0]
+    out = drafted(
+        model, [ids], 8, scripted(model, want), 5, stop_ids=stop, on_token=lambda row, token: shown.append((row, token))
+    )[0]
     first = want.index(want[place])
-    assert out.token_ids == want[:first + 1] and out.stop_reason == "eos"
+    assert out.token_ids == want[: first + 1] and out.stop_reason == "eos"
     assert shown == [(0, token) for token in want[:first]]
 
 
@@ -42,7 +45,9 @@ def test_max_new_tokens_inside_a_block(model, n):
     want = plain(model, ids, n)
     for context in (None, 40):
         out = drafted(model, [ids], n, scripted(model, want + [0] * 9), 5, max_context=context)[0]
-        assert out.token_ids == want and out.stop_reason == "max_new_tokens" and out.max_context == (context or 10 + n - 1)
+        assert (
+            out.token_ids == want and out.stop_reason == "max_new_tokens" and out.max_context == (context or 10 + n - 1)
+        )
         assert out.speculation.block_size_history == ([min(5, n - 2)] if n > 1 else [])
 
 
@@ -55,14 +60,29 @@ def test_the_end_of_the_context_is_the_same_error_after_the_same_tokens(model, r
     for right in (0, 2, 9):
         shown.clear()
         with pytest.raises(ContextOverrun) as speculating:
-            drafted(model, [ids], 20, scripted(model, want, right), 4, max_context=10 + room, on_token=lambda row, token: shown.append(token))
+            drafted(
+                model,
+                [ids],
+                20,
+                scripted(model, want, right),
+                4,
+                max_context=10 + room,
+                on_token=lambda row, token: shown.append(token),
+            )
         assert shown == expected and str(speculating.value) == str(plainly.value)
 
 
-@pytest.mark.parametrize("prompts, n, context, error", [
-    ([[]], 3, None, "the prompt is empty"), ([], 3, None, "the prompt is empty"), ([[1, 2], []], 3, None, "the prompt is empty"),
-    ([[1]], 0, None, "max_new_tokens is 0"), ([[1, 2, 3]], 3, 2, "the prompt has 3 tokens, max_context is 2"),
-    ([[1, 99999]], 3, None, "token id 99999 is outside the vocabulary")])
+@pytest.mark.parametrize(
+    "prompts, n, context, error",
+    [
+        ([[]], 3, None, "the prompt is empty"),
+        ([], 3, None, "the prompt is empty"),
+        ([[1, 2], []], 3, None, "the prompt is empty"),
+        ([[1]], 0, None, "max_new_tokens is 0"),
+        ([[1, 2, 3]], 3, 2, "the prompt has 3 tokens, max_context is 2"),
+        ([[1, 99999]], 3, None, "token id 99999 is outside the vocabulary"),
+    ],
+)
 def test_bad_requests(model, prompts, n, context, error):
     with pytest.raises(InputError, match=error):
         generate_speculative(model, prompts, n, LookupDrafter(), max_context=context)
@@ -95,21 +115,26 @@ def test_policies_are_asked_with_what_happened(model):
         def choose(self, states, pressure=False):
             asked.append(pressure)
             return [0 if state is None else 3 for state in states]
+
     ids, pressures = prompt_of(model, 10), iter([False, True, False, True])
     want = plain(model, ids, 11)
-    out = generate_speculative(model, [ids], 11, scripted(model, want, lambda n: n), policy=Watched(3), pressure=lambda: next(pressures))[0]
+    out = generate_speculative(
+        model, [ids], 11, scripted(model, want, lambda n: n), policy=Watched(3), pressure=lambda: next(pressures)
+    )[0]
     assert out.token_ids == want
     assert asked == [False, True, False, True] and told == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert out.speculation.block_size_history == [3, 3, 3, 3]
 
 
 def test_adaptive_sizes_follow_acceptance_row_by_row(model):
-    """One row whose drafts are all right, one whose drafts are all wrong: their sizes are those of the specification."""
+    """One row whose drafts are all right, one whose drafts are all wrong: their sizes are those of the
+    specification."""
     prompts = [prompt_of(model, 10), prompt_of(model, 7)]
     wants = [plain(model, ids, 40) for ids in prompts]
     out = generate_speculative(model, prompts, 40, Scripted(wants, [99, 0], model.config.vocab_size), policy=Adaptive())
     assert [row.token_ids for row in out] == wants
-    assert out[0].speculation.block_size_history == [8, 8, 8, 8, 2]  # 9 tokens a pass of 39; the last is cut by what is left
+    # 9 tokens a pass of 39; the last is cut by what is left
+    assert out[0].speculation.block_size_history == [8, 8, 8, 8, 2]
     sizes, mean = [], 0.8
     for _ in range(12):
         sizes.append(8 if mean >= 0.8 else 4 if mean >= 0.5 else 1)
@@ -140,15 +165,19 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(model, drafter):
 
 
 def test_sampled_output_has_the_model_s_distribution(model):
-    """The second token of many rows, drafted by the block, against the exact mixture over first tokens; top_p small, so few tokens."""
+    """The second token of many rows, drafted by the block, against the exact mixture over first tokens; top_p small, so
+    few tokens."""
     sampling, ids, B = Sampling(temperature=1.0, top_p=0.3, seed=0), prompt_of(model, 6), 400
     from dsv4.generate import weights
     from tests.speculation.test_accept import chi2
+
     out = drafted(model, [ids] * B, 3, MTPDrafter(), 1, sampling=sampling)
     first = weights(model(torch.tensor([ids]))[0, -1], sampling).double()
     first /= first.sum()
     some = first.nonzero().flatten()
-    second = weights(model(torch.cat((torch.tensor([ids]).expand(len(some), -1), some.unsqueeze(1)), 1))[:, -1], sampling).double()
+    second = weights(
+        model(torch.cat((torch.tensor([ids]).expand(len(some), -1), some.unsqueeze(1)), 1))[:, -1], sampling
+    ).double()
     wanted = (first[some].unsqueeze(1) * second / second.sum(-1, keepdim=True)).sum(0)
     for place, target in ((0, first), (1, wanted)):
         found = torch.bincount(torch.tensor([row.token_ids[place] for row in out]), minlength=len(target)).double()
@@ -171,24 +200,37 @@ def test_the_command_line_gives_the_same_tokens_and_says_what_was_drafted(run, g
     found = json.loads(run(*args, "--speculate", method, "--draft-tokens", "4", "--json")[1])
     assert found["token_ids"] == want["token_ids"] and want["speculation"] is None
     assert found["speculation"]["method"] == method
-    assert max(found["speculation"]["block_size_history"]) == {"mtp": 4, "lookup": 0}[method]  # random weights repeat nothing
+    # random weights repeat nothing
+    assert max(found["speculation"]["block_size_history"]) == {"mtp": 4, "lookup": 0}[method]
     code, out, err = run(*args, "--speculate", method)
     said = {"mtp": "tokens a verify pass", "lookup": "nothing could be drafted in 11 passes"}[method]
     assert code == 0 and f"speculation by {method}: " in err and said in err
 
 
-@pytest.mark.parametrize("options, noted", [
-    (["--speculate", "mtp", "--together"], True), (["--speculate", "mtp"], False), ([], False),
-    (["--speculate", "mtp", "--together", "--numerics", "fp32"], False)])
+@pytest.mark.parametrize(
+    "options, noted",
+    [
+        (["--speculate", "mtp", "--together"], True),
+        (["--speculate", "mtp"], False),
+        ([], False),
+        (["--speculate", "mtp", "--together", "--numerics", "fp32"], False),
+    ],
+)
 def test_where_rounding_may_choose_otherwise_it_is_said(run, golden_path, options, noted):
     document = json.loads(run(golden_path, "--token-ids", "5,6", "--max-new-tokens", "3", *options, "--json")[1])
     assert any("two tokens are close" in note for note in document["notes"]) == noted
 
 
-@pytest.mark.parametrize("args, message", [(["--speculate", "eagle"], "'eagle' is not one of"), (["--draft-tokens", "3"], "add --speculate"),
-                                           (["--together"], "add --speculate"),
-                                           (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),
-                                           (["--speculate", "mtp", "--draft-tokens", "many"], "'many'")])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--speculate", "eagle"], "'eagle' is not one of"),
+        (["--draft-tokens", "3"], "add --speculate"),
+        (["--together"], "add --speculate"),
+        (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),
+        (["--speculate", "mtp", "--draft-tokens", "many"], "'many'"),
+    ],
+)
 def test_bad_options_are_one_line(run, golden_path, args, message):
     code, out, err = run(golden_path, "--token-ids", "5,6", *args)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err
@@ -196,7 +238,12 @@ def test_bad_options_are_one_line(run, golden_path, args, message):
 
 def test_a_checkpoint_without_the_block_on_the_command_line(run, tmp_path):
     from tests import checkpoints
-    raw = {**checkpoints.SMALL, "num_nextn_predict_layers": 0, "compress_ratios": checkpoints.SMALL["compress_ratios"][:-1]}
+
+    raw = {
+        **checkpoints.SMALL,
+        "num_nextn_predict_layers": 0,
+        "compress_ratios": checkpoints.SMALL["compress_ratios"][:-1],
+    }
     path = checkpoints.write_official(tmp_path / "c", raw)
     code, out, err = run(path, "--token-ids", "5,6", "--speculate", "mtp")
     assert code == 2 and err.count("\n") == 1 and "use --speculate lookup" in err

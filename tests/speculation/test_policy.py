@@ -12,7 +12,12 @@ from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, CostAwareP
 from scripts.bench.speculation_costs import flat, moe
 
 MOE, FLAT = moe(), flat()
-POLICIES = {"adaptive": Adaptive(), "static 8": Static(8), "cost-aware, MoE": CostAware(MOE, 1), "cost-aware, flat": CostAware(FLAT, 1)}
+POLICIES = {
+    "adaptive": Adaptive(),
+    "static 8": Static(8),
+    "cost-aware, MoE": CostAware(MOE, 1),
+    "cost-aware, flat": CostAware(FLAT, 1),
+}
 ALL = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
@@ -104,7 +109,9 @@ def test_impossible_counts_raise(policy, accepted, proposed):
         policy.observe(policy.initial(), accepted, proposed)
 
 
-@pytest.mark.parametrize("live,pages,expected", [(85, 100, False), (86, 100, True), (17, 20, False), (0, 7, False), (6, 7, True)])
+@pytest.mark.parametrize(
+    "live,pages,expected", [(85, 100, False), (86, 100, True), (17, 20, False), (0, 7, False), (6, 7, True)]
+)
 def test_pressure_begins_over_85_percent(live, pages, expected):
     assert under_pressure(live, pages) is expected
 
@@ -114,16 +121,43 @@ def test_room_leaves_a_slot_for_the_token_that_is_always_committed(remaining, fr
     assert room(remaining, free) == size
 
 
-@pytest.mark.parametrize("change", [{"weight": 0.0}, {"start": 1.5}, {"thresholds": (0.8, 0.5)}, {"sizes": (1, 4)}, {"sizes": (0, 4, 8)},
-                                    {"sizes": (1, 4, 9)}, {"sizes": (1, True, 8)}, {"pressure_cap": 0},
-                                    {"thresholds": (0.0, 0.5)}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": 0.0},
+        {"start": 1.5},
+        {"thresholds": (0.8, 0.5)},
+        {"sizes": (1, 4)},
+        {"sizes": (0, 4, 8)},
+        {"sizes": (1, 4, 9)},
+        {"sizes": (1, True, 8)},
+        {"pressure_cap": 0},
+        {"thresholds": (0.0, 0.5)},
+    ],
+    ids=str,
+)
 def test_adaptive_parameters_are_validated(change):
     with pytest.raises(InputError, match="expected"):
         AdaptiveParameters(**change)
 
 
-@pytest.mark.parametrize("change", [{"rates": (0.5,) * 7}, {"rates": (1.0,) * 8}, {"prior": (0.5,) * 8}, {"drift": 0.0}, {"chained": (0.0,) * 8}, {"chained": (0.5,) * 9},
-                                    {"horizon": -1.0}, {"sizes": ()}, {"sizes": (4, 1)}, {"sizes": (4, 8)}, {"sizes": (0, 9)}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rates": (0.5,) * 7},
+        {"rates": (1.0,) * 8},
+        {"prior": (0.5,) * 8},
+        {"drift": 0.0},
+        {"chained": (0.0,) * 8},
+        {"chained": (0.5,) * 9},
+        {"horizon": -1.0},
+        {"sizes": ()},
+        {"sizes": (4, 1)},
+        {"sizes": (4, 8)},
+        {"sizes": (0, 9)},
+    ],
+    ids=str,
+)
 def test_cost_aware_parameters_are_validated(change):
     with pytest.raises(InputError):
         CostAwareParameters(**change)
@@ -148,7 +182,7 @@ def test_a_sure_belief_takes_the_size_with_the_best_ratio(costs, g, batch):
     """Also where chains fail sooner than first drafts."""
     p = CostAwareParameters(horizon=0.0)
     rate, chained, sure = p.rates[g], p.chained[g], np.eye(8, dtype=np.float32)[g]
-    ratio = [(1 + sum(rate * chained ** i for i in range(k))) / costs.uniform(batch, k) for k in range(9)]
+    ratio = [(1 + sum(rate * chained**i for i in range(k))) / costs.uniform(batch, k) for k in range(9)]
     assert CostAware(costs, batch, p).choose([sure] * batch) == [int(np.argmax(ratio))] * batch
 
 
@@ -157,7 +191,10 @@ def test_belief_is_bayes_rule():
     got = CostAware(MOE, 1).observe(CostAware(MOE, 1).initial(), 2, 4)
     weighed = np.array([q * r * c * (1 - c) for q, r, c in zip(p.prior, p.rates, p.chained)])
     kept = (1 - p.drift) ** 3
-    assert np.abs(got - (weighed / weighed.sum() * kept + (1 - kept) * np.array(p.prior))).max() < 1e-6 and abs(got.sum() - 1) < 1e-6
+    assert (
+        np.abs(got - (weighed / weighed.sum() * kept + (1 - kept) * np.array(p.prior))).max() < 1e-6
+        and abs(got.sum() - 1) < 1e-6
+    )
 
 
 def test_a_row_without_hope_does_not_widen_the_pass_when_live_tokens_cost():

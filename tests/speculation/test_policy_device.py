@@ -1,4 +1,5 @@
-"""Device implementations equal the specification bit for bit (here on the CPU; tests/gpu has the same inside a CUDA graph)."""
+"""Device implementations equal the specification bit for bit (here on the CPU; tests/gpu has the same inside a CUDA
+graph)."""
 
 from dataclasses import replace
 
@@ -7,7 +8,16 @@ import pytest
 import torch
 
 from dsv4.errors import InputError
-from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, CostAwareParameters, Oracle, Static, on_device, under_pressure
+from dsv4.speculation import (
+    Adaptive,
+    AdaptiveParameters,
+    CostAware,
+    CostAwareParameters,
+    Oracle,
+    Static,
+    on_device,
+    under_pressure,
+)
 from dsv4.speculation.policy_device import DeviceCostAware, KernelCostAware
 from scripts.bench.speculation_costs import flat, moe
 from tests.speculation.host import vector_means, vector_sizes
@@ -45,11 +55,15 @@ def test_adaptive_equals_the_specification_at_every_threshold_and_its_neighbours
     assert device.choose(NO).tolist() == policy.choose(list(states))
     sizes = device.step(torch.from_numpy(accepted), torch.from_numpy(proposed), NO)
     expected, chosen = policy.step(list(states), accepted.tolist(), proposed.tolist())
-    assert np.array_equal(device.mean.numpy().view(np.int32), np.array(expected, np.float32).view(np.int32)) and sizes.tolist() == chosen
+    assert (
+        np.array_equal(device.mean.numpy().view(np.int32), np.array(expected, np.float32).view(np.int32))
+        and sizes.tolist() == chosen
+    )
 
 
 def test_adaptive_states_that_return_to_a_threshold_agree():
-    """r = 0.75 or 1 with the mean at 0.8: products and sums that round at the threshold itself. All sequences of 4 ratios."""
+    """r = 0.75 or 1 with the mean at 0.8: products and sums that round at the threshold itself. All sequences of 4
+    ratios."""
     policy = Adaptive()
     ratios = np.array([(a, k) for k in (1, 4, 8) for a in range(k + 1)])
     index = np.stack(np.meshgrid(*[np.arange(len(ratios))] * 4, indexing="ij"), -1).reshape(-1, 4)  # 16^4
@@ -62,9 +76,16 @@ def test_adaptive_states_that_return_to_a_threshold_agree():
     assert np.array_equal(device.mean.numpy().view(np.int32), mean.view(np.int32))
 
 
-CASES = {"moe 1": (moe(), 1, CostAwareParameters()), "moe 8, live tokens cost": (moe(0.0), 8, CostAwareParameters()),
-         "flat 32": (flat(), 32, CostAwareParameters()),
-         "flat 8, few sizes": (replace(flat(), padding=0.5), 8, CostAwareParameters(sizes=(0, 1, 2, 4, 8), chained=(0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)))}
+CASES = {
+    "moe 1": (moe(), 1, CostAwareParameters()),
+    "moe 8, live tokens cost": (moe(0.0), 8, CostAwareParameters()),
+    "flat 32": (flat(), 32, CostAwareParameters()),
+    "flat 8, few sizes": (
+        replace(flat(), padding=0.5),
+        8,
+        CostAwareParameters(sizes=(0, 1, 2, 4, 8), chained=(0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)),
+    ),
+}
 
 
 @pytest.mark.parametrize("make", [DeviceCostAware, KernelCostAware], ids=["operations", "kernels"])
@@ -83,7 +104,9 @@ def test_cost_aware_equals_the_specification(case, make):
         live = rng.random(batch) < 0.8
         live[0] = True
         pressure = bool(rng.random() < 0.3)
-        sizes = device.step(*map(torch.from_numpy, (accepted, proposed)), torch.tensor(pressure), torch.from_numpy(live)).numpy()
+        sizes = device.step(
+            *map(torch.from_numpy, (accepted, proposed)), torch.tensor(pressure), torch.from_numpy(live)
+        ).numpy()
         states = [policy.observe(s, int(a), int(p)) for s, a, p in zip(states, accepted, proposed)]
         assert np.array_equal(device.belief.numpy().view(np.int32), np.stack(states).view(np.int32)), step
         assert sizes.tolist() == policy.choose([s if there else None for s, there in zip(states, live)], pressure), step

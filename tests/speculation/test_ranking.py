@@ -20,9 +20,16 @@ def points(asbs: float, aware: float, kind: str = "mixed", oracle: float | None 
     return [Point("trace", kind, 8, policy, speed) for policy, speed in speeds.items()]
 
 
-@pytest.mark.parametrize("kind,speed,of_static,of_oracle", [("mixed", 107.9, "MISSED", "MISSED"), ("mixed", 108.0, "met", "MISSED"),
-                                                            ("mixed", 117.0, "met", "met"), ("stationary", 98.0, "met", "MISSED"),
-                                                            ("stationary", 97.9, "MISSED", "MISSED")])
+@pytest.mark.parametrize(
+    "kind,speed,of_static,of_oracle",
+    [
+        ("mixed", 107.9, "MISSED", "MISSED"),
+        ("mixed", 108.0, "met", "MISSED"),
+        ("mixed", 117.0, "met", "met"),
+        ("stationary", 98.0, "met", "MISSED"),
+        ("stationary", 97.9, "MISSED", "MISSED"),
+    ],
+)
 def test_verdicts(kind, speed, of_static, of_oracle):
     found = {v["of"]: v["verdict"] for v in verdicts(points(120.0, speed, kind)) if v["policy"] == "cost-aware"}
     assert found == {"best static size": of_static, "oracle": of_oracle}
@@ -53,19 +60,26 @@ def test_timeline_has_a_plateau_a_dip_and_a_collapse():
 
 def test_the_drawing_says_that_its_timeline_is_simulated():
     """Under bars that were measured, too. Without a timeline it says nothing of it."""
-    drawn = [speculation_report.svg(points(110.0, 120.0), ABOUT, {"title": "Measured"}, line)
-             for line in (Timeline(50, (10, 20), (30, 40), {"ASBS": [(0, 8), (10, 1), (20, 8)]}), None)]
+    drawn = [
+        speculation_report.svg(points(110.0, 120.0), ABOUT, {"title": "Measured"}, line)
+        for line in (Timeline(50, (10, 20), (30, 40), {"ASBS": [(0, 8), (10, 1), (20, 8)]}), None)
+    ]
     assert ["simulated" in text for text in drawn] == [True, False] and all("Measured" in text for text in drawn)
 
 
 def test_report_of_a_small_simulation(tmp_path, capsys):
     command = ["--requests", "4", "--tokens", "40", "--batch", "1", "--out"]
-    assert bench_speculation_sim.main([*command, str(tmp_path / "a")]) == 0 == bench_speculation_sim.main([*command, str(tmp_path / "b")])
+    assert (
+        bench_speculation_sim.main([*command, str(tmp_path / "a")])
+        == 0
+        == bench_speculation_sim.main([*command, str(tmp_path / "b")])
+    )
     for suffix in ("json", "md", "svg"):
         a, b = ((tmp_path / d / f"speculation_sim_h100_flash16.{suffix}").read_text() for d in "ab")
         assert a == b
     document = json.loads((tmp_path / "a" / "speculation_sim_h100_flash16.json").read_text())
-    assert len(document["points"]) == 4 * (9 + 2 + 3) + 3 * (9 + 2 + 2)  # recorded ones have no true rates to be informed of
+    # recorded ones have no true rates to be informed of
+    assert len(document["points"]) == 4 * (9 + 2 + 3) + 3 * (9 + 2 + 2)
     assert len(document["goals"]) == (4 + 3) * 2 * 2
     for row in document["points"]:
         assert row["of_static"] > 0 and (row["policy"] == "bound" or row["of_oracle"] <= 1.0000001)
@@ -73,8 +87,11 @@ def test_report_of_a_small_simulation(tmp_path, capsys):
     assert "Simulated, not timed" in markdown and "modelled" in markdown and "MISSED" in markdown
 
 
-@pytest.mark.parametrize("wrong", [["--costs", "absent.json"], ["--trace", "fast=x.json"], ["--padding", "2"], ["--batch", "3"],
-                                   ["--tokens", "0"]], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [["--costs", "absent.json"], ["--trace", "fast=x.json"], ["--padding", "2"], ["--batch", "3"], ["--tokens", "0"]],
+    ids=str,
+)
 def test_input_that_cannot_be_used_is_one_line_and_exit_code_2(wrong, tmp_path, capsys):
     assert bench_speculation_sim.main(["--requests", "4", "--tokens", "8", "--out", str(tmp_path), *wrong]) == 2
     err = capsys.readouterr().err

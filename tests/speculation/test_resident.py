@@ -1,4 +1,5 @@
-"""Generation by rounds on the device says what plain generation says, in the same words; on a CPU nothing is captured."""
+"""Generation by rounds on the device says what plain generation says, in the same words; on a CPU nothing is
+captured."""
 
 import itertools
 from dataclasses import replace
@@ -37,11 +38,16 @@ def every(model, seed: int = 0) -> list[int]:
 def test_tokens_and_counts_are_those_of_the_loop(model, policy, drafter):
     prompts = [prompt_of(model, 5), every(model), prompt_of(model, 31)]
     told = [[] for _ in prompts]
-    found = generate_resident(model, prompts, 17, drafter, policy=policy, on_token=lambda row, token: told[row].append(token), ahead=1)
+    found = generate_resident(
+        model, prompts, 17, drafter, policy=policy, on_token=lambda row, token: told[row].append(token), ahead=1
+    )
     others = generate_speculative(model, prompts, 17, drafter, policy=policy)
     for ids, out, other, heard in zip(prompts, found, others, told):
         assert out.token_ids == other.token_ids == generate(model, ids, 17).token_ids == heard
-        assert out.speculation.document(17) == other.speculation.document(17) and out.stop_reason == other.stop_reason == "max_new_tokens"
+        assert (
+            out.speculation.document(17) == other.speculation.document(17)
+            and out.stop_reason == other.stop_reason == "max_new_tokens"
+        )
         assert out.max_context == other.max_context and out.prefill_seconds > 0 and out.decode_seconds > 0
     assert found[1].speculation.proposed or policy.sizes == (0,)
 
@@ -50,7 +56,11 @@ def test_lookup_needs_no_block(official):
     model = load_model(official, numerics="fp32", mtp=False)
     ids = every(model)
     out = generate_resident(model, [ids], 30, LookupDrafter(1, 1))[0]
-    assert out.token_ids == generate(model, ids, 30).token_ids and out.speculation.proposed and out.speculation.draft_steps == 0
+    assert (
+        out.token_ids == generate(model, ids, 30).token_ids
+        and out.speculation.proposed
+        and out.speculation.draft_steps == 0
+    )
 
 
 def test_layers_on_several_devices_are_refused_before_the_prompt_runs(model, monkeypatch):
@@ -90,8 +100,14 @@ def test_sampled_drafts_of_the_block(model):
     """Seeds decide, not neighbours; a sharp temperature says what greedy decoding says."""
     prompts = [prompt_of(model, 5), prompt_of(model, 40)]
     found = generate_resident(model, prompts, 20, MTPDrafter(), SAMPLING)
-    assert found[1].token_ids == generate_resident(model, prompts[1:], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
-    assert found[0].token_ids != generate_resident(model, prompts[:1], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
+    assert (
+        found[1].token_ids
+        == generate_resident(model, prompts[1:], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
+    )
+    assert (
+        found[0].token_ids
+        != generate_resident(model, prompts[:1], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
+    )
     assert found[0].speculation.proposed and found[0].speculation.draft_steps == found[0].speculation.proposed
     sharp = generate_resident(model, prompts, 20, MTPDrafter(), Sampling(1e-4))
     assert [out.token_ids for out in sharp] == [generate(model, ids, 20).token_ids for ids in prompts]
@@ -102,8 +118,10 @@ def test_a_sampled_row_ends_at_its_stop_id_and_tells_every_token_once(model, dra
     ids = every(model)
     whole = generate_resident(model, [ids], 20, drafter, SAMPLING)[0].token_ids
     stop, told = whole[9], []
-    out = generate_resident(model, [ids], 20, drafter, SAMPLING, stop_ids=[stop], on_token=lambda row, token: told.append(token))[0]
-    assert out.token_ids == whole[:whole.index(stop) + 1] and told == out.token_ids[:-1] and out.stop_reason == "eos"
+    out = generate_resident(
+        model, [ids], 20, drafter, SAMPLING, stop_ids=[stop], on_token=lambda row, token: told.append(token)
+    )[0]
+    assert out.token_ids == whole[: whole.index(stop) + 1] and told == out.token_ids[:-1] and out.stop_reason == "eos"
 
 
 @DRAFTERS
@@ -113,8 +131,16 @@ def test_a_context_near_the_checkpoint_s_end_leaves_room_for_fewer_drafts(model,
     plain, limit = generate(model, ids, 20).token_ids, len(ids) + 19
     monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=limit + 1 + room))
     made = []
-    out = generate_resident(model, [ids], 20, drafter, policy=Static(8), make=lambda *of, **more: made.append(Rounds(*of, **more)) or made[0])[0]
-    assert out.token_ids == plain and max(out.speculation.block_size_history) == room == max(made[0].widths)  # no wider round is captured
+    out = generate_resident(
+        model,
+        [ids],
+        20,
+        drafter,
+        policy=Static(8),
+        make=lambda *of, **more: made.append(Rounds(*of, **more)) or made[0],
+    )[0]
+    # no wider round is captured
+    assert out.token_ids == plain and max(out.speculation.block_size_history) == room == max(made[0].widths)
     monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=limit))
     with pytest.raises(InputError, match=f"{limit} tokens is all that the checkpoint takes.*by one"):
         generate_resident(model, [ids], 20, drafter)
@@ -132,9 +158,14 @@ def test_stops(model):
     prompts = [prompt_of(model, n) for n in (5, 40)]
     plain = [generate(model, ids, 15).token_ids for ids in prompts]
     for stop in (plain[0][0], plain[0][6]):
-        found, told = generate_resident(model, prompts, 15, policy=Static(8), stop_ids=[stop], on_token=lambda row, token: told.append(token)), []
+        found, told = (
+            generate_resident(
+                model, prompts, 15, policy=Static(8), stop_ids=[stop], on_token=lambda row, token: told.append(token)
+            ),
+            [],
+        )
         for out, row in zip(found, plain):
-            want = row[:row.index(stop) + 1] if stop in row else row
+            want = row[: row.index(stop) + 1] if stop in row else row
             assert out.token_ids == want and out.stop_reason == ("eos" if stop in row else "max_new_tokens")
 
 
@@ -157,17 +188,25 @@ def test_refusals(model, official):
 
 
 def test_where_steps_are_captured_requests_run_as_rounds(golden_path, monkeypatch):
-    """With either drafter at any temperature, also where passes might be appends; elsewhere as passes that the host waits for."""
+    """With either drafter at any temperature, also where passes might be appends; elsewhere as passes that the host
+    waits for."""
     called = []
     for name in ("generate_resident", "generate_speculative"):
-        monkeypatch.setattr(run, name, lambda model, prompts, n, drafter, sampling, *rest, name=name, **more: called.append(
-            (name, drafter.name, sampling.temperature)) or [Generation(prompts[0])])
+        monkeypatch.setattr(
+            run,
+            name,
+            lambda model, prompts, n, drafter, sampling, *rest, name=name, **more: (
+                called.append((name, drafter.name, sampling.temperature)) or [Generation(prompts[0])]
+            ),
+        )
     session = run.Session(golden_path, run.Choices(numerics="fp32"))
     for captured, together in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(run, "captures", lambda model, captured=captured: captured)
         for drafter in ("mtp", "lookup"):
             for temperature in (0, 0.8):
-                request = run.Request("1", is_ids=True, sampling=Sampling(temperature), speculate=drafter, together=together)
+                request = run.Request(
+                    "1", is_ids=True, sampling=Sampling(temperature), speculate=drafter, together=together
+                )
                 session.generate([1], request, lambda text: None)
                 wanted = "generate_resident" if captured else "generate_speculative"
                 assert called.pop() == (wanted, drafter, temperature) and not called

@@ -1,4 +1,5 @@
-"""Drafters of rounds: prompt lookup on the device drafts what `LookupDrafter` drafts; drafts of the block are drawn from what it says."""
+"""Drafters of rounds: prompt lookup on the device drafts what `LookupDrafter` drafts; drafts of the block are drawn
+from what it says."""
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ RANGES = [(4, 2), (3, 1), (1, 1), (5, 3)]
 @pytest.mark.parametrize("longest, shortest", RANGES)
 @pytest.mark.parametrize("letters", [2, 3, 8])
 def test_lookup_is_the_host_s(letters, longest, shortest):
-    """Ragged rows of few letters, which repeat all the time, told in pieces of 0 to 9 tokens: after each the same drafts of every size."""
+    """Ragged rows of few letters, which repeat all the time, told in pieces of 0 to 9 tokens: after each the same
+    drafts of every size."""
     g = torch.Generator().manual_seed(letters)
     lengths, B = [1, 2, 3, 17, 60], 5
     prompts = [torch.randint(letters, (n,), generator=g).tolist() for n in lengths]
@@ -60,7 +62,8 @@ def model(golden_path):
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8, seed=3), Sampling(1.3, 0.7, 11)], ids=["temperature", "top_p"])
 def test_chained_drafts_are_drawn_from_what_the_block_says(model, sampling):
-    """q is the filtered distribution of the block's logits after the drafts before, and each draft the draw of its position."""
+    """q is the filtered distribution of the block's logits after the drafts before, and each draft the draw of its
+    position."""
     ids, D = [prompt_of(model, n) for n in (9, 20)], 4
     cache, choice = model.new_cache(2, 40, 16), Sampled(sampling, 2, "cpu")
     tokens, drafter = primed(model, cache, ids, choice=choice)
@@ -71,7 +74,7 @@ def test_chained_drafts_are_drawn_from_what_the_block_says(model, sampling):
         q = distribution(logits, sampling)
         torch.testing.assert_close(found.q[:, j], q, atol=1e-4, rtol=1e-3)
         assert torch.equal(found.tokens[:, j], draw(found.q[:, j], uniforms(choice.seeds, start + 1 + j, DRAFT)))
-        said, streams = model.mtp_logits(streams, found.tokens[:, j:j + 1], cache, return_streams=True)
+        said, streams = model.mtp_logits(streams, found.tokens[:, j : j + 1], cache, return_streams=True)
         logits = said[:, 0]
     assert found.q.shape == (2, D, model.config.vocab_size)
 

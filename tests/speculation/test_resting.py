@@ -1,4 +1,5 @@
-"""Rounds without drafts leave the MTP block alone; it follows them together, and then drafts as if it had followed each."""
+"""Rounds without drafts leave the MTP block alone; it follows them together, and then drafts as if it had followed
+each."""
 
 import pytest
 import torch
@@ -24,29 +25,49 @@ def rest(found, n):
 
 
 def seldom(model, lengths, new, most, seed=0, back=8):
-    """Rounds of up to `most` drafts over a cache that can be rewound by `back`, each row's prompt, and its first token."""
+    """Rounds of up to `most` drafts over a cache that can be rewound by `back`, each row's prompt, and its first
+    token."""
     ids = prompts(model, lengths, seed)
     cache = model.new_cache(len(ids), max(lengths) + new + most, max_rewind=back)
     tokens, *start = primed(model, cache, ids)
-    return Rounds(model, cache, most, tokens, *start, [new - 1] * len(ids), (), static(model, len(ids), most)), ids, tokens.tolist()
+    return (
+        Rounds(model, cache, most, tokens, *start, [new - 1] * len(ids), (), static(model, len(ids), most)),
+        ids,
+        tokens.tolist(),
+    )
 
 
-@pytest.mark.parametrize("most, back, rested, behind", [
-    (8, 31, 1, [1]), (8, 31, 2, [2]), (8, 31, 3, [3]), (8, 31, 8, [8]), (8, 31, 9, [9]), (8, 31, 32, [32]), (2, 31, 35, [32, 3]),
-    (8, 30, 10, [8, 2]), (8, 8, 19, [8, 8, 3]), (3, 3, 5, [2, 2, 1]), (1, 1, 3, [2, 1])])
+@pytest.mark.parametrize(
+    "most, back, rested, behind",
+    [
+        (8, 31, 1, [1]),
+        (8, 31, 2, [2]),
+        (8, 31, 3, [3]),
+        (8, 31, 8, [8]),
+        (8, 31, 9, [9]),
+        (8, 31, 32, [32]),
+        (2, 31, 35, [32, 3]),
+        (8, 30, 10, [8, 2]),
+        (8, 8, 19, [8, 8, 3]),
+        (3, 3, 5, [2, 2, 1]),
+        (1, 1, 3, [2, 1]),
+    ],
+)
 def test_drafts_are_as_if_the_block_had_followed_each_round(model, most, back, rested, behind):
-    """By no more tokens at once than the cache can be rewound, in few sizes. At the edge of the sliding window too, in the smallest ring that it may have."""
+    """By no more tokens at once than the cache can be rewound, in few sizes. At the edge of the sliding window too, in
+    the smallest ring that it may have."""
     found, ids, first = seldom(model, (5, 121, 128, 131), 60, most, back=back)
     plain = [generate(model, row, 60).token_ids for row in ids]
     rest(found, rested)
     found._follow_rests()
     assert found.counts.caught_up == behind and found.rested == 0 and found.written.tolist() == [rested] * 4
     drafts = found._drafts(most).tokens.tolist()
-    assert drafts == [chain(model, row + text[:1 + rested], most) for row, text in zip(ids, plain)]
+    assert drafts == [chain(model, row + text[: 1 + rested], most) for row, text in zip(ids, plain)]
 
 
 def test_by_turns_with_rounds_that_draft(model):
-    """Whatever is accepted between; what is drafted and accepted afterwards is what the same text gives without such rounds."""
+    """Whatever is accepted between; what is drafted and accepted afterwards is what the same text gives without such
+    rounds."""
     found, ids, first = seldom(model, (5, 131, 30), 60, 4, seed=2)
     plain, real = [generate(model, row, 60).token_ids for row in ids], found._drafts
     for rested, wrong in ((1, (0, 1, 2)), (3, (4, 0, 3)), (6, (2, 2, 0)), (0, (1, 4, 4))):
@@ -58,9 +79,13 @@ def test_by_turns_with_rounds_that_draft(model):
         rest(found, 2)
         found._follow_rests()
         now = found.written.tolist()
-        assert found._drafts(4).tokens.tolist() == [chain(model, row + text[:1 + n], 4) for row, text, n in zip(ids, plain, now)]
+        assert found._drafts(4).tokens.tolist() == [
+            chain(model, row + text[: 1 + n], 4) for row, text, n in zip(ids, plain, now)
+        ]
     assert found.counts.caught_up == [1, 2, 3, 2, 6, 2, 2]
-    assert found.written.tolist() == [sum(w[b] + 1 for w in ((0, 1, 2), (4, 0, 3), (2, 2, 0), (1, 4, 4))) + 18 for b in range(3)]
+    assert found.written.tolist() == [
+        sum(w[b] + 1 for w in ((0, 1, 2), (4, 0, 3), (2, 2, 0), (1, 4, 4))) + 18 for b in range(3)
+    ]
 
 
 def test_following_again_changes_nothing(model):
@@ -82,7 +107,7 @@ def test_rows_that_end_while_others_rest(model):
     found._follow_rests()
     assert found.done.tolist() == [True, False, False] and found.written.tolist() == [3, 7, 7]
     drafts = found._drafts(3).tokens.tolist()
-    assert drafts == [chain(model, row + text[:1 + n], 3) for row, text, n in zip(ids, plain, (3, 7, 7))]
+    assert drafts == [chain(model, row + text[: 1 + n], 3) for row, text, n in zip(ids, plain, (3, 7, 7))]
 
 
 def test_the_block_and_its_head_do_not_run(model, monkeypatch):
@@ -92,14 +117,25 @@ def test_the_block_and_its_head_do_not_run(model, monkeypatch):
     experts, remember = block.ffn.forward, block.attn.remember
     monkeypatch.setattr(block.ffn, "forward", lambda *given: ran.append(len(given[0])) or experts(*given))
     monkeypatch.setattr(block.attn, "remember", lambda *given: written.append(len(given[0])) or remember(*given))
-    monkeypatch.setattr(found.drafter, "model", type("Heads", (), {"__getattr__": lambda self, name: getattr(model, name),
-                                                                  "head": lambda self, x: heads.append(len(x)) or head(x)})())
+    monkeypatch.setattr(
+        found.drafter,
+        "model",
+        type(
+            "Heads",
+            (),
+            {
+                "__getattr__": lambda self, name: getattr(model, name),
+                "head": lambda self, x: heads.append(len(x)) or head(x),
+            },
+        )(),
+    )
     rest(found, 8)
     assert ran == written == heads == []
     rest(found, 1)
     assert written == [2 * 8] and ran == [2] and heads == []  # followed, and nothing asked
     found._launch(2)
-    assert written == [2 * 8, 2 * 2, 2 * 3] and heads == [2, 2]  # the one that waited, by two; what was verified; two drafts
+    # the one that waited, by two; what was verified; two drafts
+    assert written == [2 * 8, 2 * 2, 2 * 3] and heads == [2, 2]
     assert ran == [2, 2, 2, 2]  # the last token of each row, and one that was chained
 
 
@@ -113,6 +149,7 @@ def test_what_never_drafts_has_nothing_to_follow(model, monkeypatch):
         made.append(Rounds(*given, **more))
         monkeypatch.setattr(model.mtp[0], "forward", lambda *given: pytest.fail("the block ran"))
         return made[0]
+
     outs = generate_resident(model, ids, 12, policy=Static(0), make=make)
     assert [out.token_ids for out in outs] == plain and made[0].follows == () and made[0].counts.caught_up == []
 

@@ -1,4 +1,5 @@
-"""What crosses to the host of rounds on a device: every token once and in order, through a ring that does not grow with the response.
+"""What crosses to the host of rounds on a device: every token once and in order, through a ring that does not grow with
+the response.
 
 A GPU's copies are played by `Late`: they arrive number by number, and a round's event passes with its last one.
 """
@@ -12,12 +13,13 @@ from dsv4.generate import generate
 from dsv4.speculation import host_half
 from dsv4.speculation.policy import Adaptive
 from dsv4.speculation.policy_device import on_device
-from dsv4.speculation.ring import HEAD, Ring
 from dsv4.speculation.resident_drafters import primed
+from dsv4.speculation.ring import HEAD, Ring
 from dsv4.speculation.rounds import Rounds
 from tests.speculation.test_rounds import NEW, forced, prompts, static
 
-DONE_FIRST = [3, 2, *range(HEAD, HEAD + 9), 1, 0]  # columns of a record as they arrive: whether a row is done before what it wrote
+# columns of a record as they arrive: whether a row is done before what it wrote
+DONE_FIRST = [3, 2, *range(HEAD, HEAD + 9), 1, 0]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,9 @@ def test_every_token_is_told_once_and_in_order(model, ring, ahead, at_once, monk
     ids = prompts(model)
     found, first, heard, tell = late(model, ids, NEW, on_device(Adaptive(), 3, model.device), ring=ring, ahead=ahead)
     out = found.run(tell)
-    assert heard == out and [[t, *row] for t, row in zip(first, out)] == [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    assert heard == out and [[t, *row] for t, row in zip(first, out)] == [
+        generate(model, row, n).token_ids for row, n in zip(ids, NEW)
+    ]
     assert len(found.counts.rounds) > ring and found.known.rounds == len(found.counts.rounds)
 
 
@@ -91,7 +95,11 @@ def test_rounds_that_give_the_most_tokens(model):
     forced(found, ids, [row + [0] * 9 for row in plain], (9, 9, 9))
     out = found.run(tell)
     assert heard == out and [[t, *row] for t, row in zip(first, out)] == plain
-    assert found.counts.rounds[0] == 8 and found.written.tolist() == [n - 1 for n in NEW] and found.log[0, 2].tolist() == [9, 8, 9]
+    assert (
+        found.counts.rounds[0] == 8
+        and found.written.tolist() == [n - 1 for n in NEW]
+        and found.log[0, 2].tolist() == [9, 8, 9]
+    )
 
 
 def test_stops_and_the_first_row_that_is_done(model):
@@ -101,7 +109,9 @@ def test_stops_and_the_first_row_that_is_done(model):
     stop = next(t for t in plain[0][2:] if t not in plain[1] + plain[2])
     found, first, heard, tell = late(model, ids, NEW, static(model, 3, 3), stop_ids=(stop,), ring=2)
     out = found.run(tell)
-    assert heard == out and [first[0], *out[0]] == plain[0][:plain[0].index(stop) + 1] and [first[1], *out[1]] == plain[1]
+    assert (
+        heard == out and [first[0], *out[0]] == plain[0][: plain[0].index(stop) + 1] and [first[1], *out[1]] == plain[1]
+    )
     found, _, heard, tell = late(model, ids, (21, 4, 21), static(model, 3, 0), ring=3, ahead=3)
     assert heard == [[]] * 3 and [len(row) for row in found.run(tell, until=any)] == [5, 3, 5]
     assert heard == [row[1:6] if b != 1 else row[1:4] for b, row in enumerate(plain)]
@@ -132,13 +142,18 @@ def test_a_capture_between_rounds_leaves_what_is_not_read_yet(model):
             found._round(2)
             found.drain()  # a capture waits for all that is under way
         real(D)
+
     found._launch = launch
     out = found.run(tell)
-    assert heard == out and [[t, *row] for t, row in zip(first, out)] == [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
+    assert heard == out and [[t, *row] for t, row in zip(first, out)] == [
+        generate(model, row, n).token_ids for row, n in zip(ids, NEW)
+    ]
 
 
 def test_what_crosses_does_not_grow_with_the_response(model):
-    sizes = [late(model, prompts(model), (new,) * 3, static(model, 3, 3), kind=Rounds)[0].ring.nbytes for new in (16, 400)]
+    sizes = [
+        late(model, prompts(model), (new,) * 3, static(model, 3, 3), kind=Rounds)[0].ring.nbytes for new in (16, 400)
+    ]
     assert sizes[0] == sizes[1] == 4 * 3 * (HEAD + 9) * 8
 
 
@@ -157,7 +172,16 @@ def test_no_round_takes_the_place_of_one_that_is_not_read(model):
 def test_a_record_of_another_round_is_not_taken_for_it():
     ring, two = Ring(2, 2, 3, torch.device("cpu")), torch.tensor([1, 2])
     for n in range(3):
-        ring.put(torch.tensor([[5, 6], [7, 8]]) + n, two, two + n, two + 9, two + 20, two == n, torch.zeros(2, dtype=torch.int64), torch.tensor([n]))
+        ring.put(
+            torch.tensor([[5, 6], [7, 8]]) + n,
+            two,
+            two + n,
+            two + 9,
+            two + 20,
+            two == n,
+            torch.zeros(2, dtype=torch.int64),
+            torch.tensor([n]),
+        )
         ring.send()
     read = ring.read(2)
     assert (read.tokens, read.sizes, read.done) == ([[7], [9, 10]], [3, 4], [False, True])
@@ -183,7 +207,8 @@ class Clock:
 
 @pytest.mark.parametrize("idle, seconds, napped", [(False, 1e-3, True), (True, 3e-3, False), (True, 10e-3, True)])
 def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, napped):
-    """At once where another round is behind the one that is waited for, else only where it is long: then a nap's length does not matter."""
+    """At once where another round is behind the one that is waited for, else only where it is long: then a nap's length
+    does not matter."""
     found, *_ = late(model, prompts(model), NEW, static(model, 3, 0), kind=Rounds)
     clock = Clock()
     monkeypatch.setattr(host_half, "time", clock)
@@ -191,9 +216,12 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
     class Timed:
         def query(self):
             return clock.perf_counter() >= seconds
+
     found._wait(Timed(), idle)
     assert bool(clock.naps) == napped and clock.now < seconds + 100e-6
-    assert (len(clock.naps) <= found.counts.polls < seconds / 1e-6) and (not napped or idle or found.counts.polls <= seconds / 70e-6 + 1)
+    assert (len(clock.naps) <= found.counts.polls < seconds / 1e-6) and (
+        not napped or idle or found.counts.polls <= seconds / 70e-6 + 1
+    )
     assert all(at > host_half.SPIN for at in clock.naps) or not idle
 
 

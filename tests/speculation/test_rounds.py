@@ -34,7 +34,9 @@ def rounds(model, ids, new, sizes, most=8, stop_ids=(), room=0, ahead=2):
     lengths = [len(row) for row in ids]
     cache = model.new_cache(len(ids), max(n + more for n, more in zip(lengths, new)) + most + room, 16)
     tokens, *start = primed(model, cache, ids)
-    return Rounds(model, cache, most, tokens, *start, [n - 1 for n in new], stop_ids, sizes, ahead=ahead), tokens.tolist()
+    return Rounds(
+        model, cache, most, tokens, *start, [n - 1 for n in new], stop_ids, sizes, ahead=ahead
+    ), tokens.tolist()
 
 
 def run(model, ids, new, sizes, **more):
@@ -86,6 +88,7 @@ def test_rows_want_different_sizes(model):
 
 def forced(found, ids, plain, wrong):
     """The next round gets what follows in each row as drafts, but for row b's draft number wrong[b]."""
+
     def drafts(D):
         rows = []
         for b, row in enumerate(plain):
@@ -94,6 +97,7 @@ def forced(found, ids, plain, wrong):
             if wrong[b] < D:
                 rows[b][wrong[b]] = (rows[b][wrong[b]] + 1) % found.model.config.vocab_size
         return Drafted(torch.tensor(rows, dtype=torch.int64))
+
     found._drafts = drafts
 
 
@@ -131,7 +135,7 @@ def test_drafts_after_a_round_are_as_if_all_had_been_appended(model, wrong):
     assert found.written.tolist() == [2 * (w + 1) for w in wrong]
     drafts = real(4).tokens.tolist()
     for row, text, w, got in zip(ids, plain, wrong, drafts):
-        assert got == chain(model, row + text[:1 + 2 * (w + 1)], 4)
+        assert got == chain(model, row + text[: 1 + 2 * (w + 1)], 4)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 126, 127, 128])
@@ -141,7 +145,11 @@ def test_every_residue(model, length):
     plain = generate(model, ids[0], 12).token_ids
     assert run(model, ids, (12,), static(model, 1, 3))[0] == [plain]
     found, first = rounds(model, ids, (12,), static(model, 1, 3))
-    found._drafts = lambda D: Drafted(torch.tensor([plain[1 + int(found.written):][:D] + [0] * max(0, D - 11 + int(found.written))], dtype=torch.int64))
+    found._drafts = lambda D: Drafted(
+        torch.tensor(
+            [plain[1 + int(found.written) :][:D] + [0] * max(0, D - 11 + int(found.written))], dtype=torch.int64
+        )
+    )
     assert [first + found.run()[0]] == [plain] and len(found.counts.rounds) == 3  # eleven tokens, four a round
 
 
@@ -152,8 +160,9 @@ def test_only_what_is_right_is_accepted(model):
         found, first = rounds(model, ids, (12,), static(model, 1, 3))
 
         def drafts(D):
-            following = torch.tensor([(plain[1 + int(found.written):] + [0] * D)[:D]], dtype=torch.int64)
+            following = torch.tensor([(plain[1 + int(found.written) :] + [0] * D)[:D]], dtype=torch.int64)
             return Drafted(torch.where(torch.arange(D) == wrong, (following + 1) % model.config.vocab_size, following))
+
         found._drafts = drafts
         assert first + found.run()[0] == plain
         assert len(found.counts.rounds) == -(-11 // (wrong + 1))
@@ -163,15 +172,15 @@ def test_a_stop_id_inside_a_block_ends_its_row_alone(model):
     ids = prompts(model)
     plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
     stop = next(t for t in plain[0][2:] if t not in plain[1] + plain[2])
-    wanted = [row[:row.index(stop) + 1] if stop in row else row for row in plain]
+    wanted = [row[: row.index(stop) + 1] if stop in row else row for row in plain]
     assert len(wanted[0]) < len(plain[0])
     assert run(model, ids, NEW, static(model, 3, 8), stop_ids=(stop,))[0] == wanted
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])
 def test_adaptive_sizes_follow_their_specification(model, ahead):
-    """Two rows on the device against the policy in plain Python, given what each round proposed and accepted: what it says after a round is
-    the sizes of the round `ahead` behind it, within what is left then."""
+    """Two rows on the device against the policy in plain Python, given what each round proposed and accepted: what it
+    says after a round is the sizes of the round `ahead` behind it, within what is left then."""
     ids = prompts(model, (9, 20))
     found, _ = rounds(model, ids, (40, 40), on_device(Adaptive(), 2, model.device), ahead=ahead)
     plain = [generate(model, row, 40).token_ids for row in ids]
@@ -186,7 +195,8 @@ def test_adaptive_sizes_follow_their_specification(model, ahead):
         found._launch(8)
         found._read(None)
         states, sizes = policy.step(states, accepted, proposed)
-        decided.append([max(0, min(size, n - a - 2)) for size, n, a in zip(sizes, left, accepted)])  # room of what is left
+        # room of what is left
+        decided.append([max(0, min(size, n - a - 2)) for size, n, a in zip(sizes, left, accepted)])
         assert found.decided[-1] == decided[-1]
     assert len(set(map(tuple, decided))) > 3 and min(left) <= 8
 
@@ -196,7 +206,8 @@ def test_under_pressure_no_row_drafts_more_than_two(model):
     found, first = rounds(model, ids, NEW, on_device(Adaptive(), 3, model.device), ahead=1)
     found.pressure.fill_(True)
     out = found.run()
-    assert found.counts.rounds[0] == 8 and set(found.counts.rounds[1:]) <= {0, 1, 2}  # sizes were chosen before there was pressure
+    # sizes were chosen before there was pressure
+    assert found.counts.rounds[0] == 8 and set(found.counts.rounds[1:]) <= {0, 1, 2}
     assert [[t, *row] for t, row in zip(first, out)] == [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
 
 
@@ -208,7 +219,8 @@ def test_tokens_are_told_as_they_come(model):
 
 
 def test_drafts_are_those_of_the_block(model):
-    """With one draft a round, a round gives two tokens exactly where the block, given the model's streams, says what follows."""
+    """With one draft a round, a round gives two tokens exactly where the block, given the model's streams, says what
+    follows."""
     ids = prompts(model, (40,), seed=3)
     plain = generate(model, ids[0], 30).token_ids
     whole = torch.tensor([ids[0] + plain])
@@ -273,7 +285,7 @@ def test_history_is_what_rounds_drafted_and_kept(model):
     out, sizes = found.run(), found.counts.sizes
     for b, (row, history) in enumerate(zip(out, found.history())):
         assert sum(accepted + 1 for _, accepted in history) == len(row) and all(a <= d for d, a in history)
-        assert [d for d, _ in history] == [s[b] for s in sizes[:len(history)]]
+        assert [d for d, _ in history] == [s[b] for s in sizes[: len(history)]]
 
 
 def test_until_the_first_row_is_done(model):
@@ -288,7 +300,12 @@ def test_rounds_of_a_capture_change_nothing(model):
     found, first = rounds(model, ids, NEW, on_device(CostAware(COSTS, 3), 3, model.device), ahead=1)
     plain = [generate(model, row, n).token_ids for row, n in zip(ids, NEW)]
     found._launch(4)
-    kept = [(holder, name, t.clone()) for holder in (found, found.policy, found.drafter) for name, t in vars(holder).items() if isinstance(t, torch.Tensor)]
+    kept = [
+        (holder, name, t.clone())
+        for holder in (found, found.policy, found.drafter)
+        for name, t in vars(holder).items()
+        if isinstance(t, torch.Tensor)
+    ]
     with found._undisturbed():
         found._round(2)
         found._round(7)

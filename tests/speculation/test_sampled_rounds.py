@@ -1,4 +1,5 @@
-"""Rounds that sample: their texts have the target's distribution, whatever is drafted and however sizes adapt, and depend on seeds alone."""
+"""Rounds that sample: their texts have the target's distribution, whatever is drafted and however sizes adapt, and
+depend on seeds alone."""
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tests.speculation.chain import PROPOSALS, TARGET, V, chained
 from tests.speculation.test_ring import Late
 
 ROWS, NEW = 3000, 14
-CHI2_9999 = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51}  # of the chi-square distribution, 0.9999 quantile by degrees of freedom
+# of the chi-square distribution, 0.9999 quantile by degrees of freedom
+CHI2_9999 = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51}
 
 
 class Spiteful(DevicePolicy):
@@ -32,12 +34,16 @@ class Spiteful(DevicePolicy):
         pass
 
 
-POLICIES = {"static": lambda batch: on_device(Static(4), batch, "cpu"), "adaptive": lambda batch: on_device(Adaptive(), batch, "cpu"),
-            "spiteful": Spiteful}
+POLICIES = {
+    "static": lambda batch: on_device(Static(4), batch, "cpu"),
+    "adaptive": lambda batch: on_device(Adaptive(), batch, "cpu"),
+    "spiteful": Spiteful,
+}
 
 
 def worst(rows: list[list[int]], target: torch.Tensor) -> float:
-    """The largest chi-square statistic, over its quantile, of tokens after each token: at each position, and over all of them."""
+    """The largest chi-square statistic, over its quantile, of tokens after each token: at each position, and over all
+    of them."""
     text = torch.tensor([[0, *row] for row in rows])
     pairs = [(text[:, t], text[:, t + 1]) for t in range(text.shape[1] - 1)]
     pairs.append((text[:, :-1].flatten(), text[:, 1:].flatten()))
@@ -58,7 +64,8 @@ def worst(rows: list[list[int]], target: torch.Tensor) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", PROPOSALS)
 def test_texts_have_the_target_s_distribution(name, policy):
-    """The next token by the last one, at every position: rounds begin and end at all of them, and draw again behind what they refused."""
+    """The next token by the last one, at every position: rounds begin and end at all of them, and draw again behind
+    what they refused."""
     found = chained(PROPOSALS[name], ROWS, NEW, POLICIES[policy](ROWS))
     assert worst(found.run(), TARGET) < 1
     drafted = sum(d for row in found.history() for d, _ in row)
@@ -74,7 +81,7 @@ def test_words_of_three_tokens_have_the_target_s_distribution():
         word = (given[:, at] * V + given[:, at + 1]) * V + given[:, at + 2]
         p = (TARGET[0].view(V, 1, 1) * TARGET.view(V, V, 1) * TARGET.view(1, V, V)).flatten().double() * len(given)
         likely = p > 5
-        counts = torch.bincount(word, minlength=V ** 3).double()
+        counts = torch.bincount(word, minlength=V**3).double()
         assert not counts[p == 0].any()
         value, freedom = float(((counts - p)[likely] ** 2 / p[likely]).sum()), int(likely.sum()) - 1
         assert value < freedom + 4 * (2 * freedom) ** 0.5
@@ -87,7 +94,10 @@ def test_temperature_and_top_p_are_those_of_plain_decoding():
     assert worst(found, target) < 1 < worst(found, TARGET)
 
 
-FAULTS = {"the number that drew a draft keeps it": ("KEEP", DRAFT), "the number that refused a draft draws in its place": ("OWN", KEEP)}
+FAULTS = {
+    "the number that drew a draft keeps it": ("KEEP", DRAFT),
+    "the number that refused a draft draws in its place": ("OWN", KEEP),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -100,7 +110,10 @@ def serial(seeds: int, new: int, length: int = 3, sampling: Sampling = Sampling(
     """What decoding without drafts draws with the same noise."""
     token, out = torch.zeros(seeds, dtype=torch.int64), []
     for t in range(new):
-        token = draw(distribution(TARGET.log()[token], sampling), uniforms(row_seeds(0, seeds, "cpu"), torch.full((seeds,), length + 1 + t), OWN))
+        token = draw(
+            distribution(TARGET.log()[token], sampling),
+            uniforms(row_seeds(0, seeds, "cpu"), torch.full((seeds,), length + 1 + t), OWN),
+        )
         out.append(token)
     return torch.stack(out, 1).tolist()
 
@@ -124,7 +137,9 @@ def test_rounds_without_drafts_draw_the_same():
 def test_a_row_by_itself_says_what_it_says_in_a_batch(ahead, policy, lookup):
     q, n = PROPOSALS["some of it"], 6
     whole = chained(q, n, 30, POLICIES[policy](n), lookup=lookup, ahead=ahead).run()
-    assert whole == [chained(q, 1, 30, POLICIES[policy](1), lookup=lookup, seed=b, ahead=ahead).run()[0] for b in range(n)]
+    assert whole == [
+        chained(q, 1, 30, POLICIES[policy](1), lookup=lookup, seed=b, ahead=ahead).run()[0] for b in range(n)
+    ]
     assert len(set(map(tuple, whole))) == n
 
 
@@ -154,14 +169,15 @@ def test_stop_ids_and_lengths(lookup):
     whole = chained(q, 40, 25, POLICIES["static"](40), lookup=lookup).run()
     assert all(len(row) == 25 for row in whole)
     stopped = chained(q, 40, 25, POLICIES["static"](40), lookup=lookup, stop_ids=(4,)).run()
-    wanted = [row[:row.index(4) + 1] if 4 in row else row for row in whole]
+    wanted = [row[: row.index(4) + 1] if 4 in row else row for row in whole]
     assert stopped == wanted and len({len(row) for row in wanted}) > 10
     for new in (1, 2, 5):
         assert all(len(row) == new for row in chained(q, 40, new, POLICIES["static"](40), lookup=lookup).run())
 
 
 def test_what_is_not_found_is_not_proposed():
-    """A row whose text repeats nothing drafts nothing in that round, and its policy hears so; rounds in which none does have no drafts."""
+    """A row whose text repeats nothing drafts nothing in that round, and its policy hears so; rounds in which none does
+    have no drafts."""
     heard, policy = [], on_device(Static(3), 2, "cpu")
     policy.observe = lambda accepted, proposed: heard.append(proposed.tolist())
     found = chained(TARGET, 2, 12, policy, lookup=True, ahead=1)

@@ -1,7 +1,7 @@
 """Simulation and oracles: sums by hand, and the oracle against every schedule."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,9 +13,18 @@ from dsv4.speculation.trace import mixed, stationary
 from scripts.bench.speculation_costs import flat, moe
 
 MOE, FLAT = moe(), flat()
-RESTING = replace(MOE, batches={n: replace(cost, verify=(0.84 * cost.verify[0], *cost.verify[1:]), catch_up=((1, 0.3e-3), (2, 0.4e-3), (4, 0.5e-3), (8, 0.7e-3)),
-                                           plain=0.8 * cost.verify[0])
-                                for n, cost in MOE.batches.items()})
+RESTING = replace(
+    MOE,
+    batches={
+        n: replace(
+            cost,
+            verify=(0.84 * cost.verify[0], *cost.verify[1:]),
+            catch_up=((1, 0.3e-3), (2, 0.4e-3), (4, 0.5e-3), (8, 0.7e-3)),
+            plain=0.8 * cost.verify[0],
+        )
+        for n, cost in MOE.batches.items()
+    },
+)
 
 
 def trace_of(*counts) -> Trace:
@@ -43,14 +52,30 @@ def test_passes_without_drafts_are_followed_before_a_draft_or_when_no_more_may_w
 
         def choose(self, states, pressure=False):
             return [next(wanted)]
-    wanted, pass_of, cost = iter([0] * 3 + [2] + [0] * 9 + [2, 2] + [0] * 4), lambda k: RESTING.seconds(1, [k]), RESTING.of(1)
+
+    wanted, pass_of, cost = (
+        iter([0] * 3 + [2] + [0] * 9 + [2, 2] + [0] * 4),
+        lambda k: RESTING.seconds(1, [k]),
+        RESTING.of(1),
+    )
     run = simulate(Pattern(2), trace_of([0] * 19), RESTING, 1)
     assert run.seconds == pytest.approx(16 * cost.verify[0] + 3 * pass_of(2) + 0.5e-3 + 0.7e-3 + 0.3e-3)
-    assert [cost.following(n) for n in (0, 1, 2, 3, 4, 5, 8)] == [0, 0.3e-3, 0.4e-3, 0.5e-3, 0.5e-3, 0.7e-3, 0.7e-3] and cost.rests == 8
-    assert RESTING.uniform(1, 0) == pytest.approx(cost.verify[0] + 0.7e-3 / 8) and RESTING.uniform(1, 2) == MOE.uniform(1, 2)
+    assert [cost.following(n) for n in (0, 1, 2, 3, 4, 5, 8)] == [
+        0,
+        0.3e-3,
+        0.4e-3,
+        0.5e-3,
+        0.5e-3,
+        0.7e-3,
+        0.7e-3,
+    ] and cost.rests == 8
+    assert RESTING.uniform(1, 0) == pytest.approx(cost.verify[0] + 0.7e-3 / 8) and RESTING.uniform(1, 2) == MOE.uniform(
+        1, 2
+    )
     wanted = iter([0, 0, 2, 0, 2])
     run = simulate(Pattern(2), trace_of([0] * 2, [0] * 3), RESTING, 1)
-    assert run.seconds == pytest.approx(4 * cost.verify[0] + pass_of(2))  # a prompt is followed; the last token leaves no room to draft
+    # a prompt is followed; the last token leaves no room to draft
+    assert run.seconds == pytest.approx(4 * cost.verify[0] + pass_of(2))
     run = simulate(Static(0), trace_of([3] * 10), RESTING, 1)
     assert run.seconds == pytest.approx(10 * cost.plain)  # of decoding without a drafter
 
@@ -80,7 +105,13 @@ def test_with_two_rounds_under_way_a_pass_has_the_sizes_that_were_decided_before
 def test_a_request_that_begins_has_sizes_that_were_decided_for_it():
     two = replace(MOE, batches={2: MOE.of(1)})
     run = simulate(Wishes([1, 4], [2, 5], [3, 3], [4, 2], [8, 8]), trace_of([0] * 2, [0] * 6, [0] * 3), two, 2, ahead=2)
-    assert run.block_size_history == {"0": [1, 0], "1": [4, 4, 3, 2, 1], "2": [2, 1, 0]} and run.widths == [4, 4, 4, 3, 2]
+    assert run.block_size_history == {"0": [1, 0], "1": [4, 4, 3, 2, 1], "2": [2, 1, 0]} and run.widths == [
+        4,
+        4,
+        4,
+        3,
+        2,
+    ]
 
 
 def test_rows_take_the_next_request_and_it_ends_when_there_is_none():
@@ -93,7 +124,8 @@ def test_rows_take_the_next_request_and_it_ends_when_there_is_none():
         simulate(Static(0), trace_of([0]), MOE, 8)
 
 
-FEW = replace(RESTING, batches={1: replace(RESTING.of(1), catch_up=((1, 0.9e-3), (2, 1.5e-3)))})  # two may wait, and following is dear
+# two may wait, and following is dear
+FEW = replace(RESTING, batches={1: replace(RESTING.of(1), catch_up=((1, 0.9e-3), (2, 1.5e-3)))})
 
 
 @pytest.mark.parametrize("costs", [MOE, FLAT, RESTING, FEW], ids=["moe", "flat", "resting", "two may wait"])
@@ -102,7 +134,7 @@ def test_oracle_at_batch_1_is_the_best_of_all_schedules(costs):
     for _ in range(20):
         counts = (rng.integers(0, 9, 14) * (rng.random(14) < 0.4)).tolist()
 
-        @lru_cache(maxsize=None)
+        @cache
         def best(t, rested):
             if t >= len(counts):
                 return 0.0
@@ -111,7 +143,12 @@ def test_oracle_at_batch_1_is_the_best_of_all_schedules(costs):
             for k in sizes:
                 follows = k > 0 or rested == cost.rests
                 after = (0 if follows else rested) + (not k) * bool(cost.rests)
-                found.append(cost.draft * k + cost.verify[k] + follows * cost.following(rested) + best(t + min(k, counts[t]) + 1, after))
+                found.append(
+                    cost.draft * k
+                    + cost.verify[k]
+                    + follows * cost.following(rested)
+                    + best(t + min(k, counts[t]) + 1, after)
+                )
             return min(found)
 
         run = simulate(Oracle(costs, 1), trace_of(counts), costs, 1)
@@ -121,8 +158,11 @@ def test_oracle_at_batch_1_is_the_best_of_all_schedules(costs):
     assert 0 in taken and len(taken) > 2
 
 
-@pytest.mark.parametrize("costs,batch", [(MOE, 1), (FLAT, 1), (MOE, 8), (moe(0.0), 8), (RESTING, 1), (RESTING, 8)],
-                         ids=["moe 1", "flat 1", "moe 8", "live tokens 8", "resting 1", "resting 8"])
+@pytest.mark.parametrize(
+    "costs,batch",
+    [(MOE, 1), (FLAT, 1), (MOE, 8), (moe(0.0), 8), (RESTING, 1), (RESTING, 8)],
+    ids=["moe 1", "flat 1", "moe 8", "live tokens 8", "resting 1", "resting 8"],
+)
 def test_nobody_passes_the_bound_and_the_oracle_passes_the_static_sizes(costs, batch):
     trace = mixed(requests=16, tokens=200, seed=3)
     limit = bound(trace, costs, batch)
@@ -142,7 +182,8 @@ def test_nobody_passes_the_bound_and_the_oracle_passes_the_static_sizes(costs, b
 def test_cost_aware_keeps_0_98_of_the_best_static_size_on_stationary_text(costs, batch, rate):
     trace = stationary("s", rate, 24, 400, seed=11)
     best = max(simulate(Static(k), trace, costs, batch).tokens_per_second for k in range(9))
-    assert simulate(CostAware(costs, batch), trace, costs, batch).tokens_per_second > 0.975 * best  # 400 tokens: the start weighs more
+    # 400 tokens: the start weighs more
+    assert simulate(CostAware(costs, batch), trace, costs, batch).tokens_per_second > 0.975 * best
 
 
 @pytest.mark.parametrize("costs", [MOE, FLAT], ids=["moe", "flat"])

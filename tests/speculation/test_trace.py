@@ -28,13 +28,28 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
-GOOD = {"format": "dsv4-acceptance-trace", "version": 1, "largest": 8, "provenance": {"kind": "recorded"},
-        "requests": [{"accepted": [1, 8]}]}
-BAD = {"format": {"format": "other"}, "version": {"version": 2}, "largest": {"largest": 4}, "provenance": {"provenance": {}},
-       "no requests": {"requests": []}, "not a list": {"requests": {}}, "no counts": {"requests": [{}]},
-       "over 8": {"requests": [{"accepted": [9]}]}, "negative": {"requests": [{"accepted": [-1]}]},
-       "bool": {"requests": [{"accepted": [True]}]}, "fraction": {"requests": [{"accepted": [0.5]}]},
-       "rates": {"requests": [{"accepted": [1], "rates": [1, 1]}]}, "rate": {"requests": [{"accepted": [1], "rates": [1.5]}]}}
+GOOD = {
+    "format": "dsv4-acceptance-trace",
+    "version": 1,
+    "largest": 8,
+    "provenance": {"kind": "recorded"},
+    "requests": [{"accepted": [1, 8]}],
+}
+BAD = {
+    "format": {"format": "other"},
+    "version": {"version": 2},
+    "largest": {"largest": 4},
+    "provenance": {"provenance": {}},
+    "no requests": {"requests": []},
+    "not a list": {"requests": {}},
+    "no counts": {"requests": [{}]},
+    "over 8": {"requests": [{"accepted": [9]}]},
+    "negative": {"requests": [{"accepted": [-1]}]},
+    "bool": {"requests": [{"accepted": [True]}]},
+    "fraction": {"requests": [{"accepted": [0.5]}]},
+    "rates": {"requests": [{"accepted": [1], "rates": [1, 1]}]},
+    "rate": {"requests": [{"accepted": [1], "rates": [1.5]}]},
+}
 
 
 @pytest.mark.parametrize("change", BAD.values(), ids=BAD)
@@ -77,7 +92,7 @@ def test_synthetic_rates_are_the_acceptance(rate):
     trace = stationary("s", rate, 8, 4000)
     first = np.concatenate([r.accepted[:-9] >= 1 for r in trace.requests]).mean()
     all_eight = np.concatenate([r.accepted[:-9] == 8 for r in trace.requests]).mean()
-    assert abs(first - rate) < 0.01 and abs(all_eight - rate ** 8) < 0.02
+    assert abs(first - rate) < 0.01 and abs(all_eight - rate**8) < 0.02
 
 
 def test_mixed_has_both_kinds_in_segments():
@@ -85,7 +100,9 @@ def test_mixed_has_both_kinds_in_segments():
     rates = np.concatenate([r.rates for r in trace.requests])
     turns = sum((np.diff(r.rates) != 0).sum() for r in trace.requests)
     assert set(rates) == {0.95, 0.3} and 0.4 < (rates == 0.95).mean() < 0.6 and 240 < turns < 400
-    assert not np.array_equal(mixed(seed=1, requests=1).requests[0].accepted, mixed(seed=2, requests=1).requests[0].accepted)
+    assert not np.array_equal(
+        mixed(seed=1, requests=1).requests[0].accepted, mixed(seed=2, requests=1).requests[0].accepted
+    )
 
 
 def test_counts_of_a_recorded_run():
@@ -116,12 +133,28 @@ def test_costs_of_a_pass():
 
 COSTS = json.loads(json.dumps(moe().document()))
 ONE = COSTS["batches"]["1"]
-BAD_BATCH = {"draft": {"draft": -1}, "zero": {"verify": [0] * 9}, "short": {"verify": [1] * 8}, "nan": {"verify": [float("nan")] * 9},
-             "measured": {"measured": [1] * 9}, "catch_up": {"catch_up": [1] * 5}, "negative": {"catch_up": [[1, -1]]}, "order": {"catch_up": [[2, 1], [2, 1]]},
-             "nothing": {"catch_up": [[0, 1]]}, "part": {"catch_up": [[1.5, 1]]}, "plain": {"plain": 0},
-             "no plain": {"plain": "fast"}}
-BAD_COSTS = {"unit": {"unit": "ms"}, "padding": {"padding": 2}, "provenance": {"provenance": {}}, "batches": {"batches": {}},
-             "key": {"batches": {"x": {}}}, **{name: {"batches": {"1": {**ONE, **change}}} for name, change in BAD_BATCH.items()}}
+BAD_BATCH = {
+    "draft": {"draft": -1},
+    "zero": {"verify": [0] * 9},
+    "short": {"verify": [1] * 8},
+    "nan": {"verify": [float("nan")] * 9},
+    "measured": {"measured": [1] * 9},
+    "catch_up": {"catch_up": [1] * 5},
+    "negative": {"catch_up": [[1, -1]]},
+    "order": {"catch_up": [[2, 1], [2, 1]]},
+    "nothing": {"catch_up": [[0, 1]]},
+    "part": {"catch_up": [[1.5, 1]]},
+    "plain": {"plain": 0},
+    "no plain": {"plain": "fast"},
+}
+BAD_COSTS = {
+    "unit": {"unit": "ms"},
+    "padding": {"padding": 2},
+    "provenance": {"provenance": {}},
+    "batches": {"batches": {}},
+    "key": {"batches": {"x": {}}},
+    **{name: {"batches": {"1": {**ONE, **change}}} for name, change in BAD_BATCH.items()},
+}
 
 
 @pytest.mark.parametrize("change", BAD_COSTS.values(), ids=BAD_COSTS)

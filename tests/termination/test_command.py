@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from kernels.grouped_attention import Termination
-from probes.fidelity.variants import of_policy
-from probes.recall.mass import watched
-from probes.recall.needles import Asked, Limits, replies_by
-from probes.terminating import document, markdown, measure, orders, plots
+from dsv4.kernels.grouped_attention import Termination
+from dsv4.probes.fidelity.variants import of_policy
+from dsv4.probes.recall.mass import watched
+from dsv4.probes.recall.needles import Asked, Limits, replies_by
+from dsv4.probes.terminating import document, markdown, measure, orders, plots
 from tests.fidelity.conftest import csa, csa_path, gqa, gqa_path, run, text  # noqa: F401  (fixtures)
 
 
-def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):  # noqa: F811
+def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):
     """Also where fewer entries are visible than are selected, and in tiles that the rows do not fill."""
     ids, seen, outs = torch.randint(0, 300, (1, 300), generator=torch.Generator().manual_seed(0)), [], []
 
@@ -21,6 +21,7 @@ def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):  # noqa: F811
         def run(*held):
             outs.append(attend(*held))
             return outs[-1]
+
         return run
 
     def of_csa(layer, attn, *held):  # after the layer attended
@@ -28,6 +29,7 @@ def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):  # noqa: F811
 
     def of_hca(layer, attn, *held):  # before it does
         seen.append((orders.heavily_compressed(attn, *held, 3), len(outs)))
+
     for block in csa.layers:
         block.attn.attend = kept(block.attn.attend)
     try:
@@ -49,9 +51,31 @@ def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):  # noqa: F811
 SMALL = ("--context", "600,700", "--queries", 2, "--budget", 512, "--tile", 64)
 
 
-def test_a_report_of_policies(run, gqa_path, tmp_path):  # noqa: F811
-    code, out, err = run("termination", gqa_path, *SMALL, "--policy", "block-bound", "--tau", 0.1, "--phi", 0.1, "--patience", 1,
-                         "--needles", 1, "--needle-context", 700, "--looser", "10", "--numerics", "fp32", "--json", "--out", tmp_path)
+def test_a_report_of_policies(run, gqa_path, tmp_path):
+    code, out, err = run(
+        "termination",
+        gqa_path,
+        *SMALL,
+        "--policy",
+        "block-bound",
+        "--tau",
+        0.1,
+        "--phi",
+        0.1,
+        "--patience",
+        1,
+        "--needles",
+        1,
+        "--needle-context",
+        700,
+        "--looser",
+        "10",
+        "--numerics",
+        "fp32",
+        "--json",
+        "--out",
+        tmp_path,
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found == json.loads((tmp_path / "termination_gqa.json").read_text()) and found["family"] == "gqa"
@@ -65,38 +89,80 @@ def test_a_report_of_policies(run, gqa_path, tmp_path):  # noqa: F811
     rules = [(r["order"], r["tau"]) for r in found["needles"] if r["haystack"] == "prose"]
     assert rules == [(o, t) for o in orders_ for t in (None, 0.1, 10)]
     shown = (tmp_path / "termination_gqa.md").read_text()
-    for part in ("## The bound", "## Ablations", "without direction", "## Sweeps", "## Needles", "pay", "## Provenance", "--looser 10"):
+    for part in (
+        "## The bound",
+        "## Ablations",
+        "without direction",
+        "## Sweeps",
+        "## Needles",
+        "pay",
+        "## Provenance",
+        "--looser 10",
+    ):
         assert part in shown, part
     for name in ("skipped-by-sweep", "error-by-sweep", "by-layer", "needles"):
-        assert f"termination_gqa-{name}.svg" in shown and "<svg" in (tmp_path / f"termination_gqa-{name}.svg").read_text()
+        assert (
+            f"termination_gqa-{name}.svg" in shown and "<svg" in (tmp_path / f"termination_gqa-{name}.svg").read_text()
+        )
     assert plots.draw(found) == plots.draw(found) and document.valid(found)
 
 
-def test_a_report_of_csa_says_what_published_keep_sets_allow(run, csa_path, tmp_path):  # noqa: F811
-    code, out, err = run("termination", csa_path, "--context", 300, "--queries", 4, "--tile", 2, "--numerics", "fp32", "--out", tmp_path)
+def test_a_report_of_csa_says_what_published_keep_sets_allow(run, csa_path, tmp_path):
+    code, out, err = run(
+        "termination", csa_path, "--context", 300, "--queries", 4, "--tile", 2, "--numerics", "fp32", "--out", tmp_path
+    )
     assert code == 0, err
     found = json.loads((tmp_path / "termination_csa.json").read_text())
     assert {r["order"] for r in found["rows"]} == {"CSA, best first", "HCA, newest first"} and found["needles"] is None
     flash = {g["tile"]: g for g in found["geometries"] if g["name"].startswith("CSA of flash")}
-    assert (flash[128]["tiles"], flash[128]["skipped_at_most"]) == (5, 0) and (flash[64]["tiles"], flash[64]["read_at_least"]) == (10, 6)
+    assert (flash[128]["tiles"], flash[128]["skipped_at_most"]) == (5, 0) and (
+        flash[64]["tiles"],
+        flash[64]["read_at_least"],
+    ) == (10, 6)
     assert "CSA of flash" in out and "published keep-sets" in (tmp_path / "termination_csa.md").read_text()
 
 
 def test_what_changes_no_figure_is_said():
-    """An ablation in which no row differs, and a sweep along which none does; not one that differs in one figure of one value."""
-    row = lambda order, varied, skipped, phi=1e-3, **more: {"order": order, "context": 2048, "varied": varied, "tau": 1e-5, "phi": phi, "patience": 5,
-                                                           "skipped": skipped, "error_max": 0.5} | more
-    rows = [row("a", "as it is", 0.1), row("a", "without scale", 0.2), row("a", "without direction", 0.1), row("a", "without patience", 0.1, error_max=0.6),
-            row("a", "phi", 0.1, 1e-6), row("a", "phi", 0.1, 0.1), row("b", "as it is", 0.2), row("b", "without direction", 0.2),
-            row("b", "phi", 0.1, 1e-6), row("b", "phi", 0.2, 0.1)]
-    assert document.idle(rows) == [{"order": o, "context": 2048, "varied": name} for o, name in (
-        ("a", "without direction"), ("a", "phi"), ("b", "without direction"))]
+    """An ablation in which no row differs, and a sweep along which none does; not one that differs in one figure of one
+    value."""
+    row = lambda order, varied, skipped, phi=1e-3, **more: (
+        {
+            "order": order,
+            "context": 2048,
+            "varied": varied,
+            "tau": 1e-5,
+            "phi": phi,
+            "patience": 5,
+            "skipped": skipped,
+            "error_max": 0.5,
+        }
+        | more
+    )
+    rows = [
+        row("a", "as it is", 0.1),
+        row("a", "without scale", 0.2),
+        row("a", "without direction", 0.1),
+        row("a", "without patience", 0.1, error_max=0.6),
+        row("a", "phi", 0.1, 1e-6),
+        row("a", "phi", 0.1, 0.1),
+        row("b", "as it is", 0.2),
+        row("b", "without direction", 0.2),
+        row("b", "phi", 0.1, 1e-6),
+        row("b", "phi", 0.2, 0.1),
+    ]
+    assert document.idle(rows) == [
+        {"order": o, "context": 2048, "varied": name}
+        for o, name in (("a", "without direction"), ("a", "phi"), ("b", "without direction"))
+    ]
     (said,) = markdown.without_effect({"varied": rows})
-    assert said.splitlines()[2:] == ["- **sweeping φ**: a at 2,048 tokens.", "- **without direction**: a; b at 2,048 tokens."]
+    assert said.splitlines()[2:] == [
+        "- **sweeping φ**: a at 2,048 tokens.",
+        "- **without direction**: a; b at 2,048 tokens.",
+    ]
     assert markdown.without_effect({"varied": rows[:2]}) == [] and "cannot tell" in said
 
 
-def test_terminated_variants_stop_and_are_put_back(gqa):  # noqa: F811
+def test_terminated_variants_stop_and_are_put_back(gqa):
     """A rule that stops at once loses what is distant; one that never stops changes no bit."""
     ids = torch.randint(0, 300, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     asked, before, dense = [Asked(ids, [1, 2, 3])], gqa.attention, of_policy(measure.Policy("dense", dense=True)).policy
@@ -106,28 +172,46 @@ def test_terminated_variants_stop_and_are_put_back(gqa):  # noqa: F811
 
         def way(cache, variant=variant):
             return variant.resumed(gqa, cache)
+
         with variant.on(gqa):
             cache = gqa.new_cache(1, 420)
             gqa.append(torch.tensor([ids[:-1]]), cache, prompt=True)
             seen[name] = gqa.append(torch.tensor([ids[-1:]]), cache)
             tiles = [t for t in gqa.tiles if t is not None]
-            assert bool(tiles) == (rule is not None) and (not tiles or int(tiles[0].max()) == {"never": 7, "at once": 2}[name])
+            assert bool(tiles) == (rule is not None) and (
+                not tiles or int(tiles[0].max()) == {"never": 7, "at once": 2}[name]
+            )
         assert replies_by(gqa, asked, Limits(500, 64), {"": way}, decoded=32)[""] and gqa.attention is before
     assert torch.equal(seen["never"], seen["none"]) and not torch.allclose(seen["at once"], seen["none"], atol=1e-2)
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--context", "5000"), "expected 2 … "), (("--rows", "0"), "--rows 0"), (("--looser", "a"), "such as 1e-3,1e-2"),
-    (("--looser", "-1"), "expected positive τ"), (("--tile", "100"), "a multiple of 64"), (("--tau", "-1"), "tau is -1"),
-    (("--patience", "0"), "patience is 0"), (("--policy", "quest"), "is unknown"),
-    (("--context", "300", "--needles", "1"), "--needle-context 300")])
-def test_what_cannot_be_measured_is_one_line(run, gqa_path, tmp_path, options, message):  # noqa: F811
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--context", "5000"), "expected 2 … "),
+        (("--rows", "0"), "--rows 0"),
+        (("--looser", "a"), "such as 1e-3,1e-2"),
+        (("--looser", "-1"), "expected positive τ"),
+        (("--tile", "100"), "a multiple of 64"),
+        (("--tau", "-1"), "tau is -1"),
+        (("--patience", "0"), "patience is 0"),
+        (("--policy", "quest"), "is unknown"),
+        (("--context", "300", "--needles", "1"), "--needle-context 300"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(run, gqa_path, tmp_path, options, message):
     code, out, err = run("termination", gqa_path, *options, "--out", tmp_path / "out")
     assert code == 2 and message in err and "Traceback" not in err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--budget", "512"), "would change nothing"), (("--needles", "2"), "pass --needles 0"), (("--tile", "0"), "--tile 0")])
-def test_what_deepseek_v4_does_not_have_is_one_line(run, csa_path, options, message):  # noqa: F811
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--budget", "512"), "would change nothing"),
+        (("--needles", "2"), "pass --needles 0"),
+        (("--tile", "0"), "--tile 0"),
+    ],
+)
+def test_what_deepseek_v4_does_not_have_is_one_line(run, csa_path, options, message):
     code, out, err = run("termination", csa_path, *options)
     assert code == 2 and message in err and "Traceback" not in err

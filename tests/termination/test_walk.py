@@ -1,20 +1,26 @@
-"""Walks and stops against the implementation that a model runs, against a loop in fp64, and against the bound's own derivation."""
+"""Walks and stops against the implementation that a model runs, against a loop in fp64, and against the bound's own
+derivation."""
 
 import math
 
 import pytest
 import torch
 
-from kernels.block_choice import POLICIES, choose_blocks, dense
-from kernels.block_summaries import summarise_blocks
-from kernels.gather_attention import gather_attention
-from kernels.grouped_attention import Termination, grouped_attention
-from probes.terminating import orders
-from probes.terminating.stops import at, bounds, figures, oracle_stops, probe_stops
-from probes.terminating.walk import walk
+from dsv4.kernels.block_choice import POLICIES, choose_blocks, dense
+from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.gather_attention import gather_attention
+from dsv4.kernels.grouped_attention import Termination, grouped_attention
+from dsv4.probes.terminating import orders
+from dsv4.probes.terminating.stops import at, bounds, figures, oracle_stops, probe_stops
+from dsv4.probes.terminating.walk import walk
 
 H, KV, D, S, SCALE = 6, 2, 48, 512, 0.3
-RULES = {"all": {}, "no scale": {"scale": False}, "no direction": {"direction": False}, "no patience": {"persistence": False}}
+RULES = {
+    "all": {},
+    "no scale": {"scale": False},
+    "no direction": {"direction": False},
+    "no patience": {"persistence": False},
+}
 
 
 def randn(*shape, seed):
@@ -95,7 +101,9 @@ def test_the_bound_holds_and_is_the_sum_it_comes_from(row):
         nu = min(float(l[t - 1]) / t for t in range(stop, 9))
         assert whole[n, g].item() == pytest.approx((0.05 * float(l[stop - 1]) + drift) / nu * math.log(8 / stop))
         assert steady[n, g].item() == pytest.approx(0.05 * stop * math.log(8 / stop))
-    assert (at(found.left, torch.full_like(where, 4)) > bounds(found, Termination(tau=1e-9), torch.full_like(where, 4))[1]).any()
+    assert (
+        at(found.left, torch.full_like(where, 4)) > bounds(found, Termination(tau=1e-9), torch.full_like(where, 4))[1]
+    ).any()
 
 
 def test_the_oracle_stops_where_the_output_is_the_final_one():
@@ -108,8 +116,15 @@ def test_the_oracle_stops_where_the_output_is_the_final_one():
     patient = Termination(tau=1e-3, phi=1e-3, patience=3, tile=64)
     assert probe_stops(found, patient).tolist() == [[7]] and oracle_stops(found, patient).tolist() == [[4]]
     f = figures(found, eager)
-    assert (f["early"], f["agree"], f["late"], f["offset_median"]) == (1, 0, 0, -1) and f["skipped"] == pytest.approx(5 / 8)
-    assert f["error_max"] > 0.5 and f["skipped_oracle"] == pytest.approx(4 / 8) and f["steady_broken"] == 1 and f["bound_tight"] <= 1
+    assert (f["early"], f["agree"], f["late"], f["offset_median"]) == (1, 0, 0, -1) and f["skipped"] == pytest.approx(
+        5 / 8
+    )
+    assert (
+        f["error_max"] > 0.5
+        and f["skipped_oracle"] == pytest.approx(4 / 8)
+        and f["steady_broken"] == 1
+        and f["bound_tight"] <= 1
+    )
     f = figures(found, patient)
     assert (f["early"], f["agree"], f["late"], f["offset_median"]) == (0, 1, 0, 3) and f["error_max"] < 1e-9
     never = figures(found, Termination(tau=0, tile=64))

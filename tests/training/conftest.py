@@ -18,5 +18,5 @@ def tiny_sources() -> list[Source]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("corpus")
-    build(collect(tiny_sources(), 2 ** 22, HELD_OUT, workers=1), out, vocab_size=1024, held_out=HELD_OUT)
+    build(collect(tiny_sources(), 2**22, HELD_OUT, workers=1), out, vocab_size=1024, held_out=HELD_OUT)
     return out

@@ -1,4 +1,5 @@
-"""The measurements of the trained demo: bounds, the window-only ablation, answers by teacher forcing, attention mass."""
+"""The measurements of the trained demo: bounds, the window-only ablation, answers by teacher forcing, attention
+mass."""
 
 import numpy as np
 import pytest
@@ -7,7 +8,17 @@ import torch.nn.functional as F
 
 from dsv4 import load_model
 from scripts.training import evaluation
-from scripts.training.evaluation import Asked, Limits, answered, lower_bound, reach, replies, text_rows, watched, window_only
+from scripts.training.evaluation import (
+    Asked,
+    Limits,
+    answered,
+    lower_bound,
+    reach,
+    replies,
+    text_rows,
+    watched,
+    window_only,
+)
 from tests.checkpoints import SMALL, write_dense
 
 LIMITS = Limits(tokens=256, chunk=32, rows=2, loss_tokens=600)
@@ -23,8 +34,10 @@ def some_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, CONFIG["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("hits, trials, bound", [(100, 100, 0.9638), (95, 100, 0.8872), (0, 10, 0.0), (10, 10, 0.6915),
-                                                 (1, 10, 0.0025), (400, 400, 0.9908)])
+@pytest.mark.parametrize(
+    "hits, trials, bound",
+    [(100, 100, 0.9638), (95, 100, 0.8872), (0, 10, 0.0), (10, 10, 0.6915), (1, 10, 0.0025), (400, 400, 0.9908)],
+)
 def test_lower_bound(hits, trials, bound):
     assert lower_bound(hits, trials) == pytest.approx(bound, abs=5e-5)
 
@@ -39,11 +52,13 @@ def test_window_only_cuts_the_compressed_branches_off_and_restores_them(model):
         raise ZeroDivisionError
     first_entry = min(r for r in CONFIG["compress_ratios"] if r) - 1
     changed = (cut - before).abs().amax(-1)[0]
-    assert changed[:first_entry].max() < 1e-5 < 0.1 < changed[first_entry]  # BLAS may round products of other shapes otherwise
-    assert (changed > 1e-3)[CONFIG["sliding_window"]:].all()
-    assert not torch.equal(cut[0, :reach(model) // 2], moved[0, :reach(model) // 2])
-    moved_by = lambda a, b: (a - b)[0, reach(model):].abs().max()
-    assert moved_by(cut, moved) < 1e-4 < 1e-2 < moved_by(before, model(other))  # token 0 gets no further without entries
+    # BLAS may round products of other shapes otherwise
+    assert changed[:first_entry].max() < 1e-5 < 0.1 < changed[first_entry]
+    assert (changed > 1e-3)[CONFIG["sliding_window"] :].all()
+    assert not torch.equal(cut[0, : reach(model) // 2], moved[0, : reach(model) // 2])
+    moved_by = lambda a, b: (a - b)[0, reach(model) :].abs().max()
+    # token 0 gets no further without entries
+    assert moved_by(cut, moved) < 1e-4 < 1e-2 < moved_by(before, model(other))
     assert torch.equal(model(ids), before)
 
 
@@ -56,7 +71,8 @@ def test_window_only_agrees_across_chunks_and_rows(model):
 
 
 def test_teacher_forced_answers_are_greedy_continuations(model):
-    """Prompts of several lengths in one ragged batch, answers right, wrong in the last token, and wrong in the first."""
+    """Prompts of several lengths in one ragged batch, answers right, wrong in the last token, and wrong in the
+    first."""
     asked, expected, greedy = [], [], []
     for i, length in enumerate((150, 40, 9, 70, 41)):
         prompt, n = some_ids(length, seed=2 + i).tolist(), 1 + i % 3
@@ -75,7 +91,8 @@ def test_teacher_forced_answers_are_greedy_continuations(model):
 
 
 def test_attention_mass_is_that_of_the_model(model):
-    """Probabilities per entry, read off the model's own attention: entries get one-hot dimensions that queries ignore."""
+    """Probabilities per entry, read off the model's own attention: entries get one-hot dimensions that queries
+    ignore."""
     ids, seen = some_ids(1, 120, seed=9), []
 
     def see(layer, attn, x, qr, q, window, window_index, step, cache):
@@ -83,10 +100,12 @@ def test_attention_mass_is_that_of_the_model(model):
         pool, entry = cache.main.entries.chosen(step, cache.main.entries.all_visible(step))
         n = mass.shape[-1]
         widened = torch.cat((pool[:n], torch.eye(n)), 1)
-        o = attn.op.sparse_attention(F.pad(q, (0, n)), F.pad(window, (0, n)), window_index, widened, entry, attn.attn_sink,
-                                     attn.scale)
-        assert torch.allclose(o[..., attn.D:].mean(1), mass[0], atol=1e-6)
+        o = attn.op.sparse_attention(
+            F.pad(q, (0, n)), F.pad(window, (0, n)), window_index, widened, entry, attn.attn_sink, attn.scale
+        )
+        assert torch.allclose(o[..., attn.D :].mean(1), mass[0], atol=1e-6)
         seen.append(layer)
+
     with watched(model, see):
         model.append(ids, model.new_cache(1, 120), logits="none", chunk=60)
     assert seen == [i for i, r in enumerate(CONFIG["compress_ratios"][:5]) if r == 4] * 2
@@ -106,6 +125,7 @@ def test_selected_mass(model):
 
 class Text:
     """In the place of `Rows`: streams of random tokens."""
+
     split = "heldout"
     random = np.random.default_rng(0).integers(2, CONFIG["vocab_size"], 2000).astype(np.uint16)
     streams = {"prose": random, "code": random}
@@ -113,7 +133,11 @@ class Text:
 
 def test_text_rows():
     rows = text_rows(Text.streams["prose"], 101, 7)
-    assert rows.shape == (7, 101) and (rows[:, 0] == 0).all() and rows[0, 1:].tolist() == Text.streams["prose"][:100].tolist()
+    assert (
+        rows.shape == (7, 101)
+        and (rows[:, 0] == 0).all()
+        and rows[0, 1:].tolist() == Text.streams["prose"][:100].tolist()
+    )
     assert text_rows(Text.streams["prose"], 501, 100).shape == (4, 501)
 
 

@@ -8,24 +8,40 @@ import torch
 
 from dsv4 import cli, load_model
 from dsv4.errors import InputError
+from dsv4.kernels.quantize import WeightFormat
+from dsv4.loaders.errors import WriteError
+from dsv4.loaders.expected import official_tensors
+from dsv4.loaders.files import DTYPES
+from dsv4.loaders.load import Inventory
 from dsv4.sequence import drafts, whole
-from kernels.quantize import WeightFormat
-from loaders.errors import WriteError
-from loaders.expected import official_tensors
-from loaders.files import DTYPES
-from loaders.load import Inventory
 from scripts.training import export as exporting
 from scripts.training import state
 from scripts.training.architecture import CONFIG, FP32, build, initialise, shipped_forms
 from scripts.training.tokenizer import train_tokenizer
 from scripts.training.trainee import Trainee, stored
 
-# Many index heads: with few, scores of exactly 0 abound (no head's product is positive), and the `training` operations break
-# such ties in an order of their own.
+# Many index heads: with few, scores of exactly 0 abound (no head's product is positive), and the `training` operations
+# break such ties in an order of their own.
 TINY = CONFIG | dict(
-    vocab_size=512, hidden_size=128, num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], num_hash_layers=1, n_routed_experts=4,
-    num_experts_per_tok=2, moe_intermediate_size=64, q_lora_rank=64, o_groups=2, o_lora_rank=32, num_attention_heads=4,
-    head_dim=32, qk_rope_head_dim=16, index_n_heads=16, index_head_dim=32, index_topk=16, sliding_window=16)
+    vocab_size=512,
+    hidden_size=128,
+    num_hidden_layers=3,
+    compress_ratios=[0, 4, 128, 0],
+    num_hash_layers=1,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    q_lora_rank=64,
+    o_groups=2,
+    o_lora_rank=32,
+    num_attention_heads=4,
+    head_dim=32,
+    qk_rope_head_dim=16,
+    index_n_heads=16,
+    index_head_dim=32,
+    index_topk=16,
+    sliding_window=16,
+)
 EXPERTS = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(w[123])\.(weight|scale)")
 
 
@@ -64,8 +80,9 @@ def as_stored(name: str, p: torch.Tensor, forms: dict[str, WeightFormat]) -> tor
     """What a parameter is after the official layout has rounded it."""
     if forms[name] is not WeightFormat.DENSE:
         return stored(p, forms[name])
-    fp32 = not p.is_floating_point() or name.endswith((".fn", ".base", "hc_attn.scale", "hc_ffn.scale", "hc_head.scale", ".ape",
-                                                       "attn_sink", "gate.bias"))
+    fp32 = not p.is_floating_point() or name.endswith(
+        (".fn", ".base", "hc_attn.scale", "hc_ffn.scale", "hc_head.scale", ".ape", "attn_sink", "gate.bias")
+    )
     return p if fp32 else p.bfloat16().float()
 
 
@@ -78,7 +95,11 @@ def test_every_parameter_comes_back_as_training_rounded_it(exported, loaded):
     trainee, held = exported[3], dict(loaded.named_parameters())
     forms = shipped_forms(trainee.model)
     trained = dict(trainee.model.named_parameters())
-    assert held.keys() == trained.keys() and set(forms.values()) == {WeightFormat.DENSE, WeightFormat.FP8, WeightFormat.MXFP4}
+    assert held.keys() == trained.keys() and set(forms.values()) == {
+        WeightFormat.DENSE,
+        WeightFormat.FP8,
+        WeightFormat.MXFP4,
+    }
     for name, p in trained.items():
         assert torch.equal(held[name], as_stored(name, p.detach(), forms)), name
 
@@ -153,7 +174,7 @@ def test_it_says_what_it_wrote_and_never_overwrites(exported, monkeypatch, tmp_p
     assert f"{len(official_tensors(trainee.model.config))} tensors" in said and " MiB" in said
     errors = {form: float(e) for form, e in re.findall(r"error in (\w+): (\S+)", said)}
     assert errors.keys() == {"FP8", "MXFP4", "BF16", "F32", "I64"} and errors["F32"] == errors["I64"] == 0
-    assert 0 < errors["BF16"] < 2 ** -8 < errors["FP8"] < 2 ** -4 < errors["MXFP4"] < 0.25
+    assert 0 < errors["BF16"] < 2**-8 < errors["FP8"] < 2**-4 < errors["MXFP4"] < 0.25
     with pytest.raises(WriteError, match="exists already"):
         exporting.export(data, where, tmp_path / "new")
 

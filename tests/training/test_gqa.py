@@ -8,13 +8,22 @@ import torch
 
 from dsv4 import load_model
 from dsv4.errors import InputError
-from loaders.errors import WriteError
+from dsv4.loaders.errors import WriteError
 from scripts import train_gqa
 from scripts.training import gqa, recipe, state
 from scripts.training.replay import Gradients
 
-SMALL = gqa.CONFIG | dict(vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                          num_key_value_heads=1, head_dim=16, max_position_embeddings=4096, max_window_layers=2)
+SMALL = gqa.CONFIG | dict(
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=16,
+    max_position_embeddings=4096,
+    max_window_layers=2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +65,7 @@ def test_training_moves_every_parameter_and_lowers_the_loss(trained):
 def test_the_loss_and_its_gradients_are_those_of_transformers(exported):
     """fp32 throughout, on what was exported: an implementation that nobody here wrote."""
     from transformers import Qwen2ForCausalLM
+
     theirs = Qwen2ForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
     model = gqa.build(SMALL, "cpu")
     model.numerics = replace(model.numerics, activation=torch.float32)
@@ -66,7 +76,10 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(exported):
     weight = torch.rand(3, 50, generator=torch.Generator().manual_seed(1))
     out = gqa.Trainee(model)(ids, weight)
     logits = theirs(ids[:, :48]).logits
-    wanted = (torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:49].flatten(), reduction="none") * weight[:, 1:49].flatten()).sum()
+    wanted = (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:49].flatten(), reduction="none")
+        * weight[:, 1:49].flatten()
+    ).sum()
     wanted = wanted / weight[:, 1:49].sum()
     assert abs(out["total"].item() - wanted.item()) < 1e-5
     names = [name for name, _ in model.named_parameters()]
@@ -82,7 +95,8 @@ def test_gradients_of_the_trainer_are_near_those_in_fp32(corpus):
     gqa.initialise(trainee.model, 0)
     with torch.no_grad():
         for name, p in trainee.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):  # begin at 0, which would hide everything before them
+            # begin at 0, which would hide everything before them
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
                 p.normal_(0, p.shape[-1] ** -0.5)
     parameters = dict(trainee.named_parameters())
     ids, weight = torch.randint(0, 1024, (2, 66), generator=torch.Generator().manual_seed(0)), torch.ones(2, 66)
@@ -99,6 +113,7 @@ def test_gradients_of_the_trainer_are_near_those_in_fp32(corpus):
 
 def test_what_is_exported_loads_here_and_in_transformers(trained, exported):
     from transformers import AutoTokenizer, Qwen2ForCausalLM
+
     theirs = Qwen2ForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
     ours = load_model(exported, numerics="fp32")
     assert len(list(exported.glob("*.safetensors"))) > 1 and ours.ledger.problems() == []
@@ -130,14 +145,32 @@ def test_the_shipped_configuration():
 
 
 def test_what_it_can_do_is_measured_as_the_demo_is(exported, corpus, tmp_path, monkeypatch, capsys):
-    """Needles and loss through the command that measures the demo; parts that a GQA model lacks are refused in one line."""
+    """Needles and loss through the command that measures the demo; parts that a GQA model lacks are refused in one
+    line."""
     import sys
 
     from scripts import measure_demo
-    call = lambda *more: ["measure_demo.py", str(exported), str(corpus), "--out", str(tmp_path / "f.json"), "--numerics", "native",
-                          "--lengths", "700", "--trials", "2", *more]
+
+    call = lambda *more: [
+        "measure_demo.py",
+        str(exported),
+        str(corpus),
+        "--out",
+        str(tmp_path / "f.json"),
+        "--numerics",
+        "native",
+        "--lengths",
+        "700",
+        "--trials",
+        "2",
+        *more,
+    ]
     monkeypatch.setattr(measure_demo, "LOSS_LENGTHS", [256])
-    monkeypatch.setattr(measure_demo.Limits, "of", classmethod(lambda cls, device: cls(tokens=1 << 11, chunk=256, rows=1, loss_tokens=1024)))
+    monkeypatch.setattr(
+        measure_demo.Limits,
+        "of",
+        classmethod(lambda cls, device: cls(tokens=1 << 11, chunk=256, rows=1, loss_tokens=1024)),
+    )
     monkeypatch.setattr(sys, "argv", call("--only", "needles,loss", "--haystacks", "prose,filler"))
     measure_demo.main()
     figures = json.loads((tmp_path / "f.json").read_text())["figures"]

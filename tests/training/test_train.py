@@ -49,12 +49,20 @@ def test_a_stretch_moves_every_parameter_that_it_trains(states):
     architecture.initialise(trainee.model, train_demo.SEED)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     state.load(states[0], parameters)
-    still = [n for n, p in parameters.items() if p.is_floating_point() and torch.equal(p, before[n].to(torch.bfloat16).float())]
+    still = [
+        n
+        for n, p in parameters.items()
+        if p.is_floating_point() and torch.equal(p, before[n].to(torch.bfloat16).float())
+    ]
     assert still == []
 
 
 def test_the_ablation_is_paired_and_of_the_same_step(states, small_models, corpus):
-    rows, limits = Rows(corpus, seed=0, length=1024, split="heldout"), Limits(tokens=1 << 11, chunk=256, rows=1, loss_tokens=1024)  # two rows of 512, one of 1024
+    # two rows of 512, one of 1024
+    rows, limits = (
+        Rows(corpus, seed=0, length=1024, split="heldout"),
+        Limits(tokens=1 << 11, chunk=256, rows=1, loss_tokens=1024),
+    )
     figures = ablation.compare(*states, rows, limits, "cpu", lambda text: None)
     assert {f.details["step"] for f in figures} == {4}
     for f in figures:
@@ -69,10 +77,13 @@ def test_the_ablation_is_paired_and_of_the_same_step(states, small_models, corpu
 @pytest.mark.parametrize("which, step", [((0, 0), 4), ((1, 1), 4), ((1, 0), 4), ((0, 1), 3)])
 def test_what_is_no_ablation_is_refused(states, tmp_path, small_models, corpus, which, step):
     import shutil
+
     first, second = (shutil.copytree(states[i], tmp_path / f"{at}") for at, i in enumerate(which))
     (second / "state.json").write_text(json.dumps(state.facts_of(second) | {"step": step}))
     with pytest.raises(InputError, match="expected the model and its ablation"):
-        ablation.compare(first, second, Rows(corpus, seed=0, length=1024, split="heldout"), Limits(2048, 256, 1, 2048), "cpu", print)
+        ablation.compare(
+            first, second, Rows(corpus, seed=0, length=1024, split="heldout"), Limits(2048, 256, 1, 2048), "cpu", print
+        )
 
 
 def test_gradients_are_those_of_the_losses():
@@ -95,7 +106,8 @@ def test_gradients_are_those_of_the_losses():
 
 
 def test_what_a_graph_holds_outlives_the_next_step():
-    """The trainee clears its list of chosen experts before each forward; a graph hands out the same one at every replay."""
+    """The trainee clears its list of chosen experts before each forward; a graph hands out the same one at every
+    replay."""
     trainee = Trainee(architecture.build(SMALL, architecture.FP32, "cpu"))
     architecture.initialise(trainee.model, 0)
     gradients = Gradients(trainee, dict(trainee.named_parameters()), False)
