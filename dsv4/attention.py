@@ -61,8 +61,8 @@ class WindowAttention(Module):
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
     def _captured(self, x: torch.Tensor, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
-        """The same of a captured step, whose positions are on the device alone: all that is written, in one
-        composition."""
+        """Like `forward`, for a captured step, whose positions are on the device alone. One composition writes
+        everything."""
         low, kv, *rest = self._maps(x, None, (self.wq_a, None), (self.wkv, None), *self._maps_of_compressed(step))
         q, *asked = self._maps(
             low, self.q_norm.weight, (self.wq_b, None), *((m, None) for m in self._maps_of_asked(step))

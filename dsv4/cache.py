@@ -77,8 +77,9 @@ class CompressorCache:
         base: str,
         simulate: str | None,
     ) -> Windows:
-        """The same for a captured step, as a part of the composition `attention_inputs`; weight: of the norm of
-        entries.
+        """Store and pool the rows of a captured step, as a part of the composition `attention_inputs`.
+
+        weight: of the norm of entries.
 
         Every window that the step may complete has a slot; those that it does not complete lie beyond what any query
         sees.

@@ -52,7 +52,8 @@ class MainCompressor(Module):
         cache.entries.write(step, entries)
 
     def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
-        """The same of a captured step, from the projected rows fp32 [N, 2·c·D], as a part of `attention_inputs`."""
+        """Store rows and pool entries of a captured step, from the projected rows fp32 [N, 2·c·D]: a part of
+        `attention_inputs`."""
         return cache.windows(
             step, raw, self.ape, self.norm.weight, self.base, "kv" if self.numerics.simulate_kv else None
         )
@@ -90,7 +91,8 @@ class IndexerKeyCompressor(Module):
         cache.entries.write(step, keys)
 
     def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
-        """The same of a captured step, from the projected rows fp32 [N, 4·D], as a part of `attention_inputs`."""
+        """Store rows and pool keys of a captured step, from the projected rows fp32 [N, 4·D]: a part of
+        `attention_inputs`."""
         simulate = "key" if self.numerics.simulate_index else None
         return cache.windows(step, raw, self.ape, self.norm.weight, BASES[LayerKind.CSA], simulate)
 

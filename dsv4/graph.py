@@ -165,8 +165,8 @@ class DecodeGraph:
 
 
 class BlockGraph(DecodeGraph):
-    """The same of the MTP block: appends `tokens` entries to rows of its own cache. `streams` [batch, n, d] and
-    `logits` [batch, 1, vocab] are those after the last entry of each row that counts.
+    """A captured step of the MTP block, which appends `tokens` entries to rows of its own cache. `streams` [batch, n,
+    d] and `logits` [batch, 1, vocab] are those after the last entry of each row that counts.
 
     fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too; so is last int64 [batch], which
     entry that is: of `tokens` the last, unless `ends` said otherwise.

@@ -43,8 +43,8 @@ class Numerics:
         return self.simulate or self.index_rows is RowFormat.INDEX_FP4
 
     def with_caches(self, cache: str, index_cache: str) -> "Numerics":
-        """The same with caches in the formats called 'auto', 'bf16' or 'fp8', and 'auto', 'bf16', 'fp8' or 'fp4' (index
-        keys).
+        """A copy whose caches have the formats called 'auto', 'bf16' or 'fp8', and 'auto', 'bf16', 'fp8' or 'fp4'
+        (index keys).
 
         'auto' is the activations' dtype. Raises InputError for a name that is unknown, or a format narrower than fp32
         where activations are fp32.

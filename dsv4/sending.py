@@ -11,7 +11,7 @@ def sent(values: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def send(values: Sequence | torch.Tensor, to: torch.Tensor) -> None:
-    """The same into a tensor that is there."""
+    """Copy numbers of the host into the tensor `to`, without waiting for the device."""
     to.copy_(_readable(values, to.device), non_blocking=True)
 
 

@@ -49,7 +49,7 @@ class Step:
         return max(self.starts) + self.T
 
     def on(self, device: torch.device) -> "Step":
-        """The same step with its tensors on another device."""
+        """A copy of this step whose tensors are on `device`."""
         if device == self.device:
             return self
         return self.memo(
@@ -177,7 +177,7 @@ class CapturedStep(Step):
         return self.capacity
 
     def on(self, device: torch.device) -> "CapturedStep":
-        """The same step: captured layers are all on one device. Raises UnsupportedInput otherwise."""
+        """This step itself: captured layers are all on one device. Raises UnsupportedInput otherwise."""
         if device != self.device:
             raise UnsupportedInput(
                 f"a captured step on {self.device} met a layer on {device}; captured decoding runs on one device"

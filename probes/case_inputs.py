@@ -40,7 +40,7 @@ class Inputs:
         return torch.randn(*shape, generator=self.g)
 
     def act(self, *shape: int) -> torch.Tensor:
-        """The same as activations are held."""
+        """Like `rand`, in the dtype of activations."""
         return self.rand(*shape).to(self.dtype)
 
     def below(self, n: int, *shape: int) -> torch.Tensor:

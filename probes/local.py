@@ -52,7 +52,7 @@ class Rounded(Layer):
 
 
 def rounded(layer: Layer, numerics: str) -> Rounded:
-    """The same layer, rounded as `numerics` holds its activations and caches; bf16 for names unknown."""
+    """A copy of the layer, rounded as `numerics` holds its activations and caches; bf16 for names unknown."""
     dtype = dtype_of(numerics)
     return Rounded(layer.config, layer.weights, layer.prefix, layer.ratio, layer.hashed, layer.simulate, dtype, dtype)
 

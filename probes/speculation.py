@@ -72,8 +72,8 @@ class Speculation(Probe):
 
 
 class Undrafted:
-    """The same text without a draft: single steps of the main model; the MTP block from its start, in the pieces in
-    which final tokens reach it. Holds the prompt, and of the text all but the last token that `feed` was given."""
+    """Runs the text without drafts: the main model in single steps, the MTP block in the pieces in which final tokens
+    reach it. Holds the prompt, and of the text all but the last token that `feed` was given."""
 
     def __init__(self, subject: Subject, prompt: list[int], limit: int):
         self.subject, self.model = subject, subject.model

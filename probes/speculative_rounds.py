@@ -36,7 +36,7 @@ def cut(ids: torch.Tensor, lengths: list[int]) -> list[list[int]]:
 
 
 class Plain:
-    """The same text, final token by final token. rejected: by captured steps (of as many tokens as the rounds', so that
+    """Runs the text, final token by final token. rejected: by captured steps (of as many tokens as the rounds', so that
     sums are in the same order) with the drafts that go, which are rewound; else by `append` without them."""
 
     def __init__(self, subject: Subject, ids: torch.Tensor, lengths: list[int], limit: int, rejected: bool):

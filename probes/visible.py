@@ -81,7 +81,8 @@ def visible(subject: Subject, cache: Cache, b: int, length: int, mtp_length: int
 def of_pages(
     subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int]], length: int, mtp_length: int
 ) -> Rows:
-    """The same of a row, or of a snapshot, that holds `pages`: group → logical page → physical page, 0 for none."""
+    """What a row or a snapshot that holds `pages` may read from its next token on. pages: group → logical page →
+    physical page, 0 for none."""
     if subject.family == "gqa":
         return of_head_pages(subject, cache, pages, length)
     packed, found = packed_streams(subject.config, subject.caches), {}

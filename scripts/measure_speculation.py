@@ -114,8 +114,8 @@ def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
 def in_engine(
     model, texts: list[list[int]], tokens: int, size: int, rows: int, together: bool, name: str
 ) -> tuple[list[list[int]], float, list]:
-    """The same of requests of one engine, `rows` at a time, which ran them all once before; the seconds are of prompts
-    too."""
+    """Generations of requests of one engine, `rows` at a time. The engine ran them all once before; seconds include
+    prompts."""
     cache = new_paged_cache(model, rows, max(map(len, texts)) + tokens, max_rewind=REWIND)
     results, drafts = {}, name in DRAFTERS
     engine = BatchEngine(

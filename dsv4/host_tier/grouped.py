@@ -109,7 +109,7 @@ class HostRows:
         )
 
     def part(self, rows: slice) -> "HostRows":
-        """The same of some of the batch's rows: views."""
+        """Views of some of the batch's rows."""
         B, KV = self.shape[:2]
         if (rows.start, rows.stop) == (0, B):
             return self

@@ -142,7 +142,8 @@ class DeviceCostAware(DevicePolicy):
 
 
 class KernelCostAware(DeviceCostAware):
-    """The same by kernels of its own: on a GPU the operations above take as long as a small model's whole round."""
+    """Computes what `DeviceCostAware` does in its own kernels: on a GPU the separate operations of that class take as
+    long as a small model's whole round."""
 
     def __init__(self, policy: CostAware, batch: int, device: torch.device | str):
         super().__init__(policy, batch, device)

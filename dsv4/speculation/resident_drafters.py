@@ -56,11 +56,12 @@ class RoundDrafter(ABC):
         round are chosen."""
 
     def follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, start: torch.Tensor) -> None:
-        """The same, beside what follows `told`, in a round with drafts. streams [B·T, n, d]: the main model's at
+        """Called behind `told` in a round with drafts. streams [B·T, n, d]: the main model's at
         positions start … start + T − 1."""
 
     def keep(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """The same in a round without drafts: T is 1, streams [B, n, d]. To be caught up with."""
+        """Called in place of `follow` in a round without drafts: T is 1, streams [B, n, d]. The drafter catches up
+        later."""
 
     def catch_up(self, width: int, start: torch.Tensor) -> None:
         """Follow what was kept, up to `width` tokens a row. Doing so again changes nothing until `caught_up`."""

@@ -43,8 +43,8 @@ class Append:
 
 
 class SingleSteps:
-    """The same tokens one at a time, as plain decoding runs them: bit for bit its logits in any numerics. Steps of a
-    pass share what they dequantise; else this is no faster than plain decoding."""
+    """Runs the tokens of a pass one at a time, as plain decoding does: its logits are those, bit for bit, in any
+    numerics. Steps of a pass share what they dequantise; else this is no faster than plain decoding."""
 
     def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
         self.model, self.cache = model, cache

@@ -74,5 +74,5 @@ def _location(check: Check) -> dict:
 
 
 def fingerprint(probe: str, name: str, where: str) -> str:
-    """The same for the same check in another report, whatever it measured."""
+    """Identifies a check across reports: it depends on its name and place, never on what was measured."""
     return hashlib.sha256("\0".join((probe, name, where)).encode("utf-8", "replace")).hexdigest()

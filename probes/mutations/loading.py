@@ -64,7 +64,7 @@ def indexer_compressor_under_another_prefix(site: Site) -> None:
 
 @mutation("1.1", bugs=(8,), parts=("indexer keys",), probes=("index_oracle",))
 def indexer_compressor_random_in_memory(site: Site) -> None:
-    """The same loss without a trace in names: the indexer's compressors hold random weights after loading."""
+    """The indexer's compressors hold random weights after loading, and no name tells of it."""
 
     def change(subject):
         for block in subject.model.layers:

@@ -138,7 +138,7 @@ def observe_capture(
     see: See,
     progress: Progress = lambda tokens: None,
 ) -> None:
-    """The same of a subject that captures whole runs, on ids int64 [B, T]; a recorded dump answers for its own ids
+    """Look at a subject that captures whole runs, on ids int64 [B, T]; a recorded dump answers for its own ids
     alone.
 
     Raises CapacityError when the capture would be larger than MOST_CAPTURED, InputError when points are missing.

@@ -31,7 +31,7 @@ def canvas(panels: int):
 
 
 def svg(figure) -> str:
-    """The same bytes for the same figure."""
+    """The figure as an SVG document; equal figures give equal bytes."""
     from matplotlib import rc_context
 
     out = StringIO()

@@ -31,7 +31,7 @@ class DenseMass:
     chunk: int
 
     def of_chunks(self, chunk: int) -> "DenseMass":
-        """The same by longer chunks, a multiple of this one's."""
+        """These masses by longer chunks, whose length is a multiple of this one's."""
         each = chunk // self.chunk
         if each * self.chunk != chunk:
             raise ValueError(f"chunks of {chunk} are no multiple of {self.chunk}")

@@ -38,8 +38,7 @@ def survivors(positions: torch.Tensor, chunking: Chunking) -> torch.Tensor:
 
 
 def survivors_by_chance(updates: int, chunking: Chunking) -> list[float]:
-    """The same, expected of a memory whose heavy tokens are picked at random anew at each update, local tokens as they
-    are.
+    """What `survivors` is expected to give where each update picks heavy tokens at random and keeps local tokens.
 
     The u-th update picks H of u·S − L tokens, of which S are of chunk 0 (S − L at the first, whose local tokens are of
     it too).

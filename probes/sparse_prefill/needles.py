@@ -110,8 +110,9 @@ def answers(model: CausalLM, reading: Reading, questions: list[Asked], chunk: in
 def answers_in_prompt(
     model: CausalLM, context: list[int], questions: list[Asked], cut: Chunking | None, limits: Limits
 ) -> list[bool]:
-    """The same where each question is the end of the prompt, and read as the rest of it is: as `generate` does. Rows at
-    once, as many as limits.tokens holds."""
+    """Whether greedy decoding gives each answer where the question ends the prompt and is read as the rest of it is.
+
+    This is what `generate` does. As many rows run at once as limits.tokens holds."""
     found: list[bool] = []
     size = max(1, limits.tokens // (len(context) + max(map(len, questions))))
     for at in range(0, len(questions), size):

@@ -65,7 +65,7 @@ def entries(attn, x, qr, q, window, window_index, step, cache, tile: int) -> Wal
 
 
 def heavily_compressed(attn, q, window, window_index, step, cache, tile: int) -> Walk:
-    """The same of an HCA layer, from what its `attend` is given."""
+    """Walks of a batch of one row through an HCA layer, from what its `attend` is given."""
     visible = step.visible(attn.ratio)[0].unsqueeze(-1).cpu()
     order = (visible - 1 - torch.arange(max(1, step.max_visible(attn.ratio)))).clamp(min=-1)
     return _latents(attn, q, window, window_index, numbers(cache.main.entries.visible(step))[0], order, tile)

@@ -76,8 +76,9 @@ def decode(args, model, cache) -> dict:
 
 
 def flash(args) -> dict:
-    """The same of Flash widths: entries of CSA layers in host memory, and on the device beside it; the same tokens, the
-    same logits."""
+    """Tokens a second at Flash widths, with entries of CSA layers in host memory and on the device.
+
+    Both decode the same tokens and must give the same logits."""
     model = load_dummy("flash", args.flash_layers, device="cuda", max_context=args.context)
     found, logits = [], []
     for name, choice in (("resident", None), ("staged", HostMemory(args.entry_slots))):

@@ -207,7 +207,8 @@ def _never_stopping(context: str, S: int, B: int, heads: tuple[int, int, int], d
 
 
 def _gathered_never_stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
-    """The same over kept blocks, most important first, for both: the choice is made before, and no part of the time."""
+    """What termination costs over kept blocks, most important first, where it never stops. Blocks are chosen before the
+    time is taken."""
     (_, KV, D), policy = heads, block_bounds(KEPT)
 
     def make(i, rule):

@@ -122,9 +122,9 @@ def _in_chunks(T: int, device: str, i: int):
 
 
 def _merged_chunks(T: int, device: str, i: int):
-    """The same by cuDNN, whose causal mask begins at the first key: a chunk attends to itself and to all keys before
-    it, and the two are merged by their log-sum-exps. Nothing is copied: cuDNN reads grouped heads and slices of the
-    cache as they are."""
+    """Dense chunked prefill by cuDNN, whose causal mask begins at the first key: a chunk attends to itself and to all
+    keys before it, and the two are merged by their log-sum-exps. Nothing is copied: cuDNN reads grouped heads and
+    slices of the cache as they are."""
     q, k, v = _inputs(T, i, device)
 
     def run():

@@ -141,7 +141,7 @@ def traced(
 
 
 def again(rounds: Rounds, context: int, accepted: np.ndarray) -> None:
-    """The same rows at the same context, with another trace."""
+    """Puts the rows back to `context` and gives them another trace."""
     for held in (rounds.cache._main, rounds.cache._mtp):
         held.now = [context] * rounds.cache.batch  # what lies there is random, and as good as before
     rounds.choice.accepted.copy_(torch.from_numpy(accepted))

@@ -153,7 +153,7 @@ def losses(model: Model, rows: Rows, lengths: list[int], limits: Limits, say: Sa
 def state_losses(
     directory: Path, rows: Rows, lengths: list[int], limits: Limits, device: str, say: Say
 ) -> list[Figure]:
-    """The same of a training state: its weights in bf16, nothing quantised, through the training operations."""
+    """Nats per token of a training state: its weights in bf16, nothing quantised, through the training operations."""
     part = "loss before quantisation"
     return _figures(
         part, rows, state_row_losses(directory, rows, lengths, limits, device, lambda text: say(f"{part}, {text}"))

@@ -71,7 +71,8 @@ def test_the_golden(golden_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics, cache, index_cache", [("fp32", "auto", "auto"), *CACHES])
 def test_greedy_text_of_the_demo(numerics, cache, index_cache):
-    """The same text; in rounded numerics another token only where the reference's own choice hangs on its rounding.
+    """The text is the reference's; in rounded numerics a token differs only where the reference's own choice hangs on
+    its rounding.
 
     How far rounding moves logits is measured: the reference's on the CPU, which sums in another order, against the
     reference's on the GPU. Triton's may be twice as far, and a token may differ where the logits of both are nearer

@@ -34,7 +34,7 @@ def model(long_golden):
 
 @pytest.fixture(scope="session", params=["fp32, reference", *NUMERICS])
 def numeric_model(request, official, model, long_golden):
-    """The same in fp32, and a quantised checkpoint with packed caches."""
+    """The model in fp32, and a quantised checkpoint with packed caches."""
     if request.param == "fp32":
         return model
     if request.param == "fp32, reference":

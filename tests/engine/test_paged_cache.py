@@ -11,7 +11,7 @@ from tests.engine.conftest import paged, random_ids, same
 
 
 class Twins:
-    """The same appends to a Cache and a PagedCache; every logit that was asked for must agree and be finite."""
+    """Appends to a Cache and to a PagedCache side by side; every logit that was asked for must agree and be finite."""
 
     def __init__(self, model, batch: int, max_context: int, max_rewind: int = 16, **options):
         self.model, self.ids = model, random_ids(model, batch, max_context)

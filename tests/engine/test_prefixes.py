@@ -19,7 +19,7 @@ def continued(model, cache, ids: list[int], b: int = 0) -> torch.Tensor:
 
 
 def cold(model, ids: list[int]) -> torch.Tensor:
-    """The same of a request that runs alone from an empty plain cache, max_rewind 0."""
+    """Logits of a request that runs alone from an empty plain cache, max_rewind 0."""
     return continued(model, model.new_cache(1, len(ids), 0), ids)
 
 

@@ -303,7 +303,7 @@ def test_the_mean_is_that_of_the_specification(model):
 
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_a_request_s_output_and_drafts_do_not_depend_on_neighbours_or_borrowed_prefixes(model, asked, drafter):
-    """The same request cold and alone, and on a prefix of another beside three: the same passes, the same bits."""
+    """A request runs cold and alone, then on a prefix of another beside three: passes and bits are equal."""
     requests, _ = asked
     found = []
     for chosen in (requests[3:4], requests):

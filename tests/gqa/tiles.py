@@ -24,7 +24,7 @@ class Grown:
         return self.model.append(torch.tensor([ids]), self.cache, prompt=prompt, logits=logits)[0]
 
     def read(self, ids: list[int], logits: str = "all") -> torch.Tensor:
-        """The same of a prompt whose beginning may be here, in pieces that end at multiples of 128: logits of the last
+        """Logits of a prompt whose beginning may be here, in pieces that end at multiples of 128: logits of the last
         piece."""
         while self.length < len(ids):
             found = self.append(ids[self.length : (self.length // 128 + 1) * 128], True, logits)

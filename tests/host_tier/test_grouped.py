@@ -20,7 +20,7 @@ BOUND, MEAN = Policy("bound", "bound", 16, 1, 1, 2), Policy("mean", "mean", 16, 
 
 
 class Resident:
-    """The same layer with everything on the device."""
+    """A layer with everything on the device."""
 
     def __init__(self, op, backend, policy, S, dtype):
         self.op, self.backend, self.policy = op, backend, policy
@@ -145,7 +145,8 @@ def test_a_guess_changes_no_bit_and_spares_misses(backend):
 
 @BACKENDS
 def test_what_is_staged_stays(backend):
-    """The same choice again costs nothing; one more distant block costs one block of keys and of values a head."""
+    """A choice that is made again costs nothing; one more distant block costs one block of keys and of values a
+    head."""
     op, resident, rows = pair(BOUND, backend)
     filled(resident, rows, 112, 1)
     rows.keys[:, :, -16:], rows.values[:, :, -16:] = resident.keys[:, :, 96:112], resident.values[:, :, 96:112]

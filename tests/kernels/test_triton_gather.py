@@ -108,7 +108,7 @@ def test_bf16_and_strides():
 
 
 def test_a_graph_would_see_the_present_length():
-    """The same launch, other numbers in `start`: what lies behind is never read."""
+    """A launch is repeated with other numbers in `start`: what lies behind is never read."""
     q, keys, values, start = cache(1, 1, 4, 2, 512, 16, [500])
     whole, rest = keys.clone(), values.clone()
     for p in (0, 127, 128, 300):

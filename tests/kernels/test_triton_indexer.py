@@ -67,7 +67,7 @@ def case(B=2, T=3, H=5, D=64, n=70, form=None, dtype=torch.float32, seed=0, inte
 
 
 def assert_scores(got, wanted, tolerance=1e-5):
-    """The same mask of −inf; close relative to the norm."""
+    """Masks of −inf are equal, scores are close relative to the norm."""
     assert got.shape == wanted.shape and got.dtype is torch.float32
     assert torch.equal(got == -INF, wanted == -INF)
     seen = wanted != -INF

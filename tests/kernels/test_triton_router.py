@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def compare(got, wanted, relative: float = 2e-6) -> None:
-    """The same experts, whatever their order, with the same weights."""
+    """Experts and their weights are equal, in whatever order."""
     (i, a), (j, b) = got, wanted
     assert i.dtype is j.dtype is torch.int64 and a.dtype is b.dtype is torch.float32 and i.shape == j.shape
     i, order = i.sort(-1)

@@ -212,7 +212,7 @@ def test_quantisation_costs_recall_against_the_exact_oracle_alone(official, text
 
 
 def test_needles_and_their_control(demo, monkeypatch):
-    """The same trials, with and without the compressed branches. A trial counts as found here if they are in play."""
+    """Trials run with and without the compressed branches. A trial counts as found here if they are in play."""
     model, tokenizer = OurSubject(demo, "fp32").model, Tokenizer(demo, 320).backend
     ids = torch.arange(60).unsqueeze(0)
     whole = model(ids)

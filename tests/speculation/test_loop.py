@@ -156,7 +156,7 @@ def test_what_is_reported_adds_up(model):
 
 @pytest.mark.parametrize("drafter", [MTPDrafter, LookupDrafter], ids=["mtp", "lookup"])
 def test_sampled_rows_do_not_depend_on_their_neighbours(model, drafter):
-    """The same row beside others that draft, accept and stop differently: the same tokens, from its own generator."""
+    """A row gets its tokens from its own generator, beside others that draft, accept and stop differently."""
     sampling, ids = Sampling(temperature=0.8, top_p=0.95, seed=3), prompt_of(model, 12) * 2
     alone = drafted(model, [ids], 16, drafter(), sampling=sampling)[0].token_ids
     beside = drafted(model, [ids, prompt_of(model, 5), prompt_of(model, 33)], 16, drafter(), sampling=sampling)

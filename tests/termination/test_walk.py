@@ -76,7 +76,7 @@ def attended(row, policy, rule):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("policy", ["dense", "sink+window", "page-bound", "block-bound", "block-mean"])
 def test_stops_are_those_that_the_model_makes(row, policy, name):
-    """The same tiles in the same order, and the same number of them, as what `model.attention` runs."""
+    """Tiles, their order and their number are those that `model.attention` runs."""
     policy = POLICIES[policy]() if policy == "dense" else POLICIES[policy](448, block=16)
     rule = Termination(tau=0.7, phi=0.12, patience=2, tile=64, **RULES[name])
     found = orders.heads(*row, SCALE, policy, 64)

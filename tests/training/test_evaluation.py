@@ -142,7 +142,7 @@ def test_text_rows():
 
 
 def test_losses_do_not_depend_on_batches(model):
-    """The same rows in one piece and in several, and against the logits of the model's forward."""
+    """Rows run in one piece and in several, and against the logits of the model's forward."""
     quiet = lambda text: None
     found = evaluation.losses(model, Text, [60], LIMITS, quiet)
     other = evaluation.losses(model, Text, [60], Limits(60, 7, 1, 600), quiet)
