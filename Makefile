@@ -3,13 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= The capital of France is
 
-.PHONY: demo test clean
+.PHONY: demo check test test-all clean
 
 demo: .venv/.runtime
 	$(BIN)/dsv4 generate demo --prompt "$(PROMPT)" --max-new-tokens 64
 
+# Style, and the types of the public modules.
+check: .venv/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	scripts/check_types.sh
+
 # A process a processor; the tests of a file stay together, for what they share.
 test: .venv/.test
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not sweep"
+
+# Every shape, family and planted fault, where `make test` takes a few that meet every branch.
+test-all: .venv/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 .venv/.runtime: requirements.lock pyproject.toml

@@ -1,7 +1,7 @@
 """What every model here shares: an embedding, an output head, and the one way to run it (`append`)."""
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from dsv4.linear import Linear, parameter
 from dsv4.module import Module
 from dsv4.numerics import Numerics
 from dsv4.step import CapturedStep, Step
+
+if TYPE_CHECKING:
+    from dsv4.cache import Lengths
 
 CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
 DECODED = 16  # tokens that an append takes for decode at most, unless it is told otherwise
@@ -28,6 +31,7 @@ class TokenCache(Protocol):
     batch: int
     max_context: int
     max_rewind: int
+    _main: "Lengths"
 
     @property
     def lengths(self) -> list[int]: ...
@@ -56,7 +60,7 @@ class Embedding(Module):
 class Head(Linear):
     """Output projection: logits = W·y in fp32."""
 
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # never other than exact
         """y [N, d] → fp32 [N, vocab]."""
         return super().forward(y, exact=True)
 
@@ -69,6 +73,8 @@ class CausalLM(Module):
     `page_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
     """
 
+    frequencies: dict[str, torch.Tensor]
+
     def __init__(self, config, numerics: Numerics, backend: str):
         super().__init__()
         self.config, self.numerics, self.backend = config, numerics, backend
@@ -77,10 +83,11 @@ class CausalLM(Module):
         self.max_context: int | None = None  # default of new_cache
         self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
         self.placement: dict[str, str] = {}  # module → device, when they are spread
-        self.inventory = self.ledger = None  # of the checkpoint that it was loaded from
+        self.inventory: Any = None  # dsv4.loaders.load.Inventory of the checkpoint that it was loaded from
+        self.ledger: Any = None  # its dsv4.loaders.ledger.LoadLedger
         # where `new_cache` keeps what grows with the context: `dsv4.host_tier.choice.HostMemory` (None: the device)
-        self.kv_memory = None
-        self.attention = None  # what is read of the cache, where that is a choice: `dsv4.gqa.choice.Attention`
+        self.kv_memory: Any = None
+        self.attention: Any = None  # what is read of the cache, where that is a choice: `dsv4.gqa.choice.Attention`
         # of each layer, read in the last step before its attention terminated
         self.tiles: list[torch.Tensor | None] | None = None
         self.replayed: int | None = None  # tokens that the longest row held after the last step, if that was a replay
@@ -216,8 +223,8 @@ class Collector:
         self.model, self.counts, self.mode = model, counts, logits
         kept = {"all": T, "last": 1, "none": 0}[logits]
         fresh = torch.empty if all(n == T for n in counts) else partial(torch.full, fill_value=float("nan"))
-        self.logits = fresh((B, kept, model.config.vocab_size), device=model.device) if kept else None
-        self.streams = (
+        self.logits: Any = fresh((B, kept, model.config.vocab_size), device=model.device) if kept else None
+        self.streams: Any = (
             fresh((B, T, *model.stream_shape), dtype=model.numerics.activation, device=model.device)
             if want_streams
             else None
@@ -238,9 +245,10 @@ class Collector:
             ending = [b for b in range(rows.start, rows.stop) if self.counts[b] == done + tokens]
             if ending:
                 ends = slice(ending[0] - rows.start, ending[-1] - rows.start + 1)
-                own = features is None
                 fresh = self.model.head(
-                    self.model.features(streams[ends, -1]) if own else features.view(*streams.shape[:2], -1)[ends, -1]
+                    self.model.features(streams[ends, -1])
+                    if features is None
+                    else features.view(*streams.shape[:2], -1)[ends, -1]
                 )
                 for b in ending:
                     self.logits[b, 0] = fresh[b - ending[0]]

@@ -23,7 +23,7 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], think:
     """
     control = tokenizer.control
     ids = [control(BOS)]
-    expected = ("system", "user")
+    expected: tuple[str, ...] = ("system", "user")
     for message in messages:
         role, text = message["role"], message["content"]
         if role not in expected:

@@ -7,6 +7,7 @@ transformers) into the official dictionary; this file turns that into checked va
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import cast
 
 from dsv4.errors import ConfigError
 
@@ -237,7 +238,7 @@ def _yarn(raw: Mapping) -> Yarn | None:
     for part in fields(Yarn):
         if part.name not in raw:
             raise ConfigError(f"rope_scaling has no {part.name!r}; expected {', '.join(f.name for f in fields(Yarn))}")
-        values[part.name] = number(f"rope_scaling.{part.name}", raw[part.name], part.type)
+        values[part.name] = number(f"rope_scaling.{part.name}", raw[part.name], cast(type, part.type))
         if not values[part.name] > 0:
             raise ConfigError(f"rope_scaling has {part.name} = {values[part.name]}; expected a positive number")
     return Yarn(**values)
@@ -247,7 +248,8 @@ class Reader:
     """Reads keys of a raw config and remembers which were read."""
 
     def __init__(self, raw: Mapping):
-        self.raw, self.read = raw, set()
+        self.raw = raw
+        self.read: set[str] = set()
 
     def optional(self, key: str, default):
         self.read.add(key)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -120,7 +121,7 @@ def generate(
     begun = time.perf_counter()
     while True:
         ahead = graph is not None and sampling.temperature == 0  # a token that stops is then appended for nothing
-        if ahead:
+        if graph is not None and ahead:
             (token,), logits = graph.greedy(
                 logits, len(out.token_ids) + 1 < max_new_tokens and cache.lengths[0] < limit
             )
@@ -195,7 +196,7 @@ def context_full(limit: int, generated: int) -> ContextOverrun:
 
 def _prefill(model: CausalLM, ids: list[int], cache, on_prefill) -> torch.Tensor:
     prompt = torch.tensor([ids])
-    logits = None
+    logits: Any = None
     for start in range(0, len(ids), model.chunk):
         last = start + model.chunk >= len(ids)
         logits = model.append(

@@ -147,7 +147,7 @@ def _check_expert_dtype(inventory: Inventory) -> None:
     """config.json may state the format of the routed experts; the tensors must be of it."""
     stated = inventory.config.get("expert_dtype")
     found = {inventory.formats[n] for n in inventory.formats if ".ffn.experts." in n}
-    allowed = {"fp4": {WeightFormat.MXFP4, WeightFormat.NVFP4}, "fp8": {WeightFormat.FP8}}.get(stated)
+    allowed = {"fp4": {WeightFormat.MXFP4, WeightFormat.NVFP4}, "fp8": {WeightFormat.FP8}}.get(stated or "")
     if stated is not None and allowed is None:
         raise ConfigError(f"config.json has expert_dtype {stated!r}; expected 'fp4' or 'fp8'")
     if allowed is not None and not found <= allowed:
@@ -165,8 +165,8 @@ def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name
         return Storage()  # absent tensors are reported by the ledger
     if form is WeightFormat.DENSE:
         return Storage(form, DTYPES[inventory.sources[f"{name}.weight"].dtype])
-    scale = inventory.sources[f"{name}.scale"].dtype if form is WeightFormat.FP8 else None
-    return Storage(form, scale=DTYPES.get(scale), block=config.weight_block_size)
+    scale = DTYPES[inventory.sources[f"{name}.scale"].dtype] if form is WeightFormat.FP8 else None
+    return Storage(form, scale=scale, block=config.weight_block_size)
 
 
 def _reason(name: str, mtp: bool, inventory: Inventory) -> str | None:
@@ -191,7 +191,7 @@ def pieces_of(model: CausalLM, within: str = "") -> list[Piece]:
     """Pieces of every parameter, or of those within the module of that name."""
     if isinstance(model, GQAModel):
         return [piece for piece in gqa.pieces_of(model) if piece.parameter.startswith(f"{within}." if within else "")]
-    pieces = []
+    pieces: list[Piece] = []
     for name, module in model.named_modules():
         if within and name != within and not name.startswith(f"{within}."):
             continue

@@ -47,7 +47,7 @@ def count_named(option: str, value: int | str) -> int:
         raise InputError(f"{option}: {error}") from None
 
 
-def format_bytes(n: int) -> str:
+def format_bytes(n: float) -> str:
     """'12.3 GiB', with the unit that leaves three digits or so."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:

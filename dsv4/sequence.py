@@ -6,6 +6,7 @@ take what they return (a `Band` instead of window indices, a mask instead of ent
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class SequenceEntries:
 
     def __init__(self, ratio: int):
         self.ratio = ratio
-        self.values: torch.Tensor | None = None
+        self.values: Any = None  # a tensor once written
 
     def write(self, step: Step, values: torch.Tensor) -> None:
         self.values = values.view(step.B, -1, values.shape[-1])

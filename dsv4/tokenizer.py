@@ -61,7 +61,8 @@ class TextStream:
     """Turns tokens into text as they come, holding back bytes that are not a whole character yet."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
+        self.tokenizer, self.shown = tokenizer, ""
+        self.ids: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that this token completes; may be empty."""

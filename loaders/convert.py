@@ -280,7 +280,7 @@ class _Converter:
         if name.split(".")[-2] == "w2":
             amax = torch.tensor(c.swiglu_limit**2 * c.routed_scaling_factor)
         else:
-            layer = re.match(r"(layers|mtp)\.\d+", name)[0]
+            layer = ".".join(name.split(".")[:2])  # layers.3, mtp.0
             amax = self.inventory.read(f"{layer}.ffn_norm.weight").float().abs().amax() * c.hidden_size**0.5
         return (amax / (6 * 448)).float().reshape(())
 
@@ -352,7 +352,7 @@ def _to_transformers(name: str) -> str:
 def _from_transformers(key: str) -> str:
     from dsv4.loaders.layouts import TRANSFORMERS
 
-    return TRANSFORMERS.official(key)
+    return TRANSFORMERS.official(key) or key  # a key that _to_transformers made has a name
 
 
 def _transformers_plan(target: dict, config) -> dict:

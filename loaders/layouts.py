@@ -210,13 +210,13 @@ DECODER = Layout(
 
 def detect_layout(tensors: Mapping[str, FileTensor], layouts: tuple[Layout, ...] | None = None) -> Layout:
     """The layout whose rules know every tensor name. Raises CheckpointError naming the unknown ones."""
-    best, unknown = None, None
+    candidates = []
     for layout in LAYOUTS if layouts is None else layouts:
         strange = [k for k in tensors if layout.official(k) is None and not _is_stacked(layout, k)]
         if not strange:
             return layout
-        if unknown is None or len(strange) < len(unknown):
-            best, unknown = layout, strange
+        candidates.append((layout, strange))
+    best, unknown = min(candidates, key=lambda candidate: len(candidate[1]))
     raise CheckpointError(
         f"{len(unknown)} of {len(tensors)} tensors have names that no layout knows (nearest: {best.name}): "
         f"{some(sorted(unknown))}"
@@ -237,8 +237,8 @@ def canonical_sources(tensors: Mapping[str, FileTensor], layout: Layout) -> dict
         if name is not None:
             claim(name, Source(tensor, 0, tensor.shape))
             continue
-        gate_up, down = (pattern.fullmatch(key) for pattern in layout.stacked)
-        layer = (gate_up or down)[1]
+        gate_up, down = (pattern.fullmatch(key) for pattern in layout.stacked or ())  # one of them does: detect_layout
+        layer = (gate_up or down)[1]  # type: ignore[index]
         if len(tensor.shape) != 3 or (gate_up and tensor.shape[1] % 2):
             raise CheckpointError(
                 f"tensor {key} has shape {list(tensor.shape)}; expected stacked experts [E, rows, columns]"

@@ -177,7 +177,8 @@ class LoadLedger:
 
     def totals(self) -> dict:
         """Counts and bytes: consumed by dtype, listed by reason."""
-        consumed, listed = Counter(), Counter()
+        consumed: Counter[str] = Counter()
+        listed: Counter[str] = Counter()
         for name, source in self.sources.items():
             if name in self.used:
                 consumed[source.dtype] += source.nbytes

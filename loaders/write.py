@@ -90,7 +90,8 @@ def _write_all(partial, planned, value_of, documents, copies, max_shard_bytes, t
 
 
 def _shards(planned: Planned, limit: int) -> list[list[str]]:
-    shards, size = [[]], 0
+    shards: list[list[str]] = [[]]
+    size = 0
     for name, entry in planned.items():
         nbytes = tensor_bytes(*entry)
         if shards[-1] and size + nbytes > limit:
@@ -102,7 +103,8 @@ def _shards(planned: Planned, limit: int) -> list[list[str]]:
 
 
 def _header(entries: Planned) -> bytes:
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, (dtype, shape) in entries.items():
         nbytes = tensor_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}

@@ -8,6 +8,7 @@ never PASS. The kinds: a checkpoint directory alone (`dsv4.probes.subjects.files
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ class Subject:
     name: str = ""
     can: frozenset[str] = frozenset()
     family: str = "deepseek_v4"
-    config = None
+    config: Any = None
     numerics: str = ""
     provenance: dict = {}
 
