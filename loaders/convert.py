@@ -352,7 +352,7 @@ def _to_transformers(name: str) -> str:
 def _from_transformers(key: str) -> str:
     from dsv4.loaders.layouts import TRANSFORMERS
 
-    return TRANSFORMERS.official(key) or key  # a key that _to_transformers made has a name
+    return TRANSFORMERS.official(key)  # type: ignore[return-value]  # a key that _to_transformers made has a name
 
 
 def _transformers_plan(target: dict, config) -> dict:
