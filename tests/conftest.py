@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
     lighten()
 
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 GOLDEN = Path(__file__).parent / "golden" / "tiny_fp32"
 TOLERANCE = 2e-4  # of fp32 logits of size 10, between implementations that order their sums differently
 

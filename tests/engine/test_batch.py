@@ -12,8 +12,8 @@ from dsv4.engine.passes import read
 from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
 from dsv4.generate import Sampling, sample
 from dsv4.paging import pool_pages
+from tests.conftest import ROOT
 from tests.engine.conftest import paged, prefill, random_ids, same
-from tests.test_names import ROOT
 
 SAMPLED = Sampling(0.8, 0.95, seed=3)
 

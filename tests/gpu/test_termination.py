@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.fidelity.conftest import run  # noqa: F401  (a fixture)
-from tests.test_names import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -18,7 +18,7 @@ from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.resident import generate_resident
 from scripts.bench.speculation_costs import moe
-from tests.test_names import ROOT
+from tests.conftest import ROOT
 
 
 @pytest.fixture
