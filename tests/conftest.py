@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 from dsv4 import cli, load_model
 from tests import checkpoints, oracle
+from tests.sweep import mark_sweeps
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.interpreter import lighten
@@ -34,7 +35,9 @@ def pytest_xdist_auto_num_workers():
     return min(8, usable_processors())
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items):
+    mark_sweeps(items)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from dsv4.kernels.chunked_prefill import Chunking, chunked_prefill
 from scripts.bench.inputs import difference, normal
@@ -100,6 +99,8 @@ def _whole(T: int, backend: SDPBackend, device: str, i: int):
 
 def _in_chunks(T: int, device: str, i: int):
     """Dense chunked prefill: each chunk attends to all keys so far."""
+    from torch.nn.attention.bias import causal_lower_right  # takes seconds to import
+
     q, k, v = _inputs(T, i, device)
 
     def run():

@@ -171,6 +171,7 @@ def test_rows_of_ragged_batches_hold_nothing_beyond_their_end(profiles):
 # ---- green --------------------------------------------------------------------------------
 
 
+@pytest.mark.few(each=lambda p: p["name"] == "yarn", numerics=["fp32"])
 @pytest.mark.parametrize(
     "name,numerics", [(name, "fp32") for name in profile.GQA_PROFILES] + [("qwen2", "native"), ("mistral", "native")]
 )

@@ -31,6 +31,7 @@ def red(subject) -> list:
     return [c for c in execute(Grafting(), subject)[0] if c.status in (Status.FAIL, Status.ERROR)]
 
 
+@pytest.mark.few(numerics=["qat"])
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
 def test_green_bit_for_bit_in_every_format(official, numerics, cache, index_cache):
     checks, _ = execute(Grafting(), OurSubject(official, numerics, cache=cache, index_cache=index_cache))
@@ -44,6 +45,7 @@ def test_green_on_the_reference_backend(official):
     assert not red(OurSubject(official, "fp32", "reference"))
 
 
+@pytest.mark.few(profile=["yarn"])
 @pytest.mark.parametrize(
     "profile, numerics, backend",
     [("qwen2", "fp32", "reference"), ("yarn", "native", "cpu"), ("mistral", "fp32", "cpu")],
@@ -98,6 +100,7 @@ GQA_FAULTS = [
 ]
 
 
+@pytest.mark.few(each=lambda p: p["part"].split(", ")[0])
 @pytest.mark.parametrize("fault, part", FAULTS, ids=lambda value: value.replace(" ", "-"))
 def test_a_fault_is_named(official, tmp_path, fault, part):
     mutation, site = next(m for m in catalogue() if m.name == fault), Site(shutil.copytree(official, tmp_path / "copy"))
@@ -109,6 +112,7 @@ def test_a_fault_is_named(official, tmp_path, fault, part):
     assert part in found, found
 
 
+@pytest.mark.few(part=["graft, lows of blocks"], each=lambda p: p["part"])
 @pytest.mark.parametrize("fault, part", GQA_FAULTS, ids=lambda value: value.replace(" ", "-"))
 def test_a_fault_of_a_gqa_model_is_named(tmp_path, fault, part):
     mutation = next(m for m in catalogue() if m.name == fault)

@@ -62,6 +62,7 @@ def test_packed_caches_change_no_schedule(official, subject):
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("formats", FORMATS, ids="+".join)
 @pytest.mark.parametrize("name", ["dtype_ledger", "memory_map", "captured"])
 def test_every_format_is_known(official, name, formats):
@@ -283,6 +284,7 @@ def test_a_probe_by_itself_takes_them(official, tmp_path):
     assert "fp8 index cache" in json.loads((tmp_path / "m.json").read_text())["title"]
 
 
+@pytest.mark.few(fault=["indexer_compressor"])
 @pytest.mark.parametrize("fault", ["kv_norm", "indexer_compressor", "lowest_scores"])
 def test_a_fault_behind_packed_caches_is_confirmed_by_a_swap(official, fault):
     """Rows of the oracle are packed where they take the place of the subject's, and its keys are read from bytes."""

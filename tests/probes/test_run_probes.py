@@ -61,6 +61,7 @@ def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch):
     assert worst(execute(Rollback(), subject)[0]) in (Status.FAIL, Status.ERROR)
 
 
+@pytest.mark.few(beside=[0])
 @pytest.mark.parametrize("beside", [-1, 0, 1])
 def test_a_rewind_that_stops_short_at_the_window_s_end_alone_is_seen(subject, monkeypatch, beside):
     from dsv4.cache import Cache
@@ -117,6 +118,7 @@ def test_hyper_connections_are_held_against_the_oracle(subject):
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 
+@pytest.mark.few(fault=["iterations"])
 @pytest.mark.parametrize("fault", ["transposed", "iterations", "unscaled head"])
 def test_a_wrong_hyper_connection_is_seen(official, fault):
     broken = OurSubject(official, "fp32")
@@ -134,6 +136,7 @@ def test_a_wrong_hyper_connection_is_seen(official, fault):
     assert {"transposed": "mHC comb", "iterations": "mHC comb", "unscaled head": "head"}[fault] in found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("probe", [MoEEdges(), Poison(effort=0.2)], ids=lambda p: p.name)
 def test_edges_are_green_on_every_backend(official, probe, backend):
@@ -141,6 +144,7 @@ def test_edges_are_green_on_every_backend(official, probe, backend):
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 
+@pytest.mark.few(each=lambda p: p["part"])
 @pytest.mark.parametrize(
     "fault,part", [("naive softplus", "router"), ("weighing bias", "router"), ("no clamp", "experts")]
 )
@@ -190,6 +194,7 @@ def test_operations_are_sound_on_every_backend(official, backend):
         assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 
+@pytest.mark.few(name=["sparse_attention", "topk_entries"])
 @pytest.mark.parametrize(
     "name,part",
     [

@@ -111,6 +111,7 @@ def test_the_catalogue_covers_every_section():
     assert {m.section for m in (BY_NAME[name] for name in FAST)} == set(detection.SECTIONS)
 
 
+@pytest.mark.few(each=lambda p: BY_NAME[p["name"]].probes[:1])
 @pytest.mark.parametrize("name", FAST)
 def test_a_planted_fault_is_named(bench, name):
     outcome = look(BY_NAME[name], bench)

@@ -67,6 +67,7 @@ def of(probe, subject) -> list:
 # ---- sound models -------------------------------------------------------------------------
 
 
+@pytest.mark.few("probe")
 @pytest.mark.parametrize(
     "profile, numerics, backend",
     [("qwen2", "fp32", "auto"), ("qwen2", "native", "reference"), ("llama3", "native", "auto")],
@@ -124,6 +125,7 @@ def test_the_other_probes_do_not_apply_to_csa(official):
 # ---- planted faults -----------------------------------------------------------------------
 
 
+@pytest.mark.few(each=lambda p: p["fault"].section)
 @pytest.mark.parametrize(
     "fault", [m for m in FAULTS if m.section == "1.17" or m.name in TRIED], ids=lambda m: m.name.replace(" ", "-")
 )

@@ -33,6 +33,7 @@ def red(subject) -> list:
     return [c for c in execute(Speculation(), subject)[0] if c.status in (Status.FAIL, Status.ERROR)]
 
 
+@pytest.mark.few(numerics=["qat"])
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
 def test_green_bit_for_bit_in_every_format(official, numerics, cache, index_cache):
     sound = OurSubject(official, numerics, cache=cache, index_cache=index_cache)
@@ -47,6 +48,7 @@ def test_green_on_the_reference_backend(official):
     assert not red(OurSubject(official, "fp32", "reference"))
 
 
+@pytest.mark.few(numerics=["fp32"])
 @pytest.mark.parametrize("numerics", ["fp32", "qat"])
 def test_green_where_a_product_of_other_rows_sums_in_another_order(official, monkeypatch, numerics):
     """As BLAS may do, by the processor and its threads; one token of each of the five rows is on one side of it, all
@@ -111,6 +113,7 @@ def test_a_wrong_decision_is_named(tmp_path, fault, part):
     assert part in found, found
 
 
+@pytest.mark.few(each=lambda p: p["part"].split(", ")[0])
 @pytest.mark.parametrize("fault, part", STATES, ids=lambda value: value.replace(" ", "-"))
 def test_a_fault_is_named(official, tmp_path, fault, part):
     mutation, site = next(m for m in catalogue() if m.name == fault), Site(shutil.copytree(official, tmp_path / "copy"))
@@ -175,6 +178,7 @@ def test_a_rule_that_keeps_nothing_is_distributed_right_and_seen_all_the_same(br
     assert found[2 * broken :][:2] == [Status.PASS, Status.FAIL] and found.count(Status.FAIL) == 1
 
 
+@pytest.mark.few(seed=[1])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_other_seeds_are_green(seed):
     assert {c.status for c in acceptance(seed, torch.device("cpu"))} == {Status.PASS}
