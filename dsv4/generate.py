@@ -142,17 +142,23 @@ def generate(
 
 
 def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:
-    """Tokens that the cache of this request holds: max_context, or just enough.
+    """Tokens that the cache of this request holds: max_context, or just enough. Raises as `context_needed`."""
+    limit = max_context if max_context is not None else model.max_context
+    return context_needed(model.config, prompts, max_new_tokens, limit)
+
+
+def context_needed(config, prompts: list[list[int]], max_new_tokens: int, limit: int | None) -> int:
+    """Tokens that the cache of this request holds: `limit`, or just enough. It takes a config, so that a request can be
+    refused before the weights are read.
 
     Raises InputError for an empty prompt and ids outside the vocabulary, ContextOverrun for a prompt that is too long
-    for max_context or, with all that may follow it, for the checkpoint: then no max_context would help.
+    for the limit or, with all that may follow it, for the checkpoint: then no max_context would help.
     """
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
-    longest, most = max(map(len, prompts)), model.config.max_position_embeddings
-    limit = max_context if max_context is not None else model.max_context
+    longest, most = max(map(len, prompts)), config.max_position_embeddings
     if longest + max_new_tokens - 1 > most:
         raise beyond_checkpoint(longest, max_new_tokens, most, "--max-new-tokens")
     limit = limit if limit is not None else longest + max_new_tokens - 1
@@ -162,7 +168,7 @@ def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int
             f"most {most})"
         )
     for ids in prompts:
-        check_ids(ids, model.config.vocab_size)
+        check_ids(ids, config.vocab_size)
     return limit
 
 

@@ -1,61 +1,70 @@
 """Options that commands share, and the words that options take; `dsv4.cli` has the commands."""
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dsv4.errors import InputError, brief
 
-class NumericsChoice(str, Enum):
-    fp32 = "fp32"
-    native = "native"
-    qat = "qat"
-    qat_fp32 = "qat:fp32"
-
-
-class Speculate(str, Enum):
-    off = "off"
-    mtp = "mtp"
-    lookup = "lookup"
-
-
-class AttentionChoice(str, Enum):
-    dense = "dense"
-    sink_window = "sink-window"
-    page_bound = "page-bound"
-    block_bound = "block-bound"
-    block_mean = "block-mean"
+NUMERICS = ("fp32", "native", "qat", "qat:fp32")
+BACKENDS = ("auto", "reference", "cpu", "triton")
+CACHES = ("auto", "bf16", "fp8")
+INDEX_CACHES = ("auto", "bf16", "fp8", "fp4")
+DRAFTERS = ("off", "mtp", "lookup")
+POLICIES = ("dense", "sink-window", "page-bound", "block-bound", "block-mean")
+MEMORIES = ("device", "host")
+LAYOUTS = ("official", "nvfp4", "transformers", "bf16")
+DUMMIES = ("flash", "pro", "llama-8b", "qwen2.5-7b")
 
 
-class KVMemory(str, Enum):
-    device = "device"
-    host = "host"
+def choice(names: tuple[str, ...], about: str, **more):
+    """An option that takes one of `names`. Another value raises InputError with one line that lists them; the help and
+    the shell's completion list them too."""
 
+    def check(param: typer.CallbackParam, value: str | None) -> str | None:
+        if value is not None and value not in names:
+            raise InputError(f"{param.opts[0]} takes {', '.join(names[:-1])} or {names[-1]}; got {brief(value)!r}")
+        return value
 
-class Target(str, Enum):
-    official = "official"
-    nvfp4 = "nvfp4"
-    transformers = "transformers"
-    bf16 = "bf16"
+    return typer.Option(
+        help=f"{about} One of {', '.join(names)}.",
+        metavar="NAME",
+        callback=check,
+        autocompletion=lambda incomplete: [name for name in names if name.startswith(incomplete)],
+        **more,
+    )
 
 
 Checkpoint = Annotated[
     Path, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)
 ]
 Numerics = Annotated[
-    NumericsChoice,
-    typer.Option(
-        help="fp32: no quantisation. native: weights as stored, bf16 activations. qat: the official quantisation "
-        "simulation. qat:fp32: that, in fp32 arithmetic."
+    str,
+    choice(
+        NUMERICS,
+        "fp32: no quantisation. native: weights as stored, bf16 activations. qat: the official quantisation "
+        "simulation. qat:fp32: that, in fp32 arithmetic.",
     ),
 ]
-Backend = Annotated[str, typer.Option(help="auto, reference, cpu or triton.")]
-Drafting = Annotated[
-    Speculate,
+Backend = Annotated[
+    str, choice(BACKENDS, "Implementation of the operations. auto: cpu on a host, triton on one GPU, else reference.")
+]
+Threads = Annotated[
+    int | None,
     typer.Option(
-        help="Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or lookup (what "
-        "followed the same words before)."
+        min=1,
+        show_default=False,
+        help="Host threads of torch. Default: OMP_NUM_THREADS if it is set; else 1 for a model of hidden size below "
+        "1024, whose threads would wait for each other; else the processors that this process may use.",
+    ),
+]
+Drafting = Annotated[
+    str,
+    choice(
+        DRAFTERS,
+        "Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or lookup (what followed the same "
+        "words before).",
     ),
 ]
 Drafts = Annotated[
@@ -77,22 +86,20 @@ DraftCosts = Annotated[
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Cache = Annotated[
     str,
-    typer.Option(
-        help="Format of window rows and entries: auto (as activations), bf16 or fp8 (584 B a row at 512 dims)."
-    ),
+    choice(CACHES, "Format of window rows and entries. auto: as activations. fp8: 584 B a row at 512 dims."),
 ]
 IndexCache = Annotated[
-    str, typer.Option(help="Format of index keys: auto, bf16, fp8 (132 B a key at 128 dims) or fp4 (68 B).")
+    str,
+    choice(INDEX_CACHES, "Format of index keys. auto: as activations. fp8: 132 B a key at 128 dims. fp4: 68 B."),
 ]
 Reads = Annotated[
-    AttentionChoice | None,
-    typer.Option(
-        "--attention",
-        show_default=False,
-        help="Of a GQA model: what decoding reads of the cache. dense: all. sink-window: the first and the last "
-        "tokens. "
+    str | None,
+    choice(
+        POLICIES,
+        "Of a GQA model: what decoding reads of the cache. dense: all. sink-window: the first and the last tokens. "
         "page-bound, block-bound: and what may matter most, by bounds of pages of 16 or blocks of 128. block-mean: "
         "by means, which lose short passages.",
+        show_default=False,
     ),
 ]
 ReadTokens = Annotated[
@@ -111,13 +118,12 @@ Rule = Annotated[
         "moves and turns, over how many tiles.",
     ),
 ]
-Where = Annotated[
-    KVMemory,
-    typer.Option(
-        "--kv-memory",
-        help="Where keys and values (of a DeepSeek-V4 model the entries of CSA layers) are: on the "
-        "device, or in pinned host memory, of which a step fetches what "
-        "it reads. The output is the same.",
+KVMemory = Annotated[
+    str,
+    choice(
+        MEMORIES,
+        "Where keys and values (of a DeepSeek-V4 model the entries of CSA layers) are: on the device, or in pinned "
+        "host memory, of which a step fetches what it reads. The output is the same.",
     ),
 ]
 Staged = Annotated[
@@ -140,3 +146,4 @@ Guess = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result: no progress and no summary on stderr.")]

@@ -8,6 +8,7 @@ import torch
 from dsv4.bill.step import FORMULAS, step_parts
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
+from dsv4.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
 from dsv4.gqa import cache as gqa_cache
 from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.config import GQAConfig
@@ -25,10 +26,14 @@ from dsv4.kernels.block_choice import dense
 from dsv4.load import resolve_device
 from dsv4.loaders.expected import official_tensors, preset
 from dsv4.loaders.load import Inventory
-from dsv4.memory import Plan, Row, cache_rows, free_bytes, parse_count, stream_rows, weight_rows
+from dsv4.loaders.write import tensor_bytes
+from dsv4.memory import Plan, Row, cache_rows, count_named, format_bytes, free_bytes, stream_rows, weight_rows
 from dsv4.numerics import Numerics, numerics_named
 from dsv4.streams import Stream, cache_streams
 
+HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card's or a size
+COUNTED = "counted: weights and caches; not counted: activations of a step and captured graphs"
+SET_ASIDE_NOTE = "; of a named card 1 GiB is set aside for the driver and the CUDA context, as measured on an H100"
 LONGEST = 1 << 20  # tokens a row that a plan is for unless told, where the model takes so many
 
 
@@ -43,6 +48,7 @@ def plan(
     index_cache: str = "auto",
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
+    gpus: int = 1,
 ) -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context. As
     JSON values.
@@ -51,10 +57,12 @@ def plan(
     row ('128K'); None:
     what the model takes (max_position_embeddings), at most 1M, and the document says that this was the default.
     attention: of a GQA model, whose policy's summaries are counted. kv_memory: caches in host memory, whose pinned
-    bytes are no part of the total on the device. Raises InputError when max_context exceeds the checkpoint's, never
-    clamps it; CapacityError for fewer staged blocks than a step reads.
+    bytes are no part of the total on the device. device: as `capacities_of` takes it; gpus: so many of it, over which
+    whole layers are spread. Raises InputError when max_context exceeds the checkpoint's, never clamps it;
+    CapacityError for fewer staged blocks than a step reads.
     """
-    target, asked, per_token = resolve_device(device), None if max_context is None else parse_count(max_context), None
+    asked, per_token = None if max_context is None else count_named("--max-context", max_context), None
+    capacities = capacities_of(device, gpus)
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
     grouped = inventory is not None and inventory.family == "gqa"
     if attention is not None and not grouped:
@@ -78,8 +86,15 @@ def plan(
         context,
         attention.policy if attention else dense(),
     )
-    sizes, free = Plan(tuple(rows)), free_bytes(target)
-    here = sizes.total() - sizes.total("pinned")
+    sizes = Plan(tuple(rows))
+    found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
+    if not grouped and kv_memory is None:
+        found = _units(config, inventory, choice, batch, context, max_rewind)
+    elif gpus > 1:
+        raise InputError(
+            f"--gpus {gpus} was given; {'a GQA model' if grouped else 'a cache in host memory'} runs on one device "
+            "(--device-map does not spread it): leave it out"
+        )
     return {
         "checkpoint": checkpoint,
         "max_context": context,
@@ -89,22 +104,75 @@ def plan(
         "numerics": numerics,
         "cache": cache,
         "index_cache": index_cache,
-        "device": device,
         "rows": [asdict(r) for r in rows],
         "weights_bytes": sizes.total("weights"),
         "cache_bytes": sizes.total("cache"),
         "staging_bytes": sizes.total("staging"),
-        "total_bytes": here,
-        "free_bytes": free,
-        "fits": here <= free,
-        "pinned_bytes": sizes.total("pinned"),
-        "host_free_bytes": free_bytes(torch.device("cpu")),
+        **_verdict(device, capacities, found, sizes.total() - sizes.total("pinned"), sizes.total("pinned")),
         "cache_bytes_per_token": per_token,
         "attention": attention.document() if attention else None,
         "step": [
             {"name": name, "nbytes": nbytes, "formula": FORMULAS[name]} for name, nbytes in read.items() if nbytes
         ],
     }
+
+
+def capacities_of(device: str, gpus: int) -> list[int]:
+    """Usable bytes of each of so many devices: what is free now on 'cpu', 'cuda' or 'cuda:N' of this machine, what a
+    named card has ('h100'; it need not be here), or a size ('80GiB'). Raises InputError."""
+    if device == "cpu" and gpus > 1:
+        raise InputError(f"--gpus {gpus} was given with --device cpu; name the GPUs, for example --device h100")
+    if device.partition(":")[0] not in HERE:
+        return [named_bytes(device)] * gpus
+    if gpus == 1:
+        return [free_bytes(resolve_device(device))]
+    if device != "cuda":
+        raise InputError(f"--gpus {gpus} was given with --device {device}; expected --device cuda, or a card's name")
+    return [free_bytes(resolve_device(f"cuda:{i}")) for i in range(gpus)]
+
+
+def _verdict(device: str, capacities: list[int], found: list[Unit], total: int, pinned: int) -> dict:
+    """Whether it fits, and what each GPU would hold. pinned: bytes of host memory, which count where the device is this
+    machine's."""
+    parts = split(found, capacities)
+    held, here = shares(parts, capacities), device.partition(":")[0] in HERE
+    fits, free = all(gpu["left_bytes"] >= 0 for gpu in held), free_bytes(torch.device("cpu"))
+    label = f"this machine's {device}" if here else f"{len(capacities)} × {device}"
+    more = None if fits or here or len(found) == 1 else enough(found, capacities[0])
+    said = answer(total, held, capacities, label, f"; {more} × {device} would hold it" if more else "")
+    if fits and here and pinned > free:
+        fits, said = (
+            False,
+            f"does not fit: {format_bytes(pinned)} are to be pinned in host memory, which has "
+            + (f"{format_bytes(free)} free, {format_bytes(pinned - free)} short"),
+        )
+    elif pinned:
+        said += f"; and {format_bytes(pinned)} pinned in host memory"
+    return {
+        "answer": said,
+        "fits": fits,
+        "device": device,
+        "total_bytes": total,
+        "free_bytes": min(capacities),
+        "gpus": held,
+        "max_memory": max_memory(memory_limits(parts, capacities)) if fits and len(capacities) > 1 else None,
+        "capacity_note": COUNTED + ("" if here else SET_ASIDE_NOTE),
+        "pinned_bytes": pinned,
+        "host_free_bytes": free,
+    }
+
+
+def _units(
+    config: ModelConfig, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int
+) -> list[Unit]:
+    """Modules of a DeepSeek-V4 model that are placed whole, with the caches of their layers."""
+    mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
+    held = held_tensors(config, inventory, choice)
+    layers = cache_streams(config, batch, context, max_rewind, choice, mtp)
+    return units(
+        {name: tensor_bytes(dtype, shape) for name, (dtype, shape) in held.items()},
+        {layer.label: sum(stream.nbytes for stream in layer.streams) for layer in layers},
+    )
 
 
 def _rows(
@@ -177,6 +245,8 @@ def held_tensors(
 def _context(asked: int | None, config: ModelConfig | GQAConfig) -> int:
     """Tokens a row: as asked, or what the model takes, at most `LONGEST`. Raises InputError for more than it takes."""
     longest = config.max_position_embeddings
+    if asked is not None and asked < 1:
+        raise InputError(f"--max-context is {asked}; expected at least 1")
     if asked is not None and asked > longest:
         raise InputError(
             f"max_context {asked} exceeds the checkpoint's max_position_embeddings {longest}; ask for at most that"

@@ -1,6 +1,7 @@
 """One request to one checkpoint, from prompt text to the document that describes what happened."""
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -10,15 +11,17 @@ import torch
 
 from dsv4.causal import CausalLM
 from dsv4.chat import chat_ids, plain_ids, templated_ids
+from dsv4.config import ModelConfig
 from dsv4.dummy import load_dummy
 from dsv4.errors import ContextOverrun, InputError, brief
-from dsv4.generate import Generation, Sampling, generate
+from dsv4.generate import Generation, Sampling, context_needed, generate
 from dsv4.gqa.choice import Attention
-from dsv4.gqa.model import GQAModel
+from dsv4.gqa.config import GQAConfig
 from dsv4.graph import captures
 from dsv4.host_tier.choice import HostMemory
 from dsv4.load import load_model
 from dsv4.loaders.files import read_json
+from dsv4.loaders.load import Inventory
 from dsv4.memory import count_named, peak_bytes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
@@ -155,6 +158,7 @@ class Session:
     ):
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
+        self.first: float | None = None  # seconds from the last request to its first token, None where none was shown
         self.together = False  # whether the last passes were verified as one append
         if (checkpoint is None) == (dummy is None):
             raise InputError("a checkpoint directory or --dummy-weights is needed, and not both")
@@ -182,19 +186,8 @@ class Session:
 
     def encode(self, request: Request) -> list[int]:
         """Token ids of the request's prompt."""
-        if (self.checkpoint / "tokenizer.json").is_file() or not (request.is_ids or request.random_tokens):
-            self.tokenizer = Tokenizer(self.checkpoint, self.model.config.vocab_size)
-        if request.random_tokens:
-            g = torch.Generator().manual_seed(request.sampling.seed)
-            return torch.randint(self.model.config.vocab_size, (request.random_tokens,), generator=g).tolist()
-        if request.is_ids:
-            return request.ids
-        if request.chat:
-            system = [] if request.system is None else [{"role": "system", "content": request.system}]
-            return chat_ids(self.tokenizer, [*system, {"role": "user", "content": request.prompt}], request.think)
-        if isinstance(self.model, GQAModel):
-            return templated_ids(self.tokenizer, request.prompt)
-        return plain_ids(self.tokenizer, request.prompt, self.model.config.bos_token_id)
+        self.tokenizer, ids = encode(self.checkpoint, self.model.config, request)
+        return ids
 
     def generate(
         self, ids: list[int], request: Request, show: Callable[[str], None], on_prefill=None
@@ -202,9 +195,11 @@ class Session:
         """Run the request; `show` gets text as it completes. Returns (result, whole text)."""
         stream = TextStream(self.tokenizer) if self.tokenizer else None
 
-        shown = []
+        shown, begun, self.first = [], time.perf_counter(), None
 
         def on_token(token: int) -> None:
+            if not shown:
+                self.first = time.perf_counter() - begun
             shown.append(token)
             show(stream.push(token) if stream else f"{token} ")
 
@@ -279,6 +274,7 @@ class Session:
                 "decode_seconds": result.decode_seconds,
                 "decode_tokens_per_second": result.decode_rate,
                 "capture_seconds": result.capture_seconds,
+                "time_to_first_token_seconds": self.first,
             },
             "bytes": {
                 "weights": model.nbytes,
@@ -295,6 +291,46 @@ class Session:
             "load": model.ledger.totals() if model.ledger else None,
             "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),
         }
+
+
+def model_config(checkpoint: Path) -> ModelConfig | GQAConfig:
+    """The config of a checkpoint directory, whose shards are found to be there; no weights are read. Raises
+    CheckpointError and ConfigError."""
+    inventory = Inventory.open(checkpoint)
+    return (GQAConfig.from_dict if inventory.family == "gqa" else ModelConfig.from_official)(inventory.config)
+
+
+def prepare(checkpoint: Path, request: Request) -> tuple[ModelConfig | GQAConfig, Tokenizer | None, list[int]]:
+    """Config, tokenizer and prompt of a request, which is refused here if it cannot be run: before the weights are
+    read. Raises as `model_config`, `encode` and `dsv4.generate.context_needed`."""
+    config = model_config(checkpoint)
+    tokenizer, ids = encode(checkpoint, config, request)
+    most = config.max_position_embeddings
+    if request.context is not None and request.context > most:
+        raise InputError(
+            f"--max-context {request.context} exceeds the checkpoint's max_position_embeddings {most}; ask for at most "
+            "that"
+        )
+    context_needed(config, [ids], request.max_new_tokens, request.context)
+    return config, tokenizer, ids
+
+
+def encode(checkpoint: Path, config: ModelConfig | GQAConfig, request: Request) -> tuple[Tokenizer | None, list[int]]:
+    """The checkpoint's tokenizer, None without a tokenizer.json, and the token ids of the request's prompt."""
+    wordless, vocab = request.is_ids or request.random_tokens, config.vocab_size
+    tokenizer = Tokenizer(checkpoint, vocab) if not wordless or (checkpoint / "tokenizer.json").is_file() else None
+    if request.random_tokens:
+        g = torch.Generator().manual_seed(request.sampling.seed)
+        return tokenizer, torch.randint(vocab, (request.random_tokens,), generator=g).tolist()
+    if request.is_ids:
+        return tokenizer, request.ids
+    if request.chat:
+        system = [] if request.system is None else [{"role": "system", "content": request.system}]
+        messages = [*system, {"role": "user", "content": request.prompt}]
+        return tokenizer, chat_ids(tokenizer, messages, request.think)
+    if isinstance(config, GQAConfig):
+        return tokenizer, templated_ids(tokenizer, request.prompt)
+    return tokenizer, plain_ids(tokenizer, request.prompt, config.bos_token_id)
 
 
 def speculation_notes(model: CausalLM, together: bool = False) -> list[str]:

@@ -1,5 +1,8 @@
 """Documents as tables for people."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 from rich.console import Console
 from rich.table import Table
 
@@ -18,21 +21,52 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _print(table: Table, console: Console) -> None:
+    """A table; where no terminal shows it, without the blanks that fill its last column."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as drawn:
+        console.print(table)
+    console.print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
+
+
+def generation_summary(document: Mapping, console: Console) -> None:
+    """Notes, if there are any, and three lines: what was generated and how fast, in what memory, and by what."""
+    t, b, layers = document["timings"], document["bytes"], document["layers"]
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+    first, drafted = t["time_to_first_token_seconds"], document["speculation"]
+    console.print(
+        f"generated: {len(document['token_ids'])} tokens after {len(document['prompt_token_ids'])} of the prompt "
+        f"(stopped: {document['stop_reason']}), decode {t['decode_tokens_per_second']:.1f} tokens/s, prefill "
+        f"{t['prefill_tokens_per_second']:.1f} tokens/s"
+        + ("" if first is None else f", first token after {first:.2f} s")
+        + (f", {drafted['accepted']} of {drafted['proposed']} drafts accepted" if drafted else "")
+    )
+    host = document["host_memory"]
+    console.print(
+        f"memory: weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens"
+        + (f", pinned host memory {format_bytes(host['pinned_bytes'])}" if host else "")
+        + f", peak {format_bytes(b['peak'])}"
+    )
+    kinds = Counter(row["kind"] for row in layers)
+    ran = Counter(row["implementation"] for row in document["dispatch"] if row["calls"])
+    where = ", ".join(sorted(set(document["placement"].values()))) or document["device"]
+    console.print(
+        f"path: {_counted(kinds)} layers on {where}; numerics {document['numerics']}, backend {document['backend']}; operations by {_counted(ran)}"
+    )
+
+
+def _counted(found: Mapping[str, int]) -> str:
+    """'3 window, 2 csa'."""
+    return ", ".join(f"{count} {name}" for name, count in found.items())
+
+
 def generation(document: dict, console: Console) -> None:
-    """Rates, memory, the path of each layer, and which implementation ran."""
-    t, b = document["timings"], document["bytes"]
-    console.print(
-        f"\n{len(document['prompt_token_ids'])} prompt tokens, {len(document['token_ids'])} new (stopped: "
-        f"{document['stop_reason']}); numerics {document['numerics']}, backend {document['backend']}, device "
-        f"{document['device']}, layout {document['layout']}"
-    )
-    console.print(
-        f"prefill {t['prefill_tokens_per_second']:.1f} tokens/s, decode {t['decode_tokens_per_second']:.1f} tokens/s"
-    )
-    console.print(
-        f"weights {format_bytes(b['weights'])}, cache {format_bytes(b['cache'])} for {b['max_context']} tokens, "
-        f"peak memory {format_bytes(b['peak'])}"
-    )
+    """What was loaded and drafted, the path of each layer, and which implementation ran."""
+    t = document["timings"]
+    console.print(f"\nlayout {document['layout']}")
     if host := document["host_memory"]:
         console.print(
             f"host memory {format_bytes(host['pinned_bytes'])} pinned; {format_bytes(host['fetched_bytes'])} "
@@ -52,17 +86,46 @@ def generation(document: dict, console: Console) -> None:
             f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
             f"{load['parameters']} parameters, each written once"
         )
-    for note in document["notes"]:
-        console.print(f"note: {note}")
     table = _table("\npath of each layer in the last step", "layer", "kind", "experts", "attended to")
     for row in document["layers"]:
         table.add_row(row["layer"], row["kind"], row["experts"], row["path"])
-    console.print(table)
+    _print(table, console)
     table = _table("\nwhat ran", "operation", "implementation", ">calls", "why")
     for row in document["dispatch"]:
         if row["calls"]:
             table.add_row(row["operation"], row["implementation"], str(row["calls"]), row["why"])
-    console.print(table)
+    _print(table, console)
+    console.print()
+
+
+def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console: Console) -> None:
+    """Each request of a batch with its latencies, and what the run came to. seconds: of it all, loading too."""
+    columns = ("request", "stopped", ">prompt", ">new", ">first token, s", ">between tokens p50, ms", ">evicted")
+    table = _table("\nrequests", *columns)
+    for r in requests[:MOST_ROWS]:
+        first, between = r["time_to_first_token_seconds"], r["inter_token_percentiles_seconds"]
+        table.add_row(
+            r["id"],
+            r["stop_reason"] if r["error"] is None else f"{r['error']['type']}: {r['error']['message']}",
+            str(r["prompt_tokens"]),
+            str(len(r["token_ids"])),
+            "–" if first is None else f"{first:.2f}",
+            "–" if between is None else f"{between['p50'] * 1e3:.1f}",
+            str(r["evictions"]),
+        )
+    _print(table, console)
+    if len(requests) > MOST_ROWS:
+        console.print(f"… and {len(requests) - MOST_ROWS} more requests; stdout has all")
+    for note in figures["notes"]:
+        console.print(f"note: {note}")
+    failed = sum(r["error"] is not None for r in requests)
+    drafted, accepted = (sum(r[key] for r in requests) for key in ("drafted", "accepted"))
+    console.print(
+        f"{len(requests)} requests, {failed} failed; {sum(len(r['token_ids']) for r in requests)} tokens in "
+        f"{figures['steps']} steps, {seconds:.1f} s with loading; {figures['evictions']} evictions, "
+        f"{figures['prefix_hit_tokens']} prompt tokens from kept prefixes"
+        + (f"; {accepted} of {drafted} drafts accepted" if drafted else "")
+    )
 
 
 def _speculation(drafted: dict, console: Console) -> None:
@@ -94,7 +157,7 @@ def inspection(document: dict, console: Console) -> None:
     for row in rows[:MOST_ROWS]:
         goes = ", ".join(row["parameters"][:2]) or "; ".join(row["reasons"]) or "NOWHERE"
         table.add_row(str(row["bytes"]), row["dtype"], str(row["shape"]), row["tensor"], goes)
-    console.print(table)
+    _print(table, console)
     if len(rows) > MOST_ROWS:
         console.print(f"… and {len(rows) - MOST_ROWS} more tensors; --json lists all")
     table = _table("\nbytes", ">bytes", "what")
@@ -102,7 +165,7 @@ def inspection(document: dict, console: Console) -> None:
         table.add_row(str(n), f"{dtype} loaded")
     for reason, n in totals["listed_bytes_by_reason"].items():
         table.add_row(str(n), f"left out: {reason}")
-    console.print(table)
+    _print(table, console)
     table = _table("\nconfig ledger", "key", "requested", "effective", "status", "note")
     for row in document["config"]:
         cells = (
@@ -111,7 +174,7 @@ def inspection(document: dict, console: Console) -> None:
             else [str(row["requested"]), "–"]
         )
         table.add_row(row["key"], *cells, row["status"], row["note"])
-    console.print(table)
+    _print(table, console)
     for note in ledger["notes"]:
         console.print(f"note: {note}")
     for problem in ledger["problems"]:
@@ -147,24 +210,41 @@ def _parts(title: str, rows: list[dict]) -> Table:
 
 
 def plan(document: dict, console: Console) -> None:
+    """The answer first, then what it is made of."""
+    console.print(document["answer"])
     chosen = " (the model's longest, at most 1M; --max-context sets it)" if document["max_context_default"] else ""
     console.print(
-        f"{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens{chosen}, "
+        f"\n{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens{chosen}, "
         f"{document['max_rewind']} to rewind, numerics {document['numerics']}"
     )
     for group in [g for g in GROUPS if any(row["group"] == g for row in document["rows"])]:
-        console.print(_parts(GROUPS[group], [row for row in document["rows"] if row["group"] == group]))
-    console.print(_parts("a decode step of all rows reads, their caches full", document["step"]))
+        _print(_parts(GROUPS[group], [row for row in document["rows"] if row["group"] == group]), console)
+    _print(_parts("a decode step of all rows reads, their caches full", document["step"]), console)
     if token := document["cache_bytes_per_token"]:
         console.print(f"\nkeys and values of one token of one row: {token['nbytes']} B = {token['formula']}")
-    verdict = "fits" if document["fits"] else "does NOT fit"
+    if len(document["gpus"]) > 1:
+        _shares(document, console)
     if document["pinned_bytes"]:
-        free = document["host_free_bytes"]
+        free, pinned = document["host_free_bytes"], document["pinned_bytes"]
         console.print(
-            f"\nhost: {document['pinned_bytes']} B = {format_bytes(document['pinned_bytes'])} pinned; "
-            f"{format_bytes(free)} free now: " + ("fits" if document["pinned_bytes"] <= free else "does NOT fit")
+            f"\nhost: {pinned} B = {format_bytes(pinned)} pinned; this machine has {format_bytes(free)} free now: "
+            + ("fits" if pinned <= free else "does not fit")
         )
-    console.print(
-        f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}; {document['device']} has "
-        f"{format_bytes(document['free_bytes'])} free: {verdict}"
-    )
+    console.print(f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}")
+    console.print(document["capacity_note"])
+
+
+def _shares(document: dict, console: Console) -> None:
+    """What each GPU holds of a model that is spread over several."""
+    table = _table("\nwhole layers per GPU", ">GPU", "holds", ">weights", ">caches", ">left free")
+    for gpu in document["gpus"]:
+        table.add_row(
+            str(gpu["gpu"]),
+            gpu["holds"],
+            format_bytes(gpu["weights_bytes"]),
+            format_bytes(gpu["cache_bytes"]),
+            format_bytes(gpu["left_bytes"]),
+        )
+    _print(table, console)
+    if document["max_memory"]:
+        console.print(f"\nthis split: --device-map auto --max-memory {document['max_memory']}")

@@ -2,11 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import torch
 
 from dsv4.errors import InputError
 from dsv4.numerics import NUMERICS
@@ -15,10 +12,9 @@ from dsv4.probes.provenance import provenance
 from dsv4.probes.report import Report, Section, write
 from dsv4.probes.result import vacuous
 from dsv4.probes.subject import Subject
+from dsv4.threads import limited_threads
 
 SUBJECTS = ("ours[:NUMERICS[:BACKEND]]", "files", "transformers", "a recorded dump (FILE.safetensors or dump:FILE)")
-
-SMALL = 1024  # hidden size
 
 
 def open_subject(
@@ -91,20 +87,8 @@ def audit(
     budget: seconds; a probe that would begin after it is VACUOUS, not silently left out, and so is one of the catalogue
     that does not exist yet. Probes that do not apply to such a model are left out, with the reason in the report.
     """
-    with threads_for(subject):
+    with limited_threads(subject.config.hidden_size):
         return _audit(subject, names, seed, effort, budget, command, say)
-
-
-@contextmanager
-def threads_for(subject: Subject) -> Iterator[None]:
-    """One thread for small models: their matrices only wait for a second one, and on a busy machine ten times as
-    long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if subject.config.hidden_size < SMALL else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _audit(

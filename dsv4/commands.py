@@ -1,0 +1,387 @@
+"""The commands of one checkpoint: generate, batch, inspect, plan, convert. Data goes to stdout, all else to stderr.
+
+What needs torch is imported within the commands: help and completion must not wait for it.
+"""
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4.errors import InputError
+from dsv4.loaders.errors import CheckpointError
+from dsv4.options import (
+    DUMMIES,
+    LAYOUTS,
+    AsJson,
+    Backend,
+    Cache,
+    Checkpoint,
+    Device,
+    DraftCosts,
+    Drafting,
+    Drafts,
+    Guess,
+    IndexCache,
+    KVMemory,
+    Numerics,
+    Quiet,
+    Reads,
+    ReadTokens,
+    Rule,
+    Staged,
+    Terminate,
+    Threads,
+    choice,
+)
+from dsv4.terminal import errors, progress_bar, wide
+
+
+def generate(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt; - is standard input.")] = None,
+    token_ids: Annotated[
+        str | None, typer.Option(help="Prompt as comma-separated token ids, without a tokenizer.")
+    ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="So many random token ids as the prompt.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="DeepSeek's chat format around the prompt.")] = False,
+    think: Annotated[bool, typer.Option("--think", help="With --chat: let the reply begin with thinking.")] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 128,
+    max_context: Annotated[
+        str | None, typer.Option(help="Tokens the cache holds (128K, 1M …); default: just enough.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; else 1e-06 to 1000000.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with that much probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling, and of --prompt-tokens.")] = 0,
+    speculate: Drafting = "off",
+    draft_tokens: Drafts = None,
+    draft_costs: DraftCosts = None,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="With --speculate: verify a pass as one append. Faster on a host processor, and rounded otherwise: "
+            "the text may leave plain decoding's. Steps captured on a GPU do so anyway, with its text.",
+        ),
+    ] = False,
+    numerics: Numerics = "native",
+    backend: Backend = "auto",
+    device: Device = "cpu",
+    cache: Cache = "auto",
+    index_cache: IndexCache = "auto",
+    attention: Reads = None,
+    attention_tokens: ReadTokens = None,
+    terminate: Terminate = False,
+    terminate_rule: Rule = None,
+    prefill_chunks: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last LOCAL and the "
+            "heaviest HEAVY tokens before it; decoding reads all.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_memory: KVMemory = "device",
+    staged_blocks: Staged = None,
+    guess_ahead: Guess = False,
+    dummy_weights: Annotated[
+        str | None, choice(DUMMIES, "A published geometry with random weights, instead of a checkpoint.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
+    device_map: Annotated[
+        str | None, typer.Option(help="auto: spread whole layers over GPUs, host memory and disk.")
+    ] = None,
+    max_memory: Annotated[str | None, typer.Option(help="With --device-map: e.g. 'cpu=4GiB,0=70GiB'.")] = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="At the end also the path of each layer and which implementation ran.")
+    ] = False,
+):
+    """Generate text from a checkpoint. stdout gets the text; stderr gets progress and a summary of three lines."""
+    from dsv4 import run, tables
+    from dsv4.generate import Sampling
+    from dsv4.gqa.choice import attention_named
+    from dsv4.host_tier.choice import memory_named
+    from dsv4.threads import limited_threads
+
+    _check_output(as_json, quiet, verbose)
+    request = run.Request(
+        prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens),
+        is_ids=token_ids is not None,
+        chat=chat,
+        think=think,
+        system=system,
+        random_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        max_context=max_context,
+        sampling=Sampling(temperature, top_p, seed),
+        speculate=speculate,
+        draft_tokens=draft_tokens,
+        draft_costs=draft_costs,
+        together=together,
+    )
+    if together and speculate == "off":
+        raise InputError("--together says how drafts are verified, and nothing drafts; add --speculate mtp or lookup")
+    if (draft_tokens is not None or draft_costs is not None) and speculate == "off":
+        raise InputError(
+            "--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or "
+            "--speculate lookup"
+        )
+    if (think or system is not None) and not chat:
+        raise InputError("--think and --system belong to the chat format; add --chat")
+    reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
+    where = memory_named(kv_memory, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
+    config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
+    shown = not quiet and not as_json
+    with limited_threads(config and config.hidden_size, threads):
+        with progress_bar("loading", shown=shown) as loading:
+            choices = run.Choices(numerics, backend, device, cache, index_cache)
+            session = run.Session(
+                checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads, where
+            )
+        session.tokenizer = tokenizer
+        ids = ids if ids is not None else session.encode(request)
+        with progress_bar("prefill", "tokens", shown) as prefilling:
+
+            def show(text: str) -> None:
+                prefilling.close()  # a bar that is still drawn would share the terminal's line with the text
+                if not as_json:
+                    _show(text)
+
+            result, text = session.generate(ids, request, show, prefilling)
+    document = session.document(result, text)
+    if as_json:
+        _print_json(document)
+        return
+    _show("\n")
+    if verbose:
+        tables.generation(document, wide(stderr=True))
+    if not quiet:
+        tables.generation_summary(document, errors)
+
+
+def _check_output(as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Raises InputError for options of the output that contradict each other."""
+    if as_json and (quiet or verbose):
+        raise InputError(
+            f"--json and --{'quiet' if quiet else 'verbose'} were given; --json prints one document, which holds "
+            "everything, and nothing else: leave out one"
+        )
+    if quiet and verbose:
+        raise InputError("--quiet and --verbose were given; they contradict each other: leave out one")
+
+
+def batch(
+    requests: Annotated[
+        Path,
+        typer.Argument(
+            help="One JSON object a line: prompt or token_ids; id, max_tokens, priority, seed, "
+            "temperature, top_p. -: from standard input.",
+            show_default=False,
+        ),
+    ],
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.", show_default=False)],
+    rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
+    max_context: Annotated[
+        str | None, typer.Option(help="Tokens of one request (128K, 1M …); default: just enough.")
+    ] = None,
+    pool_tokens: Annotated[
+        str | None, typer.Option(help="Tokens that all requests hold at once; default: every row full.")
+    ] = None,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together", help="Decode all rows as one batch: faster, and equal to running alone up to rounding."
+        ),
+    ] = False,
+    speculate: Drafting = "off",
+    draft_tokens: Drafts = None,
+    draft_costs: DraftCosts = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for batch_<name of the file>.json, .md and .svg: sizes, latencies, pages.",
+            show_default=False,
+        ),
+    ] = None,
+    numerics: Numerics = "native",
+    backend: Backend = "auto",
+    device: Device = "cpu",
+    cache: Cache = "auto",
+    index_cache: IndexCache = "auto",
+    attention: Reads = None,
+    attention_tokens: ReadTokens = None,
+    terminate: Terminate = False,
+    terminate_rule: Rule = None,
+    kv_memory: KVMemory = "device",
+    prefill_chunks: Annotated[str | None, typer.Option(hidden=True)] = None,
+    threads: Threads = None,
+    quiet: Quiet = False,
+):
+    """Run many requests over one pool of pages. stdout gets a JSON result a line as each ends, then the figures; stderr
+    gets a table at the end. Exit code 1 if any request failed."""
+    from dsv4 import run, tables
+    from dsv4.engine.command import Options, run_batch
+    from dsv4.gqa.choice import attention_named
+    from dsv4.threads import limited_threads
+
+    if kv_memory == "host":
+        raise InputError(
+            "--kv-memory host was given; requests of a batch share the pages of one pool, which is on the device: "
+            "leave it out, or run single requests with dsv4 generate"
+        )
+    if prefill_chunks is not None:
+        raise InputError(
+            "--prefill-chunks was given; a batch reads prompts densely, since its requests share prefixes: leave it "
+            "out, or run single requests with dsv4 generate"
+        )
+    options = Options(rows, max_context, pool_tokens, together, speculate, draft_tokens, draft_costs, report)
+    reads = attention_named(attention, attention_tokens, terminate, rule=terminate_rule)
+
+    documents, begun = [], time.perf_counter()
+
+    def load() -> run.Session:
+        stack.enter_context(limited_threads(run.model_config(checkpoint).hidden_size, threads))
+        with progress_bar("loading", shown=not quiet) as loading:
+            return run.Session(
+                checkpoint,
+                run.Choices(numerics, backend, device, cache, index_cache),
+                progress=loading,
+                attention=reads,
+            )
+
+    def write(document: dict) -> None:
+        documents.append(document)
+        _show(json.dumps(document, ensure_ascii=False) + "\n")
+
+    with ExitStack() as stack:
+        failed = run_batch(load, requests, options, write)
+    if not quiet:
+        tables.batch(documents[:-1], documents[-1]["figures"], time.perf_counter() - begun, wide(stderr=True))
+    if failed:
+        raise typer.Exit(1)
+
+
+def inspect(
+    checkpoint: Checkpoint,
+    as_json: AsJson = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Also read every tensor: NaN, table ranges, crc32.")] = False,
+):
+    """Print the load ledger and the config ledger, without running the model."""
+    from dsv4 import inspection, tables
+
+    with progress_bar("reading") as reading:
+        document = inspection.inspect(checkpoint, verify, reading)
+    if as_json:
+        _print_json(document)
+    else:
+        tables.inspection(document, wide())
+    if problems := document["ledger"]["problems"]:
+        raise CheckpointError(
+            f"{checkpoint} has {len(problems)} problem{'s' if len(problems) > 1 else ''}, first: {problems[0]}"
+        )
+
+
+def convert(
+    src: Checkpoint,
+    dst: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
+    to: Annotated[str, choice(LAYOUTS, "Layout to write.", show_default=False)],
+    allow_inexact: Annotated[
+        bool, typer.Option("--allow-inexact", help="Round blocks that NVFP4 cannot hold exactly.")
+    ] = False,
+    max_shard: Annotated[str, typer.Option(help="Largest shard.")] = "5G",
+    as_json: AsJson = False,
+):
+    """Write a checkpoint in another layout; nothing half-written stays after a failure."""
+    from dsv4 import tables
+    from dsv4.config import ModelConfig
+    from dsv4.loaders.config_files import read_config
+    from dsv4.loaders.convert import convert as run_convert
+    from dsv4.memory import parse_count
+
+    config = ModelConfig.from_official(read_config(src)[0])
+    with progress_bar("converting") as progress:
+        summary = run_convert(src, dst, to, config, allow_inexact, progress, parse_count(max_shard))
+    document = {"source": str(src), "destination": str(dst), "to": to, **asdict(summary)}
+    if as_json:
+        _print_json(document)
+    else:
+        tables.conversion(document, wide())
+
+
+def plan(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, or flash or pro.", show_default=False)],
+    max_context: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens a row: 128K, 1M …; default: the model's max_position_embeddings, at most 1M.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows that run at once.")] = 1,
+    max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
+    numerics: Numerics = "native",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda or cuda:N of this machine (what is free now), a card by name (h100, h200, b200, a100, "
+            "l40s, 4090 …; it need not be here), or a size (80GiB)."
+        ),
+    ] = "cpu",
+    gpus: Annotated[
+        int, typer.Option(min=1, max=1024, help="So many of that device; whole layers are spread as --device-map does.")
+    ] = 1,
+    cache: Cache = "auto",
+    index_cache: IndexCache = "auto",
+    attention: Reads = None,
+    attention_tokens: ReadTokens = None,
+    kv_memory: KVMemory = "device",
+    staged_blocks: Staged = None,
+    as_json: AsJson = False,
+):
+    """Does it fit? The first line answers; then the bytes of the weights and of each cache stream, with formulas. Exit
+    code 1 if it does not fit."""
+    from dsv4 import planning, tables
+    from dsv4.gqa.choice import attention_named
+    from dsv4.host_tier.choice import memory_named
+
+    reads = attention_named(attention, attention_tokens)
+    document = planning.plan(
+        checkpoint,
+        max_context,
+        batch,
+        max_rewind,
+        numerics,
+        device,
+        cache,
+        index_cache,
+        reads,
+        memory_named(kv_memory, staged_blocks),
+        gpus,
+    )
+    if as_json:
+        _print_json(document)
+    else:
+        tables.plan(document, wide())
+    if not document["fits"]:
+        raise typer.Exit(1)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _print_json(document: dict) -> None:
+    _show(json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n")

@@ -1,0 +1,137 @@
+"""How help is laid out: the order of the commands, the groups of their options, two examples of each.
+
+It is laid over the finished tree of commands, so that an option stands in one group whichever command has it.
+"""
+
+import sys
+from types import MethodType
+
+ORDER = (
+    *("generate", "batch", "inspect", "plan", "convert"),
+    *("audit", "recall", "fidelity", "sparse-prefill", "termination", "regime"),
+)
+GROUPS = {  # heading → names of parameters; a name of one command only may stand with its command: 'batch.rows'
+    "Prompt": "prompt prompt_file token_ids prompt_tokens chat think system",
+    "Generation": "max_new_tokens max_context temperature top_p generate.seed",
+    "Running requests": "batch.rows pool_tokens batch.together",
+    "Speculation": "speculate draft_tokens draft_costs generate.together",
+    "Size": "plan.batch max_rewind gpus",
+    "What is audited": "subject reference probe point section name fast",
+    "What is measured": "k topk policy budget block effort cuts tau phi patience tile looser vacuous model contexts "
+    "batches policies heads rounds plan.attention",
+    "Text": "text context rows tail new_tokens needles needle_context asked_context in_prompt every queries tokens "
+    "seed dump",
+    "Model": "numerics backend device threads jobs dummy_weights device_map max_memory layers weights bandwidth "
+    "capacity",
+    "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
+    "kv_memory staged_blocks guess_ahead",
+    "Conversion": "to allow_inexact max_shard",
+    "Report": "out as_json quiet verbose report verify gate journal waivers map.name force audit.budget bisect.budget",
+}
+EXAMPLES = {
+    "generate": (
+        'dsv4 generate demo --prompt "The lightning indexer"',
+        "dsv4 generate demo --prompt-file prompt.txt --max-new-tokens 64 --json",
+    ),
+    "batch": (
+        "dsv4 batch requests.jsonl --checkpoint demo",
+        "dsv4 batch requests.jsonl --checkpoint demo --rows 4 --together --report out",
+    ),
+    "inspect": ("dsv4 inspect demo", "dsv4 inspect demo --verify --json"),
+    "plan": (
+        "dsv4 plan flash --device h100 --gpus 4 --max-context 128K",
+        "dsv4 plan demo --batch 8 --json",
+    ),
+    "convert": (
+        "dsv4 convert demo demo-bf16 --to bf16",
+        "dsv4 convert demo demo-nvfp4 --to nvfp4 --allow-inexact",
+    ),
+    "audit": ("dsv4 audit demo", "dsv4 audit selftest --fast"),
+    "audit run": ("dsv4 audit run demo --out reports", "dsv4 audit demo --subject files --probe load_ledger"),
+    "audit selftest": ("dsv4 audit selftest --fast", "dsv4 audit selftest --name rope --jobs 1"),
+    "audit bisect": (
+        "dsv4 audit bisect demo --out reports",
+        "dsv4 audit bisect demo --subject ours:qat --reference ours:fp32",
+    ),
+    "audit record": (
+        "dsv4 audit record demo --out run.safetensors",
+        "dsv4 audit record demo --subject transformers --tokens 300 --out run.safetensors",
+    ),
+    "audit diff": (
+        "dsv4 audit diff before.json after.json",
+        "dsv4 audit diff before.json after.json --waivers waivers.json --out diff.md",
+    ),
+    "recall": ("dsv4 recall demo --needles 5", "dsv4 recall demo --context 4K --k 32,64 --gate --out reports"),
+    "fidelity": (
+        "dsv4 fidelity demo --effort quick",
+        "dsv4 fidelity demo_gqa --policy block-bound --budget 1K --out reports",
+    ),
+    "sparse-prefill": (
+        "dsv4 sparse-prefill demo_gqa --context 4K",
+        "dsv4 sparse-prefill demo_gqa --cuts '512,64,192 1024,128,384' --out reports",
+    ),
+    "termination": (
+        "dsv4 termination demo_gqa --context 2K",
+        "dsv4 termination demo_gqa --policy block-bound --budget 1K --looser 1e-3",
+    ),
+    "regime": ("dsv4 regime measure --device cuda", "dsv4 regime map audits/regime_h100.json --capacity 141G"),
+    "regime measure": ("dsv4 regime measure --device cuda", "dsv4 regime measure --model csa --batches 1,4"),
+    "regime map": (
+        "dsv4 regime map audits/regime_h100.json --name H200 --bandwidth 4.8T --capacity 141G",
+        "dsv4 regime map audits/regime_csa_h100.json --name B200 --bandwidth 8T --force",
+    ),
+}
+
+
+def dress(command, path: str = ""):
+    """Lay out the help of a command and of all below it; returns the command."""
+    command.rich_markup_mode = "rich"
+    command.format_help = MethodType(_format_help, command)
+    if path in EXAMPLES:
+        command.epilog = "\n".join(["Examples:", *(f"  {line}" for line in EXAMPLES[path])])
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and (group := group_of(path, parameter.name)) is not None:
+            parameter.rich_help_panel = group
+    below = getattr(command, "commands", {})
+    if not path:
+        command.commands = below = {name: below[name] for name in sorted(below, key=_place)}
+    for name, each in below.items():
+        dress(each, f"{path} {name}".strip())
+    return command
+
+
+def group_of(path: str, parameter: str) -> str | None:
+    """The heading under which a parameter of the command `path` stands; None without one."""
+    command = path.rpartition(" ")[2]
+    for wanted in (f"{command}.{parameter}", parameter):
+        for heading, names in GROUPS.items():
+            if wanted in names.split():
+                return heading
+    return None
+
+
+def _place(name: str) -> int:
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def _format_help(command, ctx, formatter) -> None:
+    """In a terminal as typer draws it; elsewhere as plain text, which has the same groups and no frames."""
+    if sys.stdout.isatty():
+        type(command).format_help(command, ctx, formatter)
+        return
+    command.format_usage(ctx, formatter)
+    command.format_help_text(ctx, formatter)
+    sections: dict[str, list] = {}
+    for parameter in command.get_params(ctx):
+        kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        if (row := parameter.get_help_record(ctx)) is not None:
+            sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(row)
+    below = [command.get_command(ctx, name) for name in getattr(command, "commands", {})]
+    if shown := [each for each in below if not each.hidden]:
+        sections["Commands"] = [(each.name, each.get_short_help_str(200)) for each in shown]
+    for heading, rows in sections.items():
+        with formatter.section(heading):
+            formatter.write_dl(rows)
+    if command.epilog:
+        formatter.write_paragraph()
+        formatter.write(command.epilog + "\n")

@@ -1,0 +1,72 @@
+"""Consoles and progress bars of the command line. Importing it imports no torch."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+UNBOUND = 100_000  # columns: wider than any table
+
+
+class Terminal(Console):
+    """A rich console that prints text as it is, and lets a closed pipe be the caller's to handle."""
+
+    def __init__(self, stderr: bool = False, width: int | None = None):
+        super().__init__(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """rich would exit with code 1, which here means findings."""
+        raise BrokenPipeError
+
+
+errors = Terminal(stderr=True)
+
+
+def wide(stderr: bool = False) -> Terminal:
+    """A console for tables: as wide as the terminal, and without bound where a pipe or a file reads it."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Terminal(stderr, None if stream.isatty() else UNBOUND)
+
+
+class Bar:
+    """A progress callback, bar(done, total), that draws until it is closed."""
+
+    def __init__(self, progress: Progress | None, label: str):
+        self.progress = progress
+        self.task = None if progress is None else progress.add_task(label, total=1)
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, completed=done, total=total)
+
+    def close(self) -> None:
+        """Wipe the bar off the terminal. What is printed after it stays where it is printed."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+
+@contextmanager
+def progress_bar(label: str, unit: str = "bytes", shown: bool = True) -> Iterator[Bar]:
+    """A Bar on stderr where that is a terminal, and one that draws nothing elsewhere or if not `shown`.
+
+    stdout and stderr stay what they are: rich would otherwise take what is written there, and print it line by line.
+    """
+    if not shown or not sys.stderr.isatty():
+        yield Bar(None, label)
+        return
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} / {task.total:,.0f} " + unit),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with progress:
+        bar = Bar(progress, label)
+        yield bar
