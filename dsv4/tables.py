@@ -54,7 +54,8 @@ def generation_summary(document: Mapping, console: Console) -> None:
     ran = Counter(row["implementation"] for row in document["dispatch"] if row["calls"])
     where = ", ".join(sorted(set(document["placement"].values()))) or document["device"]
     console.print(
-        f"path: {_counted(kinds)} layers on {where}; numerics {document['numerics']}, backend {document['backend']}; operations by {_counted(ran)}"
+        f"path: {_counted(kinds)} layers on {where}; numerics {document['numerics']}, backend "
+        f"{document['backend']}; operations by {_counted(ran)}"
     )
 
 

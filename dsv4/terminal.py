@@ -50,11 +50,11 @@ class Bar:
 
 @contextmanager
 def progress_bar(label: str, unit: str = "bytes", shown: bool = True) -> Iterator[Bar]:
-    """A Bar on stderr where that is a terminal, and one that draws nothing elsewhere or if not `shown`.
+    """A Bar on stderr where that is a terminal that can redraw a line; elsewhere, or if not `shown`, it draws nothing.
 
     stdout and stderr stay what they are: rich would otherwise take what is written there, and print it line by line.
     """
-    if not shown or not sys.stderr.isatty():
+    if not shown or not errors.is_interactive:
         yield Bar(None, label)
         return
     progress = Progress(
@@ -67,6 +67,9 @@ def progress_bar(label: str, unit: str = "bytes", shown: bool = True) -> Iterato
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    with progress:
-        bar = Bar(progress, label)
+    bar = Bar(progress, label)
+    progress.start()
+    try:
         yield bar
+    finally:
+        bar.close()

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from dsv4.errors import InputError
+from dsv4.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, choice
+from dsv4.terminal import errors
 
-say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+say = errors.print
 
 
 class RunByDefault(TyperGroup):
@@ -23,8 +24,9 @@ class RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-CACHE = typer.Option(help="Of ours: auto, bf16 or fp8, how window rows and entries are held.")
-INDEX_CACHE = typer.Option(help="Of ours: auto, bf16, fp8 or fp4, how index keys are held.")
+CACHE = choice(CACHES, "Of ours: how window rows and entries are held.")
+INDEX_CACHE = choice(INDEX_CACHES, "Of ours: how index keys are held.")
+BACKEND = choice(BACKENDS, "Implementation of ours.")
 
 audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -40,8 +42,8 @@ def run_audit(
             "run."
         ),
     ] = "ours",
-    numerics: Annotated[str, typer.Option(help="fp32, native, qat or qat:fp32.")] = "fp32",
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    numerics: Annotated[str, choice(NUMERICS, "Of ours and transformers.")] = "fp32",
+    backend: Annotated[str, BACKEND] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
@@ -74,7 +76,7 @@ def selftest_audit(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; default: one a processor.", show_default=False)
     ] = None,
-    backend: Annotated[str, typer.Option(help="auto, cpu or triton.")] = "auto",
+    backend: Annotated[str, choice(("auto", "cpu", "triton"), "What the faults are planted in.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     journal: Annotated[
         Path | None, typer.Option(help="A file that keeps results: cut off and called again with it, it goes on.")
@@ -86,7 +88,7 @@ def selftest_audit(
 
     from dsv4.probes import detection
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("planting")
 
         def done(result, of):

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from dsv4.errors import InputError
-
-errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+from dsv4.options import BACKENDS, NUMERICS, choice
+from dsv4.terminal import Terminal, errors
 
 
 def option(about: str, **more):
@@ -29,8 +29,8 @@ Policies = Annotated[
     ),
 ]
 Rows = Annotated[int, typer.Option(help="Rows of each text.")]
-Numerics = Annotated[str, typer.Option(help="native or fp32; of DeepSeek-V4 qat and qat:fp32 too.")]
-Backend = Annotated[str, typer.Option(help="auto, reference, cpu or triton.")]
+Numerics = Annotated[str, choice(NUMERICS, "native or fp32; of DeepSeek-V4 qat and qat:fp32 too.")]
+Backend = Annotated[str, choice(BACKENDS, "Implementation of the operations.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Seed = Annotated[int, typer.Option(help="Of needles, and of random ids.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
@@ -43,7 +43,7 @@ def report_in(stem: str):
 
 def wide(columns: int) -> Console:
     """stdout for tables: of what goes to a file, nothing is cut off at 80."""
-    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else columns)
+    return Terminal(width=None if sys.stdout.isatty() else columns)
 
 
 def show(found: dict, as_json: bool, tables: Callable[[dict, Console], None], columns: int) -> None:
@@ -99,8 +99,7 @@ def progress(total: int) -> Iterator[tuple]:
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True
-    ) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, description=text), lambda tokens: bar.advance(task, tokens)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from dsv4 import __version__
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import MAX_HEADER, open_checkpoint
 from dsv4.loaders.layouts import detect_layout
@@ -195,6 +196,8 @@ def _git(*arguments: str) -> str | None:
 
 
 def _version(name: str) -> str | None:
+    if name == "dsv4":
+        return __version__  # a checkout that is not installed has one too
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

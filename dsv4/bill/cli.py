@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from dsv4.errors import InputError
+from dsv4.options import choice
 
 SUFFIXES = (".json", ".md", ".svg")
 regime_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -46,12 +47,13 @@ Weights = Annotated[
 def measure(
     out: Out = Path("audits"),
     model: Annotated[
-        Model,
-        typer.Option(
-            help="gqa: dense attention and what keeps blocks of it. csa: V4-Flash's indexer and "
-            "selection beside dense latents."
+        str,
+        choice(
+            ("gqa", "csa"),
+            "gqa: dense attention and what keeps blocks of it. csa: V4-Flash's indexer and selection beside dense "
+            "latents.",
         ),
-    ] = Model.gqa,
+    ] = "gqa",
     contexts: Annotated[str, typer.Option(help="Measured contexts.")] = "8K,16K,32K,64K,128K,256K,512K,1M",
     batches: Annotated[str, typer.Option(help="Measured batches.")] = "1,2,4,8",
     policies: Annotated[
@@ -72,6 +74,7 @@ def measure(
     from dsv4.bill.regime import Hardware
     from dsv4.load import resolve_device
 
+    model = Model(model)
     target, stem = resolve_device(device), _stem(model, _short(device))
     _can_draw(out)
     source, sizes, rows = _source(model, heads, policies, budget, target), _counts(contexts), _counts(batches)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dsv4.errors import InputError
+from dsv4.options import choice
 from dsv4.probes.console import (
     Backend,
     Device,
@@ -44,9 +45,7 @@ def fidelity(
         Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: an 8th and a 4th of the longest context.")
     ] = None,
     block: Annotated[Number, option("GQA: tokens of a block, instead of each policy's own.")] = None,
-    effort: Annotated[
-        str, typer.Option(help="quick, standard or thorough: how much text, how many needles.")
-    ] = "standard",
+    effort: Annotated[str, choice(("quick", "standard", "thorough"), "How much text, how many needles.")] = "standard",
     context: Annotated[Word, option("Contexts in tokens, e.g. 2K,16K.")] = None,
     rows: Annotated[Number, option("Rows of text, and prompts, of each context.")] = None,
     tail: Annotated[
@@ -71,6 +70,7 @@ def fidelity(
     from dsv4.probes.recall.plots import MISSING, available
     from dsv4.probes.recall.text import read_text
     from dsv4.probes.report import slug
+    from dsv4.threads import limited_threads
 
     ks, budgets, contexts = (counts(*pair) for pair in (("--topk", topk), ("--budget", budget), ("--context", context)))
     errors.print(f"loading {checkpoint.name}")
@@ -81,7 +81,8 @@ def fidelity(
     variants = variants_of(subject.model, settings, ks, names(policy), budgets, block)
     tokens = settings.rows * settings.contexts[-1]
     material = read_text(text, checkpoint, subject.config.vocab_size, tokens, seed)
-    with progress(document.work(variants, settings)) as (say, advance):
+    hidden = subject.config.hidden_size
+    with progress(document.work(variants, settings)) as (say, advance), limited_threads(hidden):
         found = document.measured(subject, variants, settings, material, sys.argv, say, advance)
     if not available():
         found["notes"].append(MISSING)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dsv4.errors import InputError
+from dsv4.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, choice
 from dsv4.probes.console import Json, Seed, Text, Word, counts, option, progress, publish, refuse_idle, report_in, show
 
 STEM = "recall"
@@ -31,14 +32,15 @@ def recall(
     dump: Annotated[
         Path | None, option("A recorded run (dsv4.probes.subjects.dump), instead of running anything.")
     ] = None,
-    numerics: Annotated[Word, option("native (default), fp32, qat or qat:fp32.")] = None,
-    backend: Annotated[Word, option("auto (default), reference, cpu or triton.")] = None,
+    numerics: Annotated[Word, choice(NUMERICS, "Of ours; default: native.", show_default=False)] = None,
+    backend: Annotated[Word, choice(BACKENDS, "Of ours; default: auto.", show_default=False)] = None,
     device: Annotated[Word, option("cpu (default), cuda or cuda:N.")] = None,
     cache: Annotated[
-        Word, option("auto (default), bf16 or fp8 (with qat): how window rows and entries are held.")
+        Word, choice(CACHES, "How window rows and entries are held (fp8: with qat); default: auto.", show_default=False)
     ] = None,
     index_cache: Annotated[
-        Word, option("auto (default), bf16, fp8 or fp4 (with qat): how index keys are held.")
+        Word,
+        choice(INDEX_CACHES, "How index keys are held (fp8, fp4: with qat); default: auto.", show_default=False),
     ] = None,
     rows: Annotated[int, typer.Option(help="Rows of text.")] = 2,
     queries: Annotated[int, typer.Option(help="Last queries of each context that are measured, in each row.")] = 128,
@@ -62,6 +64,7 @@ def recall(
     from dsv4.probes.recall.settings import settle
     from dsv4.probes.recall.text import read_text
     from dsv4.probes.subjects.files import FilesSubject
+    from dsv4.threads import limited_threads
 
     refuse_idle(
         dump is None and subject == "ours",
@@ -100,7 +103,8 @@ def recall(
             cache or "auto",
             index_cache or "auto",
         )
-        found = document.measured(opened, settings, material, sys.argv, say, advance)
+        with limited_threads(config.hidden_size):
+            found = document.measured(opened, settings, material, sys.argv, say, advance)
     if not plots.available():
         found["notes"].append(plots.MISSING)
     show(found, as_json, tables.show, 120)

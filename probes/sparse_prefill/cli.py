@@ -60,13 +60,15 @@ def sparse_prefill(
     from dsv4.probes.report import slug
     from dsv4.probes.sparse_prefill import document, markdown, plots
     from dsv4.probes.sparse_prefill.settings import settle, texts
+    from dsv4.threads import limited_threads
 
     contexts, asked = (counts(*pair) for pair in (("--context", context), ("--asked-context", asked_context)))
     errors.print(f"loading {checkpoint.name}")
     subject = ModelSubject(checkpoint, numerics, backend, device)
     settings = settle(subject.model, contexts, cuts, rows, tail, needles, asked, in_prompt, every, seed)
     material = texts(text, checkpoint, subject.config.vocab_size, settings.rows * settings.contexts[-1], seed)
-    found, maps = document.measured(subject, settings, material, sys.argv, errors.print)
+    with limited_threads(subject.config.hidden_size):
+        found, maps = document.measured(subject, settings, material, sys.argv, errors.print)
     if not available():
         found["notes"].append(MISSING)
     sys.stdout.write(document.render(found) if as_json else markdown.terminal(found))

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from dsv4.errors import InputError
 from dsv4.probes.console import (
+    Backend,
     Device,
     Json,
     Numerics,
@@ -48,7 +49,7 @@ def termination(
     looser: Annotated[Word, option("Further τ that needles are asked under, e.g. 1e-3,1e-2.")] = None,
     text: Text = None,
     numerics: Numerics = "native",
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    backend: Backend = "auto",
     device: Device = "cpu",
     seed: Seed = 0,
     out: Annotated[Path | None, report_in("termination_NAME")] = None,
@@ -64,6 +65,7 @@ def termination(
     from dsv4.probes.report import slug
     from dsv4.probes.terminating import document, markdown, plots
     from dsv4.probes.terminating.settings import orders_of, rule_of, settle
+    from dsv4.threads import limited_threads
 
     contexts, budgets, further = counts("--context", context), counts("--budget", budget), _numbers(looser)
     errors.print(f"loading {checkpoint.name}")
@@ -79,7 +81,8 @@ def termination(
     )
     if needles and material.tokenizer is None:
         raise InputError("--needles: the checkpoint has no tokenizer, and needles are sentences; pass --needles 0")
-    found = document.measured(subject, policies, settings, material, sys.argv, errors.print)
+    with limited_threads(subject.config.hidden_size):
+        found = document.measured(subject, policies, settings, material, sys.argv, errors.print)
     if not available():
         errors.print(MISSING)
     show(found, as_json, _tables, 160)
