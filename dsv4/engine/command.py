@@ -83,13 +83,13 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
     """Run the requests of a file, or of standard input ("-"); `write` gets each result as a document as it ends, then
     {"figures": …}. Returns how many failed.
 
-    Raises InputError for a file that cannot be read or holds no request, and a report that cannot be written, before `load` is called, and
-    for a drafter that the model cannot run.
+    Raises InputError for a file that cannot be read or holds no request, and a report that cannot be written, before
+    `load` is called, and for a drafter that the model cannot run.
     """
     lines, started = _read(file), time.time()
     if not any(line.strip() for line in lines):
         raise InputError(
-            f"{'standard input' if file == STDIN else file} holds no requests; expected one JSON object a line, such as "
+            f"{'standard input' if file == STDIN else file} holds no requests; expected one JSON object a line: "
             '{"prompt": "Hello", "max_tokens": 16}'
         )
     if options.report is not None:

@@ -32,10 +32,19 @@ def run(command_line):
 
 
 def test_generate_prints_text_then_a_summary(run, demo):
-    code, out, err = run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "5")
+    asked = ("generate", demo, "--prompt", "Hello", "--max-new-tokens", "5")
+    code, out, err = run(*asked)
     assert code == 0 and out.endswith("\n") and len(out) > 1
-    for part in ("tokens/s", "peak memory", "weights", "cache", "layer 1  csa", "what ran", "each written once"):
+    generated, memory, path = err.splitlines()
+    for part in ("generated: 5 tokens", "tokens/s", "first token after 0.", "stopped: max_new_tokens"):
+        assert part in generated, part
+    assert "weights" in memory and "cache" in memory and "peak" in memory
+    assert path.startswith("path: 2 window, 2 csa, 2 hca layers on cpu; numerics native, backend cpu; operations by ")
+    code, out, err = run(*asked, "--verbose")
+    for part in ("layer 1  csa", "what ran", "each written once"):
         assert part in err, part
+    assert [line.split(":")[0] for line in err.splitlines()[-3:]] == ["generated", "memory", "path"]
+    assert run(*asked, "--quiet") == (0, out, "")
 
 
 def test_generate_json_is_one_document(run, demo):
@@ -133,7 +142,7 @@ def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
         (["--prompt", "a", "--token-ids", "1"], "--prompt and --token-ids were given"),
         (["--token-ids", "1,2,320"], "token id 320 is outside the vocabulary of 320"),
         (["--token-ids", "1,x"], "expected numbers separated by commas"),
-        (["--prompt", "a", "--numerics", "int3"], "'int3' is not one of"),
+        (["--prompt", "a", "--numerics", "int3"], "--numerics takes fp32, native, qat or qat:fp32; got 'int3'"),
         (["--prompt", "a", "--device", "cuda:7"], "CUDA devices"),
         (["--prompt", "a", "--device", "tpu"], "device 'tpu'"),
         (["--token-ids", "1,2,3,4", "--max-context", "3"], "the prompt has 4 tokens, max_context is 3"),
@@ -147,6 +156,10 @@ def test_prompt_from_a_file_and_from_stdin(run, demo, tmp_path, monkeypatch):
         (["--prompt", "a", "--device-map", "auto", "--max-memory", "cpu=1K"], "one block needs"),
         (["--prompt", "a", "--device-map", "round-robin"], "device map 'round-robin' is unknown"),
         (["--no-such-flag"], "No such option"),
+        (["--prompt", "a", "--quiet", "--json"], "--json and --quiet were given"),
+        (["--prompt", "a", "--verbose", "--json"], "--json and --verbose were given"),
+        (["--prompt", "a", "--verbose", "--quiet"], "--quiet and --verbose were given"),
+        (["--prompt", "a", "--dummy-weights", "huge"], "--dummy-weights takes flash, pro, llama-8b or qwen2.5-7b"),
         (["--prompt", "\udcff"], "is no Unicode; expected UTF-8"),
         (["--prompt", "a", "--temperature", "nan"], "temperature nan"),
         (["--prompt", "a", "--temperature", "inf"], "temperature inf"),
@@ -257,8 +270,53 @@ def test_inspect_accounts_for_every_tensor(run, demo):
 
 def test_inspect_finds_what_is_wrong_and_exits_2(run, demo, copy_of):
     path = edit_config(copy_of(demo), num_hash_layers=1)
-    code, out, _ = run("inspect", path)
-    assert code == 2 and "PROBLEM: tensor layers.1.ffn.gate.bias is not in the file" in out
+    for options in ((), ("--json",)):
+        code, out, err = run("inspect", path, *options)
+        assert code == 2 and "tensor layers.1.ffn.gate.bias is not in the file" in out
+        assert err.startswith("error: ") and err.count("\n") == 1 and "has 1 problem, first: tensor layers.1" in err
+
+
+def test_a_table_in_a_pipe_has_whole_lines(run, demo):
+    rows = [line for line in run("inspect", demo)[1].splitlines() if "layers.0.attn.wq_a.weight" in line]
+    assert len(rows) == 1 and rows[0].split()[1:2] == ["F8_E4M3"] and rows[0] == rows[0].rstrip()
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--token-ids", "1,2,3,4", "--max-context", "3"), "the prompt has 4 tokens, max_context is 3"),
+        (("--prompt", "word " * 5000, "--max-new-tokens", "1"), "(max_position_embeddings) that the checkpoint takes"),
+        (("--token-ids", "1,999"), "token id 999 is outside the vocabulary"),
+        (("--prompt", "a", "--max-context", "1M"), "--max-context 1048576 exceeds the checkpoint's max_position"),
+    ],
+    ids=("max_context", "checkpoint", "vocabulary", "beyond"),
+)
+def test_a_prompt_that_cannot_run_is_refused_before_the_weights_are_read(run, demo, monkeypatch, args, message):
+    monkeypatch.setattr("dsv4.run.load_model", lambda *a, **k: pytest.fail("weights were read"))
+    code, out, err = run("generate", demo, *args)
+    assert code == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("held", ["", "\n  \n"])
+def test_a_batch_without_requests_is_refused_before_the_weights_are_read(run, demo, monkeypatch, tmp_path, held):
+    import io
+
+    monkeypatch.setattr("dsv4.run.load_model", lambda *a, **k: pytest.fail("weights were read"))
+    (tmp_path / "asked").write_text(held)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(held.encode())))
+    for file in (tmp_path / "asked", "-"):
+        code, out, err = run("batch", file, "--checkpoint", demo)
+        assert code == 2 and out == "" and err.count("\n") == 1 and "holds no requests; expected one JSON" in err
+
+
+def test_a_batch_ends_with_a_table(run, demo, tmp_path):
+    (tmp_path / "asked").write_text('{"id": "a", "token_ids": [5, 6], "max_tokens": 3}\nnot JSON\n')
+    code, out, err = run("batch", tmp_path / "asked", "--checkpoint", demo)
+    assert code == 1 and len(out.splitlines()) == 3
+    row = next(line for line in err.splitlines() if line.startswith("a "))
+    assert row.split()[:4] == ["a", "max_tokens", "2", "3"] and "InputError: line 2 is not JSON" in err
+    assert err.splitlines()[-1].startswith("2 requests, 1 failed; 3 tokens in ")
+    assert run("batch", tmp_path / "asked", "--checkpoint", demo, "--quiet")[2] == ""
 
 
 def test_convert_then_generate_gives_the_same_tokens(run, demo, tmp_path):
@@ -291,7 +349,7 @@ def test_plan_of_a_preset_and_of_a_directory(run, demo):
     assert document["weights_bytes"] == 159609485896 and document["cache_bytes"] == 7275954176
     assert document["fits"] == (document["total_bytes"] <= document["free_bytes"])
     code, out, _ = run("plan", "pro")
-    assert code == 0 and ("does NOT fit" in out or ": fits" in out) and "⌈1048576 / 4⌉" in out
+    assert code == (0 if out.startswith("fits: ") else 1) and "⌈1048576 / 4⌉" in out
     document = json.loads(run("plan", str(demo), "--max-context", "1000", "--batch", "2", "--json")[1])
     from dsv4 import load_model
 

@@ -32,7 +32,7 @@ def requests(tmp_path):
 
 @pytest.fixture
 def run(command_line, golden_path):
-    return partial(command_line, "batch", "--checkpoint", golden_path, "--numerics", "fp32", "--rows", "2")
+    return partial(command_line, "batch", "--checkpoint", golden_path, "--numerics", "fp32", "--rows", "2", "-q")
 
 
 def documents(out: str) -> dict[str, dict]:
@@ -138,10 +138,11 @@ def test_pools_of_the_default_size_are_not_under_pressure(command_line, model, l
 
 def test_a_run_without_results_is_reported_too(run, tmp_path):
     file = tmp_path / "none.jsonl"
-    file.write_text("\n")
+    file.write_text("not JSON\n")
     code, out, err = run(file, "--report", tmp_path)
     report = json.loads((tmp_path / "batch_none.json").read_text())
-    assert code == 0 and report["totals"]["requests"] == 0 and report["latency_seconds"]["inter_token"] is None
+    assert code == 1 and report["totals"]["requests"] == 1 == report["totals"]["failed"]
+    assert report["latency_seconds"]["inter_token"] is None
     assert "none was measured" in (tmp_path / "batch_none.svg").read_text()
 
 
@@ -167,7 +168,7 @@ def test_hostile_names_do_not_break_a_table_or_a_legend(run, tmp_path):
         (["--draft-tokens", "3"], "add --speculate"),
         (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),
         (["--speculate", "lookup", "--draft-tokens", "9"], "expected 1 to 8"),
-        (["--speculate", "eagle"], "'eagle' is not one of"),
+        (["--speculate", "eagle"], "--speculate takes off, mtp or lookup; got 'eagle'"),
     ],
 )
 def test_bad_options_are_one_line(run, requests, options, message):

@@ -16,7 +16,7 @@ GOOD = '{"id": "a", "token_ids": [1, 2], "max_tokens": 2}'
 
 @pytest.fixture
 def run(command_line, golden_path):
-    return partial(command_line, "batch", "--checkpoint", golden_path, "--numerics", "fp32", "--rows", "2")
+    return partial(command_line, "batch", "--checkpoint", golden_path, "--numerics", "fp32", "--rows", "2", "-q")
 
 
 def results(out: str) -> dict[str, dict]:

@@ -275,7 +275,7 @@ def documents(out: str) -> dict[str, dict]:
     ids=lambda options: " ".join(options) or "plain",
 )
 def test_the_command_says_what_generate_says(templated, asked, command_line, options):
-    code, out, err = command_line("batch", asked, "--checkpoint", templated, "--rows", 2, *options)
+    code, out, err = command_line("batch", asked, "--checkpoint", templated, "--rows", 2, "--quiet", *options)
     found = documents(out)
     assert code == 1 and len(found) == 7 and err == ""
     assert [found[name]["error"]["type"] for name in ("long", "line 6")] == ["ContextOverrun", "InputError"]
@@ -295,7 +295,7 @@ def test_the_command_says_what_generate_says(templated, asked, command_line, opt
 
 def test_the_report_says_what_was_read(checkpoint, asked, command_line, tmp_path):
     reads = ("--attention", "page-bound", "--attention-tokens", "64", "--terminate", "--terminate-rule", "patience=2")
-    code, _, err = command_line("batch", asked, "--checkpoint", checkpoint, *reads, "--report", tmp_path / "r")
+    code, _, err = command_line("batch", asked, "--checkpoint", checkpoint, *reads, "--report", tmp_path / "r", "-q")
     report = json.loads((tmp_path / "r" / "batch_requests.json").read_text())
     assert (
         code == 1

@@ -23,9 +23,9 @@ IDS = ",".join(map(str, range(3, 303)))
 
 
 def test_names_are_those_of_the_policies():
-    from dsv4.options import AttentionChoice
+    from dsv4 import options
 
-    assert [c.value for c in AttentionChoice] == list(NAMES) and len(NAMES) == len(POLICIES)
+    assert list(options.POLICIES) == list(NAMES) and len(NAMES) == len(POLICIES)
     assert attention_named(None) is None and attention_named("dense").plain
     got = attention_named("block-bound", 8192, True, "1K,128,384")
     assert (got.policy, got.termination, got.prefill) == (block_bounds(8192), Termination(), Chunking(1024, 128, 384))

@@ -156,7 +156,7 @@ def test_plan_says_what_a_cache_takes(llama):
 
 
 def test_generate_on_the_command_line(checkpoint, command_line):
-    code, out, err = command_line("generate", checkpoint, "--prompt", "Hello", "--max-new-tokens", "5")
+    code, out, err = command_line("generate", checkpoint, "--prompt", "Hello", "--max-new-tokens", "5", "--verbose")
     assert code == 0 and "each written once" in err and "layer 1  full" in err and "grouped_attention" in err
     document = json.loads(
         command_line(

@@ -66,7 +66,7 @@ def test_the_same_text(command_line, checkpoint, options):
     assert tier["host_memory"]["misses"] > 0 and any(
         row["operation"] == "fetch" and row["calls"] for row in tier["dispatch"]
     )
-    code, out, err = command_line(*ask[: -1 - len(options)], *options, "--kv-memory", "host")
+    code, out, err = command_line(*ask[: -1 - len(options)], *options, "--kv-memory", "host", "--verbose")
     assert code == 0 and "pinned" in err and "fetched as they were chosen" in err
 
 

@@ -202,7 +202,7 @@ def test_the_command_line_gives_the_same_tokens_and_says_what_was_drafted(run, g
     assert found["speculation"]["method"] == method
     # random weights repeat nothing
     assert max(found["speculation"]["block_size_history"]) == {"mtp": 4, "lookup": 0}[method]
-    code, out, err = run(*args, "--speculate", method)
+    code, out, err = run(*args, "--speculate", method, "--verbose")
     said = {"mtp": "tokens a verify pass", "lookup": "nothing could be drafted in 11 passes"}[method]
     assert code == 0 and f"speculation by {method}: " in err and said in err
 
@@ -224,7 +224,7 @@ def test_where_rounding_may_choose_otherwise_it_is_said(run, golden_path, option
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--speculate", "eagle"], "'eagle' is not one of"),
+        (["--speculate", "eagle"], "--speculate takes off, mtp or lookup; got 'eagle'"),
         (["--draft-tokens", "3"], "add --speculate"),
         (["--together"], "add --speculate"),
         (["--speculate", "mtp", "--draft-tokens", "0"], "1 to 8, adaptive or cost-aware"),

@@ -1,0 +1,115 @@
+"""`dsv4 plan`: does it fit, on cards that need not be here, and how layers are split over several."""
+
+import json
+
+import pytest
+import torch
+from accelerate import infer_auto_device_map
+
+from dsv4 import gpus, planning
+from dsv4.gpus import MIB, Unit, max_memory, memory_limits, named_bytes, shares, split
+from dsv4.load import plan_model
+from dsv4.loaders.load import Inventory
+from dsv4.numerics import NUMERICS
+from dsv4.offload import WHOLE, _places
+from dsv4.run import parse_max_memory
+
+H100 = named_bytes("h100")
+
+
+def test_the_first_line_answers_and_the_exit_code_says_it(command_line):
+    code, out, err = command_line("plan", "flash", "--device", "b200", "--max-context", "128K")
+    assert code == 0 and err == "" and out.startswith("fits: ") and "GiB left free" in out.splitlines()[0]
+    code, out, err = command_line("plan", "flash", "--device", "h100", "--max-context", "128K")
+    first = out.splitlines()[0]
+    assert (
+        code == 1 and err == "" and first.startswith("does not fit: ") and "GiB short; 2 × h100 would hold it" in first
+    )
+    assert out.count("\n") > 20  # the rest follows all the same
+
+
+def test_two_cards_hold_what_one_does_not(command_line):
+    code, out, _ = command_line("plan", "flash", "--device", "h100", "--gpus", "2", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["fits"] and document["answer"].startswith("fits: ") and len(document["gpus"]) == 2
+    held = document["gpus"]
+    assert sum(gpu["weights_bytes"] for gpu in held) == document["weights_bytes"]
+    assert sum(gpu["cache_bytes"] for gpu in held) == document["cache_bytes"]
+    assert all(H100 == g["left_bytes"] + g["weights_bytes"] + g["cache_bytes"] for g in held)
+    assert held[0]["holds"].startswith("embed … layers.") and held[1]["holds"].endswith(" … head")
+    assert len(parse_max_memory(document["max_memory"])) == 2
+    wider = json.loads(command_line("plan", "flash", "--device", "h100", "--gpus", "2", "--batch", "4", "--json")[1])
+    assert not wider["fits"] and wider["max_memory"] is None and min(g["left_bytes"] for g in wider["gpus"]) < 0
+
+
+def test_a_model_in_whole_layers_may_not_fit_where_its_bytes_would():
+    units = [Unit(f"layers.{i}", 30) for i in range(3)]
+    held = shares(split(units, [45, 45]), [45, 45])
+    assert [gpu["left_bytes"] for gpu in held] == [-15, 15] and sum(u.nbytes for u in units) == 90
+    assert gpus.enough(units, 45) == 3 and gpus.enough(units, 29) is None
+
+
+def test_the_fullest_gpu_has_as_much_room_as_it_can():
+    units = [Unit("embed", 5), *(Unit(f"layers.{i}", 10, i) for i in range(4)), Unit("head", 6)]
+    parts = split(units, [100, 100])
+    assert [[u.name for u in part] for part in parts] == [
+        ["embed", "layers.0", "layers.1"],
+        ["layers.2", "layers.3", "head"],
+    ]
+    assert [len(part) for part in split(units, [30, 300])] == [1, 5]  # room decides, not how many there are
+    assert split(units[:1], [9, 9])[1] == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_accelerate_makes_the_split_that_is_planned(golden_path, count):
+    """`--device-map auto` with the limits that the plan prints puts every module where the plan has it."""
+    inventory = Inventory.open(golden_path)
+    model = plan_model(inventory, NUMERICS["native"], "reference", None)
+    units = planning._units(model.config, inventory, model.numerics, 1, 64, 0)
+    assert {u.name: u.weights for u in units} == {
+        name: sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in (u.name for u in units)
+    }
+    parts = split(units, [10 * MIB] * count)
+    limits = parse_max_memory(max_memory(memory_limits(parts, [10 * MIB] * count)))
+    placed = _places(model, infer_auto_device_map(model, max_memory=limits, no_split_module_classes=WHOLE))
+    assert placed == {unit.name: gpu for gpu, part in enumerate(parts) for unit in part}
+
+
+def test_names_and_sizes_of_devices():
+    assert named_bytes("80GiB") == named_bytes("80G") == 80 << 30
+    assert named_bytes("RTX 4090") == named_bytes("4090") == (24564 - 1024) * MIB
+    assert named_bytes("H100") == 80535 * MIB  # 80552 MiB were free on the one that was measured
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--device", "x100"), "'x100' is unknown; expected cpu, cuda or cuda:N of this machine, a size such as 80GiB"),
+        (("--device", "x100"), "or one of h100, h200"),
+        (("--device", "80"), "'80' is unknown"),
+        (("--device", "80quarts"), "is not a size"),
+        (("--device", "cuda:9"), "CUDA devices"),
+        (("--gpus", "2"), "--gpus 2 was given with --device cpu"),
+        (("--gpus", "0"), "--gpus"),
+        (("--gpus", "2", "--device", "cuda:0"), "expected --device cuda"),
+        (("--gpus", "2", "--device", "h100", "--kv-memory", "host"), "runs on one device"),
+        (("--max-context", "0"), "--max-context is 0; expected at least 1"),
+        (("--max-context", "big"), "--max-context: 'big' is not a size"),
+        (("--batch", "0"), "--batch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input_is_one_line(command_line, args, message):
+    code, out, err = command_line("plan", "flash", *args)
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def test_pinned_memory_counts_on_this_machine_only(monkeypatch, command_line):
+    tight = lambda device: 1 << 40 if device != torch.device("cpu") else 1 << 20
+    asked = ("plan", "flash", "--kv-memory", "host", "--max-context", "128K", "--json")
+    monkeypatch.setattr(planning, "free_bytes", tight)
+    monkeypatch.setattr(planning, "resolve_device", lambda name: torch.device("cuda"))
+    code, out, _ = command_line(*asked, "--device", "cuda")
+    assert code == 1 and "pinned in host memory" in json.loads(out)["answer"] and not json.loads(out)["fits"]
+    code, out, _ = command_line(*asked, "--device", "b200")
+    assert code == 0 and json.loads(out)["fits"] and "pinned in host memory" in json.loads(out)["answer"]
