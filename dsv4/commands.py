@@ -143,7 +143,7 @@ def generate(
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
     where = memory_named(kv_memory, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
     config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
-    shown = not quiet and not as_json
+    shown = not quiet
     with limited_threads(config and config.hidden_size, threads):
         with progress_bar("loading", shown=shown) as loading:
             choices = run.Choices(numerics, backend, device, cache, index_cache)
