@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dsv4 import __version__, commands
+from dsv4 import __version__, checkpoint_commands, commands
 from dsv4.bill.cli import regime_app
 from dsv4.errors import Dsv4Error
 from dsv4.help import dress
@@ -32,7 +32,8 @@ app = typer.Typer(
 app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implementation of it.")
 app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 for function in (
-    *(commands.generate, commands.batch, commands.inspect, commands.plan, commands.convert),
+    *(commands.generate, commands.batch),
+    *(checkpoint_commands.inspect, checkpoint_commands.plan, checkpoint_commands.convert),
     *(recall, fidelity, sparse_prefill, termination),
 ):
     app.command()(function)

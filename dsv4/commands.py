@@ -1,27 +1,22 @@
-"""The commands of one checkpoint: generate, batch, inspect, plan, convert. Data goes to stdout, all else to stderr.
+"""The commands that run a model: generate and batch. Data goes to stdout, all else to stderr.
 
 What needs torch is imported within the commands: help and completion must not wait for it.
 """
 
 import json
-import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dsv4.errors import InputError
-from dsv4.loaders.errors import CheckpointError
 from dsv4.options import (
     DUMMIES,
-    LAYOUTS,
     AsJson,
     Backend,
     Cache,
-    Checkpoint,
     Device,
     DraftCosts,
     Drafting,
@@ -39,7 +34,7 @@ from dsv4.options import (
     Threads,
     choice,
 )
-from dsv4.terminal import errors, progress_bar, wide
+from dsv4.terminal import errors, print_json, progress_bar, show, wide
 
 
 def generate(
@@ -154,17 +149,17 @@ def generate(
         ids = ids if ids is not None else session.encode(request)
         with progress_bar("prefill", "tokens", shown) as prefilling:
 
-            def show(text: str) -> None:
+            def stream(text: str) -> None:
                 prefilling.close()  # a bar that is still drawn would share the terminal's line with the text
                 if not as_json:
-                    _show(text)
+                    show(text)
 
-            result, text = session.generate(ids, request, show, prefilling)
+            result, text = session.generate(ids, request, stream, prefilling)
     document = session.document(result, text)
     if as_json:
-        _print_json(document)
+        print_json(document)
         return
-    _show("\n")
+    show("\n")
     if verbose:
         tables.generation(document, wide(stderr=True))
     if not quiet:
@@ -263,7 +258,7 @@ def batch(
 
     def write(document: dict) -> None:
         documents.append(document)
-        _show(json.dumps(document, ensure_ascii=False) + "\n")
+        show(json.dumps(document, ensure_ascii=False) + "\n")
 
     with ExitStack() as stack:
         failed = run_batch(load, requests, options, write)
@@ -271,117 +266,3 @@ def batch(
         tables.batch(documents[:-1], documents[-1]["figures"], time.perf_counter() - begun, wide(stderr=True))
     if failed:
         raise typer.Exit(1)
-
-
-def inspect(
-    checkpoint: Checkpoint,
-    as_json: AsJson = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Also read every tensor: NaN, table ranges, crc32.")] = False,
-):
-    """Print the load ledger and the config ledger, without running the model."""
-    from dsv4 import inspection, tables
-
-    with progress_bar("reading") as reading:
-        document = inspection.inspect(checkpoint, verify, reading)
-    if as_json:
-        _print_json(document)
-    else:
-        tables.inspection(document, wide())
-    if problems := document["ledger"]["problems"]:
-        raise CheckpointError(
-            f"{checkpoint} has {len(problems)} problem{'s' if len(problems) > 1 else ''}, first: {problems[0]}"
-        )
-
-
-def convert(
-    src: Checkpoint,
-    dst: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
-    to: Annotated[str, choice(LAYOUTS, "Layout to write.", show_default=False)],
-    allow_inexact: Annotated[
-        bool, typer.Option("--allow-inexact", help="Round blocks that NVFP4 cannot hold exactly.")
-    ] = False,
-    max_shard: Annotated[str, typer.Option(help="Largest shard.")] = "5G",
-    as_json: AsJson = False,
-):
-    """Write a checkpoint in another layout; nothing half-written stays after a failure."""
-    from dsv4 import tables
-    from dsv4.config import ModelConfig
-    from dsv4.loaders.config_files import read_config
-    from dsv4.loaders.convert import convert as run_convert
-    from dsv4.memory import parse_count
-
-    config = ModelConfig.from_official(read_config(src)[0])
-    with progress_bar("converting") as progress:
-        summary = run_convert(src, dst, to, config, allow_inexact, progress, parse_count(max_shard))
-    document = {"source": str(src), "destination": str(dst), "to": to, **asdict(summary)}
-    if as_json:
-        _print_json(document)
-    else:
-        tables.conversion(document, wide())
-
-
-def plan(
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, or flash or pro.", show_default=False)],
-    max_context: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens a row: 128K, 1M …; default: the model's max_position_embeddings, at most 1M.",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows that run at once.")] = 1,
-    max_rewind: Annotated[int, typer.Option(min=0, help="Tokens a row may be rewound.")] = 128,
-    numerics: Numerics = "native",
-    device: Annotated[
-        str,
-        typer.Option(
-            help="cpu, cuda or cuda:N of this machine (what is free now), a card by name (h100, h200, b200, a100, "
-            "l40s, 4090 …; it need not be here), or a size (80GiB)."
-        ),
-    ] = "cpu",
-    gpus: Annotated[
-        int, typer.Option(min=1, max=1024, help="So many of that device; whole layers are spread as --device-map does.")
-    ] = 1,
-    cache: Cache = "auto",
-    index_cache: IndexCache = "auto",
-    attention: Reads = None,
-    attention_tokens: ReadTokens = None,
-    kv_memory: KVMemory = "device",
-    staged_blocks: Staged = None,
-    as_json: AsJson = False,
-):
-    """Does it fit? The first line answers; then the bytes of the weights and of each cache stream, with formulas. Exit
-    code 1 if it does not fit."""
-    from dsv4 import planning, tables
-    from dsv4.gqa.choice import attention_named
-    from dsv4.host_tier.choice import memory_named
-
-    reads = attention_named(attention, attention_tokens)
-    document = planning.plan(
-        checkpoint,
-        max_context,
-        batch,
-        max_rewind,
-        numerics,
-        device,
-        cache,
-        index_cache,
-        reads,
-        memory_named(kv_memory, staged_blocks),
-        gpus,
-    )
-    if as_json:
-        _print_json(document)
-    else:
-        tables.plan(document, wide())
-    if not document["fits"]:
-        raise typer.Exit(1)
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _print_json(document: dict) -> None:
-    _show(json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n")

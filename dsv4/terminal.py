@@ -1,5 +1,6 @@
 """Consoles and progress bars of the command line. Importing it imports no torch."""
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,3 +74,14 @@ def progress_bar(label: str, unit: str = "bytes", shown: bool = True) -> Iterato
         yield bar
     finally:
         bar.close()
+
+
+def show(text: str) -> None:
+    """Text on stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def print_json(document: dict) -> None:
+    """One JSON document on stdout."""
+    show(json.dumps(document, ensure_ascii=False, indent=1, default=str) + "\n")
