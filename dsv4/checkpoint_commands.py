@@ -100,8 +100,8 @@ def plan(
     staged_blocks: Staged = None,
     as_json: AsJson = False,
 ):
-    """Does it fit? The first line answers; then the bytes of the weights and of each cache stream, with formulas. Exit
-    code 1 if it does not fit."""
+    """Say whether a model fits a device. The first line answers; then come the bytes of the weights and of each cache
+    stream, with formulas. Exit code 1 if it does not fit."""
     from dsv4 import planning, tables
     from dsv4.gqa.choice import attention_named
     from dsv4.host_tier.choice import memory_named

@@ -3,6 +3,7 @@
 It is laid over the finished tree of commands, so that an option stands in one group whichever command has it.
 """
 
+import re
 import sys
 from types import MethodType
 
@@ -15,10 +16,10 @@ GROUPS = {  # heading → names of parameters; a name of one command only may st
     "Generation": "max_new_tokens max_context temperature top_p generate.seed",
     "Running requests": "batch.rows pool_tokens batch.together",
     "Speculation": "speculate draft_tokens draft_costs generate.together",
-    "Size": "plan.batch max_rewind gpus",
+    "Size": "plan.max_context plan.batch max_rewind gpus",
     "What is audited": "subject reference probe point section name fast",
     "What is measured": "k topk policy budget block effort cuts tau phi patience tile looser vacuous model contexts "
-    "batches policies heads rounds plan.attention",
+    "batches policies heads rounds",
     "Text": "text context rows tail new_tokens needles needle_context asked_context in_prompt every queries tokens "
     "seed dump",
     "Model": "numerics backend device threads jobs dummy_weights device_map max_memory layers weights bandwidth "
@@ -29,6 +30,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may st
     "Report": "out as_json quiet verbose report verify gate journal waivers map.name force audit.budget bisect.budget",
 }
 EXAMPLES = {
+    "": ('dsv4 generate demo --prompt "The lightning indexer"', "dsv4 plan flash --device h100 --gpus 2"),
     "generate": (
         'dsv4 generate demo --prompt "The lightning indexer"',
         "dsv4 generate demo --prompt-file prompt.txt --max-new-tokens 64 --json",
@@ -44,7 +46,7 @@ EXAMPLES = {
     ),
     "convert": (
         "dsv4 convert demo demo-bf16 --to bf16",
-        "dsv4 convert demo demo-nvfp4 --to nvfp4 --allow-inexact",
+        "dsv4 convert demo demo-nvfp4 --to nvfp4 --max-shard 1G",
     ),
     "audit": ("dsv4 audit demo", "dsv4 audit selftest --fast"),
     "audit run": ("dsv4 audit run demo --out reports", "dsv4 audit demo --subject files --probe load_ledger"),
@@ -87,6 +89,9 @@ def dress(command, path: str = ""):
     """Lay out the help of a command and of all below it; returns the command."""
     command.rich_markup_mode = "rich"
     command.format_help = MethodType(_format_help, command)
+    if command.help:
+        command.help = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
+        command.short_help = re.split(r"(?<=[.?])\s", command.help)[0]
     if path in EXAMPLES:
         command.epilog = "\n".join(["Examples:", *(f"  {line}" for line in EXAMPLES[path])])
     for parameter in command.params:
