@@ -75,12 +75,18 @@ def main() -> None:
             if stream is not None:
                 stream.flush()  # the reader of a pipe may have left: here that can still be handled
     except BrokenPipeError:
-        _leave_pipes()
         code = CLOSED_PIPE
+        _leave_streams()
+    except OSError as error:  # a file that the checkpoint's own errors do not know of, or a full disk below stdout
+        what = f"{error.filename}: {error.strerror}" if error.filename else f"standard output: {error.strerror}"
+        code = _fail(f"cannot read or write {what}; see that it exists, may be used and has room")
+        _leave_streams()
     sys.exit(code)
 
 
 def _run() -> int:
+    if sys.stdout is None:
+        return _fail("standard output is closed, and results go there; leave it open, or send it to /dev/null")
     try:
         if COMPLETION in os.environ:
             command().main(prog_name="dsv4")  # answers the shell, and exits
@@ -95,8 +101,6 @@ def _run() -> int:
         return _fail(str(error))
     except MemoryError:
         return _fail(OUT_OF_MEMORY)
-    except BrokenPipeError:
-        raise
     except Exception as error:  # usage errors of the command line library, and torch's own out-of-memory error
         if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(error):
             return _fail(OUT_OF_MEMORY)
@@ -113,11 +117,11 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _leave_pipes() -> None:
+def _leave_streams() -> None:
     """Point what can no longer be written to at nothing, so that the interpreter's own last flush is silent."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (BrokenPipeError, ValueError):
+        except OSError:
             os.dup2(nothing, stream.fileno())

@@ -41,6 +41,17 @@ def test_help_and_version_import_no_torch():
     assert done.stdout.startswith("Usage: dsv4 [OPTIONS] COMMAND")
 
 
+@pytest.mark.parametrize("out, message", [("/dev/full", "No space left on device"), (None, "is closed")])
+def test_output_that_cannot_be_written_is_one_line(out, message):
+    """In a process of its own: the interpreter writes at its end too."""
+    close = "" if out else "import os; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'dsv4', '--help'])"
+    with open(out or "/dev/null", "w") as stdout:
+        command = [sys.executable, *(("-c", "import sys; " + close) if close else ("-m", "dsv4", "--help"))]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
 def test_a_report_s_version_is_the_package_s():
     assert provenance.versions()["dsv4"] == dsv4.__version__
 
