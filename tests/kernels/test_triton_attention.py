@@ -272,6 +272,7 @@ def test_many_splits_are_merged(monkeypatch):
     )
 
 
+@pytest.mark.few(T=[5])
 @pytest.mark.parametrize("T", [2, 5, 16])
 def test_tokens_of_a_row_have_the_bits_that_each_has_alone(T):
     """As many splits for a pass that verifies drafts as for the steps that it stands for, however many programs that

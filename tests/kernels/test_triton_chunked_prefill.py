@@ -145,17 +145,19 @@ def test_one_chunk_is_plain_attention(run):
     assert not kept.updates.any() and (kept.positions == -1).all()
 
 
+@pytest.mark.few(run=["triton, memory in a loop"])
 def test_later_tokens_change_nothing_before_them(run):
     case = CASES["four chunks and a partial one"]
     q, k, v, lengths = inputs(case)
     out, _ = run(q, k, v, lengths, SMALL)
-    for t in (149, 128, 101, 33, 1):
+    for t in (149, 128, 33):
         changed = [x.clone() for x in (q, k, v)]
         changed[0][:, t], changed[1][:, :, t], changed[2][:, :, t] = 9.0, -5.0, 7.0
         other, _ = run(*changed, lengths, SMALL)
         assert torch.equal(out[:, :t], other[:, :t]) and not torch.equal(out[:, t], other[:, t])
 
 
+@pytest.mark.few(run=["triton"])
 def test_scores_never_fall_and_memory_is_local_and_heavy_without_overlap(run):
     c = Chunking(32, 8, 12)
     q, k, v, lengths = inputs((32 * 12 + 5, [32 * 12 + 5], 4, 2, 16, c), seed=3)
@@ -176,6 +178,7 @@ def test_scores_never_fall_and_memory_is_local_and_heavy_without_overlap(run):
             before = dict(zip(positions, scores))
 
 
+@pytest.mark.few(run=["triton, memory in a loop"])
 def test_a_query_hands_out_one_in_phase_one_and_its_share_in_phase_two(run):
     case = CASES["whole chunks"]
     q, k, v, lengths = inputs(case, seed=5)
@@ -189,6 +192,7 @@ def test_a_query_hands_out_one_in_phase_one_and_its_share_in_phase_two(run):
     assert torch.allclose(grown, torch.full_like(grown, 2 * sum(1 / (20 + t + 1) for t in range(32))), rtol=1e-4)
 
 
+@pytest.mark.few(run=["triton"])
 def test_a_token_of_the_first_chunk_can_survive_to_the_end_and_be_found(run):
     q, k, v, lengths = inputs((32 * 10, [32 * 10], 4, 2, 16, SMALL), seed=1)
     direction = randn(16, seed=8)
@@ -203,6 +207,7 @@ def test_a_token_of_the_first_chunk_can_survive_to_the_end_and_be_found(run):
     assert torch.allclose(out[0, -1, 2:], torch.tensor(100.0, device=DEVICE), rtol=1e-3)
 
 
+@pytest.mark.few(run=["triton"])
 def test_a_local_token_with_the_most_mass_is_kept_once(run):
     """Two tokens from each chunk's end, where few queries have seen it, it has more than most; the other tests' local
     tokens never have."""
@@ -225,6 +230,7 @@ def test_a_local_token_with_the_most_mass_is_kept_once(run):
             assert positions.count(32 * i - 2) == 1 and set(range(30, 32 * i, 32)) <= set(positions)
 
 
+@pytest.mark.few(run=["reference", "triton"])
 def test_of_equal_scores_the_earliest_are_kept(run):
     q, k, v, lengths = inputs((96, [96], 2, 1, 16, SMALL))
     q[:], k[:] = 1.0, 0.0
@@ -234,6 +240,7 @@ def test_of_equal_scores_the_earliest_are_kept(run):
     assert (kept.scores[2, 0, 0] == 0).sum() == 7
 
 
+@pytest.mark.few(run=["triton, memory in a loop"])
 def test_calls_may_follow_each_other(run):
     case = CASES["four chunks and a partial one"]
     q, k, v, _ = inputs((150, [150, 150], *case[2:]))
@@ -248,12 +255,14 @@ def test_calls_may_follow_each_other(run):
     assert torch.equal(memory.updates, kept.updates) and kept.updates.tolist() == [[4, 4], [2, 2]]
 
 
+@pytest.mark.few(run=["triton"])
 def test_queries_may_be_a_view(run):
     q, k, v, lengths = inputs(CASES["whole chunks"])
     wide = torch.cat((q, q + 1), -2)
     assert torch.equal(run(wide[:, :, :4], k, v, lengths, SMALL)[0], run(q, k, v, lengths, SMALL)[0])
 
 
+@pytest.mark.few(run=["reference", "triton, memory in a loop"])
 def test_bf16_is_close_to_the_definition(run):
     case = CASES["four chunks and a partial one"]
     q, k, v, lengths = inputs(case, dtype=torch.bfloat16)
@@ -348,6 +357,7 @@ def best_by_its_own_scores(kept: Memory, i: int, b: int, head: int, c: Chunking)
     return len(now) == c.memory and now >= set(local) and (not c.heavy or max(dropped) <= heavy.min())
 
 
+@pytest.mark.few(run=["triton", "triton, memory in a loop"])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_that_was_left_out_had_more(run, name):
     case = CASES[name]
@@ -360,6 +370,7 @@ def test_nothing_that_was_left_out_had_more(run, name):
         )
 
 
+@pytest.mark.few(memory=[256, 257])
 @pytest.mark.parametrize("memory", [244, 256, 257])
 def test_memories_about_as_large_as_are_attended_to_at_once(memory):
     c = Chunking(288, 60, memory - 60)

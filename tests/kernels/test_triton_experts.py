@@ -153,6 +153,7 @@ def test_moe(form, shared_form, simulate, N):
         assert got.dtype is dtype and distance(got, wanted) < tolerance(dtype, simulate)
 
 
+@pytest.mark.few(N=[1])
 @pytest.mark.parametrize("N,programs", [(1, 3), (16, 7)])
 def test_programs_that_take_several_tiles_in_turn(N, programs, monkeypatch):
     monkeypatch.setattr(triton_stream, "_grid", lambda *args: (programs, 1))
@@ -223,6 +224,7 @@ def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
     assert distance(got, literal(x, indices, routing, w13, w2, simulate)) < 8e-3
 
 
+@pytest.mark.few(N=[5])
 @pytest.mark.parametrize("N", [2, 5, 16])
 def test_a_token_among_a_few_has_the_bits_that_it_has_alone(N, monkeypatch):
     """A pass that verifies drafts is compared with steps of one token. Large products cancel, so that the order of sums

@@ -44,6 +44,7 @@ def ragged(n: int, k: int, B: int = 1, T: int = 3) -> torch.Tensor:
 KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
 
 
+@pytest.mark.few(each=lambda p: (p["how"].method, p["how"].levels))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "n, k, how",
