@@ -8,8 +8,11 @@ rewinding are the same code: a rewind sets the length back and copies nothing.
 - Compressed entries and index keys sit in linear buffers of ceil(max_context / ratio).
 """
 
+from typing import NamedTuple
+
 import torch
 
+from dsv4.arguments import check_sizes, rewind_counts
 from dsv4.config import LayerKind, ModelConfig
 from dsv4.errors import CapacityError, InputError, RewindError
 from dsv4.kernels.cache_rows import PAGE, PackedRows, write_rows
@@ -17,9 +20,25 @@ from dsv4.kernels.fusions.compositions import Kept, Windows
 from dsv4.numerics import Numerics
 from dsv4.rows import Entries, Ring
 from dsv4.step import CapturedStep, Step
-from dsv4.streams import LayerStreams, cache_streams, zeros
+from dsv4.streams import CHAINED, LayerStreams, cache_streams, zeros
 
 DEFAULT_MAX_REWIND = 128
+
+
+class Form(NamedTuple):
+    """What a cache must have in common with the model that writes it: the config (which names the family), number
+    formats, whether the MTP block has its part, and the device of each layer, or the one that all are on."""
+
+    config: object
+    formats: tuple
+    mtp: bool
+    devices: tuple[torch.device, ...]
+
+
+def form(config, numerics: Numerics, mtp: bool, devices) -> Form:
+    """devices: of each layer."""
+    formats = (str(numerics.activation), str(numerics.cache), numerics.kv_rows, numerics.index_rows)
+    return Form(config, formats, mtp, tuple(dict.fromkeys(devices)) if len(set(devices)) == 1 else tuple(devices))
 
 
 class CompressorCache:
@@ -158,8 +177,12 @@ class LayerCache:
 
 
 class Lengths:
-    """Tokens held by each row (`now`), and how far back each row may still be rewound: to `max_rewind` before the most
-    it ever held (`high`), and not to below what it was given at once (`low`)."""
+    """Tokens held by each row (`now`), and how far back each row may still be rewound: to `max_rewind` before the
+    furthest that was ever written (`high`), and not to below what it was given at once (`low`).
+
+    A captured step writes all its tokens to every row, those of rows that rest too: these lie beyond the row's length,
+    and in a ring they take the place of the oldest. So they count for `high`.
+    """
 
     def __init__(self, batch: int, max_rewind: int):
         self.now, self.high, self.low = [0] * batch, [0] * batch, [0] * batch
@@ -170,7 +193,12 @@ class Lengths:
             self.now[b] += tokens
             self.high[b] = max(self.high[b], self.now[b])
 
-    def set_back(self, counts: list[int]) -> None:
+    def wrote(self, b: int, end: int) -> None:
+        """Positions of row b before `end` have been written, whether the row holds them or not."""
+        self.high[b] = max(self.high[b], end)
+
+    def check(self, counts: list[int]) -> None:
+        """Raises RewindError unless row b can forget its last counts[b] tokens, for every row."""
         for b, n in enumerate(counts):
             left = self.now[b] - n
             if n < 0 or left < 0:
@@ -185,6 +213,10 @@ class Lengths:
                     f"row {b} was grafted at {self.low[b]} tokens and cannot go back to {left}; rewind to 0 and "
                     "append the tokens again"
                 )
+
+    def set_back(self, counts: list[int]) -> None:
+        """Forget the last counts[b] tokens of row b. Raises as `check`, and then changes nothing."""
+        self.check(counts)
         for b, n in enumerate(counts):
             self.now[b] -= n
             if self.now[b] == 0:
@@ -209,17 +241,14 @@ class Cache:
         mtp: bool,
         write=write_rows,
     ):
-        if batch < 1 or max_context < 1 or max_rewind < 0:
-            raise InputError(
-                f"a cache needs batch >= 1, max_context >= 1 and max_rewind >= 0; "
-                f"got {batch}, {max_context}, {max_rewind}"
-            )
+        batch, max_context, max_rewind = check_sizes(batch=batch, max_context=max_context, max_rewind=max_rewind)
         if max_context > config.max_position_embeddings:
             raise InputError(
                 f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
                 f"{config.max_position_embeddings}; ask for at most that"
             )
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_rewind
+        self.made_for = form(config, numerics, mtp, devices)
         self.plan = self._planned(cache_streams(config, batch, max_context, max_rewind, numerics, mtp))
         try:
             layers = [
@@ -234,7 +263,7 @@ class Cache:
             ) from error
         n = config.num_hidden_layers
         self.layers, self.mtp_layers = layers[:n], layers[n:]
-        self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
+        self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind + CHAINED)
 
     _entries = None  # see LayerCache
 
@@ -275,20 +304,22 @@ class Cache:
     def rewind(self, n: int | list[int]) -> None:
         """Forget the last n tokens of every row (or n[b] of row b). Copies nothing.
 
-        MTP entries that consumed a forgotten token go too. Raises RewindError, and then
+        MTP entries that consumed a forgotten token go too. A row may go back by `max_rewind` tokens from the furthest
+        that was written to it, also after up to 8 chained drafts of its MTP block. Raises RewindError, and then
         changes nothing.
         """
-        counts = [n] * self.batch if isinstance(n, int) else list(n)
-        if len(counts) != self.batch:
-            raise RewindError(f"rewind got {len(counts)} counts for a batch of {self.batch}")
+        counts = rewind_counts(n, self.batch)
         after = [now - c for now, c in zip(self._main.now, counts)]
         mtp = [max(0, m - max(0, left - 1)) if c else 0 for m, left, c in zip(self._mtp.now, after, counts)]
+        self._main.check(counts)
+        self._mtp.check(mtp)
         self._main.set_back(counts)
         self._mtp.set_back(mtp)
 
     def rewind_mtp(self, n: int | list[int]) -> None:
-        """Forget the last n MTP entries only (drafts that were not accepted)."""
-        self._mtp.set_back([n] * self.batch if isinstance(n, int) else list(n))
+        """Forget the last n MTP entries only, of every row or n[b] of row b (drafts that were not accepted). Raises
+        RewindError, and then changes nothing."""
+        self._mtp.set_back(rewind_counts(n, self.batch))
 
     def reset(self) -> None:
         """Forget everything."""

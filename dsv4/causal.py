@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from dsv4.errors import ContextOverrun, InputError
+from dsv4.arguments import check_cache, check_chunk, check_ids, check_logits, check_room, check_tokens, new_counts
+from dsv4.cache import Form, form
+from dsv4.errors import InputError
 from dsv4.kernels.dispatch import DispatchLedger
 from dsv4.linear import Linear, parameter
 from dsv4.module import Module
@@ -32,6 +34,7 @@ class TokenCache(Protocol):
     max_context: int
     max_rewind: int
     _main: "Lengths"
+    made_for: Form
 
     @property
     def lengths(self) -> list[int]: ...
@@ -146,9 +149,10 @@ class CausalLM(Module):
         row has more than 16.
 
         Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
-        max_context; the cache is then unchanged.
+        max_context, and InputError for arguments of other types or shapes and a cache that was made for another
+        model; the cache is then unchanged.
         """
-        counts, chunk = self._check(ids, cache, n_new, logits), chunk or self.chunk
+        counts, chunk = self._check(ids, cache, n_new, logits, chunk), chunk or self.chunk
         out = Collector(self, ids, counts, logits, return_streams)
         self.replayed = None
         self._run_pieces(ids, cache, counts, chunk, out, max(counts) > DECODED if prompt is None else prompt)
@@ -189,30 +193,23 @@ class CausalLM(Module):
             self.frequencies = {k: f.to(self.device) for k, f in self.frequencies.items()}
         return self.frequencies
 
-    def _check(self, ids, cache: TokenCache, n_new, logits: str) -> list[int]:
-        if logits not in ("all", "last", "none"):
-            raise InputError(f"logits is {logits!r}; expected 'all', 'last' or 'none'")
-        if ids.dim() != 2 or ids.dtype != torch.int64:
-            raise InputError(f"ids are {ids.dtype} {tuple(ids.shape)}; expected int64 [batch, tokens]")
-        B = ids.shape[0]
-        if B != cache.batch:
-            raise InputError(f"ids have {B} rows, the cache {cache.batch}; they must agree")
+    @property
+    def cache_form(self) -> Form:
+        """What a cache must have been made for, so that this model can write it."""
+        layers = len(self.layers) + len(self.mtp)
+        return form(self.config, self.numerics, len(self.mtp) > 0, self.layer_devices or [self.device] * layers)
+
+    def _check(self, ids, cache: TokenCache, n_new, logits: str, chunk: int | None) -> list[int]:
+        check_logits(logits)
+        check_chunk(chunk)
+        check_tokens("ids", ids)
+        check_cache(self, cache, len(ids))
         counts = new_counts(n_new, ids)
         if not any(counts):
             raise InputError("there is no token to append; the prompt is empty")
-        self._check_ids(ids if n_new is None else torch.cat([row[:n] for row, n in zip(ids, counts)]))
+        check_ids(ids, counts, self.config.vocab_size)
         check_room(cache._main.now, counts, cache.max_context)
         return counts
-
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        if ids.device.type == "cpu":  # ids made on the device come from this model's own vocabulary
-            values = ids.flatten().tolist() if ids.numel() <= 64 else [int(ids.min()), int(ids.max())]
-            low, high = min(values), max(values)
-            if low < 0 or high >= self.config.vocab_size:
-                raise InputError(
-                    f"token id {low if low < 0 else high} is outside the vocabulary of "
-                    f"{self.config.vocab_size}; is this the checkpoint's own tokenizer?"
-                )
 
 
 class Collector:
@@ -257,15 +254,6 @@ class Collector:
         return self.logits if self.streams is None else (self.logits, self.streams)
 
 
-def new_counts(n_new: list[int] | None, ids: torch.Tensor) -> list[int]:
-    """New tokens of each row of ids [B, T]. Raises InputError for counts that do not fit it."""
-    B, T = ids.shape
-    counts = [T] * B if n_new is None else [int(n) for n in n_new]
-    if len(counts) != B or any(n < 0 or n > T for n in counts):
-        raise InputError(f"n_new is {counts} for ids {tuple(ids.shape)}; expected {B} counts of 0 … {T}")
-    return counts
-
-
 def uniform_pieces(counts: list[int], chunk: int):
     """Cut ragged work into uniform pieces: (rows, tokens), contiguous rows that run equally many tokens.
 
@@ -286,12 +274,3 @@ def uniform_pieces(counts: list[int], chunk: int):
                 stop += 1
             yield slice(first, stop), tokens
             first = stop
-
-
-def check_room(lengths: list[int], counts: list[int], max_context: int) -> None:
-    for b, (have, new) in enumerate(zip(lengths, counts)):
-        if have + new > max_context:
-            raise ContextOverrun(
-                f"row {b} holds {have} tokens and would get {new} more, over the cache's max_context of "
-                f"{max_context}; ask for a larger --max-context or fewer tokens"
-            )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from dsv4.arguments import check_cache, check_whole
 from dsv4.cache import Lengths
 from dsv4.capture import capturing
 from dsv4.causal import CausalLM, TokenCache
@@ -59,7 +60,8 @@ class DecodeGraph:
             raise InputError(
                 "a decode step cannot be captured while layers are spread over devices; load without --device-map"
             )
-        if tokens > cache.max_rewind + 1:
+        check_cache(model, cache)
+        if check_whole("tokens of a step", tokens, 1) > cache.max_rewind + 1:
             raise InputError(
                 f"steps of {tokens} tokens need a cache with max_rewind >= {tokens - 1}; this one has "
                 f"{cache.max_rewind}"
@@ -105,6 +107,7 @@ class DecodeGraph:
         self._ran(max(lengths.now) + self.tokens)
         self._held = [length + self.tokens for length in lengths.now]
         for b, moves in enumerate(moving):
+            lengths.wrote(b, self._held[b])
             if moves:
                 lengths.advance(slice(b, b + 1), self.tokens)
         return self.logits
@@ -155,6 +158,8 @@ class DecodeGraph:
         if max(self.lengths.now) + self.tokens > self.cache.max_context:
             return  # full: `step` will say so
         self._place(self.lengths.now)
+        for b, length in enumerate(self.lengths.now):
+            self.lengths.wrote(b, length + self.tokens)
         self.graph = captured_graph(self._run, undo=lambda: self.start.sub_(self.tokens))
         self.tiles = self.model.tiles  # the graph's own: each replay writes them again
 

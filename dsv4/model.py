@@ -3,9 +3,21 @@
 import torch
 from torch import nn
 
+from dsv4.arguments import (
+    check_cache,
+    check_chunk,
+    check_ids,
+    check_logits,
+    check_room,
+    check_streams,
+    check_tokens,
+    is_whole,
+    kind,
+    new_counts,
+)
 from dsv4.block import Block
 from dsv4.cache import DEFAULT_MAX_REWIND, Cache
-from dsv4.causal import CausalLM, Collector, Embedding, Head, check_room, new_counts, uniform_pieces
+from dsv4.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.host_tier.entries import host_cache
@@ -98,20 +110,11 @@ class Model(CausalLM):
         drafts are chained); next_ids int64 [B, T]: the token at t + 1. With a cache the tokens
         follow `cache.mtp_lengths`; without one they start at position 0. With return_streams, also
         the block's streams [B, T, n, d]. n_new and logits as in `append`, and 0 tokens are no error.
-        Raises InputError if the model was loaded without MTP.
+        Raises as `append`, and InputError for streams of another shape or dtype than the model's own, a block that the
+        model was not loaded with, and a model without MTP; the cache is then unchanged.
         """
-        if block >= len(self.mtp):
-            raise InputError(f"MTP block {block} was asked for; this model was loaded with {len(self.mtp)}")
-        B, T = next_ids.shape
-        if streams.shape[:2] != (B, T):
-            raise InputError(
-                f"streams are for {tuple(streams.shape[:2])} tokens, next_ids for {(B, T)}; they must agree"
-            )
-        cache = self.new_cache(B, max(1, T), 0) if cache is None else cache
-        self._check_ids(next_ids)
-        counts = new_counts(n_new, next_ids)
+        cache, counts = self._check_mtp(streams, next_ids, cache, block, chunk, n_new, logits)
         lengths = cache._mtp
-        check_room(lengths.now, counts, cache.max_context)
         out, begin = Collector(self, next_ids, counts, logits, return_streams), list(lengths.now)
         for rows, tokens in uniform_pieces(counts, chunk or self.chunk):
             done = lengths.now[rows.start] - begin[rows.start]  # all rows of a piece have run equally many tokens
@@ -126,6 +129,23 @@ class Model(CausalLM):
             out.add(rows, done, tokens, after, features.to(self.device))
             lengths.advance(rows, tokens)
         return out.result()
+
+    def _check_mtp(self, streams, next_ids, cache, block, chunk, n_new, logits) -> tuple[Cache, list[int]]:
+        """The cache to be written, a new one where none was given, and the new entries of each row."""
+        if not is_whole(block, 0) or block >= len(self.mtp):
+            raise InputError(f"MTP block {kind(block)} was asked for; this model was loaded with {len(self.mtp)}")
+        check_logits(logits)
+        check_chunk(chunk)
+        check_tokens("next_ids", next_ids)
+        B, T = next_ids.shape
+        check_streams(streams, (B, T, *self.stream_shape), self.numerics.activation)
+        counts = new_counts(n_new, next_ids)
+        check_ids(next_ids, counts, self.config.vocab_size)
+        if cache is None:
+            cache = self.new_cache(B, max(1, T), 0)
+        check_cache(self, cache, B)
+        check_room(cache._mtp.now, counts, cache.max_context)
+        return cache, counts
 
     def layer_paths(self) -> list[dict]:
         """What each layer really read in the last step: its kind and the sizes its attention was given."""

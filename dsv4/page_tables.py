@@ -68,9 +68,12 @@ class PageLayout(Protocol):
 
     groups: every group that its layers need, by name; backbone: layers of the main model, behind which the MTP block's
     come in plans;
-    positions: that the model knows.
+    positions: that the model knows; config, numerics, mtp: of the model, and whether its MTP block has a part.
     """
 
+    config: Any
+    numerics: Numerics
+    mtp: bool
     groups: dict[str, PageGroup]
     backbone: int
     positions: int
@@ -115,12 +118,18 @@ class PagedEntries(EntryRows):
         self.flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
 
     def slots(self, step: Step) -> torch.Tensor:
-        """Rows of the pool for the step's new windows, int64 [B·completed]; in page 0 for windows that a row does not
-        reach."""
-        return step.memo(
-            ("page slots", self.table.group.name),
-            lambda: self.table.index(step, step.new_windows(self.ratio)).flatten(),
-        )
+        """Rows of the pool for the step's new windows, int64 [B·completed]; row 0, which is nobody's, for windows that
+        a row does not complete.
+
+        An entry of theirs could hit a page that the row shares with the one that lent it its prefix, which has an entry
+        of its own there. A captured step is told which windows are complete and writes no others.
+        """
+
+        def rows():
+            found = self.table.index(step, step.new_windows(self.ratio)).flatten()
+            return found if step.captured else torch.where(step.completes(self.ratio), found, NOWHERE)
+
+        return step.memo(("page slots", self.table.group.name), rows)
 
     def visible(self, step: Step) -> torch.Tensor | PackedRows:
         """A copy [B, n, width] of the entries that the step's last query may see, gathered from their pages."""

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths
+from dsv4.arguments import check_sizes
+from dsv4.cache import DEFAULT_MAX_REWIND, Cache, Lengths, form
 from dsv4.errors import CapacityError, InputError, OutOfPages, UnsupportedInput
 from dsv4.graph import capacity
 from dsv4.page_tables import PageLayout, PageTable
 from dsv4.paging import BLOCK, NOWHERE, PagePool, pool_pages
-from dsv4.streams import zeros
+from dsv4.streams import CHAINED, zeros
 
 
 @dataclass(eq=False)
@@ -41,7 +42,8 @@ class PagedCache(Cache):
     """Rows of up to `max_context` tokens in pools of `pages` pages (group name → count, see `pool_pages`), laid out as
     `layout` says.
 
-    on_shortage(group name, pages short), if set, is called before a step is refused and may drop snapshots. poison:
+    on_shortage(group name, pages short, pages that would be copied because others hold them too), if set, is called
+    before a step is refused and may drop snapshots. poison:
     fill pages with NaN when they become free, so that whatever is read too late is seen. reach: tokens of a row that
     tables have room for; a captured step of several rows writes up to there, what does not count included.
     """
@@ -57,10 +59,11 @@ class PagedCache(Cache):
         poison: bool = False,
         reach: int | None = None,
     ):
-        if batch < 1 or not 1 <= max_context <= layout.positions or max_rewind < 0:
+        batch, max_context, max_rewind = check_sizes(batch=batch, max_context=max_context, max_rewind=max_rewind)
+        if max_context > layout.positions:
             raise InputError(
-                f"a paged cache needs batch >= 1, max_context 1 … {layout.positions} (the checkpoint's "
-                f"max_position_embeddings) and max_rewind >= 0; got {batch}, {max_context}, {max_rewind}"
+                f"max_context {max_context} exceeds the checkpoint's max_position_embeddings {layout.positions}; ask "
+                "for at most that"
             )
         self.batch, self.max_context, self.max_rewind, self.poison = batch, max_context, max_rewind, poison
         self.reach = max_context if reach is None else reach
@@ -70,6 +73,7 @@ class PagedCache(Cache):
                 f"{max_context} … {layout.positions}"
             )
         self.layout, self.groups = layout, layout.groups
+        self.made_for = form(layout.config, layout.numerics, layout.mtp, [device])
         if set(pages) != set(self.groups) or min(pages.values()) < 1:
             raise InputError(
                 f"pages are given for {sorted(pages.items())}; expected at least one for each of {sorted(self.groups)}"
@@ -78,10 +82,10 @@ class PagedCache(Cache):
         self.tables = {name: PageTable(g, batch, self.reach, device) for name, g in self.groups.items()}
         self.plan = layout.plan(pages)
         self._allocate(device)
-        self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind)
+        self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind + CHAINED)
         self._held: list[dict[str, dict[int, int]]] = [{name: {} for name in self.groups} for _ in range(batch)]
         self._accepted: list[int | None] = [None] * batch  # tokens that are no drafts, of rows that draft
-        self.on_shortage: Callable[[str, int], None] | None = None
+        self.on_shortage: Callable[[str, int, list[int]], None] | None = None
 
     def _allocate(self, device: torch.device) -> None:
         try:
@@ -116,20 +120,27 @@ class PagedCache(Cache):
 
         Raises OutOfPages when a pool has too few, even after `on_shortage`; no row has then taken any.
         """
-        lengths, wanted = self._mtp if mtp else self._main, {}
+        lengths = self._mtp if mtp else self._main
         if self.poison:
             for name in self.groups:
                 self._spoil(name, NOWHERE)
-        for name, group in self.groups.items():
-            if group.mtp is mtp:
-                wanted[name] = []
-                for b in range(rows.start, rows.stop):
-                    self._give_back(name, b, group.needed(max(0, lengths.high[b] - self.max_rewind)))
-                    wanted[name] += self._lacking(name, b, lengths.now[b], lengths.now[b] + tokens)
-        for name, lacking in wanted.items():
+        groups = [name for name, group in self.groups.items() if group.mtp is mtp]
+        for name in groups:
+            for b in range(rows.start, rows.stop):
+                needed = self.groups[name].needed(max(0, lengths.high[b] - lengths.max_rewind))
+                self._give_back(name, b, needed)
+
+        def missing(name: str) -> list[tuple[int, int, int]]:
+            of = range(rows.start, rows.stop)
+            return [page for b in of for page in self._lacking(name, b, lengths.now[b], lengths.now[b] + tokens)]
+
+        for name in groups:
+            lacking = missing(name)
             short = len(lacking) - len(self.pools[name].free)
             if short > 0 and self.on_shortage is not None:
-                self.on_shortage(name, short)
+                self.on_shortage(name, short, [old for *_, old in lacking if old != NOWHERE])
+        # asked again: what a dropped snapshot held may now be a row's own, which is not copied
+        wanted = {name: missing(name) for name in groups}
         for name, lacking in wanted.items():
             if len(lacking) > len(self.pools[name].free):
                 raise OutOfPages(
@@ -148,7 +159,7 @@ class PagedCache(Cache):
         for b in rows:
             for name, group in self.groups.items():
                 if group.mtp is mtp:
-                    self._give_back(name, b, group.needed(max(0, lengths.high[b] - self.max_rewind)))
+                    self._give_back(name, b, group.needed(max(0, lengths.high[b] - lengths.max_rewind)))
                     lacking[name] += sum(
                         not own for *_, own in self._touched(name, b, lengths.now[b], lengths.now[b] + tokens)
                     )

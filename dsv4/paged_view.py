@@ -23,6 +23,7 @@ class PagedView(Cache):
 
     def __init__(self, cache: PagedCache, places: int = 1):
         self.whole, self.batch, self.max_context, self.max_rewind = cache, places, cache.reach, cache.max_rewind
+        self.made_for = cache.made_for
         self._device = next(iter(cache.tables.values())).physical.device
         self.tables = {
             name: PageTable(group, places, cache.reach, self._device) for name, group in cache.groups.items()
@@ -32,7 +33,7 @@ class PagedView(Cache):
             for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)
         ]
         self.layers, self.mtp_layers = layers[: len(cache.layers)], layers[len(cache.layers) :]
-        self._main, self._mtp = Lengths(places, cache.max_rewind), Lengths(places, cache.max_rewind)
+        self._main, self._mtp = (Lengths(places, of.max_rewind) for of in (cache._main, cache._mtp))
         self._rows: list[int | None] = []
         self._changes: dict[str, int] = {}  # of each table of `cache`, when it was copied
 

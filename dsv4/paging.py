@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from dsv4.errors import OutOfPages, PageError
 from dsv4.speculation.policy import under_pressure
+from dsv4.streams import CHAINED
 
 NOWHERE = 0
 # tokens: prefixes end at multiples of it, where HCA has no open window, CSA reads its overlap only, and a page of keys
@@ -67,7 +68,8 @@ def pool_pages(
             found[name] = -(-tokens // (g.rows * g.tokens)) + batch
         else:
             whole = -(-(tokens if context is None else context) // g.rows)
-            own = -(-(g.back + g.align - 1 + max_rewind + chunk) // g.rows) + 1
+            back = max_rewind + CHAINED * g.mtp
+            own = -(-(g.back + g.align - 1 + back + chunk) // g.rows) + 1
             kept = min(-(-g.back // g.rows), -(-BLOCK // g.rows)) + 1
             found[name] = batch * min(own, whole) + prefixes * min(kept, whole)
     return found

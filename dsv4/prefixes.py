@@ -83,17 +83,28 @@ class PrefixTree:
             node.snapshot = self.cache.snapshot(b, streams)
         self._touch(node)
 
-    def make_free(self, group: str, pages: int) -> None:
+    def make_free(self, group: str, pages: int, copies: Sequence[int] = ()) -> None:
         """Drop snapshots, least recently used first, until `pages` pages of a pool came free. Those that free none
-        stay."""
+        stay, unless that does not suffice and they hold one of `copies`: pages that a row is to write a copy of because
+        others hold them too. A row that is the last to hold such a page writes it in place, and so needs one page
+        less."""
         pool, running = self.cache.pools[group], self.cache.running_pages(group)
         wanted = len(pool.free) + pages
         while len(pool.free) < wanted:
             # a page that several snapshots hold is free when the last of them goes
             node = next((n for n in self.kept if not running.issuperset(n.snapshot.pages[group].values())), None)
             if node is None:
-                return
+                break
             self.forget(node)
+        wanted -= len(pool.free)
+        for page in copies if wanted > 0 else ():
+            if pool.state[page].refs - sum(page in n.snapshot.pages[group].values() for n in self.kept) > 1:
+                continue  # another row holds it: it would be copied all the same
+            for node in [n for n in self.kept if page in n.snapshot.pages[group].values()]:
+                self.forget(node)
+            wanted -= 1
+            if wanted <= 0:
+                return
 
     def forget(self, node: Node) -> None:
         """Drop a node's snapshot, and the nodes that lead nowhere then."""

@@ -10,6 +10,11 @@ import torch
 from dsv4.config import KIND_OF_RATIO, LayerKind, ModelConfig
 from dsv4.kernels.cache_rows import PAGE, RowFormat, pack_layout
 from dsv4.numerics import Numerics
+from dsv4.speculation.policy import LARGEST
+
+# MTP entries that chained drafts may leave beyond the main model's tokens: those of the longest pass, and the entry of
+# the last final token. The block's rings have room for them, so that a rewind by max_rewind is served after drafts too.
+CHAINED = LARGEST + 1
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,10 @@ def cache_streams(
     config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics, mtp: bool
 ) -> list[LayerStreams]:
     """Streams of every layer, backbone first, then the MTP blocks: what `Cache` allocates."""
-    ratios = [(f"layer {i}", r) for i, r in enumerate(config.compress_ratios)]
+    layers = [(f"layer {i}", r, max_rewind) for i, r in enumerate(config.compress_ratios)]
     if mtp:
-        ratios += [(f"mtp {i}", r) for i, r in enumerate(config.mtp_compress_ratios)]
-    return [layer_streams(config, label, ratio, batch, max_context, max_rewind, numerics) for label, ratio in ratios]
+        layers += [(f"mtp {i}", r, max_rewind + CHAINED) for i, r in enumerate(config.mtp_compress_ratios)]
+    return [layer_streams(config, label, ratio, batch, max_context, back, numerics) for label, ratio, back in layers]
 
 
 def zeros(stream: Stream, device: torch.device) -> torch.Tensor:

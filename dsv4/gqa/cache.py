@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cache import Lengths
-from dsv4.errors import CapacityError, InputError, RewindError
+from dsv4.arguments import check_sizes, rewind_counts
+from dsv4.cache import Lengths, form
+from dsv4.errors import CapacityError, InputError
 from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.chunked_prefill import Chunking, Memory
@@ -196,8 +197,7 @@ class GroupedCache:
         policy: Policy | None = None,
         summarise: Callable | None = None,
     ):
-        if batch < 1 or max_context < 1:
-            raise InputError(f"a cache needs batch >= 1 and max_context >= 1; got {batch}, {max_context}")
+        batch, max_context = check_sizes(batch=batch, max_context=max_context)
         if max_context > config.max_position_embeddings:
             raise InputError(
                 f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
@@ -205,6 +205,7 @@ class GroupedCache:
             )
         self.config, self.numerics, self.summarise = config, numerics, summarise
         self.batch, self.max_context, self.max_rewind = batch, max_context, max_context
+        self.made_for = form(config, numerics, False, devices)
         self.plan = self._planned(policy)
         with self._room():
             self.layers = self._made(devices, policy)
@@ -263,9 +264,7 @@ class GroupedCache:
     def rewind(self, n: int | list[int]) -> None:
         """Forget the last n tokens of every row (or n[b] of row b). Copies nothing. Raises RewindError, and then
         changes nothing."""
-        counts = [n] * self.batch if isinstance(n, int) else list(n)
-        if len(counts) != self.batch:
-            raise RewindError(f"rewind got {len(counts)} counts for a batch of {self.batch}")
+        counts = rewind_counts(n, self.batch)
         self._main.set_back(counts)
         self.remembered = [held if count == 0 else None for held, count in zip(self.remembered, counts)]
 

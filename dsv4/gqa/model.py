@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from dsv4.arguments import check_sizes
 from dsv4.cache import DEFAULT_MAX_REWIND
 from dsv4.causal import CausalLM, Embedding, Head
 from dsv4.errors import InputError
@@ -161,6 +162,7 @@ class GQAModel(CausalLM):
         """
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
+        check_sizes(max_rewind=max_rewind)
         policy = self.attention.policy
         if self.kv_memory is not None:
             return HostCache(

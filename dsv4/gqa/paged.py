@@ -115,7 +115,7 @@ class GroupedLayout:
     """
 
     def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None):
-        self.config, self.numerics, self.policy = config, numerics, policy
+        self.config, self.numerics, self.policy, self.mtp = config, numerics, policy, False
         self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
         windows = set(config.windows) - {None}
         groups = [PageGroup(GROUPS[AttentionKind.FULL], BLOCK)] if None in config.windows else []

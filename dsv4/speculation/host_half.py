@@ -98,6 +98,7 @@ class HostHalf(ABC):
         self.decided = deque(sizes)  # drafts of each row in the rounds that come, as far as they are known
         self.known, self.counts = Progress(0, [0] * len(done), done), Counts()
         self.rested = 0  # rounds without drafts since the drafter followed
+        self.behind = 0  # tokens that some round wrote from a row's length on, at most: not all of them came to count
 
     # ---- what a round is -----------------------------------------------------------------
 
@@ -111,6 +112,7 @@ class HostHalf(ABC):
 
     def capture(self, D: int) -> None:
         """Capture the round of D drafts, also between rounds. It runs a few times."""
+        self.behind = max(self.behind, D + 1)
         with self._undisturbed():
             self.graphs[D] = captured_graph(lambda: self._round(D), self.pool)
             self.tiles[D] = self.model.tiles
@@ -138,6 +140,7 @@ class HostHalf(ABC):
             self._capture_catching_up(width)
 
     def _capture_catching_up(self, width: int) -> None:
+        self.behind = max(self.behind, width)
         if width not in self.catching_up:
             self.catching_up[width] = captured_graph(lambda: self._catch_up(width), self.pool)
 
@@ -186,6 +189,7 @@ class HostHalf(ABC):
             self.model.tiles = self.tiles[width]
         else:
             self._round(width)
+        self.behind = max(self.behind, width + 1)
         self.rested += bool(self.follows) and not width
         self.under_way.append(self._mark())
 
@@ -195,6 +199,7 @@ class HostHalf(ABC):
             return
         width = next(n for n in self.follows if n >= self.rested)
         self.counts.caught_up.append(self.rested)
+        self.behind = max(self.behind, width)
         if self.captures:
             self._capture_catching_up(width)
             self.catching_up[width].replay()
@@ -246,5 +251,6 @@ class HostHalf(ABC):
         for lengths in (self.cache._main, *(self.drafter.lengths if self.most else ())):
             for b, n in enumerate(self.known.written):
                 lengths.advance(slice(b, b + 1), n)
+                lengths.wrote(b, lengths.now[b] + self.behind)
         self.model.replayed = max(self.cache.lengths)
         return [self.host_out[b, :n].tolist() for b, n in enumerate(self.known.written)]

@@ -12,6 +12,7 @@ import torch
 
 from tests import checkpoints
 from tests.checkpoints import edit_config
+from tests.texts import PROSE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +23,7 @@ def demo(tmp_path_factory):
     from scripts.training.tokenizer import train_tokenizer
 
     path = checkpoints.write_official(tmp_path_factory.mktemp("demo") / "c")
-    train_tokenizer([(ROOT / "README.md").read_text()], 320).save(str(path / "tokenizer.json"))
+    train_tokenizer([PROSE], 320).save(str(path / "tokenizer.json"))
     return path
 
 

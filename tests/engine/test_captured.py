@@ -172,7 +172,7 @@ def test_pads_of_a_joint_pass_take_no_page_from_anyone(model):
         pages=pool_pages(model.page_layout().groups, 2, 600, 8, prefixes=2) | {"csa entries": 3},
     )
     model.append(ids[:, :257], cache, chunk=128)
-    cache.on_shortage = lambda name, short: pytest.fail("pads asked others for pages")
+    cache.on_shortage = lambda *_: pytest.fail("pads asked others for pages")
     verify = Captured(model, cache)
     assert not verify.takes([1, 4]) and verify.takes([1, 1]) and cache.pools["csa entries"].live == 2
     logits, _ = verify(ids[:, 257:261], [1, 4], False)

@@ -9,6 +9,7 @@ from dsv4 import load_model
 from dsv4.probes.recall.text import read_text
 from tests.checkpoints import SMALL, write_dense
 from tests.gqa import oracle
+from tests.texts import PROSE
 
 LONG = {"max_position_embeddings": 2048}
 
@@ -31,14 +32,11 @@ def text(csa_path):
 @pytest.fixture(scope="session")
 def gqa_path(tmp_path_factory):
     """With a tokenizer, and room for needles."""
-    from pathlib import Path
-
     from scripts.training.tokenizer import train_tokenizer
 
     config = oracle.CONFIGS["qwen2, bias and tied head"] | LONG
     folder = oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("fidelity") / "gqa")
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    train_tokenizer([readme.read_text()], config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    train_tokenizer([PROSE], config["vocab_size"]).save(str(folder / "tokenizer.json"))
     return folder
 
 

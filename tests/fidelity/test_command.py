@@ -10,6 +10,7 @@ from dsv4.probes.fidelity import document, markdown, plots
 from dsv4.probes.fidelity.settings import EFFORTS, settle
 from dsv4.probes.recall import plots as recall_plots
 from tests.dsv4.test_cli import ROOT, demo  # noqa: F401  (fixture: a checkpoint with a tokenizer)
+from tests.texts import PROSE
 
 SMALL = ("--effort", "quick", "--rows", 2, "--tail", 24, "--new-tokens", 6, "--queries", 16)
 
@@ -17,7 +18,7 @@ SMALL = ("--effort", "quick", "--rows", 2, "--tail", 24, "--new-tokens", 6, "--q
 @pytest.fixture(scope="module")
 def prose(tmp_path_factory):
     file = tmp_path_factory.mktemp("prose") / "prose.txt"
-    file.write_text((ROOT / "README.md").read_text() * 4)
+    file.write_text(PROSE * 4)
     return file
 
 

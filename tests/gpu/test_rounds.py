@@ -16,11 +16,11 @@ from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
 from dsv4.tokenizer import Tokenizer
-from scripts.bench import speculation_traces
 from scripts.bench.speculation_costs import moe
 from scripts.bench.speculation_gpu import Scheduled
-from scripts.bench.speculation_traces import KINDS, ROOT
+from scripts.bench.speculation_traces import PROMPT, ROOT
 from scripts.bench.waits import counted_syncs
+from tests.texts import CODE, PROSE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -49,7 +49,7 @@ def demo_model(numerics):
 def demo_texts(model):
     """Token ids of four texts of code and four of prose."""
     encode = Tokenizer(ROOT / "demo", model.config.vocab_size).encode
-    return [ids for pattern in KINDS.values() for ids, _ in zip(speculation_traces.prompts(pattern, encode), range(4))]
+    return [ids[at : at + PROMPT] for ids in map(encode, (CODE, PROSE)) for at in range(0, 8 * PROMPT, 2 * PROMPT)]
 
 
 def prompts(model, lengths, seed=0):

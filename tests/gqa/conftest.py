@@ -6,6 +6,7 @@ import torch
 from dsv4 import load_model
 from dsv4.gqa.choice import Attention
 from tests.gqa import oracle
+from tests.texts import PROSE
 
 TOKENS = 310
 
@@ -23,15 +24,13 @@ def pair(request, tmp_path_factory):
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """A Qwen2 checkpoint in bf16 with a tied head and a tokenizer whose template begins with token 0."""
-    from pathlib import Path
-
     from tokenizers import processors
 
     from scripts.training.tokenizer import train_tokenizer
 
     config = oracle.CONFIGS["qwen2, bias and tied head"]
     folder = oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("gqa") / "c", torch.bfloat16)
-    tokenizer = train_tokenizer([(Path(__file__).resolve().parents[2] / "README.md").read_text()], config["vocab_size"])
+    tokenizer = train_tokenizer([PROSE], config["vocab_size"])
     begin = tokenizer.id_to_token(0)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
     tokenizer.save(str(folder / "tokenizer.json"))

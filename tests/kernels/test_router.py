@@ -76,3 +76,26 @@ def test_host_form_of_one_token_equals_the_reference():
         ):
             assert torch.equal(got[0], wanted[0]) and got[1].dtype == wanted[1].dtype == torch.float32
             assert (got[1] - wanted[1]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("lowest", [-5.0, -104.0, -250.0])
+@pytest.mark.parametrize("way", ["scored", "hashed"])
+def test_training_weighs_as_the_reference_and_its_gradients_are_finite(way, lowest):
+    """Logits at which sqrt(softplus) is 0 in fp32: of all experts, and beside one that is far above."""
+    logits = lowest + torch.tensor([[0.0, -1.0, 0.5, -2.0], [0.0, -1.0, 0.5, 2 - lowest]])
+    x, table = torch.eye(2).requires_grad_(), torch.tensor([[0, 2, 3], [1, 2, 3]])
+    W = logits.T.clone().requires_grad_()
+
+    def route(backend):
+        if way == "hashed":
+            return route_hashed(x, W, table, torch.tensor([0, 1]), 2.5, backend=backend)
+        return route_scored(x, W, torch.zeros(4), 3, 2.5, backend=backend)
+
+    order = lambda indices, weights: (indices.sort(-1).values, weights.gather(1, indices.argsort(-1)))
+    with torch.no_grad():
+        expected = order(*route("reference"))
+    found = order(*route("training"))
+    assert torch.equal(expected[0], found[0])
+    torch.testing.assert_close(found[1].detach(), expected[1], rtol=2e-6, atol=1e-30)
+    found[1].mul(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert torch.isfinite(x.grad).all() and torch.isfinite(W.grad).all() and W.grad.abs().max() > 1e-3

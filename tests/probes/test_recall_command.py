@@ -11,6 +11,7 @@ from dsv4.probes.recall.text import Text, read_text, rows_of
 from tests.checkpoints import SMALL
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures)
 from tests.probes.test_recall import SETTINGS, figures, path, subject, text  # noqa: F401  (fixtures)
+from tests.texts import PROSE, PROSE_FILE
 
 # ---- refusals and the gate ----------------------------------------------------------------
 
@@ -72,7 +73,7 @@ def test_the_classic_gate(rows, status):
 
 def test_the_command_line_writes_a_report(run, demo, tmp_path):
     file = tmp_path / "prose.txt"
-    file.write_text((ROOT / "README.md").read_text() * 2)
+    file.write_text(PROSE * 2)
     code, out, err = run(
         "recall",
         demo,
@@ -150,7 +151,7 @@ def test_what_cannot_be_measured_is_one_line(run, demo, options, message):
 def test_random_ids_without_a_tokenizer(path, text):
     assert text.sha256 is None and "no tokenizer.json" in text.name and text.ids.max() < SMALL["vocab_size"]
     with pytest.raises(Exception, match="cannot be read; copy the model's there"):
-        read_text(ROOT / "README.md", path, 320, 10, 0)
+        read_text(PROSE_FILE, path, 320, 10, 0)
     with pytest.raises(Exception, match="a context of 2000 needs 1999"):
         rows_of(text, 2000, 1, bos=0)
     rows = rows_of(Text("t", None, text.ids), 301, 9, bos=7)

@@ -7,7 +7,8 @@ import pytest
 from dsv4.probes.formats import schema
 from dsv4.probes.recall import plots as recall_plots
 from dsv4.probes.sparse_prefill import document, markdown, plots
-from tests.dsv4.test_cli import ROOT, demo  # noqa: F401  (fixture: a DeepSeek-V4 checkpoint)
+from tests.dsv4.test_cli import demo  # noqa: F401  (fixture: a DeepSeek-V4 checkpoint)
+from tests.texts import PROSE
 
 SMALL = ("--context", "180,300", "--cuts", "32,4,8 32,4,20 64,8,24", "--tail", 40, "--every", 4)
 
@@ -15,7 +16,7 @@ SMALL = ("--context", "180,300", "--cuts", "32,4,8 32,4,20 64,8,24", "--tail", 4
 @pytest.fixture(scope="module")
 def prose(tmp_path_factory):
     file = tmp_path_factory.mktemp("prose") / "prose.txt"
-    file.write_text((ROOT / "README.md").read_text() * 4)
+    file.write_text(PROSE * 4)
     return file
 
 

@@ -1,18 +1,18 @@
-"""A small corpus of this repository's own sources."""
+"""A small corpus of code and prose."""
 
 from pathlib import Path
 
 import pytest
 
 from scripts.training.corpus import Source, build, collect
+from tests import texts
 
-ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = 0.3
 
 
 def tiny_sources() -> list[Source]:
-    files = sorted(f for folder in ("dsv4", "loaders") for f in (ROOT / folder).glob("*.py"))[:30]
-    return [Source("own", str(f.relative_to(ROOT)), str(f)) for f in (*files, ROOT / "README.md")]
+    code = [Source("own", f"part_{i}.py", text=text) for i, text in enumerate(texts.modules())]
+    return [*code, *(Source("own", f"part_{i}.md", text=text) for i, text in enumerate(texts.PROSE.split("\n## ")))]
 
 
 @pytest.fixture(scope="session")
