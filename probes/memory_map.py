@@ -293,7 +293,8 @@ def formula(
     layers += [(f"mtp {i}", r) for i, r in enumerate(config.mtp_compress_ratios)] if mtp else []
     sizes = {}
     for label, ratio in layers:
-        ring = batch * (config.sliding_window + DEFAULT_MAX_REWIND)
+        # the MTP block's ring also holds what chained drafts leave: 8, and the entry of the last final token
+        ring = batch * (config.sliding_window + DEFAULT_MAX_REWIND + 9 * label.startswith("mtp"))
         sizes[label, "window"] = pages("window", ring) if "window" in packed else ring * config.head_dim * width
         parts = [("main", "entries", config.head_dim)] if ratio else []
         parts += [("index", "index keys", config.index_head_dim)] if ratio == 4 else []

@@ -10,7 +10,7 @@ from dsv4.errors import ContextOverrun, InputError
 from dsv4.loaders.expected import preset
 from dsv4.memory import cache_rows, format_bytes, parse_count
 from dsv4.numerics import NUMERICS
-from dsv4.streams import cache_streams
+from dsv4.streams import CHAINED, cache_streams
 
 
 @pytest.mark.parametrize("name,per_token", [("flash", 6880), ("pro", 9848)])
@@ -35,7 +35,7 @@ def test_each_stream_has_its_own_width():
     config = ModelConfig.from_official(preset("flash"))
     for layer in cache_streams(config, 3, 4099, 16, NUMERICS["native"], mtp=True):
         shapes = {s.name: s.shape for s in layer.streams}
-        assert shapes["window"] == (3, 128 + 16, 512)
+        assert shapes["window"] == (3, 128 + 16 + (CHAINED if layer.label == "mtp 0" else 0), 512)
         if layer.kind is LayerKind.WINDOW:
             assert set(shapes) == {"window"}
         elif layer.kind is LayerKind.HCA:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dsv4 import load_model
@@ -105,7 +105,7 @@ MOVE = st.one_of(
 )
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(moves=st.lists(MOVE, min_size=3, max_size=6), max_rewind=st.sampled_from([0, 1, 4]))
 def test_any_rewind_within_max_rewind_is_served_to_the_bit_and_no_other(small, moves, max_rewind):
     pair = Pair(small, 2, max_rewind, len(moves))

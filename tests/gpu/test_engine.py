@@ -16,8 +16,9 @@ from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.tokenizer import Tokenizer
-from scripts.bench.speculation_traces import KINDS, ROOT, prompts
+from scripts.bench.speculation_traces import PROMPT, ROOT
 from scripts.bench.waits import counted_syncs
+from tests.texts import CODE, PROSE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -39,7 +40,7 @@ def model(request):
 @pytest.fixture(scope="module")
 def texts(model):
     encode = Tokenizer(ROOT / "demo", model.config.vocab_size).encode
-    return [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(3))]
+    return [ids[at : at + PROMPT] for ids in map(encode, (CODE, PROSE)) for at in range(0, 6 * PROMPT, 2 * PROMPT)]
 
 
 def through_engine(model, texts, drafter=None, policy=None, pages=None, sampling=Sampling(), context=320, **how):
@@ -151,7 +152,7 @@ def test_a_gqa_model_says_the_same_with_drafts_on_borrowed_pages(numerics, polic
     attention = None if policy is None else Attention(policy)
     model = load_model(ROOT / "demo_gqa", numerics=numerics, device="cuda", backend="triton", attention=attention)
     encode = Tokenizer(ROOT / "demo_gqa", model.config.vocab_size).encode
-    asked = [ids for pattern in KINDS.values() for ids, _ in zip(prompts(pattern, encode), range(2))]
+    asked = [ids[at : at + PROMPT] for ids in map(encode, (CODE, PROSE)) for at in (0, 2 * PROMPT)]
     prefix = (asked[0] * 3)[:256]
     asked = [prefix + ids[:9] for ids in asked]
     plain, _ = through_engine(model, asked)
