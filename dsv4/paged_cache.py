@@ -374,6 +374,7 @@ def new_paged_cache(
         raise UnsupportedInput(
             "the pages of a paged cache are on the device, and host memory was asked for; load without kv_memory"
         )
+    batch, max_context, max_rewind = check_sizes(batch=batch, max_context=max_context, max_rewind=max_rewind)
     layout, reach = model.page_layout(), capacity(model, max_context)
     pages = pages or pool_pages(layout.groups, batch, tokens or batch * reach, max_rewind, model.chunk, prefixes, reach)
     return PagedCache(layout, batch, max_context, pages, max_rewind, model.device, poison, reach)
