@@ -1,11 +1,11 @@
 """Commands about a checkpoint that run no model: inspect, plan, convert. Data goes to stdout, all else to stderr."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dsv4.errors import InputError
 from dsv4.loaders.errors import CheckpointError
 from dsv4.options import (
     LAYOUTS,
@@ -47,10 +47,16 @@ def convert(
     src: Checkpoint,
     dst: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
     to: Annotated[str, choice(LAYOUTS, "Layout to write.", show_default=False)],
-    allow_inexact: Annotated[
-        bool, typer.Option("--allow-inexact", help="Round blocks that NVFP4 cannot hold exactly.")
+    allow_rounding: Annotated[
+        bool, typer.Option("--allow-rounding", help="Round values that the layout cannot hold, and count them.")
     ] = False,
     max_shard: Annotated[str, typer.Option(help="Largest shard.")] = "5G",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a conversion that was killed, with its verified shards.")
+    ] = False,
+    discard_partial: Annotated[
+        bool, typer.Option("--discard-partial", help="Remove what a killed conversion left, and start anew.")
+    ] = False,
     as_json: AsJson = False,
 ):
     """Write a checkpoint in another layout; nothing half-written stays after a failure."""
@@ -58,12 +64,19 @@ def convert(
     from dsv4.config import ModelConfig
     from dsv4.loaders.config_files import read_config
     from dsv4.loaders.convert import convert as run_convert
-    from dsv4.memory import parse_count
+    from dsv4.loaders.stopping import stopped_by_signals
+    from dsv4.memory import count_named
 
+    if resume and discard_partial:
+        raise InputError("--resume and --discard-partial were given; one keeps what the other removes: leave out one")
+    leftover = "resume" if resume else "discard" if discard_partial else None
+    shard_bytes = count_named("--max-shard", max_shard)
+    if shard_bytes < 1:
+        raise InputError(f"--max-shard is {max_shard}; expected a positive size such as 5G")
     config = ModelConfig.from_official(read_config(src)[0])
-    with progress_bar("converting") as progress:
-        summary = run_convert(src, dst, to, config, allow_inexact, progress, parse_count(max_shard))
-    document = {"source": str(src), "destination": str(dst), "to": to, **asdict(summary)}
+    with progress_bar("converting") as progress, stopped_by_signals():
+        summary = run_convert(src, dst, to, config, allow_rounding, progress, shard_bytes, leftover)
+    document = {"source": str(src), "destination": str(dst), "to": to, **summary.document()}
     if as_json:
         print_json(document)
     else:

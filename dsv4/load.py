@@ -16,6 +16,7 @@ from dsv4.host_tier.choice import HostMemory
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.linear import Matrix, Storage
 from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.expected import check_extent
 from dsv4.loaders.files import DTYPES, Progress
 from dsv4.loaders.ledger import LoadLedger, Piece, poison, poisoned
 from dsv4.loaders.load import Inventory, fill, matrix_names
@@ -126,6 +127,7 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool
     if inventory.family == "gqa":
         return gqa.plan_model(inventory, numerics, backend)
     config = ModelConfig.from_official(inventory.config)
+    check_extent(inventory.sources, config)
     if mtp is None:
         mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
     elif mtp and inventory.mtp_blocks < max(1, config.num_mtp_layers):

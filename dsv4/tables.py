@@ -191,12 +191,10 @@ def conversion(document: dict, console: Console) -> None:
     console.print(f"{document['source']} → {document['destination']} ({document['to']})")
     for action, count in document["actions"].items():
         console.print(f"  {count} matrices: {action}")
-    if document["inexact_blocks"]:
-        console.print(f"  {document['inexact_blocks']} blocks were rounded, as --allow-inexact allows")
-    if document["rounded_tensors"]:
+    if rounded := document["rounded_tensors"]:
         console.print(
-            f"  {len(document['rounded_tensors'])} dense tensors were rounded to bf16, first "
-            f"{document['rounded_tensors'][0]}"
+            f"  {document['rounded_values']} values of {len(rounded)} tensors were rounded, as --allow-rounding allows; "
+            f"first {rounded[0]}"
         )
 
 

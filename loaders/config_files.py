@@ -304,7 +304,8 @@ def nvfp4_quantization(official: Mapping) -> tuple[dict, dict]:
         "group_size": 16,
         "quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in layers},
     }
-    base = dict(official.get("quantization_config") or {}, quant_method="fp8")
+    stated = official.get("quantization_config") or {}  # a dense source states none
+    base = official_quantization(official) | dict(stated) | {"quant_method": "fp8"}
     return base | detail | {"ignore": kept}, {
         "producer": {"name": "dsv4"},
         "quantization": detail | {"exclude_modules": kept},

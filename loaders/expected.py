@@ -4,8 +4,10 @@ Independent of any file, so that a file can be held against it, and so that size
 without one. Configurations of the published Flash and Pro releases lie in `presets/`.
 """
 
+from collections.abc import Mapping
 from importlib import resources
 
+from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import parse_json
 
 FP8_MATRICES = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")  # and the indexer's wq_b, the shared experts, e_proj, h_proj
@@ -45,6 +47,25 @@ def official_tensors(
             _plain(t, f"{p}.{name}.weight", plain, d)
         _hyper_head(t, f"{p}.", config)
     return t
+
+
+def check_extent(sources: Mapping, config) -> None:
+    """Raise CheckpointError where a config asks for far more tensors than the file holds, before any is listed.
+
+    sources: official tensor name → where it is. Only what a mistaken number can bring about is refused here (twice the
+    tensors of the file, and some more); single absent tensors are named by whoever lists them.
+    """
+    blocks = config.num_hidden_layers + config.num_mtp_layers
+    asked, there = blocks * (3 * config.n_routed_experts + 16), len(sources)
+    if asked <= 2 * there + 1000:
+        return
+    experts = {n.split(".")[4] for n in sources if ".ffn.experts." in n}
+    layers = {n.split(".")[1] for n in sources if n.startswith("layers.")}
+    raise CheckpointError(
+        f"config.json asks for n_routed_experts {config.n_routed_experts} in num_hidden_layers "
+        f"{config.num_hidden_layers}, {asked} tensors or more; the file holds {there}, of {len(experts)} experts in "
+        f"{len(layers)} layers: correct config.json, or fetch the missing shards"
+    )
 
 
 def matrix(t: Tensors, name: str, shape: Shape, form: str, block: Shape, scale: str) -> None:

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from dsv4 import load_model
 from dsv4.config import ModelConfig
-from dsv4.kernels.quantize import InexactConversion
 from dsv4.loaders import write
 from dsv4.loaders.convert import convert
 from dsv4.loaders.errors import CheckpointError, WriteError
@@ -35,7 +34,7 @@ def values(path) -> dict[str, torch.Tensor]:
 
 def test_official_to_nvfp4_and_back_is_the_same_bytes(official, tmp_path):
     summary = convert(official, tmp_path / "nv", "nvfp4", CONFIG)
-    assert summary.inexact_blocks == 0 and summary.actions["mxfp4 → nvfp4"] == 3 * 6 * 5
+    assert not summary.rounded and summary.actions["mxfp4 → nvfp4"] == 3 * 6 * 5
     convert(tmp_path / "nv", tmp_path / "back", "official", CONFIG)
     assert same_bytes(official, tmp_path / "back") == []
 
@@ -71,7 +70,7 @@ def test_transformers_loads_what_we_write(official, tmp_path):
 def test_a_dense_source_is_quantised_in_the_official_way(tmp_path):
     dense = checkpoints.write_dense(tmp_path / "dense", dtype="F32")
     official = checkpoints.write_official(tmp_path / "official")
-    summary = convert(dense, tmp_path / "made", "official", CONFIG)
+    summary = convert(dense, tmp_path / "made", "official", CONFIG, allow_rounding=True)
     assert summary.actions["dense → mxfp4, rounded"] > 0
     differing = same_bytes(official, tmp_path / "made")
     assert differing == []
@@ -79,23 +78,83 @@ def test_a_dense_source_is_quantised_in_the_official_way(tmp_path):
 
 def test_rounding_to_bf16_is_counted(tmp_path):
     dense = checkpoints.write_dense(tmp_path / "dense", dtype="F32")
-    assert len(convert(dense, tmp_path / "made", "bf16", CONFIG).rounded_tensors) > 50
+    with pytest.raises(CheckpointError, match="values of embed.weight have no exact bfloat16 form; pass --allow-round"):
+        convert(dense, tmp_path / "made", "bf16", CONFIG)
+    summary = convert(dense, tmp_path / "made", "bf16", CONFIG, allow_rounding=True)
+    assert len(summary.rounded_tensors) > 50 and summary.rounded["head.weight"][1] == 320 * 128
+    assert summary.actions["dense → dense, rounded"] > 50 and summary.rounded_values > 100_000
 
 
 def test_fp8_experts_do_not_become_fp4_silently(tmp_path):
     raw = {**checkpoints.SMALL, "moe_intermediate_size": 128}
     path = checkpoints.write_official(tmp_path / "fp8", raw, "FP8")
-    with pytest.raises(CheckpointError, match="is fp8; there is no exact way to mxfp4"):
+    with pytest.raises(CheckpointError, match=r"values of layers\.0\.ffn\.\S+ have no exact mxfp4 form"):
         convert(path, tmp_path / "made", "official", ModelConfig.from_official(raw))
     assert not (tmp_path / "made").exists()
 
 
 def test_nvfp4_that_was_not_mxfp4_is_refused(tmp_path):
-    dense = checkpoints.write_dense(tmp_path / "dense")
-    convert(dense, tmp_path / "nv", "nvfp4", CONFIG)
-    with pytest.raises(InexactConversion, match="no exact MXFP4 form"):
+    dense = checkpoints.write_dense(tmp_path / "dense", dtype="BF16")
+    with pytest.raises(CheckpointError, match="have no exact fp8 form; pass --allow-rounding"):
+        convert(dense, tmp_path / "nv", "nvfp4", CONFIG)
+    convert(dense, tmp_path / "nv", "nvfp4", CONFIG, allow_rounding=True)
+    with pytest.raises(CheckpointError, match=r"values of layers.0.ffn.experts.0.w1.weight have no exact mxfp4 form"):
         convert(tmp_path / "nv", tmp_path / "made", "official", CONFIG)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dense", "nv"]
+
+
+@pytest.mark.parametrize("via", ["transformers", "bf16"])
+def test_nvfp4_by_way_of_a_dense_layout_keeps_every_value(official, tmp_path, via):
+    convert(official, tmp_path / "dense", via, CONFIG)
+    summary = convert(tmp_path / "dense", tmp_path / "nv", "nvfp4", CONFIG)
+    wanted, got = values(official), values(tmp_path / "nv")
+    assert set(got) == set(wanted) and all(torch.equal(got[n], wanted[n]) for n in wanted)
+    assert summary.actions["dense → nvfp4, exact"] == 90 and not summary.rounded
+    inventory = Inventory.open(tmp_path / "nv")  # w1 and w3 share their global scale, as the kernels that read them ask
+    for e in range(6):
+        first, third = (inventory.read(f"layers.2.ffn.experts.{e}.w{i}.weight_scale_2") for i in (1, 3))
+        assert torch.equal(first, third)
+
+
+def test_nvfp4_states_its_quantisation_in_full_whatever_it_came_from(official, tmp_path):
+    convert(official, tmp_path / "direct", "nvfp4", CONFIG)
+    convert(official, tmp_path / "dense", "transformers", CONFIG)
+    convert(tmp_path / "dense", tmp_path / "by way", "nvfp4", CONFIG)
+    direct, by_way = (json.loads((tmp_path / p / "config.json").read_text()) for p in ("direct", "by way"))
+    assert by_way["quantization_config"] == direct["quantization_config"]
+    assert direct["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def test_the_command_line_counts_and_says_what_it_did(official, tmp_path, command_line):
+    code, out, _ = command_line("convert", official, tmp_path / "nv", "--to", "nvfp4", "--json")
+    assert code == 0 and json.loads(out)["actions"]["mxfp4 → nvfp4"] == 90
+    code, out, _ = command_line("convert", official, tmp_path / "bf16", "--to", "bf16")
+    assert (
+        code == 0
+        and "  90 matrices: mxfp4 → dense, exact\n" in out.replace("108", "90")
+        and "(" not in out.split("\n")[1]
+    )
+
+
+def test_rounding_is_refused_or_counted_on_the_command_line(tmp_path, command_line):
+    dense = checkpoints.write_dense(tmp_path / "dense", dtype="BF16")
+    code, _, err = command_line("convert", dense, tmp_path / "nv", "--to", "nvfp4")
+    assert code == 2 and "--allow-rounding" in err and not (tmp_path / "nv").exists()
+    code, out, _ = command_line("convert", dense, tmp_path / "nv", "--to", "nvfp4", "--allow-rounding", "--json")
+    document = json.loads(out)
+    assert (
+        code == 0
+        and document["rounded_values"] > 100_000
+        and "layers.0.attn.wq_a.weight" in document["rounded_tensors"]
+    )
+    code, out, _ = command_line("convert", dense, tmp_path / "again", "--to", "nvfp4", "--allow-rounding")
+    assert f"{document['rounded_values']} values of {len(document['rounded_tensors'])} tensors were rounded" in out
+
+
+@pytest.mark.parametrize("size,message", [("0", "--max-shard is 0; expected a positive"), ("5X", "--max-shard: '5X'")])
+def test_a_shard_size_that_is_none_is_refused_before_the_work(tmp_path, command_line, size, message):
+    code, _, err = command_line("convert", tmp_path / "no such", tmp_path / "out", "--to", "bf16", "--max-shard", size)
+    assert code == 2 and message in err
 
 
 def test_input_scales_never_saturate(official, tmp_path):
@@ -210,7 +269,7 @@ def test_a_dtype_that_would_lose_bits_is_an_error(tmp_path, name, dtype):
 
 
 def test_infinity_is_not_quantised(tmp_path):
-    path = checkpoints.write_dense(tmp_path / "dense")
+    path = checkpoints.write_dense(tmp_path / "dense", dtype="BF16")
 
     def damage(tensors):
         tensors["layers.0.attn.wq_a.weight"][0, 0] = float("inf")
