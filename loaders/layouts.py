@@ -175,20 +175,62 @@ TRANSFORMERS = Layout(
     _STACKED,
 )
 _OFFICIAL = _official("")
-# What transformers 5.23.0's save_pretrained writes: official leaves below `model.layers.N`, its own names elsewhere.
+
+
+def _either(ours: str, theirs: str) -> str:
+    return f"(?:{re.escape(ours)}|{re.escape(theirs)})"
+
+
+def _mixed_rules() -> list[tuple[str, str]]:
+    """Rules of what transformers 5.17 to 5.24 save: leaves in either spelling below `model.layers.N`.
+
+    `save_pretrained` renames module names back leaf by leaf, and only those that the loaded checkpoint made it rename
+    before. So a model that was loaded from in-memory names is saved with both spellings in one file. Each rule still is
+    a whole name, and two keys that mean one tensor are refused.
+    """
+    base, rules = rf"model\.layers\.{N}\.", []
+
+    def rule(pattern: str, official: str) -> None:
+        rules.append((base + pattern, rf"layers.\1.{official}"))
+
+    rule(rf"{_either('attn_norm', 'input_layernorm')}\.weight", "attn_norm.weight")
+    rule(rf"{_either('ffn_norm', 'post_attention_layernorm')}\.weight", "ffn_norm.weight")
+    for which in ("attn", "ffn"):
+        rule(rf"(?:hc_{which}_|{which}_hc\.)({'|'.join(_HC)})", rf"hc_{which}_\2")
+    attention, moe = "(?:attn|self_attn)", "(?:ffn|mlp)"
+    for ours, theirs in _ATTENTION.items():
+        rule(rf"{attention}\.{_either(ours, theirs)}", f"attn.{ours}")
+    rule(r"attn\.norm\.weight", "attn.kv_norm.weight")  # its pattern for a compressor's norm meets this one too
+    indexer = rf"(?:attn\.indexer|{attention}\.compressor\.indexer)"
+    for ours, theirs in _POOL.items():
+        rule(rf"{attention}\.compressor\.{_either(ours, theirs)}", f"attn.compressor.{ours}")
+        pool = rf"(?:attn\.indexer\.compressor|{attention}\.compressor\.indexer)"
+        rule(rf"{pool}\.{_either(ours, theirs)}", f"attn.indexer.compressor.{ours}")
+    rule(rf"{indexer}\.(?:wq_b|q_b_proj)\.weight", "attn.indexer.wq_b.weight")
+    rule(rf"{indexer}\.(?:scorer\.)?weights_proj\.weight", "attn.indexer.weights_proj.weight")
+    rule(rf"{moe}\.gate\.(weight|tid2eid)", r"ffn.gate.\2")
+    rule(rf"{moe}\.gate\.(?:bias|e_score_correction_bias)", "ffn.gate.bias")
+    for ours, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        leaf = rf"{_either(ours, theirs)}\.weight"
+        rule(rf"{moe}\.shared_experts\.{leaf}", f"ffn.shared_experts.{ours}.weight")
+        rule(rf"{moe}\.experts\.{N}\.{leaf}", rf"ffn.experts.\2.{ours}.weight")
+    return rules
+
+
 HYBRID = Layout(
     "transformers save_pretrained",
     _compile(
         [
             (r"model\.embed_tokens\.weight", "embed.weight"),
-            (r"(?:model\.)?(head\.weight)", r"\1"),
+            (r"(?:(?:model\.)?head|lm_head)\.weight", "head.weight"),
             (r"model\.norm\.weight", "norm.weight"),
             (rf"model\.hc_head\.hc_({'|'.join(_HC)})", r"hc_head_\1"),
-            (rf"model\.layers\.{N}\.attn\.norm\.weight", r"layers.\1.attn.kv_norm.weight"),
-            (rf"model\.(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"),
+            *_mixed_rules(),
+            (rf"model\.(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"),  # quantised: with scales
             _mtp_rule(),
         ]
     ),
+    tuple(re.compile(rf"model\.layers\.{N}\.(?:ffn|mlp)\.experts\.{leaf}") for leaf in ("gate_up_proj", "down_proj")),
 )
 LAYOUTS = (_OFFICIAL, _official("model."), TRANSFORMERS, HYBRID)
 

@@ -139,3 +139,28 @@ def test_save_pretrained_writes_what_we_call_its_layout(tmp_path):
     assert (
         json.loads((tmp_path / "saved" / "config.json").read_text())["layer_types"][2] == "compressed_sparse_attention"
     )
+
+
+def test_a_model_that_transformers_loaded_from_its_own_names_and_saved_again_loads(official, tmp_path):
+    """It renames back only what it had renamed when it loaded: both spellings stand in one file."""
+    from transformers import DeepseekV4ForCausalLM
+
+    from dsv4.loaders.convert import convert
+    from dsv4.loaders.load import Inventory
+
+    convert(official, tmp_path / "ours", "transformers", ModelConfig.from_official(checkpoints.SMALL))
+    DeepseekV4ForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto").save_pretrained(tmp_path / "theirs")
+    ours, theirs = (Inventory.open(tmp_path / which) for which in ("ours", "theirs"))
+    names = [name for name in ours.sources if not name.startswith("mtp.")]  # which transformers has not
+    assert theirs.layout.name == "transformers save_pretrained" and set(theirs.sources) == set(names)
+    assert "model.layers.1.attn.compressor.gate_proj.weight" in theirs.files.tensors
+    assert all(torch.equal(ours.read(n).float(), theirs.read(n).float()) for n in names)
+
+
+def test_two_spellings_of_one_tensor_in_one_file_are_an_error():
+    names = {f"model.{n}": v for n, v in official_tensors(ModelConfig.from_official(checkpoints.SMALL)).items()}
+    names = {n: v for n, v in names.items() if n.startswith("model.layers")} | {"lm_head.weight": ("BF16", (4, 4))}
+    names["model.layers.1.attn.compressor.gate_proj.weight"] = ("BF16", (4, 4))
+    tensors = fake(names)
+    with pytest.raises(CheckpointError, match=r"are both layers\.1\.attn\.compressor\.wgate\.weight"):
+        canonical_sources(tensors, detect_layout(tensors))
