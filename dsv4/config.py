@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import cast
 
+from dsv4.config_keys import FIXED, HARMLESS, IN_QUANTIZATION, NO_ORACLE
 from dsv4.errors import ConfigError
 
 
@@ -36,12 +37,31 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's interpolation by wavelength."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Checked configuration. Field names are those of the official config.json.
 
     `compress_ratios` has one entry per backbone layer; those of the MTP blocks are in
     `mtp_compress_ratios`. `num_mtp_layers` is how many MTP blocks the config announces;
-    a release with DSpark draft stages announces 1 and ships 3 of another kind.
+    a release with DSpark draft stages announces 1 and ships 3 of another kind. `yarn` or `stretch`
+    (another form of rope_scaling) belongs to the layers that compress. `hash_layers` names the
+    hash-routed layers where they are not the first `num_hash_layers`.
     """
 
     vocab_size: int
@@ -78,11 +98,18 @@ class ModelConfig:
     eos_token_id: tuple[int, ...]
     weight_block_size: tuple[int, int]
     num_mtp_layers: int
+    stretch: Linear | Llama3 | None = None
+    hash_layers: tuple[int, ...] | None = None
+    tie_word_embeddings: bool = False
     never_read: tuple[str, ...] = field(default=(), compare=False)
 
     def kind(self, layer: int) -> LayerKind:
         """Kind of backbone layer `layer`."""
         return KIND_OF_RATIO[self.compress_ratios[layer]]
+
+    def hashed(self, layer: int) -> bool:
+        """Whether backbone layer `layer` chooses its experts by token id."""
+        return layer < self.num_hash_layers if self.hash_layers is None else layer in self.hash_layers
 
     def mtp_kind(self, block: int) -> LayerKind:
         return KIND_OF_RATIO[self.mtp_compress_ratios[block]]
@@ -119,33 +146,29 @@ class ModelConfig:
         mtp_ratios = tuple(ratios[layers : layers + mtp])
         if len(mtp_ratios) < mtp:  # transformers-saved configs carry no entry for MTP blocks, which are window layers
             mtp_ratios += (0,) * (mtp - len(mtp_ratios))
-        quant = mapping("quantization_config", reader.optional("quantization_config", None))
-        block = quant.get("weight_block_size", (128, 128))
-        if not isinstance(block, (list, tuple)) or len(block) != 2:
-            raise ConfigError(f"weight_block_size is {block!r:.60}; expected two numbers")
         eos = reader.optional("eos_token_id", None)
         eos = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
         bos = reader.optional("bos_token_id", None)
+        scaling = _rope_scaling(reader)
         config = cls(
             **values,
             compress_ratios=tuple(ratios[:layers]),
             mtp_compress_ratios=mtp_ratios,
             num_mtp_layers=mtp,
-            yarn=_yarn(mapping("rope_scaling", reader.optional("rope_scaling", None))),
+            yarn=scaling if isinstance(scaling, Yarn) else None,
+            stretch=None if isinstance(scaling, Yarn) else scaling,
+            hash_layers=_hash_layers(reader.optional("mlp_layer_types", None), layers),
+            tie_word_embeddings=_flag(reader, "tie_word_embeddings"),
             bos_token_id=None if bos is None else number("bos_token_id", bos, int),
             eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
-            weight_block_size=tuple(number("weight_block_size", n, int) for n in block),
+            weight_block_size=_block_size(mapping("quantization_config", reader.optional("quantization_config", None))),
             never_read=(),
         )
         reader.optional("expert_dtype", None)  # held against the tensors when a checkpoint is loaded
-        reader.expect("scoring_func", "sqrtsoftplus")
-        reader.expect("topk_method", "noaux_tc")
-        reader.expect("norm_topk_prob", True)
-        reader.expect("hidden_act", "silu")
-        reader.expect("num_key_value_heads", 1)
-        reader.expect("tie_word_embeddings", False)
-        reader.expect("attention_bias", False)
-        object.__setattr__(config, "never_read", tuple(sorted(set(raw) - reader.read)))
+        reader.expect("norm_topk_prob", True, NO_ORACLE)
+        for key, wanted in FIXED.items():
+            reader.expect(key, wanted)
+        object.__setattr__(config, "never_read", reader.harmless(HARMLESS))
         config.check()
         return config
 
@@ -190,7 +213,7 @@ class ModelConfig:
             self.num_experts_per_tok <= self.n_routed_experts,
             f"num_experts_per_tok {self.num_experts_per_tok} exceeds n_routed_experts {self.n_routed_experts}",
         )
-        need(self.n_shared_experts == 1, f"n_shared_experts is {self.n_shared_experts}; this model has exactly 1")
+        need(self.n_shared_experts == 1, f"n_shared_experts is {self.n_shared_experts}; expected 1 ({NO_ORACLE})")
         need(
             0 <= self.num_hash_layers <= self.num_hidden_layers,
             f"num_hash_layers {self.num_hash_layers} exceeds num_hidden_layers {self.num_hidden_layers}",
@@ -214,8 +237,10 @@ class ModelConfig:
 
 def number(key: str, value, kind: type):
     """`value` of config key `key` as an int or float. Raises ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise ConfigError(f"config.json has {key} = {value!r:.60}; expected a number")
+    if not abs(value) < MAX_NUMBER:
+        raise ConfigError(f"config.json has {key} = {value!r:.60}; expected a number below {MAX_NUMBER:.0e}")
     if kind is int and value != int(value):
         raise ConfigError(f"config.json has {key} = {value!r}; expected a whole number")
     return kind(value)
@@ -228,20 +253,84 @@ def mapping(key: str, value) -> Mapping:
     return value or {}
 
 
-def _yarn(raw: Mapping) -> Yarn | None:
-    kind = raw.get("type", raw.get("rope_type"))
-    if kind in (None, "default"):
+def _flag(reader: "Reader", key: str) -> bool:
+    value = reader.optional(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json has {key} = {value!r:.60}; expected true or false")
+    return value
+
+
+def _block_size(quantization: Mapping) -> tuple[int, int]:
+    """Rows and columns of an FP8 block. Raises ConfigError, for a key that nothing here knows too."""
+    strange = sorted(map(str, set(quantization) - set(IN_QUANTIZATION) - {"weight_block_size", "expert_dtype"}))
+    if strange:
+        raise ConfigError(
+            f"quantization_config has {strange[0]!r:.60}, which nothing here reads; it may change what is computed: "
+            "remove it if it does not"
+        )
+    block = quantization.get("weight_block_size", (128, 128))
+    if not isinstance(block, (list, tuple)) or len(block) != 2:
+        raise ConfigError(f"weight_block_size is {block!r:.60}; expected two numbers")
+    rows, columns = (number("weight_block_size", n, int) for n in block)
+    return rows, columns
+
+
+def _hash_layers(kinds, layers: int) -> tuple[int, ...] | None:
+    """Hash-routed layers of `mlp_layer_types`, which only configs with others than the first have here."""
+    if kinds is None:
         return None
-    if kind != "yarn":
-        raise ConfigError(f"rope_scaling type is {kind!r}; expected 'yarn'")
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != layers or not {*map(str, kinds)} <= {"hash_moe", "moe"}:
+        raise ConfigError(f"mlp_layer_types is {kinds!r:.60}; expected {layers} of 'hash_moe' and 'moe'")
+    return tuple(i for i, kind in enumerate(kinds) if kind == "hash_moe")
+
+
+SCALINGS = {"yarn": Yarn, "linear": Linear, "llama3": Llama3}
+YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}  # of transformers and of the paper
+
+
+def _rope_scaling(reader: "Reader") -> Yarn | Linear | Llama3 | None:
+    raw = mapping("rope_scaling", reader.optional("rope_scaling", None))
+    # transformers writes a base of its own into this object, and overwrites it with compress_rope_theta
+    bases = [reader.optional(key, None) for key in ("rope_theta", "compress_rope_theta")]
+    kind = raw.get("type", raw.get("rope_type"))
+    if "rope_type" in raw and raw["rope_type"] != kind:
+        raise ConfigError(f"rope_scaling has type {kind!r:.30} and rope_type {raw['rope_type']!r:.30}; remove one")
+    if kind is not None and (not isinstance(kind, str) or kind not in ("default", *SCALINGS)):
+        raise ConfigError(f"rope_scaling type is {kind!r:.60}; expected 'default', 'yarn', 'linear' or 'llama3'")
+    scaling = None if kind in (None, "default") else SCALINGS[kind]
+    wanted = {f.name: cast(type, f.type) for f in fields(scaling)} if scaling else {}
+    for key, value in raw.items():
+        if key in ("type", "rope_type", *wanted):
+            continue
+        if key == "attention_factor" and value in (None, 1) or key == "truncate" and value is True:
+            continue
+        if key == "rope_theta" and value in bases:
+            continue
+        if key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
+            raise ConfigError(
+                f"rope_scaling has {key} = {value!r:.60}; V4 scales neither cos/sin nor the softmax, and its ramp "
+                "begins and ends at whole pairs: remove it"
+            )
+        raise ConfigError(f"rope_scaling of type {kind!r} has {key!r:.60}, which it does not use; remove it")
+    return scaling(**_scaling_numbers(kind, raw, wanted)) if scaling else None
+
+
+def _scaling_numbers(kind: str, raw: Mapping, wanted: dict[str, type]) -> dict:
     values = {}
-    for part in fields(Yarn):
-        if part.name not in raw:
-            raise ConfigError(f"rope_scaling has no {part.name!r}; expected {', '.join(f.name for f in fields(Yarn))}")
-        values[part.name] = number(f"rope_scaling.{part.name}", raw[part.name], cast(type, part.type))
-        if not values[part.name] > 0:
-            raise ConfigError(f"rope_scaling has {part.name} = {values[part.name]}; expected a positive number")
-    return Yarn(**values)
+    for name, number_type in wanted.items():
+        value = raw.get(name)
+        value = YARN_DEFAULTS.get(name) if value is None and kind == "yarn" else value
+        if value is None:
+            raise ConfigError(f"rope_scaling of type {kind!r} has no {name!r}; expected {', '.join(wanted)}")
+        values[name] = number(f"rope_scaling.{name}", value, number_type)
+        if not values[name] > 0:
+            raise ConfigError(f"rope_scaling has {name} = {values[name]}; expected a positive number")
+    if kind == "llama3" and not values["high_freq_factor"] > values["low_freq_factor"]:
+        raise ConfigError(
+            f"rope_scaling has high_freq_factor {values['high_freq_factor']} and low_freq_factor "
+            f"{values['low_freq_factor']}; expected the first to be larger"
+        )
+    return values
 
 
 class Reader:
@@ -264,7 +353,19 @@ class Reader:
     def number(self, key: str, kind: type):
         return number(key, self.get(key), kind)
 
-    def expect(self, key: str, wanted) -> None:
+    def expect(self, key: str, wanted, why: str = "this model is defined for no other value") -> None:
         found = self.optional(key, wanted)
         if found != wanted:
-            raise ConfigError(f"config.json has {key} = {found!r:.60}; this model is defined for {wanted!r} only")
+            raise ConfigError(f"config.json has {key} = {found!r:.60}; expected {wanted!r} ({why})")
+
+    def harmless(self, known: Mapping) -> tuple[str, ...]:
+        """Keys that were not read, all of which are `known` to change nothing. Raises ConfigError naming another."""
+        left = sorted(set(self.raw) - self.read)
+        strange = [key for key in left if key not in known]
+        if strange:
+            more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+            raise ConfigError(
+                f"config.json has {strange[0]!r:.60}{more}, which nothing here reads; it may change what the model "
+                "computes: remove it if it does not"
+            )
+        return tuple(left)

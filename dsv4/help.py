@@ -26,7 +26,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may st
     "capacity",
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
     "kv_memory staged_blocks guess_ahead",
-    "Conversion": "to allow_inexact max_shard",
+    "Conversion": "to allow_rounding max_shard resume discard_partial",
     "Report": "out as_json quiet verbose report verify gate journal waivers map.name force audit.budget bisect.budget",
 }
 EXAMPLES = {

@@ -71,8 +71,7 @@ def _verify(inventory: Inventory, ledger: dict, progress: Progress | None) -> No
             inventory.read(name)
         except CheckpointError as error:
             ledger["problems"].append(str(error))
-    if inventory.family == "gqa":
-        try:
-            check_copies(inventory)
-        except CheckpointError as error:
-            ledger["problems"].append(str(error))
+    try:
+        check_copies(inventory) if inventory.family == "gqa" else inventory.check_tied()
+    except CheckpointError as error:
+        ledger["problems"].append(str(error))

@@ -90,6 +90,8 @@ def load_model(
     write_parameters(model, pieces_of(model), progress)
     if inventory.family == "gqa":
         gqa.check_copies(inventory)
+    else:
+        inventory.check_tied()
     return model
 
 

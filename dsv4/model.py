@@ -50,7 +50,7 @@ class Model(CausalLM):
             Block(
                 config,
                 config.compress_ratios[i],
-                i < config.num_hash_layers,
+                config.hashed(i),
                 numerics,
                 lambda leaf, i=i: store(f"layers.{i}.{leaf}"),
                 op,

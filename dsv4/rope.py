@@ -1,13 +1,15 @@
 """Which rotary frequencies each layer kind uses.
 
 Window layers (and MTP blocks) rotate with θ = rope_theta and no YaRN. CSA and HCA layers use
-θ = compress_rope_theta with YaRN for every rotation in the layer: queries, window rows,
-compressed entries, index queries and keys, and the inverse rotation of the output.
+θ = compress_rope_theta with YaRN (or another form of rope_scaling) for every rotation in the layer:
+queries, window rows, compressed entries, index queries and keys, and the inverse rotation of the
+output.
 """
 
 import torch
 
-from dsv4.config import LayerKind, ModelConfig
+from dsv4.config import LayerKind, Linear, Llama3, ModelConfig
+from dsv4.gqa.rope import llama3
 from dsv4.kernels.rope import inverse_frequencies
 
 BASES = {LayerKind.WINDOW: "main", LayerKind.CSA: "compress", LayerKind.HCA: "compress"}
@@ -16,7 +18,10 @@ BASES = {LayerKind.WINDOW: "main", LayerKind.CSA: "compress", LayerKind.HCA: "co
 def frequencies(config: ModelConfig) -> dict[str, torch.Tensor]:
     """fp32 [qk_rope_head_dim / 2] for each base name of `BASES`."""
     d = config.qk_rope_head_dim
-    return {
-        "main": inverse_frequencies(d, config.rope_theta),
-        "compress": inverse_frequencies(d, config.compress_rope_theta, config.yarn),
-    }
+    compress = inverse_frequencies(d, config.compress_rope_theta, config.yarn)
+    match config.stretch:
+        case Linear(factor):
+            compress = compress / factor
+        case Llama3(factor, low, high, original):
+            compress = llama3(compress, factor, low, high, original)
+    return {"main": inverse_frequencies(d, config.rope_theta), "compress": compress}

@@ -193,8 +193,8 @@ def conversion(document: dict, console: Console) -> None:
         console.print(f"  {count} matrices: {action}")
     if rounded := document["rounded_tensors"]:
         console.print(
-            f"  {document['rounded_values']} values of {len(rounded)} tensors were rounded, as --allow-rounding allows; "
-            f"first {rounded[0]}"
+            f"  {document['rounded_values']} values of {len(rounded)} tensors were rounded, as --allow-rounding "
+            f"allows; first {rounded[0]}"
         )
 
 

@@ -106,10 +106,16 @@ def to_official(raw: Mapping) -> tuple[dict, dict]:
     """Any form → (official dictionary, {official key: where a derived or default value came from})."""
     match config_form(raw):
         case "official":
-            return dict(raw), {}
+            out, notes = dict(raw), {}
         case "inference":
-            return _from_inference(raw)
-    return _from_transformers(raw)
+            out, notes = _from_inference(raw)
+        case _:
+            out, notes = _from_transformers(raw)
+    quantization = out.get("quantization_config")
+    if isinstance(quantization, Mapping) and "expert_dtype" in quantization:  # where transformers 5.24 keeps it
+        _agree(out, "expert_dtype", "quantization_config", quantization["expert_dtype"], out.get("expert_dtype"))
+        out["expert_dtype"], notes["expert_dtype"] = quantization["expert_dtype"], "from quantization_config"
+    return out, notes
 
 
 def _from_inference(raw: Mapping) -> tuple[dict, dict]:
@@ -155,39 +161,13 @@ def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
         out["compress_ratios"] = ratios  # MTP blocks have no entry: they are window layers
         notes["compress_ratios"] = "from layer_types and compress_rates"
     if "mlp_layer_types" in raw:
-        out["num_hash_layers"] = _hash_layers(_per_layer(raw, "mlp_layer_types"))
+        kinds = _per_layer(raw, "mlp_layer_types")
+        out["num_hash_layers"] = _count_hash_layers(kinds)
         _agree(raw, "num_hash_layers", "mlp_layer_types", out["num_hash_layers"], raw.get("num_hash_layers"))
         notes["num_hash_layers"] = "from mlp_layer_types"
-    rope = _object(raw, "rope_parameters")
-    main, compress = _object(rope, "main"), _object(rope, "compress")
-    if main and compress:
-        for kind, part in (("main", main), ("compress", compress)):
-            if "rope_theta" not in part:
-                raise CheckpointError(f"rope_parameters has no rope_theta in {kind!r}; expected one")
-        out["rope_theta"], out["compress_rope_theta"] = main["rope_theta"], compress["rope_theta"]
-        out["rope_scaling"] = (
-            None
-            if compress.get("rope_type", "default") == "default"
-            else {
-                "type": compress["rope_type"],
-                **{
-                    k: compress[k]
-                    for k in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
-                    if k in compress
-                },
-            }
-        )
-        if compress.get("attention_factor", 1.0) != 1.0:
-            raise CheckpointError(
-                f"rope_parameters has attention_factor {compress['attention_factor']}; V4 scales neither cos/sin nor "
-                "the softmax (expected 1.0)"
-            )
-        # transformers leaves its defaults beside them
-        for key in ("rope_theta", "compress_rope_theta", "rope_scaling"):
-            unused = f"; the config's own {key} {raw[key]} is not used" if key in raw and raw[key] != out[key] else ""
-            notes[key] = f"from rope_parameters{unused}"
-    elif rope:
-        raise CheckpointError(f"rope_parameters has {sorted(rope)}; expected 'main' and 'compress'")
+        if "moe" in kinds[: out["num_hash_layers"]]:
+            out["mlp_layer_types"] = kinds  # the official form has no word for hash layers that are not the first
+    _rope_from_transformers(raw, out, notes)
     if raw.get("partial_rotary_factor") is not None:
         out["qk_rope_head_dim"] = round(_number(raw, "head_dim") * _number(raw, "partial_rotary_factor"))
         _agree(raw, "qk_rope_head_dim", "partial_rotary_factor", out["qk_rope_head_dim"], raw.get("qk_rope_head_dim"))
@@ -196,6 +176,48 @@ def _from_transformers(raw: Mapping) -> tuple[dict, dict]:
         if key not in out:
             out[key], notes[key] = value, "not stated; the only method of V4"
     return out, notes
+
+
+def _rope_from_transformers(raw: Mapping, out: dict, notes: dict) -> None:
+    """rope_theta, compress_rope_theta and rope_scaling from rope_parameters, whose every key is taken or refused."""
+    rope = _object(raw, "rope_parameters")
+    main, compress = _object(rope, "main"), _object(rope, "compress")
+    if not (main and compress):
+        if rope:
+            raise CheckpointError(f"rope_parameters has {sorted(rope)}; expected 'main' and 'compress'")
+        return
+    if strange := sorted(set(rope) - {"main", "compress"}):
+        raise CheckpointError(f"rope_parameters has {strange[0]!r:.60} beside 'main' and 'compress'; remove it")
+    rotated = raw.get("partial_rotary_factor")
+    for kind, part in (("main", main), ("compress", compress)):
+        if "rope_theta" not in part:
+            raise CheckpointError(f"rope_parameters has no rope_theta in {kind!r}; expected one")
+        if rotated is not None and part.get("partial_rotary_factor", rotated) != rotated:
+            raise CheckpointError(
+                f"rope_parameters has partial_rotary_factor {part['partial_rotary_factor']!r:.20} in {kind!r}, "
+                f"config.json itself {rotated!r:.20}; correct one of them"
+            )
+    if strange := sorted(set(main) - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}):
+        raise CheckpointError(f"rope_parameters has {strange[0]!r:.60} in 'main'; window layers are not stretched")
+    if (kind := main.get("rope_type", main.get("type", "default"))) != "default":
+        raise CheckpointError(
+            f"rope_parameters is of type {kind!r:.40} in 'main'; expected 'default' for window layers"
+        )
+    out["rope_theta"], out["compress_rope_theta"] = main["rope_theta"], compress["rope_theta"]
+    scaling = {k: v for k, v in compress.items() if k not in ("rope_theta", "partial_rotary_factor", "rope_type")}
+    kind = compress.get("rope_type", "default")
+    if kind == "yarn" and "attention_factor" not in compress:
+        raise CheckpointError(
+            "rope_parameters has no attention_factor in 'compress', which transformers then derives from the factor; "
+            "V4 has 1.0: state it"
+        )
+    if scaling.get("attention_factor") == 1:
+        del scaling["attention_factor"]
+    out["rope_scaling"] = {"type": kind, **scaling} if scaling or kind != "default" else None
+    # transformers leaves its defaults beside them
+    for key in ("rope_theta", "compress_rope_theta", "rope_scaling"):
+        unused = f"; the config's own {key} {raw[key]} is not used" if key in raw and raw[key] != out[key] else ""
+        notes[key] = f"from rope_parameters{unused}"
 
 
 def _object(raw: Mapping, key: str) -> Mapping:
@@ -235,6 +257,8 @@ def _agree(raw: Mapping, key: str, other: str, wanted, found) -> None:
 
 def _ratios(layer_types: list, rates: Mapping) -> list[int]:
     ratios = []
+    if strange := sorted(set(rates) - set(LAYER_RATIO_KEY)):
+        raise CheckpointError(f"compress_rates has {strange[0]!r:.60}; expected rates of {', '.join(LAYER_RATIO_KEY)}")
     for i, kind in enumerate(layer_types):
         if not isinstance(kind, str) or kind not in LAYER_RATIO_KEY:
             raise CheckpointError(f"layer {i} has layer type {kind!r}; expected one of {', '.join(LAYER_RATIO_KEY)}")
@@ -251,11 +275,11 @@ def _ratios(layer_types: list, rates: Mapping) -> list[int]:
     return ratios
 
 
-def _hash_layers(mlp_layer_types: list) -> int:
-    count = sum(kind == "hash_moe" for kind in mlp_layer_types)
-    if mlp_layer_types != ["hash_moe"] * count + ["moe"] * (len(mlp_layer_types) - count):
-        raise CheckpointError(f"mlp_layer_types is {mlp_layer_types}; expected hash_moe layers first, then moe")
-    return count
+def _count_hash_layers(mlp_layer_types: list) -> int:
+    strange = [kind for kind in mlp_layer_types if kind not in ("hash_moe", "moe")]
+    if strange:
+        raise CheckpointError(f"mlp_layer_types names {strange[0]!r:.60}; expected 'hash_moe' or 'moe' for each layer")
+    return mlp_layer_types.count("hash_moe")
 
 
 def to_transformers(official: Mapping) -> dict:
@@ -274,18 +298,18 @@ def to_transformers(official: Mapping) -> dict:
     out = {k: v for k, v in official.items() if k not in dropped}
     compress = {"rope_theta": official["compress_rope_theta"], "partial_rotary_factor": rotary, "rope_type": "default"}
     if yarn:
-        compress |= {
-            "rope_type": "yarn",
-            "attention_factor": 1.0,
-            **{k: v for k, v in yarn.items() if k not in ("type", "rope_type")},
-        }
+        kind = yarn.get("type", yarn.get("rope_type", "default"))
+        compress |= {"rope_type": kind, **{k: v for k, v in yarn.items() if k not in ("type", "rope_type")}}
+        if kind == "yarn":
+            compress |= {"attention_factor": 1.0}
     return out | {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "torch_dtype": "bfloat16",
         "layer_types": [kinds[r] for r in official["compress_ratios"][:L]],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
-        "mlp_layer_types": ["hash_moe" if i < official["num_hash_layers"] else "moe" for i in range(L)],
+        "mlp_layer_types": official.get("mlp_layer_types")
+        or ["hash_moe" if i < official["num_hash_layers"] else "moe" for i in range(L)],
         "partial_rotary_factor": rotary,
         "rope_parameters": {
             "main": {"rope_theta": official["rope_theta"], "partial_rotary_factor": rotary, "rope_type": "default"},

@@ -37,7 +37,7 @@ def official_tensors(
     _plain(t, "norm.weight", plain, d)
     _hyper_head(t, "", config)
     for i, ratio in enumerate(config.compress_ratios):
-        _block(t, f"layers.{i}", config, ratio, i < config.num_hash_layers, dense, experts, scale)
+        _block(t, f"layers.{i}", config, ratio, config.hashed(i), dense, experts, scale)
     for i, ratio in enumerate(config.mtp_compress_ratios if mtp else ()):
         p = f"mtp.{i}"
         _block(t, p, config, ratio, False, dense, "MXFP4" if experts == "NVFP4" else experts, scale)

@@ -179,9 +179,12 @@ class LoadLedger:
         """Counts and bytes: consumed by dtype, listed by reason."""
         consumed: Counter[str] = Counter()
         listed: Counter[str] = Counter()
+        places = set()
         for name, source in self.sources.items():
             if name in self.used:
-                consumed[source.dtype] += source.nbytes
+                place = source.tensor.key, source.start
+                consumed[source.dtype] += source.nbytes if place not in places else 0  # a tied head is the embedding
+                places.add(place)
             elif name in self.listed:
                 listed[self.listed[name]] += source.nbytes
         keys = {s.tensor.key for s in self.sources.values()}

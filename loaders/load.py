@@ -13,6 +13,8 @@ from dsv4.loaders.files import DTYPES, Files, Progress, open_checkpoint, read_js
 from dsv4.loaders.layouts import DECODER, Layout, Source, canonical_sources, detect_layout, matrix_formats
 from dsv4.loaders.ledger import SAME_BYTES, Piece, keeps_value, poisoned
 
+EMBEDDING, HEAD = "embed.weight", "head.weight"
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -43,6 +45,9 @@ class Inventory:
         config, notes = read_config(files.root)
         layout = detect_layout(files.tensors)
         sources = canonical_sources(files.tensors, layout)
+        if config.get("tie_word_embeddings") is True and HEAD not in sources and EMBEDDING in sources:
+            sources[HEAD] = sources[EMBEDDING]
+            notes["tie_word_embeddings"] = "the head is read from the embedding's tensor"
         return cls(files.root, files, layout, sources, matrix_formats(sources), config, notes)
 
     @classmethod
@@ -76,6 +81,15 @@ class Inventory:
             what = "negative indices" if not tensor.is_floating_point() else "NaN"
             raise CheckpointError(f"tensor {source.tensor.key} holds {bad} {what}; the file is damaged")
         return tensor
+
+    def check_tied(self) -> None:
+        """Raise CheckpointError where a tied head has a tensor of its own in the file, and another than the
+        embedding."""
+        if self.config.get("tie_word_embeddings") is True and HEAD in self.sources:
+            if self.sources[HEAD] != self.sources[EMBEDDING] and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
+                raise CheckpointError(
+                    f"tie_word_embeddings is true in config.json, but {HEAD} is not {EMBEDDING}; correct one of them"
+                )
 
     def read_matrix(self, base: str, block: tuple[int, int]) -> torch.Tensor:
         """A matrix by its official name without suffix, dequantised to fp32 [O, K]."""

@@ -134,7 +134,7 @@ class ConfigLedger(Probe):
                     1,
                     where=where,
                     part="layer kind",
-                    note=f"hash-routed: {i < config.num_hash_layers}",
+                    note=f"hash-routed: {config.hashed(i)}",
                 )
             yield compare(
                 "compression ratio by the layer's tensors",
@@ -151,7 +151,7 @@ class ConfigLedger(Probe):
                 "routing by token id, by the layer's tensors",
                 hashed,
                 "==",
-                i < config.num_hash_layers,
+                config.hashed(i),
                 "tid2eid stands in hash layers only (specification 2.1)",
                 1,
                 where=where,

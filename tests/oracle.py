@@ -4,10 +4,13 @@ Every parameter and buffer is randomised: its own initialisation zeroes sinks, p
 hash tables and the gate bias, which hides bugs. fp32 throughout.
 """
 
+import copy
 import json
 from pathlib import Path
 
 import torch
+
+from dsv4.loaders.config_files import to_transformers
 
 TINY = dict(
     vocab_size=512,
@@ -68,12 +71,47 @@ CONFIGS = {
 }
 
 
+YARN = TINY["rope_scaling"]
+SMALLEST = {**TINY, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_hash_layers": 1}
+# What a config may also ask for, each tried once: the smallest model that has every layer kind.
+FORMS = {
+    "linear RoPE": {**SMALLEST, "rope_scaling": dict(type="linear", factor=3.0)},
+    "llama3 RoPE": {
+        **SMALLEST,
+        "rope_scaling": dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    },
+    "YaRN without betas": {
+        **SMALLEST,
+        "rope_scaling": {k: v for k, v in YARN.items() if not k.startswith("beta")},
+    },
+    "YaRN whose ramp begins beyond the last pair": {
+        **SMALLEST,
+        "rope_scaling": YARN | dict(original_max_position_embeddings=10**7),
+        "max_position_embeddings": 10**8,
+    },
+    "no rope_scaling": {**SMALLEST, "rope_scaling": None},
+    "hash layers in the middle and at the end": {
+        **SMALLEST,
+        "num_hash_layers": None,
+        "mlp_layer_types": ["moe", "hash_moe", "hash_moe"],
+    },
+    "tied embeddings": {**SMALLEST, "tie_word_embeddings": True},
+    "a window of one token": {**SMALLEST, "sliding_window": 1},
+}
+
+
 def randomised(config: dict, seed: int = 0):
     """DeepseekV4ForCausalLM of `config` (official names), fp32, with every parameter and buffer random."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.manual_seed(seed)
-    model = DeepseekV4ForCausalLM(DeepseekV4Config(**config)).eval()
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**copy.deepcopy(config))).eval()  # which writes into it
     spread = {
         "sinks": (0.0, 4.0),
         "position_bias": (0.0, 0.7),
@@ -104,10 +142,12 @@ def save_in_memory_names(model, config: dict, folder: Path) -> Path:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({**config, "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]})
-    )
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()  # one tensor under two names
+    save_file({k: v.contiguous() for k, v in model.state_dict().items() if k not in tied}, folder / "model.safetensors")
+    raw = {**config, "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
+    if "mlp_layer_types" in config:
+        raw = to_transformers(raw)  # the official form has no word for it
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dsv4.config import Reader, mapping, number
+from dsv4.config_keys import HARMLESS
 from dsv4.errors import ConfigError
 from dsv4.gqa.rope import VARIANTS, Rope, mscale
 from dsv4.loaders.config_files import DECODERS
@@ -58,6 +59,12 @@ FIXED = {
     "num_local_experts": None,
     "attention_sink": None,
     "is_causal": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "rope_interleaved": False,
+    "qk_layer_norms": False,
+    "quantization": None,
+    "sliding_window_pattern": None,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -133,7 +140,8 @@ class GQAConfig:
             bos_token_id=None if bos is None else number("bos_token_id", bos, int),
             eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
         )
-        object.__setattr__(config, "never_read", tuple(sorted(set(raw) - reader.read - {"architectures"})))
+        reader.optional("architectures", None)  # held against model_type when the checkpoint is opened
+        object.__setattr__(config, "never_read", reader.harmless(HARMLESS))
         config.check()
         return config
 
@@ -188,6 +196,8 @@ def _windows(kind: str, reader: Reader, layers: int) -> tuple[int | None, ...]:
         raise ConfigError(f"config.json has layer_types = {types!r:.60}; expected {layers} of {SLIDING!r} and {FULL!r}")
     if kind == "llama":
         reader.expect("sliding_window", None)
+    if kind != "qwen2":
+        reader.expect("use_sliding_window", kind == "mistral")
     window = None if kind == "llama" else reader.get("sliding_window") if kind == "mistral" else _qwen2_window(reader)
     window = None if window is None else number("sliding_window", window, int)
     if kind == "qwen2" and types is None and window is not None:

@@ -46,19 +46,18 @@ def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
         case "linear":  # positions are divided by the factor (kaiokendev 2023)
             return f / rope.factor
         case "llama3":
-            return _llama3(f, rope)
+            return llama3(f, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original)
         case "yarn":
             return _yarn(f, rope, head_dim)
     return f
 
 
-def _llama3(f: torch.Tensor, rope: Rope) -> torch.Tensor:
+def llama3(f: torch.Tensor, factor: float, low: float, high: float, original: int) -> torch.Tensor:
     """Llama 3.1: wavelengths over original/low are stretched by the factor, those under original/high kept, between
     them a ramp."""
     wavelength = 2 * math.pi / f
-    ramp = (rope.original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    ramp = ramp.clamp(0, 1)
-    return (1 - ramp) * f / rope.factor + ramp * f
+    ramp = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * f / factor + ramp * f
 
 
 def _yarn(f: torch.Tensor, rope: Rope, head_dim: int) -> torch.Tensor:

@@ -58,13 +58,26 @@ def frequencies(config: ModelConfig, compressed: bool) -> torch.Tensor:
     R = config.qk_rope_head_dim
     theta = config.compress_rope_theta if compressed else config.rope_theta
     f = theta ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)
-    if not compressed or config.yarn is None:
+    if not compressed:
+        return f
+    if config.stretch is not None:
+        return _stretched(f, config.stretch)
+    if config.yarn is None:
         return f
     yarn = config.yarn
     turns = lambda n: R * math.log(yarn.original_max_position_embeddings / (2 * math.pi * n)) / (2 * math.log(theta))
     low, high = max(math.floor(turns(yarn.beta_fast)), 0), min(math.ceil(turns(yarn.beta_slow)), R - 1)
     ramp = ((torch.arange(R // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
     return f / yarn.factor * ramp + f * (1 - ramp)
+
+
+def _stretched(f: torch.Tensor, s) -> torch.Tensor:
+    """Positions divided by a factor, or Llama 3.1's form: long wavelengths divided, short ones kept, a ramp between."""
+    if not hasattr(s, "low_freq_factor"):
+        return f / s.factor
+    turns = s.original_max_position_embeddings * f / (2 * math.pi)  # within the original context
+    kept = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+    return f / s.factor * (1 - kept) + f * kept
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor, inverse: bool = False) -> torch.Tensor:

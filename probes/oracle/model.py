@@ -49,7 +49,7 @@ class Oracle:
         prefix, ratio = (
             (f"layers.{i}.", c.compress_ratios[i]) if i < L else (f"mtp.{i - L}.", c.mtp_compress_ratios[i - L])
         )
-        return Layer(c, self.weights, prefix, ratio, i < c.num_hash_layers, self.simulate, self.cache)
+        return Layer(c, self.weights, prefix, ratio, c.hashed(i), self.simulate, self.cache)
 
     def attention_layer(self, i: int, attn_in: torch.Tensor) -> dict[str, torch.Tensor]:
         """attn_in [B, T, d] → every attention point of layer i."""

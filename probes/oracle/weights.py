@@ -68,7 +68,8 @@ def _independent(root: Path) -> Weights:
         tensors |= read_header(file)
 
     def value(name: str) -> torch.Tensor:
-        return torch.from_numpy(decode(tensors, name, block))
+        tied = name == "head.weight" and config.get("tie_word_embeddings") and name not in tensors
+        return torch.from_numpy(decode(tensors, "embed.weight" if tied else name, block))
 
     return Weights(config, value, lambda base: tensors[f"{base}.weight"][0] in ("F8_E4M3", "I8", "U8"))
 

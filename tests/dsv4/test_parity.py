@@ -33,6 +33,17 @@ def test_one_shot_equals_transformers(pair):
     assert far(ours(ids), wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize("form", list(oracle.FORMS))
+def test_other_forms_of_the_config_equal_transformers(form, tmp_path):
+    config = oracle.FORMS[form]
+    theirs = oracle.randomised(config)
+    ours = load_model(oracle.save_in_memory_names(theirs, config, tmp_path / "oracle"), numerics="fp32")
+    ids = torch.randint(0, config["vocab_size"], (1, 150), generator=torch.Generator().manual_seed(1))
+    wanted = oracle.logits(theirs, ids)
+    assert far(ours(ids), wanted) < TOLERANCE
+    assert far(ours.append(ids, ours.new_cache(1, 150), chunk=7), wanted) < TOLERANCE
+
+
 def test_token_by_token_equals_transformers(pair):
     ours, _, ids, wanted = pair
     cache = ours.new_cache(1, 310)

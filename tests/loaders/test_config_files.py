@@ -1,5 +1,7 @@
 """config.json in three forms means the same model."""
 
+import copy
+
 import pytest
 
 from dsv4.config import ModelConfig
@@ -9,6 +11,8 @@ from dsv4.loaders.config_files import INFERENCE_NAMES, nvfp4_quantization, to_of
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.expected import preset
 from tests import oracle
+
+YARN = oracle.TINY["rope_scaling"]
 
 
 def effective(raw) -> ModelConfig:
@@ -42,7 +46,7 @@ def test_transformers_form_without_leftover_official_keys():
 def test_transformers_own_config_class_agrees(tmp_path):
     from transformers import DeepseekV4Config
 
-    DeepseekV4Config(**oracle.TINY).save_pretrained(tmp_path)
+    DeepseekV4Config(**copy.deepcopy(oracle.TINY)).save_pretrained(tmp_path)
     import json
 
     assert effective(json.loads((tmp_path / "config.json").read_text())) == effective(
@@ -93,10 +97,23 @@ def test_inference_form_means_the_same():
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"num_attention_heads": 5}, "not divisible by o_groups"),
         ({"num_experts_per_tok": 99}, "exceeds n_routed_experts"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling type is 'linear'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no 'beta_fast'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling type is 'dynamic'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "has no 'original_max_position_embeddings'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 1}}, "has 'beta_fast', which it does not use"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0.0; expected a positive"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.3}}, "attention_factor = 1.3; V4 scales neither"),
+        ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale = 0.7; V4 scales neither"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate = False; V4"),
+        ({"rope_scaling": {**YARN, "extrapolation": 2}}, "has 'extrapolation', which it does not use"),
+        ({"rope_scaling": {**YARN, "rope_theta": 77}}, "has 'rope_theta', which it does not use"),
+        ({"rope_scaling": {**YARN, "rope_type": "linear"}}, "type 'yarn' and rope_type 'linear'"),
+        ({"q_head_norm": False}, "config.json has 'q_head_norm', which nothing here reads"),
+        ({"quantization_config": {"rotation": "hadamard"}}, "quantization_config has 'rotation', which nothing"),
+        ({"norm_topk_prob": False}, r"norm_topk_prob = False; expected True \(transformers 5.17 to 5.24 never reads"),
+        ({"n_shared_experts": 2}, r"n_shared_experts is 2; expected 1 \(transformers 5.17 to 5.24 never reads"),
+        ({"vocab_size": 10**12}, "vocab_size = 1000000000000; expected a number below 1e\\+12"),
         ({"index_head_dim": 24}, "not a power of two"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1; expected true or false"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -120,7 +137,8 @@ def test_a_config_that_contradicts_the_model_names_the_key(change, message):
             },
             "gives 8",
         ),
-        ({"layer_types": [], "mlp_layer_types": ["moe", "hash_moe"], "head_dim": 8}, "hash_moe layers first"),
+        ({"layer_types": [], "mlp_layer_types": ["moe", "dense"], "head_dim": 8}, "mlp_layer_types names 'dense'"),
+        ({"layer_types": [], "compress_rates": {"x": 2}, "head_dim": 8}, "compress_rates has 'x'"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -129,9 +147,46 @@ def test_an_unknown_form_or_layer_type_is_an_error(raw, message):
         to_official(raw)
 
 
-def test_every_key_is_read_or_said_to_be_unread():
-    config = effective({**preset("flash"), "made_up_key": 3})
-    assert "made_up_key" in config.never_read and "index_topk" not in config.never_read
+def test_every_key_is_read_or_known_to_be_harmless():
+    config = effective({**preset("flash"), "use_cache": False, "dspark_block_size": 5})
+    assert {"use_cache", "dspark_block_size"} <= set(config.never_read) and "index_topk" not in config.never_read
+
+
+@pytest.mark.parametrize(
+    "where,change,message",
+    [
+        ("main", {"rope_type": "linear", "factor": 2}, "has 'factor' in 'main'; window layers are not stretched"),
+        ("main", {"rope_type": "linear"}, "type 'linear' in 'main'"),
+        ("compress", {"attention_factor": 1.4}, "attention_factor = 1.4"),
+        ("compress", {"attention_factor": None}, "attention_factor = None|no attention_factor"),
+        ("compress", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 in 'compress'"),
+        ("compress", {"made_up": 1}, "has 'made_up', which it does not use"),
+        ("else", {"rope_theta": 1}, "has 'else' beside"),
+    ],
+)
+def test_no_key_of_rope_parameters_is_silent(where, change, message):
+    raw = to_transformers(preset("flash"))
+    part = raw["rope_parameters"].get(where, {}) | change
+    part = {k: v for k, v in part.items() if v is not None}
+    with pytest.raises(Dsv4Error, match=message):
+        effective(raw | {"rope_parameters": raw["rope_parameters"] | {where: part}})
+
+
+def test_hash_layers_that_are_not_the_first_survive_both_forms():
+    saved = to_transformers(preset("flash"))
+    kinds = ["moe"] * 40 + ["hash_moe"] * 3
+    official, _ = to_official(saved | {"mlp_layer_types": kinds})
+    config = ModelConfig.from_official(official)
+    assert [i for i in range(43) if config.hashed(i)] == [40, 41, 42] and config.num_hash_layers == 3
+    assert to_transformers(official)["mlp_layer_types"] == kinds
+
+
+def test_an_expert_dtype_within_the_quantisation_is_read_as_one_beside_it():
+    raw = preset("flash")
+    raw["quantization_config"] = raw["quantization_config"] | {"expert_dtype": raw.pop("expert_dtype")}
+    assert to_official(raw)[0]["expert_dtype"] == "fp4"
+    with pytest.raises(CheckpointError, match="expert_dtype"):
+        to_official(raw | {"expert_dtype": "fp8"})
 
 
 def test_nvfp4_quantization_in_both_spellings():
