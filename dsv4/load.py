@@ -138,8 +138,15 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool
             + (" (its mtp.* tensors are DSpark draft stages, which this does not run)" if inventory.has_dspark else "")
         )
     _check_expert_dtype(inventory)
-    with torch.device("meta"):
-        model = Model(config, numerics, backend, lambda name: _storage(inventory, numerics, config, name), mtp)
+    try:
+        with torch.device("meta"):
+            model = Model(config, numerics, backend, lambda name: _storage(inventory, numerics, config, name), mtp)
+    except RuntimeError as error:  # more bytes than 64 bits count
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError(
+            f"config.json asks for a tensor that no machine holds ({str(error)[:120]}); correct a width"
+        ) from None
     model.inventory, model.ledger = inventory, LoadLedger()
     model.ledger.account(
         pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory)

@@ -70,7 +70,8 @@ class Ring(TokenRows):
             ("before", self.keep),
             lambda: step.start.unsqueeze(1) + torch.arange(-self.keep, 0, device=step.device),
         )
-        before, values = self.fetch(before, values.dtype).view(step.B, self.keep, -1), values.view(step.B, step.T, -1)
+        shape = step.B, -1, values.shape[-1]
+        before, values = self.fetch(before, values.dtype).view(shape), values.view(shape)  # a window of 1 keeps none
         staged = torch.cat((before, values), 1).flatten(0, 1)
         last = min(step.T, self.R)
         self.store(self._slots(step, ("last", last), lambda: step.pos[:, -last:]), values[:, -last:].flatten(0, 1))

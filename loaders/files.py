@@ -5,6 +5,7 @@ readable alone, peak memory must be the model plus one tensor, and a broken file
 """
 
 import json
+import os
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -71,9 +72,13 @@ def open_checkpoint(path: str | Path) -> Files:
     two shards, and an index that disagrees with its shards.
     """
     root = Path(path)
-    if not root.is_dir():
+    try:
+        is_directory = root.is_dir()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(root)[:80]} cannot be opened: {error}") from None
+    if not is_directory:
         raise CheckpointError(f"{root} is not a directory; expected a checkpoint directory with config.json")
-    if (root / INDEX).exists():
+    if os.path.lexists(root / INDEX):  # a broken link is an index that cannot be read, not none
         return _open_sharded(root)
     found = sorted(root.glob("*.safetensors"))
     if (root / SINGLE).exists():
@@ -90,6 +95,12 @@ def _open_sharded(root: Path) -> Files:
     if not isinstance(wanted, dict) or not all(isinstance(shard, str) for shard in wanted.values()):
         raise CheckpointError(f"{INDEX} has no weight_map from tensor names to file names; it is damaged")
     names = sorted(set(wanted.values()))
+    outside = [n for n in names if n in ("", ".", "..") or "/" in n or "\\" in n or "\0" in n]
+    if outside:
+        raise CheckpointError(
+            f"{INDEX} names {outside[0]!r:.80}; expected names of files beside it, without a path, so that nothing "
+            "outside the checkpoint is read"
+        )
     missing = [n for n in names if not (root / n).is_file()]
     if missing:
         raise CheckpointError(f"{len(missing)} of {len(names)} shards are missing: {some(missing)}; fetch them again")
@@ -110,8 +121,12 @@ def _open_sharded(root: Path) -> Files:
 
 def read_header(file: Path) -> dict[str, FileTensor]:
     """Tensors of one safetensors file. Raises CheckpointError for anything the format forbids."""
-    size = file.stat().st_size
-    with open(file, "rb") as f:
+    try:
+        size = file.stat().st_size
+        opened = open(file, "rb")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    with opened as f:
         prefix = f.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
@@ -179,6 +194,8 @@ def read_json(file: Path) -> dict:
         return parse_json(file.read_bytes(), file.name)
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}") from None
+    except OSError as error:  # a loop of links, a directory, a file that may not be read
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def parse_json(text: bytes, where: str) -> dict:

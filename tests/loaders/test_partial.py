@@ -13,22 +13,24 @@ from dsv4.config import ModelConfig
 from dsv4.loaders import partial
 from dsv4.loaders.convert import convert
 from dsv4.loaders.errors import WriteError
+from dsv4.loaders.stopping import Stopped, stopped_by_signals
 from tests import checkpoints
 
 CONFIG = ModelConfig.from_official(checkpoints.SMALL)
 SHARD = 200_000
 # A conversion that stops itself by a signal as soon as `shards` shards are recorded and the next one is begun.
 CHILD = """
-import os, signal, sys
+import os, sys
+from pathlib import Path
 from dsv4.loaders import partial, write
-real = write._bytes
+source, out, shards, number = sys.argv[1:]
+real, record = write._bytes, Path(out).parent / ".out.partial" / partial.RECORD
 def stop(name, value, dtype, shape):
-    record = partial.Path(sys.argv[2]).parent / ".out.partial" / partial.RECORD
-    if record.exists() and len(partial.json.loads(record.read_text())["shards"]) == int(sys.argv[3]):
-        os.kill(os.getpid(), int(sys.argv[4]))
+    if record.exists() and len(partial.json.loads(record.read_text())["shards"]) == int(shards):
+        os.kill(os.getpid(), int(number))
     return real(name, value, dtype, shape)
 write._bytes = stop
-sys.argv = ["dsv4", "convert", sys.argv[1], sys.argv[2], "--to", "nvfp4", "--max-shard", "200000"]
+sys.argv = ["dsv4", "convert", source, out, "--to", "nvfp4", "--max-shard", "200000"]
 from dsv4.cli import main
 main()
 """
@@ -61,11 +63,22 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_process_that_is_asked_to_end_leaves_nothing(official, tmp_path, number):
-    done = stopped(official, tmp_path / "out", number)
+def test_a_process_that_is_asked_to_end_leaves_nothing(official, tmp_path):
+    done = stopped(official, tmp_path / "out", signal.SIGTERM)
     assert list(tmp_path.iterdir()) == [] and "Traceback" not in done.stderr
-    assert done.returncode == (130 if number == signal.SIGINT else 128 + number)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_each_signal_raises_once_and_its_handler_comes_back(number):
+    before = signal.getsignal(number)
+    with pytest.raises((Stopped, KeyboardInterrupt)) as caught, stopped_by_signals():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)  # while the first is being cleaned up after
+    assert signal.getsignal(number) is before
+    assert number == signal.SIGINT or caught.value.code == 128 + number
 
 
 def test_what_a_kill_left_is_named_with_its_size_and_both_ways_out(official, left, command_line):
