@@ -1,6 +1,7 @@
 """safetensors headers are believed only where every byte is accounted for."""
 
 import json
+import re
 import struct
 
 import pytest
@@ -197,3 +198,40 @@ def test_a_folder_without_weights(tmp_path):
 def test_one_duplicate_among_many_names_is_found_at_once():
     names = [f'"layers.{i}":0' for i in range(100_000)]
     refused("has layers.77 twice$", lambda: parse_json(("{" + ",".join([*names, names[77]]) + "}").encode(), "header"))
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/hostname", "a/b.safetensors", ".."])
+def test_an_index_names_files_beside_it_only(official, copy_of, name):
+    path = copy_of(official)
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"][next(iter(index["weight_map"]))] = name
+    (path / INDEX).write_text(json.dumps(index))
+    refused(f"names '{name}'; expected names of files beside it, without a path", lambda: open_checkpoint(path))
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_a_config_that_is_a_loop_of_links_is_one_line(official, copy_of, command_line, command):
+    path = copy_of(official)
+    (path / "config.json").unlink()
+    (path / "config.json").symlink_to("config.json")
+    more = [path.parent / "out", "--to", "bf16"] if command == "convert" else []
+    code, _, err = command_line(command, path, *more)
+    assert code == 2 and err.count("\n") == 1 and "config.json cannot be read: Too many levels" in err
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"n_routed_experts": 10**8}, "asks for n_routed_experts 100000000 .* the file holds 436, of 6 experts in 5 l"),
+        ({"num_nextn_predict_layers": 64}, "the file holds 436"),
+        ({"vocab_size": 10**12}, r"vocab_size = 1000000000000; expected a number below 1e\+12"),
+        ({"hc_mult": 10**6}, "asks for a tensor that no machine holds"),
+    ],
+)
+def test_sizes_far_beyond_the_file_are_refused_before_they_cost_anything(
+    official, copy_of, command_line, change, message
+):
+    from tests import checkpoints
+
+    code, _, err = command_line("inspect", checkpoints.edit_config(copy_of(official), **change))
+    assert code == 2 and err.count("\n") == 1 and re.search(message, err)
