@@ -5,6 +5,7 @@ is not scaled and has no value.
 """
 
 import torch
+from einops import rearrange
 
 from dsv4.kernels.cache_rows import PackedRows, decode_rows, read_rows
 
@@ -106,10 +107,9 @@ def _hca_tile(q, window, window_index, entries, visible, sink, scale):
     rows, absent = gather_rows(window, window_index)
     logits = torch.empty(B, T, H, W + n + 1, dtype=torch.float32, device=q.device)
     logits[..., -1] = sink
-    near = torch.bmm(queries.reshape(B * T, H, D), rows.transpose(1, 2)).masked_fill_(
-        absent.unsqueeze(1), float("-inf")
-    )
-    logits[..., :W] = near.view(B, T, H, W)
+    near = torch.bmm(rearrange(queries, "b t h d -> (b t) h d"), rows.transpose(1, 2))
+    near.masked_fill_(absent.unsqueeze(1), float("-inf"))
+    logits[..., :W] = rearrange(near, "(b t) h w -> b t h w", b=B)
     entry = torch.arange(n, device=q.device)
     seen = visible.amax(1)
     step = max(64, SCRATCH_BYTES // (8 * B * D))
@@ -119,12 +119,12 @@ def _hca_tile(q, window, window_index, entries, visible, sink, scale):
         unseen = (entry[tile] >= visible.unsqueeze(-1)).unsqueeze(2)
         logits[..., W + tile.start : W + tile.stop] = far.view(B, T, H, -1).masked_fill_(unseen, float("-inf"))
     p = torch.softmax(logits, -1)
-    out = torch.bmm(p[..., :W].reshape(B * T, H, W), rows).view(B, T * H, D)
+    out = rearrange(torch.bmm(rearrange(p[..., :W], "b t h w -> (b t) h w"), rows), "(b t) h d -> b (t h) d", b=B)
     for e in range(0, n, step):
         tile = slice(e, min(e + step, n))
         far = p[..., W + tile.start : W + tile.stop].reshape(B, T * H, -1)
         out = torch.baddbmm(out, far, _live_rows(entries[:, tile], entry[tile], seen))
-    return out.view(B, T, H, D).to(q.dtype)
+    return rearrange(out, "b (t h) d -> b t h d", h=H).to(q.dtype)
 
 
 def _live_rows(entries: torch.Tensor, entry: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Which blocks of a long cache a query reads: scores of the distant blocks, and the keep-set."""
 
 import torch
+from einops import rearrange
 
 from dsv4.kernels.block_choice.policy import Policy
 from dsv4.kernels.errors import UnsupportedInput
@@ -29,8 +30,7 @@ def block_scores(
     in `grouped_attention`.
     """
     (B, T, H, D), (KV, N) = q.shape, (mean if policy.selector == "mean" else low).shape[1:3]
-    # [B, KV, T, G, D]
-    heads = q.float().view(B, T, KV, H // KV, D).transpose(1, 2)
+    heads = rearrange(q.float(), "b t (kv g) d -> b kv t g d", kv=KV)
     if policy.selector == "mean":
         scores = heads.mean(3) @ mean.float().transpose(-1, -2)
     else:

@@ -4,6 +4,7 @@ before."""
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 
 from dsv4.kernels.chunked_prefill.chunking import Chunking, Memory, check, empty_memory
 from dsv4.kernels.errors import UnsupportedInput
@@ -50,7 +51,7 @@ def attend_chunk(q, keys, values, first: int, past: Memory, scale: float):
     """Both phases for one chunk: q [n, H, D] at `first`, keys and values [KV, ·, D] of its row. Returns (out [n, H, D],
     what phase 1 gave its keys [KV, n], scores of the memory with what it was given [KV, M])."""
     (n, H, D), KV = q.shape, len(keys)
-    mine = q.float().view(n, KV, -1, D).permute(1, 2, 0, 3)  # [KV, G, n, D]
+    mine = rearrange(q.float(), "n (kv g) d -> kv g n d", kv=KV)
     own, own_v = (t[:, None, first : first + n].float() for t in (keys, values))
     s, total = attend(mine, own, own_v, scale, torch.ones(n, n, dtype=torch.bool, device=q.device).tril())
     mass, scores = column_sums(s, total), past.scores
@@ -59,7 +60,8 @@ def attend_chunk(q, keys, values, first: int, past: Memory, scale: float):
         s, part = attend(mine, *(t.gather(1, rows).unsqueeze(1).float() for t in (keys, values)), scale)
         total = fuse(total, part)
         scores = scores + column_sums(s, total)
-    return (total.o / total.l.unsqueeze(-1)).permute(2, 0, 1, 3).reshape(n, H, D).to(q.dtype), mass, scores
+    o = rearrange(total.o / total.l.unsqueeze(-1), "kv g n d -> n (kv g) d")
+    return o.to(q.dtype), mass, scores
 
 
 def chunked_prefill(

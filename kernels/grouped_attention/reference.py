@@ -1,6 +1,7 @@
 """Grouped-query attention over a position-addressed cache, all keys up to the query's own position."""
 
 import torch
+from einops import rearrange
 
 from dsv4.kernels.grouped_attention.termination import Termination, newest_first, traverse
 
@@ -52,10 +53,11 @@ def _attend(q, keys, values, position, first, scale, read=None) -> torch.Tensor:
     step = max(1, SCRATCH_BYTES // (4 * B * H * S))
     for t in range(0, T, step):
         s = slice(t, t + step)
-        heads = q[:, s].float().view(B, -1, KV, H // KV, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, KV, G·t, D]
+        heads = rearrange(q[:, s].float(), "b t (kv g) d -> b kv (g t) d", kv=KV)
         seen = (place <= position[:, s].unsqueeze(-1)) & (place >= first[:, s].unsqueeze(-1))  # [B, t, S]
         seen = seen[:, None, None] if read is None else (seen.unsqueeze(2) & read[:, s]).transpose(1, 2).unsqueeze(2)
-        logits = (heads @ k.transpose(-1, -2) * scale).unflatten(2, (H // KV, -1)).masked_fill(~seen, float("-inf"))
-        o = torch.softmax(logits, -1).flatten(2, 3) @ v
-        out[:, s] = o.unflatten(2, (H // KV, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        logits = rearrange(heads @ k.transpose(-1, -2) * scale, "b kv (g t) s -> b kv g t s", g=H // KV)
+        p = torch.softmax(logits.masked_fill(~seen, float("-inf")), -1)
+        o = rearrange(p, "b kv g t s -> b kv (g t) s") @ v
+        out[:, s] = rearrange(o, "b kv (g t) d -> b t (kv g) d", g=H // KV).to(q.dtype)
     return out

@@ -7,6 +7,7 @@ doubly stochastic matrix, which Sinkhorn's iteration makes.
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 
 def stream_statistics(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
@@ -42,7 +43,7 @@ def mix(m: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, n: int, iters:
     """
     pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + eps
     post = 2 * torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = sinkhorn((m[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n)), iters, eps)
+    comb = sinkhorn(rearrange(m[:, 2 * n :] * scale[2] + base[2 * n :], "t (j k) -> t j k", j=n), iters, eps)
     return pre, post, comb
 
 
@@ -69,7 +70,7 @@ def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb:
     streams.dtype, computed in fp32.
     """
     spread = post.unsqueeze(-1) * out.unsqueeze(1).float()
-    return torch.baddbmm(spread, comb.transpose(1, 2), streams.float()).to(streams.dtype)
+    return torch.baddbmm(spread, rearrange(comb, "t j k -> t k j"), streams.float()).to(streams.dtype)
 
 
 def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Tensor:
