@@ -312,7 +312,7 @@ def _rope_scaling(reader: "Reader") -> Yarn | Linear | Llama3 | None:
                 "begins and ends at whole pairs: remove it"
             )
         raise ConfigError(f"rope_scaling of type {kind!r} has {key!r:.60}, which it does not use; remove it")
-    return scaling(**_scaling_numbers(kind, raw, wanted)) if scaling else None
+    return scaling(**_scaling_numbers(str(kind), raw, wanted)) if scaling else None
 
 
 def _scaling_numbers(kind: str, raw: Mapping, wanted: dict[str, type]) -> dict:

@@ -104,6 +104,8 @@ def read_config(root: Path) -> tuple[dict, dict]:
 
 def to_official(raw: Mapping) -> tuple[dict, dict]:
     """Any form → (official dictionary, {official key: where a derived or default value came from})."""
+    out: dict
+    notes: dict
     match config_form(raw):
         case "official":
             out, notes = dict(raw), {}

@@ -202,7 +202,8 @@ class Converter:
             partners = [self.inventory.read_packed(p, packed.block) for p in self._partners(base)]
             if any(p.format is not stored for p in partners):
                 return None
-            k_max = max(int(p.scale.view(torch.uint8).max()) for p in partners) - 127
+            scales = [p.scale for p in partners if p.scale is not None]
+            k_max = max(int(scale.view(torch.uint8).max()) for scale in scales) - 127
             if any(mxfp4_to_nvfp4(p.weight, p.scale, k_max)[3] for p in partners):
                 return None  # partners share a global scale, so that both keep their codes or neither does
             weight, scale, glob, _ = mxfp4_to_nvfp4(packed.weight, packed.scale, k_max)
@@ -242,7 +243,7 @@ class Converter:
 
     def _tensors(self, base: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
         """A packed matrix as the tensors of a file, by official name."""
-        if packed.format is WeightFormat.NVFP4:
+        if packed.global_scale is not None:
             return {
                 f"{base}.weight": packed.weight,
                 f"{base}.weight_scale": packed.scale,

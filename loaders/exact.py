@@ -86,11 +86,10 @@ def _nvfp4(value: torch.Tensor, glob: torch.Tensor) -> PackedWeight:
     """value [O, K] at a global scale: each block takes the first E4M3 scale that changes none of its values, else the
     official one."""
     blocks = value.unflatten(-1, (-1, NVFP4_BLOCK))
-    scale, done = None, None
-    for largest in LARGEST:
+    scale, done = _blocks_at(blocks, glob, LARGEST[0])  # the official scale
+    for largest in LARGEST[1:]:
         found, exact = _blocks_at(blocks, glob, largest)
-        scale = found if scale is None else torch.where(exact & ~done, found, scale)
-        done = exact if done is None else done | exact
+        scale, done = torch.where(exact & ~done, found, scale), done | exact
     step = (scale * glob).unsqueeze(-1)
     code = encode_e2m1(torch.where(step > 0, blocks / step, 0)).flatten(-2)
     return PackedWeight(WeightFormat.NVFP4, pack_e2m1(code), scale.to(torch.float8_e4m3fn), glob.view(1))

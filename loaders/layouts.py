@@ -230,7 +230,10 @@ HYBRID = Layout(
             _mtp_rule(),
         ]
     ),
-    tuple(re.compile(rf"model\.layers\.{N}\.(?:ffn|mlp)\.experts\.{leaf}") for leaf in ("gate_up_proj", "down_proj")),
+    (
+        re.compile(rf"model\.layers\.{N}\.(?:ffn|mlp)\.experts\.gate_up_proj"),
+        re.compile(rf"model\.layers\.{N}\.(?:ffn|mlp)\.experts\.down_proj"),
+    ),
 )
 LAYOUTS = (_OFFICIAL, _official("model."), TRANSFORMERS, HYBRID)
 
