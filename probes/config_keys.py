@@ -14,7 +14,14 @@ NO_EFFECT = {  # keys that nothing needs to read, and why
     "max_batch_size": "the caller's choice",
     "max_seq_len": "the caller's choice",
     **dict.fromkeys(
-        ("initializer_range", "attention_dropout", "output_router_logits", "router_aux_loss_coef"), TRAINING
+        (
+            "initializer_range",
+            "attention_dropout",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "router_jitter_noise",
+        ),
+        TRAINING,
     ),
     **{f"dspark_{key}": DSPARK for key in ("block_size", "noise_token_id", "target_layer_ids", "markov_rank")},
     "quantization_config.activation_scheme": "activations are quantised by the numerics chosen",
@@ -40,10 +47,10 @@ FIXED = {
     # all there is
     "hidden_act": "silu",
     "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
     "attention_bias": False,
 }
 YARN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}  # where a config states none
 SPECIFIED = {
     *FIXED,
     "vocab_size",
@@ -74,7 +81,9 @@ SPECIFIED = {
     "rope_theta",
     "compress_rope_theta",
     "rope_scaling",
-    *(f"rope_scaling.{key}" for key in ("type", *YARN)),
+    *(f"rope_scaling.{key}" for key in ("type", *YARN, "low_freq_factor", "high_freq_factor")),
+    "mlp_layer_types",
+    "tie_word_embeddings",
     "max_position_embeddings",
     "num_nextn_predict_layers",
     "quantization_config.weight_block_size",

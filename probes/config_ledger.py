@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.errors import ConfigError
-from dsv4.probes.config_keys import FIXED, IN_MODULES, NO_EFFECT, SCALES, SPECIFIED, WIDTHS, YARN
+from dsv4.probes.config_keys import FIXED, IN_MODULES, NO_EFFECT, SCALES, SPECIFIED, WIDTHS, YARN_DEFAULTS
 from dsv4.probes.oracle.attention import frequencies
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
@@ -254,8 +254,13 @@ def _holds(read, stated) -> bool:
 def rotary(raw: dict) -> SimpleNamespace:
     """What the rotation needs, from config.json alone."""
     scaling = raw.get("rope_scaling") or {}
-    yarn = SimpleNamespace(**{key: scaling[key] for key in YARN}) if "factor" in scaling else None
-    return SimpleNamespace(**{k: raw[k] for k in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")}, yarn=yarn)
+    kind = scaling.get("type", scaling.get("rope_type"))
+    numbers = SimpleNamespace(**(YARN_DEFAULTS if kind == "yarn" else {}) | scaling)
+    return SimpleNamespace(
+        **{k: raw[k] for k in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")},
+        yarn=numbers if kind == "yarn" else None,
+        stretch=numbers if kind in ("linear", "llama3") else None,
+    )
 
 
 def effective_config(subject: Subject) -> ModelConfig:
@@ -342,10 +347,11 @@ def effective(config: ModelConfig, key: str, requested):
             return list(config.eos_token_id) if isinstance(requested, list) else (config.eos_token_id or (None,))[0]
         case "quantization_config.weight_block_size":
             return list(config.weight_block_size)
+    scaling = config.yarn or config.stretch
     if key == "rope_scaling":
-        return requested if config.yarn is None else config.yarn
+        return requested if scaling is None else scaling
     if key.startswith("rope_scaling."):
-        return getattr(config.yarn, key.partition(".")[2], requested if config.yarn else "none")  # `type` has no field
+        return getattr(scaling, key.partition(".")[2], requested if scaling else "none")  # `type` has no field
     return FIXED[key] if key in FIXED else getattr(config, key, requested)
 
 
