@@ -29,7 +29,7 @@ def stated(site: Site, **changes) -> None:
 @mutation("1.1", bugs=(14,), parts=("rope_scaling", "base compress"), probes=("config_ledger",))
 def rope_scaling_ignored(site: Site) -> None:
     """rope_scaling is never read: no YaRN anywhere, drift at long context."""
-    site.patch(configuration, "_rope_scaling", lambda raw: None)
+    site.patch(configuration, "_rope_scaling", lambda reader: reader.optional("rope_scaling", None) and None)
 
 
 @mutation("1.1", bugs=(40,), parts=("compress_rope_theta",), probes=("config_ledger",))
