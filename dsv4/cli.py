@@ -9,6 +9,7 @@ import typer
 
 from dsv4 import __version__, checkpoint_commands, commands
 from dsv4.bill.cli import regime_app
+from dsv4.demo import demo
 from dsv4.errors import Dsv4Error
 from dsv4.help import dress
 from dsv4.probes.cli import audit_app  # the command line alone knows the engine and the probes above it
@@ -32,7 +33,7 @@ app = typer.Typer(
 app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implementation of it.")
 app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 for function in (
-    *(commands.generate, commands.batch),
+    *(demo, commands.generate, commands.batch),
     *(checkpoint_commands.inspect, checkpoint_commands.plan, checkpoint_commands.convert),
     *(recall, fidelity, sparse_prefill, termination),
 ):

@@ -8,7 +8,7 @@ import sys
 from types import MethodType
 
 ORDER = (
-    *("generate", "batch", "inspect", "plan", "convert"),
+    *("demo", "generate", "batch", "inspect", "plan", "convert"),
     *("audit", "recall", "fidelity", "sparse-prefill", "termination", "regime"),
 )
 GROUPS = {  # heading → names of parameters; a name of one command only may stand with its command: 'batch.rows'
@@ -31,6 +31,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may st
 }
 EXAMPLES = {
     "": ('dsv4 generate demo --prompt "The lightning indexer"', "dsv4 plan flash --device h100 --gpus 2"),
+    "demo": ("dsv4 demo", 'dsv4 demo --prompt "The chemical symbol of gold is"'),
     "generate": (
         'dsv4 generate demo --prompt "The lightning indexer"',
         "dsv4 generate demo --prompt-file prompt.txt --max-new-tokens 64 --json",
@@ -76,10 +77,10 @@ EXAMPLES = {
         "dsv4 termination demo_gqa --context 2K",
         "dsv4 termination demo_gqa --policy block-bound --budget 1K --looser 1e-3",
     ),
-    "regime": ("dsv4 regime measure --device cuda", "dsv4 regime map audits/regime_h100.json --capacity 141G"),
+    "regime": ("dsv4 regime measure --device cuda", "dsv4 regime map audits/regime/gqa/h100/regime_h100.json --capacity 141G"),
     "regime measure": ("dsv4 regime measure --device cuda", "dsv4 regime measure --model csa --batches 1,4"),
     "regime map": (
-        "dsv4 regime map audits/regime_h100.json --name H200 --bandwidth 4.8T --capacity 141G",
+        "dsv4 regime map audits/regime/gqa/h100/regime_h100.json --name H200 --bandwidth 4.8T --capacity 141G",
         "dsv4 regime map audits/regime_csa_h100.json --name B200 --bandwidth 8T --force",
     ),
 }

@@ -5,7 +5,7 @@
 
 Each line is a `dsv4 audit` of its own, `--jobs` at a time: each on its own share of the processors and, of several
 GPUs, on the one with the fewest audits. Kernels of Triton are compiled once, by all processors, before the first.
-Writes <checkpoint>_matrix_<device>.md and .json to DIR (audits) after every audit that ends. Exit code 0 only if all of
+Writes <checkpoint>_matrix_<device>.md and .json to DIR after every audit that ends. Exit code 0 only if all of
 them ran to their end with something measured and nothing red.
 """
 
@@ -33,6 +33,7 @@ from dsv4.probes.machine import gpu_names
 from dsv4.probes.result import Status
 from dsv4.probes.subjects.files import FilesSubject
 from scripts.bench import report
+from scripts.places import folder
 
 SCRIPT = "scripts/audit_matrix.py"
 # numerics, window rows and entries, index keys; packed caches are audited in the numerics that round as they do
@@ -63,7 +64,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="audits that ended, kept in FILE; absent or of the same commit, device and checkpoint",
     )
-    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     return parser.parse_args(given)
 
 
@@ -210,6 +211,7 @@ def main(given: list[str] | None = None) -> int:
     before = {tuple(row[key] for key in KEYS): row for _, row in kept.held}
     rows = {one: before[one] for one in asked if one in before}
     left = [one for one in asked if one not in rows]
+    args.out = folder(args.out, "audit", name, slug)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.device == "cuda" and any(backend == "triton" for backend, *_ in left):
         begun = time.monotonic()

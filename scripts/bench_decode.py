@@ -8,7 +8,7 @@ For each batch and context: ms a step and a layer, kernels, the bytes that a ste
 how often the host waited, Triton compiled or memory was allocated after warm-up. `--transformers N` times N layers of
 transformers' eager model beside it (0: not). `--prefill` times whole prompts of those lengths too, in the model's own
 chunks, batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes
-bench_decode_<device>.json, .md and .svg to DIR (audits). Exit code 1 when a step was not clean.
+bench_decode_<device>.json, .md and .svg to DIR. Exit code 1 when a step was not clean.
 
     python scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound [--attention-tokens 4096]
     [--layers 28]
@@ -32,6 +32,7 @@ from scripts.bench import decode_gqa, decode_report, report
 from scripts.bench.decode import STEPS, measure_point, profile_point, transformers_eager
 from scripts.bench.decode_prefill import measure_prefill
 from scripts.bench.timing import Clock, measure_machine
+from scripts.places import folder
 
 SCRIPT = "scripts/bench_decode.py"
 EXPERTS = 16  # of transformers' model, whose bf16 stacks of 256 would not leave room
@@ -59,7 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--transformers", type=int, default=5, metavar="N")
     parser.add_argument("--prefill", type=counts, default=[], metavar="TOKENS")
-    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     args = parser.parse_args()
     args.gqa = args.dummy_weights in GEOMETRIES
     args.layers = args.layers or (None if args.gqa else 16)
@@ -73,6 +74,7 @@ def main() -> int:
         return 2
     machine, about = measure_machine(Clock()), report.provenance(SCRIPT)
     release()
+    args.out = folder(args.out, "decode", args.dummy_weights, machine.device)
     if args.gqa:
         return policies(args, machine, about)
     transformers, failed = None, []

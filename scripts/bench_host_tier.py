@@ -2,7 +2,7 @@
 link.
 
     python scripts/bench_host_tier.py [--parts grouped decode entries flash] [--context 1M] [--layers 28] [--locality
-    0.9] [--out audits]
+    0.9] [--out DIR]
 
 grouped: keys and values of Qwen2.5-7B's shape (28 query heads, 4 KV heads × 128, bf16), 60 GB at 1M tokens and 28
 layers: a step's attention in all layers as one captured graph, and the whole cache streamed. decode: the same cache
@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.errors import Dsv4Error
 from dsv4.memory import parse_count
 from scripts.bench import host_tier, host_tier_model, host_tier_report
-from scripts.bench.report import device_slug, provenance
+from scripts.bench.report import provenance
+from scripts.places import device_slug, folder
 
 PARTS = ("grouped", "decode", "entries", "flash")
 
@@ -57,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flash-layers", type=int, default=6, help="of Flash widths, 3.6 GB each")
     parser.add_argument("--locality", type=float, nargs="+", default=[0.5, 0.9, 0.99])
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each row")
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "audits")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     return parser.parse_args()
 
 
@@ -106,11 +107,12 @@ def main() -> int:
     return 0
 
 
-def write(report: dict, out: Path) -> str:
+def write(report: dict, out: Path | None) -> str:
     """The three files of what is there so far; returns the markdown."""
     # of CSA alone they have files of their own, and those of GQA models stay
     grouped = {"grouped", "decode"} & set(report)
     name = f"host_tier_{'' if grouped else 'csa_'}{device_slug(report['about']['device'])}"
+    out = folder(out, "host_tier", "qwen2.5-7b" if grouped else "flash", report["about"]["device"])
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     text = host_tier_report.markdown(report)

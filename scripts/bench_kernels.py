@@ -8,7 +8,7 @@ time, and the exit code is 1. Then ours and each installed peer (`scripts/peers.
 the environment variable PEERS) are timed with a cold L2 as CUDA-graph replays; at the end the kernels of rows that
 missed their goal are profiled. --from judges the figures of an earlier run by the present goals beside peers, and draws
 its report again, where it stands; it measures nothing. With --journal a run that was cut off goes on where it stopped,
-when it is called again. Writes bench_kernels_[PART_]<device>.json, .md and .svg to DIR (audits).
+when it is called again. Writes bench_kernels_[PART_]<device>.json, .md and .svg to DIR.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from scripts.bench.journal import CRASHED, Journal, supervise
 from scripts.bench.measure import DeviceLost, Result, examine, measure
 from scripts.bench.row import Row
 from scripts.bench.timing import Clock, measure_machine
+from scripts.places import folder
 
 SCRIPT = "scripts/bench_kernels.py"
 PROFILE = "profile"  # the part of a row that comes when all are timed
@@ -70,7 +71,7 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="print rows with floors and goals; needs no GPU")
     parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
-    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     parser.add_argument("--journal", type=Path, help="what is done, kept in FILE; absent or of the same run")
     parser.add_argument(
         "--from", dest="source", metavar="FILE", type=Path, help="draw an earlier run's report again, from its JSON"
@@ -141,6 +142,7 @@ def run(args, journal: Journal) -> int:
         flush=True,
     )
     stem = "_".join(filter(None, ("bench_kernels", args.name, report.device_slug(machine.device))))
+    out = folder(args.out, "kernels", args.name or "flash", machine.device)
     ready = lambda: [journal.results[row.name] for row in rows if row.name in journal.results]
     for row in rows:
         if row.name in journal.results:
@@ -168,7 +170,7 @@ def run(args, journal: Journal) -> int:
             return CRASHED
         print(f"{time.monotonic() - begun:5.0f} s {report.console(journal.results[row.name])}", flush=True)
         report.write(
-            args.out, stem, report.document(ready(), machine, about), report.markdown(ready(), machine, about), None
+            out, stem, report.document(ready(), machine, about), report.markdown(ready(), machine, about), None
         )
     for row in rows:
         result = journal.results.get(row.name)
@@ -178,7 +180,7 @@ def run(args, journal: Journal) -> int:
             journal.done(result)
     results = ready()
     report.write(
-        args.out,
+        out,
         stem,
         report.document(results, machine, about),
         report.markdown(results, machine, about),

@@ -21,7 +21,7 @@ was cut off goes on where it stopped, when it is called again. `--record` writes
 traces of a checkpoint's own text. `--from` measures nothing: it draws the report of a race again, or that of several of
 one model, commit and device whose batches differ, under the first one's name. KIND is 'mixed' or 'stationary'. Writes
 bench_speculation_[<checkpoint>_[traces_]]<device>.json, .md and .svg and
-speculation_costs_[<checkpoint>_[traces_]]<device>.json, a table for `dsv4 generate --draft-costs`, to DIR (audits).
+speculation_costs_[<checkpoint>_[traces_]]<device>.json, a table for `dsv4 generate --draft-costs`, to DIR.
 Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
@@ -40,6 +40,7 @@ from scripts.bench import report, speculation_gpu, speculation_race, speculation
 from scripts.bench.speculation_journal import SpeculationJournal
 from scripts.bench.speculation_race import Race
 from scripts.bench_speculation_sim import named_trace
+from scripts.places import folder
 
 SCRIPT = "scripts/bench_speculation.py"
 numbers = lambda text: [int(n) for n in text.split(",")]
@@ -62,7 +63,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--record-out", type=Path, default=speculation_traces.FOLDER)
     parser.add_argument("--from", dest="reports", nargs="+", type=Path, metavar="REPORT.json")
     parser.add_argument("--journal", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     return parser.parse_args(given)
 
 
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.reports is not None:
         found = speculation_race.read(args.reports, [*speculation_traces.default_traces(), *given_traces(args)])
-        found.write(args.out, args.reports[0].stem.removeprefix(speculation_race.STEM))
+        found.write(args.out or args.reports[0].parent, args.reports[0].stem.removeprefix(speculation_race.STEM))
         return
     own_text = args.checkpoint is not None and not args.trace
     args.tokens = args.tokens or ([384] * len(args.batch) if own_text else [1536, 256, 256])
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
     journal = kept(args, about)
     if not resumed:
         say("{} rounds compiled ahead in {:.0f} s".format(*warm_device(args.dummy_weights, args.batch, args.context)))
+    args.out = folder(args.out, "speculation", args.dummy_weights, torch.cuda.get_device_name())
     model = load_dummy(
         args.dummy_weights, args.layers, backend="triton", device="cuda", cache="fp8", index_cache="fp4", mtp=True
     )
@@ -150,6 +152,7 @@ def loaded(args: argparse.Namespace, device: str):
     backend, name = "triton" if device == "cuda" else "cpu", args.checkpoint.resolve().name
     model = load_model(args.checkpoint, numerics=args.numerics, mtp=True, device=device, backend=backend)
     slug = report.device_slug(torch.cuda.get_device_name()) if device == "cuda" else device
+    args.out = folder(args.out, "speculation", name, slug)
     return model, name, f"{name}, {args.numerics} numerics, {backend} backend", slug
 
 

@@ -6,7 +6,7 @@
 Without --trace: synthetic ones, whose rates are assumptions, and those recorded of the demo checkpoint. KIND is 'mixed'
 or 'stationary' and says which goal applies.
 --padding replaces the table's share of cost that unused tokens of a pass still have. Writes
-speculation_sim_<table>.json, .md and .svg to DIR (audits); <table> is the file's name, with the padding if it was
+speculation_sim_<table>.json, .md and .svg to DIR; <table> is the file's name, with the padding if it was
 replaced. Exit code 0 whatever the verdicts, 2 for input that cannot be used.
 """
 
@@ -21,6 +21,7 @@ from dsv4.errors import InputError
 from dsv4.speculation import read_costs, read_trace
 from scripts.bench import report, speculation, speculation_report, speculation_traces
 from scripts.bench.speculation_costs import FOLDER
+from scripts.places import folder
 
 SCRIPT = "scripts/bench_speculation_sim.py"
 
@@ -34,7 +35,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     return parser.parse_args(given)
 
 
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     }
     about = report.provenance(SCRIPT)
     report.write(
-        args.out,
+        folder(args.out, "speculation", "simulated", "cpu"),
         f"speculation_sim_{stem}",
         speculation_report.document(points, about, setup, line),
         speculation_report.markdown(points, about, setup),

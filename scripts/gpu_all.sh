@@ -11,27 +11,31 @@
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
 # speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the bill of both kinds of
 # model and its map; host_tier: caches in host memory; host_waits: how often the host waits while the demo decodes with drafts. Parts run one
-# after another, because some are timed; each at most LIMIT seconds (default 600). Results go to ${OUT:-audits}.
+# after another, because some are timed; each at most LIMIT seconds (default 600). Results go to $OUT, or each to its
+# place in audits/ (scripts/places.py).
 # WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
 # JOURNALS: a folder; kernels, matrix, selftest and both parts of speculation, cut off, go on where they stopped when called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OUT=${OUT:-audits}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
 mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode regime host_tier host_waits)
 
+place() {  # KIND SUBJECT: where reports go that dsv4 itself writes
+  [ -n "${OUT:-}" ] && echo "$OUT" || "$python" -m scripts.places "$@"
+}
 audit() {
   local wrong=0 running=()
   for caches in "auto auto" "fp8 fp4"; do
     read -r cache index <<< "$caches"
     "$python" -m dsv4 audit run demo --backend triton --device cuda --numerics qat --cache "$cache" --index-cache "$index" \
-      --out "$OUT" &
+      --out "$(place audit demo)" &
     running+=($!)
   done
-  "$python" -m dsv4 audit run demo_gqa --backend triton --device cuda --numerics native --out "$OUT" &
+  "$python" -m dsv4 audit run demo_gqa --backend triton --device cuda --numerics native --out "$(place audit demo_gqa)" &
   running+=($!)
   for one in "${running[@]}"; do wait "$one" || wrong=1; done
   return $wrong
@@ -39,25 +43,25 @@ audit() {
 part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
-    kernels) "$python" scripts/bench_kernels.py --journal "$JOURNALS/kernels.jsonl" --out "$OUT" --without "$without" ;;
-    decode) "$python" scripts/bench_decode.py --prefill 8K,128K --out "$OUT" ;;
+    kernels) "$python" scripts/bench_kernels.py --journal "$JOURNALS/kernels.jsonl" ${OUT:+--out "$OUT"} --without "$without" ;;
+    decode) "$python" scripts/bench_decode.py --prefill 8K,128K ${OUT:+--out "$OUT"} ;;
     audit) audit ;;
-    matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$(nproc)" --limit "$LIMIT" --journal "$JOURNALS/matrix.jsonl" --out "$OUT" ;;
-    identity) "$python" scripts/measure_speculation.py --out "$OUT" ;;
-    together) "$python" scripts/measure_speculation.py --together --rows 8 --texts 16 --out "$OUT" ;;
-    selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --journal "$JOURNALS/selftest.jsonl" --out "$OUT" ;;
-    speculation) "$python" scripts/bench_speculation.py --journal "$JOURNALS/speculation.jsonl" --out "$OUT" ;;
-    speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --journal "$JOURNALS/speculation_text.jsonl" --out "$OUT" ;;
-    gqa_decode) "$python" scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound --batch 1 --context 128K,1M --out "$OUT" ;;
-    regime) "$python" -m dsv4 regime measure --out "$OUT"
-      "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$OUT" ;;
-    host_tier) "$python" scripts/bench_host_tier.py --out "$OUT" ;;
-    host_waits) "$python" scripts/measure_host_waits.py --out "$OUT" ;;
+    matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$(nproc)" --limit "$LIMIT" --journal "$JOURNALS/matrix.jsonl" ${OUT:+--out "$OUT"} ;;
+    identity) "$python" scripts/measure_speculation.py ${OUT:+--out "$OUT"} ;;
+    together) "$python" scripts/measure_speculation.py --together --rows 8 --texts 16 ${OUT:+--out "$OUT"} ;;
+    selftest) "$python" -m dsv4 audit selftest --backend triton --device cuda --journal "$JOURNALS/selftest.jsonl" --out "$(place selftest all)" ;;
+    speculation) "$python" scripts/bench_speculation.py --journal "$JOURNALS/speculation.jsonl" ${OUT:+--out "$OUT"} ;;
+    speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --journal "$JOURNALS/speculation_text.jsonl" ${OUT:+--out "$OUT"} ;;
+    gqa_decode) "$python" scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound --batch 1 --context 128K,1M ${OUT:+--out "$OUT"} ;;
+    regime) "$python" -m dsv4 regime measure --out "$(place regime gqa)"
+      "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$(place regime csa)" ;;
+    host_tier) "$python" scripts/bench_host_tier.py ${OUT:+--out "$OUT"} ;;
+    host_waits) "$python" scripts/measure_host_waits.py ${OUT:+--out "$OUT"} ;;
     *) echo "unknown part $1"; return 2 ;;
   esac
 }
 export python without
-export -f part audit
+export -f part audit place
 table=() failed=0
 for name in "${parts[@]}"; do
   echo "== $name"

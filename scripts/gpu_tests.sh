@@ -9,13 +9,14 @@
 # processes where pytest-xdist is installed; default: most of the processors, and no more than one for 10 GiB of GPU memory (twelve on
 # 80 GiB left two tests of long contexts without).
 #
-# A suite that fails or runs over LIMIT seconds (default 540) does not stop the others. Results go to ${OUT:-audits}:
+# A suite that fails or runs over LIMIT seconds (default 540) does not stop the others. Results go to $OUT (default: their place in audits/):
 # gpu_tests.json, and the logs as gpu_tests_logs.tar.gz. Needs the packages of pyproject.toml (torch >= 2.11) and, for the
 # oracle, transformers.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-out=${OUT:-audits} limit=${LIMIT:-540} python=${PYTHON:-python3}
+limit=${LIMIT:-540} python=${PYTHON:-python3}
+out=${OUT:-$("$python" -m scripts.places gpu_tests all)}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 mkdir -p "$out"

@@ -1,7 +1,7 @@
 """Whether caches in host memory change anything: logits and text of the demo checkpoints against the resident caches,
 bit for bit.
 
-    python scripts/measure_host_tier.py [--device cpu] [--prompt 2000] [--steps 48] [--out audits]
+    python scripts/measure_host_tier.py [--device cpu] [--prompt 2000] [--steps 48] [--out DIR]
 
 The prompt is the repository's own README. Every row decodes the same tokens, which the resident cache's greedy choice
 says, through both caches, with a rewind and another piece of prompt on the way. Writes
@@ -27,7 +27,8 @@ from dsv4.gqa.model import GQAModel
 from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import host_use
 from dsv4.tokenizer import Tokenizer
-from scripts.bench.report import device_slug, headline, provenance, size
+from scripts.bench.report import headline, provenance, size
+from scripts.places import device_slug, folder
 
 KEPT, PIECE = 512, 100  # tokens a GQA policy keeps; tokens of the piece of prompt on the way
 WAYS = [("demo_gqa", name, {}) for name in ("block-bound", "page-bound", "block-mean", "sink-window", None)]
@@ -169,7 +170,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--out", type=Path, default=ROOT / "audits")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     args = parser.parse_args()
     report = {
         "about": provenance("scripts/measure_host_tier.py"),
@@ -180,7 +181,8 @@ def main() -> int:
     for way in WAYS:
         report["rows"].append(compared(args, *way))
         print(json.dumps(report["rows"][-1]), file=sys.stderr, flush=True)
-    name = f"host_tier_identity_{device_slug(report['about']['device']) if args.device != 'cpu' else 'cpu'}"
+    device = "cpu" if args.device == "cpu" else report["about"]["device"]
+    name, args.out = f"host_tier_identity_{device_slug(device)}", folder(args.out, "host_tier", "demo", device)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.out / f"{name}.md").write_text(markdown(report))

@@ -6,7 +6,7 @@ response.
                                          cuda] [--out DIR]
 
 Runs what `dsv4 generate --speculate …` runs on a GPU, without a stop: either drafter, each policy, greedily and
-sampled. Writes host_waits_<device>.json and .md to DIR (audits); exit code 1 where a response that is longer made the
+sampled. Writes host_waits_<device>.json and .md to DIR; exit code 1 where a response that is longer made the
 host wait more often, or copies more a round.
 """
 
@@ -33,6 +33,7 @@ from dsv4.speculation.rounds import Rounds
 from dsv4.tokenizer import Tokenizer
 from scripts.bench import report
 from scripts.bench.waits import counted_syncs
+from scripts.places import folder
 
 SCRIPT, PROMPT = "scripts/measure_host_waits.py", "def quicksort(values):"
 ON_HOST = (
@@ -50,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--numerics", default="native")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     return parser.parse_args()
 
 
@@ -174,7 +175,7 @@ def main() -> int:
     }
     name = report.device_slug(about["device"] if model.device.type == "cuda" else "cpu")
     for path in report.write(
-        args.out,
+        folder(args.out, "speculation", args.checkpoint.resolve().name, name),
         f"host_waits_{name}",
         {"about": about, "setup": setup, "rows": rows},
         markdown(about, setup, rows),

@@ -8,7 +8,7 @@ this machine.
 Each text is continued plainly, then with either drafter, as `dsv4 generate` runs it and as a request of the batch
 engine beside the others. --together: as those commands do with it, a pass is verified as one append unless steps are
 captured, and rows of the engine decode as one batch, with drafts and without, beside plain rows alone; this rounds
-otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR (audits); exit code 1 when a
+otherwise than single steps do. Writes speculation_identity_<device>.json and .md to DIR; exit code 1 when a
 text differs where it should not (without --together).
 """
 
@@ -35,6 +35,7 @@ from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import Append, default
 from dsv4.tokenizer import Tokenizer
 from scripts.bench import report, speculation_traces
+from scripts.places import folder
 
 SCRIPT = "scripts/measure_speculation.py"
 DRAFTERS = {"mtp": MTPDrafter, "lookup": LookupDrafter}
@@ -49,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4, help="of the engine")
     parser.add_argument("--together", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("audits"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
     return parser.parse_args()
 
 
@@ -175,7 +176,8 @@ def main() -> int:
         *map(line, rows),
     ]
     name = f"speculation_identity_{report.device_slug(about['device'])}" + ("_together" if args.together else "")
-    for path in report.write(args.out, name, {"about": about, "rows": rows}, "\n".join(text), None):
+    out = folder(args.out, "speculation", args.checkpoint.resolve().name, about["device"])
+    for path in report.write(out, name, {"about": about, "rows": rows}, "\n".join(text), None):
         print(f"wrote {path}")
     return int(not args.together and any(row["same"] < row["texts"] for row in rows))
 

@@ -45,7 +45,7 @@ Weights = Annotated[
 
 @regime_app.command()
 def measure(
-    out: Out = Path("audits"),
+    out: Out = Path(),
     model: Annotated[
         str,
         choice(

@@ -8,7 +8,7 @@ from dsv4.speculation.cost_aware import CostAware
 from dsv4.speculation.costs import CostTable, read_costs
 from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Policy, Static
 
-COSTS = "audits/speculation_costs_h100.json, measured by scripts/bench_speculation.py"
+COSTS = "audits/speculation/flash/h100/speculation_costs_h100.json, measured by scripts/bench_speculation.py"
 # of ASBS
 PARAMETERS = {
     "weight": NUMBER,

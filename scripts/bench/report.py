@@ -15,6 +15,7 @@ from dsv4.errors import Dsv4Error
 from scripts.bench import assembled, beside, limits
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Machine
+from scripts.places import device_slug  # noqa: F401 (files and folders are called after it)
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = "not installed: "
@@ -45,12 +46,6 @@ def provenance(script: str) -> dict:
 
 def headline(about: dict) -> str:
     return f"{about['device']}, torch {about['torch']}, triton {about['triton']}, commit {about['commit']}"
-
-
-def device_slug(name: str) -> str:
-    """'NVIDIA H100 80GB HBM3' → 'h100': what files are called after."""
-    found = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+( \w+)?|T4)\b", name)
-    return re.sub(r"\W+", "_", (found[0] if found else name).lower())
 
 
 def us(value: float | None) -> str:

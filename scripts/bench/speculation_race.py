@@ -168,6 +168,10 @@ def _parsed(document: object, traces: Sequence[tuple[str, Trace]]) -> Race:
         )  # a token a round
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{error!r}; expected the JSON of a report of scripts/bench_speculation.py") from None
+    if not all(r.rounds for r in ran):
+        raise InputError(
+            "setup.ran has no rounds of its runs, which were left out; expected a report as it was written"
+        )
     if missing:
         raise InputError(
             f"about has no {', '.join(missing)}; expected the JSON of a report of scripts/bench_speculation.py"

@@ -1,8 +1,7 @@
 """MODEL_CARD.md of a trained checkpoint, from what was measured: nothing in it is typed by hand but the words around.
 
 python -m scripts.training.card demo DATA LOG.jsonl MEASURED.json … --hardware "one NVIDIA H200" --seconds 1967
---commit abc1234 python -m scripts.training.card demo_gqa DATA audits/train_gqa.jsonl MEASURED.json … --hardware …
---seconds … --commit …
+--commit abc1234 (demo_gqa alike)
 """
 
 import argparse
@@ -20,7 +19,8 @@ implementation can be tried on a laptop against real score distributions. It kno
 across
 thousands of tokens, and continues Python; it is not a useful assistant.
 
-Licence of the weights: that of this repository. They were trained on the texts listed below, under their own licences.
+Licence of the weights: MIT, as of the code ([LICENSE](../LICENSE)). They were trained on the texts listed below, which
+keep their own licences.
 """
 
 
@@ -34,7 +34,8 @@ cache sparsely loses, what stopping early costs and what a host-memory tier move
 learnt, with facts and
 needles that are really found. It is not a useful assistant.
 
-Licence of the weights: that of this repository. They were trained on the texts listed below, under their own licences.
+Licence of the weights: MIT, as of the code ([LICENSE](../LICENSE)). They were trained on the texts listed below, which
+keep their own licences.
 """
 
 
@@ -124,9 +125,9 @@ at commit {about["commit"]}.
 Matrices are trained by Muon, the rest by AdamW.
 
 {stages(log, {"loss": "next"})}
-Losses are nats a token at the stage's end, answers of needles weighted 6. The log and its plot: \
-`audits/train_gqa.jsonl`,
-`audits/train_gqa.svg`.
+Losses are nats a token at the stage's end, answers of needles weighted 6. The log is \
+`audits/training/demo_gqa/h200/train_gqa.jsonl`;
+`python -m scripts.training.plot` draws it.
 """
 
 
@@ -151,8 +152,9 @@ for the same number of parameters; both are compared at the same step.
         text
         + stages(log, {"loss": "next", "draft loss": "draft", "indexer KL": "indexer", "mass kept": "kept"})
         + (
-            "\nLosses are nats a token at the stage's end, answers of needles weighted 6. The logs and their plot: "
-            "`audits/train_demo.jsonl`, `audits/train_demo_window_only.jsonl`, `audits/train_demo.svg`.\n"
+            "\nLosses are nats a token at the stage's end, answers of needles weighted 6. The logs are "
+            "`audits/training/demo/h200/train_demo.jsonl` and\n"
+            "`audits/training/demo/h100/train_demo_window_only.jsonl`; `python -m scripts.training.plot` draws them.\n"
         )
     )
 

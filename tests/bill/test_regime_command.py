@@ -172,7 +172,15 @@ def test_a_map_of_csa_has_files_of_its_own(measured, command_line, tmp_path):
     _, folder = measured
     command_line("regime", "map", folder / "regime_cpu.json", "--name", "H200", "--out", tmp_path)
     gqa = (tmp_path / "regime_h200.json").read_text()
-    code, out, _ = command_line("regime", "map", AUDITS / "regime_csa_h100.json", "--name", "H200", "--out", tmp_path)
+    code, out, _ = command_line(
+        "regime",
+        "map",
+        AUDITS / "regime" / "csa" / "h100" / "regime_csa_h100.json",
+        "--name",
+        "H200",
+        "--out",
+        tmp_path,
+    )
     assert code == 0 and "csa V4-Flash decode should read sparsely on H200" in out
     assert (tmp_path / "regime_h200.json").read_text() == gqa and json.loads(
         (tmp_path / "regime_csa_h200.json").read_text()

@@ -77,6 +77,6 @@ def test_the_card_has_its_figures():
         "### needles",
         "### loss",
         "licence",
-        "train_gqa.svg",
+        "train_gqa.jsonl",
     ):
         assert part in card, part

@@ -187,7 +187,7 @@ def test_settings_of_an_effort(csa):
 
 
 def test_the_schema_refuses_what_it_does_not_know():
-    found = json.loads((ROOT / "audits" / "fidelity_demo_csa.json").read_text())
+    found = json.loads((ROOT / "audits" / "fidelity" / "demo" / "cpu" / "fidelity_demo_csa.json").read_text())
     assert document.valid(found) is found and "## Needles" in markdown.render(found, {})
     for spoil, said in (
         (lambda d: d["rows"][0].update(extra=1), "extra is unknown"),

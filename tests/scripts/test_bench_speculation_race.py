@@ -196,14 +196,29 @@ def test_files_that_do_not_belong_together_are_refused(race, tmp_path, capsys, c
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+MEASURED = speculation_traces.ROOT / "audits" / "speculation"
+
+
 def test_what_was_committed_of_the_h100_is_drawn_from_its_own_json(tmp_path):
-    """Nothing in the tables was written by hand, and the shipped traces are those that judged. The timeline is of
-    today's policies."""
-    for name in ("h100", "demo_h100", "demo_32_h100"):
-        path = speculation_traces.ROOT / "audits" / f"bench_speculation_{name}.json"
-        assert bench_speculation.main(["--from", str(path), "--out", str(tmp_path)]) == 0
-        drawn, kept = (json.loads(p.read_text()) | {"timeline": None} for p in (tmp_path / path.name, path))
-        assert drawn == kept and (tmp_path / f"{path.stem}.md").read_text() == path.with_suffix(".md").read_text()
+    """Nothing in the tables was written by hand. The timeline is of today's policies."""
+    path = MEASURED / "demo" / "h100" / "bench_speculation_demo_h100.json"
+    assert bench_speculation.main(["--from", str(path), "--out", str(tmp_path)]) == 0
+    drawn, kept = (json.loads(p.read_text()) | {"timeline": None} for p in (tmp_path / path.name, path))
+    assert drawn == kept and (tmp_path / f"{path.stem}.md").read_text() == path.with_suffix(".md").read_text()
+
+
+def test_a_report_without_its_rounds_is_not_drawn_again(tmp_path, capsys):
+    path = MEASURED / "flash" / "h100" / "bench_speculation_h100.json"
+    assert bench_speculation.main(["--from", str(path), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "rounds" in error and not (tmp_path / "out").exists()
+
+
+def test_traces_that_are_shipped_are_those_that_judged():
+    """By what setup.traces of the committed report says of each."""
+    document = json.loads((MEASURED / "flash" / "h100" / "bench_speculation_h100.json").read_text())
+    known = [{"kind": kind, "name": t.name, **t.provenance} for kind, t in speculation_traces.default_traces()]
+    assert document["setup"]["traces"] and all(judge in known for judge in document["setup"]["traces"])
 
 
 def test_traces_judge_the_rounds_of_a_checkpoint(tmp_path, monkeypatch):

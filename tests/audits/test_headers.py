@@ -1,0 +1,101 @@
+"""audits/: every file says where it comes from, lies in its place, is small, and is in the table."""
+
+import json
+import re
+import shutil
+from collections import Counter
+
+import pytest
+
+from scripts import audits_table, places
+from scripts.audits_table import AUDITS, COLUMNS, HISTORY, Unmarked
+
+FILES = audits_table.files()
+LARGEST, ALL = 500_000, 6_000_000  # bytes
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(AUDITS).as_posix())
+def test_every_file_names_its_command_commit_device_and_versions(path):
+    found = audits_table.header(path)
+    assert re.fullmatch(r"[0-9a-f]{7,40}", found.commit), found
+    assert re.search(r"torch \S+", found.versions) and found.device and found.command, found
+    assert not re.search(r"(^|[ =])/\w", found.command), f"{found.command} names a path of one machine"
+
+
+def test_files_lie_in_their_places_and_are_small():
+    for path in FILES:
+        kind, subject, folder, name = path.relative_to(AUDITS).parts
+        device = audits_table.header(path).device
+        assert folder == ("cpu" if "cpu" in device.lower() else places.device_slug(device)), path
+        assert path.stat().st_size <= LARGEST, f"{path} has {path.stat().st_size} bytes"
+    assert sum(f.stat().st_size for f in AUDITS.rglob("*") if f.is_file()) <= ALL
+
+
+def test_every_file_has_one_entry_and_every_entry_a_file():
+    entries = audits_table.index()
+    owners = {path: audits_table.entry_of(path, entries) for path in FILES}
+    assert [path for path, owner in owners.items() if owner is None] == []
+    assert set(Counter(owners.values())) == set(entries)
+
+
+def test_every_picture_and_file_that_a_report_links_is_there():
+    for path in AUDITS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+            assert target.startswith("http") or (path.parent / target).exists(), f"{path}: {target}"
+
+
+def test_the_table_is_what_the_script_writes():
+    """All of it but the columns that need history, which a shallow clone has not."""
+    standing, found = audits_table.standing(), audits_table.rows(audits_table.standing())
+    assert {key: row[:-HISTORY] for key, row in standing.items()} == {key: row[:-HISTORY] for key, row in found.items()}
+    for key, row in standing.items():
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", row[-2]) and re.fullmatch(r"no|\d+ commits?, \S+", row[-1]), (key, row)
+    assert (AUDITS / "README.md").read_text() == audits_table.table(standing)
+
+
+def test_without_history_the_table_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(audits_table, "git", lambda *given: None)
+    assert audits_table.table(audits_table.rows(audits_table.standing())) == (AUDITS / "README.md").read_text()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """audits/ with one report of its own, whose provenance is in its JSON only."""
+    monkeypatch.setattr(audits_table, "AUDITS", tmp_path)
+    report = tmp_path / "recall" / "demo" / "cpu" / "recall.json"
+    report.parent.mkdir(parents=True)
+    shutil.copy(AUDITS / "recall" / "demo" / "cpu" / "recall.json", report)
+    report.with_suffix(".md").write_text("# Recall\n\nfigures\n")
+    entry = {"recall/demo/cpu/recall": {"shows": "recall", "measures": ["kernels"]}}
+    (tmp_path / "index.json").write_text(json.dumps(entry))
+    (tmp_path / "README.md").write_text("")
+    return tmp_path
+
+
+def test_a_report_gets_the_header_of_its_json(folder):
+    assert audits_table.main([]) == 0
+    report = folder / "recall" / "demo" / "cpu" / "recall.md"
+    said = audits_table.header(report.with_suffix(".json"))
+    found = audits_table.header(report)
+    assert (found.command, found.commit) == (said.command, said.commit[:7])
+    assert report.read_text().endswith("\nfigures\n")
+    before = report.read_text()
+    assert audits_table.main([]) == 0 and report.read_text() == before
+    assert len(audits_table.standing()["recall/demo/cpu/recall"]) == len(COLUMNS)
+
+
+@pytest.mark.parametrize("missing", ["command", "commit", "device", "versions"])
+def test_a_file_without_a_header_is_an_error(folder, missing, capsys):
+    report = folder / "recall" / "demo" / "cpu" / "recall.json"
+    document = json.loads(report.read_text())
+    document["provenance"].pop(missing)
+    report.write_text(json.dumps(document))
+    with pytest.raises(Unmarked, match="recall.json"):
+        audits_table.header(report)
+    assert audits_table.main([]) == 2 and "recall.json" in capsys.readouterr().err
+
+
+def test_places_follow_kind_subject_and_device(tmp_path):
+    found = places.folder(None, "kernels", "Flash", "NVIDIA H100 80GB HBM3")
+    assert found.as_posix() == "audits/kernels/flash/h100"
+    assert places.folder(tmp_path, "kernels", "flash", "cpu") == tmp_path
