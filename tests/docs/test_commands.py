@@ -1,0 +1,156 @@
+"""README, docs and recipes: their commands parse, their links lead somewhere, the files that they name are there."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from dsv4.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(map(str, ROOT.glob("docs/*.md"))))
+]
+BESIDE_CODE = [f for folder in ("dsv4", "kernels", "probes", "demo", "demo_gqa") for f in (ROOT / folder).rglob("*.md")]
+STANDS_FOR = {"CHECKPOINT": "demo", "REQUESTS.jsonl": "audits/batch/demo/cpu/demo_pressure.jsonl"}
+SOURCES = ("dsv4/", "kernels/", "loaders/", "probes/", "scripts/", "tests/", "audits/", "docs/", "demo/", "demo_gqa/")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def commands(path: Path) -> list[str]:
+    """Lines of fenced blocks, and code within lines, that call something; without comments."""
+    text = path.read_text()
+    fenced = re.findall(r"^```(?:bash|)\n(.*?)^```", text, re.M | re.S)
+    lines = [line for block in fenced for line in block.split("\n")]
+    lines += re.findall(r"`((?:dsv4|python|make) [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    lines = [re.sub(r"\s+#.*", "", " ".join(line.split("\n"))).strip() for line in lines]
+    return [line for line in lines if line.split(" ")[0] in ("dsv4", "python", "make")]
+
+
+EVERY = [(path, line) for path in PAGES for line in commands(path)]
+CALLS = [pytest.param(path, line, id=f"{name(path)}: {line}") for path, line in EVERY]
+
+
+def of(tool: str) -> list:
+    return [call for call in CALLS if call.values[1].startswith(f"{tool} ")]
+
+
+def test_pages_have_commands():
+    assert len(of("dsv4")) > 40 and len(of("python")) > 8 and len(of("make")) >= 2
+
+
+def parsed(arguments: list[str]):
+    """The context of the command that they name, as the command line reads it; nothing runs. By names, since typer may
+    bring a click of its own."""
+    command, context, rest = typer.main.get_command(app), None, arguments
+    while True:
+        if hasattr(command, "commands") and not rest:
+            return context
+        context = command.make_context(command.name, list(rest), parent=context)
+        if not hasattr(command, "commands"):
+            return context
+        _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+@pytest.mark.parametrize("path, line", of("dsv4"))
+def test_every_dsv4_command_parses(path, line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [STANDS_FOR.get(word, word) for word in shlex.split(line)][1:]
+    alone = all(re.fullmatch(r"[a-z-]+", word) for word in words)  # a name in a sentence: `dsv4 audit selftest`
+    try:
+        assert parsed(words) is not None
+    except Exception as error:
+        assert alone and type(error).__name__ == "MissingParameter", f"{line}: {error}"
+
+
+def test_a_command_that_is_none_does_not_parse():
+    for words in (["generate", "demo", "--no-such-option"], ["no-such-command"], ["plan", "flash", "--max-context"]):
+        with pytest.raises(Exception) as error:
+            parsed(words)
+        assert hasattr(error.value, "exit_code")  # a usage error
+
+
+@pytest.mark.parametrize("path, line", of("python"))
+def test_every_python_command_calls_what_is_there(path, line):
+    words = shlex.split(line)
+    if words[1] == "-m":
+        first = words[2].removeprefix("dsv4.").replace(".", "/")
+        if words[2] in ("pytest", "dsv4", "pip"):
+            return
+        source = next(f for f in (ROOT / f"{first}.py", ROOT / first / "__main__.py") if f.is_file())
+    else:
+        source = ROOT / words[1]
+    text = source.read_text() + (ROOT / "probes" / "main.py").read_text() * words[
+        -1 if len(words) < 3 else 2
+    ].startswith("dsv4.probes")
+    text += (ROOT / "scripts" / "training" / "stretch.py").read_text() * ("train" in source.name)
+    for option in (word.split("=")[0] for word in words if word.startswith("--")):
+        assert f'"{option}"' in text, f"{name(source)} has no {option}"
+
+
+@pytest.mark.parametrize("path, line", of("make"))
+def test_every_make_command_has_its_target(path, line):
+    makefile = (ROOT / "Makefile").read_text()
+    for target in (word for word in line.split()[1:] if "=" not in word):
+        assert re.search(rf"^{re.escape(target)}:", makefile, re.M), target
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of its headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", [*PAGES, *BESIDE_CODE], ids=name)
+def test_every_link_leads_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), f"{name(path)}: {target}"
+        assert not anchor or anchor in anchors(there), f"{name(path)}: {target}"
+
+
+@pytest.mark.parametrize("path", [*PAGES, *(f for f in BESIDE_CODE if f.name == "MODEL_CARD.md")], ids=name)
+def test_every_file_that_is_named_is_there(path):
+    for code in re.findall(r"`([^`\n]+)`", path.read_text()):
+        if (
+            code.startswith(SOURCES)
+            and re.fullmatch(r"[\w./-]+", code)
+            and not re.search(r"\b(OP|[A-Z]{4,})\b|_NAME|NAME", code)
+        ):
+            assert (ROOT / code).exists(), f"{name(path)}: {code}"
+
+
+# ---- what really runs ------------------------------------------------------------------------------------------
+
+
+def test_sizes_of_the_published_configurations(command_line):
+    page = (ROOT / "docs" / "run.md").read_text()
+    rows = re.findall(r"^\| `dsv4 (plan [^`]+)` \| ([\d,]+) B [^|]*\| ([\d,]+) B [^|]*\|", page, re.M)
+    assert len(rows) == 3
+    for words, *figures in rows:
+        _, out, _ = command_line(*words.split(), "--json")  # exit code 1 may mean that it does not fit here
+        found = json.loads(out)
+        assert [f"{found[key]:,}" for key in ("weights_bytes", "cache_bytes")] == figures, words
+
+
+def test_the_library_page_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.M | re.S)
+    exec(compile(code, "docs/library.md", "exec"), {})
+    assert "linear" in capsys.readouterr().out
+
+
+def test_the_regime_page_runs(command_line, tmp_path):
+    (line,) = [line for path, line in EVERY if line.startswith("dsv4 regime map")]
+    words = [str(ROOT / word) if word.startswith("audits/") else word for word in shlex.split(line)[1:]]
+    code, out, _ = command_line(*words, "--out", tmp_path)
+    assert code == 0 and (tmp_path / "regime_h200.json").is_file() and "H200" in out
