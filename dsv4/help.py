@@ -77,11 +77,14 @@ EXAMPLES = {
         "dsv4 termination demo_gqa --context 2K",
         "dsv4 termination demo_gqa --policy block-bound --budget 1K --looser 1e-3",
     ),
-    "regime": ("dsv4 regime measure --device cuda", "dsv4 regime map audits/regime/gqa/h100/regime_h100.json --capacity 141G"),
+    "regime": (
+        "dsv4 regime measure --device cuda",
+        "dsv4 regime map audits/regime/gqa/h100/regime_h100.json --capacity 141G",
+    ),
     "regime measure": ("dsv4 regime measure --device cuda", "dsv4 regime measure --model csa --batches 1,4"),
     "regime map": (
         "dsv4 regime map audits/regime/gqa/h100/regime_h100.json --name H200 --bandwidth 4.8T --capacity 141G",
-        "dsv4 regime map audits/regime_csa_h100.json --name B200 --bandwidth 8T --force",
+        "dsv4 regime map audits/regime/csa/h100/regime_csa_h100.json --name B200 --bandwidth 8T --force",
     ),
 }
 
