@@ -16,7 +16,7 @@ from dsv4.kernels.errors import Dsv4Error
 from dsv4.probes.result import Check, Status, vacuous
 from dsv4.probes.subject import FAMILIES, Subject
 
-CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P26 (P17 is beside it)
+CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 is beside it)
     "load_ledger",
     "config_ledger",
     "format_decode",
@@ -42,6 +42,8 @@ CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P26 (P17 i
     "chunked_prefill",
     "host_tier",
     "bill",
+    "verification",
+    "engine_drafts",
 )
 BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 

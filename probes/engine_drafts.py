@@ -1,0 +1,327 @@
+"""P28: what the batch engine keeps of drafts is what plain decoding leaves, on pages. See engine_drafts.md."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from dsv4.engine.batch import BatchEngine
+from dsv4.engine.requests import Request, Result
+from dsv4.errors import RewindError
+from dsv4.paged_cache import PagedCache, new_paged_cache
+from dsv4.probes.control import attempted_all
+from dsv4.probes.measure import agreeing, token_errors, tokens
+from dsv4.probes.probe import Probe
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.scripted import Script, Steered
+from dsv4.probes.speculation import Undrafted
+from dsv4.probes.subject import Subject
+from dsv4.probes.visible import Rows, bits, of_output, rows_checks, visible
+from dsv4.speculation.draft import Drafter, Drafts, MTPDrafter
+from dsv4.speculation.policy import LARGEST, Static
+from dsv4.speculation.verify import SingleSteps
+
+SECOND = 2  # drafts accepted by the second pass, which writes over what the first has left behind
+LENGTHS = (121, 6)  # of prompts, by turns: passes cross 128; the window is not full yet
+TOGETHER = (0, 1, 3, LARGEST)  # accepted by rows that share a pass
+SCRIPT = "the scripted choices of the model: greedy decoding of the same logits"
+RUNS = "the engine speculates"
+NAMES = (
+    "what may be read after an engine's pass is as if nothing had been drafted",
+    "logits of an engine's pass are as if nothing had been drafted",
+)
+
+
+@dataclass(frozen=True)
+class EngineDrafts(Probe):
+    """Requests of which 0 to 8 drafts stay: each row in passes of its own, rows that share passes, one that is
+    cancelled."""
+
+    name: ClassVar[str] = "engine_drafts"
+    title: ClassVar[str] = "the batch engine keeps of drafts what plain decoding leaves"
+    needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "rewind", "batch", "pages", "kernels"})
+
+    def run(self, subject: Subject) -> list[Check]:
+        room = max(LENGTHS) + 4 * (LARGEST + 1)
+        if room > subject.config.max_position_embeddings:
+            why = f"{room} tokens are needed, the checkpoint allows {subject.config.max_position_embeddings}"
+            return [vacuous(self.title, why, part="engine")]
+        if subject.model.layer_devices is not None:
+            return [vacuous(self.title, "layers are spread over devices, and pages lie on one", part="engine")]
+        alone = [[a, SECOND, LARGEST] for a in range(LARGEST + 1)]
+        shared = [[a, SECOND, LARGEST] for a in TOGETHER]
+        part = lambda error: "engine rewind" if isinstance(error, RewindError) else "engine"
+        checks = attempted_all(RUNS, "alone", part, lambda: kept(Scene(subject, alone, False, self.seed), "alone"))
+        where = "together"
+        checks += attempted_all(RUNS, where, part, lambda: kept(Scene(subject, shared, True, self.seed), where))
+        return [*checks, *attempted_all(RUNS, "a cancelled row", part, lambda: cancelled(subject, self.seed))]
+
+
+class Paced(Steered):
+    """`Steered`, where each row counts its own passes: in the engine rows draft at different times."""
+
+    def begin(self, prompts, model, cache, choose) -> None:
+        super().begin(prompts, model, cache, choose)
+        self.passed = [0] * len(prompts)
+
+    def join(self, b: int, prompt: list[int]) -> None:
+        super().join(b, prompt)
+        self.passed[b] = 0
+
+    def due(self, b: int) -> int:
+        return 0 if self.inner is None else self.inner.due(b)
+
+    def settle(self, b: int) -> None:
+        if self.inner is not None:
+            self.inner.settle(b)
+
+    @property
+    def captured(self):
+        return None if self.inner is None else self.inner.captured
+
+    def draft(self, sizes: list[int]) -> Drafts:
+        self.logits.append([])
+        steps = self.inner.draft(sizes).steps if self.inner is not None else [0] * len(sizes)
+        right = [row[min(n, len(row) - 1)] for row, n in zip(self.right, self.passed)]
+        self.passed = [n + (size > 0) for n, size in zip(self.passed, sizes)]
+        return Drafts(self.script.drafts(self.at, sizes, right), list(sizes), None, steps)
+
+
+@dataclass
+class Pass:
+    """One pass of one row, as it begins: what the row may read, and the logits [n, vocab] that came of it."""
+
+    rows: Rows
+    logits: torch.Tensor
+
+
+@dataclass
+class Scene:
+    """An engine whose model obeys a script. right: of each request, how many drafts stay, by pass."""
+
+    subject: Subject
+    right: list[list[int]]
+    together: bool
+    seed: int
+    rows: int = 0
+    passes: dict[int, list[Pass]] = field(default_factory=dict)  # by row
+    results: dict[str, Result] = field(default_factory=dict)
+    off: dict[str, str] = field(default_factory=dict)  # rows whose length was wrong: first saying, by kind
+
+    def __post_init__(self) -> None:
+        subject, n, g = self.subject, len(self.right), tokens(self.subject, max(LENGTHS), self.seed, len(self.right))
+        self.rows = self.rows or n
+        self.prompts = [g[b, : LENGTHS[b % len(LENGTHS)]].tolist() for b in range(n)]
+        self.most = [1 + sum(a + 1 for a in row) for row in self.right]
+        self.limit = max(LENGTHS) + max(self.most) + LARGEST + 1
+        self.script = Script(subject.config.vocab_size, n, max(self.most) + LARGEST + 2, self.seed)
+        self.cache: PagedCache = new_paged_cache(subject.model, self.rows, self.limit)
+        self.drafter = Paced(self.script, self.right, self.inner())
+        self.ran: list[int] = []
+        self.engine = BatchEngine(
+            subject.model,
+            self.cache,
+            together=self.together,
+            on_result=lambda result: self.results.update({result.id: result}),
+            drafter=self.drafter,
+            policy=Static(LARGEST),
+            verify=lambda model, cache: self._watched(SingleSteps(model, cache)),
+        )
+
+    def inner(self) -> Drafter | None:
+        return MTPDrafter() if len(self.subject.model.mtp) else None
+
+    def submit(self, b: int) -> None:
+        self.engine.submit(Request(str(b), tuple(self.prompts[b]), max_tokens=self.most[b]))
+
+    def run(self) -> list[list[int]]:
+        for b in range(len(self.right)):
+            self.submit(b)
+        self.engine.run()
+        return [self.results[str(b)].token_ids for b in range(len(self.right))]
+
+    def _watched(self, inner: SingleSteps):
+        def watched(ids: torch.Tensor, counts: list[int], want_streams: bool):
+            lengths, mtp, active = self.cache.lengths, self.cache.mtp_lengths, [b for b, n in enumerate(counts) if n]
+            self._lengths(lengths)
+            self.ran = active
+            began = {b: visible(self.subject, self.cache, b, lengths[b], mtp[b]) for b in active}
+            logits, streams = inner(ids, counts, want_streams)
+            for b in active:
+                self.passes.setdefault(b, []).append(Pass(began[b], logits[b, : counts[b]].cpu().clone()))
+            of = {work.row: int(work.request.id) for work in self.engine.running}
+            at = [max(1, lengths[b] - len(self.prompts[of.get(b, 0)]) + 1) for b in range(len(counts))]
+            return self.script.obeyed(logits, ids, at), streams
+
+        return watched
+
+    def _lengths(self, lengths: list[int]) -> None:
+        """Each row that decodes must hold its prompt and what came out, but for the last token."""
+        for work in self.engine.running:
+            b, due = work.row, len(work.ids) - 1
+            if work.result.token_ids and lengths[b] != due:
+                kind = "engine rewind, of another row" if self.ran and b not in self.ran else "engine rewind, length"
+                self.off.setdefault(kind, f"row {b} holds {lengths[b]} tokens and {due} of it are final")
+
+
+def kept(scene: Scene, where: str) -> Iterator[Check]:
+    """Texts, lengths, and what each pass began with and said, of requests that end by themselves."""
+    found, exact = scene.run(), not scene.together
+    yield from ended(scene, where)
+    yield from lengths(scene, where)
+    yield came_out(scene, found, where)
+    for b, row in enumerate(found):
+        at = f"{where}, {scene.right[b][0]} of {LARGEST} accepted after {len(scene.prompts[b])} tokens"
+        yield from passes(scene, b, row, at, exact)
+
+
+def ended(scene: Scene, where: str) -> Iterator[Check]:
+    errors = [(b, r.error) for b, r in scene.results.items() if r.error is not None]
+    rewind = any(isinstance(error, RewindError) for _, error in errors)
+    yield compare(
+        "requests that end with an error",
+        len(errors),
+        "==",
+        0,
+        "every request fits the cache, and drafts can be rewound",
+        len(scene.results),
+        unit="requests",
+        where=where,
+        part="engine rewind" if rewind else "engine",
+        note="; ".join(f"request {b}: {error}" for b, error in errors[:1]),
+    )
+
+
+def lengths(scene: Scene, where: str) -> Iterator[Check]:
+    kinds = list(scene.off)
+    yield compare(
+        "rows that hold other tokens than those that came out, when a pass begins",
+        len(kinds),
+        "==",
+        0,
+        "a pass rewinds its own row by what it rejected",
+        sum(map(len, scene.passes.values())),
+        unit="kinds of rows",
+        where=where,
+        part=next((k for k in kinds if "another" in k), kinds[0]) if kinds else "engine rewind, length",
+        note="; ".join(scene.off.values()),
+    )
+
+
+def came_out(scene: Scene, found: list[list[int]], where: str) -> Check:
+    """Tokens of each request against the script's; the first that differs says what was taken from a wrong place."""
+    wrong, part, note = 0, "engine, accepted tokens", ""
+    for b, row in enumerate(found):
+        wanted, accepted = scene.script.outcome(b, row[0], LARGEST, scene.right[b], scene.most[b])
+        at = next((i for i, (x, y) in enumerate(zip(row, wanted)) if x != y), None)
+        if at is None and len(row) == len(wanted):
+            continue
+        wrong += 1
+        bonus = [sum(n + 1 for n in accepted[: k + 1]) for k in range(len(accepted))]
+        if not note:
+            at = min(len(row), len(wanted)) if at is None else at
+            part = "engine, bonus token" if at in bonus else part
+            note = f"request {b}: token {at} is {row[at : at + 1]}, expected {wanted[at : at + 1]}"
+    about = dict(unit="requests", where=where, part=part, note=note)
+    return compare("requests whose tokens the model did not choose", wrong, "==", 0, SCRIPT, len(found), **about)
+
+
+def passes(scene: Scene, b: int, text: list[int], where: str, exact: bool) -> Iterator[Check]:
+    """What a row began each pass with and what the pass said of the tokens that stayed, against plain single steps."""
+    subject = scene.subject
+    plain, at = Undrafted(subject, scene.prompts[b], scene.limit), 0
+    text = [text[0], *scene.script.text[b, 1:].tolist()]
+    rows, logits = [], []
+    for number, n in enumerate((0, *scene.right[b])):
+        said = plain.feed(text[at : at + n + 1])
+        at += n + 1
+        if number:
+            logits.append((scene.passes[b][number - 1].logits[: len(said)], said))
+        if number < len(scene.right[b]):
+            rows.append((f"before pass {number}", scene.passes[b][number].rows, plain.look(1)[0]))
+    yield from rows_checks(NAMES[0], where, "engine", subject, rows, exact)
+    part = of_output("engine", subject, rows) if exact else "engine, next logits"
+    if exact:
+        yield bits(NAMES[1], logits, where, part)
+        return
+    found, wanted = (torch.cat(side).unsqueeze(0) for side in zip(*logits))
+    errors = token_errors(found, wanted)
+    value, source, limit = agreeing(errors, subject.numerics)
+    yield compare(NAMES[1], value, "<=", limit, source, errors.numel(), where=where, part=part)
+
+
+def cancelled(subject: Subject, seed: int) -> Iterator[Check]:
+    """Two rows share passes; the end of the first request cancels the second within a pass whose drafts are not judged
+    yet. Two more requests take the rows that both have left."""
+    where, part = "a cancelled row", "engine, after a cancelled row"
+    scene = Scene(subject, [[LARGEST], [0, 0, LARGEST], [LARGEST], [0, 0, LARGEST]], True, seed + 1, rows=2)
+    scene.script.text[:] = scene.script.text[0]  # one text for all: a row does not say whose request it holds
+    scene.most = [LARGEST + 2, 2 * LARGEST, LARGEST + 2, LARGEST + 2]  # the first ends with its first pass
+
+    def told(result: Result) -> None:
+        scene.results[result.id] = result
+        if result.id == "0":
+            scene.engine.cancel("1")
+            for b in (2, 3):
+                scene.submit(b)
+
+    scene.engine.on_result = told
+    for b in (0, 1):
+        scene.submit(b)
+    begin, join_rows = {}, scene.engine._join
+
+    def join() -> None:
+        before, held = {w.row for w in scene.engine.running}, scene.cache.lengths
+        join_rows()
+        begin.update({w.request.id: held[w.row] for w in scene.engine.running if w.row not in before})
+
+    scene.engine._join = join
+    scene.engine.run()
+    yield compare(
+        "tokens that a row holds before a request joins it",
+        sum(begin.values()),
+        "==",
+        0,
+        "a request begins in an empty row",
+        len(begin),
+        unit="tokens",
+        where=where,
+        part=part,
+    )
+    left = [f"{pool.live} pages of {name}" for name, pool in scene.cache.pools.items() if pool.live]
+    yield compare(
+        "pools with pages that nobody holds any more",
+        len(left),
+        "==",
+        0,
+        "every request has ended, and no prefix is as long as a block",
+        len(scene.cache.pools),
+        unit="pools",
+        where=where,
+        part=part,
+        note="; ".join(left[:2]),
+    )
+    wrong, note = 0, ""
+    for b in (2, 3):
+        result, wanted = scene.results[str(b)], scene.script.text[0, 1 : scene.most[b]].tolist()
+        if result.token_ids[1:] != wanted:
+            wrong, note = wrong + 1, note or f"request {b}: {result.error or result.token_ids[1:9]}"
+    yield compare(
+        "requests after it whose tokens the model did not choose",
+        wrong,
+        "==",
+        0,
+        SCRIPT,
+        2,
+        unit="requests",
+        where=where,
+        part=part,
+        note=note,
+    )
+
+
+if __name__ == "__main__":
+    from dsv4.probes.main import main
+
+    main(EngineDrafts)
