@@ -22,9 +22,9 @@ from dsv4.speculation.draft import Drafter, Drafts, MTPDrafter
 from dsv4.speculation.policy import LARGEST, Static
 from dsv4.speculation.verify import SingleSteps
 
-SECOND = 2  # drafts accepted by the second pass, which writes over what the first has left behind
 LENGTHS = (121, 6)  # of prompts, by turns: passes cross 128; the window is not full yet
 TOGETHER = (0, 1, 3, LARGEST)  # accepted by rows that share a pass
+SPARE = 4 * LARGEST  # tokens of context for an engine that forgets too little
 SCRIPT = "the scripted choices of the model: greedy decoding of the same logits"
 RUNS = "the engine speculates"
 NAMES = (
@@ -43,14 +43,15 @@ class EngineDrafts(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "rewind", "batch", "pages", "kernels"})
 
     def run(self, subject: Subject) -> list[Check]:
-        room = max(LENGTHS) + 4 * (LARGEST + 1)
+        room = max(LENGTHS) + 3 * (LARGEST + 1) + SPARE
         if room > subject.config.max_position_embeddings:
             why = f"{room} tokens are needed, the checkpoint allows {subject.config.max_position_embeddings}"
             return [vacuous(self.title, why, part="engine")]
         if subject.model.layer_devices is not None:
             return [vacuous(self.title, "layers are spread over devices, and pages lie on one", part="engine")]
-        alone = [[a, SECOND, LARGEST] for a in range(LARGEST + 1)]
-        shared = [[a, SECOND, LARGEST] for a in TOGETHER]
+        # the second pass writes over what the first has left behind
+        alone = [[a, max(1, LARGEST - a)] for a in range(LARGEST + 1)]
+        shared = [[a, max(1, LARGEST - a)] for a in TOGETHER]
         part = lambda error: "engine rewind" if isinstance(error, RewindError) else "engine"
         checks = attempted_all(RUNS, "alone", part, lambda: kept(Scene(subject, alone, False, self.seed), "alone"))
         where = "together"
@@ -107,14 +108,15 @@ class Scene:
     rows: int = 0
     passes: dict[int, list[Pass]] = field(default_factory=dict)  # by row
     results: dict[str, Result] = field(default_factory=dict)
-    off: dict[str, str] = field(default_factory=dict)  # rows whose length was wrong: first saying, by kind
+    off: dict[str, str] = field(default_factory=dict)  # of lengths that were wrong: what is said of the first, by kind
+    lost: set[int] = field(default_factory=set)  # rows whose length was wrong
 
     def __post_init__(self) -> None:
         subject, n, g = self.subject, len(self.right), tokens(self.subject, max(LENGTHS), self.seed, len(self.right))
         self.rows = self.rows or n
         self.prompts = [g[b, : LENGTHS[b % len(LENGTHS)]].tolist() for b in range(n)]
         self.most = [1 + sum(a + 1 for a in row) for row in self.right]
-        self.limit = max(LENGTHS) + max(self.most) + LARGEST + 1
+        self.limit = max(LENGTHS) + max(self.most) + SPARE
         self.script = Script(subject.config.vocab_size, n, max(self.most) + LARGEST + 2, self.seed)
         self.cache: PagedCache = new_paged_cache(subject.model, self.rows, self.limit)
         self.drafter = Paced(self.script, self.right, self.inner())
@@ -151,7 +153,8 @@ class Scene:
             for b in active:
                 self.passes.setdefault(b, []).append(Pass(began[b], logits[b, : counts[b]].cpu().clone()))
             of = {work.row: int(work.request.id) for work in self.engine.running}
-            at = [max(1, lengths[b] - len(self.prompts[of.get(b, 0)]) + 1) for b in range(len(counts))]
+            said = [lengths[b] - len(self.prompts[of.get(b, 0)]) + 1 for b in range(len(counts))]
+            at = [min(max(1, n), self.script.text.shape[1]) for n in said]
             return self.script.obeyed(logits, ids, at), streams
 
         return watched
@@ -160,14 +163,20 @@ class Scene:
         """Each row that decodes must hold its prompt and what came out, but for the last token."""
         for work in self.engine.running:
             b, due = work.row, len(work.ids) - 1
-            if work.result.token_ids and lengths[b] != due:
+            if work.result.token_ids and lengths[b] != due and b not in self.lost:
+                self.lost.add(b)
                 kind = "engine rewind, of another row" if self.ran and b not in self.ran else "engine rewind, length"
                 self.off.setdefault(kind, f"row {b} holds {lengths[b]} tokens and {due} of it are final")
 
 
 def kept(scene: Scene, where: str) -> Iterator[Check]:
     """Texts, lengths, and what each pass began with and said, of requests that end by themselves."""
-    found, exact = scene.run(), not scene.together
+    exact = not scene.together
+    try:
+        found = scene.run()
+    except Exception:  # what its rows held before it broke says where
+        yield from lengths(scene, where)
+        raise
     yield from ended(scene, where)
     yield from lengths(scene, where)
     yield came_out(scene, found, where)

@@ -44,6 +44,9 @@ CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 i
     "bill",
     "verification",
     "engine_drafts",
+    "tiles",
+    "placement",
+    "draft_depth",
 )
 BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 

@@ -128,10 +128,20 @@ class Undrafted:
         return rows, [logits.cpu() for logits in found]
 
 
-def one(subject: Subject, length: int, accepted: int, where: str, seed: int) -> Iterator[Check]:
-    """One row, passes of single steps, so that no rounding differs: looked at before each of three passes."""
-    prompt, kept = tokens(subject, length, seed + length)[0].tolist(), (accepted, SECOND, DRAFTS)
-    script, looks = Script(subject.config.vocab_size, 1, 24, seed), []
+def one(
+    subject: Subject,
+    length: int,
+    accepted: int,
+    where: str,
+    seed: int,
+    drafts: int = DRAFTS,
+    later: tuple[int, ...] = (SECOND, DRAFTS),
+    part: str = "after a pass",
+) -> Iterator[Check]:
+    """One row, passes of `drafts` as single steps, so that no rounding differs: looked at before each of them.
+    accepted, later: drafts that stay, of the first pass and of those behind it."""
+    prompt, kept = tokens(subject, length, seed + length)[0].tolist(), (accepted, *later)
+    script, looks = Script(subject.config.vocab_size, 1, 24 + drafts, seed), []
     drafter = Steered(script, [list(kept)], MTPDrafter() if len(subject.model.mtp) else None)
     most = 1 + sum(n + 1 for n in kept)
     limit = length + most + SPARE
@@ -140,25 +150,25 @@ def one(subject: Subject, length: int, accepted: int, where: str, seed: int) -> 
         [prompt],
         most,
         drafter,
-        policy=Static(DRAFTS),
+        policy=Static(drafts),
         max_context=limit,
         verify=lambda m, c: Watched(subject, c, SingleSteps(m, c), script, [length], looks),
     )
     plain, text, at = Undrafted(subject, prompt, limit), [out.token_ids[0], *script.text[0, 1:].tolist()], 0
-    rows, logits, drafts = [], [], []
+    rows, logits, drafted = [], [], []
     for number, n in enumerate((0, *kept)):  # tokens that were final before pass `number`; at the end those of the last
         said = plain.feed(text[at : at + n + 1])
         at += n + 1
         if number:
             logits.append((looks[number - 1].logits[0, : len(said)], said))
         if number < len(kept):
-            wanted, chain = plain.look(DRAFTS)
+            wanted, chain = plain.look(drafts)
             rows.append((f"before pass {number}", looks[number].rows[0], wanted))
-            drafts += zip(drafter.logits[number], chain)
-    yield from rows_checks(NAMES[0], where, "after a pass", subject, rows, True)
-    yield bits(NAMES[1], logits, where, of_output("after a pass", subject, rows))
-    if drafts:
-        yield bits(NAMES[2], drafts, where, "after a pass, next drafts")
+            drafted += zip(drafter.logits[number], chain)
+    yield from rows_checks(NAMES[0], where, part, subject, rows, True)
+    yield bits(NAMES[1], logits, where, of_output(part, subject, rows))
+    if drafted:
+        yield bits(NAMES[2], drafted, where, f"{part}, next drafts")
 
 
 def ragged(subject: Subject, seed: int) -> Iterator[Check]:

@@ -152,3 +152,35 @@ def a_cancelled_row_keeps_its_drafts(site: Site) -> None:
             engine.cache._main.now[row] = left
 
     real = site.patch(BatchEngine, "cancel", cancel)
+
+
+# ---- depth ----------------------------------------------------------------------------------
+
+
+@mutation("1.13", bugs=(141, 143), parts=("draft depth",), probes=("draft_depth",))
+def drafts_as_deep_as_the_window_leave_one_entry(site: Site) -> None:
+    """Drafting 7 tokens or more, as deep as the window, forgets one entry of the block too few."""
+
+    def draft(drafter, sizes):
+        cache = drafter._cache
+        real = cache.rewind_mtp
+        cache.rewind_mtp = lambda counts: real([n - (n >= 6) for n in counts])
+        try:
+            return drafted(drafter, sizes)
+        finally:
+            del cache.rewind_mtp
+
+    drafted = site.patch(MTPDrafter, "draft", draft)
+
+
+@mutation("1.13", bugs=(141,), parts=("draft depth, acceptance by position",), probes=("draft_depth",))
+def the_last_draft_of_a_block_never_stays(site: Site) -> None:
+    """A pass of exactly 4 drafts, the compression ratio, rejects the last of them: texts are right, and slow."""
+
+    def cut(logits, counts):
+        if max(counts) == 5:
+            logits = logits.clone()
+            logits[:, 3] = logits[:, 3].roll(1, -1)
+        return logits
+
+    of_default(site, cut)
