@@ -47,6 +47,7 @@ CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 i
     "tiles",
     "placement",
     "draft_depth",
+    "fresh_process",
 )
 BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
 

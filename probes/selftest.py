@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ from dsv4.errors import InputError
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.load import resolve_backend, resolve_device
 from dsv4.numerics import NUMERICS
-from dsv4.probes import mutations
+from dsv4.probes import fresh_process, mutations
 from dsv4.probes.audit import open_subject
 from dsv4.probes.machine import gpu_names
 from dsv4.probes.mutations import Mutation, Site
@@ -35,6 +35,7 @@ from dsv4.probes.mutations.gqa_profiles import GQA_PROFILES
 from dsv4.probes.probe import applying, available, execute, probe_named
 from dsv4.probes.report import count
 from dsv4.probes.result import Check, Status
+from dsv4.probes.subject import Subject
 
 RED = (Status.FAIL, Status.ERROR)
 # a fault that was written on a CPU, not the one that is meant
@@ -115,12 +116,29 @@ def look(mutation: Mutation, bench: Bench) -> Outcome:
     """Plant, open, probe, undo. Nothing that the fault makes crash leaves here."""
     begun, before = time.monotonic(), state()
     with tempfile.TemporaryDirectory(prefix="dsv4-selftest-") as folder:
-        site = Site(Path(shutil.copytree(bench.profiles / mutation.profile, Path(folder) / mutation.profile)))
+        profile = bench.profiles / mutation.profile
+        site = Site(Path(shutil.copytree(profile, Path(folder) / mutation.profile)))
+        again = ("dsv4.probes.selftest:replanted", [mutation.name, str(profile), str(Path(folder) / "again")])
+        site.patch(fresh_process, "PREPARATIONS", [again])
         try:
             found = _found(mutation, site, bench)
         finally:
             site.undo()
     return Outcome(mutation, found, time.monotonic() - begun, left_over(before, state()))
+
+
+def replanted(name: str, profile: str, copy: str) -> Callable[[Subject], None]:
+    """Plant a fault in a new process, which opens the checkpoint that was damaged before: on another copy of the
+    profile, so that only its code changes. Returns what changes the loaded subject."""
+    mutation = next(m for m in mutations.catalogue() if m.name == name)
+    site = Site(Path(shutil.copytree(profile, f"{copy}-{os.getpid()}")))
+    mutation.plant(site)
+
+    def change(subject: Subject) -> None:
+        for planted in site.loaded:
+            planted(subject)
+
+    return change
 
 
 def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:

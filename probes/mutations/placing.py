@@ -28,7 +28,7 @@ def every_placed_layer_gets_the_first_sinks(site: Site) -> None:
 @mutation("1.11", bugs=(145,), parts=("placement, experts",), probes=("placement",))
 def experts_of_another_placed_layer(site: Site) -> None:
     """The stack of experts that is brought is the one of the layer that was brought before."""
-    brought(site, "experts.w2.weight", lambda read, name, alike: read(alike[alike.index(name) - 1]))
+    brought(site, ".ffn.experts.w2.weight", lambda read, name, alike: read(alike[alike.index(name) - 1]))
 
 
 @mutation("1.9", bugs=(6,), parts=("placement, router",), probes=("placement",))

@@ -68,7 +68,7 @@ def test_the_budget_leaves_nothing_out_silently(official):
 def test_a_probe_of_the_catalogue_that_does_not_exist_says_so(official, monkeypatch):
     monkeypatch.setattr("dsv4.probes.audit.available", list)
     report = audit(open_subject(official, "files"))
-    assert len(report.sections) == len(CATALOGUE) == 25 and report.exit_code == 2
+    assert len(report.sections) == len(CATALOGUE) == 31 and report.exit_code == 2
     assert all(c.status is Status.VACUOUS and "does not exist yet" in c.note for _, c in report.checks)
 
 

@@ -42,6 +42,11 @@ APPLY = {
     "captured",
     "grafting",
     "decoder",
+    "verification",
+    "engine_drafts",
+    "tiles",
+    "draft_depth",
+    "fresh_process",
 }
 
 

@@ -64,4 +64,4 @@ def test_every_file_of_the_catalogue_has_its_probe_and_its_page():
         assert (Path(probes.__file__).parent / f"{name}.md").is_file(), name
     with pytest.raises(Dsv4Error, match="is unknown"):
         probe_named("nonsense")
-    assert len(set(CATALOGUE)) == 25
+    assert len(set(CATALOGUE)) == 31

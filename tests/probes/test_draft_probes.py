@@ -1,0 +1,150 @@
+"""Probes of verification, of the engine's drafts and of their depth: green where sound, each planted fault named."""
+
+import shutil
+
+import pytest
+import torch
+
+from dsv4.probes import draft_depth, engine_drafts, verification
+from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.probes.probe import execute, probe_named
+from dsv4.probes.result import Status
+from dsv4.probes.speculation import one
+from dsv4.probes.subjects.ours import OurSubject, open_ours
+from dsv4.probes.told_drafts import Plain, Told, promises_bits
+from dsv4.speculation.policy import LARGEST
+
+BY_NAME = {m.name: m for m in catalogue()}
+RED = (Status.FAIL, Status.ERROR)
+
+
+@pytest.fixture
+def planted(official, tmp_path):
+    """Function: a subject with a fault, by name."""
+    sites = []
+
+    def plant(name: str) -> OurSubject:
+        mutation, site = BY_NAME[name], Site(shutil.copytree(official, tmp_path / "copy"))
+        sites.append(site)
+        mutation.plant(site)
+        subject = OurSubject(site.checkpoint, mutation.numerics)
+        for change in site.loaded:
+            change(subject)
+        return subject
+
+    yield plant
+    for site in sites:
+        site.undo()
+
+
+def parts(checks) -> set[str]:
+    return {c.part for c in checks if c.status in RED}
+
+
+def passes(subject, length=6):
+    ids = torch.randint(0, 320, (1, length + LARGEST + 1), generator=torch.Generator().manual_seed(0))
+    return [*verification.places(subject, ids, length)]
+
+
+def scene(subject, together=False):
+    right = [[0, LARGEST], [LARGEST, 1], [3, 2]]
+    return [*engine_drafts.kept(engine_drafts.Scene(subject, right, together, 0), "here")]
+
+
+def texts(subject):
+    return [*verification.texts(subject, list(range(40, 52)))]
+
+
+def whole(name):
+    return lambda subject: execute(probe_named(name)(), subject)[0]
+
+
+FAULTS = [  # fault, what asks, the part it must name
+    ("verification as one append", passes, "verification, logits"),
+    ("verified one place late", passes, "verification, logits of the place before"),
+    ("drafts judge themselves", texts, "verification, the draft's own logits"),
+    ("a pass as wide as a block is cut", passes, "verification, logits"),
+    ("engine rewinds at most one", scene, "engine rewind, length"),
+    ("engine rewinds one too few", scene, "engine rewind, length"),
+    ("engine rewinds another row", scene, "engine rewind, of another row"),
+    ("engine forgets to rewind the block", scene, "engine, MTP window"),
+    ("engine takes the bonus token of the last draft", scene, "engine, bonus token"),
+    ("a cancelled row keeps its drafts", lambda s: engine_drafts.cancelled(s, 0), "engine, after a cancelled row"),
+    ("the last draft of a block never stays", lambda s: draft_depth.accepted(s, 0), "acceptance by position"),
+]
+
+
+@pytest.mark.parametrize("fault, ask, part", FAULTS, ids=lambda value: str(value).replace(" ", "-")[:50])
+def test_a_fault_is_named(planted, fault, ask, part):
+    subject, found = planted(fault), []
+    try:
+        found.extend(ask(subject))
+    except Exception:  # a fault may break what asks: the probe then keeps what came before
+        pass
+    found = parts(found)
+    assert any(part in said for said in found), found
+
+
+def test_entries_that_drafts_of_a_windows_depth_leave_are_seen_at_that_depth_alone(planted):
+    subject = planted("drafts as deep as the window leave one entry")
+    ask = lambda depth: parts(one(subject, 5, depth - 1, "here", 0, depth, (depth,), "draft depth"))
+    assert not ask(4) and any("MTP window" in part for part in ask(LARGEST))
+
+
+@pytest.mark.parametrize("numerics, backend", [("fp32", "reference"), ("native", "cpu"), ("qat", "cpu")])
+def test_passes_and_the_engine_are_green(official, numerics, backend):
+    subject = OurSubject(official, numerics, backend)
+    found = [*passes(subject), *verification.ragged(subject, 0), *scene(subject), *scene(subject, together=True)]
+    assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS]
+    assert all(c.samples and c.source for c in found)
+    assert not parts([*engine_drafts.cancelled(subject, 0), *draft_depth.accepted(subject, 0)])
+
+
+def test_gqa_models_are_asked_without_a_block(tmp_path):
+    subject = open_ours(profile.write(tmp_path / "mistral", "mistral"))
+    found = [*passes(subject), *scene(subject), *draft_depth.accepted(subject, 0)]
+    assert {c.status for c in found} == {Status.PASS} and not any("MTP" in c.where for c in found)
+
+
+@pytest.mark.parametrize("name", ["verification", "engine_drafts"])
+def test_a_context_that_is_too_short_is_vacuous(official, name):
+    subject = OurSubject(official)
+    object.__setattr__(subject.config, "max_position_embeddings", 100)
+    assert [c.status for c in whole(name)(subject)] == [Status.VACUOUS]
+
+
+def test_depths_stand_at_the_edges(official):
+    window = OurSubject(official).config.sliding_window
+    found = draft_depth.edges(OurSubject(official))
+    ends = [length + depth + 1 for depth, length, _ in found]
+    assert {128, 129} <= set(ends) and {window + 1, window + 2} <= set(ends)
+    assert max(depth for depth, _, _ in found) == LARGEST
+
+
+# ---- what they decide by ------------------------------------------------------------------
+
+
+def test_told_drafts_are_right_as_far_as_asked():
+    drafter = Told([[5, 6, 7, 8], [1, 2, 3, 4]], [2, 0], vocab=10)
+    drafter.begin([[], []], None, None, None)
+    drafter.commit(None, torch.zeros(2, 1), [1, 1])
+    assert drafter.draft([3, 0]).tokens.tolist() == [[6, 7, 9], [0, 0, 0]]
+    drafter.commit(None, torch.zeros(2, 1), [2, 0])
+    assert drafter.draft([1, 2]).tokens.tolist() == [[9, 0], [2, 3]]
+
+
+def test_a_text_may_leave_plain_decodings_only_where_two_tokens_are_close(official):
+    subject, close = OurSubject(official), torch.zeros(2, 320)
+    close[0, 3], close[0, 4], close[1, 7] = 1.0, 1.0 - 1e-6, 1.0
+    plain = Plain([3, 7], close)
+    assert not promises_bits(subject) and promises_bits(OurSubject(official, "native"))
+    assert plain.differs([4, 9], subject) is None and plain.differs([3, 9], subject) == 1
+    assert plain.differs([3], subject) == 1 and plain.differs([3, 7], subject) is None
+
+
+def test_logits_of_a_neighbouring_place_are_told():
+    g = torch.Generator().manual_seed(0)
+    wanted = torch.randn(1, 4, 50, generator=g)
+    assert verification.shifted(torch.cat((wanted[:, :1], wanted[:, :-1]), 1), wanted).endswith("before")
+    assert verification.shifted(torch.cat((wanted[:, 1:], wanted[:, -1:]), 1), wanted).endswith("behind")
+    assert verification.shifted(torch.randn(1, 4, 50, generator=g), wanted) == ""

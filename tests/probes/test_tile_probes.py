@@ -1,0 +1,163 @@
+"""Probes of tiles, of layers that lie elsewhere, and of new processes: green where sound, and each planted fault
+named."""
+
+import shutil
+
+import pytest
+import torch
+
+from dsv4.probes import fresh_process, placement, selftest, tiles
+from dsv4.probes.control import attempted_all
+from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.probes.probe import execute, left_out, probe_named
+from dsv4.probes.result import Status
+from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.ours import OurSubject, open_ours
+from dsv4.probes.tile_cases import cases_of
+
+BY_NAME = {m.name: m for m in catalogue()}
+RED = (Status.FAIL, Status.ERROR)
+TILES = [
+    ("last partial tile is not scored", "last tile of index scores"),
+    ("tiles of scores read from the first", "tiles of index scores"),
+    ("running maximum is not carried", "tiles of sparse attention"),
+    ("lanes of the last chunk are stale", "tiles of sparse attention"),
+    ("last queries of hca get stale rows", "last tile of HCA attention"),
+    ("last queries of a piece are not written", "last tile of grouped attention"),
+]
+PLACES = [
+    ("every placed layer gets the first sinks", "placement, sink"),
+    ("experts of another placed layer", "placement, experts"),
+    ("a placed layers bias is not moved", "placement, router"),
+]
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory):
+    return profile.write(tmp_path_factory.mktemp("gqa") / "llama3", "llama3")
+
+
+@pytest.fixture
+def planted(official, llama3, tmp_path):
+    """Function: a subject with a fault, by name."""
+    sites = []
+
+    def plant(name: str):
+        mutation = BY_NAME[name]
+        root = llama3 if mutation.profile == "llama3" else official
+        sites.append(Site(shutil.copytree(root, tmp_path / "copy")))
+        mutation.plant(sites[-1])
+        return open_ours(sites[-1].checkpoint, mutation.numerics)
+
+    yield plant
+    for site in sites:
+        site.undo()
+
+
+def operations(subject):
+    return [check for case in cases_of(subject.family, 0) for check in tiles.one(subject, case)]
+
+
+def parts(checks) -> set[str]:
+    return {c.part for c in checks if c.status in RED}
+
+
+# ---- tiles --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault, part", TILES, ids=lambda value: value.replace(" ", "-"))
+def test_a_fault_of_tiles_is_named_and_nothing_else(planted, fault, part):
+    assert parts(operations(planted(fault))) == {part}
+
+
+@pytest.mark.parametrize("fault, part", TILES[:5], ids=lambda value: value.replace(" ", "-"))
+def test_other_probes_of_operations_do_not_see_it(planted, fault, part):
+    """Their inputs fit one tile: that is why there is a probe for tiles."""
+    assert not parts(execute(probe_named("edges")(), planted(fault))[0])
+
+
+@pytest.mark.parametrize("numerics, backend", [("fp32", "reference"), ("native", "cpu"), ("qat", "cpu")])
+def test_tiles_are_green(official, llama3, numerics, backend):
+    for root in (official, *([llama3] if numerics != "qat" else [])):
+        subject = open_ours(root, numerics, backend)
+        found = [*operations(subject), *tiles.whole(subject, 0)]
+        assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS]
+
+
+def test_cases_have_several_tiles_and_a_part_of_one():
+    for family in ("deepseek_v4", "gqa"):
+        for case in cases_of(family, 0):
+            n = case.wanted.shape[case.axis]
+            assert case.operation == "grouped_linear" or n > 2 * case.tile and n % case.tile, case.label
+
+
+def test_new_memory_holds_nothing_that_could_pass_for_a_number():
+    with tiles.unwritten():
+        assert torch.empty(3).isnan().all() and torch.empty_like(torch.zeros(2, dtype=torch.bfloat16)).isnan().all()
+        assert (torch.empty(2, dtype=torch.int64) > 1 << 60).all() and torch.empty(2, device="meta").is_meta
+    assert torch.empty.__name__ == "empty" and not isinstance(torch.empty, type(lambda: 0))
+
+
+# ---- layers that lie elsewhere ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault, part", PLACES, ids=lambda value: value.replace(" ", "-"))
+def test_a_fault_of_placement_is_named(planted, fault, part):
+    subject = planted(fault)
+    found = parts(placement.compared(subject, placement.placed(subject, 0), "here", 0))
+    assert part in found and found <= {part, "placement, logits"}, found
+
+
+def test_layers_from_the_file_are_green_and_are_really_read_there(official):
+    subject = OurSubject(official, "native")
+    spread = placement.placed(subject, 1)
+    assert "disk" in spread.placement.values() and "cpu" in spread.placement.values()
+    found = [*placement.compared(subject, spread, "here", 0)]
+    assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS]
+    assert len(found) == len(subject.model.layers) + len(subject.model.mtp) + 3
+
+
+def test_what_placement_cannot_look_at_is_vacuous(official, llama3):
+    subject = OurSubject(official)
+    [check] = placement.Placement(effort=1e-9).run(subject)
+    assert check.status is Status.VACUOUS and "would be loaded again" in check.note
+    assert "--device-map is refused" in left_out(placement.Placement, open_ours(llama3))
+
+
+# ---- new processes ------------------------------------------------------------------------
+
+
+def test_a_new_process_is_green_and_counts_what_it_compares(official):
+    checks, _ = execute(fresh_process.FreshProcess(), OurSubject(official))
+    assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS]
+    assert len(checks) == 6 and all(c.samples for c in checks)
+
+
+def test_state_of_a_first_run_is_named_though_new_processes_have_the_fault_too(tmp_path):
+    root = profile.write(tmp_path / "default", "default")
+    outcome = selftest.look(BY_NAME["the first run sets a scale for good"], selftest.Bench(tmp_path, "cpu"))
+    assert outcome.found.caught and outcome.found.by == "fresh_process" and not outcome.left, outcome.found
+    assert fresh_process.PREPARATIONS == [] and root.is_dir()
+
+
+def test_memory_that_nobody_wrote_is_named(planted):
+    subject = planted("counters of picks are never cleared")
+    ids = torch.randint(0, 320, (1, 60), generator=torch.Generator().manual_seed(0))
+    here = fresh_process.answer(subject, ids, [50, 10])
+    assert "unwritten memory, selections" in parts(fresh_process.dirty(subject, ids, [50, 10], here))
+
+
+def test_a_process_that_ends_badly_says_why(official, monkeypatch):
+    subject = OurSubject(official)
+    monkeypatch.setattr(fresh_process, "PREPARATIONS", [("os:abort", [])])
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    [check] = attempted_all("x", "", "new process", lambda: fresh_process.fresh(subject, ids, [8], {}))
+    assert check.status is Status.ERROR and "ended with code" in check.note
+
+
+def test_other_implementations_are_vacuous():
+    class Theirs(Subject):
+        can = frozenset({"run"})
+
+    [check] = fresh_process.FreshProcess().run(Theirs())
+    assert check.status is Status.VACUOUS and "another implementation" in check.note
