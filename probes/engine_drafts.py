@@ -1,30 +1,24 @@
 """P28: what the batch engine keeps of drafts is what plain decoding leaves, on pages. See engine_drafts.md."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from dsv4.engine.batch import BatchEngine
-from dsv4.engine.requests import Request, Result
+from dsv4.engine.requests import Result
 from dsv4.errors import RewindError
-from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.probes.control import attempted_all
-from dsv4.probes.measure import agreeing, token_errors, tokens
+from dsv4.probes.engine_scene import LENGTHS, SPARE, Scene
+from dsv4.probes.measure import agreeing, token_errors
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
-from dsv4.probes.scripted import Script, Steered
 from dsv4.probes.speculation import Undrafted
 from dsv4.probes.subject import Subject
-from dsv4.probes.visible import Rows, bits, of_output, rows_checks, visible
-from dsv4.speculation.draft import Drafter, Drafts, MTPDrafter
-from dsv4.speculation.policy import LARGEST, Static
-from dsv4.speculation.verify import SingleSteps
+from dsv4.probes.visible import bits, of_output, rows_checks
+from dsv4.speculation.policy import LARGEST
 
-LENGTHS = (121, 6)  # of prompts, by turns: passes cross 128; the window is not full yet
 TOGETHER = (0, 1, 3, LARGEST)  # accepted by rows that share a pass
-SPARE = 4 * LARGEST  # tokens of context for an engine that forgets too little
 SCRIPT = "the scripted choices of the model: greedy decoding of the same logits"
 RUNS = "the engine speculates"
 NAMES = (
@@ -59,116 +53,6 @@ class EngineDrafts(Probe):
         return [*checks, *attempted_all(RUNS, "a cancelled row", part, lambda: cancelled(subject, self.seed))]
 
 
-class Paced(Steered):
-    """`Steered`, where each row counts its own passes: in the engine rows draft at different times."""
-
-    def begin(self, prompts, model, cache, choose) -> None:
-        super().begin(prompts, model, cache, choose)
-        self.passed = [0] * len(prompts)
-
-    def join(self, b: int, prompt: list[int]) -> None:
-        super().join(b, prompt)
-        self.passed[b] = 0
-
-    def due(self, b: int) -> int:
-        return 0 if self.inner is None else self.inner.due(b)
-
-    def settle(self, b: int) -> None:
-        if self.inner is not None:
-            self.inner.settle(b)
-
-    @property
-    def captured(self):
-        return None if self.inner is None else self.inner.captured
-
-    def draft(self, sizes: list[int]) -> Drafts:
-        self.logits.append([])
-        steps = self.inner.draft(sizes).steps if self.inner is not None else [0] * len(sizes)
-        right = [row[min(n, len(row) - 1)] for row, n in zip(self.right, self.passed)]
-        self.passed = [n + (size > 0) for n, size in zip(self.passed, sizes)]
-        return Drafts(self.script.drafts(self.at, sizes, right), list(sizes), None, steps)
-
-
-@dataclass
-class Pass:
-    """One pass of one row, as it begins: what the row may read, and the logits [n, vocab] that came of it."""
-
-    rows: Rows
-    logits: torch.Tensor
-
-
-@dataclass
-class Scene:
-    """An engine whose model obeys a script. right: of each request, how many drafts stay, by pass."""
-
-    subject: Subject
-    right: list[list[int]]
-    together: bool
-    seed: int
-    rows: int = 0
-    passes: dict[int, list[Pass]] = field(default_factory=dict)  # by row
-    results: dict[str, Result] = field(default_factory=dict)
-    off: dict[str, str] = field(default_factory=dict)  # of lengths that were wrong: what is said of the first, by kind
-    lost: set[int] = field(default_factory=set)  # rows whose length was wrong
-
-    def __post_init__(self) -> None:
-        subject, n, g = self.subject, len(self.right), tokens(self.subject, max(LENGTHS), self.seed, len(self.right))
-        self.rows = self.rows or n
-        self.prompts = [g[b, : LENGTHS[b % len(LENGTHS)]].tolist() for b in range(n)]
-        self.most = [1 + sum(a + 1 for a in row) for row in self.right]
-        self.limit = max(LENGTHS) + max(self.most) + SPARE
-        self.script = Script(subject.config.vocab_size, n, max(self.most) + LARGEST + 2, self.seed)
-        self.cache: PagedCache = new_paged_cache(subject.model, self.rows, self.limit)
-        self.drafter = Paced(self.script, self.right, self.inner())
-        self.ran: list[int] = []
-        self.engine = BatchEngine(
-            subject.model,
-            self.cache,
-            together=self.together,
-            on_result=lambda result: self.results.update({result.id: result}),
-            drafter=self.drafter,
-            policy=Static(LARGEST),
-            verify=lambda model, cache: self._watched(SingleSteps(model, cache)),
-        )
-
-    def inner(self) -> Drafter | None:
-        return MTPDrafter() if len(self.subject.model.mtp) else None
-
-    def submit(self, b: int) -> None:
-        self.engine.submit(Request(str(b), tuple(self.prompts[b]), max_tokens=self.most[b]))
-
-    def run(self) -> list[list[int]]:
-        for b in range(len(self.right)):
-            self.submit(b)
-        self.engine.run()
-        return [self.results[str(b)].token_ids for b in range(len(self.right))]
-
-    def _watched(self, inner: SingleSteps):
-        def watched(ids: torch.Tensor, counts: list[int], want_streams: bool):
-            lengths, mtp, active = self.cache.lengths, self.cache.mtp_lengths, [b for b, n in enumerate(counts) if n]
-            self._lengths(lengths)
-            self.ran = active
-            began = {b: visible(self.subject, self.cache, b, lengths[b], mtp[b]) for b in active}
-            logits, streams = inner(ids, counts, want_streams)
-            for b in active:
-                self.passes.setdefault(b, []).append(Pass(began[b], logits[b, : counts[b]].cpu().clone()))
-            of = {work.row: int(work.request.id) for work in self.engine.running}
-            said = [lengths[b] - len(self.prompts[of.get(b, 0)]) + 1 for b in range(len(counts))]
-            at = [min(max(1, n), self.script.text.shape[1]) for n in said]
-            return self.script.obeyed(logits, ids, at), streams
-
-        return watched
-
-    def _lengths(self, lengths: list[int]) -> None:
-        """Each row that decodes must hold its prompt and what came out, but for the last token."""
-        for work in self.engine.running:
-            b, due = work.row, len(work.ids) - 1
-            if work.result.token_ids and lengths[b] != due and b not in self.lost:
-                self.lost.add(b)
-                kind = "engine rewind, of another row" if self.ran and b not in self.ran else "engine rewind, length"
-                self.off.setdefault(kind, f"row {b} holds {lengths[b]} tokens and {due} of it are final")
-
-
 def kept(scene: Scene, where: str) -> Iterator[Check]:
     """Texts, lengths, and what each pass began with and said, of requests that end by themselves."""
     exact = not scene.together
@@ -187,7 +71,9 @@ def kept(scene: Scene, where: str) -> Iterator[Check]:
 
 def ended(scene: Scene, where: str) -> Iterator[Check]:
     errors = [(b, r.error) for b, r in scene.results.items() if r.error is not None]
-    rewind = any(isinstance(error, RewindError) for _, error in errors)
+    rewinds = [(b, str(error)) for b, error in errors if isinstance(error, RewindError)]
+    other = any(not error.startswith(f"row {b} ") for b, error in rewinds)  # request b has row b
+    part = "engine rewind, of another row" if other else "engine rewind" if rewinds else "engine"
     yield compare(
         "requests that end with an error",
         len(errors),
@@ -197,7 +83,7 @@ def ended(scene: Scene, where: str) -> Iterator[Check]:
         len(scene.results),
         unit="requests",
         where=where,
-        part="engine rewind" if rewind else "engine",
+        part=part,
         note="; ".join(f"request {b}: {error}" for b, error in errors[:1]),
     )
 
@@ -286,18 +172,12 @@ def cancelled(subject: Subject, seed: int) -> Iterator[Check]:
         begin.update({w.request.id: held[w.row] for w in scene.engine.running if w.row not in before})
 
     scene.engine._join = join
-    scene.engine.run()
-    yield compare(
-        "tokens that a row holds before a request joins it",
-        sum(begin.values()),
-        "==",
-        0,
-        "a request begins in an empty row",
-        len(begin),
-        unit="tokens",
-        where=where,
-        part=part,
-    )
+    try:
+        scene.engine.run()
+    except Exception:  # what rows held before it broke says where
+        yield joined(begin, where, part)
+        raise
+    yield joined(begin, where, part)
     left = [f"{pool.live} pages of {name}" for name, pool in scene.cache.pools.items() if pool.live]
     yield compare(
         "pools with pages that nobody holds any more",
@@ -327,6 +207,21 @@ def cancelled(subject: Subject, seed: int) -> Iterator[Check]:
         where=where,
         part=part,
         note=note,
+    )
+
+
+def joined(begin: dict[str, int], where: str, part: str) -> Check:
+    """begin: tokens of each request's row as it joined."""
+    return compare(
+        "tokens that a row holds before a request joins it",
+        sum(begin.values()),
+        "==",
+        0,
+        "a request begins in an empty row",
+        len(begin),
+        unit="tokens",
+        where=where,
+        part=part,
     )
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from dsv4.probes import draft_depth, engine_drafts, verification
+from dsv4.probes import draft_depth, engine_drafts, engine_scene, verification
 from dsv4.probes.mutations import Site, catalogue, profile
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
@@ -48,7 +48,7 @@ def passes(subject, length=6):
 
 def scene(subject, together=False):
     right = [[0, LARGEST], [LARGEST, 1], [3, 2]]
-    return [*engine_drafts.kept(engine_drafts.Scene(subject, right, together, 0), "here")]
+    return [*engine_drafts.kept(engine_scene.Scene(subject, right, together, 0), "here")]
 
 
 def texts(subject):
