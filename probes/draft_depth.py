@@ -18,7 +18,6 @@ from dsv4.speculation.draft import Drafts, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import LARGEST, Static
 
-BLOCKS = 4, 128  # tokens that an entry of CSA and of HCA is made of
 DEPTHS = (1, 3, 4, 5, LARGEST)  # below, at and beyond the ratio of CSA
 PROMPT, TEXT = 9, 2 * LARGEST
 RUNS = "drafts of this depth run"

@@ -44,7 +44,7 @@ class EngineDrafts(Probe):
         if subject.model.layer_devices is not None:
             return [vacuous(self.title, "layers are spread over devices, and pages lie on one", part="engine")]
         # the second pass writes over what the first has left behind
-        alone = [[a, max(1, LARGEST - a)] for a in range(LARGEST + 1)]
+        alone = [[a, max(1, LARGEST - a)] for a in range(0, LARGEST + 1, 1 if self.effort >= 1 else 4)]
         shared = [[a, max(1, LARGEST - a)] for a in TOGETHER]
         part = lambda error: "engine rewind" if isinstance(error, RewindError) else "engine"
         checks = attempted_all(RUNS, "alone", part, lambda: kept(Scene(subject, alone, False, self.seed), "alone"))

@@ -35,16 +35,15 @@ class Placement(Probe):
         model = subject.model
         if model.layer_devices is not None:
             return [vacuous(self.title, "the subject is spread already, and there is no whole one beside it")]
-        if model.backend not in ("cpu", "reference"):
-            why = f"backend {model.backend} takes no layers that are spread over devices"
-            return [vacuous(self.title, why, part="placement")]
         size = sum(p.nbytes for p in model.parameters())
         if size > LARGEST * self.effort:
             why = f"the model holds {size:,} bytes and would be loaded again; {LARGEST * self.effort:,.0f} are allowed"
             return [vacuous(self.title, why, part="placement")]
+        # other backends take no layers that are spread over devices: a whole model of the reference stands for them
+        whole = model if model.backend in ("cpu", "reference") else loaded(subject, None)
         checks = []
         for name, first in (("even layers from the file", 0), ("odd layers from the file", 1)):
-            make = lambda: compared(subject, placed(subject, first), name, self.seed)
+            make = lambda: compared(subject, whole, placed(subject, first), name, self.seed)
             checks += attempted_all(RUNS, name, "placement", make)
         return checks
 
@@ -55,11 +54,16 @@ def placed(subject: Subject, first: int):
     where = dict.fromkeys(("embed", "hc_head", "norm", "head"), "cpu")
     names = [f"layers.{i}" for i in range(len(model.layers))] + [f"mtp.{i}" for i in range(len(model.mtp))]
     where |= {name: "disk" if i % 2 == first else "cpu" for i, name in enumerate(names)}
-    main, index = subject.caches
+    return loaded(subject, where)
+
+
+def loaded(subject: Subject, where: Mapping[str, str] | None):
+    """The subject's checkpoint, loaded again, with a device map or whole."""
+    model, (main, index) = subject.model, subject.caches
     return load_model(
         subject.files.path,
         numerics=subject.numerics,
-        backend=model.backend,
+        backend=model.backend if model.backend in ("cpu", "reference") else "reference",
         device=str(model.device),
         mtp=bool(len(model.mtp)),
         device_map=where,
@@ -68,9 +72,9 @@ def placed(subject: Subject, first: int):
     )
 
 
-def compared(subject: Subject, spread, where: str, seed: int) -> Iterator[Check]:
-    """A prompt and a few tokens through both; what each layer held while it ran."""
-    model, ids = subject.model, tokens(subject, TOKENS + DECODED, seed)
+def compared(subject: Subject, model, spread, where: str, seed: int) -> Iterator[Check]:
+    """A prompt and a few tokens through the whole model and the spread one; what each layer held while it ran."""
+    ids = tokens(subject, TOKENS + DECODED, seed)
     held: dict[str, dict[str, list[str]]] = {}
     wanted = logits_of(model, ids)
     with watched(spread, held):

@@ -104,7 +104,7 @@ def test_new_memory_holds_nothing_that_could_pass_for_a_number():
 @pytest.mark.parametrize("fault, part", PLACES, ids=lambda value: value.replace(" ", "-"))
 def test_a_fault_of_placement_is_named(planted, fault, part):
     subject = planted(fault)
-    found = parts(placement.compared(subject, placement.placed(subject, 0), "here", 0))
+    found = parts(placement.compared(subject, subject.model, placement.placed(subject, 0), "here", 0))
     assert part in found and found <= {part, "placement, logits"}, found
 
 
@@ -112,7 +112,7 @@ def test_layers_from_the_file_are_green_and_are_really_read_there(official):
     subject = OurSubject(official, "native")
     spread = placement.placed(subject, 1)
     assert "disk" in spread.placement.values() and "cpu" in spread.placement.values()
-    found = [*placement.compared(subject, spread, "here", 0)]
+    found = [*placement.compared(subject, subject.model, spread, "here", 0)]
     assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS]
     assert len(found) == len(subject.model.layers) + len(subject.model.mtp) + 3
 
