@@ -74,6 +74,7 @@ FAULTS = [  # fault, what asks, the part it must name
 ]
 
 
+@pytest.mark.few(each=lambda p: p["ask"])
 @pytest.mark.parametrize("fault, ask, part", FAULTS, ids=lambda value: str(value).replace(" ", "-")[:50])
 def test_a_fault_is_named(planted, fault, ask, part):
     subject, found = planted(fault), []
@@ -91,6 +92,7 @@ def test_entries_that_drafts_of_a_windows_depth_leave_are_seen_at_that_depth_alo
     assert not ask(4) and any("MTP window" in part for part in ask(LARGEST))
 
 
+@pytest.mark.few(numerics=["native"])
 @pytest.mark.parametrize("numerics, backend", [("fp32", "reference"), ("native", "cpu"), ("qat", "cpu")])
 def test_passes_and_the_engine_are_green(official, numerics, backend):
     subject = OurSubject(official, numerics, backend)

@@ -70,12 +70,14 @@ def test_a_fault_of_tiles_is_named_and_nothing_else(planted, fault, part):
     assert parts(operations(planted(fault))) == {part}
 
 
+@pytest.mark.few(each=lambda p: "the first")
 @pytest.mark.parametrize("fault, part", TILES[:5], ids=lambda value: value.replace(" ", "-"))
 def test_other_probes_of_operations_do_not_see_it(planted, fault, part):
     """Their inputs fit one tile: that is why there is a probe for tiles."""
     assert not parts(execute(probe_named("edges")(), planted(fault))[0])
 
 
+@pytest.mark.few(numerics=["native"])
 @pytest.mark.parametrize("numerics, backend", [("fp32", "reference"), ("native", "cpu"), ("qat", "cpu")])
 def test_tiles_are_green(official, llama3, numerics, backend):
     for root in (official, *([llama3] if numerics != "qat" else [])):
@@ -101,6 +103,7 @@ def test_new_memory_holds_nothing_that_could_pass_for_a_number():
 # ---- layers that lie elsewhere ------------------------------------------------------------
 
 
+@pytest.mark.few(each=lambda p: "the first")
 @pytest.mark.parametrize("fault, part", PLACES, ids=lambda value: value.replace(" ", "-"))
 def test_a_fault_of_placement_is_named(planted, fault, part):
     subject = planted(fault)
