@@ -118,8 +118,9 @@ def look(mutation: Mutation, bench: Bench) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="dsv4-selftest-") as folder:
         profile = bench.profiles / mutation.profile
         site = Site(Path(shutil.copytree(profile, Path(folder) / mutation.profile)))
-        again = ("dsv4.probes.selftest:replanted", [mutation.name, str(profile), str(Path(folder) / "again")])
-        site.patch(fresh_process, "PREPARATIONS", [again])
+        if mutation in mutations.catalogue():  # a new process finds it by name
+            again = ("dsv4.probes.selftest:replanted", [mutation.name, str(profile), str(Path(folder) / "again")])
+            site.patch(fresh_process, "PREPARATIONS", [again])
         try:
             found = _found(mutation, site, bench)
         finally:
