@@ -32,7 +32,7 @@ def theirs(device: str):
     from safetensors.torch import load_file
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-    from dsv4.loaders.convert import _to_transformers
+    from dsv4.loaders.transformers_names import to_transformers
 
     raw = read_json(GOLDEN / "config.json")
     config = DeepseekV4Config(
@@ -42,7 +42,7 @@ def theirs(device: str):
     state, E = {}, config.n_routed_experts
     for name in values:
         if not name.startswith("mtp.") and ".ffn.experts." not in name:
-            state[_to_transformers(name)] = values[name]
+            state[to_transformers(name)] = values[name]
     for i in range(config.num_hidden_layers):
         w = lambda k: torch.stack([values[f"layers.{i}.ffn.experts.{e}.{k}.weight"] for e in range(E)])
         state[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.cat((w("w1"), w("w3")), 1)

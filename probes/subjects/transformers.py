@@ -27,8 +27,8 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.loaders.config_files import family_of, to_official
-from dsv4.loaders.convert import _to_transformers
 from dsv4.loaders.files import read_json
+from dsv4.loaders.transformers_names import to_transformers
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import FilesSubject, plain
@@ -302,7 +302,7 @@ def state_of(stored: FilesSubject) -> dict[str, torch.Tensor]:
         base, _, leaf = name.rpartition(".")
         scale = base in stored.files.formats and leaf in SCALES
         if not (scale or name.startswith("mtp.") or ".ffn.experts." in name):
-            state[_to_transformers(name)] = stored.weight(name)
+            state[to_transformers(name)] = stored.weight(name)
     for i in range(stored.config.num_hidden_layers):
         stack = lambda leaf: torch.stack([stored.weight(f"layers.{i}.ffn.experts.{e}.{leaf}.weight") for e in range(E)])
         state[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.cat((stack("w1"), stack("w3")), 1)
@@ -313,7 +313,7 @@ def state_of(stored: FilesSubject) -> dict[str, torch.Tensor]:
 def _place(name: str) -> tuple[str, Callable]:
     """(their parameter, the part of it) for an official name."""
     if ".ffn.experts." not in name:
-        return _to_transformers(name), lambda t: t
+        return to_transformers(name), lambda t: t
     stacked = re.fullmatch(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.(w[123])\.weight", name)
     if stacked is None:  # an expert of an MTP block, which they drop, or a scale, which is multiplied out
         raise InputError(f"transformers' model holds no parameter for {name!r}")
