@@ -160,7 +160,8 @@ class Captured(Probe):
         chance = min(seen.chance, default=None)
         for what in (LOGITS, ROWS):
             about = dict(
-                where=f"{name}{where}",
+                where=name,
+                found=where,
                 part=part,
                 note="; ".join(filter(None, (how, why))),
                 chance=chance if what == LOGITS else None,
@@ -247,13 +248,13 @@ def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
     mine = OF_GQA if subject.family == "gqa" else DIRECT[subject.config.compress_ratios[layer]]
     if layer and set(mine) <= set(found):
         return (
-            f", layer {layer - 1}",
+            f"layer {layer - 1}",
             "captured step, layer output",
             f"step {step}: what layer {layer} was given differs",
         )
     first = next(stream for stream in PARTS if stream in found)
     why = f"step {step}: {', '.join(found)} of layer {layer} differ first"
-    return f", layer {layer}", f"captured step, {PARTS[first]}", why
+    return f"layer {layer}", f"captured step, {PARTS[first]}", why
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def walked(subject: Subject, tally: dict[str, Tally]) -> Iterator[Check]:
         2 * limit_of(subject)[0],
         f"twice the limit of {subject.numerics}: sums of two phases",
         scores.samples,
-        where=scores.first,
+        found=scores.first,
         part=f"{part}column sums" + (f", {cause}" if cause else ""),
     )
     yield tally["fall"].counted("scores that fell", f"{part}scores fall", "what a query gave is not taken back", "")
@@ -303,7 +303,7 @@ def _heads(tally: Tally) -> Check:
         0.5,
         "heads choose by their own scores",
         tally.samples,
-        where=tally.first,
+        found=tally.first,
         part="chunked prefill, heavy tokens of each head",
         chance=1.0,
     )

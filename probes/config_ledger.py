@@ -87,7 +87,8 @@ class ConfigLedger(Probe):
             STATED,
             len(kept),
             unit="keys",
-            where=wrong[0] if wrong else "config.json",
+            where="config.json",
+            found=wrong[0] if wrong else "",
             part="config",
             note=note,
         )
@@ -192,7 +193,8 @@ class ConfigLedger(Probe):
             0,
             STATED,
             seen,
-            where=next(iter(wrong), ""),
+            where="modules",
+            found=next(iter(wrong), ""),
             part="config",
             note="; ".join(list(wrong.values())[:3]),
         )

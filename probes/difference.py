@@ -21,6 +21,7 @@ EVIDENCE = (Status.PASS, Status.WARN, Status.FAIL)  # an ERROR measured nothing
 COMPARED = ("subject", "checkpoint", "recorded", "commit", "device", "versions", "numerics", "backend", "seeds")
 
 Key = tuple[str, str, str, int]  # probe, name, where, and a number for those that share all three
+COUNT = ": exceptions"  # a check of this name counts what checks without it name one by one, where there is something
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Change:
     old: Status | None
     new: Status | None
     text: str = ""
+    counted: bool = False  # the newer report still counts what this check named, as "NAME: exceptions"
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,10 @@ def difference(old: dict, new: dict, waivers: list[dict], today: date) -> Differ
     result.expired = [w for w in parsed if w.expires < today]
     holding = [w for w in parsed if w.expires >= today]
     proved = {key[0] for key, check in after.items() if Status(check["status"]) in EVIDENCE}
+    counts = {key[:2] for key, check in after.items() if Status(check["status"]) in EVIDENCE}
     for key in sorted(before.keys() | after.keys()):
-        _sort_in(result, _change(key, before.get(key), after.get(key)), proved, holding)
+        change = _change(key, before.get(key), after.get(key), (key[0], key[1] + COUNT) in counts)
+        _sort_in(result, change, proved, holding)
     seen = [*(c for c, _ in result.waived), *result.remaining]
     result.unused = [w for w in holding if not any(w.covers(change) for change in seen)]
     return result
@@ -131,14 +135,14 @@ def _checks(report: dict) -> dict[Key, dict]:
     return {(*key, i): check for key, group in worst_first.items() for i, check in enumerate(group)}
 
 
-def _change(key: Key, before: dict | None, after: dict | None) -> Change:
+def _change(key: Key, before: dict | None, after: dict | None, counted: bool) -> Change:
     status = [None if check is None else Status(check["status"]) for check in (before, after)]
-    return Change(*key[:3], *status, text=_told(after if after is not None else before))
+    return Change(*key[:3], *status, text=_told(after if after is not None else before), counted=counted)
 
 
 def _told(check: dict) -> str:
     """What a check of a report measured, in short."""
-    said = []
+    said = [f"at {check['found']}"] if check.get("found") else []
     if check.get("measured") is not None:
         said.append(f"measured {words.number(check['measured'])} {check.get('unit', '')}".strip())
     if check.get("threshold") is not None:
@@ -167,6 +171,8 @@ def _kind(change: Change, proved: set[str]) -> str | None:
         return "regressions" if new in BROKEN else "new"
     if new is None and old is Status.ERROR and change.probe in proved:
         return "fixed"  # the probe broke, and now it runs and says other things
+    if new is None and old in BROKEN and change.counted:
+        return "fixed"
     if new is None and old is Status.VACUOUS:
         return "removed"
     if new is None or (new is Status.VACUOUS and old in EVIDENCE):

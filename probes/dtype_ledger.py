@@ -209,7 +209,7 @@ class DtypeLedger(Probe):
             "else the cache dtype of the numerics",
             seen,
             unit="streams",
-            where=first[0],
+            found=first[0],
             part=first[1],
             note="; ".join(f"{label} {stream}: {d}, expected {w}" for label, stream, d, w in wrong[:3]),
         )

@@ -35,7 +35,8 @@ class Edges(Probe):
                 for full in (False, True):
                     case = f"{where}, {'all keys present' if full else 'k = 8'}"
                     checks += [guarded(case, "sparse attention", self._selected, subject, queries, n, full, case)]
-                    checks += [guarded(case, "HCA attention", self._all, subject, queries, n, full, case)]
+                    hca = f"{case}, HCA"
+                    checks += [guarded(hca, "HCA attention", self._all, subject, queries, n, full, hca)]
                 checks += [guarded(where, "selection", self._topk, subject, queries, n, where)]
             where = f"{queries} queries"
             checks += [

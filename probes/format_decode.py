@@ -141,7 +141,7 @@ class FormatDecode(Probe):
                 BITS,
                 total,
                 unit="tensors",
-                where=bad[0][0] if bad else "",
+                found=bad[0][0] if bad else "",
                 part=part_of(bad[0][0]) if bad else "formats",
             )
             for name, wrong, n in bad[:NAMED]:
@@ -186,7 +186,7 @@ class FormatDecode(Probe):
             0,
             "NaN is byte 255 of E8M0, 0x7F of E4M3: no weight is NaN",
             row["n"],
-            where=nan[0] if nan else "",
+            found=nan[0] if nan else "",
             part=part_of(nan[0]) if nan else "scales",
             unit="tensors",
         )

@@ -367,7 +367,7 @@ def sink_check(seen: Seen) -> Check:
     counted = (SURE * error < 1 - limit) & (size > LEAST.get(case.subject.numerics, LEAST["native"]))
     least = (share.abs() - SURE * error).clamp(min=0) * counted
     worst, (near, within, _) = int(least.argmax()), limit_of(case.subject)
-    about = dict(where=f"{seen.where}, head {worst}", part="sink", unit="share of its removal, at least", chance=1.0)
+    about = dict(where=seen.where, part="sink", unit="share of its removal, at least", chance=1.0)
     if left > 0.5 and not at_share(far(out, attend(case.layer, found, picks)), within) <= near:
         return vacuous(
             name, f"the output differs, and sinks explain {1 - left:.0%} of it", where=seen.where, part="sink"
@@ -379,6 +379,7 @@ def sink_check(seen: Seen) -> Check:
         limit,
         "0 is the oracle with the sink, 1 without; by numerics",
         int(counted.sum()),
+        found=f"head {worst}",
         note=f"share {share[worst]:.2g} ± {error[worst]:.1g}; {int((~counted).sum())} of {len(counted)} heads "
         "have a sink "
         "that cannot be told from noise",

@@ -185,7 +185,7 @@ class LoadLedgerProbe(Probe):
             STRICT,
             len(ledger.parameters),
             part=part_of(short[0]) if short else "load",
-            where=short[0] if short else "",
+            found=short[0] if short else "",
         )
         for reason in sorted(set(ledger.listed.values())):
             names = [n for n, r in ledger.listed.items() if r == reason]
@@ -340,7 +340,7 @@ def named(what: str, bad: list[str], samples: int, source: str, note: str = "") 
         unit="tensors",
         note=note,
         part=part_of(bad[0]) if bad else "load",
-        where=bad[0] if bad else "",
+        found=bad[0] if bad else "",
     )
     for name in bad[:NAMED]:
         yield Check(what, Status.FAIL, name, part_of(name), "no", "", "==", "yes", source, samples=1)

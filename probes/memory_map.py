@@ -148,7 +148,8 @@ class MemoryMap(Probe):
             EXACT,
             len(wanted),
             unit="B",
-            where=first[0] if off else where,
+            where=where,
+            found=first[0] if off else "",
             part=first[1],
             note=note,
         )
@@ -160,7 +161,8 @@ class MemoryMap(Probe):
             EXACT,
             len(wanted),
             unit="streams",
-            where=first[0] if off else where,
+            where=where,
+            found=first[0] if off else "",
             part=first[1],
         )
 
@@ -200,7 +202,7 @@ class MemoryMap(Probe):
             "a buffer ends where its storage does",
             rows,
             unit="rows",
-            where=outside[0][0] if outside else "",
+            found=outside[0][0] if outside else "",
             part=outside[0][1] if outside else "cache",
         )
 
@@ -227,9 +229,18 @@ class MemoryMap(Probe):
                 "buffers of the row that nothing wrote": idle,
             }
             for what, bad in outcomes.items():
-                label, part = bad[0] if bad else ("any layer", "cache")
+                label, part = bad[0] if bad else ("", "cache")
                 yield compare(
-                    what, len(bad), "==", 0, APART, seen, unit="buffers", where=f"{label}, row {busy}", part=part
+                    what,
+                    len(bad),
+                    "==",
+                    0,
+                    APART,
+                    seen,
+                    unit="buffers",
+                    where=f"any layer, row {busy}",
+                    found=label,
+                    part=part,
                 )
 
     def _far(self, subject: Subject) -> Check:

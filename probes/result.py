@@ -26,7 +26,9 @@ class Check:
     where: the layer or tensor it speaks of ('layer 2', 'layers.2.attn.wkv.weight'); part: what is at fault if it fails,
     in the words of the model ('indexer keys', 'sink', 'load'); measured in `unit`, held by `relation` ('<=', '>=',
     '==') against `threshold`, which comes from `source`; chance: what a random answer would have scored; samples: how
-    many comparisons stand behind it (0 makes it VACUOUS).
+    many comparisons stand behind it (0 makes it VACUOUS). found: where inside `where` the worst or the first was
+    measured ('head 6', 'layer 3, row 0'): it may be another in the next run, so it belongs to the measurement.
+    Probe, name and `where` identify a check from one report to the next; they never hold what was measured.
     """
 
     name: str
@@ -41,6 +43,12 @@ class Check:
     chance: float | None = None
     samples: int = 0
     note: str = ""
+    found: str = ""
+
+    @property
+    def at(self) -> str:
+        """The place with what was found inside it, for people: 'layer 2, decode, head 6'."""
+        return ", ".join(filter(None, (self.where, self.found)))
 
     def to_json(self) -> dict:
         return {k: v for k, v in asdict(self).items() if v not in (None, "")} | {"status": self.status.value}

@@ -200,7 +200,7 @@ def _judged(mutation: Mutation, probe: str, checks: list[Check], seen: tuple[str
                 probe,
                 check.status.value,
                 check.name,
-                check.where,
+                check.at,
                 check.part,
                 word,
                 seen,
@@ -214,7 +214,7 @@ def _judged(mutation: Mutation, probe: str, checks: list[Check], seen: tuple[str
 def texts_of(check: Check) -> tuple[str, ...]:
     """What a check says of where the fault is. The name of an ERROR is only the probe's title; its note says what
     broke."""
-    about = (check.part, check.where)
+    about = (check.part, check.at)
     if check.status is Status.ERROR or check.name.endswith("while loading"):
         return (*about, check.note)
     return (*about, check.name)
@@ -293,9 +293,7 @@ def audit_clean(setting: Clean, bench: Bench) -> Clean:
     checks = [
         (name, check) for name in applying(subject, available()) for check in execute(probe_named(name)(), subject)[0]
     ]
-    tell = lambda name, c: (
-        f"{name}: {c.name}" + (f" at {c.where}" if c.where else "") + (f" ({c.part})" if c.part else "")
-    )
+    tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.at}" if c.at else "") + (f" ({c.part})" if c.part else "")
     of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)
     return replace(
         setting,

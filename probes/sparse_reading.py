@@ -119,7 +119,7 @@ class SparseReading(Probe):
                     wrong, count, first = (
                         wrong + bad,
                         count + b[row, :, :n].numel(),
-                        first or (f", layer {i}" if bad else ""),
+                        first or (f"layer {i}" if bad else ""),
                     )
         yield compare(
             "numbers in which a prompt's cache differs from dense prefill's",
@@ -128,7 +128,8 @@ class SparseReading(Probe):
             0,
             f"prefill is dense and exact: {SAME}",
             count,
-            where=f"{policy.name}{first}",
+            where=policy.name,
+            found=first,
             part="dense prefill",
         )
         yield compare(

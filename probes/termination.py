@@ -249,7 +249,8 @@ def judged(subject: Subject, where: str, rule: Termination, looks: list[Look], p
         0,
         "the mean of what attention counted",
         len(looks[-1].calls),
-        where=", ".join([where, *wrong[:1]]),
+        where=where,
+        found=wrong[0] if wrong else "",
         part="termination, tiles counted",
     )
 

@@ -221,7 +221,7 @@ def rows_checks(
             (at, what), why = first_of(subject, bad), f"{when}: {summary(bad)}"
         wrong, count = wrong + sum(bad.values()), count + sum(len(h.raw) for h in wanted.values())
         errors += [] if exact else [errors_of(found[k], wanted[k]) for k in wanted]
-    about = dict(where=", ".join(filter(None, (where, at))), part=", ".join(filter(None, (part, what))), note=why)
+    about = dict(where=where, found=at, part=", ".join(filter(None, (part, what))), note=why)
     if exact:
         yield compare(name, wrong, "==", 0, SAME, count, unit="rows", **about)
         return

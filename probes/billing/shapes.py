@@ -30,7 +30,7 @@ class Shapes:
         for part in found.keys() | total.keys():
             a, b = found.get(part, 0), total.get(part, 0)
             causes = tuple(cause for cause, nbytes in mistakes.get(part, {}).items() if nbytes == b) if a != b else ()
-            self.parts[part].see(int(a != b), 1, ", ".join(filter(None, (self.where, at))), causes)
+            self.parts[part].see(int(a != b), 1, at, causes)
             if a != b:
                 self.notes.setdefault(part, f"the bill has {b} B, counted are {a} B")
 
@@ -45,7 +45,8 @@ class Shapes:
                 source,
                 tally.samples,
                 unit="shapes",
-                where=tally.first or self.where,
+                where=self.where,
+                found=tally.first,
                 part=f"bill, {part}" + (f", {cause}" if cause else ""),
                 note=self.notes.get(part, ""),
             )

@@ -39,11 +39,12 @@ def _suite(section: "Section", provenance: dict) -> ElementTree.Element:
 
 
 def _case(section: "Section", check: Check) -> ElementTree.Element:
-    name = f"{check.name} [{words.place(check)}]" if words.place(check) else check.name
+    name = f"{check.name} [{check.where}]" if check.where else check.name
     case = ElementTree.Element("testcase", {"classname": clean(section.probe), "name": clean(name)})
     kind = ELEMENTS.get(check.status)
     if kind:
-        message = f"{check.status.value}: {words.evidence(check)}" + (f". {check.note}" if check.note else "")
+        found = f" in {words.place(check)}" if words.place(check) else ""
+        message = f"{check.status.value}{found}: {words.evidence(check)}" + (f". {check.note}" if check.note else "")
         element = ElementTree.SubElement(case, kind, {"message": clean(message)})
         if kind != "skipped":
             element.set("type", check.status.value)

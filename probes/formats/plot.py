@@ -29,7 +29,7 @@ def by_layer(checks: Sequence[Check]) -> dict[str, dict[int, float]]:
     """Check name → layer → the worst margin of all checks of that name there."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for check in checks:
-        layer, value = re.match(r"layers?[ .](\d+)", check.where), margin(check)
+        layer, value = re.match(r"layers?[ .](\d+)", check.at), margin(check)
         if layer and value is not None:
             i = int(layer[1])
             found[check.name][i] = max(value, found[check.name].get(i, 0.0))

@@ -67,7 +67,7 @@ def _result(section: "Section", check: Check, rule: int) -> dict:
 
 def _location(check: Check) -> dict:
     """Logical: the layer or tensor, or the whole model."""
-    name = check.where or "model"
+    name = check.at or "model"
     return {
         "logicalLocations": [{"name": name.rsplit(".", 1)[-1] or name, "fullyQualifiedName": name, "kind": "member"}]
     }

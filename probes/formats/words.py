@@ -42,7 +42,7 @@ def measured(check: Check) -> str:
 
 def place(check: Check) -> str:
     """Where and which part: 'layer 2 (indexer keys)'."""
-    return f"{check.where} ({check.part})" if check.where and check.part else check.where or check.part
+    return f"{check.at} ({check.part})" if check.at and check.part else check.at or check.part
 
 
 def evidence(check: Check) -> str:

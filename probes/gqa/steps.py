@@ -167,10 +167,11 @@ class Tally:
         )
 
     def _about(self, part: str, where: str) -> dict[str, str]:
-        """Where the first of them failed, and what would explain it."""
+        """Where the first of them failed (`found`), and what would explain it."""
         cause = self.cause
         return {
-            "where": ", ".join(filter(None, (where, self.first))),
+            "where": where,
+            "found": self.first,
             "part": f"{part}, {cause}" if cause else part,
             "note": f"as if: {cause}" if cause else "",
         }

@@ -237,7 +237,7 @@ def test_what_differs_is_explained_and_says_both_numbers():
         )
     keys, values, whole = shapes.checks("counted", "attention")
     assert (keys.status, values.status, whole.status) == (Status.PASS, Status.FAIL, Status.FAIL) and keys.samples == 3
-    assert (values.part, values.where, values.measured) == ("bill, values, twice", "dense, 1 tokens", 3)
+    assert (values.part, values.at, values.measured) == ("bill, values, twice", "dense, 1 tokens", 3)
     assert values.note == "the bill has 2 B, counted are 1 B"
     assert (whole.measured, whole.threshold) == (18, 12)
     missing = Shapes("dense")

@@ -64,13 +64,13 @@ def test_overwritten_weight_is_named(official, numerics):
     matrix = subject.model.layers[1].attn.indexer.compressor.wkv_gate.weight
     matrix.data[3, 5] += 1
     found = failures("load_ledger", subject)
-    assert {c.where for c in found} == {KEYS} and {c.part for c in found} == {"indexer keys"}
+    assert {c.at for c in found} == {KEYS} and {c.part for c in found} == {"indexer keys"}
 
 
 def test_scale_lost_in_memory_is_named(official):
     subject = OurSubject(official, "native")
     subject.model.layers[0].ffn.experts.w2.scale.data.view(torch.uint8)[2] += 1
-    wheres = {c.where for c in failures("load_ledger", subject)}
+    wheres = {c.at for c in failures("load_ledger", subject)}
     assert "layers.0.ffn.experts.2.w2.scale" in wheres and "layers.0.ffn.experts.2.w2.weight" in wheres
 
 
@@ -97,7 +97,7 @@ def test_copied_and_constant_tensors_show(official, copy_of):
     checks = run("load_ledger", FilesSubject(root))
     alike = [c for c in checks if c.status is Status.FAIL]
     assert {c.part for c in alike} == {"compressor"} and "layers.3.attn.compressor.ape" in alike[0].note
-    assert [c.where for c in checks if c.status is Status.WARN] == ["layers.4.ffn.gate.bias"]
+    assert [c.at for c in checks if c.status is Status.WARN] == ["layers.4.ffn.gate.bias"]
 
 
 def test_missing_tensor_is_named(official):
@@ -105,7 +105,7 @@ def test_missing_tensor_is_named(official):
     sources = {n: s for n, s in subject.files.sources.items() if n != KEYS}
     subject.files = dataclasses.replace(subject.files, sources=sources)
     found = failures("load_ledger", subject)
-    assert KEYS in {c.where for c in found} and "indexer keys" in {c.part for c in found}
+    assert KEYS in {c.at for c in found} and "indexer keys" in {c.part for c in found}
 
 
 def test_subject_without_weights_is_vacuous(official):
@@ -121,7 +121,7 @@ def test_another_implementation_is_held_against_the_file(official):
 
     subject = TransformersSubject(official, torch.bfloat16)
     found = [c for c in run("load_ledger", subject) if c.status is not Status.PASS]
-    assert [(c.status, c.where) for c in found] == [(Status.WARN, "mtp.0")]  # it has no MTP block, and says so nowhere
+    assert [(c.status, c.at) for c in found] == [(Status.WARN, "mtp.0")]  # it has no MTP block, and says so nowhere
     assert worst(run("dtype_ledger", subject)) is Status.PASS
     subject.model.model.layers[3].self_attn.sinks.data.zero_()
     assert {c.part for c in failures("load_ledger", subject)} == {"sink"}
@@ -135,7 +135,7 @@ def test_unread_key_warns_unless_its_reason_is_known(official, copy_of):
     root = checkpoints.edit_config(copy_of(official), seq_aux_loss=True, attention_dropout=0.0)
     assert "attention_dropout" in NO_EFFECT
     warned = [c for c in run("config_ledger", FilesSubject(root)) if c.status is not Status.PASS]
-    assert [(c.where, c.status) for c in warned] == [("seq_aux_loss", Status.WARN)]
+    assert [(c.at, c.status) for c in warned] == [("seq_aux_loss", Status.WARN)]
 
 
 def test_kind_that_contradicts_the_tensors_is_red(official, copy_of):
@@ -143,7 +143,7 @@ def test_kind_that_contradicts_the_tensors_is_red(official, copy_of):
     raw = json.loads((root / "config.json").read_text())
     checkpoints.edit_config(root, compress_ratios=[0, 4, 128, 0, *raw["compress_ratios"][4:]])
     found = failures("config_ledger", FilesSubject(root))
-    assert [(c.where, c.part) for c in found] == [("layer 3", "layer kind")]
+    assert [(c.at, c.part) for c in found] == [("layer 3", "layer kind")]
 
 
 def test_clamped_and_ignored_values_are_red(official):
@@ -152,14 +152,14 @@ def test_clamped_and_ignored_values_are_red(official):
     subject.model.layers[1].attn.indexer.topk = 3
     subject.model.layers[2].attn.base = "main"
     subject.model.frequencies["compress"] = subject.model.frequencies["main"]
-    wheres = {c.where for c in failures("config_ledger", subject)}
+    wheres = {c.at for c in failures("config_ledger", subject)}
     assert {"max_position_embeddings", "layer 1", "layer 2", "base compress"} <= wheres
 
 
 def test_effective_config_of_another_implementation_is_compared(official):
     subject = FilesSubject(official)
     subject.provenance = subject.provenance | {"effective": {"index_topk": 2048, "hidden_size": 128}}
-    assert [c.where for c in failures("config_ledger", subject)] == ["index_topk"]
+    assert [c.at for c in failures("config_ledger", subject)] == ["index_topk"]
 
 
 # ---- format_decode -----------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_nan_scale_in_the_file_is_red(official, copy_of):
 
     rewrite(root, change)
     found = failures("format_decode", FilesSubject(root))
-    assert name in {c.where for c in found} and {c.part for c in found} == {"window KV"}
+    assert name in {c.at for c in found} and {c.part for c in found} == {"window KV"}
 
 
 # ---- dtype_ledger ------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_narrow_island_on_disk_is_red(official, copy_of):
     root = copy_of(official)
     rewrite(root, bf16_cast)
     found = failures("dtype_ledger", FilesSubject(root))
-    assert {c.where for c in found} == {"layers.2.attn.attn_sink"} and {c.part for c in found} == {"sink"}
+    assert {c.at for c in found} == {"layers.2.attn.attn_sink"} and {c.part for c in found} == {"sink"}
 
 
 def test_island_that_went_through_bf16_is_red(official):
@@ -223,7 +223,7 @@ def test_cache_of_another_dtype_is_red(official, monkeypatch):
     )
     monkeypatch.setattr(caches, "zeros", narrow)
     found = failures("dtype_ledger", subject)
-    assert [(c.where, c.part) for c in found] == [("layer 1", "main raw rows")]
+    assert [(c.at, c.part) for c in found] == [("layer 1", "main raw rows")]
 
 
 # ---- memory_map --------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_wrong_size_names_stream_and_layer(official, monkeypatch):
 
     monkeypatch.setattr(streams, "layer_streams", padded)
     found = failures("memory_map", subject)
-    assert {c.part for c in found} == {"index keys", "cache"} and any(c.where.startswith("layer 1") for c in found)
+    assert {c.part for c in found} == {"index keys", "cache"} and any(c.at.startswith("layer 1") for c in found)
 
 
 def test_rows_that_share_memory_are_red(official, monkeypatch):

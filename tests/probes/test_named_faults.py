@@ -61,7 +61,7 @@ def test_a_fault_is_named(official, tmp_path, fault, probe, part, where):
         checks, _ = execute(probe_named(probe)(), subject)
     finally:
         site.undo()
-    found = {(c.part, c.where) for c in checks if c.status in (Status.FAIL, Status.ERROR)}
+    found = {(c.part, c.at) for c in checks if c.status in (Status.FAIL, Status.ERROR)}
     assert any(part in named and where in at for named, at in found), found
 
 

@@ -92,7 +92,7 @@ def test_layers_with_a_window_are_left_alone(profiles, probe):
     assert {c.status for c in checks} <= {Status.PASS, Status.VACUOUS} and sum(
         c.status is Status.PASS for c in checks
     ) > 10
-    assert all("layer 1" not in c.where for c in checks)
+    assert all("layer 1" not in c.at for c in checks)
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)
@@ -267,7 +267,7 @@ def test_a_tally_names_what_explains_most():
     for n in range(10):
         tally.see(1, 1, f"place {n}", ("one",) if n else ("two",))
     check = tally.counted("x", "part", "source", "where")
-    assert (check.status, check.where, check.part, check.measured, check.samples) == (
+    assert (check.status, check.at, check.part, check.measured, check.samples) == (
         Status.FAIL,
         "where, place 0",
         "part, one",

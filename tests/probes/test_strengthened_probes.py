@@ -65,7 +65,7 @@ def test_planted_fault_is_seen_by_the_check_that_was_added(official, tmp_path, m
     finally:
         site.undo()
     mine = [c for c in found if check in c.name]
-    assert any(word in f"{c.part} {c.where}" for c in mine), found
+    assert any(word in f"{c.part} {c.at}" for c in mine), found
 
 
 def test_weights_and_scores_that_are_right_are_not_blamed(official, tmp_path, mutations):
@@ -76,7 +76,7 @@ def test_weights_and_scores_that_are_right_are_not_blamed(official, tmp_path, mu
         checks = execute(probe_named("index_oracle")(), OurSubject(site.checkpoint))[0]
     finally:
         site.undo()
-    assert all(c.status is Status.PASS for c in checks if "row 1" not in c.where)
+    assert all(c.status is Status.PASS for c in checks if "row 1" not in c.at)
 
 
 @pytest.mark.parametrize("probe", ["config_ledger", "rope"])
