@@ -3,14 +3,18 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from dsv4.errors import InputError
 from dsv4.numerics import NUMERICS
+from dsv4.probes.difference import difference
+from dsv4.probes.formats import json_report
 from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
 from dsv4.probes.provenance import provenance
 from dsv4.probes.report import Report, Section, write
-from dsv4.probes.result import vacuous
+from dsv4.probes.result import Status, vacuous
 from dsv4.probes.subject import Subject
 from dsv4.threads import limited_threads
 
@@ -123,16 +127,14 @@ def _audit(
     return Report(f"Audit of {subject.name}", about, sections, others)
 
 
-def draw(report: Report, say: Callable[[str], None]) -> None:
-    """Give each section that speaks of layers its plot; without matplotlib say that there are none."""
-    from dsv4.probes.formats import plot
+@dataclass(frozen=True)
+class Shown:
+    """What is made of a report. fail_on: the mildest status that is a finding; baseline: an older report, a document
+    of `json_report.load`; out: the folder of the files, None for none."""
 
-    try:
-        for section in report.sections:
-            svg = plot.margins(section.title, section.checks)
-            section.plots |= {"margins": svg} if svg else {}
-    except ModuleNotFoundError:
-        say("no plots: matplotlib is not installed; pip install 'dsv4[plots]' (or matplotlib), and run again")
+    fail_on: Status = Status.FAIL
+    baseline: dict | None = None
+    out: Path | None = None
 
 
 def run(
@@ -143,25 +145,31 @@ def run(
     device: str,
     names: Sequence[str],
     budget: float | None,
-    out: Path | None,
+    shown: Shown,
     say: Callable[[str], None],
     cache: str = "auto",
     index_cache: str = "auto",
 ) -> int:
-    """`dsv4 audit`: the exit code (0 clean, 1 findings, 2 nothing was measured)."""
+    """`dsv4 audit`: the exit code (0 no findings, 1 findings, 2 nothing was measured)."""
     subject = open_subject(checkpoint, kind, numerics, backend, device, cache, index_cache)
     report = audit(subject, names, budget=budget, say=say)
+    said = f"ours:{numerics}" if kind == "ours" else kind
+    stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
+    ran = subject.model.backend if kind.startswith("ours") else "cpu"
+    stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto") + ("" if ran == "cpu" else f"_{ran}")
+    return publish(report, shown, stem, say)
+
+
+def publish(report: Report, shown: Shown, stem: str, say: Callable[[str], None]) -> int:
+    """Say the verdict, and write the files called `stem` if they are wanted. Returns the exit code."""
+    report.fail_on = shown.fail_on
+    if shown.baseline is not None:
+        report.baseline = difference(shown.baseline, json_report.document(report, stem), [], date.today())
     totals = ", ".join(f"{count} {status.value}" for status, count in report.totals.items() if count)
-    say(f"{totals or 'nothing was measured'}; exit code {report.exit_code}")
-    if out is not None:
-        draw(report, say)
-        said = f"ours:{numerics}" if kind == "ours" else kind
-        stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
-        ran = subject.model.backend if kind.startswith("ours") else "cpu"
-        stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto") + (
-            "" if ran == "cpu" else f"_{ran}"
-        )
-        for file in write(report, out, stem):
+    why = f": {report.not_shown}" if report.not_shown else ""
+    say(f"{report.verdict}{why}; {totals or 'no checks'}; exit code {report.exit_code}")
+    if shown.out is not None:
+        for file in write(report, shown.out, stem):
             say(f"wrote {file}")
     return report.exit_code
 

@@ -1,5 +1,6 @@
 """`dsv4 audit`: the probes' part of the command line."""
 
+import enum
 import json
 from datetime import date
 from pathlib import Path
@@ -10,9 +11,24 @@ from typer.core import TyperGroup
 
 from dsv4.errors import InputError
 from dsv4.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, choice
+from dsv4.probes.console import file, folder
 from dsv4.terminal import errors
 
 say = errors.print
+
+
+class FailOn(enum.Enum):
+    """The mildest status of a check that is a finding."""
+
+    fail = "fail"
+    vacuous = "vacuous"
+    warn = "warn"
+
+    @property
+    def status(self):
+        from dsv4.probes.result import Status
+
+        return Status[self.name.upper()]
 
 
 class RunByDefault(TyperGroup):
@@ -51,24 +67,51 @@ def run_audit(
     budget: Annotated[
         str | None, typer.Option(help="Time, e.g. 60s: probes that would begin later are VACUOUS.")
     ] = None,
+    fail_on: Annotated[FailOn, typer.Option(help="The mildest status that makes exit code 1.")] = FailOn.fail,
+    baseline: Annotated[
+        Path | None, typer.Option(help="JSON report of before: the summary says what differs from it.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for the report: markdown, JSON, JUnit XML and SARIF.")
+        Path | None,
+        typer.Option(help="Directory for the report: summary, page, JSON, JUnit XML and SARIF.", callback=folder),
     ] = None,
 ):
-    """Probe a checkpoint and an implementation of it. Exit code 0: clean; 1: findings; 2: it could not run."""
+    """Probe a checkpoint and an implementation of it. Exit code 0: no findings; 1: findings; 2: it could not run."""
     from dsv4.probes import audit
+    from dsv4.probes.formats import json_report
 
     limit = None if budget is None else audit.seconds(budget)
     names = probe or []
+    shown = audit.Shown(fail_on.status, None if baseline is None else json_report.load(baseline), out)
     raise typer.Exit(
-        audit.run(checkpoint, subject, numerics, backend, device, names, limit, out, say, cache, index_cache)
+        audit.run(checkpoint, subject, numerics, backend, device, names, limit, shown, say, cache, index_cache)
     )
+
+
+@audit_app.command("report")
+def report_again(
+    report: Annotated[Path, typer.Argument(help="JSON report of dsv4 audit.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory for its other formats.", show_default=False, callback=folder)],
+    fail_on: Annotated[FailOn, typer.Option(help="The mildest status that makes exit code 1.")] = FailOn.fail,
+    baseline: Annotated[
+        Path | None, typer.Option(help="JSON report of before: the summary says what differs from it.")
+    ] = None,
+):
+    """Write the summary, the page, JUnit XML and SARIF of a JSON report again. Nothing is measured; exit codes are
+    those of an audit."""
+    from dsv4.probes import audit
+    from dsv4.probes.formats import json_report
+
+    found = json_report.read(json_report.load(report))
+    before = None if baseline is None else json_report.load(baseline)
+    raise typer.Exit(audit.publish(found, audit.Shown(fail_on.status, before, out), report.stem, say))
 
 
 @audit_app.command("selftest")
 def selftest_audit(
     out: Annotated[
-        Path | None, typer.Option(help="Directory for the detection matrix: selftest.md and selftest.json.")
+        Path | None,
+        typer.Option(help="Directory for the detection matrix: selftest.md and selftest.json.", callback=folder),
     ] = None,
     section: Annotated[str | None, typer.Option(help="Only this section of the list of known bugs, e.g. 1.3.")] = None,
     name: Annotated[str | None, typer.Option(help="Only mutations with this text in their name.")] = None,
@@ -119,7 +162,7 @@ def bisect_audit(
     budget: Annotated[
         str | None, typer.Option(help="Time, e.g. 60s: layers that would begin later are VACUOUS.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the report, with the plot.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the report, with the plot.", callback=folder)] = None,
 ):
     """Where a subject leaves the reference first, and proof of the cause. Exit code 0: nowhere; 1: found; 2: could not
     run."""
@@ -136,7 +179,7 @@ def bisect_audit(
 @audit_app.command("record")
 def record_audit(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The file: NAME.safetensors.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The file: NAME.safetensors.", show_default=False, callback=file)],
     subject: Annotated[str, typer.Option(help="ours[:NUMERICS[:BACKEND]] or transformers.")] = "ours",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     cache: Annotated[str, CACHE] = "auto",
@@ -161,7 +204,9 @@ def diff_audits(
     old: Annotated[Path, typer.Argument(help="JSON report of before.", show_default=False)],
     new: Annotated[Path, typer.Argument(help="JSON report of after.", show_default=False)],
     waivers: Annotated[Path | None, typer.Option(help="JSON list of {probe, name, where, reason, expires}.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the markdown here instead of to stdout.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the markdown here instead of to stdout.", callback=file)
+    ] = None,
 ):
     """What changed between two audits. Exit code 1: regressions, vanished evidence or expired waivers."""
     from dsv4.probes.difference import difference

@@ -19,6 +19,20 @@ def option(about: str, **more):
     return typer.Option(help=about, show_default=False, **more)
 
 
+def folder(value: Path | None) -> Path | None:
+    """Callback of --out: a folder that cannot be written is an error before anything is loaded."""
+    from dsv4.outputs import writable
+
+    return writable(value)
+
+
+def file(value: Path | None) -> Path | None:
+    """Callback of --out where it names a file."""
+    from dsv4.outputs import writable
+
+    return writable(value, file=True)
+
+
 Word = str | None
 Text = Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")]
 Policies = Annotated[
@@ -38,7 +52,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 
 def report_in(stem: str):
     """The option --out of a measurement whose files are called `stem`."""
-    return option(f"Directory for {stem}.md, .json and plots.")
+    return option(f"Directory for {stem}.md, .json and plots.", callback=folder)
 
 
 def wide(columns: int) -> Console:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.loaders.errors import WriteError
+from dsv4.outputs import writable
 
 
 def main(probe: type) -> None:
@@ -17,7 +18,9 @@ def main(probe: type) -> None:
     """
     parser = argparse.ArgumentParser(prog=f"python -m dsv4.probes.{probe.name}", description=probe.title)
     parser.add_argument("checkpoint", type=Path, help="checkpoint directory")
-    parser.add_argument("--out", type=Path, help="write the report to FILE.md, with FILE.json and any plots beside it")
+    parser.add_argument(
+        "--out", type=Path, help="write the summary to FILE.md, with FILE.json and the page FILE.html beside it"
+    )
     parser.add_argument(
         "--subject", default="ours", help="ours[:NUMERICS[:BACKEND]], files, transformers, or FILE.safetensors"
     )
@@ -45,9 +48,10 @@ def main(probe: type) -> None:
 def run(name: str, given: argparse.Namespace) -> int:
     """The report of one probe, to the file or to stdout; the exit code. Raises Dsv4Error."""
     from dsv4.probes.audit import audit, open_subject
-    from dsv4.probes.formats import json_report, markdown
+    from dsv4.probes.formats import json_report, markdown, page
     from dsv4.probes.report import write_files
 
+    writable(given.out, file=True)
     subject = open_subject(
         given.checkpoint, given.subject, given.numerics, given.backend, given.device, given.cache, given.index_cache
     )
@@ -57,8 +61,7 @@ def run(name: str, given: argparse.Namespace) -> int:
         print(markdown.render(report, name))
         return report.exit_code
     stem = given.out.stem
-    plots = {file: report.sections[i].plots[plot] for (i, plot), file in report.plot_files(stem).items()}
     texts = {given.out.name: markdown.render(report, stem), f"{stem}.json": json_report.render(report, stem)}
-    for file in write_files(given.out.parent, plots | texts):
+    for file in write_files(given.out.parent, texts | {f"{stem}.html": page.render(report, stem)}):
         print(f"wrote {file}", file=sys.stderr)
     return report.exit_code

@@ -1,4 +1,4 @@
-"""One report, in every format: markdown with plots for people, JSON, JUnit XML and SARIF for machines.
+"""One report, in every format: a summary and a page for people, JSON, JUnit XML and SARIF for machines.
 
 What is no evidence must not look like success: VACUOUS and WARN are never counted as passed in any format, and a report
 in which nothing could have failed does not end with exit code 0.
@@ -11,13 +11,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsv4.loaders.errors import WriteError
-from dsv4.probes.formats import json_report, junit, markdown, sarif
+from dsv4.probes.formats import json_report, junit, markdown, page, sarif
 from dsv4.probes.result import Check, Status, vacuous, worst
 
+if TYPE_CHECKING:
+    from dsv4.probes.difference import Difference
+
 CLEAN, FINDINGS, COULD_NOT_RUN = 0, 1, 2
-FORMATS = {".md": markdown.render, ".xml": junit.render, ".sarif": sarif.render, ".json": json_report.render}
+FORMATS = {".md": markdown.render, ".html": page.render, ".xml": junit.render, ".sarif": sarif.render}
+FORMATS |= {".json": json_report.render}
+PATH, PATH_PROBES = "path", ("influence", "recorded")  # the check of which path attention took, and who makes it
 
 
 @dataclass
@@ -50,12 +56,15 @@ class Section:
 @dataclass
 class Report:
     """A title, where it comes from (dsv4.probes.provenance), and a section a probe. left_out: probes that do not apply
-    to such a model, and why: neither passed nor without evidence."""
+    to such a model, and why: neither passed nor without evidence. fail_on: the mildest status that is a finding.
+    baseline: what differs from an older report (`dsv4.probes.difference`), for the summary."""
 
     title: str
     provenance: dict
     sections: list[Section] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    fail_on: Status = Status.FAIL
+    baseline: "Difference | None" = None
 
     @property
     def checks(self) -> Iterator[tuple[Section, Check]]:
@@ -71,11 +80,36 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 for any FAIL or ERROR; 2 if nothing was measured (no check, or only VACUOUS ones); 0 otherwise."""
+        """1 for any check as bad as `fail_on` or worse; 2 if nothing was measured (no check, or only VACUOUS ones); 0
+        otherwise."""
         totals = self.totals
-        if totals[Status.FAIL] or totals[Status.ERROR]:
+        if any(n for status, n in totals.items() if status.rank >= self.fail_on.rank):
             return FINDINGS
         return CLEAN if totals[Status.PASS] or totals[Status.WARN] else COULD_NOT_RUN
+
+    @property
+    def not_shown(self) -> str:
+        """Why the report does not show which path each layer's attention took; '' if it does, or nobody asked."""
+        sections = [s for s in self.sections if s.probe in PATH_PROBES]
+        paths = [c for s in sections for c in s.checks if c.name == PATH]
+        missing = [c for c in paths if c.status is Status.VACUOUS]
+        if not paths and sections and all(c.status is Status.VACUOUS for s in sections for c in s.checks):
+            missing = [sections[0].checks[0]]
+        if not missing:
+            return ""
+        places = list(dict.fromkeys(c.where for c in missing if c.where))
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        at = f" of {', '.join(places[:3])}{more}" if places else ""
+        return f"the path{at} is not shown: {missing[0].note}"
+
+    @property
+    def verdict(self) -> str:
+        """'clean' only for a run with no finding that shows which path each layer took."""
+        if self.exit_code == FINDINGS:
+            return "findings"
+        if self.exit_code == COULD_NOT_RUN:
+            return "nothing was measured that could have failed"
+        return "not shown" if self.not_shown else "clean"
 
     def plot_files(self, stem: str) -> dict[tuple[int, str], str]:
         """(section number, plot name) → file name beside the report, each once."""
@@ -100,7 +134,7 @@ def count(checks) -> dict[Status, int]:
 
 
 def write(report: Report, directory: str | Path, stem: str) -> list[Path]:
-    """Write stem.md, .xml, .sarif, .json and the plots into `directory` (created if absent). Returns the paths.
+    """Write stem.md, .html, .xml, .sarif, .json and the plots into `directory` (created if absent). Returns the paths.
 
     Everything is rendered first, then written aside, then renamed: no file is ever half-written, and a failure to
     render or to write leaves what was there. Raises WriteError.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dsv4.errors import InputError, brief
+from dsv4.outputs import writable
 
 T = TypeVar("T")
 
@@ -28,16 +29,11 @@ def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
 
 def check_can_draw(directory: Path, wanted: str) -> None:
     """Make the directory of a report with plots. Raises InputError where it could not be written: before a run, not
-    after it. wanted:
-    why there must be plots, and what else can be done."""
+    after it. wanted: why there must be plots, and what else can be done."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(wanted)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"the report cannot be written to {directory}: {error.strerror}; choose a directory that can be made"
-        ) from None
+    writable(directory)
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.errors import InputError
 from dsv4.probes.formats import schema, words
-from dsv4.probes.result import Check
+from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
     from dsv4.probes.report import Report
@@ -47,12 +47,24 @@ def document(report: "Report", stem: str) -> dict:
         "schema_version": VERSION,
         "title": report.title,
         "exit_code": report.exit_code,
+        "verdict": report.verdict,
         "totals": _totals(report.totals),
         "seconds": strict(report.seconds),
         "provenance": strict(report.provenance),
         "sections": sections,
         "left_out": report.left_out,
     }
+
+
+def read(document: dict) -> "Report":
+    """The report that a document (of `load`) is of, to be written in other formats. Its plots are not in it."""
+    from dsv4.probes.report import Report, Section
+
+    checks = lambda rows: [Check(**row | {"status": Status(row["status"])}) for row in rows]
+    sections = [
+        Section(s["probe"], s["title"], checks(s["checks"]), s["seconds"], s["text"]) for s in document["sections"]
+    ]
+    return Report(document["title"], document["provenance"], sections, document.get("left_out", {}))
 
 
 def load(path: str | Path) -> dict:

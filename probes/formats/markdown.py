@@ -1,4 +1,7 @@
-"""The report for people: what is wrong first, then where it comes from, then everything, folded."""
+"""The summary for people, short enough for a comment on a pull request: the verdict, what did not pass, the margins.
+
+Everything else is on the page (`page.py`) and in the JSON.
+"""
 
 import html
 import re
@@ -6,31 +9,27 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from dsv4.probes.formats import words
+from dsv4.probes.formats import margins, words
 from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
     from dsv4.probes.report import Report, Section
 
-MOST_FINDINGS = 100  # a status; the folded tables have all
+MOST = 59_000  # characters of a summary; a comment on GitHub may have 65,536
+MOST_BASELINE = 15_000  # of the differences to a baseline
+MOST_NOTE = 300  # of one note
 MOST_PLACES = 6  # named of a finding that many places share
+KEYS = ("subject", "checkpoint", "recorded", "commit", "dirty", "device", "versions", "numerics", "backend", "date")
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is only an underscore
 
 
 def render(report: "Report", stem: str) -> str:
-    """Markdown, as GitHub and others render it, with the plots beside it."""
-    parts = [
-        f"# {escape(report.title)}",
-        _verdict(report),
-        _summary(report),
-        _findings(report),
-        _provenance(report.provenance),
-    ]
-    parts += [_left_out(report.left_out), "## All checks"]
-    files = report.plot_files(stem)
-    for i, section in enumerate(report.sections):
-        parts.append(_section(section, [(name, files[i, name]) for name in section.plots]))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    """Markdown, as GitHub and others render it. Findings that do not fit are counted, never dropped silently."""
+    before = [f"# {escape(report.title)}", _verdict(report), _summary(report)]
+    after = [_baseline(report), _own(report, stem), _provenance(report.provenance), _left_out(report.left_out)]
+    after.append(f"Every check, with filters: `{stem}.html`; for programs: `{stem}.json`.")
+    room = MOST - sum(len(part) + 2 for part in (*before, *after))
+    return "\n\n".join(part for part in (*before, _findings(report, room), *after) if part) + "\n"
 
 
 def escape(text) -> str:
@@ -54,17 +53,29 @@ def fence(text: str) -> str:
 
 def _verdict(report: "Report") -> str:
     """One line that cannot be misread: what is no evidence is named as not passed."""
-    meaning = {0: "clean", 1: "findings", 2: "nothing was measured that could have failed"}[report.exit_code]
-    totals = report.totals
+    totals, why = report.totals, f": {escape(report.not_shown)}" if report.not_shown else ""
     caution = f"; {totals[Status.VACUOUS]:,} without evidence: **not passed**" if totals[Status.VACUOUS] else ""
     caution += f"; {totals[Status.WARN]:,} to be looked at" if totals[Status.WARN] else ""
-    return f"**{meaning}** (exit code {report.exit_code}): {words.totals(totals)}{caution}. {report.seconds:.1f} s."
+    return (
+        f"**{report.verdict}** (exit code {report.exit_code}){why}. {words.totals(totals)}{caution}. "
+        f"{report.seconds:.1f} s."
+    )
 
 
 def _summary(report: "Report") -> str:
-    rows = [[f"{escape(s.probe)}: {escape(s.title)}", *_counts(s.totals), f"{s.seconds:.2f}"] for s in report.sections]
-    rows.append(["**all**", *_counts(report.totals), f"{report.seconds:.2f}"])
-    return table(["probe", *(">" + status.value for status in Status), ">seconds"], rows)
+    rows = [[escape(s.probe), *_counts(s.totals), *_nearest(s), f"{s.seconds:.1f}"] for s in report.sections]
+    rows.append(["**all**", *_counts(report.totals), "", "", f"{report.seconds:.1f}"])
+    return table(["probe", *(">" + status.value for status in Status), ">worst margin", "at", ">seconds"], rows)
+
+
+def _nearest(section: "Section") -> list[str]:
+    """Cells: the worst margin of a probe, where 1 is the threshold, and its check."""
+    found = margins.worst(section.checks)
+    if found is None:
+        return ["·", ""]
+    value, check = found
+    where = f", {check.at}" if check.at else ""
+    return ["exact" if value == 0 else f"{value:.2g}", escape(f"{check.name}{where}") if value else ""]
 
 
 def _counts(totals: dict[Status, int]) -> list[str]:
@@ -72,22 +83,39 @@ def _counts(totals: dict[Status, int]) -> list[str]:
     return [f"{n}" if status is Status.PASS else f"**{n}**" if n else "·" for status, n in totals.items()]
 
 
-def _findings(report: "Report") -> str:
+def _findings(report: "Report", room: int) -> str:
+    """Everything that is not PASS, the worst first, in no more than `room` characters."""
     parts = ["## Findings"]
     for status in (Status.ERROR, Status.FAIL, Status.WARN, Status.VACUOUS):
         groups = _grouped((s.probe, c) for s, c in report.checks if c.status is status)
         if not groups:
             continue
         parts.append(f"### {status.value} ({report.totals[status]:,}): {words.MEANING[status]}")
-        lines = [_finding(probe, checks) for (probe, *_), checks in list(groups.items())[:MOST_FINDINGS]]
-        if len(groups) > MOST_FINDINGS:
-            lines.append(f"- … and {len(groups) - MOST_FINDINGS} more, in the tables below")
+        lines, left = [], report.totals[status]
+        for (probe, *_), checks in groups.items():
+            line = _finding(probe, checks)
+            if sum(map(len, (*parts, *lines))) + len(line) + 600 > room:
+                lines.append(f"- … and {left:,} more checks that are {status.value}, cut here; the page has them all")
+                break
+            lines, left = [*lines, line], left - len(checks)
         parts.append("\n".join(lines))
     if len(parts) == 1:
         parts.append(
             "None: every check had evidence and passed." if report.totals[Status.PASS] else "There are no checks."
         )
     return "\n\n".join(parts)
+
+
+def _baseline(report: "Report") -> str:
+    """The differences to an older report, if one was given."""
+    if report.baseline is None:
+        return ""
+    text = report.baseline.to_markdown().replace("\n## ", "\n### ").replace("# Difference of two audits", "", 1).strip()
+    if len(text) > MOST_BASELINE:
+        kept = text[:MOST_BASELINE].rsplit("\n", 1)[0]
+        lines = text.count("\n") - kept.count("\n")
+        text = f"{kept}\n\n… and {lines:,} lines more, cut here; `dsv4 audit diff` has them all"
+    return f"## Differences to the baseline\n\n{text}"
 
 
 def _left_out(found: dict[str, str]) -> str:
@@ -105,56 +133,35 @@ def _grouped(found: Iterable[tuple[str, Check]]) -> dict[tuple, list[Check]]:
 
 def _finding(probe: str, checks: list[Check]) -> str:
     check = checks[0]
-    places = list(dict.fromkeys(c.where for c in checks if c.where))
+    places = list(dict.fromkeys(c.at for c in checks if c.at))
     more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
     where = ", ".join(f"**{escape(p)}**" for p in places[:MOST_PLACES]) + more
     part = f" ({escape(check.part)})" if check.part else ""
     times = f" ({len(checks)} checks)" if len(checks) > 1 else ""
     head = f"- **{escape(check.name)}** [{escape(probe)}]" + (f" at {where}" if where else "") + part + times
-    return f"{head}: {escape(words.evidence(check))}." + (f"<br>{escape(check.note)}" if check.note else "")
+    return f"{head}: {escape(words.evidence(check))}." + (f"<br>{escape(_short(check.note))}" if check.note else "")
+
+
+def _short(note: str) -> str:
+    return note if len(note) <= MOST_NOTE else note[:MOST_NOTE] + " …"
 
 
 def _provenance(provenance: dict) -> str:
-    rows = [[escape(key), escape(value)] for key, value in words.flat(provenance) if key != "command"]
+    rows = words.flat({key: provenance[key] for key in KEYS if key in provenance})
     parts = ["## Provenance"]
     if provenance.get("command"):
         parts.append(fence(str(provenance["command"])))
-    parts.append(table(["", ""], rows) if rows else "Unknown.")
-    dispatch = provenance.get("dispatch")
-    if dispatch:
-        cells = [[escape(row.get(k, "")) for k in ("operation", "implementation", "calls", "why")] for row in dispatch]
-        ran = table(["operation", "implementation", ">calls", "why"], cells)
-        parts.append(_folded(f"what ran: {len(dispatch)} operations", ran))
+    shown = [[escape(key), escape(value)] for key, value in rows if "sha256" not in key]
+    parts.append(table(["", ""], shown) if shown else "Unknown.")
     return "\n\n".join(parts)
 
 
-def _section(section: "Section", plots: list[tuple[str, str]]) -> str:
-    parts = [f"### {escape(section.probe)}: {escape(section.title)}", section.text.strip()]
-    parts += [f"![{escape(name)}]({quote(file)})" for name, file in plots]
-    rows = [[_status(c.status), *(escape(cell) for cell in _cells(c))] for c in section.checks]
-    columns = ["status", "check", "where", ">measured", ">required", "threshold from", ">chance", ">samples", "note"]
-    parts.append(_folded(f"{words.totals(section.totals)} in {section.seconds:.2f} s", table(columns, rows)))
-    return "\n\n".join(part for part in parts if part)
-
-
-def _cells(check: Check) -> list[str]:
-    chance = "" if check.chance is None else words.number(check.chance)
-    return [
-        check.name,
-        words.place(check),
-        words.measured(check),
-        words.required(check),
-        check.source,
-        chance,
-        f"{check.samples:,}",
-        check.note,
-    ]
-
-
-def _status(status: Status) -> str:
-    return status.value if status is Status.PASS else f"**{status.value}**"
-
-
-def _folded(summary: str, content: str) -> str:
-    """The blank lines are what makes markdown inside HTML markdown."""
-    return f"<details><summary>{html.escape(summary)}</summary>\n\n{content}\n\n</details>"
+def _own(report: "Report", stem: str) -> str:
+    """What probes wrote themselves, with their plots: the tables of a bisection, say."""
+    files, parts = report.plot_files(stem), []
+    for i, section in enumerate(report.sections):
+        plots = [f"![{escape(name)}]({quote(files[i, name])})" for name in section.plots]
+        if section.text.strip() or plots:
+            own = [f"## {escape(section.probe)}: {escape(section.title)}", section.text.strip(), *plots]
+            parts.append("\n\n".join(part for part in own if part))
+    return "\n\n".join(parts)

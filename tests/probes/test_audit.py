@@ -28,10 +28,17 @@ def run(monkeypatch, capsys):
 def test_a_clean_probe_ends_with_0_and_writes_every_format(run, official, tmp_path):
     code, err = run("audit", official, "--probe", "isolation", "--out", tmp_path)
     assert code == 0 and "PASS" in err and "isolation" in err
-    assert {f.suffix for f in tmp_path.iterdir()} == {".md", ".json", ".xml", ".sarif"}
+    assert {f.suffix for f in tmp_path.iterdir()} == {".md", ".html", ".json", ".xml", ".sarif"}
     [file] = tmp_path.glob("*.json")
     report = json_report.load(file)
-    assert [section["probe"] for section in report["sections"]] == ["isolation"]
+    assert [section["probe"] for section in report["sections"]] == ["isolation"] and report["verdict"] == "clean"
+    code, err = run("audit", "report", file, "--out", tmp_path / "again", "--baseline", file)
+    assert (
+        code == 0
+        and "clean" in err
+        and {f.suffix for f in (tmp_path / "again").iterdir()} == {f.suffix for f in tmp_path.iterdir() if f.is_file()}
+    )
+    assert "nothing got worse" in (tmp_path / "again" / f"{file.stem}.md").read_text()
 
 
 def test_another_backend_does_not_write_over_the_first(run, official, tmp_path):

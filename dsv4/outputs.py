@@ -1,0 +1,36 @@
+"""Whether what a command is to write can be written: asked before the work, not after it."""
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from dsv4.errors import InputError
+
+
+def writable(out: Path | None, file: bool = False) -> Path | None:
+    """`out` itself, after trying that it can be written; nothing of the trial is left. Commands ask before the work.
+
+    out: a folder that is there or can be made, or with `file` a file in such a folder; None is no report. Raises
+    InputError.
+    """
+    if out is None:
+        return None
+    folder = out.parent if file else out
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    try:
+        if file and out.is_dir():
+            raise IsADirectoryError(0, "it is a folder, not a file")
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, trial = tempfile.mkstemp(prefix=".trial-", dir=folder)
+        os.close(handle)
+        os.unlink(trial)
+    except OSError as error:
+        raise InputError(
+            f"--out {out} cannot be written: {error.strerror or error}; expected a folder that is there or can be made"
+        ) from None
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+    return out
