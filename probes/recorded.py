@@ -16,8 +16,8 @@ from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import POINTS, Subject
 
 EXPECTED = {0: "window only", 4: "selected", 128: "all"}
-SOURCE = "nearest of the oracle's paths over the recorded queries, window rows and entries; median of the late queries"
-LATE = 64  # queries at the end by which the path is told
+SOURCE = "nearest of the oracle's paths over the recorded values; median of the queries that tell them apart best"
+TELLING = 32  # queries by which the path is told: where the nearest other path is furthest away
 NEEDED = ("q_after_rope", "kv_window", "attn_out")
 AT_PATH = {0: "window", 4: "selection", 128: "compressed entries"}
 
@@ -94,7 +94,7 @@ def _point_check(subject: Subject, d: Difference, where: str) -> Check:
 
 
 def path_check(subject: Subject, oracle: Oracle, i: int, points: dict, exact: dict, where: str) -> Check:
-    """Whether late queries attended to the window and the selected entries, to all, to the window only, or to
+    """Whether queries attended to the window and the selected entries, to all, to the window only, or to
     nothing."""
     layer, name = oracle.layer(i), "path"
     part = AT_PATH[layer.ratio]
@@ -102,11 +102,13 @@ def path_check(subject: Subject, oracle: Oracle, i: int, points: dict, exact: di
     if missing:
         return vacuous(name, f"not recorded: {', '.join(missing)}", where=where, part=part)
     outs = paths(layer, {p: _wide(points.get(p, v)) for p, v in exact.items() if p != GATE})
-    wanted, late = EXPECTED[layer.ratio], slice(-LATE, None)
-    size = outs[wanted][:, late].norm(dim=-1).clamp(min=1e-12)
-    gap = lambda a, b: ((a[:, late] - b[:, late]).norm(dim=-1) / size).nan_to_num(nan=torch.inf).median().item()
-    distance = {words: gap(points["attn_out"].double(), out) for words, out in outs.items()}
-    power = min(gap(out, outs[wanted]) for words, out in outs.items() if words != wanted)
+    wanted = EXPECTED[layer.ratio]
+    size = outs[wanted].norm(dim=-1).clamp(min=1e-12)
+    gaps = lambda a, b: ((a - b).norm(dim=-1) / size).nan_to_num(nan=torch.inf).flatten()
+    apart = torch.stack([gaps(out, outs[wanted]) for words, out in outs.items() if words != wanted])
+    telling = apart.amin(0).topk(min(TELLING, apart.shape[1])).indices  # of the oracle alone, whatever the run did
+    distance = {words: gaps(points["attn_out"].double(), out)[telling].median().item() for words, out in outs.items()}
+    power = apart[:, telling].median(1).values.min().item()
     said = "; ".join(f"{words} {d:.2g}" for words, d in distance.items())
     limit = TOLERANCES.get(subject.numerics, TOLERANCES["native"])[1]
     if power < 2 * min(distance.values()) or power < 1e-6:
@@ -120,7 +122,7 @@ def path_check(subject: Subject, oracle: Oracle, i: int, points: dict, exact: di
         "==",
         wanted,
         SOURCE,
-        min(LATE, points["attn_out"].shape[1]),
+        len(telling),
         where=where,
         part=part,
         note=f"distances: {said}",

@@ -175,9 +175,14 @@ def write_measurement(
 ) -> list[Path]:
     """Write stem.md, stem.json and an SVG for each title of `plots`, all or none: markdown(file by title), and the JSON
     `document`. Raises WriteError."""
-    files = {title: f"{stem}-{re.sub(r'[^a-z0-9]+', '-', title.lower())}.svg" for title in plots}
+    files = {title: plot_file(stem, title) for title in plots}
     texts = {files[title]: svg for title, svg in plots.items()}
     return write_files(directory, texts | {f"{stem}.md": markdown(files), f"{stem}.json": document})
+
+
+def plot_file(stem: str, title: str) -> str:
+    """'By layer' of 'recall' → 'recall-by-layer.svg'."""
+    return f"{stem}-{re.sub(r'[^a-z0-9]+', '-', title.lower())}.svg"
 
 
 def slug(name: str, otherwise: str = "checkpoint") -> str:

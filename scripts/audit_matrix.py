@@ -64,7 +64,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="audits that ended, kept in FILE; absent or of the same commit, device and checkpoint",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     return parser.parse_args(given)
 
 

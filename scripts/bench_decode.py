@@ -60,7 +60,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--transformers", type=int, default=5, metavar="N")
     parser.add_argument("--prefill", type=counts, default=[], metavar="TOKENS")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     args = parser.parse_args()
     args.gqa = args.dummy_weights in GEOMETRIES
     args.layers = args.layers or (None if args.gqa else 16)

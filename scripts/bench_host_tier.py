@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.errors import Dsv4Error
 from dsv4.memory import parse_count
 from scripts.bench import host_tier, host_tier_model, host_tier_report
-from scripts.bench.report import provenance
+from scripts.bench.report import out_folder, provenance
 from scripts.places import device_slug, folder
 
 PARTS = ("grouped", "decode", "entries", "flash")
@@ -58,7 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flash-layers", type=int, default=6, help="of Flash widths, 3.6 GB each")
     parser.add_argument("--locality", type=float, nargs="+", default=[0.5, 0.9, 0.99])
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each row")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     return parser.parse_args()
 
 

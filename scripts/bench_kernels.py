@@ -71,7 +71,9 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="print rows with floors and goals; needs no GPU")
     parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     parser.add_argument("--journal", type=Path, help="what is done, kept in FILE; absent or of the same run")
     parser.add_argument(
         "--from", dest="source", metavar="FILE", type=Path, help="draw an earlier run's report again, from its JSON"
@@ -124,7 +126,7 @@ def draw_again(source: Path) -> None:
         source.stem,
         report.document(results, machine, about),
         report.markdown(results, machine, about),
-        report.svg(results, about),
+        report.svgs(results, about),
     )
 
 
@@ -184,7 +186,7 @@ def run(args, journal: Journal) -> int:
         stem,
         report.document(results, machine, about),
         report.markdown(results, machine, about),
-        report.svg(results, about),
+        report.svgs(results, about),
     )
     print(report.markdown(results, machine, about))
     return exit_code(results, broken)

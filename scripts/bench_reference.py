@@ -21,6 +21,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.loaders.files import read_json
+from scripts.bench.report import out_file
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "tiny_fp32"
@@ -84,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     args = parser.parse_args()
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     backend = "auto" if args.device == "cpu" else "reference"  # kernels have benchmarks of their own

@@ -63,7 +63,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--record-out", type=Path, default=speculation_traces.FOLDER)
     parser.add_argument("--from", dest="reports", nargs="+", type=Path, metavar="REPORT.json")
     parser.add_argument("--journal", type=Path)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     return parser.parse_args(given)
 
 

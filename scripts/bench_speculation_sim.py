@@ -35,7 +35,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     return parser.parse_args(given)
 
 

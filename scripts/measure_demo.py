@@ -35,6 +35,7 @@ from dsv4.errors import InputError
 from dsv4.gqa.model import GQAModel
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.load import resolve_device
+from scripts.bench.report import out_file
 from scripts.training import evaluation
 from scripts.training.evaluation import Figure, Limits
 from scripts.training.rows import Rows, load_tokenizer
@@ -182,7 +183,7 @@ def arguments() -> argparse.Namespace:
     words = lambda text: text.split(",")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=out_file, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--numerics", type=words, default=["native", "qat"])
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[4096, 16384, 32768])

@@ -27,7 +27,7 @@ from dsv4.gqa.model import GQAModel
 from dsv4.host_tier.choice import HostMemory
 from dsv4.host_tier.grouped import host_use
 from dsv4.tokenizer import Tokenizer
-from scripts.bench.report import headline, provenance, size
+from scripts.bench.report import headline, out_folder, provenance, size
 from scripts.places import device_slug, folder
 
 KEPT, PIECE = 512, 100  # tokens a GQA policy keeps; tokens of the piece of prompt on the way
@@ -170,7 +170,9 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     args = parser.parse_args()
     report = {
         "about": provenance("scripts/measure_host_tier.py"),

@@ -51,7 +51,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--numerics", default="native")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     return parser.parse_args()
 
 

@@ -18,6 +18,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.kernels.errors import Dsv4Error
+from scripts.bench.report import out_file
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     args = parser.parse_args()
     rows = []
     try:

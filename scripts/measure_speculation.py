@@ -50,7 +50,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4, help="of the engine")
     parser.add_argument("--together", action="store_true")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder that scripts/places.py names")
+    parser.add_argument(
+        "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
+    )
     return parser.parse_args()
 
 

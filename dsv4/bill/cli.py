@@ -23,7 +23,17 @@ class Model(str, Enum):
     csa = "csa"
 
 
-Out = Annotated[Path, typer.Option(help="Directory for regime_DEVICE.md, .json, .svg and .predictions.json.")]
+def _folder(value: Path) -> Path:
+    """Callback of --out: it is tried before anything else is looked at."""
+    from dsv4.outputs import writable
+
+    return writable(value)
+
+
+Out = Annotated[
+    Path,
+    typer.Option(help="Directory for regime_DEVICE.md, .json, .svg and .predictions.json.", callback=_folder),
+]
 Capacity = Annotated[
     str | None,
     typer.Option(help="Bytes for weights and caches (80G …); default: what the device has.", show_default=False),
@@ -104,7 +114,8 @@ def measure(
 def draw_map(
     report: Annotated[Path, typer.Argument(help="A regime_*.json that was measured.", show_default=False)],
     out: Annotated[
-        Path, typer.Option(help="Directory for regime_NAME.md, .json and .svg; of CSA regime_csa_NAME.*.")
+        Path,
+        typer.Option(help="Directory for regime_NAME.md, .json and .svg; of CSA regime_csa_NAME.*.", callback=_folder),
     ] = Path(),
     name: Annotated[str, typer.Option(help="What the hardware is called.")] = "other hardware",
     bandwidth: Annotated[

@@ -10,8 +10,8 @@ DRAWN = 8  # requests whose sizes are drawn: those with the most passes
 
 def svg(name: str, report: dict) -> str:
     """Block sizes over committed tokens, a strip a request, acceptance, latency percentiles, and over steps live pages
-    and their fragmentation. What is drawn has an id, by which it can be found: `sizes-0`, `live-csa-entries`. Raises
-    ModuleNotFoundError without matplotlib."""
+    and their fragmentation; a panel without data is left out. What is drawn has an id, by which it can be found:
+    `sizes-0`, `live-csa-entries`. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -21,30 +21,27 @@ def svg(name: str, report: dict) -> str:
             for r in sorted(report["requests"], key=lambda r: -len(r["block_size_history"]))[:DRAWN]
             if r["block_size_history"]
         ]
-        strips = [f"request-{n}" for n in range(max(1, len(drawn)))]
-        heights = [0.75] * len(strips) + [2.2] * 3
+        strips = [f"request-{n}" for n in range(len(drawn))]
+        rows, heights = _panels(report, drawn, strips)
         figure = Figure(figsize=(9, sum(heights) + 1.2), layout="constrained")
-        axes = figure.subplot_mosaic(
-            [
-                *([strip] * 4 for strip in strips),
-                ["acceptance"] * 2 + ["time_to_first_token", "inter_token"],
-                ["pages"] * 4,
-                ["fragmentation"] * 4,
-            ],
-            height_ratios=heights,
-        )
+        axes = figure.subplot_mosaic(rows, height_ratios=heights) if rows else {}
         about = report["about"]
-        axes[strips[0]].set_title(
+        figure.suptitle(
             f"{name}: {about['speculate']}, draft tokens {about['draft tokens']}; {about['checkpoint']}, "
-            f"{about['numerics']}, {about['device']}",
+            f"{about['numerics']}, {about['device']}" + ("" if rows else "\nnothing was measured that could be drawn"),
             fontsize=8,
         )
-        _draw_sizes([axes[strip] for strip in strips], drawn, len(report["requests"]) - len(drawn))
-        _draw_acceptance(axes["acceptance"], drawn)
+        if strips:
+            _draw_sizes([axes[strip] for strip in strips], drawn, len(report["requests"]) - len(drawn))
+        if "acceptance" in axes:
+            _draw_acceptance(axes["acceptance"], drawn)
         for what, found in report["latency_seconds"].items():
-            _draw_latency(axes[what], what.replace("_", " "), found)
-        _draw_live(axes["pages"], report["figures"])
-        _draw_fragmentation(axes["fragmentation"], report["figures"])
+            if what in axes:
+                _draw_latency(axes[what], what.replace("_", " "), found)
+        if "pages" in axes:
+            _draw_live(axes["pages"], report["figures"])
+        if "fragmentation" in axes:
+            _draw_fragmentation(axes["fragmentation"], report["figures"])
         for key, axis in axes.items():
             axis.tick_params(labelsize=7)
             axis.set_gid(key)
@@ -54,6 +51,19 @@ def svg(name: str, report: dict) -> str:
             warnings.filterwarnings("ignore", "Glyph .* missing")
             figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
+
+
+def _panels(report: dict, drawn: list[dict], strips: list[str]) -> tuple[list[list[str]], list[float]]:
+    """Rows of the mosaic, twelve columns each, and their heights in inches; a panel without data is left out."""
+    rows, heights = [[strip] * 12 for strip in strips], [0.75] * len(strips)
+    middle = [what for what, found in report["latency_seconds"].items() if found is not None]
+    middle = ["acceptance"] * 2 * any(r["acceptance"] is not None for r in drawn) + middle
+    if middle:
+        rows, heights = [*rows, [name for name in middle for _ in range(12 // len(middle))]], [*heights, 2.2]
+    for name, key in (("pages", "live_share"), ("fragmentation", "fragmentation")):
+        if any(report["figures"][key].values()):
+            rows, heights = [*rows, [name] * 12], [*heights, 2.2]
+    return rows, heights
 
 
 def committed(request: dict) -> list[int]:
@@ -100,11 +110,8 @@ def _draw_acceptance(axis, drawn: list[dict]) -> None:
     axis.set(xlim=(0, 110), ylim=(max(len(drawn), 1) - 0.5, -0.5))
 
 
-def _draw_latency(axis, what: str, found: dict | None) -> None:
+def _draw_latency(axis, what: str, found: dict) -> None:
     axis.set_title(f"{what}, ms", fontsize=8)
-    if found is None:
-        axis.text(0.5, 0.5, "none was measured", ha="center", fontsize=8, transform=axis.transAxes)
-        return
     bars = axis.bar(list(found), [seconds * 1e3 for seconds in found.values()], 0.6, color="#1f6feb")
     axis.bar_label(bars, [f"{seconds * 1e3:.1f}" for seconds in found.values()], fontsize=7)
     axis.margins(y=0.15)

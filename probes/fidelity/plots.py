@@ -1,6 +1,6 @@
 """The figures as SVG documents; dsv4.probes.recall.plots says whether they can be drawn."""
 
-from dsv4.probes.recall.plots import canvas, share_axis, svg
+from dsv4.probes.recall.plots import canvas, legend, share_axis, svg
 
 DEPTHS = 10  # bins of a needle's depth
 
@@ -33,20 +33,34 @@ def _lines(document: dict, rows: list[dict]) -> dict[tuple[str, int], list[dict]
 
 
 def _by_budget(document: dict) -> str:
-    figure, (agreement, kl) = canvas(2)
-    for n, ((family, context), group) in enumerate(_lines(document, document["rows"]).items()):
-        label, x = f"{family}, {context:,} tokens", [r["budget"] for r in group]
-        agreement.plot(x, [r["agreement"] for r in group], "o-", color=f"C{n}", label=label)
-        agreement.plot(x, [_or_nan(r["agreement_confident"]) for r in group], "x--", color=f"C{n}")
-        kl.plot(x, [max(r["kl"], 1e-9) for r in group], "o-", color=f"C{n}", label=label)
-    share_axis(agreement, "same next token (●); where the exact run is confident (×)")
-    kl.set(yscale="log")
-    kl.set_title("KL(exact ‖ variant), nats a token", fontsize=9)
-    kl.tick_params(labelsize=7)
-    kl.grid(alpha=0.25)
-    for axis in (agreement, kl):
-        _logarithmic(axis, {r["budget"] for r in document["rows"]})
-    return _finished(figure, (agreement, kl), "tokens read at most by a choosing layer")
+    """A column a context: agreement above, KL below."""
+    from matplotlib.figure import Figure
+
+    lines = _lines(document, document["rows"])
+    contexts, families = (list(dict.fromkeys(key[n] for key in lines)) for n in (1, 0))
+    figure = Figure(figsize=(5 * len(contexts), 6.4), layout="constrained")
+    panels = figure.subplots(2, len(contexts), squeeze=False, sharey="row", sharex=True)
+    for (agreement, kl), context in zip(panels.T, contexts):
+        for n, family in enumerate(families):
+            group = lines.get((family, context), [])
+            x = [r["budget"] for r in group]
+            agreement.plot(x, [r["agreement"] for r in group], "o-", color=f"C{n}", label=family)
+            agreement.plot(x, [_or_nan(r["agreement_confident"]) for r in group], "x--", color=f"C{n}")
+            kl.plot(x, [r["kl"] or float("nan") for r in group], "o-", color=f"C{n}")
+        kl.set(yscale="log")
+        kl.set_title(f"KL(exact ‖ variant), {context:,} tokens", fontsize=9)
+        kl.tick_params(labelsize=7)
+        kl.grid(alpha=0.25)
+        kl.set_xlabel("tokens read at most by a choosing layer", fontsize=8)
+        _logarithmic(kl, {r["budget"] for r in document["rows"] if r["budget"] is not None})
+    for axis, context in zip(panels[0], contexts):
+        share_axis(axis, f"same next token, {context:,} tokens")
+    low = min(axis.get_ylim()[0] for axis in panels[0])
+    panels[0][0].set_ylabel("● all, × where the exact run is confident", fontsize=8)
+    panels[0][0].set_ylim(low, 1 + (1 - low) * 0.03)
+    panels[1][0].set_ylabel("nats a token", fontsize=8)
+    legend(figure)
+    return svg(figure)
 
 
 def _findability(document: dict) -> str:
@@ -87,14 +101,47 @@ def _by_layer(document: dict) -> str:
 
 
 def _needles(rows: list[dict]) -> str:
-    figure, axes = canvas(2)
     names = list(dict.fromkeys(r["haystack"] for r in rows))
-    for axis, haystack in zip(axes, names):
-        for n, variant in enumerate(dict.fromkeys(r["variant"] for r in rows)):
-            trials = [d for r in rows if (r["haystack"], r["variant"]) == (haystack, variant) for d in r["depths"]]
-            axis.plot(*by_depth(trials), "o-", color=f"C{n}", label=variant, alpha=0.8)
-        share_axis(axis, f"needles found in {haystack}, all contexts")
-    return _finished(figure, axes, "depth (0: start of the context)")
+    found = {
+        haystack: {
+            variant: [d for r in rows if (r["haystack"], r["variant"]) == (haystack, variant) for d in r["depths"]]
+            for variant in dict.fromkeys(r["variant"] for r in rows)
+        }
+        for haystack in names
+    }
+    return needle_maps({f"needles found in {name}, %, all contexts": trials for name, trials in found.items()})
+
+
+def needle_maps(panels: dict[str, dict[str, list[dict]]]) -> str:
+    """A panel a title: a row a label, a column a tenth of the context, in a cell the share found in percent."""
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(label for trials in panels.values() for label in trials))
+    figure = Figure(figsize=(1.6 + 4.4 * len(panels), 1.2 + 0.3 * len(labels)), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axis, (title, trials) in zip(axes, panels.items()):
+        cells = [[float("nan")] * DEPTHS for _ in labels]
+        for y, label in enumerate(labels):
+            for middle, share in zip(*by_depth(trials.get(label, []))):
+                cells[y][int(middle * DEPTHS)] = share
+                color = "w" if share < 0.6 else "k"
+                axis.text(
+                    int(middle * DEPTHS) + 0.5,
+                    y + 0.5,
+                    f"{100 * share:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color=color,
+                )
+        axis.pcolormesh(cells, cmap="viridis", vmin=0, vmax=1)
+        axis.set_title(title, fontsize=9)
+        axis.set_xticks([0, DEPTHS / 2, DEPTHS], ["0", "0.5", "1"])
+        axis.set_yticks([y + 0.5 for y in range(len(labels))], labels)
+        axis.set_xlabel("depth (0: start of the context)", fontsize=8)
+        axis.tick_params(labelsize=7)
+    axes[0].invert_yaxis()
+    return svg(figure)
 
 
 def by_depth(trials: list[dict]) -> tuple[list[float], list[float]]:
@@ -113,13 +160,12 @@ def _logarithmic(axis, at: set[int]) -> None:
 
 def _labelled(axis, label: str) -> None:
     axis.set_xlabel(label, fontsize=8)
-    if axis.has_data():
-        axis.legend(fontsize=7)
 
 
 def _finished(figure, axes, label: str) -> str:
     for axis in axes:
         _labelled(axis, label)
+    legend(figure)
     return svg(figure)
 
 

@@ -2,6 +2,7 @@
 says so."""
 
 from io import StringIO
+from math import floor, isfinite
 
 MISSING = "no plots: matplotlib is not installed; pip install 'dsv4[plots]' (or matplotlib), and run again"
 
@@ -30,6 +31,25 @@ def canvas(panels: int):
     return figure, figure.subplots(1, panels)
 
 
+def legend(figure) -> None:
+    """Name the lines below the panels, where they hide none: once if one panel has all names, else panel by panel."""
+    named = [(axis, *axis.get_legend_handles_labels()) for axis in figure.axes]
+    named = [(axis, handles, labels) for axis, handles, labels in named if labels]
+    if not named:
+        return
+    short = all(len(label) < 34 for _, _, labels in named for label in labels)
+    _, handles, most = max(named, key=lambda one: len(one[2]))
+    if all(set(labels) <= set(most) for _, _, labels in named):
+        columns = min(len(most), (2 if short else 1) * max(1, round(figure.get_figwidth() / 5)))
+        figure.legend(handles, most, loc="outside lower center", ncols=columns, fontsize=7)
+        rows = -(-len(most) // columns)
+    else:
+        for axis, handles, labels in named:
+            axis.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1 + short, fontsize=7)
+        rows = max(-(-len(labels) // (1 + short)) for _, _, labels in named)
+    figure.set_figheight(figure.get_figheight() + 0.17 * rows)
+
+
 def svg(figure) -> str:
     """The figure as an SVG document; equal figures give equal bytes."""
     from matplotlib import rc_context
@@ -50,9 +70,12 @@ def _groups(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def share_axis(axis, title: str) -> None:
-    """An axis of shares, 0 to 1."""
-    axis.set_title(title, fontsize=9)
-    axis.set_ylim(-0.03, 1.03)
+    """An axis of shares, up to 1; from 0, or from a round share below what was plotted where all of it lies high."""
+    values = [v for line in axis.get_lines() for v in line.get_ydata() if isfinite(v)]
+    least = max(0.0, floor(10 * (min(values, default=0.0) - 0.02)) / 10)
+    least = least if least >= 0.5 else 0.0
+    axis.set_title(title + (f"; from {least:g}" if least else ""), fontsize=9)
+    axis.set_ylim(least - 0.03 * (1 - least), 1 + 0.03 * (1 - least))
     axis.tick_params(labelsize=7)
     axis.grid(alpha=0.25)
 
@@ -72,7 +95,7 @@ def _layers(rows: list[dict]) -> str:
     share_axis(mass, "attention mass kept (●), best possible (–), chance (dotted)")
     for axis in (recall, mass):
         axis.set_xlabel("CSA layer", fontsize=8)
-        axis.legend(fontsize=7)
+    legend(figure)
     return svg(figure)
 
 
@@ -91,7 +114,7 @@ def _distances(rows: list[dict]) -> str:
     for axis in (recall, mass):
         axis.set_xscale("log")
         axis.set_xlabel("tokens from the entry to the query", fontsize=8)
-        axis.legend(fontsize=7)
+    legend(figure)
     return svg(figure)
 
 
@@ -111,5 +134,5 @@ def _needles(rows: list[dict]) -> str:
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axis.minorticks_off()
     axis.set_xlabel("context (tokens)", fontsize=8)
-    axis.legend(fontsize=7)
+    legend(figure)
     return svg(figure)

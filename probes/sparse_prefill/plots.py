@@ -3,8 +3,8 @@
 import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
-from dsv4.probes.fidelity.plots import by_depth
-from dsv4.probes.recall.plots import canvas, share_axis, svg
+from dsv4.probes.fidelity.plots import needle_maps
+from dsv4.probes.recall.plots import canvas, legend, share_axis, svg
 from dsv4.probes.sparse_prefill.markdown import cut_of
 from dsv4.probes.sparse_prefill.mass import KINDS
 from dsv4.probes.sparse_prefill.quality import GOAL
@@ -69,6 +69,7 @@ def perplexity(rows: list[dict]) -> str:
         axis.axhline(100 * GOAL, color="0.4", lw=0.8, ls="--")
         axis.set_title(f"perplexity lost, %, chunks of {chunk} (goal: below the dashed line)", fontsize=8)
         finish(axis, "heavy tokens H")
+    legend(figure)
     return svg(figure)
 
 
@@ -96,6 +97,7 @@ def by_chunk(document: dict, shown: list[tuple]) -> str:
     share_axis(share, "mass: kept (–), random (dotted), oracle (dashed)")
     for axis in (lost, share):
         finish(axis, "position")
+    legend(figure)
     return svg(figure)
 
 
@@ -113,6 +115,7 @@ def by_layer(rows: list[dict], shown: list[tuple]) -> str:
             axis.plot([r["layer"] for r in of], means, "o-", ms=3, lw=1, color=f"C{n}", label=LABELS[kind])
         share_axis(axis, f"dense mass that is seen, {cut_of(of[0])}")
         finish(axis, "layer")
+    legend(figure)
     return svg(figure)
 
 
@@ -151,16 +154,19 @@ def stability(rows: list[dict], shown: list[tuple]) -> str:
     for (above, below), key in zip(zip(*axes), shown):
         of = first_text(rows, key)
         for n, r in enumerate(of):
-            style = dict(ms=3, lw=0.7, color=f"C{n}", label=f"layer {r['layer']}")
-            above.plot(range(2, 2 + len(r["jaccard"])), numbers(r["jaccard"]), ".-", **style)
-            below.plot(range(1, 1 + len(r["survivors"])), r["survivors"], ".-", **style)
+            style = dict(lw=0.9, color=f"C{n}", label=f"layer {r['layer']}")  # lines: a mark a point was 440 KB
+            above.plot(range(2, 2 + len(r["jaccard"])), numbers(r["jaccard"]), **style)
+            below.plot(range(1, 1 + len(r["survivors"])), r["survivors"], **style)
         below.plot(
             range(1, 1 + len(of[0]["survivors_chance"])), of[0]["survivors_chance"], "k:", lw=1, label="by chance"
         )
         share_axis(above, f"Jaccard of heavy tokens, {cut_of(of[0])}")
         below.set_title("tokens of chunk 0 in the memory, mean over KV heads", fontsize=8)
+        below.set(yscale="log")
+        below.yaxis.set_major_formatter("{x:g}")
         for axis in (above, below):
             finish(axis, "update")
+    legend(figure)
     return svg(figure)
 
 
@@ -198,15 +204,9 @@ def needles(rows: list[dict]) -> str:
     kinds = [
         kind for kind in dict.fromkeys(r["kind"] for r in rows) if any(r["depths"] for r in rows if r["kind"] == kind)
     ]
-    figure, axes = canvas(len(kinds))
-    for axis, kind in zip([axes] if len(kinds) == 1 else axes, kinds):
-        of = [r for r in rows if r["kind"] == kind]
-        for n, cut in enumerate(dict.fromkeys(map(cut_of, of))):
-            trials = [d for r in of if cut_of(r) == cut for d in r["depths"]]
-            axis.plot(*by_depth(trials), "o-" if n else "ks-", ms=3, lw=1, alpha=0.8, label=cut)
-        share_axis(axis, f"{kind}, all contexts")
-        finish(axis, "depth (0: start of the context)")
-    return svg(figure)
+    cuts = list(dict.fromkeys(map(cut_of, rows)))
+    trials = lambda kind, cut: [d for r in rows if (r["kind"], cut_of(r)) == (kind, cut) for d in r["depths"]]
+    return needle_maps({f"{kind}, % found, all contexts": {cut: trials(kind, cut) for cut in cuts} for kind in kinds})
 
 
 def first_text(rows: list[dict], key: tuple) -> list[dict]:
@@ -226,5 +226,3 @@ def finish(axis, label: str) -> None:
     axis.set_xlabel(label, fontsize=8)
     axis.tick_params(labelsize=7)
     axis.grid(alpha=0.25)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=6)

@@ -1,9 +1,9 @@
 """The figures as SVG documents; dsv4.probes.recall.plots says whether they can be drawn."""
 
-from dsv4.probes.recall.plots import canvas, share_axis, svg
+from dsv4.probes.recall.plots import canvas, legend, share_axis, svg
 from dsv4.probes.terminating.markdown import SWEPT, longest
 
-FLOOR = 1e-9  # errors below are drawn there
+FLOOR = 1e-9  # errors below are no points: the line at the bottom says so
 
 
 def draw(document: dict) -> dict[str, str]:
@@ -29,16 +29,24 @@ def _sweeps(document: dict, key: str, title: str) -> str:
                 axis.plot(x, [r["skipped"] for r in group], "o-", color=f"C{n}", label=order)
                 axis.plot(x, [r["skipped_oracle_shared"] for r in group], ":", color=f"C{n}")
             else:
-                axis.plot(x, [max(r["error_p99"], FLOOR) for r in group], "o-", color=f"C{n}", label=order)
-                axis.plot(x, [max(r["error_mean"], FLOOR) for r in group], "--", color=f"C{n}")
+                axis.plot(x, [_seen(r["error_p99"]) for r in group], "o-", color=f"C{n}", label=order)
+                axis.plot(x, [_seen(r["error_mean"]) for r in group], "--", color=f"C{n}")
         share_axis(axis, f"{title}, {rows[0]['context']:,} tokens")
         if key != "skipped":
             axis.set(yscale="log", ylim=(FLOOR / 2, 3))
+            axis.axhline(FLOOR, color="0.6", lw=0.8, ls=":")
+            axis.text(
+                0.01, 1.1 * FLOOR, "smaller errors are not drawn", transform=axis.get_yaxis_transform(), fontsize=6
+            )
         if swept != "patience":
             axis.set_xscale("log")
         axis.set_xlabel(SWEPT[swept], fontsize=8)
-    axes[0].legend(fontsize=7)
+    legend(figure)
     return svg(figure)
+
+
+def _seen(error: float) -> float:
+    return error if error > FLOOR else float("nan")
 
 
 def _layers(document: dict) -> str:
@@ -70,7 +78,7 @@ def _layers(document: dict) -> str:
     offset.grid(alpha=0.25)
     for axis in (skipped, offset):
         axis.set_xlabel("layer", fontsize=8)
-        axis.legend(fontsize=7)
+    legend(figure)
     return svg(figure)
 
 
@@ -97,5 +105,5 @@ def _needles(rows: list[dict]) -> str:
             )
         share_axis(axis, f"needles found in {haystack}, 97.5 % bounds")
         axis.set_xticks(range(len(rules)), [label(tau) for tau in rules])
-        axis.legend(fontsize=6)
+    legend(figure)
     return svg(figure)

@@ -206,6 +206,7 @@ def svg(report: dict) -> str:
         above, below = figure.subplots(2, 1)
         above.barh([name for name, _ in bars], [1e3 * t for _, t in bars], color="#1f6feb")
         above.set(xscale="log")
+        above.xaxis.set_major_formatter("{x:g}")
         above.set_xlabel("ms a step", fontsize=7)
         rates = [(name, r["bytes_a_second"] / 1e9) for name, r in rates if r["bytes_a_second"]]
         below.barh([name for name, _ in rates], [rate for _, rate in rates], color="#1f6feb")

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dsv4.errors import Dsv4Error
+from dsv4.outputs import writable
 from scripts.bench import assembled, beside, limits
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Machine
@@ -19,6 +20,7 @@ from scripts.places import device_slug  # noqa: F401 (files and folders are call
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = "not installed: "
+MOST_ROWS = 16  # of one SVG: a screen
 COLORS = {"ours": "#1f6feb", "floor": "0.75", "goal": "#d9a300", "best peer": "#b3423c"}
 
 
@@ -159,6 +161,30 @@ def console(r: Result) -> str:
     )
 
 
+def svgs(results: Sequence[Result], about: dict) -> dict[str, str]:
+    """SVG by the end of its file's name: '.svg' where all rows fit one, else '-OPERATIONS.svg', a group of operations
+    each, in the order of the rows. Empty when no row was timed. Raises ModuleNotFoundError without matplotlib."""
+    timed = [r for r in results if not r.red]
+    groups: list[list[Result]] = []
+    for op in dict.fromkeys(r.op for r in timed):
+        rows = [r for r in timed if r.op == op]
+        for start in range(0, len(rows), MOST_ROWS):
+            piece = rows[start : start + MOST_ROWS]
+            if groups and len(groups[-1]) + len(piece) <= MOST_ROWS:
+                groups[-1] += piece
+            else:
+                groups.append(piece)
+    if len(groups) <= 1:
+        return {".svg": svg(groups[0], about)} if groups else {}
+    return {f"-{number:02}-{_operations(group)}.svg": svg(group, about) for number, group in enumerate(groups, 1)}
+
+
+def _operations(rows: Sequence[Result]) -> str:
+    """'sparse_attention' or 'linear-to-rms_norm', of the operations of a group."""
+    ops = [re.sub(r"\W+", "_", r.op).strip("_") for r in rows]
+    return ops[0] if ops[0] == ops[-1] else f"{ops[0]}-to-{ops[-1]}"
+
+
 def svg(results: Sequence[Result], about: dict) -> str | None:
     """Bars of ours, floor, goal and the best peer, log scale; None when no row was timed. Raises ModuleNotFoundError
     without matplotlib."""
@@ -183,8 +209,8 @@ def svg(results: Sequence[Result], about: dict) -> str | None:
                 if value:
                     at, label = i + 0.2 * (j - 1.5), {"ours": said, "best peer": f" {name}"}.get(kind, "")
                     axis.barh(at, value, 0.19, color=COLORS[kind])
-                    axis.text(value, at, label, fontsize=5, va="center")
-        axis.set_yticks(range(len(timed)), [r.name for r in timed], fontsize=6)
+                    axis.text(value, at, label, fontsize=6, va="center")
+        axis.set_yticks(range(len(timed)), [r.name for r in timed], fontsize=7)
         axis.invert_yaxis()
         axis.set(xscale="log", xlabel="µs, cold L2, median")
         axis.margins(y=0.01)
@@ -196,6 +222,25 @@ def svg(results: Sequence[Result], about: dict) -> str | None:
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
+
+
+def out_folder(text: str) -> Path:
+    """Type of a script's --out: a folder that can be written, tried before anything is measured. Otherwise one line and
+    exit code 2."""
+    return _writable(Path(text), False)
+
+
+def out_file(text: str) -> Path:
+    """Type of a script's --out where it names a file."""
+    return _writable(Path(text), True)
+
+
+def _writable(path: Path, is_file: bool) -> Path:
+    try:
+        return writable(path, is_file)
+    except Dsv4Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def exit_code(run: Callable[[], None]) -> int:
@@ -215,16 +260,15 @@ def dumps(contents: dict) -> str:
     return re.sub(r"\[\n\s*(-?\d[-+.,\deE\s]*?)\n\s*\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
-def write(folder: Path, stem: str, contents: dict, text: str, picture: str | None) -> list[Path]:
-    """Write STEM.json, STEM.md and STEM.svg. Returns what was written."""
+def write(folder: Path, stem: str, contents: dict, text: str, pictures: str | dict[str, str] | None) -> list[Path]:
+    """Write STEM.json, STEM.md and STEM.svg, or the SVGs of `svgs`. Returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {".json": dumps(contents), ".md": text.rstrip("\n") + "\n", ".svg": picture}
+    drawn = {".svg": pictures} if isinstance(pictures, str) else pictures or {}
     written = []
-    for suffix, content in files.items():
-        if content is not None:
-            path = folder / f"{stem}{suffix}"
-            path.write_text(content)
-            written.append(path)
+    for suffix, content in ({".json": dumps(contents), ".md": text.rstrip("\n") + "\n"} | drawn).items():
+        path = folder / f"{stem}{suffix}"
+        path.write_text(content)
+        written.append(path)
     return written
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dsv4.errors import InputError
 from dsv4.kernels.errors import Dsv4Error
+from scripts.bench.report import out_file
 from scripts.measure_demo import Report
 from scripts.training import evaluation, state
 from scripts.training.evaluation import Figure, Limits
@@ -59,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("data", "state", "window_state"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=out_file, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=200_000)
     args = parser.parse_args()

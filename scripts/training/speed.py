@@ -8,10 +8,10 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 
+from scripts.bench.report import out_file
 from scripts.training import gqa, recipe
 from scripts.training.architecture import BF16, CONFIG, QAT, build, initialise
 from scripts.training.optimiser import Optimiser
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*")
     parser.add_argument("--batch", type=int, default=recipe.DEMO.batch, help="tokens a step")
     parser.add_argument("--gqa", action="store_true", help="the GQA model instead of the demo")
-    parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
+    parser.add_argument("--out", type=out_file, help="also write the figures here, as JSON")
     args = parser.parse_args()
     rows = []
     torch.backends.cuda.matmul.allow_tf32 = True

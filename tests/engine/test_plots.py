@@ -135,9 +135,23 @@ def test_acceptance_is_a_bar_a_request(drawing):
 
 
 def test_latencies_are_written_in_milliseconds(drawing):
-    assert {"500.0", "1500.0", "2000.0"} <= set(
-        drawing.words("time_to_first_token")
-    ) and "none was measured" in drawing.words("inter_token")
+    assert {"500.0", "1500.0", "2000.0"} <= set(drawing.words("time_to_first_token"))
+
+
+def panels(report: dict) -> set[str]:
+    """Names of the panels that are drawn."""
+    names = {"acceptance", "time_to_first_token", "inter_token", "pages", "fragmentation", "request-0", "request-1"}
+    return names & {g.get("id") for g in ElementTree.fromstring(svg("run", report)).iter(f"{SVG}g")}
+
+
+def test_a_panel_without_data_is_left_out():
+    assert panels(REPORT) == set(LIMITS) | {"time_to_first_token"}  # between tokens nothing was measured
+    plain = REPORT | {"requests": [FAILED], "figures": FIGURES | {"fragmentation": {"window": []}}}
+    assert panels(plain) == {"pages", "time_to_first_token"}
+    nothing = {"live_share": {}, "fragmentation": {}}
+    unmeasured = {"time_to_first_token": None, "inter_token": None}
+    empty = plain | {"figures": FIGURES | nothing, "latency_seconds": unmeasured}
+    assert panels(empty) == set() and "nothing was measured that could be drawn" in svg("run", empty)
 
 
 def test_the_same_bytes_for_the_same_figures_and_others_for_others(drawing):

@@ -150,7 +150,7 @@ def test_a_probe_with_a_fault_ends_an_audit_with_1_and_a_wrong_level_is_refused(
         "fidelity {0} --out {1}",
         "termination {0} --out {1}",
         "sparse-prefill {0} --out {1}",
-        "regime measure {0} --out {1}",
+        "regime measure --out {1}",
     ],
 )
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_loaded(command, tmp_path, command_line):

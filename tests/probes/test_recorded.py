@@ -116,3 +116,18 @@ def test_an_audit_of_a_dump_asks_what_a_dump_can_be_asked(run, official, tmp_pat
     run("record", official, "--tokens", 20, "--out", file)
     names = lambda kind: [s.probe for s in audit(open_subject(official, kind), budget=-1.0).sections]
     assert names(str(file))[-1] == "recorded" and "recorded" not in names("files")
+
+
+def test_the_path_is_told_where_the_paths_are_apart_and_not_at_the_end(official, tmp_path, monkeypatch):
+    """For the last 64 queries every path gives what the specified one gives."""
+    from dsv4.probes import recorded
+
+    def alike(layer, points, real=recorded.paths):
+        outs = real(layer, points)
+        for out in outs.values():
+            out[:, -64:] = outs[recorded.EXPECTED[layer.ratio]][:, -64:]
+        return outs
+
+    monkeypatch.setattr(recorded, "paths", alike)
+    found = [c for c in checks_of(OurSubject(official), official, tmp_path) if c.name == "path"]
+    assert len(found) == 5 and {c.status for c in found} == {Status.PASS}
