@@ -18,7 +18,7 @@ check: .venv/.test
 test: .venv/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not sweep"
 
-# Every shape, family and planted fault, where `make test` takes a few that meet every branch.
+# Every case of every test, where `make test` takes some of each (tests/sweep.py).
 test-all: .venv/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile
 

@@ -7,12 +7,15 @@ import pytest
 from tests.sweep import chosen
 
 
-def cases(*sizes: int) -> list:
-    """Items of a test of parameters a, b … with so many values each."""
+def cases(*sizes: int, rows=()) -> list:
+    """Items of a test of parameters a, b … with so many values each; rows: names that one `parametrize` has."""
     found = [{}]
     for name, size in zip("abc", sizes):
         found = [case | {name: i} for case in found for i in range(size)]
-    return [SimpleNamespace(nodeid="t", callspec=SimpleNamespace(params=p, indices=p)) for p in found]
+    marks = [SimpleNamespace(args=(row,)) for row in rows]
+    return [
+        SimpleNamespace(nodeid="t", callspec=SimpleNamespace(params=p), iter_markers=lambda _: marks) for p in found
+    ]
 
 
 def kept(items, *names, **more) -> list[tuple]:
@@ -21,6 +24,7 @@ def kept(items, *names, **more) -> list[tuple]:
 
 def test_each_value_of_each_parameter_occurs_once():
     assert kept(cases(2, 3)) == [(0, 0), (1, 1), (0, 2)]
+    assert len(kept(cases(2, 3, rows=["a, b"]))) == len(kept(cases(2, 3, rows=[("a", "b")]))) == 6
     found = kept(cases(4, 3, 2))
     assert len(found) == 4 and all({row[i] for row in found} == set(range(n)) for i, n in enumerate((4, 3, 2)))
 

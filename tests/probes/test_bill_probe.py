@@ -86,6 +86,7 @@ def looked(subject) -> list:
 # ---- sound models -------------------------------------------------------------------------
 
 
+@pytest.mark.few(name=["yarn", "default"], numerics=["fp32", "qat"], each=lambda p: p["name"])
 @pytest.mark.parametrize(
     "name, numerics, backend, caches",
     [
@@ -130,6 +131,7 @@ def test_what_cannot_be_asked_is_vacuous(profiles):
 # ---- planted faults -----------------------------------------------------------------------
 
 
+@pytest.mark.few(each=lambda p: p["fault"].parts[:1])
 @pytest.mark.parametrize("fault", [m for m in FAULTS if m.name in TRIED], ids=lambda m: m.name.replace(" ", "-"))
 def test_a_fault_is_named(profiles, tmp_path, fault):
     site = Site(shutil.copytree(profiles[fault.profile], tmp_path / "copy"))

@@ -71,6 +71,7 @@ def test_what_a_step_derives_is_named(subject, monkeypatch, part):
     assert f"captured step, {part}" in {c.part for c in found}
 
 
+@pytest.mark.few(part=["index keys", "layer output"])
 @pytest.mark.parametrize("part", ["entries", "index keys", "window rows", "compressor rows", "layer output"])
 def test_the_first_rows_that_differ_are_named(official, part):
     broken = OurSubject(official, "fp32")

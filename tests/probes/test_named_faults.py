@@ -65,7 +65,6 @@ def test_a_fault_is_named(official, tmp_path, fault, probe, part, where):
     assert any(part in named and where in at for named, at in found), found
 
 
-@pytest.mark.few
 @pytest.mark.parametrize("numerics", ["native", "qat", "qat:fp32"])
 @pytest.mark.parametrize("probe", ["influence", "edges", "mhc", "moe_edges"])
 def test_green_in_other_numerics(official, probe, numerics):

@@ -62,7 +62,6 @@ def test_packed_caches_change_no_schedule(official, subject):
     )
 
 
-@pytest.mark.few
 @pytest.mark.parametrize("formats", FORMATS, ids="+".join)
 @pytest.mark.parametrize("name", ["dtype_ledger", "memory_map", "captured"])
 def test_every_format_is_known(official, name, formats):

@@ -136,7 +136,6 @@ def test_a_wrong_hyper_connection_is_seen(official, fault):
     assert {"transposed": "mHC comb", "iterations": "mHC comb", "unscaled head": "head"}[fault] in found
 
 
-@pytest.mark.few
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("probe", [MoEEdges(), Poison(effort=0.2)], ids=lambda p: p.name)
 def test_edges_are_green_on_every_backend(official, probe, backend):

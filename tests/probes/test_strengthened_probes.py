@@ -53,6 +53,7 @@ def mutations():
     return {m.name: m for m in catalogue()}
 
 
+@pytest.mark.few("probe")
 @pytest.mark.parametrize("name, probe, check, word", SEEN, ids=lambda value: str(value).replace(" ", "_"))
 def test_planted_fault_is_seen_by_the_check_that_was_added(official, tmp_path, mutations, name, probe, check, word):
     site = Site(shutil.copytree(official, tmp_path / "copy"))
