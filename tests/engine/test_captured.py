@@ -20,6 +20,7 @@ from tests.engine.test_speculation import DRAFTERS, adds_up, alone, engine_of, k
 LENGTHS = (130, 5, 259)
 
 
+@pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_row_on_pages_has_the_bits_of_a_row_on_rings(numeric_model, tokens):
     """Three rows of different lengths by turns, across the ends of windows and pages, with a rewind between."""
@@ -43,6 +44,7 @@ def test_a_row_on_pages_has_the_bits_of_a_row_on_rings(numeric_model, tokens):
         pages.rewind(back), rings[b].rewind(back[b])
 
 
+@pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_the_block_on_pages_has_the_bits_of_the_block_alone(numeric_model, tokens):
     model, ids, g = numeric_model, random_ids(numeric_model, 3, 320), torch.Generator().manual_seed(3)
@@ -76,6 +78,7 @@ def at_each(ids, lengths, counts, width):
     return part
 
 
+@pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 def test_rows_on_pages_together_have_the_bits_of_rows_on_rings(numeric_model):
     """Ragged passes of three rows, poisoned pages beside them. Then, in fp32, of some of them, up to rounding: products
     of the experts have the rows that tokens choose, and what a resting row computes is another token here than
@@ -102,6 +105,7 @@ def test_rows_on_pages_together_have_the_bits_of_rows_on_rings(numeric_model):
     assert {rows for rows, _ in verify.graphs} == {3}, "none was an append, and none a step of one row"
 
 
+@pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 def test_the_block_together_follows_ragged_rows(numeric_model):
     """Each row's last entry that counts, of some of three rows, against the block of whole sequences."""
     model, ids, g = numeric_model, random_ids(numeric_model, 3, 320), torch.Generator().manual_seed(3)
@@ -140,6 +144,7 @@ def test_the_block_together_follows_ragged_rows(numeric_model):
     assert {rows for rows, _ in run.graphs} == {3}
 
 
+@pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 def test_rows_on_one_prefix_leave_each_others_pages_alone(numeric_model):
     """A page of entries is shared up to a prefix's end, and behind it one row's own: the other writes none there while
     it completes none."""

@@ -222,6 +222,7 @@ def test_drafts_shrink_before_anyone_is_evicted(model, together):
     assert [r.speculation.block_size_history[34] for r in results.values()] == [0, 0 if together else 8]
 
 
+@pytest.mark.few(drafter=["mtp", "known"])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "known"])
 def test_evicted_requests_resume_with_the_same_output(model, drafter):
     """Evicted amid their answers, and with drafts both before and after."""
@@ -237,6 +238,7 @@ def test_evicted_requests_resume_with_the_same_output(model, drafter):
     assert nothing_is_held(engine)
 
 
+@pytest.mark.few(numerics=["qat"], drafter=["mtp"])
 @pytest.mark.parametrize("numerics, drafter", [("fp32", "mtp"), ("qat", "mtp"), ("qat", "known")])
 def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, model, numerics, drafter):
     """The logits behind each token and each draft, where a pass of other tokens would round otherwise, and where it
@@ -263,6 +265,7 @@ def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, mode
         assert sizes == expected_sizes and same(torch.stack(logits), torch.stack(expected))
 
 
+@pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 def test_single_steps_give_plain_tokens_in_any_numerics(numeric_model):
     """Under pressure, with evictions: what is left is the rounding of passes of several tokens."""
     asked = prompts_of(numeric_model, 3, 250, 16)

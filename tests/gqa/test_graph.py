@@ -89,6 +89,7 @@ def test_captured_steps_equal_append(folder, numerics):
         assert captures(ours) and fused.graph is not None
 
 
+@pytest.mark.few(folder=["qwen2, yarn and some sliding layers"])
 def test_prompts_of_every_size_equal_the_reference(folder):
     reference, ours = models(folder, "fp32")
     ids, counts = prompts(reference, 40, 23) if GPU else prompts(reference, 5, 3)
@@ -136,6 +137,7 @@ def test_rows_that_rest_and_the_end_of_the_context(folder):
     assert cache.lengths == [18, 39]
 
 
+@pytest.mark.few(folder=["qwen2, yarn and some sliding layers"])
 def test_generation_on_the_triton_backend(folder):
     reference, ours = models(folder, "fp32")
     ids = prompts(reference, 4)[0][0].tolist()
@@ -146,6 +148,7 @@ def test_generation_on_the_triton_backend(folder):
     assert all("tokens" in row["path"] for row in ours.layer_paths())
 
 
+@pytest.mark.few(folder=["qwen2, yarn and some sliding layers"])
 def test_a_watched_module_runs_by_itself(folder):
     _, ours = models(folder, "fp32")
     ids = prompts(ours, 3)[0]

@@ -76,6 +76,7 @@ def _read(path: dict) -> dict:
     return {key: value for key, value in path.items() if key not in ("traversals", "tiles_each", "path")}
 
 
+@pytest.mark.few(folder=["qwen2, yarn and some sliding layers"])
 @pytest.mark.parametrize("name", ["terminating", "dense, terminating"])
 def test_the_traversals_that_are_said_are_those_of_the_launch(folder, name, monkeypatch):
     real, launched = triton_decode.traversals, []
@@ -108,6 +109,7 @@ def test_the_traversals_that_are_said_are_those_of_the_launch(folder, name, monk
         assert f"in {said[0]['traversals']} split" in termination_notes(model)[0]
 
 
+@pytest.mark.few(folder=["qwen2, yarn and some sliding layers"])
 def test_chunked_prefill_equals_the_reference(folder):
     how = Attention(prefill=Chunking(32, 8, 8))
     reference, ours = (

@@ -54,6 +54,7 @@ def test_prompts_by_themselves(model, continued, length):
     assert found.token_ids == continued(length, 10)
 
 
+@pytest.mark.few(right=[0, 3, 8])
 @pytest.mark.parametrize("right", [*range(9)])
 def test_right_k_then_wrong(model, continued, right):
     """Eight drafts a pass, k of them right: across the windows of 4 and the end of one of 128."""
@@ -65,6 +66,7 @@ def test_right_k_then_wrong(model, continued, right):
     assert s.accepted == 29 - s.verify_passes
 
 
+@pytest.mark.few(right=[1, 4])
 @pytest.mark.parametrize("right", range(5))
 def test_every_residue_of_128_while_drafting(model, continued, right):
     """A pass of four drafts, so many of them right, from each place of a window of 128: rows that begin 0 … `right`
