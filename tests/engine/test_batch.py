@@ -1,6 +1,7 @@
 """The batch engine: outputs do not depend on neighbours, grafts or evictions, and a fault of one request harms no
 other."""
 
+import functools
 import io
 import json
 
@@ -27,16 +28,22 @@ def engine_of(model, rows: int = 3, max_context: int = 512, pages: dict | None =
 
 
 def alone(model, request: Request, logits: list | None = None) -> list[int]:
-    """The tokens of a request on a plain cache of its own, in the engine's pieces; `logits` gets those of each
-    token."""
-    cache, ids = model.new_cache(1, 1024, 0), list(request.prompt_ids)
-    generator = torch.Generator().manual_seed(request.sampling.seed)
-    for _ in range(request.max_tokens):
-        found = prefill(model, cache, ids, logits="last")[0, -1]
-        ids.append(sample(found, request.sampling, generator))
-        if logits is not None:
-            logits.append(found)
-    return ids[len(request.prompt_ids) :]
+    """The tokens of a request on a plain cache of its own, in the engine's pieces; `logits` gets those of each token.
+    Found once for each model."""
+    tokens, found = _alone(model, request.prompt_ids, request.max_tokens, request.sampling)
+    if logits is not None:
+        logits += found
+    return list(tokens)
+
+
+@functools.cache
+def _alone(model, prompt: tuple[int, ...], tokens: int, sampling: Sampling) -> tuple[list[int], list[torch.Tensor]]:
+    cache, ids, logits = model.new_cache(1, 1024, 0), list(prompt), []
+    generator = torch.Generator().manual_seed(sampling.seed)
+    for _ in range(tokens):
+        logits.append(prefill(model, cache, ids, logits="last")[0, -1])
+        ids.append(sample(logits[-1], sampling, generator))
+    return ids[len(prompt) :], logits
 
 
 def watched(engine) -> dict[str, list]:
