@@ -1,8 +1,6 @@
 """The shipped checkpoint does what its card says, on the machine at hand."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -69,12 +67,10 @@ def test_needles_need_the_compressed_branches(model, tokenizer, prose):
         assert sum(answered(model, trials, LIMITS)) <= 1
 
 
-def test_the_ledger_is_clean_and_the_layout_official():
-    done = subprocess.run(
-        [sys.executable, "-m", "dsv4", "inspect", DEMO, "--json"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_the_ledger_is_clean_and_the_layout_official(command_line):
+    code, out, err = command_line("inspect", DEMO, "--json")
+    assert code == 0, err
+    found = json.loads(out)
     assert found["layout"] == "official" and not found["ledger"]["problems"]
     files = list(DEMO.iterdir())
     assert sum(f.stat().st_size for f in files) <= 24 * 10**6 and sum(f.suffix == ".safetensors" for f in files) > 1

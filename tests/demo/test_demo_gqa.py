@@ -1,8 +1,6 @@
 """The shipped GQA checkpoint does what its card says, on the machine at hand."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -57,12 +55,10 @@ def test_needles_are_found_by_what_reads_them_and_by_nothing_else(model, tokeniz
     assert bound >= 3 and window == 0
 
 
-def test_the_ledger_is_clean_and_the_files_are_small():
-    done = subprocess.run(
-        [sys.executable, "-m", "dsv4", "inspect", DEMO, "--json"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert not json.loads(done.stdout)["ledger"]["problems"]
+def test_the_ledger_is_clean_and_the_files_are_small(command_line):
+    code, out, err = command_line("inspect", DEMO, "--json")
+    assert code == 0, err
+    assert not json.loads(out)["ledger"]["problems"]
     files = [file for file in DEMO.iterdir() if file.suffix != ".md"]
     assert sum(f.stat().st_size for f in files) <= 12 * 10**6 and sum(f.suffix == ".safetensors" for f in files) > 1
 

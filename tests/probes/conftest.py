@@ -1,6 +1,8 @@
 """What the tests of the probes share."""
 
+import runpy
 import sys
+import warnings
 
 import pytest
 
@@ -16,6 +18,20 @@ def run(monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             cli.main()
         return stop.value.code or 0, capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def by_itself(monkeypatch, capsys):
+    """Function: `python -m dsv4.probes.NAME` with these words, in this process → (exit code, stdout, stderr)."""
+
+    def call(name: str, *args):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, args)])
+        with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'dsv4.probes", RuntimeWarning)  # other tests have imported it
+            runpy.run_module(f"dsv4.probes.{name}", run_name="__main__")
+        return stop.value.code or 0, *capsys.readouterr()
 
     return call
 

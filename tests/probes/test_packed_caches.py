@@ -274,12 +274,10 @@ def test_recall_refuses_them_in_other_numerics(official):
         open_subject(official, "ours", "native", cache="fp8")
 
 
-def test_a_probe_by_itself_takes_them(official, tmp_path):
-    from tests.probes.test_main import run as by_itself
-
+def test_a_probe_by_itself_takes_them(official, tmp_path, by_itself):
     formats = "--numerics", "qat", "--cache", "fp8", "--index-cache", "fp8"
-    done = by_itself("memory_map", official, *formats, "--out", tmp_path / "m.md")
-    assert done.returncode == 0, done.stderr
+    code, _, err = by_itself("memory_map", official, *formats, "--out", tmp_path / "m.md")
+    assert code == 0, err
     assert "fp8 index cache" in json.loads((tmp_path / "m.json").read_text())["title"]
 
 
