@@ -175,10 +175,10 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
 
 def test_rounds_are_compiled_ahead_by_several_processes(golden_path):
     load = partial(load_model, golden_path, numerics="fp32", mtp=True)
-    done, seconds = warm.warm(load, [1, 2], 24, jobs=2)
-    assert done == 2 * 9 and seconds > 0
-    failed, seconds = warm.warm(partial(load_model, golden_path / "absent"), [1], 24, jobs=1)
-    assert failed == 0 and seconds < 60  # a process that cannot load ends the pool, and nothing else
+    done, seconds = warm.warm(load, [1], 24, jobs=2)
+    assert done == 9 and seconds > 0
+    # a process that cannot load ends the pool, and nothing else
+    assert warm.warm(partial(load_model, golden_path / "absent"), [1], 24, jobs=1)[0] == 0
     assert warm.warm(load, [1], 24, jobs=1, seconds=0.01)[0] == 0
 
 
