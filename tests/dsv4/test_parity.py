@@ -44,6 +44,7 @@ def test_other_forms_of_the_config_equal_transformers(form, tmp_path):
     assert far(ours.append(ids, ours.new_cache(1, 150), chunk=7), wanted) < TOLERANCE
 
 
+@pytest.mark.few(pair=["Pro-like start", "every entry selected"])
 def test_token_by_token_equals_transformers(pair):
     ours, _, ids, wanted = pair
     cache = ours.new_cache(1, 310)
@@ -63,6 +64,7 @@ def first_config(request) -> bool:
     return request.node.callspec.params["pair"] == next(iter(oracle.CONFIGS))
 
 
+@pytest.mark.few(pair=["Pro-like start", "every entry selected"])
 def test_every_split_into_two_equals_transformers(pair, request):
     ours, _, ids, wanted = pair
     splits = (
@@ -80,6 +82,7 @@ def _two_parts(model, ids, split):
     return model.append(ids[:, split : split + 9], cache)
 
 
+@pytest.mark.few(pair=["Pro-like start", "every entry selected"])
 def test_rewinding_equals_never_having_written(pair, request):
     ours, _, ids, wanted = pair
     most = 20

@@ -185,6 +185,7 @@ def test_pads_of_a_joint_pass_take_no_page_from_anyone(model):
     torch.testing.assert_close(logits[1, 3], model(ids[1:, :261])[0, -1], rtol=0, atol=2e-4)
 
 
+@pytest.mark.few(each=lambda p: bool(p["pages"]))
 @pytest.mark.parametrize("pages", [{}, {"csa entries": 4}], ids=["room", "evictions"])
 @pytest.mark.parametrize("drafter", [*DRAFTERS.values(), lambda: None], ids=[*DRAFTERS, "none"])
 def test_the_engine_together_says_what_plain_decoding_says(model, drafter, pages):
@@ -204,6 +205,7 @@ def test_the_engine_together_says_what_plain_decoding_says(model, drafter, pages
     assert not isinstance(drafts, MTPDrafter) or {rows for rows, _ in drafts._run.graphs} >= {3}
 
 
+@pytest.mark.few(further=[0])
 @pytest.mark.parametrize("further", [0, LARGEST + 1], ids=["no further", "room behind it"])
 def test_rows_together_up_to_the_end_of_their_context(model, monkeypatch, further):
     """Rows whose drafts are right, half right and wrong: one is near the end while another drafts four. Where tables

@@ -125,6 +125,7 @@ def test_prefill_is_dense_to_the_bit_under_any_policy(model, subject, chunk):
         assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
 
 
+@pytest.mark.few(first=["mean"])
 @pytest.mark.parametrize(
     "first, second", [("bound", "mean"), ("mean", "bound"), ("sink and window", "bound"), ("bound", "no sink")]
 )
@@ -174,6 +175,7 @@ def test_what_keeps_everything_is_dense(model, subject, wanted, policy):
     assert (got - wanted["dense"]).abs().max() < TOLERANCE
 
 
+@pytest.mark.few(name=["bound"])
 @pytest.mark.parametrize("name", ["bound", "mean"])
 def test_a_rewound_row_has_no_stale_summary(model, subject, name):
     """Wrong tokens far from the right ones, over several blocks, then the right ones: bit for bit what never was

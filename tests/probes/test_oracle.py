@@ -56,12 +56,12 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_it_imports_nothing_of_what_it_judges():
-    imports, ours = {}, ("dsv4.",)
+    imports, ours, itself = {}, ("dsv4.",), oracle_package.__name__
     for file in Path(oracle_package.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imports |= {a.name: {a.name} for a in node.names if a.name.startswith(ours)}
-            if isinstance(node, ast.ImportFrom) and node.module.startswith(ours):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(ours) and itself not in node.module:
                 imports.setdefault(node.module, set()).update(a.name for a in node.names)
     assert imports == {"dsv4.config": {"ModelConfig"}, "dsv4.loaders.load": {"Inventory"}}
 

@@ -17,6 +17,7 @@ from dsv4.probes.audit import open_subject
 from dsv4.probes.buffers import buffers, poison
 from dsv4.probes.formats import json_report
 from dsv4.probes.layouts import fp4_keys, fp8_keys, fp8_rows, packed_streams
+from dsv4.probes.measure import tokens
 from dsv4.probes.memory_map import formula, per_token
 from dsv4.probes.mutations.profile import DEFAULT
 from dsv4.probes.poison import Poison
@@ -44,6 +45,7 @@ def red(name, subject):
 # ---- green --------------------------------------------------------------------------------
 
 
+@pytest.mark.few(name=["index_oracle", "influence", "rope", "isolation", "poison", "backend_matrix"])
 @pytest.mark.parametrize(
     "name", ["index_oracle", "influence", "rope", "rollback", "isolation", "poison", "backend_matrix"]
 )
@@ -52,6 +54,13 @@ def test_packed_caches_lose_nothing_in_qat_numerics(subject, name):
     assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS][:2]
 
 
+def test_packed_caches_change_no_bit_however_a_run_is_cut(official, subject):
+    plain, ids = OurSubject(official, "qat"), tokens(subject, 150, 0)
+    for schedule in ((), (131, 8, 8, 3), (64, 64, 22), (140, *[1] * 10)):
+        assert torch.equal(subject.run(ids, schedule).logits, plain.run(ids, schedule).logits), schedule
+
+
+@pytest.mark.sweep
 def test_packed_caches_change_no_schedule(official, subject):
     """In qat numerics to the last bit: how far steps of 8 tokens are from one step is a matter of products, which
     processors round otherwise."""

@@ -37,6 +37,7 @@ def continued(model):
     return functools.cache(lambda length, n: plain(model, prompt_of(model, length), n))
 
 
+@pytest.mark.few(right=[2])
 @pytest.mark.parametrize("right", [0, 2, 4])
 def test_prompts_of_every_residue(model, continued, right):
     """As one ragged batch, of which every row is compared with plain decoding of its own."""
@@ -66,7 +67,7 @@ def test_right_k_then_wrong(model, continued, right):
     assert s.accepted == 29 - s.verify_passes
 
 
-@pytest.mark.few(right=[1, 4])
+@pytest.mark.few(right=[4])
 @pytest.mark.parametrize("right", range(5))
 def test_every_residue_of_128_while_drafting(model, continued, right):
     """A pass of four drafts, so many of them right, from each place of a window of 128: rows that begin 0 … `right`
@@ -147,6 +148,7 @@ def test_ragged_rows_equal_each_row_alone(model):
         assert [out.stop_reason for out in found] == ["eos" if row[-1] in stop else "max_new_tokens" for row in want]
 
 
+@pytest.mark.few("verify", numerics=["native"], cache=["fp8"])
 @pytest.mark.parametrize("verify", [SingleSteps, default])
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
 def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
@@ -175,6 +177,7 @@ def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
             assert torch.equal(*logits)
 
 
+@pytest.mark.few(numerics=["native"])
 @pytest.mark.parametrize("numerics, cache, index_cache", [("fp32", "auto", "auto"), *FORMATS[:3]])
 def test_the_demo_checkpoint(numerics, cache, index_cache):
     """Trained weights choose with a margin: here even passes of several tokens, rounded differently, say the same."""
