@@ -75,7 +75,7 @@ FAULTS = [  # fault, what asks, the part it must name
 
 
 @pytest.mark.few(each=lambda p: p["ask"])
-@pytest.mark.parametrize("fault, ask, part", FAULTS, ids=lambda value: str(value).replace(" ", "-")[:50])
+@pytest.mark.parametrize("fault, ask, part", FAULTS, ids=[fault for fault, *_ in FAULTS])
 def test_a_fault_is_named(planted, fault, ask, part):
     subject, found = planted(fault), []
     try:
