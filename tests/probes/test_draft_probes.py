@@ -43,16 +43,16 @@ def parts(checks) -> set[str]:
 
 def passes(subject, length=6):
     ids = torch.randint(0, 320, (1, length + LARGEST + 1), generator=torch.Generator().manual_seed(0))
-    return [*verification.places(subject, ids, length)]
+    yield from verification.places(subject, ids, length)
 
 
 def scene(subject, together=False):
     right = [[0, LARGEST], [LARGEST, 1], [3, 2]]
-    return [*engine_drafts.kept(engine_scene.Scene(subject, right, together, 0), "here")]
+    yield from engine_drafts.kept(engine_scene.Scene(subject, right, together, 0), "here")
 
 
 def texts(subject):
-    return [*verification.texts(subject, list(range(40, 52)))]
+    yield from verification.texts(subject, list(range(40, 52)))
 
 
 def whole(name):
