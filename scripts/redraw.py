@@ -2,8 +2,8 @@
 
     python scripts/redraw.py FILE.json ... [--out DIR]
 
-The kind of a file is read off its content; `dsv4 audit report` does this for audits, and bench_speculation.py,
-bench_speculation_sim.py and the training plots need more than one file. The maps of kept tokens of sparse-prefill
+The kind of a file is read off its content; `dsv4 audit report` does this for audits, and
+scripts/training/plot.py for training. The maps of kept tokens of sparse-prefill
 are drawn from tensors that the JSON does not hold, and stay as they are.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -92,6 +93,31 @@ def _first(document):
     return next(iter(document.get("rows") or ()), {})
 
 
+def _decode(stem, document):
+    from scripts.bench import decode_report
+    from scripts.bench.decode import Point
+    from scripts.bench.decode_prefill import Prefill
+
+    points = [_made(Point, row) for row in document["points"]]
+    prefills = [_made(Prefill, row) for row in document["prefills"]]
+    svg = decode_report.svg(points, document["about"], document["transformers"], prefills)
+    return {f"{stem}.svg": svg} if svg else {}
+
+
+def _speculation(stem, document):
+    from scripts.bench import speculation_report
+    from scripts.bench.speculation import Point, Timeline
+
+    points = [_made(Point, row) for row in document["points"]]
+    line = document["timeline"] and _made(Timeline, document["timeline"])
+    return {f"{stem}.svg": speculation_report.svg(points, document["about"], document["setup"], line)}
+
+
+def _made(kind, row: dict):
+    """A dataclass of the fields that it has; a row of the JSON has derived figures too."""
+    return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
+
+
 KINDS = (  # name, whether a document is of it, file name → SVG
     ("kernels", lambda d: {"machine", "rows", "about"} <= d.keys(), _kernels),
     ("recall", lambda d: "gate" in d, titled(_recall)),
@@ -101,6 +127,8 @@ KINDS = (  # name, whether a document is of it, file name → SVG
     ("host tier", lambda d: "link" in d, _host_tier),
     ("host tier, identity", lambda d: "hit_rate" in _first(d), _identity),
     ("regime", lambda d: "map" in d, _regime),
+    ("decode", lambda d: "prefills" in d and "points" in d, _decode),
+    ("speculation", lambda d: "timeline" in d and "points" in d, _speculation),
     ("batch", lambda d: {"requests", "latency_seconds"} <= d.keys(), _batch),
 )
 

@@ -53,11 +53,14 @@ def _by_budget(document: dict) -> str:
         kl.grid(alpha=0.25)
         kl.set_xlabel("tokens read at most by a choosing layer", fontsize=8)
         _logarithmic(kl, {r["budget"] for r in document["rows"] if r["budget"] is not None})
+    lows = []
     for axis, context in zip(panels[0], contexts):
-        share_axis(axis, f"same next token, {context:,} tokens")
-    low = min(axis.get_ylim()[0] for axis in panels[0])
+        share_axis(axis, "")
+        lows.append(axis.get_ylim()[0])
+        axis.set_title(f"same next token, {context:,} tokens", fontsize=9)
     panels[0][0].set_ylabel("● all, × where the exact run is confident", fontsize=8)
-    panels[0][0].set_ylim(low, 1 + (1 - low) * 0.03)
+    low = min(lows)  # the panels share their axis
+    panels[0][0].set_ylim(low, 1 + 0.03 * (1 - low))
     panels[1][0].set_ylabel("nats a token", fontsize=8)
     legend(figure)
     return svg(figure)

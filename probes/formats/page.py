@@ -32,7 +32,8 @@ def render(report: "Report", stem: str) -> str:
         _verdict(report),
         f"<h2>Layers and probes</h2>{_grid(report)}",
         f'<h2 id="checks">Checks</h2>{_filters(report)}{_checks(report)}',
-        "<h2>Margins</h2><p>A mark is a check: measured over threshold. Beyond the red line is red.</p>",
+        "<h2>Margins</h2><p>A mark is a check: measured over threshold. Beyond the red line is red; marks at an end "
+        "lie further out.</p>",
         _margins(report),
         _provenance(report),
         f"<script>{script}</script></body></html>",

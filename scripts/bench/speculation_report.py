@@ -180,10 +180,10 @@ def svg(points: Sequence[Point], about: Mapping, setup: Mapping, line: Timeline 
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.hashsalt": "dsv4", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9, 3.4 if line is None else 6), layout="constrained")
+        figure = Figure(figsize=(11, 4.2 if line is None else 7), layout="constrained")
         above, *below = figure.subplots(1 if line is None else 2, 1, squeeze=False)[:, 0]
         _draw_bars(above, points)
-        above.set_title(f"{setup['title']}; {headline(about)}", fontsize=8)
+        above.set_title(f"{setup['title']}\n{headline(about)}", fontsize=8, wrap=True)
         for axis in below:
             _draw_timeline(axis, line)
         out = io.StringIO()
@@ -201,9 +201,10 @@ def _draw_bars(axis, points: Sequence[Point]) -> None:
             axis.bar(*zip(*bars), width, color=color, label=policy)
     axis.axhline(1, color="0.4", lw=0.8)
     axis.axhline(GOALS["mixed"], color="#b3423c", lw=0.8, ls=":", label=f"goal on mixed traces, {GOALS['mixed']}")
-    axis.set_xticks(range(len(places)), [f"{trace}\nbatch {batch}" for trace, batch in places], fontsize=5)
+    names = [f"{trace}, batch {batch}" for trace, batch in places]
+    axis.set_xticks(range(len(places)), names, fontsize=7, rotation=40, ha="right", rotation_mode="anchor")
     axis.set_ylabel("tokens/s of the best static size", fontsize=8)
-    axis.legend(fontsize=6, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _draw_timeline(axis, line: Timeline) -> None:
@@ -217,4 +218,4 @@ def _draw_timeline(axis, line: Timeline) -> None:
         axis.step(at, size, where="post", lw=1, color=COLORS.get(policy), label=policy)
     axis.set_title("simulated: drafts of made-up acceptance, pressure by decree; nothing was run", fontsize=8)
     axis.set(xlabel="tokens committed, batch 1", ylabel="drafted tokens", xlim=(0, line.tokens), ylim=(-0.3, 8.5))
-    axis.legend(fontsize=6, loc="lower left")
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
