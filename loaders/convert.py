@@ -82,3 +82,8 @@ def _documents(official: dict, config, to: str) -> dict[str, dict]:
         return {"config.json": base}
     quantization, exporter = nvfp4_quantization(official)
     return {"config.json": base | {"quantization_config": quantization}, "hf_quant_config.json": exporter}
+
+
+def written_config(official: dict, config, to: str) -> dict:
+    """The config.json that `convert` writes for layout `to`, of an official dictionary and its ModelConfig."""
+    return _documents(official, config, to)["config.json"]

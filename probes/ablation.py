@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from dsv4.probes.consult import left_of
 from dsv4.probes.measure import attended
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer
@@ -175,10 +176,7 @@ def blame(
         return default, "NaN"
     errors = {name: away(make()) for name, (_, make) in known.items()}
     best = min(errors, key=errors.get)
-    note = "; ".join(f"{name} {errors[name] / max(whole, 1e-30):.2g}" for name in sorted(errors, key=errors.get)[:3])
-    return (
-        known[best][0] if errors[best] <= EXPLAINED * whole else default
-    ), f"left of the difference by mistake: {note}"
+    return known[best][0] if errors[best] <= EXPLAINED * whole else default, left_of(errors, whole)
 
 
 # ---- sinks --------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def _audit(
     say: Callable[[str], None],
 ) -> Report:
     started, sections, others = time.time(), [], {}
-    for name in names or (*CATALOGUE, *(BESIDE if "recorded" in subject.can else ())):
+    for name in names or (*CATALOGUE, *(beside for beside, can in BESIDE.items() if can in subject.can)):
         if name not in available():
             probe_named(name) if names else None  # raises for a name nobody knows
             sections.append(

@@ -127,14 +127,14 @@ class Bisection:
         numerics, wanted = self.subject.numerics, None
         if self.reference.recorded:
             wanted = self.reference.wanted(i, before, self.ids)
-            return differences(i, points, exact, noisy, self.config, numerics, wanted, chained=False)
+            return differences(i, points, exact, noisy, self.oracle.config, numerics, wanted, chained=False)
         chained = self.reference.other is None
         if not chained:
             if before is None:
                 return []
             wanted = self.reference.wanted(i, before, self.ids)
         exact, noisy = self.pair(i, before, points if chained else {})
-        return differences(i, points, exact, noisy, self.config, numerics, wanted, chained)
+        return differences(i, points, exact, noisy, self.oracle.config, numerics, wanted, chained)
 
     def pair(self, i: int, before, given: dict) -> tuple[dict, dict]:
         layer = self.oracle.layer(i)
@@ -176,8 +176,8 @@ class Bisection:
         """streams [1, T, S, d] → logits; hold: with its input and output of the norm rounded as activations."""
         dtype, w = dtype_of(self.subject.numerics), self.oracle.weights
         held = (lambda x: x.to(dtype).double()) if hold else (lambda x: x)
-        y = held(collapse(self.config, streams.double(), w("hc_head_fn"), w("hc_head_base"), w("hc_head_scale")))
-        return held(rms(y, w("norm.weight"), self.config.rms_norm_eps)) @ w("head.weight").T
+        y = held(collapse(self.oracle.config, streams.double(), w("hc_head_fn"), w("hc_head_base"), w("hc_head_scale")))
+        return held(rms(y, w("norm.weight"), self.oracle.config.rms_norm_eps)) @ w(self.oracle.config.output_weight).T
 
 
 def reference_of(subject: Subject, other: Subject | None) -> Reference:

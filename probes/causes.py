@@ -15,6 +15,7 @@ from dsv4.probes.local import attend, entries_only, expected
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer, rms
 from dsv4.probes.oracle.blocks import expert, hyper_post, hyper_pre, moe
+from dsv4.probes.oracle.config import Rotation
 from dsv4.probes.oracle.weights import Weights
 
 MODULES = {
@@ -69,8 +70,9 @@ def _changes(layer: Layer, point: str) -> dict[str, Change]:
         "not rotated": lambda l: _Turned(l, 0 * l.frequencies),
         "rotated backwards": lambda l: _Turned(l, -l.frequencies),
     }
-    if layer.ratio and layer.config.yarn is not None:
-        rotation["rotated without YaRN"] = lambda l: _Turned(l, steps.frequencies(replace(l.config, yarn=None), True))
+    if layer.ratio and layer.config.compress.kind != "default":
+        plain = Rotation(layer.config.compress.theta).frequencies(layer.config.qk_rope_head_dim)
+        rotation["rotated without its scaling (YaRN)"] = lambda l: _Turned(l, plain)
     ones = lambda name: lambda l: _with(l, name, torch.ones_like)
     zeros = lambda name: lambda l: _with(l, name, torch.zeros_like)
     match point:

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import ClassVar
 
 from dsv4.config import KIND_OF_RATIO, ModelConfig
 from dsv4.errors import ConfigError
-from dsv4.probes.config_keys import FIXED, IN_MODULES, NO_EFFECT, SCALES, SPECIFIED, WIDTHS, YARN_DEFAULTS
-from dsv4.probes.oracle.attention import frequencies
+from dsv4.probes.config_keys import FIXED, IN_MODULES, NO_EFFECT, SCALES, SPECIFIED, WIDTHS
+from dsv4.probes.config_readings import read_checks, written_checks
+from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
 from dsv4.probes.subject import Subject
@@ -37,12 +37,15 @@ class ConfigLedger(Probe):
 
             return config_checks(subject)
         raw, config = subject.files.config, effective_config(subject)
+        own = OracleConfig.read(subject.files.path)
         checks = [check for key in flat(raw) for check in self._key(subject, raw, key, config)]
         return [
             self._as_written(subject, raw),
+            *read_checks(subject, own, config),
+            *written_checks(subject, own),
             *checks,
-            *self._layers(subject, raw, config),
-            *self._modules(subject, raw),
+            *self._layers(subject, raw, own, config),
+            *self._modules(subject, own),
             *self._theirs(subject, config),
             self._widths(config),
         ]
@@ -93,10 +96,10 @@ class ConfigLedger(Probe):
             note=note,
         )
 
-    def _layers(self, subject: Subject, raw: dict, config: ModelConfig) -> Iterator[Check]:
+    def _layers(self, subject: Subject, raw: dict, own: OracleConfig, config: ModelConfig) -> Iterator[Check]:
         """Kind, ratio, base and k of each layer; by the config, by the tensors of the file, and by the model if it is
         ours."""
-        layers, ratios = raw["num_hidden_layers"], list(raw["compress_ratios"])
+        layers, ratios = own.num_hidden_layers, list(raw["compress_ratios"])
         mtp = raw.get("num_nextn_predict_layers") or 0
         # transformers' form has no entries for MTP
         extra = "from" in subject.files.config_notes.get("compress_ratios", "")
@@ -120,8 +123,8 @@ class ConfigLedger(Probe):
             where="compress_ratios",
             part="config",
         )
-        for i, ratio in enumerate(ratios[:layers]):
-            wanted, where = row_of(raw, ratio), f"layer {i}"
+        for i, ratio in enumerate(own.compress_ratios):
+            wanted, where = row_of(own, ratio), f"layer {i}"
             have = [("config", row_of_config(config, i))] + (
                 [("model", row_of_model(subject, i))] if modules(subject) else []
             )
@@ -135,7 +138,7 @@ class ConfigLedger(Probe):
                     1,
                     where=where,
                     part="layer kind",
-                    note=f"hash-routed: {config.hashed(i)}",
+                    note=f"hash-routed: {own.hashed[i]}",
                 )
             yield compare(
                 "compression ratio by the layer's tensors",
@@ -152,7 +155,7 @@ class ConfigLedger(Probe):
                 "routing by token id, by the layer's tensors",
                 hashed,
                 "==",
-                config.hashed(i),
+                own.hashed[i],
                 "tid2eid stands in hash layers only (specification 2.1)",
                 1,
                 where=where,
@@ -170,11 +173,11 @@ class ConfigLedger(Probe):
                 part="MTP",
             )
 
-    def _modules(self, subject: Subject, raw: dict) -> Iterator[Check]:
+    def _modules(self, subject: Subject, own: OracleConfig) -> Iterator[Check]:
         """What modules of our model took from the config, and the rotary frequencies by layer kind."""
         if not modules(subject):
             return
-        wrong, seen = {}, 0
+        wrong, seen, raw = {}, 0, vars(own)
         for name, module in subject.model.named_modules():
             for attribute, key in IN_MODULES.get(type(module).__name__, {}).items():
                 seen += 1
@@ -198,15 +201,16 @@ class ConfigLedger(Probe):
             part="config",
             note="; ".join(list(wrong.values())[:3]),
         )
-        for base, compressed in (("main", False), ("compress", True)):
-            wanted, found = frequencies(rotary(raw), compressed), subject.model.frequencies[base].double().cpu()
+        for base in ("main", "compress"):
+            wanted = getattr(own, base).frequencies(own.qk_rope_head_dim)
+            found = subject.model.frequencies[base].double().cpu()
             error = ((found - wanted).abs() / wanted).max().item() if found.shape == wanted.shape else float("inf")
             yield compare(
                 "rotary frequencies of the base",
                 error,
                 "<=",
                 1e-6,
-                "fp32 of θ^(−2i/R) with YaRN, against fp64",
+                "fp32 of θ^(−2i/R) as scaled, against fp64",
                 wanted.numel(),
                 where=f"base {base}",
                 part="RoPE",
@@ -251,18 +255,6 @@ def _holds(read, stated) -> bool:
     if isinstance(stated, dict) and isinstance(read, dict):
         return all(key in read and read[key] == value for key, value in stated.items())
     return read == stated
-
-
-def rotary(raw: dict) -> SimpleNamespace:
-    """What the rotation needs, from config.json alone."""
-    scaling = raw.get("rope_scaling") or {}
-    kind = scaling.get("type", scaling.get("rope_type"))
-    numbers = SimpleNamespace(**(YARN_DEFAULTS if kind == "yarn" else {}) | scaling)
-    return SimpleNamespace(
-        **{k: raw[k] for k in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")},
-        yarn=numbers if kind == "yarn" else None,
-        stretch=numbers if kind in ("linear", "llama3") else None,
-    )
 
 
 def effective_config(subject: Subject) -> ModelConfig:
@@ -366,10 +358,10 @@ def shown(value) -> str:
     return str(value)
 
 
-def row_of(raw: dict, ratio: int) -> str:
-    """A line of the layer table from the raw config: θ is that of layers that compress or do not (specification 3)."""
-    theta = raw["compress_rope_theta" if ratio else "rope_theta"]
-    return _row(KIND_OF_RATIO[ratio].value, ratio, theta, raw["index_topk"] if ratio == 4 else 0)
+def row_of(own: OracleConfig, ratio: int) -> str:
+    """A line of the layer table from config.json: θ is that of layers that compress or do not (specification 3)."""
+    theta = (own.compress if ratio else own.main).theta
+    return _row(KIND_OF_RATIO[ratio].value, ratio, theta, own.index_topk if ratio == 4 else 0)
 
 
 def row_of_config(config: ModelConfig, layer: int) -> str:

@@ -152,7 +152,7 @@ class Confirmation:
         """The layer alone, once more, as it is now."""
         points = block_of(self.subject, i, before, self.ids)
         exact, noisy = self.pass_.pair(i, before, points)
-        return differences(i, points, exact, noisy, self.subject.config, self.subject.numerics)
+        return differences(i, points, exact, noisy, self.oracle.config, self.subject.numerics)
 
     def _downstream(self, verdict: Verdict, module: str) -> None:
         """A whole run with the module swapped: the accumulated difference of every layer from there on."""

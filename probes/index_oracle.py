@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from dsv4.probes.consult import culprit, left_of
 from dsv4.probes.measure import (
     MAX_TOKENS,
     at_share,
@@ -94,7 +95,7 @@ class IndexOracle(Probe):
         return [check for i in layers for check in self._layer(subject, matched, exact, i, x)]
 
     def _layer(self, subject: Subject, matched: Oracle, exact: Oracle, i: int, x: torch.Tensor) -> list[Check]:
-        layer, k = matched.layer(i), subject.config.index_topk
+        layer, k = matched.layer(i), matched.config.index_topk
         case = Case(subject, layer, x, run_of(subject, i, x)[0], indexed(layer, x), indexed(exact.layer(i), x), k)
         checks = [keys_check(case), scores_check(case), entries_check(case)]
         if "selection" not in case.points:
@@ -252,9 +253,9 @@ def blame(case: Case) -> tuple[str, str]:
     known = mistakes(case.layer, case.x, case.wanted, case.points.get("index_keys"))
     errors = {name: score_error(case, scores) for name, (_, scores) in known.items()}
     best = min(errors, key=errors.get)
-    note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(errors.items(), key=lambda item: item[1])[:3])
-    if errors[best] <= 0.5 * score_error(case, case.wanted["index_scores"]):
-        return known[best][0], f"nearest: {note}"
+    whole = score_error(case, case.wanted["index_scores"])
+    if errors[best] <= 0.5 * whole:
+        return known[best][0], left_of(errors, whole)
     errors, own = entry_errors(case), case.points.get("index_keys")
     wrong = errors > 0.1 * errors.max()
     if wrong.float().mean() < 0.9:  # a wrong query or weight spares no entry
@@ -262,7 +263,8 @@ def blame(case: Case) -> tuple[str, str]:
         sound = judged and bool((far(own, case.wanted["keys"])[0, : len(wrong)][wrong] < ENTRY).all())
         why = f"{int(wrong.sum())} of {len(wrong)} entries are off, the first is {int(wrong.nonzero()[0])}"
         return (SCORES if sound else KEYS), why
-    return QUERIES, f"no known mistake explains it: {note}"
+    known_better = culprit(case.subject, int(case.layer.prefix.split(".")[1]), "index_scores")
+    return known_better or (QUERIES, left_of(errors, whole))
 
 
 # ---- selection ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.probes.ablation import attend, blame, mistakes, nobody, paths, sink_shares
+from dsv4.probes.consult import culprit
 from dsv4.probes.measure import (
     MAX_TOKENS,
     at_share,
@@ -298,9 +299,9 @@ def _blame(seen: Seen, found: torch.Tensor, wanted: torch.Tensor, part: slice, d
     """The known mistake that explains what these judged queries show."""
     base = seen.case.base | {name: seen.case.base[name][:, part] for name in ("q_after_rope",)}
     base["at"] = seen.case.base["at"][part]
-    return blame(
-        found, wanted, mistakes(seen.case.layer, base, None if seen.base is None else seen.base[:, part]), default
-    )
+    known = mistakes(seen.case.layer, base, None if seen.base is None else seen.base[:, part])
+    named, note = blame(found, wanted, known, default)
+    return (named == default and culprit(seen.case.subject, seen.case.i, "attn_out")) or (named, note)
 
 
 def _path(seen: Seen, outs: dict[str, torch.Tensor], out: torch.Tensor) -> Check:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.probes.measure import TOLERANCES
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer, rms
 from dsv4.probes.oracle.blocks import hyper_post, hyper_pre, moe
+from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.oracle.formats import hadamard, simulate_fp4, simulate_fp8
 from dsv4.probes.subject import POINTS
 
@@ -212,7 +212,7 @@ def differences(
     points: dict,
     exact: dict,
     noisy: dict,
-    config: ModelConfig,
+    config: OracleConfig,
     numerics: str,
     wanted: dict | None = None,
     chained: bool = True,

@@ -6,7 +6,7 @@ tolerances.
 
 import torch
 
-from dsv4.probes.oracle import Oracle, Weights, weights_of
+from dsv4.probes.oracle import Oracle, OracleConfig, Weights, weights_of
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer
 from dsv4.probes.subject import Subject
@@ -100,7 +100,13 @@ def oracle_of(subject: Subject, matched: bool = True) -> Oracle:
         weights = Weights({}, lambda name: _wide(subject.weight(name)), lambda base: False)
     else:
         weights = weights_of(files.path, independent=files.layout.name == "official")
-    return Oracle(subject.config, weights, simulate, cache)
+    return Oracle(config_of(subject), weights, simulate, cache)
+
+
+def config_of(subject: Subject) -> OracleConfig:
+    """The subject's config.json by the oracle's own table; of a subject without files, what its model states."""
+    files = getattr(subject, "files", None)
+    return OracleConfig.of(subject.stated) if files is None else OracleConfig.read(files.path)
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

@@ -116,12 +116,12 @@ class HyperConnections(Probe):
         )
 
     def _head(self, subject: Subject, oracle: Oracle, streams: torch.Tensor, logits: torch.Tensor) -> Check:
-        wanted, c = oracle.head(streams), subject.config
+        wanted, c = oracle.head(streams), oracle.config
         value, source, limit = agreeing(token_errors(logits, wanted), subject.numerics)
         note = ""
         if not value <= limit:
             own = (oracle.weights(f"hc_head_{leaf}") for leaf in ("fn", "base", "scale"))
-            weight, norm = oracle.weights("head.weight"), oracle.weights("norm.weight")
+            weight, norm = oracle.weights(oracle.config.output_weight), oracle.weights("norm.weight")
             made = {
                 "mean of the streams": rms(streams.mean(2), norm, c.rms_norm_eps) @ weight.T,
                 "first stream": rms(streams[:, :, 0], norm, c.rms_norm_eps) @ weight.T,

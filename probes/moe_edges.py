@@ -7,6 +7,9 @@ from typing import ClassVar
 import torch
 
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.probes import local
+from dsv4.probes.consult import culprit
+from dsv4.probes.local import FACTOR, LEAST, dtype_of, ffn_points, rounded, undecided
 from dsv4.probes.measure import agreeing, token_errors, tokens
 from dsv4.probes.moe_mistakes import blame
 from dsv4.probes.oracle.blocks import moe
@@ -41,8 +44,11 @@ class MoEEdges(Probe):
     def _layer(self, subject: Subject, part: Sublayers) -> Check:
         """What the experts give, from the subject's own streams and attention output; and if that is wrong, why."""
         found, wanted = part.seen["ffn_out"], moe(part.layer, part.ffn_in, part.ids)
-        value, source, limit = agreeing(token_errors(found, wanted), subject.numerics)
-        name, note = ("experts", "") if value <= limit else blame(part, wanted)
+        value, source, limit = self._error(subject, part, found, wanted)
+        name, note = "experts", ""
+        if not value <= limit:
+            name, note = blame(part, wanted)
+            name, note = (name == "experts" and culprit(subject, part.i, "ffn_out")) or (name, note)
         return compare(
             "ffn_out is the oracle's",
             value,
@@ -55,6 +61,23 @@ class MoEEdges(Probe):
             chance=1.0,
             note=note,
         )
+
+    def _error(
+        self, subject: Subject, part: Sublayers, found: torch.Tensor, wanted: torch.Tensor
+    ) -> tuple[float, str, float]:
+        """(error, where its limit comes from, limit). In fp32 the limit is what rounding to fp32 does to the oracle's
+        own experts, times a factor; tokens whose choice of experts rounding may change are left out."""
+        if dtype_of(subject.numerics) is not torch.float32 or subject.numerics.startswith("qat"):
+            return agreeing(token_errors(found, wanted), subject.numerics)
+        exact = ffn_points(part.layer, part.between, part.ids, {})
+        noisy = ffn_points(rounded(part.layer, subject.numerics), part.between, part.ids, {})
+        factor = FACTOR[torch.float32]
+        keep = ~undecided(exact, noisy, part.layer.config.num_experts_per_tok, factor)
+        keep = keep.expand(found.shape[:2]) if keep.numel() == 1 else keep
+        noise = local.far(noisy["ffn_out"], wanted, keep).max().item()
+        value = local.far(found, wanted, keep).max().item()
+        source = f"{factor:g} times what rounding to fp32 does to the oracle ({noise:.1g}), at least {LEAST:g}"
+        return value, source, max(factor * noise, LEAST)
 
     def _weights(self, subject: Subject, rows: int) -> Check:
         """sqrt(softplus) neither vanishes below −17 nor overflows above 88; the weights of the chosen sum to the

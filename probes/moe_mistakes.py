@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from dsv4.probes.consult import left_of
 from dsv4.probes.oracle.attention import Layer, rms
 from dsv4.probes.oracle.blocks import expert, hyper_pre, router
 from dsv4.probes.sublayers import Sublayers
@@ -34,10 +35,32 @@ def blame(part: Sublayers, wanted: torch.Tensor) -> tuple[str, str]:
     known = mistakes(part, x, ids)
     errors = {name: away(make()) for name, (_, make) in known.items()}
     best = min(errors, key=errors.get)
-    note = "; ".join(f"{name} {errors[name] / whole:.2g}" for name in sorted(errors, key=errors.get)[:3])
-    return (
-        known[best][0] if errors[best] <= EXPLAINED * whole else "experts"
-    ), f"left of the difference by mistake: {note}"
+    if errors[best] > EXPLAINED * whole:
+        return reweighed(part, x, ids, found, whole) or ("experts", left_of(errors, whole))
+    return known[best][0], left_of(errors, whole)
+
+
+def reweighed(
+    part: Sublayers, x: torch.Tensor, ids: torch.Tensor, found: torch.Tensor, whole: float
+) -> tuple[str, str] | None:
+    """Whether the right experts with other weights make what is seen, whatever the weights: a fault of the router.
+
+    The weights of each token are found by least squares: as many numbers as experts, out of as many as dims.
+    """
+    layer = part.layer
+    experts, weights = (t[0] for t in router(layer, x[None], ids[None]))
+    if 3 * weights.shape[1] > x.shape[1]:
+        return None  # any output would be a sum of so many
+    one = torch.ones(len(x), 1, dtype=x.dtype)
+    outs = torch.stack([routed(layer, x, experts[:, j : j + 1], one) for j in range(weights.shape[1])], -1)
+    rest = (found - expert(layer, "ffn.shared_experts", x, 1.0)).unsqueeze(-1)
+    fit = (torch.linalg.pinv(outs, rtol=1e-9) @ rest).squeeze(-1)
+    left = (rest.squeeze(-1) - (outs @ fit.unsqueeze(-1)).squeeze(-1)).norm().item()
+    if not left <= EXPLAINED * whole:
+        return None
+    off = (fit - weights).abs().sum(-1) / weights.sum(-1)
+    said = f"weights off by {off.median():.1%} of a token's sum, at most {off.max():.1%}"
+    return "routing weights", f"the right experts with other weights leave {left / whole:.2g} of the difference; {said}"
 
 
 def mistakes(part: Sublayers, x: torch.Tensor, ids: torch.Tensor) -> dict[str, tuple[str, Callable]]:

@@ -49,7 +49,10 @@ CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 i
     "draft_depth",
     "fresh_process",
 )
-BESIDE = ("recorded",)  # what a recorded run can be asked; the others ask a model that runs
+BESIDE = {  # probes of one kind of subject, and what that one can; the others ask a model that runs
+    "recorded": "recorded",
+    "training": "training",
+}
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,11 @@ def probe_named(name: str) -> type[Probe]:
 
 
 def left_out(probe: Probe | type[Probe], subject: Subject) -> str | None:
-    """Why a probe does not apply to the subject's family of models; None if it does."""
+    """Why a probe does not apply to the subject's family of models, or to what it runs on; None if it does."""
     why = probe.not_for.get(subject.family)
-    return None if why is None else f"does not apply to {FAMILIES[subject.family]}: {why}"
+    if why is not None:
+        return f"does not apply to {FAMILIES[subject.family]}: {why}"
+    return next((f"does not apply: {subject.without[can]}" for can in sorted(probe.needs & set(subject.without))), None)
 
 
 def applying(subject: Subject, names: Iterable[str]) -> list[str]:

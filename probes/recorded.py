@@ -38,21 +38,23 @@ class Recorded(Probe):
         streams = {"before": before}
 
         def see(i: int, points: dict) -> None:
-            checks.extend(layer_checks(subject, oracle, i, streams["before"], points))
+            checks.extend(layer_checks(subject, oracle, i, streams["before"], points, subject.ids))
             streams["before"] = points.get("streams")
 
         subject.stream(subject.ids, tuple(POINTS), see)
         return checks
 
 
-def layer_checks(subject: Subject, oracle: Oracle, i: int, before: torch.Tensor | None, points: dict) -> list[Check]:
-    """Of one layer. before: the streams that entered it, None if they were not recorded."""
+def layer_checks(
+    subject: Subject, oracle: Oracle, i: int, before: torch.Tensor | None, points: dict, ids: torch.Tensor
+) -> list[Check]:
+    """Of one layer. before: the streams that entered it, None if they were not recorded; ids int64 [B, T]."""
     layer, where = oracle.layer(i), f"layer {i}"
     if not points:
         return [vacuous("recorded points", "none of this layer", where=where)]
-    exact = expected(layer, before, subject.ids, points)
-    noisy = expected(rounded(layer, subject.numerics), before, subject.ids, points)
-    found = differences(i, points, exact, noisy, subject.config, subject.numerics)
+    exact = expected(layer, before, ids, points)
+    noisy = expected(rounded(layer, subject.numerics), before, ids, points)
+    found = differences(i, points, exact, noisy, oracle.config, subject.numerics)
     checks = [_point_check(subject, d, where) for d in found]
     missing = [p for p in points if p not in {d.point for d in found}]
     checks += [

@@ -18,9 +18,10 @@ from dsv4.probes.measure import (
     steps_of_all_sizes,
     zeros_like_ids,
 )
-from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle import Oracle, OracleConfig
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer
+from dsv4.probes.oracle.config import Rotation
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import Subject
@@ -237,19 +238,22 @@ def mistakes(layer: Layer, thing: Turned) -> dict[str, torch.Tensor]:
     }
     forms |= {name: thing.turned(freqs, at) for name, at in thing.others.items()}
     compressed = layer.ratio > 0
-    bases = {"base of the other layer kind": steps.frequencies(c, not compressed)}
-    if c.yarn is not None:
-        plain = steps.frequencies(replace(c, yarn=None), compressed)
-        theta = c.compress_rope_theta if compressed else c.rope_theta
-        stretched = steps.frequencies(replace(c, compress_rope_theta=theta), True)
-        bases |= {"YaRN missing": plain} if compressed else {"YaRN where none belongs": stretched}
-        if compressed:
-            bases["base of the other kind, with YaRN"] = steps.frequencies(
-                replace(c, compress_rope_theta=c.rope_theta), True
-            )
-            bases["base of the other kind, no YaRN"] = steps.frequencies(c, False)
-            del bases["base of the other layer kind"]
-    return forms | {name: thing.turned(f, thing.at) for name, f in bases.items()}
+    return forms | {name: thing.turned(f, thing.at) for name, f in other_bases(c, compressed).items()}
+
+
+def other_bases(c: OracleConfig, compressed: bool) -> dict[str, torch.Tensor]:
+    """Frequencies [R/2] by another base, or with another scaling, than a layer of that kind has."""
+    main, scaled, of = c.main, c.compress, lambda rotation: rotation.frequencies(c.qk_rope_head_dim)
+    if scaled.kind == "default":
+        return {"base of the other layer kind": of(main if compressed else scaled)}
+    if not compressed:
+        stretched = replace(scaled, theta=main.theta)
+        return {"base of the other layer kind": of(scaled), "YaRN where none belongs": of(stretched)}
+    return {
+        "YaRN missing": of(Rotation(scaled.theta)),
+        "base of the other kind, with YaRN": of(replace(scaled, theta=main.theta)),
+        "base of the other kind, no YaRN": of(main),
+    }
 
 
 def angle_errors(found: torch.Tensor, wanted: torch.Tensor, R: int) -> torch.Tensor:

@@ -50,6 +50,10 @@ class Bench:
     backend: str = "auto"
     device: str = "cpu"
 
+    def where(self, backend: str) -> tuple[str, str]:
+        """(backend, device) of a subject: on the training backend in host memory, where it takes every shape."""
+        return ("training", "cpu") if backend == "training" else (backend or self.backend, self.device)
+
     @property
     def resolved(self) -> str:
         """The backend that runs. Raises InputError for the reference, which is the definition: no kernel is changed in
@@ -149,7 +153,7 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
         return Found(note=f"it could not be planted: {said(error)}")
     try:
         subject = open_subject(
-            site.checkpoint, "ours", mutation.numerics, bench.backend, bench.device, *mutation.caches
+            site.checkpoint, "ours", mutation.numerics, *bench.where(mutation.backend), *mutation.caches
         )
     except Exception as error:
         return _judged(mutation, "load", [refusal(error)], ())
@@ -270,7 +274,7 @@ def settings(mutations: Iterable[Mutation], backend: str, everything: bool) -> l
     """What must be green: where faults are planted; if `everything`, the default profile in all numerics and with
     packed caches, and the GQA models in theirs, also as reference."""
     plain = ("auto", "auto")
-    found = {(m.profile, m.numerics, backend, m.caches): None for m in mutations}
+    found = {(m.profile, m.numerics, m.backend or backend, m.caches): None for m in mutations}
     if everything:
         choices = [*((numerics, plain) for numerics in NUMERICS), ("qat", ("fp8", "fp4")), ("qat", ("fp8", "fp8"))]
         found |= {
@@ -288,7 +292,7 @@ def audit_clean(setting: Clean, bench: Bench) -> Clean:
     """The whole catalogue."""
     begun = time.monotonic()
     subject = open_subject(
-        bench.profiles / setting.profile, "ours", setting.numerics, setting.backend, bench.device, *setting.caches
+        bench.profiles / setting.profile, "ours", setting.numerics, *bench.where(setting.backend), *setting.caches
     )
     checks = [
         (name, check) for name in applying(subject, available()) for check in execute(probe_named(name)(), subject)[0]

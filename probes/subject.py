@@ -46,6 +46,7 @@ CAPABILITIES = {
     "pages": "a cache in pages, whose prefixes other requests borrow",
     "drafts": "this project's speculative decoders",
     "kernels": "this project's operations, by backend",
+    "training": "this project's differentiable operations over whole sequences",
 }
 
 
@@ -63,7 +64,8 @@ class Subject:
 
     name: for the report; family: one of FAMILIES; config: dsv4.config.ModelConfig, of GQA models GQAConfig; numerics:
     how its numbers are held, by the names of dsv4.numerics, or 'bf16' / 'fp32' for others; provenance: what identifies
-    it (paths, versions, hashes).
+    it (paths, versions, hashes); without: capabilities that such a subject cannot have, and why: probes that need one
+    do not apply.
     """
 
     name: str = ""
@@ -72,6 +74,7 @@ class Subject:
     config: Any = None
     numerics: str = ""
     provenance: dict = {}
+    without: dict[str, str] = {}
 
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
         """Forward of ids int64 [B, T] from an empty context, with the points named in `want`, of every layer.

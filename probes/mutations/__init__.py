@@ -67,6 +67,11 @@ class Site:
                 self.patch_item(table, name, Operation(name, op.implementations | others))
         self.unfused(name)
 
+    def kernel_on(self, name: str, backend: str, function: Callable) -> None:
+        """Replace operation `name` by `function` on one backend."""
+        op = OPERATIONS[name]
+        self.patch_item(OPERATIONS, name, Operation(name, dict(op.implementations) | {backend: function}))
+
     def unfused(self, operation: str) -> None:
         """What runs `operation` (an operation or a composition) and others as one kernel runs them one by one: neither
         a changed operation nor changed code of the model around it would run otherwise."""
@@ -76,11 +81,16 @@ class Site:
                     self.patch_item(table, composition.name, replace(composition, implementations={}))
 
     def composition(self, name: str, change: Callable[[Callable], Callable]) -> None:
-        """Run composition `name` as one on every backend but the reference: change(its definition by the reference's
-        operations)."""
+        """Replace composition `name` on every backend but the reference: change(what that backend runs as one), or, of
+        a backend that runs it in parts, change(its definition by the reference's operations).
+
+        The definition may read numbers on the host, which no stream capture allows: a fault made of it on a GPU would
+        end in that error instead of in wrong numbers.
+        """
         held, op = COMPOSITIONS[name], bind(OPERATIONS, "reference", DispatchLedger())
-        fused = change(partial(held.default, op))
-        others = dict.fromkeys((b for b in BACKENDS if b not in ("reference", "training")), fused)
+        parts = partial(held.default, op)
+        backends = (b for b in BACKENDS if b not in ("reference", "training"))
+        others = {backend: change(held.implementations.get(backend, parts)) for backend in backends}
         for table in (COMPOSITIONS, GQA_COMPOSITIONS):
             if name in table:
                 self.patch_item(table, name, replace(held, implementations=others))
@@ -99,7 +109,8 @@ class Mutation:
 
     parts: words of which a finding must name one (in its part, where or name) to have found this fault and not just
     some symptom; probes: those that are asked first, for speed (the others follow); numerics, profile, caches: of the
-    subject it is planted in (caches: formats of the main cache and of the index keys).
+    subject it is planted in (caches: formats of the main cache and of the index keys); backend: 'training' for a fault
+    of that backend, which runs on the CPU; '' for the one that is asked for.
     """
 
     name: str
@@ -112,6 +123,7 @@ class Mutation:
     numerics: str = "fp32"
     profile: str = "default"
     caches: tuple[str, str] = ("auto", "auto")
+    backend: str = ""
 
 
 _REGISTERED: dict[str, Mutation] = {}
@@ -125,6 +137,7 @@ def mutation(
     numerics: str = "fp32",
     profile: str = "default",
     caches: tuple[str, str] = ("auto", "auto"),
+    backend: str = "",
 ) -> Callable[[Plant], Plant]:
     """Register a function as a mutation; its name (with spaces) and the first line of its docstring describe it."""
 
@@ -133,7 +146,9 @@ def mutation(
         if name in _REGISTERED and _REGISTERED[name].plant.__module__ != plant.__module__:
             raise Dsv4Error(f"two mutations are called {name!r}; expected a name of its own for each")
         what = (plant.__doc__ or "").strip().splitlines()[0]
-        _REGISTERED[name] = Mutation(name, section, bugs, what, parts, plant, probes, numerics, profile, caches)
+        _REGISTERED[name] = Mutation(
+            name, section, bugs, what, parts, plant, probes, numerics, profile, caches, backend
+        )
         return plant
 
     return register

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.config import ModelConfig
+from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.oracle.formats import hadamard, simulate_fp4, simulate_fp8
 from dsv4.probes.oracle.weights import Weights
 
@@ -20,7 +20,7 @@ class Layer:
     entries and index keys are stored (None: as computed).
     """
 
-    config: ModelConfig
+    config: OracleConfig
     weights: Weights
     prefix: str
     ratio: int
@@ -53,31 +53,9 @@ def rms(x: torch.Tensor, w: torch.Tensor | None, eps: float) -> torch.Tensor:
     return y if w is None else w * y
 
 
-def frequencies(config: ModelConfig, compressed: bool) -> torch.Tensor:
-    """f [R/2] of the R rotated dims (§3, RoPE): θ^(−2i/R); layers that compress have a θ of their own and YaRN."""
-    R = config.qk_rope_head_dim
-    theta = config.compress_rope_theta if compressed else config.rope_theta
-    f = theta ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)
-    if not compressed:
-        return f
-    if config.stretch is not None:
-        return _stretched(f, config.stretch)
-    if config.yarn is None:
-        return f
-    yarn = config.yarn
-    turns = lambda n: R * math.log(yarn.original_max_position_embeddings / (2 * math.pi * n)) / (2 * math.log(theta))
-    low, high = max(math.floor(turns(yarn.beta_fast)), 0), min(math.ceil(turns(yarn.beta_slow)), R - 1)
-    ramp = ((torch.arange(R // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
-    return f / yarn.factor * ramp + f * (1 - ramp)
-
-
-def _stretched(f: torch.Tensor, s) -> torch.Tensor:
-    """Positions divided by a factor, or Llama 3.1's form: long wavelengths divided, short ones kept, a ramp between."""
-    if not hasattr(s, "low_freq_factor"):
-        return f / s.factor
-    turns = s.original_max_position_embeddings * f / (2 * math.pi)  # within the original context
-    kept = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
-    return f / s.factor * (1 - kept) + f * kept
+def frequencies(config: OracleConfig, compressed: bool) -> torch.Tensor:
+    """f [R/2] of the R rotated dims (§3, RoPE); layers that compress have a θ of their own and its scaling."""
+    return (config.compress if compressed else config.main).frequencies(config.qk_rope_head_dim)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor, inverse: bool = False) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.probes.oracle.attention import Layer, attention_layer, rms
+from dsv4.probes.oracle.config import OracleConfig
 
 
 def mixes(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
@@ -88,7 +88,7 @@ def block(layer: Layer, streams: torch.Tensor, ids: torch.Tensor) -> dict[str, t
     return found | {"streams": hyper_post(found["ffn_out"], streams, post, C)}
 
 
-def collapse(config: ModelConfig, streams: torch.Tensor, fn, base, scale) -> torch.Tensor:
+def collapse(config: OracleConfig, streams: torch.Tensor, fn, base, scale) -> torch.Tensor:
     """hc_head (§3, Head): streams [B, T, S, d] → Σ_j pre[j] · h[j] [B, T, d]; neither post nor Sinkhorn."""
     pre = torch.sigmoid(mixes(streams, fn, config.rms_norm_eps) * scale + base) + config.hc_eps
     return (pre.unsqueeze(-1) * streams).sum(2)

@@ -78,6 +78,9 @@ def mistakes(
         "sigmoid of the weights": (WEIGHTS, scores(weights=torch.sigmoid(weights * size**0.5) / size**0.5)),
         "weights missing": (WEIGHTS, scores(weights=torch.ones_like(weights))),
         "weights of the token before": (WEIGHTS, scores(weights=weights.roll(1, 1))),
+        "mean over the heads": (SCORES, scores() / weights.shape[-1]),
+        "mean over the heads, without weights": (SCORES, scores(weights=torch.ones_like(weights) / weights.shape[-1])),
+        "keys pooled by their mean": (KEYS, scores(keys=mean_pooled(layer, x.double()))),
         "half the heads": (QUERIES, scores(weights=weights * half)),
         "queries not rotated": (QUERIES, scores(queries=queries(layer, x.double(), everywhere, False))),
         "queries of the token before": (QUERIES, scores(queries=right["queries"].roll(1, 1))),
@@ -90,6 +93,16 @@ def mistakes(
         found["Hadamard of queries missing"] = QUERIES, scores(queries=hadamard(right["queries"]))
         found["Hadamard of keys missing"] = KEYS, scores(keys=hadamard(right["keys"]))
     return found
+
+
+def mean_pooled(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """Index keys [B, n, Di] whose windows are averaged instead of weighed by their gates."""
+    w = lambda leaf: layer.w(f"attn.indexer.compressor.{leaf}")
+    still = lambda t: torch.zeros_like(t)
+    pooled = steps.pool(x, w("wkv.weight"), still(w("wgate.weight")), still(w("ape")), layer.ratio, overlap=True)
+    entries = held(layer, steps.rms(held(layer, pooled), w("norm.weight"), layer.config.rms_norm_eps))
+    turned = steps.rotate(entries, layer.ratio * torch.arange(entries.shape[1]), layer.frequencies)
+    return layer.store(form(layer, turned))
 
 
 def misread(keys: torch.Tensor) -> dict[str, torch.Tensor]:

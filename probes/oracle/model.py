@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.probes.oracle.attention import Layer, attention_layer, rms
 from dsv4.probes.oracle.blocks import block, collapse
+from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.oracle.weights import Weights, weights_of
 
 
@@ -32,7 +32,9 @@ class Oracle:
     None as computed.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, simulate: bool = False, cache: torch.dtype | None = None):
+    def __init__(
+        self, config: OracleConfig, weights: Weights, simulate: bool = False, cache: torch.dtype | None = None
+    ):
         self.config, self.weights, self.simulate, self.cache = config, weights, simulate, cache
 
     @classmethod
@@ -41,7 +43,7 @@ class Oracle:
     ) -> "Oracle":
         """Of a checkpoint directory; see `weights_of` for `independent`."""
         weights = weights_of(path, independent)
-        return cls(ModelConfig.from_official(weights.config), weights, simulate, cache)
+        return cls(OracleConfig.read(path), weights, simulate, cache)
 
     def layer(self, i: int) -> Layer:
         """Layer i, MTP blocks after those of the backbone."""
@@ -49,7 +51,7 @@ class Oracle:
         prefix, ratio = (
             (f"layers.{i}.", c.compress_ratios[i]) if i < L else (f"mtp.{i - L}.", c.mtp_compress_ratios[i - L])
         )
-        return Layer(c, self.weights, prefix, ratio, c.hashed(i), self.simulate, self.cache)
+        return Layer(c, self.weights, prefix, ratio, i < L and c.hashed[i], self.simulate, self.cache)
 
     def attention_layer(self, i: int, attn_in: torch.Tensor) -> dict[str, torch.Tensor]:
         """attn_in [B, T, d] → every attention point of layer i."""
@@ -67,7 +69,7 @@ class Oracle:
             self.weights(f"{prefix}norm.weight"),
             self.config.rms_norm_eps,
         )
-        return y @ self.weights("head.weight").T
+        return y @ self.weights(self.config.output_weight).T
 
     def model(self, ids: torch.Tensor) -> Run:
         """ids int64 [B, T], from an empty context (§3)."""

@@ -216,7 +216,21 @@ def open_ours(path: str | Path, *choices: str) -> OurSubject:
     from dsv4.probes.subjects.gqa import OurGQASubject
 
     raw = read_json(Path(path) / "config.json")
+    if "training" in choices:
+        return _open_training(path, family_of(raw), *choices)
     return (OurGQASubject if family_of(raw) == "gqa" else OurSubject)(path, *choices)
+
+
+def _open_training(path: str | Path, family: str, *choices: str) -> OurSubject:
+    """Raises InputError for a GQA model, whose training backend no probe runs."""
+    from dsv4.probes.subjects.training import TrainingSubject
+
+    if family == "gqa":
+        raise InputError(
+            "the training backend of GQA models cannot be audited: it keeps no cache, which their probes read; audit "
+            "backend reference, cpu or triton"
+        )
+    return TrainingSubject(path, *choices)
 
 
 def there(function: Callable, device: torch.device) -> Callable:

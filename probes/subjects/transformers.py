@@ -16,6 +16,7 @@ Where each point is taken, within `model.model.layers[i]`:
 - streams       output of the layer
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from dsv4.errors import InputError
 from dsv4.loaders.config_files import family_of, to_official
 from dsv4.loaders.files import read_json
 from dsv4.loaders.transformers_names import to_transformers
+from dsv4.probes.oracle.config import NUMBERS, RATIOS, RELEASED, OracleConfig, Rotation
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import FilesSubject, plain
@@ -58,6 +60,7 @@ class TransformersSubject(Subject):
         self.config = (
             stored.config if stored else ModelConfig.from_official(to_official(self.model.config.to_dict())[0])
         )
+        self.stated = self.model.config.to_dict()
         self.numerics = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
         self.name = f"transformers {transformers.__version__}, {self.numerics}"
         self.provenance = (stored.provenance if stored else {}) | {
@@ -281,18 +284,55 @@ def open_theirs(path: str | Path) -> Subject:
 
 
 def build(stored: FilesSubject, dtype: torch.dtype):
-    """DeepseekV4ForCausalLM of a checkpoint directory: its own reading of the config, dequantised weights, eager
-    attention."""
+    """DeepseekV4ForCausalLM of a checkpoint directory, dequantised weights, eager attention.
+
+    config.json in transformers' form is read by transformers' own class; the other forms, which it does not all know,
+    by the oracle's table. This project's reader takes no part.
+    """
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-    raw = {k: v for k, v in stored.files.config.items() if k not in NOT_THEIRS}
-    model = DeepseekV4ForCausalLM(DeepseekV4Config(**raw, attn_implementation="eager"))
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**own_values(stored.files.path), attn_implementation="eager"))
     model.load_state_dict(state_of(stored), strict=True)
     kept = tuple(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
         if not any(part in name.split(".") for part in kept):
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def own_values(path: Path) -> dict:
+    """What DeepseekV4Config is given of the config.json in a checkpoint directory."""
+    raw = json.loads((path / "config.json").read_text())
+    if "layer_types" in raw or "rope_parameters" in raw:
+        return {k: v for k, v in raw.items() if k not in NOT_THEIRS}
+    c = OracleConfig.of(raw)
+    kinds = {ratio: kind for kind, ratio in RATIOS.items()}
+    turned = {"partial_rotary_factor": c.qk_rope_head_dim / c.head_dim}
+    return {
+        **{key: getattr(c, key) for key in NUMBERS if key != "qk_rope_head_dim"},
+        "max_position_embeddings": raw.get("max_position_embeddings", RELEASED["max_position_embeddings"]),
+        "layer_types": [kinds[ratio] for ratio in c.compress_ratios],
+        "mlp_layer_types": ["hash_moe" if hashed else "moe" for hashed in c.hashed],
+        "rope_parameters": {name: theirs(getattr(c, name)) | turned for name in ("main", "compress")},
+        "tie_word_embeddings": c.tied,
+        **turned,
+    }
+
+
+def theirs(rotation: Rotation) -> dict:
+    """A rotation as transformers states it; V4 scales neither cos nor sin, whatever the variant."""
+    found = {"rope_type": rotation.kind, "rope_theta": rotation.theta}
+    if rotation.kind == "default":
+        return found
+    found |= {"factor": rotation.factor}
+    if rotation.kind in ("yarn", "llama3"):
+        found |= {"original_max_position_embeddings": int(rotation.original)}
+    if rotation.kind == "llama3":
+        return found | {"low_freq_factor": rotation.low, "high_freq_factor": rotation.high}
+    if rotation.kind == "yarn":
+        betas = {"beta_fast": rotation.beta_fast, "beta_slow": rotation.beta_slow}
+        return found | betas | {"attention_factor": 1.0, "truncate": rotation.truncate}
+    return found
 
 
 def state_of(stored: FilesSubject) -> dict[str, torch.Tensor]:

@@ -124,7 +124,9 @@ class Reference:
         w, c = self.layer.weights, self.layer.config
         if name == "hc_head":
             return collapse(c, x.double()[None], w("hc_head_fn"), w("hc_head_base"), w("hc_head_scale"))[0]
-        return rms(x.double(), w("norm.weight"), c.rms_norm_eps) if name == "norm" else x.double() @ w("head.weight").T
+        return (
+            rms(x.double(), w("norm.weight"), c.rms_norm_eps) if name == "norm" else x.double() @ w(c.output_weight).T
+        )
 
     def before(self, name: str, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """hc_attn or hc_ffn on streams [T, S, d] → sublayer input, post, C."""

@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4 import load_model
-from dsv4.config import ModelConfig
 from dsv4.kernels import quantize
 from dsv4.kernels.hadamard import hadamard as project_hadamard
 from dsv4.kernels.quantize import reference
 from dsv4.loaders.load import Inventory
 from dsv4.probes import oracle as oracle_package
-from dsv4.probes.oracle import Oracle, Weights, blocks, formats, weights_of
+from dsv4.probes.oracle import Oracle, OracleConfig, Weights, blocks, formats, weights_of
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.subject import POINTS
 from tests import checkpoints
@@ -63,7 +62,7 @@ def test_it_imports_nothing_of_what_it_judges():
                 imports |= {a.name: {a.name} for a in node.names if a.name.startswith(ours)}
             if isinstance(node, ast.ImportFrom) and node.module.startswith(ours) and itself not in node.module:
                 imports.setdefault(node.module, set()).update(a.name for a in node.names)
-    assert imports == {"dsv4.config": {"ModelConfig"}, "dsv4.loaders.load": {"Inventory"}}
+    assert imports == {"dsv4.errors": {"InputError"}, "dsv4.loaders.load": {"Inventory"}}
 
 
 # ---- golden values -----------------------------------------------------------------------------
@@ -362,7 +361,7 @@ def test_yarn_limits_of_the_published_models():
         index_head_dim=64,
         rope_scaling=dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536),
     )
-    config = ModelConfig.from_official(raw)
+    config = OracleConfig.of(raw)
     plain = 160000 ** (-torch.arange(0, 64, 2).double() / 64)
     f = steps.frequencies(config, True)
     assert (
@@ -395,7 +394,7 @@ def test_an_expert_clamps_its_gate_above_and_its_value_on_both_sides():
     weights = Weights(
         {}, {"e.w1.weight": one, "e.w3.weight": -3 * one, "e.w2.weight": one}.__getitem__, lambda base: False
     )
-    layer = steps.Layer(ModelConfig.from_official(checkpoints.SMALL), weights, "", 0)
+    layer = steps.Layer(OracleConfig.of(checkpoints.SMALL), weights, "", 0)
     silu = lambda g: g / (1 + np.exp(-g))
     for x, g, u in ((2.0, 2.0, -6.0), (50.0, 10.0, -10.0), (-2.0, -2.0, 6.0), (-12.0, -12.0, 10.0)):
         assert float(blocks.expert(layer, "e", x * one, 0.5)) == pytest.approx(0.5 * silu(g) * u, rel=1e-12)
