@@ -39,7 +39,7 @@ class BackendMatrix(Probe):
 
     name: ClassVar[str] = "backend_matrix"
     title: ClassVar[str] = "operations of the backend equal the reference"
-    needs: ClassVar[frozenset[str]] = frozenset({"kernels", "cache"})  # operations read caches
+    needs: ClassVar[frozenset[str]] = frozenset({"kernels"})
 
     def run(self, subject: Subject) -> list[Check]:
         checks, backend = [], subject.model.backend

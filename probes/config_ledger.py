@@ -265,7 +265,7 @@ def effective_config(subject: Subject) -> ModelConfig:
 
 def modules(subject: Subject) -> bool:
     """Whether the subject is this project's model, whose modules can be asked."""
-    return "kernels" in subject.can and hasattr(subject, "model")
+    return bool({"kernels", "training"} & subject.can) and hasattr(subject, "model")
 
 
 def flat(raw: dict) -> list[str]:

@@ -95,7 +95,8 @@ def left_out(probe: Probe | type[Probe], subject: Subject) -> str | None:
     why = probe.not_for.get(subject.family)
     if why is not None:
         return f"does not apply to {FAMILIES[subject.family]}: {why}"
-    return next((f"does not apply: {subject.without[can]}" for can in sorted(probe.needs & set(subject.without))), None)
+    asked = sorted({*probe.needs, probe.name} & set(subject.without))
+    return f"does not apply: {subject.without[asked[0]]}" if asked else None
 
 
 def applying(subject: Subject, names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from dsv4.errors import ConfigError
 from dsv4.gqa.config import FIXED, GQAConfig
+from dsv4.gqa.rope import frequencies
 from dsv4.probes.config_ledger import STATED, UNREAD, _other, shown
 from dsv4.probes.oracle.gqa import Shape, config_at, rotary, shape_of, tensor_shapes
 from dsv4.probes.result import Check, Status, compare
@@ -56,6 +57,7 @@ def config_checks(subject: Subject) -> list[Check]:
     ]
     return [
         *(check for key, inner in keys for check in _key(raw, key, inner, config)),
+        *_values(subject, shape_of(raw)),
         *_layers(subject, shape_of(raw)),
         *_files(subject, raw),
         *(_modules(subject, shape_of(raw)) if "kernels" in subject.can else ()),
@@ -129,6 +131,42 @@ def effective(config: GQAConfig, key: str, inner: str | None, requested):
         case _ if inner is not None:
             return getattr(config.rope, ROPE[inner]) if inner in ROPE else requested
     return FIXED[key] if key in FIXED else getattr(config, key, requested)
+
+
+def _values(subject: Subject, shape: Shape) -> Iterator[Check]:
+    """What the reader made of config.json, stated or not, against the oracle's own reading; whatever model runs."""
+    c = subject.config
+    pairs = {
+        "num_attention_heads": (c.num_attention_heads, shape.heads),
+        "num_key_value_heads": (c.num_key_value_heads, shape.kv_heads),
+        "head_dim": (c.head_dim, shape.head_dim),
+        "rms_norm_eps": (c.rms_norm_eps, shape.eps),
+        "rope attention_factor": (round(c.rope.attention, 9), round(shape.factor, 9)),
+    }
+    for key, (found, wanted) in pairs.items():
+        yield compare(
+            "value read is the stated one, or its default",
+            shown(found),
+            "==",
+            shown(wanted),
+            MODULES,
+            1,
+            where=key,
+            part="config",
+        )
+    found, wanted = frequencies(c.rope, c.head_dim).double(), shape.frequencies
+    error = ((found - wanted).abs() / wanted).max().item() if found.shape == wanted.shape else float("inf")
+    yield compare(
+        "rotary frequencies of the config",
+        error,
+        "<=",
+        1e-6,
+        f"{MODULES}; fp32 against fp64",
+        wanted.numel(),
+        where="rope_theta and its scaling",
+        part="RoPE",
+        unit="relative",
+    )
 
 
 def _layers(subject: Subject, shape: Shape) -> Iterator[Check]:

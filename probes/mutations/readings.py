@@ -4,7 +4,9 @@ The reader's dictionary is what the model runs by. A probe that took its values 
 """
 
 import json
+from dataclasses import replace
 
+from dsv4.gqa.config import GQAConfig
 from dsv4.loaders import config_files, convert
 from dsv4.probes.mutations import Site, mutation
 
@@ -144,3 +146,19 @@ def converter_rounds_the_scaling_factor(site: Site) -> None:
         return files
 
     real = site.patch(convert, "_documents", documents)
+
+
+@mutation("1.1", bugs=(40,), parts=("rope_theta and its scaling",), probes=("config_ledger",), profile="qwen2")
+def unstated_base_of_another_model(site: Site) -> None:
+    """config.json of a GQA model states no rope_theta; the reader takes 500000, not transformers' 10000."""
+    file = site.checkpoint / "config.json"
+    raw = json.loads(file.read_text())
+    raw.pop("rope_theta")
+    file.write_text(json.dumps(raw))
+    real = GQAConfig.from_dict.__func__
+
+    def from_dict(cls, raw):
+        config = real(cls, raw)
+        return replace(config, rope=replace(config.rope, theta=500000.0))
+
+    site.patch(GQAConfig, "from_dict", classmethod(from_dict))

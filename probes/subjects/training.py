@@ -23,8 +23,10 @@ class TrainingSubject(OurSubject):
     Raises InputError for quantised weights, which that backend does not take, and for cache formats.
     """
 
-    can = frozenset({"files", "run", "block", "kernels", "training"})
-    without = dict.fromkeys(("layer", "rewind", "batch", "cache", "pages", "drafts"), NO_CACHE)
+    can = frozenset({"files", "run", "block", "training"})
+    without = dict.fromkeys(("layer", "rewind", "batch", "cache", "pages", "drafts", "schedules"), NO_CACHE) | {
+        "kernels": "the training backend's operations take whole sequences; the probe `training` has their cases"
+    }
 
     def __init__(self, path: str | Path, numerics="fp32", backend="training", device="cpu", cache="auto", index="auto"):
         if (cache, index) != ("auto", "auto"):

@@ -1,16 +1,23 @@
 """The probe of captured steps: what each of its checks is for is seen red once."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.cache import Cache
+from dsv4.config import ModelConfig
 from dsv4.graph import DecodeGraph
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
+from dsv4.probes.backend_matrix import results
 from dsv4.probes.captured import SCENARIOS, Captured, exactly, starts_of
+from dsv4.probes.case_inputs import Inputs
+from dsv4.probes.composition_cases import composition_cases
+from dsv4.probes.mutations import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
 from dsv4.probes.subject import Subject
@@ -122,3 +129,34 @@ def test_a_scenario_that_breaks_leaves_the_others(subject, monkeypatch):
 def test_the_graph_under_test_is_decode_graph(subject, monkeypatch):
     monkeypatch.setattr(DecodeGraph, "step", lambda *args: 1 / 0)
     assert {c.status for c in findings(subject)} == {Status.ERROR}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses what a stream capture refuses: shapes that depend on numbers."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks = [t for t in (args[1] if name == "index" else ()) if t is not None and t.dtype is torch.bool]
+        if name == "nonzero" or masks:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_a_fault_of_a_fused_step_can_be_captured_and_is_wrong_numbers(tmp_path):
+    """Planted on a GPU it has to be wrong entries, which `captured` names, and no error of the capture itself."""
+    config, site = ModelConfig.from_official(profile.DEFAULT), Site(tmp_path)
+    case = next(
+        c for c in composition_cases("attention_inputs", Inputs(config, 2, torch.float32, 0)) if "csa" in c.label
+    )
+    host, sound = torch.device("cpu"), COMPOSITIONS["attention_inputs"].implementations["triton"]
+    wanted = results(sound, case, host)
+    next(m for m in catalogue() if m.name == "windows in replays pool tokens that do not exist").plant(site)
+    try:
+        planted = COMPOSITIONS["attention_inputs"].implementations["triton"]
+        with NoHostReads():
+            found = results(planted, case, host)
+    finally:
+        site.undo()
+    wrong = [i for i, (a, b) in enumerate(zip(found, wanted)) if not torch.equal(a, b)]
+    assert wrong == [5, 7]  # after queries, index queries, head weights, window and ring: entries, ring, index keys
