@@ -11,6 +11,7 @@ from dsv4.errors import InputError
 from dsv4.probes.bisect import Bisection, reference_of
 from dsv4.probes.causes import WORDS
 from dsv4.probes.confirm import Confirmation, Verdict
+from dsv4.probes.consult import PARTS as OF_MODULE
 from dsv4.probes.formats.markdown import escape, table
 from dsv4.probes.local import FACTOR, STEP, STEPS, Difference, dtype_of
 from dsv4.probes.provenance import provenance
@@ -123,7 +124,7 @@ def checks(found: Bisection, verdict: Verdict | None) -> list[Check]:
                 "the cause is confirmed by a swap",
                 status,
                 verdict.module,
-                PARTS[verdict.first.point],
+                module_part(verdict),
                 "vanishes" if verdict.confirmed else "unconfirmed",
                 "",
                 "==",
@@ -134,6 +135,12 @@ def checks(found: Bisection, verdict: Verdict | None) -> list[Check]:
             )
         )
     return rows
+
+
+def module_part(verdict: Verdict) -> str:
+    """The part of the module whose swap ended the difference; else that of the point alone."""
+    module = ".".join(verdict.module.split(".")[2:])  # without layers.N
+    return OF_MODULE.get(module, PARTS[verdict.first.point]) if verdict.confirmed else PARTS[verdict.first.point]
 
 
 def _check(d: Difference, source: str) -> Check:

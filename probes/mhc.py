@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from dsv4.probes.consult import left_of
 from dsv4.probes.measure import agreeing, token_errors
 from dsv4.probes.oracle import Oracle
 from dsv4.probes.oracle.attention import rms
@@ -128,7 +129,7 @@ class HyperConnections(Probe):
                 "final norm missing": collapse(c, streams, *own) @ weight.T,
             }
             errors = {name: token_errors(logits, form).median().item() for name, form in made.items()}
-            note = "; ".join(f"{name} {e:.2g}" for name, e in sorted(errors.items(), key=lambda item: item[1]))
+            note = left_of(errors, token_errors(logits, wanted).median().item())
         return compare(
             "logits are the collapsed, normalised streams through the head",
             value,
