@@ -150,17 +150,20 @@ class ConfigLedger(Probe):
                 where=where,
                 part="layer kind",
             )
-            hashed = f"layers.{i}.ffn.gate.tid2eid" in subject.files.sources
-            yield compare(
-                "routing by token id, by the layer's tensors",
-                hashed,
-                "==",
-                own.hashed[i],
-                "tid2eid stands in hash layers only (specification 2.1)",
-                1,
-                where=where,
-                part="router",
-            )
+            routed = {"layer's tensors": f"layers.{i}.ffn.gate.tid2eid" in subject.files.sources}
+            if modules(subject):
+                routed["model"] = subject.model.layers[i].ffn.gate.tid2eid is not None
+            for who, found in routed.items():
+                yield compare(
+                    f"routing by token id, by the {who}",
+                    found,
+                    "==",
+                    own.hashed[i],
+                    "tid2eid stands in hash layers only (specification 2.1)",
+                    1,
+                    where=where,
+                    part="router",
+                )
         for i in range(subject.files.mtp_blocks):
             yield compare(
                 "compression ratio by the block's tensors",

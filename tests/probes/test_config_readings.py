@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from dsv4.loaders import config_files
+from dsv4.probes import selftest
 from dsv4.probes.measure import oracle_of
+from dsv4.probes.mutations import catalogue, profile, readings
 from dsv4.probes.mutations.readings import FORMS
 from dsv4.probes.oracle import Oracle, OracleConfig
 from dsv4.probes.oracle.config import Rotation
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
+from dsv4.probes.selftest import Bench, look
 from dsv4.probes.subjects.files import FilesSubject
 from tests import checkpoints
 
@@ -123,3 +126,18 @@ def test_transformers_reads_an_inference_config_by_the_oracles_table(official, c
     ids = torch.arange(40).view(1, -1)
     found, wanted = (TransformersSubject(path).run(ids).logits for path in (root, official))
     assert torch.equal(found, wanted)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    for name in ("default", "qwen2"):
+        profile.write(folder / name, name)
+    return Bench(folder, "cpu")
+
+
+@pytest.mark.parametrize("name", [m.name for m in catalogue() if m.plant.__module__ == readings.__name__])
+def test_a_wrong_reading_or_writing_is_named(bench, monkeypatch, name):
+    monkeypatch.setattr(selftest, "available", lambda: ["config_ledger"])
+    outcome = look(next(m for m in catalogue() if m.name == name), bench)
+    assert outcome.found.caught and not outcome.left, outcome.found
