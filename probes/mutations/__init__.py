@@ -68,9 +68,11 @@ class Site:
         self.unfused(name)
 
     def kernel_on(self, name: str, backend: str, function: Callable) -> None:
-        """Replace operation `name` by `function` on one backend."""
-        op = OPERATIONS[name]
-        self.patch_item(OPERATIONS, name, Operation(name, dict(op.implementations) | {backend: function}))
+        """Replace operation `name` by `function` on one backend, in the table of every family that has it."""
+        for table in (OPERATIONS, GQA_OPERATIONS):
+            if name in table:
+                others = dict(table[name].implementations) | {backend: function}
+                self.patch_item(table, name, Operation(name, others))
 
     def unfused(self, operation: str) -> None:
         """What runs `operation` (an operation or a composition) and others as one kernel runs them one by one: neither

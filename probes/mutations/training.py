@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from dsv4.kernels.attention import training as attention
 from dsv4.kernels.experts import training as experts
 from dsv4.kernels.quantize import training as quantize
-from dsv4.kernels.rms_norm import training as norms
 from dsv4.kernels.router import training as router
 from dsv4.probes.mutations import Site, mutation
 from dsv4.step import Step
@@ -92,4 +91,3 @@ def training_norm_takes_its_statistic_for_constant(site: Site) -> None:
         return (y if weight is None else y * weight).to(x.dtype)
 
     site.kernel_on("rms_norm", "training", rms_norm)
-    site.patch(norms, "rms_norm", rms_norm)
