@@ -3,11 +3,12 @@
 See training.md."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from dsv4.probes.consult import culprit
 from dsv4.probes.control import chance_of
 from dsv4.probes.measure import agreeing, oracle_of, token_errors, tokens
 from dsv4.probes.probe import Probe
@@ -41,7 +42,7 @@ class Training(Probe):
         before = oracle.weights("embed.weight")[ids].unsqueeze(2).repeat(1, 1, oracle.config.hc_mult, 1)
         for i in range(oracle.config.num_hidden_layers):
             points = {name: value for (layer, name), value in capture.points.items() if layer == i}
-            yield from layer_checks(subject, oracle, i, before, points, ids)
+            yield from self._blamed(subject, i, layer_checks(subject, oracle, i, before, points, ids))
             before = points["streams"].double()
         wanted = oracle.head(before)
         value, source, limit = agreeing(token_errors(capture.logits, wanted), subject.numerics)
@@ -49,6 +50,15 @@ class Training(Probe):
         yield compare(
             "logits of the last streams", value, "<=", limit, source, T, where="head", part="head", chance=chance
         )
+
+    def _blamed(self, subject: Subject, i: int, checks: list[Check]) -> Iterator[Check]:
+        """Checks of a layer; where the output of a sublayer is wrong, the part is that of the module behind it."""
+        for check in checks:
+            point = check.name.partition(" ")[0]
+            if check.status is Status.FAIL and point in ("attn_out", "ffn_out"):
+                part, why = culprit(subject, i, point, self.seed) or (check.part, check.note)
+                check = replace(check, part=part, note=why)
+            yield check
 
     def _operations(self, subject: Subject) -> Iterator[Check]:
         for name, make in CASES.items():

@@ -57,7 +57,7 @@ def training_window_one_token_short(site: Site) -> None:
     )
 
 
-@mutation("1.3", bugs=(), parts=("rotated back", "attention core", "output rotation"), **OF_TRAINING)
+@mutation("1.3", bugs=(), parts=("rotation", "attention core"), **OF_TRAINING)
 def training_output_not_rotated_back(site: Site) -> None:
     """The inverse rotation of the attention's output is missing over whole sequences."""
     real = Step.inverse_cis
