@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from dsv4.probes import selftest
+from dsv4.probes import influence, selftest
 from dsv4.probes.consult import culprit, left_of
+from dsv4.probes.measure import heavy_tailed, oracle_of
 from dsv4.probes.moe_edges import MoEEdges
-from dsv4.probes.mutations import catalogue, profile
+from dsv4.probes.mutations import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
 from dsv4.probes.selftest import Bench, look
@@ -14,7 +15,6 @@ from dsv4.probes.subjects.ours import OurSubject
 from dsv4.probes.subjects.transformers import TransformersSubject
 
 BLAMED = {  # fault → (probe, part)
-    "wo a without its scales": ("influence", "output projection"),
     "index scores averaged over heads": ("index_oracle", "indexer scores"),
     "router logits clamped": ("moe_edges", "routing weights"),
     "router adds to the sum that it divides by": ("moe_edges", "routing weights"),
@@ -32,6 +32,19 @@ def test_a_fault_is_blamed_on_its_part(bench, monkeypatch, name):
     monkeypatch.setattr(selftest, "available", lambda: [probe])
     found = look(next(m for m in catalogue() if m.name == name), bench).found
     assert found.caught and part in found.part, found
+
+
+def test_wo_a_without_scales_is_blamed_on_the_output_projection(official):
+    """By one layer of `influence`, in one step: no known mistake explains it, bisect's swap does."""
+    subject, changes = OurSubject(official), Site(official)
+    next(m for m in catalogue() if m.name == "wo a without its scales").plant(changes)
+    for change in changes.loaded:
+        change(subject)
+    x = heavy_tailed(subject, influence.length(subject, 1.0), 0, rows=2)
+    case = influence.choose(subject, oracle_of(subject).layer(0), 0, x, 0)
+    late = [c for c in influence.path_checks(influence.run_case(case, (), "layer 0")) if "specified path" in c.name]
+    assert [(c.status, c.part) for c in late] == [(Status.FAIL, "output projection")]
+    assert "layers.0.attn.wo_a" in late[0].note
 
 
 def test_a_mistake_that_explains_nothing_is_not_named():
