@@ -42,7 +42,7 @@ class RunByDefault(TyperGroup):
 
 CACHE = choice(CACHES, "Of ours: how window rows and entries are held.")
 INDEX_CACHE = choice(INDEX_CACHES, "Of ours: how index keys are held.")
-BACKEND = choice(BACKENDS, "Implementation of ours.")
+BACKEND = choice((*BACKENDS, "training"), "Implementation of ours. training: whole sequences, by a probe of their own.")
 
 audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
