@@ -156,7 +156,7 @@ def root_softplus(z: torch.Tensor) -> torch.Tensor:
     return torch.sqrt(torch.log1p(torch.exp(-z.abs())) + z.clamp(min=0))
 
 
-def _weighed(t: Leaves, experts: torch.Tensor) -> torch.Tensor:
+def weighed(t: Leaves, experts: torch.Tensor) -> torch.Tensor:
     picked = root_softplus(t["x"] @ t["w"].T).gather(1, experts)
     return picked / picked.sum(1, keepdim=True) * FACTOR
 
@@ -170,7 +170,7 @@ def _route_scored(g: Draw) -> Iterator[GradientCase]:
         ranked, order = experts.sort(-1)
         return [ranked.to(weights.dtype), weights.gather(-1, order)]
 
-    yield GradientCase("three of eight", {"x": x, "w": w}, call, lambda t: [right.double(), _weighed(t, right)])
+    yield GradientCase("three of eight", {"x": x, "w": w}, call, lambda t: [right.double(), weighed(t, right)])
 
 
 def _route_hashed(g: Draw) -> Iterator[GradientCase]:
@@ -180,7 +180,7 @@ def _route_hashed(g: Draw) -> Iterator[GradientCase]:
         "by token id",
         {"x": rand(g, 6, 16), "w": rand(g, 8, 16)},
         lambda op, t: [op(t["x"], t["w"], table.to(t["x"].device), ids.to(t["x"].device), FACTOR)[1]],
-        lambda t: [_weighed(t, table[ids])],
+        lambda t: [weighed(t, table[ids])],
     )
 
 
@@ -346,5 +346,7 @@ def _silu_mul(g: Draw) -> Iterator[GradientCase]:
     )
 
 
-CASES = {name[1:]: make for name, make in list(globals().items()) if name[:1] == "_" and name[1:2].isalpha()}
-CASES = {name: make for name, make in CASES.items() if callable(make) and name != "weighed"}
+# operation → its cases: the functions here whose names begin with one underscore
+CASES = {
+    name[1:]: make for name, make in list(globals().items()) if name[:1] == "_" and name[:2] != "__" and callable(make)
+}

@@ -16,7 +16,6 @@ Where each point is taken, within `model.model.layers[i]`:
 - streams       output of the layer
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,12 +29,11 @@ from dsv4.errors import InputError
 from dsv4.loaders.config_files import family_of, to_official
 from dsv4.loaders.files import read_json
 from dsv4.loaders.transformers_names import to_transformers
-from dsv4.probes.oracle.config import NUMBERS, RATIOS, RELEASED, OracleConfig, Rotation
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import FilesSubject, plain
+from dsv4.probes.subjects.transformers_config import own_values
 
-NOT_THEIRS = ("architectures", "torch_dtype", "model_type", "quantization_config", "expert_dtype")
 IN_ATTENTION = tuple(p for p in POINTS if p not in ("ffn_out", "streams"))
 SCALES = ("scale", "weight_scale", "weight_scale_2", "input_scale")
 EXPERT = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
@@ -298,41 +296,6 @@ def build(stored: FilesSubject, dtype: torch.dtype):
         if not any(part in name.split(".") for part in kept):
             parameter.data = parameter.data.to(dtype)
     return model
-
-
-def own_values(path: Path) -> dict:
-    """What DeepseekV4Config is given of the config.json in a checkpoint directory."""
-    raw = json.loads((path / "config.json").read_text())
-    if "layer_types" in raw or "rope_parameters" in raw:
-        return {k: v for k, v in raw.items() if k not in NOT_THEIRS}
-    c = OracleConfig.of(raw)
-    kinds = {ratio: kind for kind, ratio in RATIOS.items()}
-    turned = {"partial_rotary_factor": c.qk_rope_head_dim / c.head_dim}
-    return {
-        **{key: getattr(c, key) for key in NUMBERS if key != "qk_rope_head_dim"},
-        "max_position_embeddings": raw.get("max_position_embeddings", RELEASED["max_position_embeddings"]),
-        "layer_types": [kinds[ratio] for ratio in c.compress_ratios],
-        "mlp_layer_types": ["hash_moe" if hashed else "moe" for hashed in c.hashed],
-        "rope_parameters": {name: theirs(getattr(c, name)) | turned for name in ("main", "compress")},
-        "tie_word_embeddings": c.tied,
-        **turned,
-    }
-
-
-def theirs(rotation: Rotation) -> dict:
-    """A rotation as transformers states it; V4 scales neither cos nor sin, whatever the variant."""
-    found = {"rope_type": rotation.kind, "rope_theta": rotation.theta}
-    if rotation.kind == "default":
-        return found
-    found |= {"factor": rotation.factor}
-    if rotation.kind in ("yarn", "llama3"):
-        found |= {"original_max_position_embeddings": int(rotation.original)}
-    if rotation.kind == "llama3":
-        return found | {"low_freq_factor": rotation.low, "high_freq_factor": rotation.high}
-    if rotation.kind == "yarn":
-        betas = {"beta_fast": rotation.beta_fast, "beta_slow": rotation.beta_slow}
-        return found | betas | {"attention_factor": 1.0, "truncate": rotation.truncate}
-    return found
 
 
 def state_of(stored: FilesSubject) -> dict[str, torch.Tensor]:

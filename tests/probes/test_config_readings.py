@@ -65,7 +65,7 @@ def test_rotations_are_those_of_transformers(scaling):
     from transformers import DeepseekV4Config
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
-    from dsv4.probes.subjects.transformers import theirs
+    from dsv4.probes.subjects.transformers_config import theirs
 
     config = OracleConfig.of({**checkpoints.SMALL, "rope_scaling": scaling})
     part = {"partial_rotary_factor": config.qk_rope_head_dim / config.head_dim}
