@@ -1,4 +1,7 @@
-"""What transformers' DeepseekV4Config is given of a checkpoint's config.json. This project's reader takes no part in it."""
+"""What transformers' DeepseekV4Config is given of a checkpoint's config.json.
+
+This project's reader takes no part in it.
+"""
 
 import json
 from pathlib import Path
