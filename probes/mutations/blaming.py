@@ -1,5 +1,7 @@
 """Faults that were found and blamed on the wrong part, or hid below a threshold that nothing had measured."""
 
+from collections.abc import Callable
+
 import torch
 
 from dsv4.kernels.quantize import WeightFormat
@@ -30,36 +32,40 @@ def index_scores_averaged_over_heads(site: Site) -> None:
     site.kernel("index_scores", mean)
 
 
-@mutation("1.9", bugs=(), parts=("router", "routing weights"), probes=("moe_edges",))
+def of_gate(site: Site, change: Callable) -> None:
+    """Every router gives the weights change(logits of the chosen experts, factor); its operations stay sound."""
+
+    def wrapped(gate, real):
+        def forward(x, ids):
+            experts, _ = real(x, ids)
+            return experts, change((x.float() @ gate.weight.float().T).gather(1, experts), gate.factor)
+
+        return forward
+
+    def changed(subject):
+        for block in subject.model.layers:
+            block.ffn.gate.forward = wrapped(block.ffn.gate, block.ffn.gate.forward)
+
+    site.after_load(changed)
+
+
+@mutation("1.9", bugs=(), parts=("routing weights",), probes=("moe_edges",))
 def router_logits_clamped(site: Site) -> None:
     """The router's weights come of logits clamped at ±2: large ones count as 2, small ones as −2."""
 
-    def clamped(real):
-        def route(x, weight, *rest):
-            experts, _ = real(x, weight, *rest)
-            z = (x.float() @ weight.float().T).clamp(-2, 2).gather(1, experts)
-            picked = torch.nn.functional.softplus(z).sqrt()
-            return experts, picked / picked.sum(-1, keepdim=True) * rest[-1]
+    def clamped(z, factor):
+        picked = torch.nn.functional.softplus(z.clamp(-2, 2)).sqrt()
+        return picked / picked.sum(-1, keepdim=True) * factor
 
-        return route
-
-    site.kernel("route_scored", clamped)
-    site.kernel("route_hashed", clamped)
+    of_gate(site, clamped)
 
 
-@mutation("1.9", bugs=(), parts=("router", "routing weights"), probes=("moe_edges",))
+@mutation("1.9", bugs=(), parts=("routing weights",), probes=("moe_edges",))
 def router_adds_to_the_sum_that_it_divides_by(site: Site) -> None:
-    """The sum of a token's scores gets 2e-4 before the division, as an epsilon: every weight is 1e-4 or less too
-    small."""
+    """The sum of a token's scores gets 2e-4 before the division, as an epsilon: weights are some 1e-4 too small."""
 
-    def guarded(real):
-        def route(x, weight, *rest):
-            experts, weights = real(x, weight, *rest)
-            z = (x.float() @ weight.float().T).gather(1, experts)
-            total = torch.nn.functional.softplus(z).sqrt().sum(-1, keepdim=True)
-            return experts, weights * total / (total + 2e-4)
+    def guarded(z, factor):
+        picked = torch.nn.functional.softplus(z).sqrt()
+        return picked / (picked.sum(-1, keepdim=True) + 2e-4) * factor
 
-        return route
-
-    site.kernel("route_scored", guarded)
-    site.kernel("route_hashed", guarded)
+    of_gate(site, guarded)
