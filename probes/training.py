@@ -40,9 +40,10 @@ class Training(Probe):
         oracle.cache = None  # nothing is stored
         capture = subject.run(ids, (), tuple(POINTS))
         before = oracle.weights("embed.weight")[ids].unsqueeze(2).repeat(1, 1, oracle.config.hc_mult, 1)
+        known: dict[str, tuple[str, str] | None] = {}
         for i in range(oracle.config.num_hidden_layers):
             points = {name: value for (layer, name), value in capture.points.items() if layer == i}
-            yield from self._blamed(subject, i, layer_checks(subject, oracle, i, before, points, ids))
+            yield from self._blamed(subject, i, layer_checks(subject, oracle, i, before, points, ids), known)
             before = points["streams"].double()
         wanted = oracle.head(before)
         value, source, limit = agreeing(token_errors(capture.logits, wanted), subject.numerics)
@@ -51,12 +52,17 @@ class Training(Probe):
             "logits of the last streams", value, "<=", limit, source, T, where="head", part="head", chance=chance
         )
 
-    def _blamed(self, subject: Subject, i: int, checks: list[Check]) -> Iterator[Check]:
-        """Checks of a layer; where the output of a sublayer is wrong, the part is that of the module behind it."""
+    def _blamed(self, subject: Subject, i: int, checks: list[Check], known: dict) -> Iterator[Check]:
+        """Checks of a layer; where the output of a sublayer is wrong, the part is that of the module behind it.
+
+        known: what was found of an output's first layer that is wrong; others are not taken apart again.
+        """
         for check in checks:
             point = check.name.partition(" ")[0]
             if check.status is Status.FAIL and point in ("attn_out", "ffn_out"):
-                part, why = culprit(subject, i, point, self.seed) or (check.part, check.note)
+                if point not in known:
+                    known[point] = culprit(subject, i, point, self.seed)
+                part, why = known[point] or (check.part, check.note)
                 check = replace(check, part=part, note=why)
             yield check
 
