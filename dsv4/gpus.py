@@ -100,17 +100,18 @@ def _filled(found: Sequence[Unit], limits: Sequence[int]) -> list[list[Unit]] | 
 
 
 def memory_limits(parts: Sequence[Sequence[Unit]], capacities: Sequence[int]) -> list[int]:
-    """Limits of weights, one a GPU in use, under which `--device-map auto` makes this split.
+    """Limits of weights, one a GPU up to the last in use, under which `--device-map auto` makes this split.
 
     accelerate fills one GPU after the other with weights alone, and on the first keeps room for the largest unit
     that is not placed yet. A limit lies half of the next unit above what the GPU is to hold.
     """
-    used = [part for part in parts if part]
     limits = []
-    for i, part in enumerate(used):
-        after = [unit for later in used[i + 1 :] for unit in later]
-        if not after:
-            limits.append(capacities[i])
+    for i, part in enumerate(parts):
+        after = [unit for later in parts[i + 1 :] for unit in later]
+        if not part or not after:
+            limits.append(capacities[i] if part else 0)
+            if not after:
+                break
             continue
         reserve = max(unit.weights for unit in after) if i == 0 else 0
         limits.append(sum(unit.weights for unit in part) + reserve + after[0].weights // 2)
