@@ -38,6 +38,7 @@ def in_terminal(*args, folder: Path, out: bool = True, err: bool = True, head: i
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # the least: a short output must not go in whole before it is closed
     files = [os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for name in ("out", "err")]
     ends = (slave, writer if head is not None else slave if out else files[0], slave if err else files[1])
     sys.stdout.flush(), sys.stderr.flush()

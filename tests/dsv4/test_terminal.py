@@ -108,7 +108,7 @@ def test_the_self_test_prints_above_its_bar(terminal, monkeypatch):
 
 @pytest.mark.parametrize(
     "args",
-    [("generate", *WORDS[:3], "64"), ("inspect", "--json"), ("inspect",), ("audit", *MEASURES["audit"][2:]), ("plan",)],
+    [("generate", *WORDS[:3], "64"), ("inspect", "--json"), ("inspect",), ("audit", *MEASURES["audit"][2:])],
     ids=" ".join,
 )
 def test_a_reader_that_leaves_is_no_error(terminal, demo, args):
