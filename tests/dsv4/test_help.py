@@ -3,15 +3,16 @@
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import dsv4
 from dsv4 import cli
 from dsv4.help import EXAMPLES, GROUPS, ORDER
-from dsv4.probes import provenance
 from dsv4.threads import SMALL, limited_threads, thread_count
-from tests.dsv4.test_cli import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands(command=None, path: str = ""):
@@ -53,6 +54,8 @@ def test_output_that_cannot_be_written_is_one_line(out, message):
 
 
 def test_a_report_s_version_is_the_package_s():
+    from dsv4.probes import provenance
+
     assert provenance.versions()["dsv4"] == dsv4.__version__
 
 
