@@ -23,7 +23,7 @@ def checkpoint() -> Path:
 
 def demo(
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "The capital of France is",
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 64,
     where: Annotated[
         bool, typer.Option("--where", help="Print the checkpoint's directory and do nothing else.")
     ] = False,

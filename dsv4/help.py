@@ -27,7 +27,8 @@ GROUPS = {  # heading → names of parameters; a name of one command only may st
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
     "kv_memory staged_blocks guess_ahead",
     "Conversion": "to allow_rounding max_shard resume discard_partial",
-    "Report": "out as_json quiet verbose report verify gate journal waivers map.name force audit.budget bisect.budget",
+    "Report": "out as_json quiet verbose report verify gate journal waivers fail_on baseline where map.name force "
+    "audit.budget bisect.budget",
 }
 EXAMPLES = {
     "": ('dsv4 generate demo --prompt "The lightning indexer"', "dsv4 plan flash --device h100 --gpus 2"),
@@ -51,6 +52,10 @@ EXAMPLES = {
     ),
     "audit": ("dsv4 audit demo", "dsv4 audit selftest --fast"),
     "audit run": ("dsv4 audit run demo --out reports", "dsv4 audit demo --subject files --probe load_ledger"),
+    "audit report": (
+        "dsv4 audit report reports/demo_ours_fp32.json --out pages",
+        "dsv4 audit report after.json --baseline before.json --fail-on warn --out pages",
+    ),
     "audit selftest": ("dsv4 audit selftest --fast", "dsv4 audit selftest --name rope --jobs 1"),
     "audit bisect": (
         "dsv4 audit bisect demo --out reports",

@@ -70,6 +70,11 @@ def plan(
     config = (GQAConfig.from_dict if grouped else ModelConfig.from_official)(
         inventory.config if inventory else preset(checkpoint)
     )
+    if gpus > 1 and (grouped or kv_memory is not None):
+        raise InputError(
+            f"--gpus {gpus} was given; {'a GQA model' if grouped else 'a cache in host memory'} runs on one device "
+            "(--device-map does not spread it): leave it out"
+        )
     context = _context(asked, config)
     choice = numerics_named(numerics)
     if grouped:
@@ -90,11 +95,6 @@ def plan(
     found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
     if not grouped and kv_memory is None:
         found = _units(config, inventory, choice, batch, context, max_rewind)
-    elif gpus > 1:
-        raise InputError(
-            f"--gpus {gpus} was given; {'a GQA model' if grouped else 'a cache in host memory'} runs on one device "
-            "(--device-map does not spread it): leave it out"
-        )
     return {
         "checkpoint": checkpoint,
         "max_context": context,

@@ -69,8 +69,8 @@ def progress_bar(label: str, unit: str = "bytes", shown: bool = True) -> Iterato
         redirect_stderr=False,
     )
     bar = Bar(progress, label)
-    progress.start()
     try:
+        progress.start()  # within: Ctrl-C while it draws for the first time must not leave the cursor hidden
         yield bar
     finally:
         bar.close()

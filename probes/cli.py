@@ -1,6 +1,5 @@
 """`dsv4 audit`: the probes' part of the command line."""
 
-import enum
 import json
 from datetime import date
 from pathlib import Path
@@ -17,20 +16,6 @@ from dsv4.terminal import errors
 say = errors.print
 
 
-class FailOn(enum.Enum):
-    """The mildest status of a check that is a finding."""
-
-    fail = "fail"
-    vacuous = "vacuous"
-    warn = "warn"
-
-    @property
-    def status(self):
-        from dsv4.probes.result import Status
-
-        return Status[self.name.upper()]
-
-
 class RunByDefault(TyperGroup):
     """`dsv4 audit CHECKPOINT …` means `dsv4 audit run CHECKPOINT …`."""
 
@@ -43,6 +28,7 @@ class RunByDefault(TyperGroup):
 CACHE = choice(CACHES, "Of ours: how window rows and entries are held.")
 INDEX_CACHE = choice(INDEX_CACHES, "Of ours: how index keys are held.")
 BACKEND = choice((*BACKENDS, "training"), "Implementation of ours. training: whole sequences, by a probe of their own.")
+FAIL_ON = choice(("fail", "vacuous", "warn"), "The mildest status that makes exit code 1.")
 
 audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -67,7 +53,7 @@ def run_audit(
     budget: Annotated[
         str | None, typer.Option(help="Time, e.g. 60s: probes that would begin later are VACUOUS.")
     ] = None,
-    fail_on: Annotated[FailOn, typer.Option(help="The mildest status that makes exit code 1.")] = FailOn.fail,
+    fail_on: Annotated[str, FAIL_ON] = "fail",
     baseline: Annotated[
         Path | None, typer.Option(help="JSON report of before: the summary says what differs from it.")
     ] = None,
@@ -79,10 +65,11 @@ def run_audit(
     """Probe a checkpoint and an implementation of it. Exit code 0: no findings; 1: findings; 2: it could not run."""
     from dsv4.probes import audit
     from dsv4.probes.formats import json_report
+    from dsv4.probes.result import Status
 
     limit = None if budget is None else audit.seconds(budget)
     names = probe or []
-    shown = audit.Shown(fail_on.status, None if baseline is None else json_report.load(baseline), out)
+    shown = audit.Shown(Status[fail_on.upper()], None if baseline is None else json_report.load(baseline), out)
     raise typer.Exit(
         audit.run(checkpoint, subject, numerics, backend, device, names, limit, shown, say, cache, index_cache)
     )
@@ -92,7 +79,7 @@ def run_audit(
 def report_again(
     report: Annotated[Path, typer.Argument(help="JSON report of dsv4 audit.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Directory for its other formats.", show_default=False, callback=folder)],
-    fail_on: Annotated[FailOn, typer.Option(help="The mildest status that makes exit code 1.")] = FailOn.fail,
+    fail_on: Annotated[str, FAIL_ON] = "fail",
     baseline: Annotated[
         Path | None, typer.Option(help="JSON report of before: the summary says what differs from it.")
     ] = None,
@@ -101,10 +88,11 @@ def report_again(
     those of an audit."""
     from dsv4.probes import audit
     from dsv4.probes.formats import json_report
+    from dsv4.probes.result import Status
 
     found = json_report.read(json_report.load(report))
     before = None if baseline is None else json_report.load(baseline)
-    raise typer.Exit(audit.publish(found, audit.Shown(fail_on.status, before, out), report.stem, say))
+    raise typer.Exit(audit.publish(found, audit.Shown(Status[fail_on.upper()], before, out), report.stem, say))
 
 
 @audit_app.command("selftest")

@@ -89,7 +89,7 @@ def test_every_option_stands_in_a_group_and_every_example_parses(command_line, m
             monkeypatch.setattr(each, "callback", lambda below=below, **given: called.append(below))
     for line in EXAMPLES[path]:
         code, _, err = command_line(*shlex.split(line)[1:])
-        assert code == 0 and called.pop().startswith(path) and len(line) < 90, err
+        assert code == 0 and called.pop().startswith(path) and len(line) < 105, err
 
 
 def test_no_group_or_example_is_of_what_is_gone():
@@ -109,6 +109,7 @@ def test_no_group_or_example_is_of_what_is_gone():
         (("fidelity", "demo", "--effort", "none"), "--effort takes quick, standard or thorough; got 'none'"),
         (("termination", "demo", "--backend", "x"), "--backend takes auto, reference, cpu or triton; got 'x'"),
         (("regime", "measure", "--model", "mla"), "--model takes gqa or csa; got 'mla'"),
+        (("audit", "demo", "--fail-on", "pass"), "--fail-on takes fail, vacuous or warn; got 'pass'"),
         (("genrate",), "No such command 'genrate'. Did you mean 'generate'?"),
         (("generate", "demo", "--max-tokens", "3"), "No such option: --max-tokens"),
         (("convert", "demo"), "Missing argument 'dst'"),
