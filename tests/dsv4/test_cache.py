@@ -128,7 +128,7 @@ def test_overrun_is_an_error_and_changes_nothing(official):
         (torch.tensor([[320]]), "token id 320 is outside the vocabulary of 320"),
         (torch.tensor([[-1]]), "token id -1"),
         (torch.zeros(1, 0, dtype=torch.int64), "no token to append"),
-        (torch.zeros(1, 2), "expected int64"),
+        (torch.zeros(1, 2), "expected a tensor int64"),
         (torch.zeros(2, 2, dtype=torch.int64), "ids have 2 rows, the cache 1"),
     ],
     ids=["too large", "negative", "empty", "floats", "wrong batch"],

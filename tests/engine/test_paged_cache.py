@@ -128,8 +128,8 @@ def test_a_step_without_pages_is_refused_and_takes_none(model):
 @pytest.mark.parametrize(
     "change,match",
     [
-        (dict(max_context=2049), "max_context 1 … 2048"),
-        (dict(batch=0), "batch >= 1"),
+        (dict(max_context=2049), "max_context 2049 exceeds the checkpoint.s max_position_embeddings 2048"),
+        (dict(batch=0), "batch of a cache is int 0"),
         (dict(pages={"window": 3}), "at least one for each of"),
         (dict(reach=63), "room for 63 tokens a row; expected max_context 64 … 2048"),
         (dict(reach=2049), "expected max_context 64 … 2048"),
