@@ -1,6 +1,6 @@
 """The figures as SVG documents; dsv4.probes.recall.plots says whether they can be drawn."""
 
-from dsv4.probes.recall.plots import canvas, legend, share_axis, svg
+from dsv4.probes.recall.plots import canvas, legend, logarithmic, share_axis, svg
 
 DEPTHS = 10  # bins of a needle's depth
 
@@ -47,7 +47,6 @@ def _by_budget(document: dict) -> str:
             agreement.plot(x, [r["agreement"] for r in group], "o-", color=f"C{n}", label=family)
             agreement.plot(x, [_or_nan(r["agreement_confident"]) for r in group], "x--", color=f"C{n}")
             kl.plot(x, [r["kl"] or float("nan") for r in group], "o-", color=f"C{n}")
-        kl.set(yscale="log")
         kl.set_title(f"KL(exact ‖ variant), {context:,} tokens", fontsize=9)
         kl.tick_params(labelsize=7)
         kl.grid(alpha=0.25)
@@ -62,6 +61,7 @@ def _by_budget(document: dict) -> str:
     low = min(lows)  # the panels share their axis
     panels[0][0].set_ylim(low, 1 + 0.03 * (1 - low))
     panels[1][0].set_ylabel("nats a token", fontsize=8)
+    logarithmic(panels[1][0], "y", [r["kl"] for r in document["rows"]])
     legend(figure)
     return svg(figure)
 

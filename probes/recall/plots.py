@@ -31,6 +31,17 @@ def canvas(panels: int):
     return figure, figure.subplots(1, panels)
 
 
+def logarithmic(axis, side: str, values) -> None:
+    """Make 'x' or 'y' logarithmic with room around the positive ones of `values`; linear where there are none, since
+    matplotlib draws no logarithmic axis without a point on it."""
+    positive = [v for v in values if v is not None and isfinite(v) and v > 0]
+    if positive:
+        getattr(axis, f"set_{side}scale")("log")
+        low, high = min(positive), max(positive)
+        room = max(1.2, (high / low) ** 0.05)
+        getattr(axis, f"set_{side}lim")(low / room, high * room)
+
+
 def legend(figure) -> None:
     """Name the lines below the panels, where they hide none: once if one panel has all names, else panel by panel."""
     named = [(axis, *axis.get_legend_handles_labels()) for axis in figure.axes]

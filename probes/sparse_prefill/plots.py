@@ -4,7 +4,7 @@ import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.probes.fidelity.plots import needle_maps
-from dsv4.probes.recall.plots import canvas, legend, share_axis, svg
+from dsv4.probes.recall.plots import canvas, legend, logarithmic, share_axis, svg
 from dsv4.probes.sparse_prefill.markdown import cut_of
 from dsv4.probes.sparse_prefill.mass import KINDS
 from dsv4.probes.sparse_prefill.quality import GOAL
@@ -162,7 +162,7 @@ def stability(rows: list[dict], shown: list[tuple]) -> str:
         )
         share_axis(above, f"Jaccard of heavy tokens, {cut_of(of[0])}")
         below.set_title("tokens of chunk 0 in the memory, mean over KV heads", fontsize=8)
-        below.set(yscale="log")
+        logarithmic(below, "y", [n for r in of for n in (*r["survivors"], *r["survivors_chance"])])
         below.yaxis.set_major_formatter("{x:g}")
         for axis in (above, below):
             finish(axis, "update")

@@ -1,6 +1,6 @@
 """The figures as SVG documents; dsv4.probes.recall.plots says whether they can be drawn."""
 
-from dsv4.probes.recall.plots import canvas, legend, share_axis, svg
+from dsv4.probes.recall.plots import canvas, legend, logarithmic, share_axis, svg
 from dsv4.probes.terminating.markdown import SWEPT, longest
 
 FLOOR = 1e-9  # errors below are no points: the line at the bottom says so
@@ -39,7 +39,7 @@ def _sweeps(document: dict, key: str, title: str) -> str:
                 0.01, 1.1 * FLOOR, "smaller errors are not drawn", transform=axis.get_yaxis_transform(), fontsize=6
             )
         if swept != "patience":
-            axis.set_xscale("log")
+            logarithmic(axis, "x", [r[swept] for r in rows if r["varied"] == swept])
         axis.set_xlabel(SWEPT[swept], fontsize=8)
     legend(figure)
     return svg(figure)

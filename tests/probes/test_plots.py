@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from dsv4.probes.fidelity.plots import needle_maps
-from dsv4.probes.recall.plots import canvas, legend, share_axis, svg
+from dsv4.probes.recall.plots import canvas, legend, logarithmic, share_axis, svg
 from dsv4.probes.terminating import plots as terminating
 
 
@@ -48,6 +48,19 @@ def test_an_error_below_the_floor_is_no_point(monkeypatch):
     seen = []
     monkeypatch.setattr(terminating, "svg", lambda figure: seen.append(figure) or "")
     terminating._sweeps({}, "error_p99", "error")
+    assert rows[0]["tau"] > seen[0].axes[0].get_xlim()[0] > 0
     heights = [v for line in seen[0].axes[0].get_lines()[:2] for v in line.get_ydata()]
     assert [v == v for v in heights] == [False, True] * 2
     assert "smaller errors are not drawn" in [text.get_text() for text in seen[0].axes[0].texts]
+
+
+@pytest.mark.parametrize("values", [[0.0, None, float("nan")], [], [0.0, 1e-3, 1e-2]], ids=["none", "empty", "some"])
+@pytest.mark.parametrize("side", ["x", "y"])
+def test_a_logarithmic_axis_is_drawn_whatever_is_on_it(side, values):
+    """All errors below the floor are no points, and matplotlib refuses a logarithmic axis without any."""
+    figure, axis = canvas(1)
+    nothing = [float("nan")] * 2
+    axis.plot([1, 2] if side == "y" else nothing, nothing)
+    logarithmic(axis, side, values)
+    assert "<svg" in svg(figure)
+    assert getattr(axis, f"get_{side}scale")() == ("log" if len(values) == 3 and values[1] else "linear")
