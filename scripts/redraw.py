@@ -99,8 +99,8 @@ def _decode(stem, document):
     from scripts.bench.decode_prefill import Prefill
 
     points = [_made(Point, row) for row in document["points"]]
-    prefills = [_made(Prefill, row) for row in document["prefills"]]
-    svg = decode_report.svg(points, document["about"], document["transformers"], prefills)
+    prefills = [_made(Prefill, row) for row in document.get("prefills", ())]
+    svg = decode_report.svg(points, document["about"], document.get("transformers"), prefills)
     return {f"{stem}.svg": svg} if svg else {}
 
 
@@ -127,7 +127,7 @@ KINDS = (  # name, whether a document is of it, file name → SVG
     ("host tier", lambda d: "link" in d, _host_tier),
     ("host tier, identity", lambda d: "hit_rate" in _first(d), _identity),
     ("regime", lambda d: "map" in d, _regime),
-    ("decode", lambda d: "prefills" in d and "points" in d, _decode),
+    ("decode", lambda d: "points" in d and "timeline" not in d, _decode),
     ("speculation", lambda d: "timeline" in d and "points" in d, _speculation),
     ("batch", lambda d: {"requests", "latency_seconds"} <= d.keys(), _batch),
 )

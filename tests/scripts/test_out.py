@@ -80,3 +80,12 @@ def test_a_committed_measurement_is_drawn_from_its_json(tmp_path):
     assert redraw.main([str(found[0]), "--out", str(tmp_path)]) == 0
     assert [p.name for p in tmp_path.iterdir()] == [f"{found[0].stem}.svg"]
     assert json.loads(found[0].read_text())["rows"]
+
+
+def test_decode_steps_without_prompts_are_drawn(tmp_path):
+    """A report may have been measured without `--prefill`."""
+    point = dict(batch=1, context=8192, layers=2, step_ms=1.0, mean_ms=1.0, spread=0.0, floor_ms=0.5, bytes=1)
+    point |= dict(peak_bytes=1, cache_bytes=1, capture_seconds=0.1, layer_ms=0.5)  # layer_ms is derived
+    about = {"device": "d", "torch": "t", "triton": "t", "commit": "c"}
+    (tmp_path / "decode.json").write_text(json.dumps({"about": about, "points": [point]}))
+    assert redraw.main([str(tmp_path / "decode.json")]) == 0 and (tmp_path / "decode.svg").is_file()
