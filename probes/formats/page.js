@@ -1,16 +1,17 @@
 "use strict";
 const form = document.getElementById("filters"), rows = [...document.querySelectorAll(".checks tbody tr")];
-const names = ["status", "probe", "layer", "text"];
+const names = ["status", "probe", "layer", "point", "text"];
 
 function apply() {
   const wanted = new URLSearchParams(location.hash.slice(1));
   for (const name of names) if (document.activeElement !== form.elements[name] || name !== "text")
     form.elements[name].value = wanted.get(name) || "";
-  const [status, probe, layer, text] = names.map(name => wanted.get(name) || "");
+  const [status, probe, layer, point, text] = names.map(name => wanted.get(name) || "");
   let shown = 0;
   for (const row of rows) {
     const fits = (!status || (status === "open" ? row.className !== "PASS" : row.className === status))
       && (!probe || row.dataset.p === probe) && (!layer || row.dataset.l === layer)
+      && (!point || row.dataset.c === point)
       && (!text || row.textContent.toLowerCase().includes(text.toLowerCase()));
     row.hidden = !fits;
     shown += fits;

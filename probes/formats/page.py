@@ -1,7 +1,9 @@
-"""The report as one HTML page that needs nothing else: a grid of layers and probes, filters, every check with details.
+"""The report as one HTML page that needs nothing else: grids of layers by capture point and by probe, filters, every
+check with details.
 
 Filters stand in the part of the address after '#', so that a filtered view is a link:
-`#status=FAIL&probe=rope&layer=3&text=index keys`. Style and script are beside this file in page.css and page.js.
+`#status=FAIL&probe=rope&layer=3&point=attn_out&text=index keys`. Style and script are beside this file in page.css and
+page.js.
 """
 
 import html
@@ -9,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4.probes.formats import margins, words
+from dsv4.probes.formats.points import point_of
 from dsv4.probes.result import Check, Status, worst
+from dsv4.probes.subject import POINTS
 
 if TYPE_CHECKING:
     from dsv4.probes.report import Report, Section
@@ -30,7 +34,8 @@ def render(report: "Report", stem: str) -> str:
         f'content="light dark"><title>{title}</title><style>{style}</style></head><body>',
         f"<h1>{title}</h1>",
         _verdict(report),
-        f"<h2>Layers and probes</h2>{_grid(report)}",
+        f"<h2>Layers and capture points</h2>{_points(report)}",
+        f"<h2>Layers and probes</h2>{_probes(report)}",
         f'<h2 id="checks">Checks</h2>{_filters(report)}{_checks(report)}',
         "<h2>Margins</h2><p>A mark is a check: measured over threshold. Beyond the red line is red; marks at an end "
         "lie further out.</p>",
@@ -61,36 +66,53 @@ def _verdict(report: "Report") -> str:
     )
 
 
-def _grid(report: "Report") -> str:
-    """A row a layer, a column a probe: the worst status, and the worst margin where there is one."""
+def _points(report: "Report") -> str:
+    """A row a layer, a column a capture point, in the order in which a layer computes them."""
+    cells: dict[tuple[int | None, str], list[Check]] = {}
+    for _, check in report.checks:
+        layer, point = margins.layer_of(check), point_of(check)
+        if layer is not None and point is not None:
+            cells.setdefault((layer, point), []).append(check)
+    return _grid(cells, [p for p in POINTS if any(p == of for _, of in cells)], "point")
+
+
+def _probes(report: "Report") -> str:
+    """A row a layer, a column a probe."""
     cells: dict[tuple[int | None, str], list[Check]] = {}
     for section, check in report.checks:
         cells.setdefault((margins.layer_of(check), section.probe), []).append(check)
+    legend = "".join(f'<span class="key {s.value}">{s.value}</span>' for s in Status)
+    note = "Number: the worst margin, where 1 is the threshold; = is exact or has no margin; F, E, V, W: not passed."
+    grid = _grid(cells, list(dict.fromkeys(section.probe for section in report.sections)), "probe")
+    return f'{grid}<p class="keys">{legend} {note}</p>'
+
+
+def _grid(cells: dict[tuple[int | None, str], list[Check]], columns: list[str], kind: str) -> str:
+    """The worst status of each cell, and the worst margin where there is one. kind: the filter that a column sets."""
+    if not cells:
+        return "<p>No check speaks of one.</p>"
     layers = sorted({layer for layer, _ in cells}, key=lambda layer: -1 if layer is None else layer)
-    probes = list(dict.fromkeys(section.probe for section in report.sections))
     head = "".join(
-        f'<th><a href="#probe={escape(p)}"><span>{escape(p.replace("_", " "))}</span></a></th>' for p in probes
+        f'<th><a href="#{kind}={escape(c)}"><span>{escape(c.replace("_", " "))}</span></a></th>' for c in columns
     )
     rows = [f"<tr><th></th>{head}</tr>"]
     for layer in layers:
         name = "model" if layer is None else f"layer {layer}"
         link = "none" if layer is None else layer
-        found = "".join(_cell(cells.get((layer, probe)), probe, link) for probe in probes)
+        found = "".join(_cell(cells.get((layer, column)), kind, column, link) for column in columns)
         rows.append(f'<tr><th><a href="#layer={link}">{name}</a></th>{found}</tr>')
-    legend = "".join(f'<span class="key {s.value}">{s.value}</span>' for s in Status)
-    note = "Number: the worst margin, where 1 is the threshold; = is exact or has no margin; F, E, V, W: not passed."
-    return f'<div class="wide"><table class="grid">{"".join(rows)}</table></div><p class="keys">{legend} {note}</p>'
+    return f'<div class="wide"><table class="grid">{"".join(rows)}</table></div>'
 
 
-def _cell(checks: list[Check] | None, probe: str, layer) -> str:
+def _cell(checks: list[Check] | None, kind: str, column: str, layer) -> str:
     if not checks:
         return "<td></td>"
     status, found = worst(checks), margins.worst(checks)
     value = None if found is None else found[0]
     near = " near" if status is Status.PASS and value is not None and value > NEAR else ""
     shown = status.value[0] if status is not Status.PASS else "=" if not value else f"{value:.1g}"
-    said = f"{probe}, {len(checks)} checks, {status.value}" + ("" if value is None else f", worst margin {value:.3g}")
-    link = f"#probe={escape(probe)}&amp;layer={layer}"
+    said = f"{column}, {len(checks)} checks, {status.value}" + ("" if value is None else f", worst margin {value:.3g}")
+    link = f"#{kind}={escape(column)}&amp;layer={layer}"
     return f'<td class="{status.value}{near}"><a href="{link}" title="{escape(said)}">{shown}</a></td>'
 
 
@@ -104,6 +126,7 @@ def _filters(report: "Report") -> str:
         f'<label>probe <select name="probe"><option value="">all</option>{options(probes)}</select></label>'
         '<label>layer <select name="layer"><option value="">all</option><option value="none">model</option>'
         f"{options(layers)}</select></label>"
+        f'<label>point <select name="point"><option value="">all</option>{options(POINTS)}</select></label>'
         '<label>text <input name="text" type="search"></label><a href="#">reset</a> <output></output></form>'
     )
 
@@ -130,6 +153,7 @@ def _row(section: "Section", check: Check) -> str:
         f"<td>{escape(words.required(check))}</td>",
     ]
     about = f'data-p="{escape(section.probe)}" data-l="{"none" if layer is None else layer}"'
+    about += f' data-c="{point_of(check) or ""}"'
     return f'<tr class="{check.status.value}" {about}>{"".join(cells)}</tr>\n'
 
 

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from dsv4.probes.formats import json_report, page
+from dsv4.probes.formats.points import point_of
 from dsv4.probes.result import Check, Status
 from tests.probes.test_report import NASTY, PROVENANCE, Report, Section, a_report
 
@@ -105,11 +106,33 @@ def test_the_grid_has_the_worst_status_and_margin_of_each_layer_and_probe():
         for i, s, m in ((0, Status.PASS, 0.25), (0, Status.PASS, 0.5), (1, Status.PASS, 0.1), (1, Status.FAIL, 3.0))
     ]
     text = page.render(Report("r", PROVENANCE, [Section("rope", "p", checks, 0.0)]), "s")
-    cells = re.findall(r'<td class="([A-Z]+)(?: near)?"><a href="([^"]+)"[^>]*>([^<]+)', text)
+    cells = re.findall(r'<td class="([A-Z]+)(?: near)?"><a href="(#probe[^"]+)"[^>]*>([^<]+)', text)
     assert cells == [("PASS", "#probe=rope&amp;layer=0", "0.5"), ("FAIL", "#probe=rope&amp;layer=1", "F")]
 
 
-@pytest.mark.parametrize("name", ["status", "probe", "layer", "text"])
+def test_a_check_stands_at_the_capture_point_that_it_names_or_that_shows_its_part():
+    checks = [
+        Check(name, status, "layer 2, decode", measured=0.5, relation="<=", threshold=1.0, samples=1, part=part)
+        for name, part, status in (
+            ("kv_window: equal the oracle's", "rotation of window rows", Status.PASS),
+            ("index keys equal the oracle's", "", Status.FAIL),
+            ("path", "selection", Status.VACUOUS),
+            ("weights of the chosen experts", "router", Status.PASS),
+            ("logits equal those of one step", "caches", Status.PASS),
+        )
+    ]
+    assert [point_of(c) for c in checks] == ["kv_window", "index_keys", "selection", "ffn_out", None]
+    text = page.render(Report("r", PROVENANCE, [Section("rope", "p", checks, 0.0)]), "s")
+    cells = re.findall(r'href="#point=(\w+)&amp;layer=(\d+)"[^>]*>([^<]+)', text)
+    assert cells == [
+        ("kv_window", "2", "0.5"),
+        ("index_keys", "2", "F"),
+        ("selection", "2", "V"),
+        ("ffn_out", "2", "0.5"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["status", "probe", "layer", "point", "text"])
 def test_the_script_filters_by_what_the_form_offers(name):
     """The script reads the address by the names that the form's fields have."""
     text = page.render(a_report(), "s")
