@@ -137,6 +137,7 @@ def generate(
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
     where = memory_named(kv_memory, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
+    run.parse_max_memory(max_memory)  # options are read before a checkpoint
     config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
     shown = not quiet
     with limited_threads(config and config.hidden_size, threads):

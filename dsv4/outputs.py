@@ -8,11 +8,11 @@ from pathlib import Path
 from dsv4.errors import InputError
 
 
-def writable(out: Path | None, file: bool = False) -> Path | None:
+def writable(out: Path | None, file: bool = False, option: str = "--out") -> Path | None:
     """`out` itself, after trying that it can be written; nothing of the trial is left. Commands ask before the work.
 
-    out: a folder that is there or can be made, or with `file` a file in such a folder; None is no report. Raises
-    InputError.
+    out: a folder that is there or can be made, or with `file` a file in such a folder; None is no report. option:
+    how the command line names it. Raises InputError.
     """
     if out is None:
         return None
@@ -27,7 +27,8 @@ def writable(out: Path | None, file: bool = False) -> Path | None:
         os.unlink(trial)
     except OSError as error:
         raise InputError(
-            f"--out {out} cannot be written: {error.strerror or error}; expected a folder that is there or can be made"
+            f"{option} {out} cannot be written: {error.strerror or error}; expected a folder that is there or can be "
+            "made"
         ) from None
     finally:
         for path in made:

@@ -45,6 +45,8 @@ def read_checks(subject: Subject, own: OracleConfig, config: ModelConfig) -> Ite
         return
     for key, wanted in by_key(own).items():
         effective = getattr(config, key, loaded[key])
+        if key == "hashed":  # the config says it of one layer at a time
+            effective = tuple(config.hashed(i) for i in range(config.num_hidden_layers))
         found = loaded[key] if loaded[key] != wanted else effective
         note = subject.files.config_notes.get(key.partition(".")[0], "")
         yield compare(

@@ -256,8 +256,8 @@ def blame(case: Case) -> tuple[str, str]:
     whole = score_error(case, case.wanted["index_scores"])
     if errors[best] <= 0.5 * whole:
         return known[best][0], left_of(errors, whole)
-    errors, own = entry_errors(case), case.points.get("index_keys")
-    wrong = errors > 0.1 * errors.max()
+    of_entries, own = entry_errors(case), case.points.get("index_keys")
+    wrong = of_entries > 0.1 * of_entries.max()
     if wrong.float().mean() < 0.9:  # a wrong query or weight spares no entry
         judged = own is not None and own.shape == case.wanted["keys"].shape
         sound = judged and bool((far(own, case.wanted["keys"])[0, : len(wrong)][wrong] < ENTRY).all())

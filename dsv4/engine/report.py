@@ -16,6 +16,7 @@ def check_can_report(directory: Path) -> None:
     check_can_draw(
         directory,
         "a report holds an SVG, and matplotlib is not installed; pip install 'dsv4[plots]', or run without --report",
+        "--report",
     )
 
 

@@ -27,12 +27,13 @@ def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
         raise InputError(f"{path}: {error}") from None
 
 
-def check_can_draw(directory: Path, wanted: str) -> None:
+def check_can_draw(directory: Path, wanted: str, option: str = "--out") -> None:
     """Make the directory of a report with plots. Raises InputError where it could not be written: before a run, not
-    after it. wanted: why there must be plots, and what else can be done."""
+    after it. wanted: why there must be plots, and what else can be done.
+    option: how the command line names the directory."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(wanted)
-    writable(directory)
+    writable(directory, option=option)
     directory.mkdir(parents=True, exist_ok=True)
 
 

@@ -56,7 +56,7 @@ def llama3_scaling_taken_for_linear(site: Site) -> None:
 @mutation("1.14", bugs=(), parts=ROTATED, probes=("rope",), profile="llama3")
 def llama3_ramp_turned_round(site: Site) -> None:
     """The ramp between stretched and kept frequencies weighs them the other way round."""
-    real = site.patch(ropes, "_llama3", lambda f, rope: f / rope.factor + f - real(f, rope))
+    real = site.patch(ropes, "llama3", lambda f, factor, *ends: f / factor + f - real(f, factor, *ends))
 
 
 @mutation("1.14", bugs=(), parts=ROTATED, probes=("rope",), profile="yarn")

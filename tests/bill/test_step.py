@@ -13,7 +13,7 @@ CSA, HCA, ALL = 21, 20, 43  # layers of V4-Flash
 def step(command_line):
     def call(*args) -> dict[str, int]:
         code, out, err = command_line("plan", *args, "--json")
-        assert not code, err
+        assert code in (0, 1) and not err, err  # 1: it does not fit this machine
         return {row["name"]: row["nbytes"] for row in json.loads(out)["step"] if row["formula"]}
 
     return call

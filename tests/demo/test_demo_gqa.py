@@ -38,6 +38,7 @@ def test_the_fact_table(model, tokenizer):
     assert sum(answered(model, asked, LIMITS)) >= 0.95 * len(FACTS) and len(FACTS) >= 300
 
 
+@pytest.mark.sweep  # minutes on a busy machine; its parts have tests of their own
 def test_needles_are_found_by_what_reads_them_and_by_nothing_else(model, tokenizer, prose):
     """By the dense model and by bounds of blocks; 512 tokens of sink and window do not reach them."""
     rng = Random(11)

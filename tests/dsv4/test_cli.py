@@ -347,7 +347,7 @@ def test_convert_then_generate_gives_the_same_tokens(run, demo, tmp_path):
 
 def test_plan_of_a_preset_and_of_a_directory(run, demo):
     document = json.loads(run("plan", "flash", "--max-context", "1M", "--json")[1])
-    assert document["weights_bytes"] == 159609485896 and document["cache_bytes"] == 7275954176
+    assert document["weights_bytes"] == 159609485896 and document["cache_bytes"] == 7275963392
     assert document["fits"] == (document["total_bytes"] <= document["free_bytes"])
     code, out, _ = run("plan", "pro")
     assert code == (0 if out.startswith("fits: ") else 1) and "⌈1048576 / 4⌉" in out

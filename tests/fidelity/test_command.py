@@ -147,7 +147,7 @@ def test_other_words(run, demo, prose, tmp_path, monkeypatch):
     [
         (("--context", "5000"), "expected 2 … 3968 tokens"),
         (("--context", "1"), "--context 1: expected 2"),
-        (("--effort", "great"), "expected one of quick"),
+        (("--effort", "great"), "--effort takes quick"),
         (("--context", "200", "--tail", "200"), "leaves no prompt"),
         (("--policy", "block-bound"), "--policy would change nothing of a DeepSeek-V4"),
         (("--budget", "64", "--block", "16"), "--budget, --block would change nothing"),

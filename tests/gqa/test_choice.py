@@ -114,7 +114,7 @@ def test_what_was_read_is_reported(checkpoint, command_line):
     }
     assert found["token_ids"][0] == plain["token_ids"][0]  # the prompt is read densely
     code, _, err = command_line(
-        *args, "--prefill-chunks", "64,8,8", "--attention", "sink-window", "--attention-tokens", "256"
+        *args, "--verbose", "--prefill-chunks", "64,8,8", "--attention", "sink-window", "--attention-tokens", "256"
     )
     assert code == 0 and "2 of 3 blocks, 174 tokens, by sink+window" in err and "chunked_prefill" in err
     chunks = json.loads(command_line(*args[:-3], "1", "--numerics", "fp32", "--prefill-chunks", "64,8,8", "--json")[1])
@@ -196,6 +196,7 @@ def test_dummy_geometries(narrow, command_line):
         "page-bound",
         "--attention-tokens",
         "64",
+        "--verbose",
     )
     assert code == 0 and "4 of 26 blocks" in err
     for args, said in ((("llama-8b", "--layers", "33"), "expected 1 … 32"), (("grand",), "llama-8b or qwen2.5-7b")):

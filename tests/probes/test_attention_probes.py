@@ -162,6 +162,7 @@ def test_temperature_missing_changes_no_pick_and_is_seen(subject):
     assert parts(found) == {"indexer weights"}
 
 
+@pytest.mark.sweep  # minutes on a busy machine; its parts have tests of their own
 def test_sinks_zeroed(subject):
     for block in subject.model.layers:
         block.attn.attn_sink.data.zero_()

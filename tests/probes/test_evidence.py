@@ -59,7 +59,7 @@ def test_the_probe_of_sinks_puts_the_head_beside_the_place(official):
         block.attn.attn_sink.data[-1] = 0.0
     faulty = execute(Influence(), subject)[0]
     assert key(sound) == key(faulty) and all("head" not in where for _, where in key(sound))
-    assert {c.found for c in faulty if c.status is Status.FAIL and c.part == "sink"} == {
+    assert {c.found for c in faulty if c.status is Status.FAIL and "sink" in c.name} == {
         f"head {subject.config.num_attention_heads - 1}"
     }
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dsv4 import cache as caches
 from dsv4 import rows, streams
+from dsv4.errors import ConfigError
 from dsv4.kernels import quantize
 from dsv4.kernels.quantize import weights as quantised
 from dsv4.probes.config_ledger import NO_EFFECT
@@ -131,11 +132,13 @@ def test_another_implementation_is_held_against_the_file(official):
 # ---- config_ledger -----------------------------------------------------------------------------
 
 
-def test_unread_key_warns_unless_its_reason_is_known(official, copy_of):
-    root = checkpoints.edit_config(copy_of(official), seq_aux_loss=True, attention_dropout=0.0)
+def test_an_unread_key_passes_where_its_reason_is_known_and_is_refused_else(official, copy_of):
+    root = checkpoints.edit_config(copy_of(official), attention_dropout=0.0)
     assert "attention_dropout" in NO_EFFECT
-    warned = [c for c in run("config_ledger", FilesSubject(root)) if c.status is not Status.PASS]
-    assert [(c.at, c.status) for c in warned] == [("seq_aux_loss", Status.WARN)]
+    found = [c for c in run("config_ledger", FilesSubject(root)) if c.at == "attention_dropout"]
+    assert found and worst(found) is Status.PASS
+    with pytest.raises(ConfigError, match="'seq_aux_loss', which nothing here reads"):
+        FilesSubject(checkpoints.edit_config(root, seq_aux_loss=True))
 
 
 def test_kind_that_contradicts_the_tensors_is_red(official, copy_of):

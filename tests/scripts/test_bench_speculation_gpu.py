@@ -208,6 +208,7 @@ def test_the_model_that_is_compiled_for_has_every_kind_of_layer_and_one_set_of_e
         rounds._round(1)
 
 
+@pytest.mark.sweep  # minutes on a busy machine; its parts have tests of their own
 def test_a_checkpoints_own_text_is_plain_decodings_under_every_policy(tmp_path, monkeypatch):
     """As on a GPU, with costs of a table: those of a CPU are no matter here."""
     costs = dataclasses.replace(moe(), batches={2: moe().of(1)})
