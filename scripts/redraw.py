@@ -24,7 +24,12 @@ def drawn(stem: str, document: dict) -> dict[str, str]:
     """File name → SVG of one document. Raises InputError for a kind that this does not know."""
     for _, fits, draw in KINDS:
         if fits(document):
-            return draw(stem, document)
+            try:
+                return draw(stem, document)
+            except (KeyError, IndexError):
+                raise InputError(
+                    f"{stem}.json lacks lists that its plots show; expected the file as it was measured"
+                ) from None
     raise InputError(f"{stem}.json is of no kind that can be drawn; expected {', '.join(kind for kind, *_ in KINDS)}")
 
 
