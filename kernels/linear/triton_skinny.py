@@ -143,7 +143,7 @@ def inputs(
     if TURNED > 0:
         v = _turned(v, cis, _columns(k, live, K, KS, NH, FORMAT)[0] % HEAD >= HEAD - TURNED)
     if SIMULATE:
-        v = _through_e4m3(v, KS, NH, FP32)
+        v = _through_e4m3(v, KS, NH, FP32, APART)
     if APART:
         v = _halved(v, up)
     elif FP32:
@@ -181,8 +181,11 @@ def _halved(v, up):
 
 
 @triton.jit
-def _through_e4m3(v, KS: tl.constexpr, NH: tl.constexpr, FP32: tl.constexpr):
-    """Each token's 128 columns rounded to E4M3 by their own scale, as `simulate_fp8_blocks` does, and back."""
+def _through_e4m3(v, KS: tl.constexpr, NH: tl.constexpr, FP32: tl.constexpr, APART: tl.constexpr):
+    """Each token's 128 columns rounded to E4M3 by their own scale, as `simulate_fp8_blocks` does, and back.
+
+    APART (not with FP32): a token's columns lie in four of the eight places, 32 in each; they share one scale.
+    """
     M: tl.constexpr = 32 * KS * 4 * NH
     if FP32:
         x = tl.reshape(widen(v), [NH, 4, KS, 8, 4, 8])
@@ -193,7 +196,11 @@ def _through_e4m3(v, KS: tl.constexpr, NH: tl.constexpr, FP32: tl.constexpr):
         w = pair(even, odd)
         m = tl.reshape(w & 0x7FFF7FFF, [NH, 4, KS, 8, 4, 4])
         m = tl.reduce(tl.reduce(m, 5, larger_pair), 1, larger_pair)
-        k = e4m3_exponent(tl.max(tl.maximum(m & 0x7FFF0000, m << 16), 3))[:, None, :, :, None, None]
+        most = tl.max(tl.maximum(m & 0x7FFF0000, m << 16), 3)
+        if APART:
+            whole = tl.max(tl.reshape(most, [NH, KS, 4, 2]), 2, keep_dims=True)
+            most = tl.reshape(tl.broadcast_to(whole, [NH, KS, 4, 2]), [NH, KS, 8])
+        k = e4m3_exponent(most)[:, None, :, :, None, None]
         k = tl.reshape(tl.broadcast_to((k + 127) * 0x00800080, [NH, 4, KS, 8, 4, 4]), [M, 4])
         w = tl.inline_asm_elementwise(
             ROUND_E4M3,

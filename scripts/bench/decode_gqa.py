@@ -76,7 +76,7 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
         graphs.append(DecodeGraph(model, cache))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
-    for _turn in range(ROUNDS):
+    for _ in range(ROUNDS):
         for way, graph, mine, seen in zip(ways, graphs, times, found):
             model.attention = way
             mine += _turn(model, cache, graph, each, seen)

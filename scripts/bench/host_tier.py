@@ -40,7 +40,7 @@ class Link:
 def seconds(run, repeats: int = 5) -> float:
     """Median time of a run on the device."""
     times = []
-    for _i in range(repeats + 1):
+    for _ in range(repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()

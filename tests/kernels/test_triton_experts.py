@@ -224,20 +224,21 @@ def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
     assert distance(got, literal(x, indices, routing, w13, w2, simulate)) < 8e-3
 
 
-@pytest.mark.few(N=[5])
+@pytest.mark.few(N=[2])
+@pytest.mark.parametrize("simulate", [False, True])
 @pytest.mark.parametrize("N", [2, 5, 16])
-def test_a_token_among_a_few_has_the_bits_that_it_has_alone(N, monkeypatch):
+def test_a_token_among_a_few_has_the_bits_that_it_has_alone(N, simulate, monkeypatch):
     """A pass that verifies drafts is compared with steps of one token. Large products cancel, so that the order of sums
-    is seen."""
+    is seen. Where activations go through E4M3, the small columns of a block of 128 are rounded by its large ones."""
     if not CUDA:
         compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
     E, d, I, k = 3, 128, 64, 2
-    base, x = randn(E * 2 * I, 32, seed=5), randn(N, d) * 1e-2
+    base, x = randn(E * 2 * I, 32, seed=5), randn(N, d) * (1 if simulate else 1e-2)
     w13 = pack(torch.cat((base, -base, randn(E * 2 * I, 64, seed=6)), 1), "mxfp4")
     w13 = w13._replace(weight=w13.weight.view(E, 2 * I, -1), scale=w13.scale.view(E, 2 * I, -1))
     x[:, :32] = x[:, 32:64] = randn(N, 32, seed=7) * 1e4
     (indices, routing), w2 = choices(N, k, E), stack(E, d, I, "mxfp4", 1, 100)
-    run = lambda some: gpu.experts(x[some].bfloat16(), indices[some], routing[some], w13, w2, LIMIT, False)
+    run = lambda some: gpu.experts(x[some].bfloat16(), indices[some], routing[some], w13, w2, LIMIT, simulate)
     assert torch.equal(run(slice(0, N)), torch.cat([run(slice(t, t + 1)) for t in range(N)]))
 
 
