@@ -54,9 +54,14 @@ class Inputs:
     def matrix(self, O: int, K: int) -> torch.Tensor:
         return self.rand(O, K) * K**-0.5
 
-    def weights(self, O: int, K: int) -> dict[str, PackedWeight]:
-        """A matrix in every format that its columns allow."""
-        w = self.matrix(O, K)
+    def uneven(self, *shape: int) -> torch.Tensor:
+        """Like `act`, the first 32 columns of every 128 times 2^14: they decide the scale that E4M3 rounds the others
+        by."""
+        return torch.where(torch.arange(shape[-1]) % 128 < 32, 2.0**14, 1.0).to(self.dtype) * self.act(*shape)
+
+    def weights(self, O: int, K: int, even: bool = True) -> dict[str, PackedWeight]:
+        """A matrix in every format that its columns allow. even: else it takes nothing of what `uneven` makes large."""
+        w = self.matrix(O, K) * (even | (torch.arange(K) % 128 >= 32))
         found = {
             "dense": PackedWeight(WeightFormat.DENSE, w.to(self.dtype)),
             "fp8": PackedWeight(WeightFormat.FP8, *quantize_fp8(w)),

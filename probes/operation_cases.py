@@ -122,6 +122,11 @@ def _linear(i: Inputs):
     found = []
     for how, w in i.weights(2 * d, d).items():
         found += [(f"{how}{', simulated' if s else ''}", [i.act(i.N, d), w, s]) for s in simulations(how)]
+    found += [
+        (f"{how}, simulated, of a few large columns", [i.uneven(i.N, d), w, True])
+        for how, w in i.weights(2 * d, d, even=False).items()
+        if True in simulations(how)
+    ]
     head = PackedWeight(WeightFormat.DENSE, i.matrix(24, d).to(torch.bfloat16))
     return [*found, ("a bf16 head", [i.act(i.N, d).float(), head, False])]
 

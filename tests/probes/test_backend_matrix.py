@@ -11,6 +11,7 @@ from dsv4.kernels import operations
 from dsv4.kernels.dispatch import DispatchLedger, Operation, bind
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
+from dsv4.kernels.quantize import simulate_fp8_blocks
 from dsv4.probes import backend_matrix
 from dsv4.probes.backend_matrix import BackendMatrix, differing, error_of, most_of, own
 from dsv4.probes.case_inputs import Inputs
@@ -79,6 +80,19 @@ def test_every_format_of_weights_is_among_them(official, subject, name):
     labels = " ".join(case.label for case in cases(name, Inputs(subject.config, 2, torch.float32, 0)))
     assert all(how in labels for how in ("dense", "fp8", "mxfp4", "nvfp4"))
     assert name == "linears" or all(f"{how}, simulated" in labels for how in ("fp8", "mxfp4", "nvfp4"))
+
+
+def test_a_scale_of_fewer_columns_is_red(subject, monkeypatch):
+    """Activations through E4M3 by a scale for 32 columns instead of 128: as close as rounding, but where a few columns
+    are large."""
+
+    def change(real):
+        return lambda x, w, simulate: real(simulate_fp8_blocks(x, 32) if simulate else x, w, False)
+
+    planted(monkeypatch, "linear", change)
+    found = [c for c in BackendMatrix().run(subject) if c.part == "linear" and c.status is Status.FAIL]
+    in_bf16 = [c.where for c in found if "bfloat16" in c.where]
+    assert in_bf16 and all("large columns" in where for where in in_bf16)
 
 
 @pytest.mark.parametrize(
