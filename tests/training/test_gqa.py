@@ -25,14 +25,16 @@ SMALL = gqa.CONFIG | dict(
     max_window_layers=2,
 )
 
+STAGES = (replace(recipe.GQA.stages[0], length=256),)
+
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
-    """A state after 60 steps of 1,024 tokens, in two stretches, and the losses that the log has."""
+    """A state after 60 steps of 256 tokens, in two stretches, and the losses that the log has."""
     where = tmp_path_factory.mktemp("gqa") / "state"
     where.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "GQA", replace(recipe.GQA, batch=1024, warm_up=5, restart=2))
+        patch.setattr(recipe, "GQA", replace(recipe.GQA, stages=STAGES, batch=256, warm_up=5, restart=2))
         for steps in (25, 60):
             run = train_gqa.Run(corpus, where, "cpu", 1, SMALL)
             assert run.step == (0 if steps == 25 else 25)

@@ -18,19 +18,21 @@ from tests.training.test_export import TINY
 SMALL = TINY | dict(vocab_size=1024)
 ONLY = SMALL | dict(compress_ratios=[0] * len(SMALL["compress_ratios"]), moe_intermediate_size=96)
 
+STAGES = (replace(recipe.DEMO.stages[0], length=256),)  # of two times 128 tokens, which make an entry of HCA
+
 
 @pytest.fixture(scope="module")
 def states(corpus, tmp_path_factory):
-    """(state of the model, of its ablation), four steps of 1,024 tokens each, in two stretches."""
+    """(state of the model, of its ablation), two steps of a row of 256 tokens each, in two stretches."""
     root = tmp_path_factory.mktemp("states")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "DEMO", replace(recipe.DEMO, batch=1024))
+        patch.setattr(recipe, "DEMO", replace(recipe.DEMO, stages=STAGES, batch=256))
         patch.setattr(train_demo, "WINDOW_ONLY", ONLY)
         for name, raw in (("full", SMALL), ("window", ONLY)):
             (root / name).mkdir()
-            for steps in (2, 4):
+            for steps in (1, 2):
                 run = train_demo.Run(corpus, root / name, "cpu", 1, raw)
-                assert run.step == steps - 2
+                assert run.step == steps - 1
                 run.stretch(5, steps)
     return root / "full", root / "window"
 
@@ -43,7 +45,7 @@ def small_models(monkeypatch):
 
 def test_a_stretch_moves_every_parameter_that_it_trains(states):
     facts = state.facts_of(states[0])
-    assert facts["step"] == 4 and facts["window_only"] is False and state.facts_of(states[1])["window_only"] is True
+    assert facts["step"] == 2 and facts["window_only"] is False and state.facts_of(states[1])["window_only"] is True
     trainee = Trainee(architecture.build(SMALL, architecture.BF16, "cpu"))
     parameters = dict(trainee.named_parameters())
     architecture.initialise(trainee.model, train_demo.SEED)
@@ -57,14 +59,14 @@ def test_a_stretch_moves_every_parameter_that_it_trains(states):
     assert still == []
 
 
-def test_the_ablation_is_paired_and_of_the_same_step(states, small_models, corpus):
-    # two rows of 512, one of 1024
+def test_the_ablation_is_paired_and_of_the_same_step(states, small_models, corpus, monkeypatch):
+    monkeypatch.setattr(ablation, "LENGTHS", (256, 512))  # two rows of 256, one of 512
     rows, limits = (
         Rows(corpus, seed=0, length=1024, split="heldout"),
-        Limits(tokens=1 << 11, chunk=256, rows=1, loss_tokens=1024),
+        Limits(tokens=1 << 11, chunk=256, rows=1, loss_tokens=512),
     )
     figures = ablation.compare(*states, rows, limits, "cpu", lambda text: None)
-    assert {f.details["step"] for f in figures} == {4}
+    assert {f.details["step"] for f in figures} == {2}
     for f in figures:
         assert f.value == pytest.approx(f.details["window_only"] - f.details["model"], abs=1e-6)
         assert f.details["standard_error"] > 0 if f.details["rows"] > 1 else f.details["standard_error"] is None
@@ -74,7 +76,7 @@ def test_the_ablation_is_paired_and_of_the_same_step(states, small_models, corpu
     assert [f.value for f in same] == [f.value for f in figures]
 
 
-@pytest.mark.parametrize("which, step", [((0, 0), 4), ((1, 1), 4), ((1, 0), 4), ((0, 1), 3)])
+@pytest.mark.parametrize("which, step", [((0, 0), 2), ((1, 1), 2), ((1, 0), 2), ((0, 1), 1)])
 def test_what_is_no_ablation_is_refused(states, tmp_path, small_models, corpus, which, step):
     import shutil
 
