@@ -48,23 +48,27 @@ def test_the_capital_of_france(model, tokenizer):
     assert tokenizer.decode(text) == " Paris."
 
 
-def test_the_fact_table(model, tokenizer):
+@pytest.mark.few(every=[4])
+@pytest.mark.parametrize("every", [4, 1])
+def test_the_fact_table(model, tokenizer, every):
     encode = Encoder(tokenizer)
-    facts = FACTS if model.numerics.name == "native" else FACTS[::4]
+    facts = FACTS[:: every if model.numerics.name == "native" else 4]
     asked = [Asked([BOS_ID, *encode(fact.prompt)], encode(fact.answer)) for fact in facts]
     right = sum(answered(model, asked, LIMITS))
     assert right >= 0.95 * len(asked) and len(FACTS) >= 300
 
 
-def test_needles_need_the_compressed_branches(model, tokenizer, prose):
+@pytest.mark.few(trials=[3])  # over 5 s: a needle is beyond 512 tokens, and each is read twice
+@pytest.mark.parametrize("trials, tokens", [(3, 1024), (6, 1536)])
+def test_needles_need_the_compressed_branches(model, tokenizer, prose, trials, tokens):
     """Beyond layers × window: found through CSA, and not at all by the windows alone."""
     if model.numerics.name != "native":
         pytest.skip("once is enough: scripts/measure_demo.py measures every numerics")
     rng, reach = Random(11), model.config.num_hidden_layers * model.config.sliding_window
-    trials = [Asked(*needle_trial(rng, tokenizer, prose, 1536, i / 6, beyond=reach)) for i in range(6)]
-    assert sum(answered(model, trials, LIMITS)) >= 5
+    asked = [Asked(*needle_trial(rng, tokenizer, prose, tokens, i / trials, beyond=reach)) for i in range(trials)]
+    assert sum(answered(model, asked, LIMITS)) >= trials - 1
     with evaluation.window_only(model):
-        assert sum(answered(model, trials, LIMITS)) <= 1
+        assert sum(answered(model, asked, LIMITS)) <= 1
 
 
 def test_the_ledger_is_clean_and_the_layout_official(command_line):

@@ -113,6 +113,7 @@ def test_nvfp4_and_mxfp4_of_the_same_values_give_the_same_logits(official, tmp_p
         assert torch.equal(caches(official, numerics)[2], caches(tmp_path / "nv", numerics)[2])
 
 
+@pytest.mark.few(numerics=["qat"])
 @pytest.mark.parametrize("numerics", ["native", "qat", "qat:fp32"])
 def test_steps_agree_with_one_shot_up_to_rounding(official, numerics):
     model = load_model(official, numerics=numerics)

@@ -105,9 +105,26 @@ MOVE = st.one_of(
 )
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-@given(moves=st.lists(MOVE, min_size=3, max_size=6), max_rewind=st.sampled_from([0, 1, 4]))
+def some(examples: int):
+    """Decorator: so many lists of moves."""
+    of = settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    moves = st.lists(MOVE, min_size=3, max_size=6)
+    return lambda test: of(given(moves=moves, max_rewind=st.sampled_from([0, 1, 4]))(test))
+
+
+@some(3)
 def test_any_rewind_within_max_rewind_is_served_to_the_bit_and_no_other(small, moves, max_rewind):
+    moved(small, moves, max_rewind)
+
+
+@pytest.mark.sweep  # the same of more lists
+@some(8)
+def test_any_rewind_is_served_to_the_bit_of_more_moves(small, moves, max_rewind):
+    moved(small, moves, max_rewind)
+
+
+def moved(small, moves, max_rewind) -> None:
+    """Make the moves; both caches say the same throughout."""
     pair = Pair(small, 2, max_rewind, len(moves))
     pair.append([20, 13], None)
     for name, *how in moves:

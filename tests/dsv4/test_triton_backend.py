@@ -38,7 +38,7 @@ def pair(path, numerics, cache="auto", index_cache="auto"):
     return load_model(path, backend="reference", **held), load_model(path, backend="triton", **held)
 
 
-def test_fp32_logits(checkpoint):
+def test_fp32_logits(checkpoint):  # over 5 s: the one test that interprets all kernels of a model
     """Prefill and captured steps; in the interpreter a few tokens only, which still pass every kind of layer and make
     an entry of four tokens."""
     reference, ours = pair(checkpoint, "fp32")

@@ -81,6 +81,7 @@ CASES = [(form, False) for form in FORMATS] + [(form, True) for form in QUANTISE
 SOME = [("mxfp4", True), ("nvfp4", False), ("dense bf16", False), ("fp8", True)]
 
 
+@pytest.mark.few("N", "d", "form", "simulate", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "N,k,d,form,simulate",

@@ -92,6 +92,7 @@ def test_boundaries_by_token_count(tokens, dtype):
     check_boundary(Case(tokens, d=40, dtype=dtype), iters=3)
 
 
+@pytest.mark.few("tokens", "n", "dtype")
 @pytest.mark.parametrize(
     "tokens,n,dtype",
     [(3, 4, torch.bfloat16), (66, 4, torch.bfloat16), (66, 4, torch.float32), (17, 3, torch.float32)],

@@ -23,7 +23,7 @@ TRACES = [
     ("stationary", stationary("high", 0.95, requests=8, tokens=64, seed=2)),
     ("mixed", mixed("m", 0.95, 0.3, 12, requests=8, tokens=64, seed=2)),
 ]
-TOKENS = {1: 40, 8: 24}
+TOKENS = {1: 20, 8: 12}
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_traces_judge_the_rounds_of_a_checkpoint(tmp_path, monkeypatch):
             "--batch",
             "1",
             "--tokens",
-            "24",
+            "12",
             "--static",
             "1",
             "--context",
