@@ -4,6 +4,8 @@ again."""
 import dataclasses
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -45,11 +47,19 @@ def race(model) -> Race:
     return Race("golden", report.provenance("x"), COSTS, TRACES, TOKENS, ran)
 
 
+@pytest.fixture(scope="module")
+def written(race, tmp_path_factory) -> Path:
+    """The folder of its report, not to be written to."""
+    folder = tmp_path_factory.mktemp("race")
+    race.write(folder, "golden")
+    return folder
+
+
 def test_all_sizes_race_unless_told_otherwise():
     assert bench_speculation.arguments([]).static == list(range(9))
 
 
-def test_sizes_that_did_not_run_take_part_as_expected(race, tmp_path):
+def test_sizes_that_did_not_run_take_part_as_expected(race, written):
     unraced = list(race.unraced())
     assert [(p.trace, p.batch, p.policy) for p in unraced[:6]] == [
         ("high", 1, f"static {k}") for k in (1, 3, 4, 5, 6, 7)
@@ -67,9 +77,8 @@ def test_sizes_that_did_not_run_take_part_as_expected(race, tmp_path):
         best, _ = speculation.references(group)
         assert len(speeds) == 9 and best.policy == max(speeds, key=speeds.get)
         assert best.expected == (best.policy not in ("no speculation", "static 2", "static 8"))
-    race.write(tmp_path, "golden")
-    document = json.loads((tmp_path / "bench_speculation_golden.json").read_text())
-    text = (tmp_path / "bench_speculation_golden.md").read_text()
+    document = json.loads((written / "bench_speculation_golden.json").read_text())
+    text = (written / "bench_speculation_golden.md").read_text()
     expected = [v for v in document["goals"] if v["expected"]]
     assert expected and all(v["of"] == "best static size" for v in expected)
     for v in expected:
@@ -104,10 +113,10 @@ def known(tmp_path) -> list[str]:
     return [a for kind, trace in TRACES for a in ("--trace", f"{kind}={tmp_path / trace.name}.trace.json")]
 
 
-def test_a_report_is_drawn_again_from_its_json(race, tmp_path):
-    for folder in "abc":
+def test_a_report_is_drawn_again_from_its_json(written, tmp_path):
+    for folder in "bc":
         (tmp_path / folder).mkdir()
-    race.write(tmp_path / "a", "golden")
+    shutil.copytree(written, tmp_path / "a")
     again = lambda source, out, *more: bench_speculation.main(
         [
             "--from",
@@ -145,9 +154,8 @@ def split(race: Race, batch: int) -> Race:
     )
 
 
-def test_reports_of_several_batches_are_drawn_as_one(race, tmp_path):
+def test_reports_of_several_batches_are_drawn_as_one(race, written, tmp_path):
     paths = [tmp_path / str(batch) / "bench_speculation_golden.json" for batch in TOKENS]
-    race.write(tmp_path / "whole", "golden")
     one, eight = (split(race, batch) for batch in TOKENS)
     slower = dataclasses.replace(COSTS.of(1), draft=1.0)
     # measured, and cut off before it ran
@@ -156,7 +164,7 @@ def test_reports_of_several_batches_are_drawn_as_one(race, tmp_path):
     for found, path in zip((one, eight), paths):
         found.write(path.parent, "golden")
     assert bench_speculation.main(["--from", *map(str, paths), "--out", str(tmp_path / "both"), *known(tmp_path)]) == 0
-    whole, both = ((tmp_path / name / "bench_speculation_golden.md").read_text() for name in ("whole", "both"))
+    whole, both = ((folder / "bench_speculation_golden.md").read_text() for folder in (written, tmp_path / "both"))
     # its sizes, and as it ran
     assert both == whole and len(re.findall(r"^\| high \| [18] \| cost-aware", whole, re.M)) == 4
 
@@ -183,9 +191,8 @@ def test_reports_of_several_batches_are_drawn_as_one(race, tmp_path):
         ),
     ],
 )
-def test_files_that_do_not_belong_together_are_refused(race, tmp_path, capsys, change, message):
-    race.write(tmp_path, "golden")
-    first, second = tmp_path / "bench_speculation_golden.json", tmp_path / "second.json"
+def test_files_that_do_not_belong_together_are_refused(written, tmp_path, capsys, change, message):
+    first, second = written / "bench_speculation_golden.json", tmp_path / "second.json"
     document = json.loads(first.read_text())
     change(document)
     second.write_text(json.dumps(document))
