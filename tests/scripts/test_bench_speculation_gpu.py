@@ -173,6 +173,7 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
     assert cost.verify[3] + 3 * cost.draft == 2 * 4 + 200 * 2 + 200 + 80
 
 
+# over 5 s: three pools of processes that each import torch and load a model
 def test_rounds_are_compiled_ahead_by_several_processes(golden_path, monkeypatch):
     load = partial(load_model, golden_path, numerics="fp32", mtp=True)
     monkeypatch.setattr(warm, "LARGEST", 2)  # sizes 0 to 2
@@ -187,7 +188,8 @@ def test_the_model_that_is_compiled_for_has_every_kind_of_layer_and_one_set_of_e
     from dsv4 import dummy
 
     real = dummy.preset
-    small = dict(n_routed_experts=8, moe_intermediate_size=64, vocab_size=256, hidden_size=512, q_lora_rank=128)
+    small = dict(n_routed_experts=8, moe_intermediate_size=64, vocab_size=256)
+    small |= dict(hidden_size=512, q_lora_rank=128, o_lora_rank=128)
     monkeypatch.setattr(dummy, "preset", lambda name: real(name) | small)
     model = warm.small_dummy("flash", "reference", "cpu")
     blocks = (*model.layers, *model.mtp)

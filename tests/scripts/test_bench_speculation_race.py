@@ -33,7 +33,7 @@ def model(golden_path):
     return load_model(golden_path, numerics="fp32", mtp=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module")  # over 5 s: each policy really runs each trace in each batch
 def race(model) -> Race:
     """Of sizes 0, 2 and 8, batches 1 and 8. Seconds are those of the costs, so that what is measured is what is
     expected."""

@@ -28,7 +28,7 @@ SMALL = gqa.CONFIG | dict(
 STAGES = (replace(recipe.GQA.stages[0], length=256),)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module")  # over 5 s: with fewer steps the loss falls too little to tell
 def trained(corpus, tmp_path_factory):
     """A state after 60 steps of 256 tokens, in two stretches, and the losses that the log has."""
     where = tmp_path_factory.mktemp("gqa") / "state"

@@ -21,7 +21,7 @@ ONLY = SMALL | dict(compress_ratios=[0] * len(SMALL["compress_ratios"]), moe_int
 STAGES = (replace(recipe.DEMO.stages[0], length=256),)  # of two times 128 tokens, which make an entry of HCA
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module")  # over 5 s: a model and its ablation, each resumed once
 def states(corpus, tmp_path_factory):
     """(state of the model, of its ablation), two steps of a row of 256 tokens each, in two stretches."""
     root = tmp_path_factory.mktemp("states")
