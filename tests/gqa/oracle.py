@@ -77,6 +77,12 @@ CONFIGS = {
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 
+def brief(config: dict) -> dict:
+    """`config` with fewer layers, words and hidden units, for Triton's interpreter: heads and their groups, windows and
+    rope stay."""
+    return config | dict(num_hidden_layers=2, vocab_size=96, intermediate_size=48)
+
+
 def randomised(config: dict, seed: int = 0):
     """The transformers model of `config`, fp32, eager attention, with every parameter random."""
     import transformers

@@ -45,6 +45,13 @@ def folders(tmp_path_factory):
     ]
 
 
+@pytest.fixture(scope="module")
+def brief_folder(tmp_path_factory):
+    """Two full layers, so that one guesses for the other; small, for the interpreter."""
+    config = oracle.brief(oracle.CONFIGS["llama, llama3 rope and biases"])
+    return oracle.save(oracle.randomised(config), config, tmp_path_factory.mktemp("host") / "m", torch.bfloat16)
+
+
 def caches(model, choice, batch=1, tokens=TOKENS):
     """A resident cache, and one in host memory of which nothing that was not fetched may be read."""
     model.kv_memory = None
@@ -59,6 +66,7 @@ def caches(model, choice, batch=1, tokens=TOKENS):
     return resident, tier
 
 
+@pytest.mark.few(name=["bound", "window", "bound, terminating", "dense", "chunks"])
 @pytest.mark.parametrize(
     "name, choice",
     [
@@ -114,21 +122,23 @@ def test_every_step_has_the_logits_of_the_resident_cache(folders, name, choice):
                 )
 
 
+@pytest.mark.few(name=["bound", "dense"])
 @pytest.mark.parametrize("name", ["bound", "bound, terminating", "dense"])
-def test_captured_steps_of_the_triton_backend(folders, name):
+def test_captured_steps_of_the_triton_backend(brief_folder, name):
     """Steps of one and of three tokens, both staged; a guess ahead; in the interpreter without a GPU."""
     reference, ours = (
-        load_model(folders[1], numerics="fp32", backend=b, device=DEVICE, attention=WAYS[name])
+        load_model(brief_folder, numerics="fp32", backend=b, device=DEVICE, attention=WAYS[name])
         for b in ("reference", "triton")
     )
     resident, tier = caches(ours, HostMemory(9 if name != "dense" else None, ahead=True), 2, 140)
-    ids = torch.randint(0, VOCABULARY, (2, 120), generator=torch.Generator().manual_seed(5))
+    words = ours.config.vocab_size
+    ids = torch.randint(0, words, (2, 120), generator=torch.Generator().manual_seed(5))
     for cache in (resident, tier):
         reference.append(ids, cache, n_new=[120, 77], logits="none")
     graphs = [[DecodeGraph(ours, cache, tokens=n) for n in (1, 3)] for cache in (resident, tier)]
-    for step in range(4):
+    for step in range(3):
         which = step % 2
-        x = torch.randint(0, VOCABULARY, (2, (1, 3)[which]), generator=torch.Generator().manual_seed(step))
+        x = torch.randint(0, words, (2, (1, 3)[which]), generator=torch.Generator().manual_seed(step))
         want, got = (mine[which].step(x).clone() for mine in graphs)
         assert torch.equal(want, got), step
         if step == 1:

@@ -68,7 +68,7 @@ def test_the_drawing_says_that_its_timeline_is_simulated():
 
 
 def test_report_of_a_small_simulation(tmp_path, capsys):
-    command = ["--requests", "4", "--tokens", "40", "--batch", "1", "--out"]
+    command = ["--requests", "2", "--tokens", "12", "--batch", "1", "--out"]
     assert (
         bench_speculation_sim.main([*command, str(tmp_path / "a")])
         == 0

@@ -18,6 +18,13 @@ def model(golden_path):
     return load_model(golden_path, numerics="fp32", mtp=True)
 
 
+@pytest.fixture(scope="module")
+def edges(model):
+    """Prompts that end below and at the edge of the sliding window, and what follows each."""
+    ids = prompts(model, (5, 121, 128, 131))
+    return ids, [generate(model, row, 37).token_ids for row in ids]
+
+
 def rest(found, n):
     for _ in range(n):
         found._launch(0)
@@ -37,6 +44,7 @@ def seldom(model, lengths, new, most, seed=0, back=8):
     )
 
 
+@pytest.mark.few(behind=[[1], [9], [32, 3], [8, 8, 3], [2, 1]])  # at once, in sizes of two kinds, in many parts
 @pytest.mark.parametrize(
     "most, back, rested, behind",
     [
@@ -53,11 +61,12 @@ def seldom(model, lengths, new, most, seed=0, back=8):
         (1, 1, 3, [2, 1]),
     ],
 )
-def test_drafts_are_as_if_the_block_had_followed_each_round(model, most, back, rested, behind):
+def test_drafts_are_as_if_the_block_had_followed_each_round(model, edges, most, back, rested, behind):
     """By no more tokens at once than the cache can be rewound, in few sizes. At the edge of the sliding window too, in
     the smallest ring that it may have."""
     found, ids, first = seldom(model, (5, 121, 128, 131), 60, most, back=back)
-    plain = [generate(model, row, 60).token_ids for row in ids]
+    assert ids == edges[0]
+    plain = edges[1]
     rest(found, rested)
     found._follow_rests()
     assert found.counts.caught_up == behind and found.rested == 0 and found.written.tolist() == [rested] * 4
