@@ -163,16 +163,19 @@ def test_decoding_together_agrees_up_to_rounding(model, asked):
     assert engine.evictions > 0 and nothing_is_held(engine)
 
 
+IMPLIED = pytest.mark.sweep  # by the cases of two reasons that disagree
+
+
 @pytest.mark.parametrize(
     "priorities,acceptance,used,first_evicted",
     [
-        ((1.0, 0.0, 1.0), (0.8, 0.8, 0.8), None, "r1"),
+        pytest.param((1.0, 0.0, 1.0), (0.8, 0.8, 0.8), None, "r1", marks=IMPLIED),
         ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), None, "r2"),
-        ((0.0, 0.0, 0.0), (0.3, 0.8, 0.9), None, "r0"),
+        pytest.param((0.0, 0.0, 0.0), (0.3, 0.8, 0.9), None, "r0", marks=IMPLIED),
         ((0.0, 1.0, 1.0), (0.9, 0.1, 0.1), None, "r0"),
-        ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (7, 5, 6), "r1"),
+        pytest.param((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (7, 5, 6), "r1", marks=IMPLIED),
         ((0.0, 0.0, 0.0), (0.3, 0.8, 0.8), (7, 5, 6), "r0"),
-        ((0.0, 1.0, 1.0), (0.8, 0.8, 0.8), (7, 5, 6), "r0"),
+        pytest.param((0.0, 1.0, 1.0), (0.8, 0.8, 0.8), (7, 5, 6), "r0", marks=IMPLIED),
         ((0.0, 0.0, 0.0), (0.8, 0.8, 0.8), (5, 6, 6), "r0"),
     ],
     ids=[
@@ -201,10 +204,10 @@ def test_who_gives_way(model, priorities, acceptance, used, first_evicted):
     engine._evict = lambda work: (order.append(work.request.id), evict(work))
     run(
         engine,
-        [Request(f"r{i}", tuple(random_ids(model, 250, seed=i).tolist()), 20, p) for i, p in enumerate(priorities)],
+        [Request(f"r{i}", tuple(random_ids(model, 250, seed=i).tolist()), 14, p) for i, p in enumerate(priorities)],
     )
     assert order[0] == first_evicted and len(order) <= 3, "an evicted request joins only when another has left"
-    assert len(results) == 3 and all(len(r.token_ids) == 20 for r in results.values())
+    assert len(results) == 3 and all(len(r.token_ids) == 14 for r in results.values())
 
 
 def test_who_advanced_in_this_step_stays(model):

@@ -33,6 +33,7 @@ class Twins:
         self.paged.rewind(list(counts))
 
 
+@pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 def test_prefill_in_chunks_and_ragged_decode_equal_the_plain_cache(numeric_model):
     twins = Twins(numeric_model, 3, 420)
     twins.append(130, 70, 256, chunk=100)

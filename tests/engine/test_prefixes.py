@@ -27,13 +27,18 @@ def tokens(model, count: int, seed: int = 0) -> list[int]:
     return random_ids(model, count, seed=seed).tolist()
 
 
-def test_every_residue_of_a_prompt_after_a_prefix_equals_cold(model):
+@pytest.mark.parametrize(
+    "residues",
+    [(*range(1, 9), 15, 16, 17, 63, 64, 65, 126, 127, 128), pytest.param(range(1, 129), marks=pytest.mark.sweep)],
+    ids=["some", "all"],
+)
+def test_every_residue_of_a_prompt_after_a_prefix_equals_cold(model, residues):
     ids = tokens(model, 128 + 128)
     plain, cache = model.new_cache(1, 300, 128), paged(model, 2, 300, max_rewind=0)
     tree = PrefixTree(cache)
     prefill(model, plain, ids[:128])
     prefill(model, cache, ids[:128], 0, tree.remember)
-    for residue in range(1, 129):
+    for residue in residues:
         assert tree.graft(1, ids[: 128 + residue]) == 128
         assert same(prefill(model, plain, ids[: 128 + residue]), prefill(model, cache, ids[: 128 + residue], 1)), (
             residue
@@ -42,6 +47,7 @@ def test_every_residue_of_a_prompt_after_a_prefix_equals_cold(model):
         plain.rewind(residue)
 
 
+@pytest.mark.few(prefix=[128, 256, 1024])
 @pytest.mark.parametrize("prefix", range(128, 1025, 128))
 def test_prefixes_of_1_to_8_blocks_equal_cold(model, prefix):
     cache = paged(model, 2, 1200, max_rewind=0, prefixes=9)

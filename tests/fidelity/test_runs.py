@@ -268,7 +268,7 @@ def test_what_drops_everything_distant_loses_its_needles():
     assert lost["at_least"] == 0 and lost["at_most"] == pytest.approx(0.7076, abs=1e-4)
     assert found["at_least"] == pytest.approx(0.2924, abs=1e-4)
     assert all(d["depth"] * context + reach(model) < context for r in rows for d in r["depths"])
-    asked = needles.hidden(model, text.tokenizer.backend, text.ids, context, 2, 0)
+    asked = needles.hidden(model, text.tokenizer.backend, text.ids, context, 1, 0)
     assert replies(model, asked, Limits(3000, 256), decoded=needles.DECODED) == replies(model, asked, Limits(3000, 256))
 
 

@@ -97,6 +97,7 @@ def test_a_policy_reads_less_than_all(models):
     assert len(set(found)) >= 4
 
 
+@pytest.mark.few(model=["dense", "windows"])
 @pytest.mark.parametrize("drafter", [None, lookup], ids=["plain", "lookup"])
 @pytest.mark.parametrize("reading", ["all", "bound"])
 def test_a_request_evicted_amid_its_answer_resumes_with_the_same_bits(model, drafter, reading):

@@ -58,7 +58,7 @@ def test_the_plan_of_entries_is_what_they_take(command_line, formats):
     "checkpoint, options", [("demo_gqa", ["--attention", "page-bound", "--attention-tokens", "64"]), ("demo", [])]
 )
 def test_the_same_text(command_line, checkpoint, options):
-    ask = ["generate", ROOT / checkpoint, "--token-ids", PROMPT, "--max-new-tokens", "8", "--json", *options]
+    ask = ["generate", ROOT / checkpoint, "--token-ids", PROMPT, "--max-new-tokens", "4", "--json", *options]
     (code, plain, _), (other, tier, err) = command_line(*ask), command_line(*ask, "--kv-memory", "host")
     assert code == other == 0, err
     plain, tier = json.loads(plain), json.loads(tier)

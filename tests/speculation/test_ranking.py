@@ -1,11 +1,12 @@
 """The ranking: ratios, verdicts, and a report that is the same every time."""
 
+import dataclasses
 import json
 
 import pytest
 
 from scripts import bench_speculation_sim
-from scripts.bench import speculation, speculation_report
+from scripts.bench import speculation, speculation_report, speculation_traces
 from scripts.bench.speculation import Point, Timeline, ranked, verdicts
 from scripts.bench.speculation_costs import moe
 
@@ -67,7 +68,10 @@ def test_the_drawing_says_that_its_timeline_is_simulated():
     assert ["simulated" in text for text in drawn] == [True, False] and all("Measured" in text for text in drawn)
 
 
-def test_report_of_a_small_simulation(tmp_path, capsys):
+def test_report_of_a_small_simulation(tmp_path, capsys, monkeypatch):
+    """With a few requests of each recorded trace."""
+    few = [(kind, dataclasses.replace(t, requests=t.requests[:4])) for kind, t in speculation_traces.recorded()]
+    monkeypatch.setattr(speculation_traces, "recorded", lambda: few)
     command = ["--requests", "2", "--tokens", "12", "--batch", "1", "--out"]
     assert (
         bench_speculation_sim.main([*command, str(tmp_path / "a")])

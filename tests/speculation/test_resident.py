@@ -33,8 +33,12 @@ def every(model, seed: int = 0) -> list[int]:
     return torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+POLICIES = [Static(0), Static(1), Static(3), Adaptive()]
+
+
 @DRAFTERS
-@pytest.mark.parametrize("policy", [Static(0), Static(1), Static(3), Adaptive()], ids=lambda p: p.name)
+@pytest.mark.few(policy=POLICIES[2:])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_tokens_and_counts_are_those_of_the_loop(model, policy, drafter):
     prompts = [prompt_of(model, 5), every(model), prompt_of(model, 31)]
     told = [[] for _ in prompts]

@@ -74,6 +74,7 @@ def late(model, ids, new, policy, stop_ids=(), kind=Late, **more):
     return found, tokens.tolist(), heard, lambda row, tokens: heard[row].extend(tokens)
 
 
+@pytest.mark.few(ring=[1, 2, 5])
 @pytest.mark.parametrize("ring, ahead", [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (5, 4)])
 @pytest.mark.parametrize("at_once", [1, 5, 40])
 def test_every_token_is_told_once_and_in_order(model, ring, ahead, at_once, monkeypatch):
