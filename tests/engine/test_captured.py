@@ -190,7 +190,7 @@ def test_pads_of_a_joint_pass_take_no_page_from_anyone(model):
 @pytest.mark.parametrize("drafter", [*DRAFTERS.values(), lambda: None], ids=[*DRAFTERS, "none"])
 def test_the_engine_together_says_what_plain_decoding_says(model, drafter, pages):
     """Greedy and sampled requests that borrow a prefix, join and leave, in passes of all rows that decode."""
-    requests = requests_of(model, 5, max_tokens=24)
+    requests = requests_of(model, 5, max_tokens=14)
     drafts = drafter()
     engine, results = engine_of(
         model, drafts, policy=Static(3) if drafts else None, verify=Captured, together=True, pages=pages

@@ -121,6 +121,7 @@ def test_the_report_holds_the_figures_of_the_run(run, requests, tmp_path):
     assert drawing == svg("two kinds", report), "the same bytes for the same figures"
 
 
+@pytest.mark.few(pool_tokens=[None])
 @pytest.mark.parametrize("pool_tokens", [None, 4000])
 def test_pools_of_the_default_size_are_not_under_pressure(command_line, model, long_golden, tmp_path, pool_tokens):
     """Eight rows at their longest: pages of entries span many tokens, so that a row's first one counts as much as a

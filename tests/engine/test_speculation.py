@@ -149,6 +149,7 @@ def test_rows_with_policies_of_their_own(model):
     assert all(adds_up(r) for r in results.values())
 
 
+@pytest.mark.few(together=[True])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_under_pressure_no_row_drafts_more_than_two(model, together):
     # beyond 256 tokens each needs a second page: 3 of 7 are live at first, then 6
@@ -188,6 +189,7 @@ def test_kept_prefixes_are_no_pressure(model):
     assert figures["share_of_steps_under_pressure"] == 0 and figures["prefixes_kept"] > 0 < figures["prefixes_dropped"]
 
 
+@pytest.mark.few(together=[False])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_drafts_shrink_before_anyone_is_evicted(model, together):
     """Pages that suffice for what is final: a page of entries each, which is full with the 259th token. A stop id ends
@@ -226,7 +228,7 @@ def test_drafts_shrink_before_anyone_is_evicted(model, together):
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "known"])
 def test_evicted_requests_resume_with_the_same_output(model, drafter):
     """Evicted amid their answers, and with drafts both before and after."""
-    asked = prompts_of(model, 3, 250, 24, sampling=SAMPLED)
+    asked = prompts_of(model, 2, 250, 16, sampling=SAMPLED)
     expected = {r.id: alone(model, r) for r in asked}
     make = DRAFTERS.get(drafter, partial(knowing, model, asked, 2))
     engine, results = engine_of(model, make(), pages={"csa entries": 3}, policy=Adaptive())
@@ -304,6 +306,7 @@ def test_the_mean_is_that_of_the_specification(model):
     assert engine.running[0].epsilon == mean
 
 
+@pytest.mark.few(drafter=[MTPDrafter])
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_a_request_s_output_and_drafts_do_not_depend_on_neighbours_or_borrowed_prefixes(model, asked, drafter):
     """A request runs cold and alone, then on a prefix of another beside three: passes and bits are equal."""

@@ -73,6 +73,7 @@ def test_requests_that_join_and_leave_give_what_each_gives_alone(model, reading)
     assert nothing_is_held(engine)
 
 
+@pytest.mark.few(reading=[READINGS["all"], READINGS["bound"]])
 @pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
 def test_tokens_are_those_of_plain_generation(models, reading):
     """Which reads its prompts in pieces of 256, from a cache as large as its context: bits differ, tokens do not."""

@@ -12,12 +12,16 @@ from tests.gqa.conftest import TOKENS
 from tests.parity import assert_ragged_batches, far
 from tests.speculation.scripted import Scripted, drafted
 
+# of the configs, full layers, some with a window, and windows alone, each with rope of its own
+SHAPES = ["llama, llama3 rope and biases", "qwen2, yarn and some sliding layers", "mistral, sliding window"]
+
 
 def test_one_shot_equals_transformers(pair):
     ours, _, ids, wanted = pair
     assert wanted.std() > 1 and far(ours(ids), wanted) < TOLERANCE
 
 
+@pytest.mark.few(pair=SHAPES)
 def test_token_by_token_equals_transformers(pair):
     ours, _, ids, wanted = pair
     cache = ours.new_cache(1, TOKENS)
@@ -39,6 +43,7 @@ def test_every_split_into_two_equals_transformers(pair):
         assert far(ours.append(ids[:, split : split + 5], cache), wanted[:, split : split + 5]) < TOLERANCE, split
 
 
+@pytest.mark.few(pair=SHAPES)
 def test_rewinding_equals_never_having_written(pair):
     ours, _, ids, wanted = pair
     for length in (1, 24, 127, 128, 129, 200):
@@ -80,6 +85,7 @@ def test_what_a_cache_held_before_does_not_matter(pair):
     assert far(got[0], wanted[0]) < TOLERANCE and far(got[1, :40], wanted[0, :40]) < TOLERANCE
 
 
+@pytest.mark.few(pair=SHAPES)
 def test_greedy_text_equals_transformers(pair):
     ours, theirs, ids, _ = pair
     prompt = ids[:, :90]

@@ -20,6 +20,7 @@ def planned(command_line, *args) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.few(staged=[40])
 @pytest.mark.parametrize("staged", [None, 40])
 def test_the_plan_of_a_gqa_cache_is_what_it_takes(command_line, staged):
     more = [] if staged is None else ["--staged-blocks", staged]

@@ -66,7 +66,10 @@ def caches(model, choice, batch=1, tokens=TOKENS):
     return resident, tier
 
 
-@pytest.mark.few(name=["bound", "window", "bound, terminating", "dense", "chunks"])
+@pytest.mark.few(
+    name=["bound", "bound, terminating", "dense", "chunks"],
+    choice=[HostMemory(9, ahead=True), HostMemory(), HostMemory(ahead=True)],
+)
 @pytest.mark.parametrize(
     "name, choice",
     [
@@ -157,9 +160,9 @@ def test_drafts_give_the_text_of_the_resident_cache(folders):
     for choice in (None, HostMemory(7)):
         model.kv_memory = choice
         found += [
-            generate(model, ids, 40),
-            *generate_speculative(model, [ids], 40, LookupDrafter(), verify=Append),
-            *generate_resident(model, [ids], 40, LookupDrafter(), ahead=1),
+            generate(model, ids, 24),
+            *generate_speculative(model, [ids], 24, LookupDrafter(), verify=Append),
+            *generate_resident(model, [ids], 24, LookupDrafter(), ahead=1),
         ]
     assert (
         all(f.token_ids == found[0].token_ids for f in found)

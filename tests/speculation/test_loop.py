@@ -51,6 +51,7 @@ def test_max_new_tokens_inside_a_block(model, n):
         assert out.speculation.block_size_history == ([min(5, n - 2)] if n > 1 else [])
 
 
+@pytest.mark.few(room=[0, 3, 6])
 @pytest.mark.parametrize("room", range(7))
 def test_the_end_of_the_context_is_the_same_error_after_the_same_tokens(model, room):
     ids, shown, expected = prompt_of(model, 10), [], []

@@ -163,6 +163,7 @@ def test_what_never_drafts_has_nothing_to_follow(model, monkeypatch):
     assert [out.token_ids for out in outs] == plain and made[0].follows == () and made[0].counts.caught_up == []
 
 
+@pytest.mark.few(ahead=[2])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_a_run_follows_before_it_drafts_and_at_its_end(model, ahead):
     ids = prompts(model, (9, 40), seed=4)

@@ -67,6 +67,7 @@ class Cycle(DevicePolicy):
         pass
 
 
+@pytest.mark.few(size=[0, 1, 8])
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("size", [0, 1, 2, 5, 8])
 def test_tokens_are_those_of_plain_decoding(model, size, ahead):
@@ -122,6 +123,7 @@ def chain(model, row, n):
     return found
 
 
+@pytest.mark.few(wrong=[(0, 1, 2), (2, 3, 3)])
 @pytest.mark.parametrize("wrong", [(0, 1, 2), (3, 0, 1), (2, 3, 3)])
 def test_drafts_after_a_round_are_as_if_all_had_been_appended(model, wrong):
     """Rows that had other drafts accepted; what the round before wrote for refused drafts is not seen."""
@@ -138,6 +140,7 @@ def test_drafts_after_a_round_are_as_if_all_had_been_appended(model, wrong):
         assert got == chain(model, row + text[: 1 + 2 * (w + 1)], 4)
 
 
+@pytest.mark.few(length=[1, 4, 126, 127])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 126, 127, 128])
 def test_every_residue(model, length):
     """Of windows of 4 and of 128 tokens, and at the sliding window's edge; with all drafts right."""
@@ -177,6 +180,7 @@ def test_a_stop_id_inside_a_block_ends_its_row_alone(model):
     assert run(model, ids, NEW, static(model, 3, 8), stop_ids=(stop,))[0] == wanted
 
 
+@pytest.mark.few(ahead=[1, 3])
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])
 def test_adaptive_sizes_follow_their_specification(model, ahead):
     """Two rows on the device against the policy in plain Python, given what each round proposed and accepted: what it

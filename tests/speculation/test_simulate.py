@@ -186,6 +186,7 @@ def test_cost_aware_keeps_0_98_of_the_best_static_size_on_stationary_text(costs,
     assert simulate(CostAware(costs, batch), trace, costs, batch).tokens_per_second > 0.975 * best
 
 
+@pytest.mark.few(costs=[MOE])
 @pytest.mark.parametrize("costs", [MOE, FLAT], ids=["moe", "flat"])
 def test_cost_aware_gains_over_the_best_static_size_on_mixed_text(costs):
     trace = mixed(requests=24, tokens=600, seed=12)
