@@ -247,7 +247,7 @@ def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, mode
     would quantise otherwise."""
     if numerics == "qat":
         model = load_model(official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
-    asked = prompts_of(model, 2, 253, 11, sampling=SAMPLED)
+    asked = prompts_of(model, 2, 256, 8, sampling=SAMPLED)
     make = MTPDrafter if drafter == "mtp" else partial(knowing, model, asked, 2)
     found = []
     for pages in ({}, {"csa entries": 3}):
@@ -270,7 +270,7 @@ def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, mode
 @pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 def test_single_steps_give_plain_tokens_in_any_numerics(numeric_model):
     """Under pressure, with evictions: what is left is the rounding of passes of several tokens."""
-    asked = prompts_of(numeric_model, 2, 253, 11)
+    asked = prompts_of(numeric_model, 2, 256, 8)
     engine, results = engine_of(
         numeric_model, MTPDrafter(), pages={"csa entries": 3}, policy=Adaptive(), verify=SingleSteps
     )

@@ -151,7 +151,7 @@ def test_without_matplotlib_it_says_so(run, gqa_path, prose, tmp_path, monkeypat
         (("--cuts", "64,8"), "expected CHUNK,LOCAL,HEAVY"),
         (("--context", "100"), "more than a chunk and the tail"),
         (("--rows", "0"), "--rows 0"),
-        (("--asked-context", "500", "--context", "300"), "fewer --needles"),
+        (("--asked-context", "500", "--context", "110", "--rows", "1"), "fewer --needles"),
         (("--text", "nowhere.txt"), "cannot read the text"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",

@@ -148,7 +148,7 @@ def test_ragged_rows_equal_each_row_alone(model):
         assert [out.stop_reason for out in found] == ["eos" if row[-1] in stop else "max_new_tokens" for row in want]
 
 
-@pytest.mark.few("verify", numerics=["native"], cache=["fp8"])
+@pytest.mark.few(verify=[default], numerics=["native"], cache=["fp8"])
 @pytest.mark.parametrize("verify", [SingleSteps, default])
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
 def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(

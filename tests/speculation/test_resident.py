@@ -128,6 +128,7 @@ def test_a_sampled_row_ends_at_its_stop_id_and_tells_every_token_once(model, dra
     assert out.token_ids == whole[: whole.index(stop) + 1] and told == out.token_ids[:-1] and out.stop_reason == "eos"
 
 
+@pytest.mark.few(room=[0, 3])
 @DRAFTERS
 @pytest.mark.parametrize("room", [0, 1, 3])
 def test_a_context_near_the_checkpoint_s_end_leaves_room_for_fewer_drafts(model, drafter, room, monkeypatch):
