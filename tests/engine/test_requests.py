@@ -140,6 +140,7 @@ def test_results_of_bad_lines_say_how_the_run_drafts(run, tmp_path, options, met
     assert found["a"]["error"] is None and found["line 3"]["error"] is not None
 
 
+@pytest.mark.few(between=[b"\n"])
 @pytest.mark.parametrize("before, between", [(b"\xef\xbb\xbf", b"\n"), (b"", b"\r\n")])
 def test_standard_input_is_read_as_a_file_is(run, tmp_path, monkeypatch, before, between):
     """With a byte order mark or without, and whether or not lines end as on Windows."""

@@ -240,6 +240,7 @@ def test_evicted_requests_resume_with_the_same_output(model, drafter):
     assert nothing_is_held(engine)
 
 
+# Over 5 s: quantised prompts of two pages are read three times and more, as the second request waits for pages.
 @pytest.mark.few(numerics=["qat"], drafter=["mtp"])
 @pytest.mark.parametrize("numerics, drafter", [("fp32", "mtp"), ("qat", "mtp"), ("qat", "known")])
 def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, model, numerics, drafter):
@@ -267,6 +268,7 @@ def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, mode
         assert sizes == expected_sizes and same(torch.stack(logits), torch.stack(expected))
 
 
+# Over 5 s: quantised prompts that fill a page, read by the engine, after an eviction, and by plain decoding.
 @pytest.mark.few(numeric_model=["fp32", "fp8, index keys fp4"])
 def test_single_steps_give_plain_tokens_in_any_numerics(numeric_model):
     """Under pressure, with evictions: what is left is the rounding of passes of several tokens."""

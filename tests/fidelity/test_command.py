@@ -22,6 +22,7 @@ def prose(tmp_path_factory):
     return file
 
 
+# Over 5 s: the whole command at two contexts with needles, and each figure drawn twice.
 def test_a_report_of_csa(run, demo, prose, tmp_path):
     given = (
         "fidelity",

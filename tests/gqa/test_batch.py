@@ -125,6 +125,7 @@ def test_a_request_evicted_amid_its_answer_resumes_with_the_same_bits(model, dra
         assert all(same(bits, cold(model, r)[1]) for r, (_, bits) in zip(requests, found[1].values()))
 
 
+@pytest.mark.few(model=["some windows", "windows"])
 @pytest.mark.parametrize("reading", ["all", "bound"])
 def test_rows_together_are_evicted_and_resume_with_the_same_tokens(model, reading):
     """Where decoding reads less than a prompt, what came out is run again as it ran first, not as a prompt."""
@@ -158,6 +159,7 @@ def test_a_request_on_a_borrowed_prefix_equals_a_cold_one(models, reading, lengt
     model.attention = Attention()
 
 
+@pytest.mark.few(model=["dense", "windows"])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize("policy", [Static(4), Adaptive()], ids=["static", "adaptive"])
 @pytest.mark.parametrize("reading", ["all", "bound"])

@@ -125,6 +125,7 @@ def test_every_step_has_the_logits_of_the_resident_cache(folders, name, choice):
                 )
 
 
+# Over 5 s: every kernel of a step runs in Triton's interpreter, twelve steps a case.
 @pytest.mark.few(name=["bound", "dense"])
 @pytest.mark.parametrize("name", ["bound", "bound, terminating", "dense"])
 def test_captured_steps_of_the_triton_backend(brief_folder, name):

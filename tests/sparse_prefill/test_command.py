@@ -25,6 +25,7 @@ def prose(tmp_path_factory):
     return file
 
 
+# Over 5 s: the whole command at two contexts and three cuts, with needles; once for all tests of it.
 @pytest.fixture(scope="module")
 def report(gqa_path, prose, tmp_path_factory):
     """(JSON document, markdown, folder) of a small run with needles."""
@@ -108,6 +109,7 @@ def test_verdicts_are_printed_by_setting(report):
     assert shown.pop(("64", "300")) == ("50.00 %", "**MISSED**") and set(shown.values()) == {("1.00 %", "met")}
 
 
+# Over 5 s: draws each figure of the report once more.
 def test_plots_are_the_same_every_time(report):
     """Those of the report are drawn again from its JSON."""
     found, _, folder = report
@@ -151,13 +153,15 @@ def test_without_matplotlib_it_says_so(run, gqa_path, prose, tmp_path, monkeypat
         (("--cuts", "64,8"), "expected CHUNK,LOCAL,HEAVY"),
         (("--context", "100"), "more than a chunk and the tail"),
         (("--rows", "0"), "--rows 0"),
-        (("--asked-context", "500", "--context", "110", "--rows", "1"), "fewer --needles"),
+        (("--asked-context", "500", "--context", "300"), "fewer --needles"),
         (("--text", "nowhere.txt"), "cannot read the text"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
 )
-def test_what_is_refused(run, gqa_path, tmp_path, options, message):
-    given = {"--context": "300", "--cuts": "64,8,24", "--tail": "40"} | dict(zip(options[::2], options[1::2]))
+def test_what_is_refused(run, gqa_path, prose, tmp_path, options, message):
+    given = {"--context": "300", "--cuts": "64,8,24", "--tail": "40", "--text": prose} | dict(
+        zip(options[::2], options[1::2])
+    )
     code, out, err = run(
         "sparse-prefill", gqa_path, *(x for pair in given.items() for x in pair), "--out", tmp_path / "out"
     )

@@ -226,6 +226,7 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
     assert all(at > host_half.SPIN for at in clock.naps) or not idle
 
 
+@pytest.mark.few(ahead=[1, 2])
 @pytest.mark.parametrize("ahead, naps", [(1, False), (2, True), (3, True)])
 def test_rounds_nap_where_another_is_behind(model, ahead, naps, monkeypatch):
     found, *_ = late(model, prompts(model), NEW, static(model, 3, 2), ahead=ahead)

@@ -51,6 +51,7 @@ def test_walks_of_csa_and_hca_end_at_what_the_layers_compute(csa):
 SMALL = ("--context", "600,700", "--queries", 2, "--budget", 512, "--tile", 64)
 
 
+# Over 5 s: the whole command at two contexts with needles, and each figure drawn twice.
 def test_a_report_of_policies(run, gqa_path, tmp_path):
     code, out, err = run(
         "termination",
