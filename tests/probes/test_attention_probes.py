@@ -40,6 +40,7 @@ def test_green(subject, probe):
     assert all(c.source and c.samples and c.where and c.part for c in checks)
 
 
+@pytest.mark.few("probe")
 @pytest.mark.parametrize("numerics", ["native", "qat", "qat:fp32"])
 @pytest.mark.parametrize("probe", [Rope, IndexOracle], ids=lambda p: p.name)
 def test_green_in_other_numerics(official, probe, numerics):
@@ -70,6 +71,7 @@ def test_entries_dropped(subject):
     assert {c.measured for c in found if c.name == "path"} == {"window only"}
 
 
+@pytest.mark.sweep  # the whole probe again, 6 s; of a recorded run test_recorded tells the same fault
 def test_entries_dropped_after_the_selection(subject):
     """The indexer says what it selects, and attention ignores it."""
     attend = subject.model.layers[1].attn.op.sparse_attention

@@ -128,7 +128,7 @@ def clamped(tmp_path_factory):
     return checkpoints.write_official(tmp_path_factory.mktemp("clamped") / "official", raw)
 
 
-@pytest.mark.few(plant=[sink_not_loaded, lowest_scores, comb], each=lambda p: p["plant"])
+@pytest.mark.few("plant", plant=[sink_not_loaded, lowest_scores])
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_is_located_and_confirmed(clamped, plant):
     subject = OurSubject(clamped)
@@ -147,7 +147,7 @@ def test_a_planted_fault_is_located_and_confirmed(clamped, plant):
     assert module in sentence(found, verdict) and "confirmed" in sentence(found, verdict)
 
 
-@pytest.mark.few("numerics")
+@pytest.mark.few("numerics", numerics=["native"])
 @pytest.mark.parametrize("plant", [rope_base, indexer_compressor, kv_norm, output_projection], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("numerics", ["native", "qat"])
 def test_a_planted_fault_is_located_in_rounded_numerics(clamped, plant, numerics):

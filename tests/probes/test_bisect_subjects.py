@@ -36,6 +36,7 @@ def their_experts(layers):
     layers[1].mlp.experts.down_proj.data[:, 5] = 0
 
 
+@pytest.mark.few("plant", plant=[their_rope, None])
 @pytest.mark.parametrize(
     "plant,layer,point,module",
     [
@@ -70,17 +71,20 @@ def test_a_dump_is_bisected_but_not_confirmed(official, tmp_path, point):
     assert not verdict.confirmed and "a recorded run cannot be changed" in sentence(found, verdict)
 
 
-def test_other_references(official, theirs, tmp_path):
+@pytest.mark.few(kind=["ours"])
+@pytest.mark.parametrize("kind", ["transformers", "ours", "dump"])
+def test_other_references(official, tmp_path, kind):
     """transformers, this project's model or a dump instead of the oracle: sound ones agree, and a fault is found."""
-    sound = OurSubject(official)
-    file, _ = record(sound, tokens(sound, T, 0), list(POINTS), tmp_path / "run.safetensors")
-    dump, broken = DumpSubject(file, official), OurSubject(official)
+    reference = TransformersSubject(official) if kind == "transformers" else OurSubject(official)
+    if kind == "dump":
+        file, _ = record(reference, tokens(reference, T, 0), list(POINTS), tmp_path / "run.safetensors")
+        reference = DumpSubject(file, official)
+    _clean(bisected(OurSubject(official), reference))
+    broken = OurSubject(official)
     kv_norm(broken.model.layers)
-    for reference in (theirs, sound, dump):
-        _clean(bisected(OurSubject(official), reference))
-        _, verdict = bisected(broken, reference)
-        assert (verdict.first.layer, verdict.first.point) == (2, "kv_window")
-        assert verdict.confirmed == (reference is not dump)
+    _, verdict = bisected(broken, reference)
+    assert (verdict.first.layer, verdict.first.point) == (2, "kv_window")
+    assert verdict.confirmed == (kind != "dump")
 
 
 def test_points_that_were_not_recorded_are_left_out(official, tmp_path):

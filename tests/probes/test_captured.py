@@ -35,6 +35,7 @@ def findings(subject):
     return [c for c in execute(Captured(), subject)[0] if c.status in (Status.FAIL, Status.ERROR)]
 
 
+@pytest.mark.few(numerics=["fp32", "native"])
 @pytest.mark.parametrize("numerics", ["fp32", "native", "qat:fp32"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_green_bit_for_bit(official, numerics, backend):
@@ -70,6 +71,7 @@ FAULTS = {  # part → (owner, method, fault: of what it was)
 }
 
 
+@pytest.mark.few(part=["rotation", "rows of the window", "windows that complete"])
 @pytest.mark.parametrize("part", FAULTS)
 def test_what_a_step_derives_is_named(subject, monkeypatch, part):
     owner, method, fault = FAULTS[part]

@@ -40,6 +40,7 @@ def test_a_piece_makes_the_calls_of_the_probe(golden_path, monkeypatch):
 
 
 def test_processes_make_all_calls(golden_path, monkeypatch):
+    """Two processes that import everything: 6 s."""
     subject = open_subject(golden_path, "ours", "fp32", "cpu")
     monkeypatch.setattr(
         compile_ahead,

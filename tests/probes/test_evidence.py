@@ -7,12 +7,12 @@ import pytest
 
 from dsv4.errors import InputError
 from dsv4.outputs import writable
+from dsv4.probes import influence
 from dsv4.probes.difference import difference
 from dsv4.probes.formats import json_report, junit, markdown, page, sarif
 from dsv4.probes.gqa.steps import Tally
-from dsv4.probes.influence import Influence
 from dsv4.probes.load_ledger import named
-from dsv4.probes.probe import execute
+from dsv4.probes.measure import heavy_tailed, oracle_of
 from dsv4.probes.report import Report, Section
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.subjects.ours import OurSubject
@@ -52,12 +52,19 @@ def test_what_was_found_is_told_and_identifies_nothing_in_any_format():
 
 
 def test_the_probe_of_sinks_puts_the_head_beside_the_place(official):
-    subject = OurSubject(official)
-    key = lambda checks: {(c.name, c.where) for c in checks if "sink" in c.name}
-    sound = execute(Influence(), subject)[0]
-    for block in subject.model.layers:
-        block.attn.attn_sink.data[-1] = 0.0
-    faulty = execute(Influence(), subject)[0]
+    """In one layer with a window: sinks of other layers go the same way."""
+    subject, key = OurSubject(official), lambda checks: {(c.name, c.where) for c in checks if "sink" in c.name}
+    T = influence.length(subject, 1.0)
+    x = heavy_tailed(subject, T, 0, rows=2)
+
+    def looked():
+        case = influence.choose(subject, oracle_of(subject).layer(0), 0, x, 0)
+        plan = influence.schedules(T, subject.config.sliding_window)
+        return [c for name, steps in plan.items() for c in influence.scheduled(case, steps, f"layer 0, {name}")]
+
+    sound = looked()
+    subject.model.layers[0].attn.attn_sink.data[-1] = 0.0
+    faulty = looked()
     assert key(sound) == key(faulty) and all("head" not in where for _, where in key(sound))
     assert {c.found for c in faulty if c.status is Status.FAIL and "sink" in c.name} == {
         f"head {subject.config.num_attention_heads - 1}"

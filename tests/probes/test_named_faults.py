@@ -48,7 +48,7 @@ FAULTS = [  # mutation, probe, the part it must name, where
 ]
 
 
-@pytest.mark.few("probe")
+@pytest.mark.few("probe", probe=["edges", "mhc", "moe_edges"])  # `influence` is slow: red in test_attention_probes
 @pytest.mark.parametrize("fault, probe, part, where", FAULTS, ids=lambda value: str(value).replace(" ", "-"))
 def test_a_fault_is_named(official, tmp_path, fault, probe, part, where):
     mutation = next(m for m in catalogue() if m.name == fault)
@@ -65,6 +65,7 @@ def test_a_fault_is_named(official, tmp_path, fault, probe, part, where):
     assert any(part in named and where in at for named, at in found), found
 
 
+@pytest.mark.few(probe=["edges", "mhc", "moe_edges"])
 @pytest.mark.parametrize("numerics", ["native", "qat", "qat:fp32"])
 @pytest.mark.parametrize("probe", ["influence", "edges", "mhc", "moe_edges"])
 def test_green_in_other_numerics(official, probe, numerics):

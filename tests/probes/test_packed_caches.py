@@ -45,7 +45,7 @@ def red(name, subject):
 # ---- green --------------------------------------------------------------------------------
 
 
-@pytest.mark.few(name=["index_oracle", "influence", "rope", "isolation", "poison", "backend_matrix"])
+@pytest.mark.few(name=["index_oracle", "isolation", "poison", "backend_matrix"])
 @pytest.mark.parametrize(
     "name", ["index_oracle", "influence", "rope", "rollback", "isolation", "poison", "backend_matrix"]
 )

@@ -34,6 +34,7 @@ def test_a_sound_run_is_green(official, tmp_path, numerics):
     assert all(c.source and c.samples and c.part for c in checks)
 
 
+@pytest.mark.few("plant", plant=[rope_base, lowest_scores, gate_bias])
 @pytest.mark.parametrize(
     "plant,layer,part,point",
     [

@@ -61,7 +61,20 @@ FAST = (  # one or two of each section whose first probe is quick
     "slot table not updated on eviction",
     "hca billed at the ratio of csa",
 )
+# whole probes that take seconds: `make test` sees each red in a file of its own
+SLOW = {
+    "speculation",
+    "grafting",
+    "index_oracle",
+    "termination",
+    "host_tier",
+    "sparse_reading",
+    "rope",
+    "captured",
+    "bill",
+}
 BY_NAME = {m.name: m for m in catalogue()}
+QUICK = [name for name in FAST if BY_NAME[name].probes[0] not in SLOW]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -111,7 +124,7 @@ def test_the_catalogue_covers_every_section():
     assert {m.section for m in (BY_NAME[name] for name in FAST)} == set(detection.SECTIONS)
 
 
-@pytest.mark.few(each=lambda p: BY_NAME[p["name"]].probes[:1])
+@pytest.mark.few(name=QUICK, each=lambda p: BY_NAME[p["name"]].probes[:1])
 @pytest.mark.parametrize("name", FAST)
 def test_a_planted_fault_is_named(bench, name):
     outcome = look(BY_NAME[name], bench)
@@ -231,12 +244,15 @@ def test_the_profile_itself_is_never_damaged(bench, quick):
 
 
 def test_a_fault_that_kills_its_process_is_a_gap(bench):
+    """Processes that import everything: 8 s."""
     [(_, outcome)] = run_all([planted(dies)], bench, jobs=2)
     assert not outcome.found.caught and "died" in outcome.found.note
 
 
 def test_copies_have_what_is_preloaded(tmp_path):
-    """All of it can be imported, Triton's key of itself is known then, and no device was asked."""
+    """All of it can be imported, Triton's key of itself is known then, and no device was asked.
+
+    A process that imports everything: 6 s."""
     code = (
         "import importlib, torch; from dsv4.probes.selftest import preloaded; [importlib.import_module(name) "
         "for name in preloaded()]\n"
@@ -334,14 +350,15 @@ def test_what_cannot_run_ends_with_2(monkeypatch, capsys, arguments):
     assert stop.value.code == 2 and "error:" in capsys.readouterr().err
 
 
-def test_processes_are_shared_out_to_the_gpus_that_are_seen(monkeypatch, tmp_path):
+@pytest.mark.few(given=["3,5,7"])
+@pytest.mark.parametrize("given, names", [(None, {"0", "1"}), ("3,5,7", {"3", "5"})])
+def test_processes_are_shared_out_to_the_gpus_that_are_seen(monkeypatch, tmp_path, given, names):
     """Without a GPU: what each process is told, before anything calls CUDA."""
     monkeypatch.setattr(selftest.torch.cuda, "device_count", lambda: 2)
-    for given, names in ((None, {"0", "1"}), ("3,5,7", {"3", "5"})):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if given:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        monkeypatch.setattr(selftest, "_lives", lambda bench: 1)
-        with selftest._pool(1, Bench(tmp_path, device="cuda")) as pool:
-            told = {pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() for _ in range(6)}
-        assert told == names, told
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    monkeypatch.setattr(selftest, "_lives", lambda bench: 1)
+    with selftest._pool(1, Bench(tmp_path, device="cuda")) as pool:
+        told = {pool.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() for _ in range(6)}
+    assert told == names, told

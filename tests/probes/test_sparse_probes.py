@@ -83,6 +83,7 @@ def test_green_with_evidence_for_everything(profiles, probe, profile, numerics, 
     assert not any(layer.self_attn._forward_pre_hooks for layer in subject.model.layers), "the model is as it was"
 
 
+@pytest.mark.few(probe=[SparseReading, ChunkedPrefill])
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)
 def test_layers_with_a_window_are_left_alone(profiles, probe):
     """All of them: VACUOUS. Some of them: the others are judged."""
@@ -103,6 +104,7 @@ def test_too_short_a_context_is_vacuous(profiles, probe):
     assert checks and {c.status for c in checks} == {Status.VACUOUS} and "the checkpoint allows 180" in checks[0].note
 
 
+@pytest.mark.few(numerics=["fp32"])
 @pytest.mark.parametrize("numerics, cache, index", [("fp32", "auto", "auto"), ("qat", "fp8", "fp4")])
 def test_entries_of_csa_in_host_memory(official, numerics, cache, index):
     checks = of(HostTier, open_subject(official, "ours", numerics, cache=cache, index_cache=index))

@@ -131,6 +131,7 @@ def test_what_placement_cannot_look_at_is_vacuous(official, llama3):
 
 
 def test_a_new_process_is_green_and_counts_what_it_compares(official):
+    """Two new processes, each of which imports everything: 8 s, and about as many in the test after it."""
     checks, _ = execute(fresh_process.FreshProcess(), OurSubject(official))
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS]
     assert len(checks) == 6 and all(c.samples for c in checks)
