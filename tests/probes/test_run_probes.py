@@ -25,8 +25,17 @@ def subject(official):
     return OurSubject(official, "fp32")
 
 
-@pytest.mark.parametrize("probe", [Schedules(effort=0.25), Rollback(), Isolation()], ids=lambda p: p.name)
-def test_green_on_our_model(subject, probe):
+@pytest.mark.parametrize(
+    "probe, rewound",
+    [
+        pytest.param(Schedules(effort=0.25), PLACES, id="schedules"),
+        pytest.param(Rollback(), (5, 128), id="rollback"),  # and the window's end
+        pytest.param(Rollback(), PLACES, id="rollback at all places", marks=pytest.mark.sweep),
+        pytest.param(Isolation(), PLACES, id="isolation"),
+    ],
+)
+def test_green_on_our_model(subject, monkeypatch, probe, rewound):
+    monkeypatch.setattr("dsv4.probes.rollback.PLACES", rewound)
     checks, _ = execute(probe, subject)
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
     assert all(c.samples > 0 and c.source for c in checks)
@@ -38,7 +47,7 @@ def test_vacuous_where_nothing_can_run(probe):
 
 
 def test_an_overlap_row_lost_at_a_cut_is_seen(subject, monkeypatch):
-    """The window before is forgotten whenever a step begins inside a window."""
+    """The window before is forgotten whenever a step begins inside a window. 6 s: schedules of single tokens."""
     real = CompressorCache._window_slots
 
     def forgetful(self, step):

@@ -3,6 +3,7 @@ with the right part for each planted fault."""
 
 import copy
 import shutil
+import sys
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ TRIED = (  # here; the self-test plants them all. Those of chunks are quick
     "staging copies the wrong head",
     "tokens are not written through",
 )
+QUICK = ("sink block lost", "termination ignores direction", "fusion without scaling", "tokens are not written through")
 
 
 @pytest.fixture(scope="module")
@@ -127,23 +129,30 @@ def test_the_other_probes_do_not_apply_to_csa(official):
 # ---- planted faults -----------------------------------------------------------------------
 
 
-@pytest.mark.few(each=lambda p: p["fault"].section)
+@pytest.mark.few(fault=[m for m in FAULTS if m.name in QUICK], each=lambda p: p["fault"].section)
 @pytest.mark.parametrize(
     "fault", [m for m in FAULTS if m.section == "1.17" or m.name in TRIED], ids=lambda m: m.name.replace(" ", "-")
 )
-def test_a_fault_is_named_by_its_probe(profiles, tmp_path_factory, tmp_path, fault):
+def test_a_fault_is_named_by_its_probe(profiles, tmp_path_factory, tmp_path, monkeypatch, fault):
+    """Most show under the first policy that the probe tries; where one does not, all are tried."""
     path = profiles.get(fault.profile)
     if path is None:
         path = profiles[fault.profile] = profile.write(
             tmp_path_factory.mktemp("profile") / fault.profile, fault.profile
         )
-    site = Site(shutil.copytree(path, tmp_path / "copy"))
+    site, probe = Site(shutil.copytree(path, tmp_path / "copy")), probe_named(fault.probes[0])
+    home = sys.modules[probe.__module__]
+    tried = getattr(home, "POLICIES", ())
     try:
         fault.plant(site)
-        checks = of(probe_named(fault.probes[0]), opened(site.checkpoint, fault.numerics))
+        for policies in (tried[:1], tried):
+            monkeypatch.setattr(home, "POLICIES", policies, raising=False)
+            checks = of(probe, opened(site.checkpoint, fault.numerics))
+            red = [c for c in checks if c.status is Status.FAIL]
+            if any(named(fault.parts, texts_of(c)) for c in red):
+                break
     finally:
         site.undo()
-    red = [c for c in checks if c.status is Status.FAIL]
     assert any(named(fault.parts, texts_of(c)) for c in red), [(c.name, c.part) for c in red] or "no check is red"
     assert not any(c.status is Status.ERROR for c in checks)
 
