@@ -61,6 +61,7 @@ def test_indexer_compressor_that_never_loaded(subject):
     assert parts(found, 1) == {"indexer keys", "selection"} and not parts(found, 3)
 
 
+# 6 s: every layer is told by every schedule, and other layers must be left alone
 def test_entries_dropped(subject):
     """The motivating failure: the window only."""
     for i in CSA:
@@ -83,6 +84,7 @@ def test_entries_dropped_after_the_selection(subject):
     assert parts(found, 1) >= {"compressed entries"} and not parts(found, 3) and not failures(IndexOracle(), subject)
 
 
+# 5 s, for the same reason
 def test_all_entries_instead_of_the_selected(subject):
     """Attention gets every visible entry; the indexer's own answer is as it should be."""
     attn = subject.model.layers[1].attn

@@ -290,6 +290,7 @@ def test_a_probe_by_itself_takes_them(official, tmp_path, by_itself):
     assert "fp8 index cache" in json.loads((tmp_path / "m.json").read_text())["title"]
 
 
+# 6 s: a bisection runs each layer of the oracle, rounded and not
 @pytest.mark.few(fault=["indexer_compressor"])
 @pytest.mark.parametrize("fault", ["kv_norm", "indexer_compressor", "lowest_scores"])
 def test_a_fault_behind_packed_caches_is_confirmed_by_a_swap(official, fault):

@@ -29,6 +29,7 @@ def run(journal, mutations=NAMES):
     )
 
 
+# 8 s: a self-test and the rest of it, with the sound subjects of two families
 def test_what_is_in_the_journal_is_not_run_again(tmp_path, quick, looked):
     file = tmp_path / "journal"
     first = run(file)

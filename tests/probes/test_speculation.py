@@ -150,6 +150,7 @@ def test_a_fault_is_named(official, tmp_path, fault, part):
     assert part in found, found
 
 
+# 7 s: the whole probe is red here once, both decoders with it
 def test_a_rejected_draft_that_comes_out_is_seen(subject, monkeypatch, short):
     """In both decoders, though their acceptance is right."""
     for owner, name in ((_Batch, "_accept"), (Rounds, "_accept")):
@@ -166,6 +167,7 @@ def test_a_rejected_draft_that_comes_out_is_seen(subject, monkeypatch, short):
     assert where == {"generate_speculative", "Rounds"}
 
 
+# 7 s: that the other pieces of the probe still run takes all of them
 def test_a_case_that_breaks_leaves_the_others(subject, monkeypatch, short):
     monkeypatch.setattr(Rounds, "run", lambda self, **more: 1 / 0)
     assert [(c.status, c.where, c.part) for c in red(subject)] == [(Status.ERROR, "Rounds", "accepted tokens")]
