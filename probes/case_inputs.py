@@ -55,13 +55,14 @@ class Inputs:
         return self.rand(O, K) * K**-0.5
 
     def uneven(self, *shape: int) -> torch.Tensor:
-        """Like `act`, the first 32 columns of every 128 times 2^14: they decide the scale that E4M3 rounds the others
-        by."""
-        return torch.where(torch.arange(shape[-1]) % 128 < 32, 2.0**14, 1.0).to(self.dtype) * self.act(*shape)
+        """Like `act`, some columns times 2^14: they decide the scale that E4M3 rounds the others of their block by."""
+        return torch.where(large_columns(shape[-1]), 2.0**14, 1.0).to(self.dtype) * self.act(*shape)
 
     def weights(self, O: int, K: int, even: bool = True) -> dict[str, PackedWeight]:
-        """A matrix in every format that its columns allow. even: else it takes nothing of what `uneven` makes large."""
-        w = self.matrix(O, K) * (even | (torch.arange(K) % 128 >= 32))
+        """A matrix in every format that its columns allow; zeros, unless `even`, where `uneven` is large."""
+        w = self.matrix(O, K)
+        if not even:
+            w[:, large_columns(K)] = 0
         found = {
             "dense": PackedWeight(WeightFormat.DENSE, w.to(self.dtype)),
             "fp8": PackedWeight(WeightFormat.FP8, *quantize_fp8(w)),
@@ -100,6 +101,11 @@ class Inputs:
         for run in data.view(-1, pages, form.page):
             write_rows(rows_of(form, run), torch.arange(count), self.rand(count, form.width))
         return rows_of(form, data)._replace(count=count)
+
+
+def large_columns(K: int) -> torch.Tensor:
+    """bool [K]: the first 32 of every block of 128."""
+    return torch.arange(K) % 128 < 32
 
 
 def cases_of(make: Callable[["Inputs"], Iterable[tuple]] | None, i: "Inputs") -> list[Case]:

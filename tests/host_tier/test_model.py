@@ -126,12 +126,14 @@ def test_every_step_has_the_logits_of_the_resident_cache(folders, name, choice):
 
 
 # Over 5 s: every kernel of a step runs in Triton's interpreter, twelve steps a case.
-@pytest.mark.few(name=["bound", "dense"])
+@pytest.mark.few(name=["bound", "dense"], layers=["full"])
 @pytest.mark.parametrize("name", ["bound", "bound, terminating", "dense"])
-def test_captured_steps_of_the_triton_backend(brief_folder, name):
+@pytest.mark.parametrize("layers", ["full", "some sliding"])
+def test_captured_steps_of_the_triton_backend(folders, brief_folder, name, layers):
     """Steps of one and of three tokens, both staged; a guess ahead; in the interpreter without a GPU."""
+    folder = brief_folder if layers == "full" else folders[1]
     reference, ours = (
-        load_model(brief_folder, numerics="fp32", backend=b, device=DEVICE, attention=WAYS[name])
+        load_model(folder, numerics="fp32", backend=b, device=DEVICE, attention=WAYS[name])
         for b in ("reference", "triton")
     )
     resident, tier = caches(ours, HostMemory(9 if name != "dense" else None, ahead=True), 2, 140)
