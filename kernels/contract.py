@@ -1,0 +1,148 @@
+"""What an operation promises, as data: arguments, outputs, cases, accuracy classes, bytes and arithmetic.
+
+Each folder of `kernels/` has a `contract.py` with one `Contract` an operation; `kernels.contracts` lists them. The
+definitions that are exported, the audit of anybody's kernel, the tests and the floors are made from it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.drawing import Draw
+from dsv4.kernels.quantize import PackedWeight
+
+SUMS, BITS, CODES, SET = "sums", "bits", "codes", "set"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One positional argument.
+
+    shape: axis names or numbers; None for a Python number. dtype: a torch name, or 'activation' (bf16 or fp32),
+    'rows' (a pool of rows in the activations' dtype, or `PackedRows`), 'weight' (`PackedWeight`). optional: None is
+    allowed. hint: a promise of the caller that a kernel may ignore, so that an adapter may leave it out.
+    """
+
+    name: str
+    shape: tuple[str | int, ...] | None
+    dtype: str
+    about: str
+    optional: bool = False
+    hint: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result, or one argument that is written in place (`argument` is its number).
+
+    rule: 'sums': relative L2 of each row against fp64; 'bits': equal bits; 'codes': values rounded to FP8 or FP4 at
+    the end, of which one beside a boundary may move by a code; 'set': indices of each row in any order. row: number of
+    trailing axes that make one row; liberty: what a kernel may do otherwise, in words.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    dtype: str
+    about: str
+    rule: str = SUMS
+    row: int = 1
+    argument: int | None = None
+    liberty: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operation.
+
+    family: what its inputs make visible. unread: argument name → bool mask over its tensor (over `data` of
+    `PackedRows`) of what may not be read: its content is finite and ordinary here, and the poison clause makes it NaN.
+    exempt: canaries that cannot fail here, with the reason. batch: argument name → axis of the queries, for the clause that runs
+    one query alone; an argument that is not named is shared.
+    """
+
+    label: str
+    family: str
+    arguments: tuple
+    unread: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    exempt: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that a right kernel must move and operations (a multiply and an add are two) that it must do, each with
+    its formula in the widths' names."""
+
+    bytes: int
+    flops: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One operation.
+
+    operation: its name in `kernels.operations` or in `kernels.fusions`. exact(*arguments): the results in fp64 of the quantised inputs, in
+    another way than the reference. classes: accuracy class → an honest kernel of that class (products of the inputs as they are, fp32 sums, one
+    rounding at the end), whose own distance from `exact` is the measure of others; the first is the default. cases(widths,
+    draw): inputs. batch: argument name → axis of the queries; () if a query cannot stand alone. empty: zero queries are
+    allowed. edges: what happens there, in words, for the report.
+    """
+
+    operation: str
+    about: str
+    arguments: tuple[Argument, ...]
+    outputs: tuple[Output, ...]
+    exact: Callable[..., Any]
+    classes: Mapping[str, Callable[..., Any]]
+    cases: Callable[[Any, Draw], Iterable[Case]]
+    work: Callable[..., Work]
+    edges: tuple[str, ...] = ()
+    batch: Mapping[str, int] = field(default_factory=dict)
+    empty: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+
+    def number(self, name: str) -> int:
+        """Position of the argument called `name`."""
+        return next(i for i, a in enumerate(self.arguments) if a.name == name)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Numbers of arguments that are results too."""
+        return tuple(o.argument for o in self.outputs if o.argument is not None)
+
+
+def tensors(value) -> Iterator[torch.Tensor]:
+    """Every tensor of an argument or a result: itself, of packed rows and weights, of tuples and lists; None has none."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, PackedRows):
+        yield value.data
+    elif isinstance(value, PackedWeight | tuple | list):
+        for part in value:
+            yield from tensors(part)
+
+
+def rebuilt(value, change: Callable[[torch.Tensor], torch.Tensor]):
+    """The same structure with `change` applied to each of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(rebuilt(v, change) for v in value))
+    if isinstance(value, tuple | list):
+        return type(value)(rebuilt(v, change) for v in value)
+    return value
+
+
+def doubles(value) -> torch.Tensor | None:
+    """Values as fp64: packed rows and weights by their codes and scales, exactly."""
+    from dsv4.kernels.cache_rows import decode_rows
+    from dsv4.kernels.quantize import to_float
+
+    if isinstance(value, PackedRows):
+        return decode_rows(value).double()
+    if isinstance(value, PackedWeight):
+        return to_float(value).double()
+    return None if value is None else value.double()

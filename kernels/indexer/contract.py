@@ -1,0 +1,164 @@
+"""Contracts of `index_scores` and `topk_entries`."""
+
+import torch
+
+from dsv4.kernels.attention.contract import unseen
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
+from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Work, doubles
+from dsv4.kernels.indexer import reference
+
+FAMILIES = ("random", "coded", "pointed", "integers", "at the edge of ReLU")
+
+
+def exact_scores(q, weights, keys, visible) -> torch.Tensor:
+    """Scores fp64 [B, T, n], one head after another: Σ_h w_h · max(q_h · k, 0)."""
+    keys, B, T = doubles(keys), *q.shape[:2]
+    total = torch.zeros(B, T, keys.shape[1], dtype=torch.float64)
+    for h in range(q.shape[2]):
+        dots = torch.einsum("btd,bnd->btn", q[:, :, h].double(), keys)
+        total += weights[:, :, h, None].double() * dots.clamp(min=0)
+    entry = torch.arange(keys.shape[1])
+    return torch.where(entry < visible.unsqueeze(-1), total, float("-inf"))
+
+
+def rounded_scores(q, weights, keys, visible) -> torch.Tensor:
+    """An honest kernel that rounds the product of each head to bf16."""
+    keys = doubles(keys).float()
+    dots = torch.einsum("bthd,bnd->bthn", q.float(), keys).bfloat16().float().relu()
+    total = torch.einsum("bth,bthn->btn", weights, dots)
+    return total.masked_fill(torch.arange(keys.shape[1]) >= visible.unsqueeze(-1), float("-inf"))
+
+
+def score_cases(w, draw):
+    """Plain keys in every family, packed ones in both formats, drafts of each length up to eight."""
+    for form in (None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4):
+        for family in FAMILIES:
+            if family != "coded" or form is None:
+                yield _score_case(family, form, 4, 2, w, draw)
+    for T in (1, 3, 8):
+        yield _score_case("random", RowFormat.INDEX_FP8, 2, T, w, draw)
+
+
+def _score_case(family, form, B, T, w, draw) -> Case:
+    """Lengths about the ends of pages; each token of a row sees one entry more than the one before it."""
+    H, D, n = w.index_n_heads, w.index_head_dim, 3 * PAGE + 7
+    last = torch.tensor([n, 0, PAGE, PAGE + 1, PAGE - 1, 1])[:B]
+    visible = (last.unsqueeze(1) - torch.arange(T - 1, -1, -1)).clamp(min=0)
+    keys = draw.rand(B, n, D)
+    q, weights = draw.rand(B, T, H, D), draw.rand(B, T, H) * H**-0.5
+    if family == "coded":
+        keys = torch.stack([draw.coded(n, D).float() for _ in range(B)])
+    if family == "integers":
+        keys, q = draw.integers(-1, 1, B, n, D).float(), draw.integers(-1, 1, B, T, H, D).float()
+        weights = draw.integers(-2, 2, B, T, H).float()
+    if family == "pointed":  # at the last visible entry, and at the first that is not
+        for at, sign in ((visible - 1, 1.0), (visible, 1.0)):
+            place = at.clamp(0, n - 1)
+            q += sign * keys.gather(1, place.unsqueeze(-1).expand(-1, -1, D)).unsqueeze(2)
+    if family == "at the edge of ReLU":  # heads alternate in sign, so that ReLU after the sum shows
+        weights = weights.abs() * torch.where(torch.arange(H) % 2 == 0, 1.0, -1.0)
+    packed = keys.to(draw.dtype) if form is None else draw.packed(form, keys)
+    unread = {"keys": unseen(packed, visible.amax(1))}
+    kind = {None: "plain", RowFormat.INDEX_FP8: "FP8 keys", RowFormat.INDEX_FP4: "FP4 keys"}[form]
+    exempt = {"lower precision": "whole numbers are exact in FP8 too"} if family == "integers" else {}
+    return Case(f"{B} rows of {T} tokens, {kind}", family, (q.to(draw.dtype), weights, packed, visible), unread, exempt)
+
+
+def score_work(q, weights, keys, visible) -> Work:
+    """Keys that any token of a row sees once a row, queries, weights and scores; 2·H·D + 2·H operations a score."""
+    B, T, H, D = q.shape
+    row = keys.layout.row if isinstance(keys, PackedRows) else D * keys.element_size()
+    seen = int(visible.amax(1).sum()) if visible.numel() else 0
+    n = keys.count if isinstance(keys, PackedRows) else keys.shape[1]
+    moved = seen * row + q.numel() * q.element_size() + 4 * weights.numel() + 4 * B * T * n
+    return Work(
+        moved, int(visible.sum()) * H * (2 * D + 2), f"keys·{row} + q·{q.element_size()} + 4·(weights + scores)"
+    )
+
+
+SCORES = Contract(
+    "index_scores",
+    "Scores of the lightning indexer: score[b, t, e] = Σ_h weights[b, t, h] · relu(q[b, t, h] · key[b, e]).",
+    (
+        Argument("q", ("batch", "tokens", "index_heads", "index_dim"), "activation", "index queries"),
+        Argument("weights", ("batch", "tokens", "index_heads"), "float32", "head weights, scale factors included"),
+        Argument("keys", ("batch", "num_entries", "index_dim"), "rows", "one key an entry for all heads"),
+        Argument("visible", ("batch", "tokens"), "int64", "a query sees entries e < visible; 0 is allowed"),
+    ),
+    (Output("scores", ("batch", "tokens", "num_entries"), "float32", "fp32 sums; −inf from visible on"),),
+    exact_scores,
+    {"fp32": reference.index_scores, "products-bf16": rounded_scores},
+    score_cases,
+    score_work,
+    ("a query that sees no entry has −inf everywhere", "tokens of a row see different numbers of entries"),
+    {"q": 0, "weights": 0, "keys": 0, "visible": 0},
+)
+
+
+def exact_entries(scores, k: int, visible=None) -> torch.Tensor:
+    """The k best by a stable sort: among equal scores the lowest entry; −1 where a pick is not visible."""
+    scores = scores.double()
+    if visible is not None:
+        scores = torch.where(torch.arange(scores.shape[-1]) < visible.unsqueeze(-1), scores, float("-inf"))
+    order = torch.sort(-scores, dim=-1, stable=True).indices[..., : min(k, scores.shape[-1])]
+    return torch.where(scores.gather(-1, order) == float("-inf"), -1, order)
+
+
+def entry_cases(w, draw):
+    """Ties, clusters about the kth value, sorted scores, both zeros; fewer entries than k, k, one more, many."""
+    k = w.index_topk
+    sizes = (k - 1, k, k + 1, 8 * k + 3)
+    for n in sizes:
+        yield _entry_case("random", draw.rand(2, 3, n), k, draw)
+    n = sizes[-1]
+    values = {
+        "all equal": torch.ones(2, 3, n),
+        "ties at the kth": torch.where(draw.rand(2, 3, n) > 1.2, 2.0, 1.0),
+        "clusters": 1 + torch.round(draw.rand(2, 3, n) * 4) * 2.0**-23,
+        "sorted up": torch.arange(n).float().expand(2, 3, n).clone(),
+        "sorted down": -torch.arange(n).float().expand(2, 3, n).clone(),
+        "both zeros": torch.where(draw.rand(2, 3, n) > 0, 0.0, -0.0),
+        "negative": -draw.rand(2, 3, n).abs() - 1,
+    }
+    for family, scores in values.items():
+        yield _entry_case(family, scores, k, draw)
+
+
+def _entry_case(family, scores, k, draw) -> Case:
+    n = scores.shape[-1]
+    visible = torch.tensor([[n, n - 1, n // 2], [0, 1, min(k, n)]])
+    hidden = torch.arange(n) >= visible.unsqueeze(-1)
+    scores = torch.where(hidden, float("-inf"), scores)
+    return Case(f"{n} entries, the best {k}", family, (scores, k, visible), {"scores": hidden})
+
+
+def entry_work(scores, k, visible=None) -> Work:
+    """Visible scores once, results as int32."""
+    seen = scores.numel() if visible is None else int(visible.sum())
+    rows = scores.numel() // max(1, scores.shape[-1])
+    return Work(4 * seen + 4 * rows * k, seen, "4·visible scores + 4·rows·k; one comparison a score")
+
+
+ENTRIES = Contract(
+    "topk_entries",
+    "The k best entries of each query.",
+    (
+        Argument("scores", ("batch", "tokens", "num_entries"), "float32", "−inf where invisible"),
+        Argument("k", None, "int64", "entries to select"),
+        Argument("visible", ("batch", "tokens"), "int64", "scores from there on need not be read", optional=True),
+    ),
+    (
+        Output(
+            *("entries", ("batch", "tokens", "topk"), "int64", "entry numbers, −1 where there are fewer"),
+            rule=SET,
+            liberty="any order; among equal scores the lowest entry wins (class any-of-equals: any of them)",
+        ),
+    ),
+    exact_entries,
+    {"lowest": exact_entries, "any-of-equals": exact_entries},
+    entry_cases,
+    entry_work,
+    ("fewer visible entries than k: the rest is −1", "−0.0 and +0.0 are equal"),
+    {"scores": 0, "visible": 0},
+)
+CONTRACTS = (SCORES, ENTRIES)
