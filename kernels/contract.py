@@ -53,7 +53,7 @@ class Output:
     liberty: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One call of an operation.
 
@@ -103,6 +103,10 @@ class Contract:
     batch: Mapping[str, int] = field(default_factory=dict)
     empty: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+
+    def default(self, dtype: torch.dtype) -> str:
+        """The accuracy class of activations in `dtype` where none is asked for: 'fp32' of fp32 ones, else the first."""
+        return "fp32" if dtype is torch.float32 and "fp32" in self.classes else next(iter(self.classes))
 
     def number(self, name: str) -> int:
         """Position of the argument called `name`."""

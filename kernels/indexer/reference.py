@@ -19,7 +19,7 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, vis
     n = keys.shape[1]
     scores = torch.empty(B, T, n, dtype=torch.float32, device=q.device)
     queries, weights = q.reshape(B, T * H, D).float(), weights.unsqueeze(2)
-    tile = max(64, SCRATCH_BYTES // (4 * B * T * H))
+    tile = max(64, SCRATCH_BYTES // max(1, 4 * B * T * H))
     for start in range(0, n, tile):
         stop = min(start + tile, n)
         dots = torch.bmm(queries, keys[:, start:stop].float().transpose(1, 2)).relu_()

@@ -1,0 +1,236 @@
+"""When a result is right: relative L2 of each row against fp64, held by the error of an honest kernel of the same case.
+
+limit of a row = 4 · max(d₀ that nine rows in ten of the case stay below, d₀ of the row, half an ulp of the result's
+type), d₀ the honest kernel's own relative L2. The worst element of a row may be 8 times the honest kernel's. Canaries say whether a case can tell at all: see `canaries`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, rebuilt, tensors
+from dsv4.probes.kernel_audit.errors import KernelAuditError
+
+ROW_FACTOR, ELEMENT_FACTOR = 4.0, 8.0
+CODES_SHARE, CODES_STEP = 0.1, 0.34  # one code of FP4 is at most a third of the largest value of its block
+ANY = "any-of-equals"
+NEXT = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """ratio: the worst error as a multiple of its limit (at most 1 is right); what: the measure; place: where, in
+    words; error: the worst relative L2 of a row (of codes and sets: the share that differs)."""
+
+    ratio: float
+    what: str = ""
+    place: str = ""
+    error: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """Of one case: results in fp64, and what an honest kernel of the class returns."""
+
+    contract: Contract
+    case: Case
+    accuracy: str
+    exact: tuple[torch.Tensor, ...]
+    honest: tuple[torch.Tensor, ...]
+
+    def judge(self, found: list[torch.Tensor]) -> Judgement:
+        """The worst judgement of all results; wrong numbers of them, shapes and dtypes are infinitely wrong."""
+        if len(found) != len(self.exact):
+            return Judgement(float("inf"), "results", f"{len(found)} tensors, expected {len(self.exact)}")
+        judged = [
+            self._one(output, *three) for output, *three in zip(self.contract.outputs, found, self.exact, self.honest)
+        ]
+        return max(judged, key=lambda j: j.ratio)
+
+    def _one(self, output: Output, found, exact, honest) -> Judgement:
+        if found.shape != exact.shape or found.dtype is not honest.dtype:
+            got, want = (f"{str(t.dtype)[6:]} {list(t.shape)}" for t in (found, honest))
+            return Judgement(float("inf"), "shape and dtype", f"{output.name}: {got}, expected {want}")
+        if found.numel() == 0:
+            return Judgement(0.0)
+        if output.rule == BITS:
+            return _bits(output, found, exact.to(honest.dtype))
+        if output.rule == SET:
+            return _set(output, found, exact, self.case.arguments[0] if self.accuracy == ANY else None)
+        rows = [t.double().reshape(-1, _row_size(t, output.row)) for t in (found, exact, honest)]
+        unlike = (rows[0].isnan() & ~rows[1].isnan()) | (rows[0].isinf() | rows[1].isinf()) & (rows[0] != rows[1])
+        if unlike.any():
+            return Judgement(float("inf"), "NaN or infinity", _place(output, found, unlike.nonzero()[0]), float("inf"))
+        rows = [torch.where(rows[1].isfinite(), t, 0.0) for t in rows]
+        return _codes(output, found, *rows[:2]) if output.rule == CODES else _sums(output, found, *rows)
+
+
+def _row_size(t: torch.Tensor, axes: int) -> int:
+    return max(1, t[(0,) * (t.ndim - axes)].numel() if axes < t.ndim else t.numel())
+
+
+def _place(output: Output, t: torch.Tensor, at: torch.Tensor) -> str:
+    """'out[3, 17, :] at 5' of (row, place in the row)."""
+    row = int(at[0])
+    lead = list(t.shape[: t.ndim - output.row])
+    index = []
+    for extent in reversed(lead):
+        index.append(row % extent)
+        row //= extent
+    return f"{output.name}{list(reversed(index))}" + (f", element {int(at[1])}" if len(at) > 1 else "")
+
+
+def _half_ulp(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
+
+
+def _sums(output: Output, t, found, exact, honest) -> Judgement:
+    half, norm = _half_ulp(t.dtype), exact.norm(dim=1)
+    live = norm > 0
+    own, off = (honest - exact).norm(dim=1), (found - exact).norm(dim=1)
+    d0 = own[live] / norm[live]
+    most = d0.quantile(0.9) if live.any() else torch.tensor(0.0)
+    limit = ROW_FACTOR * torch.where(live, norm, 0.0) * (own / norm.clamp(min=1e-300)).clamp(min=max(most.item(), half))
+    limit = torch.where(live, limit, ELEMENT_FACTOR * own)
+    by_row = _ratio(off, limit)
+    worst, mine = (found - exact).abs(), (honest - exact).abs().amax(1)
+    usual = (mine[live] / norm[live]).quantile(0.9) * norm if live.any() else mine
+    by_element = _ratio(worst.amax(1), ELEMENT_FACTOR * torch.stack((mine, usual, half * exact.abs().amax(1))).amax(0))
+    row = int(torch.maximum(by_row, by_element).argmax())
+    error = (off[live] / norm[live]).amax().item() if live.any() else 0.0
+    at = torch.tensor([row, int(worst[row].argmax())])
+    if by_row[row] >= by_element[row]:
+        return Judgement(by_row[row].item(), "relative L2 of a row", _place(output, t, at[:1]), error)
+    return Judgement(by_element[row].item(), "worst element of a row", _place(output, t, at), error)
+
+
+def _ratio(error: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    return torch.where(error > 0, error / limit.clamp(min=1e-300), 0.0).clamp(max=1e30)
+
+
+def _codes(output: Output, t, found, exact) -> Judgement:
+    size = exact.square().mean(1, keepdim=True).sqrt()
+    off = (found - exact).abs()
+    wrong = off > 1e-5 * torch.maximum(exact.abs(), size)
+    share = wrong.double().mean().item()
+    far = _ratio(off.amax(1), CODES_STEP * exact.abs().amax(1))
+    row = int(far.argmax())
+    if far[row] > share / CODES_SHARE:
+        return Judgement(far[row].item(), "steps of more than a code", _place(output, t, torch.tensor([row])), share)
+    place = _place(output, t, wrong.nonzero()[0]) if wrong.any() else ""
+    return Judgement(share / CODES_SHARE, "share of codes that differ", place, share)
+
+
+def _bits(output: Output, found, exact) -> Judgement:
+    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    same = found.contiguous().view(view) == exact.contiguous().view(view)
+    if found.dtype.is_floating_point:
+        same |= found.isnan() & exact.isnan()
+    wrong = ~same.reshape(-1, _row_size(found, output.row))
+    count = int(wrong.sum())
+    place = _place(output, found, wrong.nonzero()[0]) if count else ""
+    return Judgement(float(count), "values of other bits", place, count / found.numel())
+
+
+def _set(output: Output, found, exact, scores) -> Judgement:
+    """Indices of each row in any order. With scores: any of equal ones may be chosen, none twice."""
+    if scores is not None:
+        whole, n = scores.double(), scores.shape[-1]
+        outside = (found < -1) | (found >= n)
+        twice = found.sort(-1).values
+        twice = (twice[..., 1:] == twice[..., :-1]) & (twice[..., 1:] >= 0)
+        pick = lambda index: (
+            torch.where(index < 0, float("-inf"), whole.gather(-1, index.clamp(0, n - 1))).sort(-1).values
+        )
+        wrong = pick(found) != pick(exact)
+        wrong[..., 1:] |= twice
+        wrong |= outside
+    else:
+        wrong = found.sort(-1).values != exact.sort(-1).values
+    count = int(wrong.sum())
+    rows = wrong.reshape(-1, wrong.shape[-1])
+    place = _place(output, found, rows.nonzero()[0][:1]) if count else ""
+    return Judgement(float(count), "indices that differ", place, count / found.numel())
+
+
+def listed(value) -> tuple[torch.Tensor, ...]:
+    """The results of a call as a tuple."""
+    return tuple(tensors(value))
+
+
+def truth_of(contract: Contract, case: Case, accuracy: str) -> Truth:
+    """Results in fp64 and of the honest kernel. What is written in place is returned by both, in the order of the
+    contract's outputs. Raises KernelAuditError for an unknown class of accuracy."""
+    if accuracy not in contract.classes:
+        raise KernelAuditError(
+            f"{contract.operation} has no accuracy class {accuracy!r}; expected one of {', '.join(contract.classes)}"
+        )
+    own = lambda: rebuilt(case.arguments, torch.clone)
+    exact = listed(contract.exact(*own()))
+    arguments = own()
+    returned = listed(contract.classes[accuracy](*arguments))
+    honest = iter(returned)
+    places = [o.argument for o in contract.outputs]
+    complete = len(returned) == len(places)
+    honest = [next(honest) if complete or place is None else listed(arguments[place])[0] for place in places]
+    dtype = next((t.dtype for t in tensors(case.arguments) if t.is_floating_point()), torch.float32)
+    honest = [_typed(h, o, dtype) for h, o in zip(honest, contract.outputs)]
+    return Truth(contract, case, accuracy, exact, tuple(honest))
+
+
+def _typed(value: torch.Tensor, output: Output, activation: torch.dtype) -> torch.Tensor:
+    """In the dtype that the contract promises."""
+    promised = activation if output.dtype == "activation" else getattr(torch, output.dtype, value.dtype)
+    return value.to(promised)
+
+
+def canaries(truth: Truth, other: Truth | None) -> Iterator[tuple[str, Judgement | None, str]]:
+    """(name, judgement, why not) of results that must be refused on every case: zeros, NaN, an input that has the result's shape,
+    the right answer to other inputs of the same shapes, and the right answer to inputs rounded to the next lower type."""
+    shaped = truth.honest
+    exempt = truth.case.exempt
+
+    def of(name, values, why=""):
+        if name in exempt:
+            return name, None, exempt[name]
+        return (name, None, why) if values is None else (name, truth.judge(values), "")
+
+    yield of("zeros", [torch.zeros_like(t) for t in shaped])
+    floats = any(t.is_floating_point() for t in shaped)
+    nan = [torch.full_like(t, float("nan")) if t.is_floating_point() else t for t in shaped]
+    yield of("NaN", nan if floats else None, "no result is a float")
+    echo = [
+        next((a for a in tensors(truth.case.arguments) if a.shape == t.shape and a.dtype == t.dtype), None)
+        for t in shaped
+    ]
+    yield of("echo", None if any(e is None for e in echo) else echo, "no argument has the result's shape and dtype")
+    alike = other is not None and [t.shape for t in other.honest] == [t.shape for t in shaped]
+    yield of("other inputs", list(other.honest) if alike else None, "results of other inputs have other shapes")
+    lower = _lower(truth)
+    yield of("lower precision", lower, "the next lower precision holds these inputs exactly")
+
+
+def _lower(truth: Truth) -> list[torch.Tensor] | None:
+    """The exact answer to activations rounded to the next lower type; None where no value changes by that."""
+    changed = False
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        nonlocal changed
+        low = NEXT.get(t.dtype)
+        if low is None or not t.is_floating_point():
+            return t.clone()
+        limit = torch.finfo(low).max
+        result = torch.where(t.isfinite(), t.clamp(-limit, limit).to(low).to(t.dtype), t)
+        changed |= not torch.equal(result, t)
+        return result
+
+    arguments = tuple(
+        rebuilt(a, rounded)
+        if spec.dtype in ("activation", "rows") and spec.shape is not None
+        else rebuilt(a, torch.clone)
+        for spec, a in zip(truth.contract.arguments, truth.case.arguments)
+    )
+    if not changed:
+        return None
+    return [e.to(h.dtype) for e, h in zip(listed(truth.contract.exact(*arguments)), truth.honest)]

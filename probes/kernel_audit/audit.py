@@ -1,0 +1,99 @@
+"""One kernel through all clauses: what `dsv4 kernel audit` runs."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from dsv4.kernels.contract import Contract
+from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.widths import WIDTHS
+from dsv4.probes.kernel_audit.clauses import ORDER, clause
+from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
+from dsv4.probes.kernel_audit.scene import Scene, not_run
+from dsv4.probes.kernel_audit.subject import SubjectSpec
+from dsv4.probes.kernel_audit.worker import Worker
+from dsv4.probes.result import Check, Status
+
+
+@dataclass
+class KernelAudit:
+    """Result of one audit: checks by clause, and how they came about."""
+
+    spec: SubjectSpec
+    contract: Contract
+    shapes: str
+    accuracy: str
+    seed: int
+    checks: list[Check] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    repeats: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """FAIL, ERROR, VACUOUS, PASS, or 'PASS, limited' where a clause or a case was not run."""
+        asked = [c for c in self.checks if c.name != "not run"]
+        if any(c.status is Status.FAIL for c in asked):
+            return "FAIL"
+        if any(c.status is Status.ERROR for c in asked):
+            return "ERROR"
+        gate = [c for c in asked if c.part == "gate"]
+        if not gate or any(c.status is Status.VACUOUS for c in gate):
+            return "VACUOUS"
+        if all(c.status is Status.WARN for c in gate):
+            return "ERROR"
+        limited = len(asked) < len(self.checks) or self.skipped or any(c.status is Status.WARN for c in asked)
+        return "PASS, limited" if limited else "PASS"
+
+    @property
+    def findings(self) -> list[Check]:
+        """Checks that failed, in the order of the clauses."""
+        return [c for c in self.checks if c.status in (Status.FAIL, Status.ERROR) and c.name != "not run"]
+
+    @property
+    def caught(self) -> list[str]:
+        """Clauses with a finding."""
+        return list(dict.fromkeys(c.part for c in self.findings))
+
+
+def audit_kernel(
+    spec: SubjectSpec,
+    shapes: str = "small",
+    seed: int = 0,
+    budget: float = float("inf"),
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    only: tuple[str, ...] = ORDER,
+    takes: Callable | None = None,
+    repeats: int | None = None,
+    said: Callable[[str], None] = lambda _: None,
+    limit: float = 60.0,
+) -> KernelAudit:
+    """Run the clauses `only` on one kernel, at most `budget` seconds: what is left then is said to be not run.
+
+    said: told each clause as it begins. Raises SubjectFailed where the kernel cannot be loaded.
+    """
+    contract, start = contract_of(spec.operation), time.monotonic()
+    audit = KernelAudit(spec, contract, shapes, spec.accuracy or "default", seed)
+    repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
+    audit.repeats = repeats
+    with Worker(spec, limit) as worker:
+        worker.start()
+        scene = Scene(
+            *(contract, WIDTHS[shapes], spec.accuracy, spec.device, seed, worker, dtypes or contract.dtypes),
+            *(start + budget, repeats, takes),
+        )
+        audit.skipped = scene.skipped
+        for name in only:
+            said(name)
+            if scene.late:
+                audit.checks.append(not_run(name, f"the budget of {budget:.0f} s was spent"))
+                continue
+            found = list(clause(name)(scene))
+            audit.checks += found or [not_run(name, "no case that the gate found right")]
+    audit.seconds = time.monotonic() - start
+    return audit
+
+
+__all__ = ["KernelAudit", "SubjectDied", "SubjectFailed", "audit_kernel"]

@@ -1,0 +1,76 @@
+"""Later calls: the hundredth, with changed contents at the same addresses, with the same contents at others."""
+
+from collections.abc import Iterator
+
+from dsv4.kernels.contract import rebuilt, tensors
+from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
+from dsv4.probes.kernel_audit.harness import bits, raw
+from dsv4.probes.kernel_audit.scene import Scene, check, held, not_run
+from dsv4.probes.result import Check
+
+COUNT = 130
+
+
+def many(harness, arguments, templates, count: int, looks: list[int]):
+    """Results of some of `count` calls."""
+    placed, found = harness.place(arguments), []
+    for i in range(count):
+        results = harness.call(harness.place(arguments) if harness.contract.written else placed, templates)
+        if i in looks:
+            found.append(raw(results))
+    return found
+
+
+def overwritten(harness, first, second, templates):
+    """(results of `second` written over `first`'s addresses after calls of it, whether new addresses give the same bits)."""
+    placed = harness.place(first)
+    for _ in range(3):
+        harness.call(placed, templates)
+    placed = harness.place(first) if harness.contract.written else placed
+    new = harness.place(second)
+    for to, of in zip(tensors(placed), tensors(new)):
+        to.copy_(of)
+    placed = tuple(_numbers(a, b) for a, b in zip(placed, new))
+    found = harness.call(placed, templates)
+    mine = raw(found)
+    return mine, bits(harness.call(harness.place(second), templates)) == bits(mine)
+
+
+def _numbers(a, b):
+    """`b` where it is a number, else `a`, whose memory holds b's contents."""
+    return a if any(True for _ in tensors(a)) else b
+
+
+def run(scene: Scene) -> Iterator[Check]:
+    """The smallest of a few cases, and pairs of cases of the same shapes."""
+    cases = scene.few(3)
+    if not cases:
+        yield not_run("calls", "the gate found no case right")
+        return
+    truth = min(cases, key=lambda t: sum(x.numel() for x in tensors(t.case.arguments)))
+    looks = [3, 10, 11, 30, 64, 65, 100, COUNT - 1]
+    statement, where = f"results of later calls of {COUNT} are right", scene.label(truth)
+    try:
+        found = scene.worker.ask(many, truth.case.arguments, scene.templates(truth), COUNT, looks)
+        worst = max((truth.judge(f) for f in found), key=lambda j: j.ratio)
+        yield check("calls", statement, where, worst)
+    except (SubjectFailed, SubjectDied) as error:
+        yield held("calls", statement, where, False, str(error))
+    for truth in cases:
+        yield from _replaced(scene, truth)
+
+
+def _replaced(scene: Scene, truth) -> Iterator[Check]:
+    other = scene.others.get(next(i for i, t in enumerate(scene.truths) if t is truth))
+    where = scene.label(truth)
+    shapes = lambda t: [(x.shape, x.stride(), x.dtype) for x in tensors(t.case.arguments)]
+    if other is None or shapes(other) != shapes(truth):
+        return
+    statement = "new contents at the addresses of earlier ones give their own results"
+    try:
+        found, same = scene.worker.ask(overwritten, truth.case.arguments, other.case.arguments, scene.templates(truth))
+    except (SubjectFailed, SubjectDied) as error:
+        yield held("calls", statement, where, False, str(error))
+        return
+    yield check("calls", statement, where, other.judge(found))
+    yield held("calls", "the same contents at other addresses give the same bits", where, same, "they differ")

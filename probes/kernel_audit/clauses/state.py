@@ -1,0 +1,101 @@
+"""What a call leaves behind: another problem in between, NaN in between, two problems in turn, results that are kept."""
+
+from collections.abc import Iterator
+
+import torch
+
+from dsv4.kernels.contract import rebuilt, tensors
+from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
+from dsv4.probes.kernel_audit.harness import bits, raw
+from dsv4.probes.kernel_audit.scene import Scene, held, not_run
+from dsv4.probes.result import Check
+
+
+def between(harness, mine, others, templates):
+    """Whether a call's bits are the same after calls of other problems; name of the problem → answer."""
+    first = bits(harness.call(harness.place(mine), templates[0]))
+    answers = {}
+    for (name, other), template in zip(others, templates[1:]):
+        try:
+            harness.call(harness.place(other), template)
+        except Exception:  # a problem of NaN may be refused: what counts is the next call
+            pass
+        answers[name] = bits(harness.call(harness.place(mine), templates[0])) == first
+    return answers
+
+
+def kept(harness, mine, other, templates):
+    """(results of the first call unchanged by the second, memory of the two apart)."""
+    first = harness.call(harness.place(mine), templates[0])
+    before = bits(first)
+    second = harness.call(harness.place(other), templates[1])
+    apart = not {t.data_ptr() for t in first if t.numel()} & {t.data_ptr() for t in second if t.numel()}
+    return bits(first) == before, apart
+
+
+def in_turn(harness, problems, templates):
+    """Whether two problems in turn, and in two threads, each keep their bits."""
+    import threading
+
+    placed = [harness.place(p) for p in problems]
+    alone = [bits(harness.call(p, t)) for p, t in zip(placed, templates)]
+    if harness.contract.written:
+        return True
+    right = []
+    for i in range(6):
+        right.append(bits(harness.call(placed[i % 2], templates[i % 2])) == alone[i % 2])
+
+    def work(which: int):
+        for _ in range(4):
+            right.append(bits(harness.call(placed[which], templates[which])) == alone[which])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return all(right) and len(right) == 14
+
+
+def _of_nan(arguments: tuple) -> tuple:
+    return tuple(
+        rebuilt(a, lambda t: torch.full_like(t, float("nan")) if t.is_floating_point() and t.element_size() > 1 else t)
+        for a in arguments
+    )
+
+
+def run(scene: Scene) -> Iterator[Check]:
+    """Two cases of other sizes where there are such."""
+    cases = scene.few(4)
+    if not cases:
+        yield not_run("state", "the gate found no case right")
+        return
+    big = max(cases, key=_size)
+    for truth in dict.fromkeys((cases[0], min(cases, key=_size), big)):
+        others = [t for t in cases if t is not truth] or [truth]
+        yield from _case(scene, truth, others)
+
+
+def _size(truth) -> int:
+    return sum(t.numel() for t in tensors(truth.case.arguments))
+
+
+def _case(scene: Scene, truth, others) -> Iterator[Check]:
+    mine, where = truth.case.arguments, scene.label(truth)
+    problems = [(scene.label(t), t.case.arguments) for t in others] + [("a problem of NaN", _of_nan(mine))]
+    templates = [scene.templates(t) for t in (truth, *others, truth)]
+    other = others[-1]
+    pair = (mine, other.case.arguments), [scene.templates(truth), scene.templates(other)]
+    statement = "a call has the same bits after another problem"
+    try:
+        for name, right in scene.worker.ask(between, mine, problems, templates).items():
+            if not right or name == problems[-1][0]:
+                yield held("state", statement, where, right, f"other bits after {name}")
+        unchanged, apart = scene.worker.ask(kept, *pair[0], pair[1])
+        yield held("state", "results of an earlier call stay as they were", where, unchanged, "they changed")
+        free = apart or bool(scene.contract.written)
+        yield held("state", "results of two calls lie in memory of their own", where, free, "they share memory")
+        right = scene.worker.ask(in_turn, *pair)
+        yield held("state", "two problems in turn and in two threads keep their bits", where, right, "bits changed")
+    except (SubjectFailed, SubjectDied) as error:
+        yield held("state", statement, where, False, str(error))

@@ -1,0 +1,169 @@
+"""What runs beside a kernel in its own process: places arguments, calls it, hands back plain copies of what it returned.
+
+The subject can reach everything here; references, tolerances and seeds are in the parent.
+"""
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from dsv4.kernels.contract import Contract, rebuilt, tensors
+from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.errors import BackendUnavailable, UnsupportedInput
+from dsv4.probes.kernel_audit.errors import SubjectFailed
+from dsv4.probes.kernel_audit.subject import SubjectSpec, resolve
+
+REFUSALS = (NotImplementedError, UnsupportedInput, BackendUnavailable)
+GUARD, MARK = 512, 0x5A  # bytes before and after a buffer, and their value
+Templates = list[tuple[tuple[int, ...], torch.dtype]]
+_empty, _empty_like, _new_empty, _strided = torch.empty, torch.empty_like, torch.Tensor.new_empty, torch.empty_strided
+
+
+@dataclass
+class Harness:
+    """One kernel on one device."""
+
+    spec: SubjectSpec
+    function: Callable = None
+    contract: Contract = None
+    honest_clocks: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.honest_clocks = clocks()
+        self.threads = threading.active_count()
+        self.contract = contract_of(self.spec.operation)
+        self.function = resolve(self.spec)
+        self.device = torch.device(self.spec.device)
+        self.count = taken(self.function, self.contract, self.spec.out_arguments)
+
+    def place(self, arguments: tuple) -> tuple:
+        """Copies of the arguments on the device, each tensor in memory of its own and with its strides."""
+        return tuple(rebuilt(a, lambda t: own(t, self.device)) for a in arguments)
+
+    def call(self, arguments: tuple, templates: Templates = ()) -> list[torch.Tensor]:
+        """Results in the order of the contract, on the device. Raises SubjectFailed."""
+        arguments = arguments[: self.count]
+        try:
+            if self.spec.out_arguments:
+                returned = [_filled(shape, dtype, self.device) for shape, dtype in templates]
+                self.function(*arguments, *returned)
+            else:
+                returned = self.function(*arguments)
+        except REFUSALS as error:
+            raise SubjectFailed(f"{type(error).__name__}: {_line(error)}", refused=True) from error
+        return self.results(returned, arguments)
+
+    def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
+        """Returned tensors and those that were written in place, in the order of the contract's outputs."""
+        rest = [t for t in tensors(returned)]
+        for t in rest:
+            if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+                raise SubjectFailed(f"a result is a {type(t).__name__}, expected a plain torch.Tensor")
+        places = [o.argument for o in self.contract.outputs]
+        if self.spec.out_arguments or all(place is None for place in places):
+            return rest
+        given = iter(rest)
+        whole = len(rest) == len(places)
+        return [next(given, None) if whole or p is None else next(iter(tensors(arguments[p]))) for p in places]
+
+
+def taken(function: Callable, contract: Contract, out_arguments: bool) -> int:
+    """How many of the contract's arguments a function takes: hints and optional ones at the end may be left out. Raises
+    SubjectFailed where it takes fewer than it must."""
+    count = len(contract.arguments)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin says nothing of its parameters
+        return count
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return count
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    places -= len(contract.outputs) if out_arguments else 0
+    needed = max((i + 1 for i, a in enumerate(contract.arguments) if not (a.hint or a.optional)), default=0)
+    if places < needed:
+        names = ", ".join(a.name for a in contract.arguments)
+        raise SubjectFailed(f"it takes {places} positional arguments, expected those of the contract: {names}")
+    return min(places, count)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+def _filled(shape, dtype: torch.dtype, device) -> torch.Tensor:
+    t = torch.empty(shape, dtype=dtype, device=device)
+    t.view(torch.uint8).fill_(0xFF) if t.numel() and t.ndim else None
+    return t
+
+
+def own(a: torch.Tensor, device) -> torch.Tensor:
+    """A copy with the strides of `a` in memory of its own."""
+    size = 1 + sum((extent - 1) * stride for extent, stride in zip(a.shape, a.stride())) if a.numel() else 0
+    return torch.zeros(size, dtype=a.dtype, device=device).as_strided(a.shape, a.stride()).copy_(a)
+
+
+def raw(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous copies in host memory; waits for the device."""
+    return [None if t is None else t.detach().cpu().contiguous().clone() for t in results]
+
+
+def bits(results: list[torch.Tensor]) -> list[bytes]:
+    """Bytes of results, to be compared."""
+    return [
+        b"" if t is None else t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+        for t in raw(results)
+    ]
+
+
+def clocks() -> dict:
+    """What measures time and decides what a tensor is; the audit sees that a subject left it alone."""
+    found = {"time.perf_counter": time.perf_counter, "time.time": time.time, "torch.allclose": torch.allclose}
+    for name in ("synchronize", "Event", "current_stream", "Stream"):
+        found[f"torch.cuda.{name}"] = getattr(torch.cuda, name, None)
+    found["torch.cuda.Event.elapsed_time"] = torch.cuda.Event.elapsed_time
+    found["torch.cuda.Event.record"] = torch.cuda.Event.record
+    found["torch.equal"], found["torch.Tensor.cpu"], found["torch.Tensor.copy_"] = (
+        torch.equal,
+        torch.Tensor.cpu,
+        torch.Tensor.copy_,
+    )
+    return found
+
+
+@contextmanager
+def allocations(fill: int, guard: bool = False) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Memory that torch.empty and its like hand out is filled with the byte `fill`; with `guard` it lies inside a longer buffer, and the
+    list holds (buffer, view) of each."""
+    handed: list = []
+
+    def filled(t: torch.Tensor) -> torch.Tensor:
+        if not guard or t.layout is not torch.strided or not t.numel() or not t.is_contiguous():
+            if t.numel() and t.ndim and t.is_contiguous():
+                t.view(-1).view(torch.uint8).fill_(fill)
+            return t
+        size = t.numel() * t.element_size()
+        buffer = _empty(size + 2 * GUARD, dtype=torch.uint8, device=t.device).fill_(MARK)
+        inner = buffer[GUARD : GUARD + size].fill_(fill)
+        view = inner.view(t.dtype).view(t.shape)
+        handed.append((buffer, view))
+        return view
+
+    torch.empty = lambda *a, **k: filled(_empty(*a, **k))
+    torch.empty_like = lambda *a, **k: filled(_empty_like(*a, **k))
+    torch.Tensor.new_empty = lambda *a, **k: filled(_new_empty(*a, **k))
+    torch.empty_strided = lambda *a, **k: filled(_strided(*a, **k))
+    try:
+        yield handed
+    finally:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = _empty, _empty_like, _new_empty
+        torch.empty_strided = _strided
+
+
+def touched(handed: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    """Guard bytes that are not what they were."""
+    return sum(int((b[:GUARD] != MARK).sum() + (b[-GUARD:] != MARK).sum()) for b, _ in handed)

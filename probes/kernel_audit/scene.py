@@ -1,0 +1,126 @@
+"""What the clauses of an audit share: the contract's cases with their truths, the subject's process, the clock."""
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from dsv4.kernels.contract import Contract, rebuilt
+from dsv4.kernels.drawing import Draw
+from dsv4.probes.kernel_audit.acceptance import Judgement, Truth, truth_of
+from dsv4.probes.kernel_audit.worker import Worker
+from dsv4.probes.result import Check, Status, vacuous
+
+LIMIT = "4 · max(d0 of nine rows in ten, d0 of the row, half an ulp); elements 8 · the honest kernel's worst"
+
+
+@dataclass
+class Scene:
+    """One audit of one kernel. takes: case → why the kernel cannot be asked for it, or None (adapters of kernels that are made for
+    some layouts alone)."""
+
+    contract: Contract
+    widths: object
+    accuracy: str
+    device: str
+    seed: int
+    worker: Worker
+    dtypes: tuple[torch.dtype, ...]
+    deadline: float = float("inf")
+    repeats: int = 20
+    takes: object = None
+    truths: list[Truth] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    judged: dict[int, Judgement] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for dtype in self.dtypes:
+            for case in self.contract.cases(self.widths, Draw(self.seed, dtype)):
+                why = self.takes(case) if self.takes else None
+                if why:
+                    self.skipped[self._label(case, dtype)] = why
+                else:
+                    self.truths.append(truth_of(self.contract, case, self.accuracy or self.contract.default(dtype)))
+
+    def _label(self, case, dtype) -> str:
+        return f"{case.family}, {case.label}, {str(dtype)[6:]}"
+
+    def label(self, truth: Truth) -> str:
+        """'pointed, 8 queries, packed, bfloat16'."""
+        return self._label(truth.case, activation_of(truth))
+
+    @cached_property
+    def others(self) -> dict[int, Truth]:
+        """For each case the same case of another seed, by its number; made when a clause asks."""
+        found = {}
+        for dtype in self.dtypes:
+            cases = self.contract.cases(self.widths, Draw(self.seed + 1, dtype))
+            kept = [i for i, t in enumerate(self.truths) if activation_of(t) is dtype]
+            fits = [case for case in cases if not (self.takes and self.takes(case))]
+            accuracy = self.accuracy or self.contract.default(dtype)
+            found |= {i: truth_of(self.contract, case, accuracy) for i, case in zip(kept, fits)}
+        return found
+
+    @property
+    def late(self) -> bool:
+        """Whether the budget is spent."""
+        return time.monotonic() > self.deadline
+
+    def few(self, count: int = 2) -> list[Truth]:
+        """Some cases that the gate found right and that have several queries: clauses that ask about everything else use them."""
+        right = [t for i, t in enumerate(self.truths) if self.judged.get(i, Judgement(9.0)).ratio <= 1]
+        right.sort(key=lambda t: t.case.family not in ("random", "pointed"))
+        spread = right[:: max(1, len(right) // count)] if right else []
+        return spread[:count]
+
+    def templates(self, truth: Truth) -> list:
+        """Shapes and dtypes of the results."""
+        return [(tuple(t.shape), t.dtype) for t in truth.honest]
+
+
+def activation_of(truth: Truth) -> torch.dtype:
+    """The dtype of activations of a case: that of the first argument which is one, fp32 where there is none."""
+    for spec, value in zip(truth.contract.arguments, truth.case.arguments):
+        if spec.dtype == "activation" and isinstance(value, torch.Tensor):
+            return value.dtype
+    return torch.float32
+
+
+def check(clause: str, statement: str, where: str, judgement: Judgement, **about) -> Check:
+    """PASS or FAIL of a judgement."""
+    status = Status.PASS if judgement.ratio <= 1 else Status.FAIL
+    about = dict(measured=_short(judgement.ratio), relation="<=", threshold=1.0, unit="× limit", source=LIMIT) | about
+    note = judgement.what if status is Status.FAIL else ""
+    return Check(statement, status, where, clause, samples=1, note=note, found=judgement.place if note else "", **about)
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.3g}")
+
+
+def held(
+    clause: str, statement: str, where: str, right: bool, note: str = "", samples: int = 1, source: str = ""
+) -> Check:
+    """PASS or FAIL of a statement."""
+    status = Status.PASS if right else Status.FAIL
+    return Check(statement, status, where, clause, samples=samples, note="" if right else note, source=source)
+
+
+def not_run(clause: str, why: str) -> Check:
+    """A clause that could not be asked."""
+    return vacuous("not run", why, part=clause)
+
+
+def with_poison(truth: Truth) -> tuple:
+    """The arguments with NaN (bytes 255, the largest integer) wherever nothing may be read."""
+    names = {a.name: i for i, a in enumerate(truth.contract.arguments)}
+    arguments = list(truth.case.arguments)
+    for name, mask in truth.case.unread.items():
+        arguments[names[name]] = rebuilt(arguments[names[name]], lambda t: poisoned(t, mask))
+    return tuple(arguments)
+
+
+def poisoned(t: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    value = float("nan") if t.is_floating_point() else 255 if t.dtype is torch.uint8 else torch.iinfo(t.dtype).max
+    return t.masked_fill(mask.expand(t.shape), value)

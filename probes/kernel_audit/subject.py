@@ -1,0 +1,82 @@
+"""What is audited, as plain data that a process of its own can resolve: a user's file or module, a Solution of
+FlashInfer-Trace, an adapter of a public kernel, our own backends, or a plant of the self-test."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.probes.kernel_audit.errors import KernelAuditError
+
+OURS = ("ours", "reference", "cpu", "triton", "honest")
+
+
+@dataclass(frozen=True)
+class SubjectSpec:
+    """kernel: `file.py:function`, `package.module:function`, a Solution's JSON file, 'ours', a backend's name, 'honest' (the
+    contract's honest kernel) or an adapter. plant: index in the list of planted faults, which are made of `kernel`. out_arguments:
+    results are passed behind the arguments and written, not returned."""
+
+    operation: str
+    kernel: str
+    device: str = "cpu"
+    out_arguments: bool = False
+    convention: str = "dsv4"
+    accuracy: str = ""
+    plant: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"{self.kernel} with {self.plant!r}" if self.plant else self.kernel
+
+
+def reference_of(operation: str) -> Callable:
+    """The definition of an operation or a composition."""
+    known = OPERATIONS | GQA_OPERATIONS
+    if operation in known:
+        return known[operation].implementations["reference"]
+    if operation in COMPOSITIONS:
+        from functools import partial
+
+        from dsv4.kernels.dispatch import DispatchLedger, bind
+
+        return partial(COMPOSITIONS[operation].default, bind(OPERATIONS, "reference", DispatchLedger()))
+    raise KernelAuditError(f"{operation!r} is neither an operation nor a composition; see: dsv4 kernel list")
+
+
+def resolve(spec: SubjectSpec) -> Callable:
+    """The function to call with the contract's arguments. Runs the user's code: call it in the process of the subject."""
+    function = _kernel(spec)
+    if not spec.plant:
+        return function
+    from dsv4.probes.kernel_audit.plants import plants
+
+    return next(p for p in plants() if p.operation == spec.operation and p.name == spec.plant).make(function)
+
+
+def _kernel(spec: SubjectSpec) -> Callable:
+    if spec.kernel == "honest":
+        contract = contract_of(spec.operation)
+        return contract.classes[spec.accuracy or next(iter(contract.classes))]
+    if spec.kernel in OURS:
+        return _own(spec)
+    if spec.kernel.endswith(".json"):
+        from dsv4.probes.kernel_audit.solutions import load_solution
+
+        return load_solution(spec.kernel, spec.device)
+    if ":" in spec.kernel:
+        from dsv4.kernels.user import load_kernel
+
+        return load_kernel(spec.kernel)
+    adapters = importlib.import_module("dsv4.probes.kernel_audit.adapters")
+    return adapters.adapter(spec.kernel, spec.operation).bind(spec.device)
+
+
+def _own(spec: SubjectSpec) -> Callable:
+    backend = spec.kernel if spec.kernel != "ours" else ("cpu" if spec.device == "cpu" else "triton")
+    if spec.operation in OPERATIONS | GQA_OPERATIONS:
+        return (OPERATIONS | GQA_OPERATIONS)[spec.operation].resolve(backend)[0]
+    fused = COMPOSITIONS[spec.operation].implementations if spec.operation in COMPOSITIONS else {}
+    return fused.get(backend) or reference_of(spec.operation)

@@ -1,0 +1,126 @@
+"""The process of a subject, seen from the parent: asks with a time limit, and starts another where one died."""
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
+from dsv4.probes.kernel_audit.subject import SubjectSpec
+
+START_LIMIT = 600  # seconds: a first import may compile
+
+
+def packed(value) -> bytes:
+    """Plain bytes: tensors by value, never by shared memory that the other side could keep."""
+    stream = io.BytesIO()
+    torch.save(value, stream, pickle_module=pickle)
+    return stream.getvalue()
+
+
+def unpacked(data: bytes):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def serve(connection, spec: SubjectSpec, threads: int) -> None:
+    """Body of the process: (function, arguments) → ('ok', result) or ('failed' | 'refused', message)."""
+    from dsv4.probes.kernel_audit.harness import Harness
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if spec.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)  # a subject's prints are not the report
+    torch.set_num_threads(threads)
+    try:
+        harness = Harness(spec)
+        connection.send_bytes(packed(("ok", None)))
+    except BaseException as error:
+        connection.send_bytes(packed(("failed", _said(error))))
+        return
+    while True:
+        try:
+            function, arguments = unpacked(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = "ok", function(harness, *arguments)
+        except SubjectFailed as error:
+            answer = "refused" if error.refused else "failed", str(error)
+        except BaseException as error:
+            answer = "failed", _said(error)
+        connection.send_bytes(packed(answer))
+
+
+def _said(error: BaseException) -> str:
+    """Type, first line and the innermost place in the subject's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "kernel_audit" not in f.filename and "/torch/" not in f.filename]
+    place = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}{place}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+class Worker:
+    """One process for one subject; use it as a context."""
+
+    def __init__(self, spec: SubjectSpec, limit: float = 60.0, threads: int = 1):
+        self.spec, self.limit, self.threads = spec, limit, threads
+        self.deaths, self.process = 0, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def start(self) -> None:
+        """Raises SubjectFailed where the kernel cannot be loaded."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["dsv4.probes.kernel_audit.harness", "dsv4.probes.kernel_audit.preload"])
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, self.spec, self.threads), daemon=True)
+        self.process.start()
+        other.close()
+        self._answer(START_LIMIT)
+
+    def ask(self, function: Callable, *arguments, limit: float | None = None):
+        """function(harness, *arguments) in the process. Raises SubjectFailed, or SubjectDied after a crash or `limit` seconds."""
+        if self.process is None:
+            self.start()
+        try:
+            self.connection.send_bytes(packed((function, arguments)))
+        except (BrokenPipeError, OSError):
+            self._died()
+        return self._answer(limit or self.limit)
+
+    def _answer(self, limit: float):
+        try:
+            if not self.connection.poll(limit):
+                self.stop()
+                self.deaths += 1
+                raise SubjectDied(f"no answer within {limit:.0f} s; its process was ended")
+            status, value = unpacked(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._died()
+        if status == "ok":
+            return value
+        raise SubjectFailed(value, refused=status == "refused")
+
+    def _died(self):
+        self.process.join(5)
+        code = self.process.exitcode
+        self.process, self.deaths = None, self.deaths + 1
+        name = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+        raise SubjectDied(f"its process ended with {name}")
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join(5)
+            self.process = None
