@@ -1,7 +1,8 @@
 """When a result is right: relative L2 of each row against fp64, held by the error of an honest kernel of the same case.
 
-limit of a row = 4 · max(d₀ that nine rows in ten of the case stay below, d₀ of the row, half an ulp of the result's
-type), d₀ the honest kernel's own relative L2. The worst element of a row may be 8 times the honest kernel's. Canaries say whether a case can tell at all: see `canaries`.
+limit of a row = factor · max(d₀ that nine rows in ten of the case stay below, d₀ of the row, half an ulp of the result's
+type), d₀ the honest kernel's own relative L2. The worst element of a row may be twice that factor
+times the honest kernel's. The factor is 4 for results of 16 bits, whose rounding hides the order of sums, and 16 for fp32. Canaries say whether a case can tell at all: see `canaries`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, rebuilt, tensors
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
-ROW_FACTOR, ELEMENT_FACTOR = 4.0, 8.0
+NARROW, WIDE = 4.0, 16.0  # factors for results of 16 bits and of fp32
 CODES_SHARE, CODES_STEP = 0.1, 0.34  # one code of FP4 is at most a third of the largest value of its block
 ANY = "any-of-equals"
 NEXT = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float8_e4m3fn}
@@ -87,16 +88,17 @@ def _half_ulp(dtype: torch.dtype) -> float:
 
 def _sums(output: Output, t, found, exact, honest) -> Judgement:
     half, norm = _half_ulp(t.dtype), exact.norm(dim=1)
+    factor = NARROW if t.element_size() < 4 else WIDE
     live = norm > 0
     own, off = (honest - exact).norm(dim=1), (found - exact).norm(dim=1)
     d0 = own[live] / norm[live]
     most = d0.quantile(0.9) if live.any() else torch.tensor(0.0)
-    limit = ROW_FACTOR * torch.where(live, norm, 0.0) * (own / norm.clamp(min=1e-300)).clamp(min=max(most.item(), half))
-    limit = torch.where(live, limit, ELEMENT_FACTOR * own)
+    limit = factor * torch.where(live, norm, 0.0) * (own / norm.clamp(min=1e-300)).clamp(min=max(most.item(), half))
+    limit = torch.where(live, limit, 2 * factor * own)
     by_row = _ratio(off, limit)
     worst, mine = (found - exact).abs(), (honest - exact).abs().amax(1)
     usual = (mine[live] / norm[live]).quantile(0.9) * norm if live.any() else mine
-    by_element = _ratio(worst.amax(1), ELEMENT_FACTOR * torch.stack((mine, usual, half * exact.abs().amax(1))).amax(0))
+    by_element = _ratio(worst.amax(1), 2 * factor * torch.stack((mine, usual, half * exact.abs().amax(1))).amax(0))
     row = int(torch.maximum(by_row, by_element).argmax())
     error = (off[live] / norm[live]).amax().item() if live.any() else 0.0
     at = torch.tensor([row, int(worst[row].argmax())])

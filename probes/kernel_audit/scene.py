@@ -12,7 +12,7 @@ from dsv4.probes.kernel_audit.acceptance import Judgement, Truth, truth_of
 from dsv4.probes.kernel_audit.worker import Worker
 from dsv4.probes.result import Check, Status, vacuous
 
-LIMIT = "4 · max(d0 of nine rows in ten, d0 of the row, half an ulp); elements 8 · the honest kernel's worst"
+LIMIT = "4 (fp32: 16) · max(d0 of nine rows in ten, d0 of the row, half an ulp); elements twice that factor"
 
 
 @dataclass

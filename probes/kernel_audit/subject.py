@@ -4,7 +4,11 @@ FlashInfer-Trace, an adapter of a public kernel, our own backends, or a plant of
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+
+from dsv4.kernels.contract import tensors
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
@@ -38,8 +42,6 @@ def reference_of(operation: str) -> Callable:
     if operation in known:
         return known[operation].implementations["reference"]
     if operation in COMPOSITIONS:
-        from functools import partial
-
         from dsv4.kernels.dispatch import DispatchLedger, bind
 
         return partial(COMPOSITIONS[operation].default, bind(OPERATIONS, "reference", DispatchLedger()))
@@ -58,8 +60,7 @@ def resolve(spec: SubjectSpec) -> Callable:
 
 def _kernel(spec: SubjectSpec) -> Callable:
     if spec.kernel == "honest":
-        contract = contract_of(spec.operation)
-        return contract.classes[spec.accuracy or next(iter(contract.classes))]
+        return partial(_honest, contract_of(spec.operation), spec.accuracy)
     if spec.kernel in OURS:
         return _own(spec)
     if spec.kernel.endswith(".json"):
@@ -72,6 +73,12 @@ def _kernel(spec: SubjectSpec) -> Callable:
         return load_kernel(spec.kernel)
     adapters = importlib.import_module("dsv4.probes.kernel_audit.adapters")
     return adapters.adapter(spec.kernel, spec.operation).bind(spec.device)
+
+
+def _honest(contract, accuracy: str, *arguments):
+    """The contract's honest kernel of the class, or of the default of the arguments' dtype."""
+    activation = next((t.dtype for t in tensors(arguments) if t.is_floating_point()), torch.float32)
+    return contract.classes[accuracy or contract.default(activation)](*arguments)
 
 
 def _own(spec: SubjectSpec) -> Callable:
