@@ -87,7 +87,8 @@ class Contract:
     operation: its name in `kernels.operations` or in `kernels.fusions`. exact(*arguments): the results in fp64 of the quantised inputs, in
     another way than the reference. classes: accuracy class → an honest kernel of that class (products of the inputs as they are, fp32 sums, one
     rounding at the end), whose own distance from `exact` is the measure of others; the first is the default. cases(widths,
-    draw): inputs. batch: argument name → axis of the queries; () if a query cannot stand alone. empty: zero queries are
+    draw): inputs. batch: argument name → axis of the queries; () if a query cannot stand alone. pools: argument that
+    is a pool of rows → the argument that lists rows of it, None where it is one run a batch row. empty: zero queries are
     allowed. edges: what happens there, in words, for the report.
     """
 
@@ -101,6 +102,7 @@ class Contract:
     work: Callable[..., Work]
     edges: tuple[str, ...] = ()
     batch: Mapping[str, int] = field(default_factory=dict)
+    pools: Mapping[str, str | None] = field(default_factory=dict)
     empty: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 

@@ -74,7 +74,7 @@ def lists(family: str, n: int, N: int, K: int, draw) -> torch.Tensor:
     )
     for i in range(N):
         if family != "cancellation":
-            index[i] = holes[i % len(holes)](index[i])
+            index[i] = holes[(i + draw.seed) % len(holes)](index[i])
         if family == "one row":
             index[i] = torch.where(torch.arange(K) == (7 * i) % K, 1 + (3 * i) % (n - 1), -1)
     return index
@@ -200,6 +200,7 @@ SPARSE = Contract(
     sparse_work,
     EDGES,
     {"q": 0, "window_index": 0, "entry_index": 0},
+    {"window": "window_index", "entries": "entry_index"},
 )
 
 
@@ -215,7 +216,7 @@ def _hca_case(family, form, B, T, w, draw) -> Case:
     """Each query sees another number of entries: none, one, a page and one more, all."""
     H, D, W, rope = w.num_attention_heads, w.head_dim, w.sliding_window, w.qk_rope_head_dim
     n, scale, near_rows = 2 * PAGE + 5, D**-0.5, 2 * W + 37
-    visible = torch.tensor([n, 0, PAGE + 1, PAGE, 1, n - 1])[: B * T].view(B, T)
+    visible = torch.tensor([n, 0, PAGE + 1, PAGE, 1, n - 1]).roll(draw.seed)[: B * T].view(B, T)
     if family == "cancellation":
         visible = visible.clamp(min=PAGE)
     near = lists(family, near_rows, B * T, W, draw)
@@ -277,5 +278,6 @@ HCA = Contract(
     hca_cases,
     hca_work,
     EDGES,
+    pools={"window": "window_index", "entries": None},
 )
 CONTRACTS = (SPARSE, HCA)

@@ -90,6 +90,7 @@ def audit_kernel(
             if scene.late:
                 audit.checks.append(not_run(name, f"the budget of {budget:.0f} s was spent"))
                 continue
+            worker.stop()  # what one clause leaves behind is not the next one's finding
             found = list(clause(name)(scene))
             audit.checks += found or [not_run(name, "no case that the gate found right")]
     audit.seconds = time.monotonic() - start

@@ -4,6 +4,7 @@ The subject can reach everything here; references, tolerances and seeds are in t
 """
 
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,12 +46,12 @@ class Harness:
         """Copies of the arguments on the device, each tensor in memory of its own and with its strides."""
         return tuple(rebuilt(a, lambda t: own(t, self.device)) for a in arguments)
 
-    def call(self, arguments: tuple, templates: Templates = ()) -> list[torch.Tensor]:
+    def call(self, arguments: tuple, templates: Templates = (), fill: int = 0xFF) -> list[torch.Tensor]:
         """Results in the order of the contract, on the device. Raises SubjectFailed."""
         arguments = arguments[: self.count]
         try:
             if self.spec.out_arguments:
-                returned = [_filled(shape, dtype, self.device) for shape, dtype in templates]
+                returned = [_filled(shape, dtype, self.device, fill) for shape, dtype in templates]
                 self.function(*arguments, *returned)
             else:
                 returned = self.function(*arguments)
@@ -95,10 +96,10 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:300]
 
 
-def _filled(shape, dtype: torch.dtype, device) -> torch.Tensor:
-    t = torch.empty(shape, dtype=dtype, device=device)
-    t.view(torch.uint8).fill_(0xFF) if t.numel() and t.ndim else None
-    return t
+def _filled(shape, dtype: torch.dtype, device, fill: int) -> torch.Tensor:
+    """Memory for a result, every byte of it `fill`: NaN for 255."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.full((size,), fill, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
 def own(a: torch.Tensor, device) -> torch.Tensor:

@@ -67,12 +67,28 @@ class Scene:
         """Whether the budget is spent."""
         return time.monotonic() > self.deadline
 
-    def few(self, count: int = 2) -> list[Truth]:
-        """Some cases that the gate found right and that have several queries: clauses that ask about everything else use them."""
-        right = [t for i, t in enumerate(self.truths) if self.judged.get(i, Judgement(9.0)).ratio <= 1]
-        right.sort(key=lambda t: t.case.family not in ("random", "pointed"))
-        spread = right[:: max(1, len(right) // count)] if right else []
-        return spread[:count]
+    def few(self, count: int = 2, right: bool = True) -> list[Truth]:
+        """Some cases that the gate found right; without `right`, of those that were answered where none is right: for
+        clauses that compare bits with bits."""
+        answered = sorted(self.judged, key=lambda i: self.judged[i].ratio > 1)
+        good = [i for i in answered if self.judged[i].ratio <= 1]
+        chosen = [self.truths[i] for i in (good if good or right else answered)]
+        chosen.sort(key=lambda t: t.case.family not in ("random", "pointed"))
+        return chosen[:: max(1, len(chosen) // count)][:count] if chosen else []
+
+    def judge(self, clause: str, statement: str, truth: Truth, function, *arguments, where: str = "") -> Check:
+        """The check of one answer of `function(harness, *arguments)`. A wrong one is asked for again in a new process: right there, it is a
+        fault of `state`."""
+        where = where or self.label(truth)
+        found = self.worker.ask(function, *arguments)
+        judgement = truth.judge(found)
+        if judgement.ratio > 1 and self.worker.asked > 1:
+            self.worker.stop()
+            again = truth.judge(self.worker.ask(function, *arguments))
+            if again.ratio <= 1:
+                return check("state", "what is right in a new process is right after other problems", where, judgement)
+            judgement = again
+        return check(clause, statement, where, judgement)
 
     def templates(self, truth: Truth) -> list:
         """Shapes and dtypes of the results."""

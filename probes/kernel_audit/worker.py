@@ -70,7 +70,7 @@ class Worker:
 
     def __init__(self, spec: SubjectSpec, limit: float = 60.0, threads: int = 1):
         self.spec, self.limit, self.threads = spec, limit, threads
-        self.deaths, self.process = 0, None
+        self.deaths, self.asked, self.process = 0, 0, None
 
     def __enter__(self):
         return self
@@ -92,6 +92,7 @@ class Worker:
         """function(harness, *arguments) in the process. Raises SubjectFailed, or SubjectDied after a crash or `limit` seconds."""
         if self.process is None:
             self.start()
+        self.asked += 1
         try:
             self.connection.send_bytes(packed((function, arguments)))
         except (BrokenPipeError, OSError):
@@ -123,4 +124,4 @@ class Worker:
         if self.process is not None:
             self.process.kill()
             self.process.join(5)
-            self.process = None
+            self.process, self.asked = None, 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dsv4.kernels.contract import rebuilt, tensors
+from dsv4.kernels.contract import tensors
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.harness import bits, raw
 from dsv4.probes.kernel_audit.scene import Scene, check, held, not_run

@@ -1,7 +1,90 @@
-"""Placeholder until the next commit."""
+"""Captured in a CUDA graph with one problem and replayed with others of the same shapes: other lengths, lists, contents."""
 
-from dsv4.probes.kernel_audit.scene import not_run
+from collections.abc import Iterator
+
+import torch
+
+from dsv4.kernels.contract import tensors
+from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
+from dsv4.probes.kernel_audit.harness import raw
+from dsv4.probes.kernel_audit.scene import Scene, check, held, not_run
+from dsv4.probes.result import Check
+
+REPLAY = "replayed with another problem it gives that problem's result"
+SYNC = "a call does not wait for the device"
 
 
-def run(scene):
-    yield not_run("capture", "needs a CUDA device")
+def captured(harness, first, problems, templates):
+    """Results of replays with each problem; between them results are filled with NaN, and memory is given back and taken again."""
+    static = harness.place(first)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            harness.call(static, templates)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = harness.call(static, templates)
+    found = []
+    for problem in problems:
+        new = harness.place(problem)
+        for to, of in zip(tensors(static), tensors(new)):
+            to.copy_(of)
+        for i, result in enumerate(results):
+            if harness.contract.outputs[i].argument is None and result.is_floating_point():
+                result.fill_(float("nan"))
+        torch.full((1 << 22,), float("nan"), device=harness.device)  # what a freed workspace would now hold
+        graph.replay()
+        found.append(raw(results))
+    return found
+
+
+def waits(harness, arguments, templates) -> str:
+    """What waits for the device in a call after warm-up; '' if nothing does."""
+    placed = harness.place(arguments)
+    for _ in range(2):
+        harness.call(placed, templates)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        harness.call(placed, templates)
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:200]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def run(scene: Scene) -> Iterator[Check]:
+    """A few cases with partners of the same shapes, on CUDA."""
+    if not scene.device.startswith("cuda"):
+        yield not_run("capture", "graphs need a CUDA device")
+        return
+    for truth in scene.few(3):
+        yield from _case(scene, truth)
+
+
+def _case(scene: Scene, truth) -> Iterator[Check]:
+    where, partners = scene.label(truth), _partners(scene, truth)
+    problems = [t.case.arguments for t in partners]
+    try:
+        said = scene.worker.ask(waits, truth.case.arguments, scene.templates(truth))
+        yield held("capture", SYNC, where, not said, said)
+        found = scene.worker.ask(captured, truth.case.arguments, problems, scene.templates(truth))
+    except (SubjectFailed, SubjectDied) as error:
+        yield held("capture", "it can be captured", where, False, str(error))
+        scene.worker.stop()  # a capture that failed leaves its stream unusable
+        return
+    for partner, results in zip(partners, found):
+        yield check("capture", REPLAY, f"{where}, then {partner.case.family}", partner.judge(results))
+
+
+def _partners(scene: Scene, truth) -> list:
+    """Cases of the same shapes and numbers, the case itself last."""
+    alike = lambda t: [(x.shape, x.stride(), x.dtype) for x in tensors(t.case.arguments)]
+    numbers = lambda t: [a for a in t.case.arguments if isinstance(a, int | float | bool)]
+    place = next(i for i, t in enumerate(scene.truths) if t is truth)
+    others = [t for i, t in sorted(scene.others.items()) if i == place] + scene.truths
+    fit = [t for t in others if t is not truth and alike(t) == alike(truth) and numbers(t) == numbers(truth)]
+    return fit[:3] + [truth]

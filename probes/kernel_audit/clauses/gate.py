@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from dsv4.probes.kernel_audit.acceptance import canaries
+from dataclasses import replace
+
+from dsv4.probes.kernel_audit.acceptance import Judgement, canaries
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.harness import raw
-from dsv4.probes.kernel_audit.scene import Scene, check
+from dsv4.probes.kernel_audit.scene import Scene
 from dsv4.probes.result import Check, Status, vacuous
 
 STATEMENT = "results are those of fp64, as near as an honest kernel's"
@@ -21,7 +23,7 @@ def run(scene: Scene) -> Iterator[Check]:
     for i, truth in enumerate(scene.truths):
         where = scene.label(truth)
         try:
-            found = scene.worker.ask(called, truth.case.arguments, scene.templates(truth))
+            found = scene.judge("gate", STATEMENT, truth, called, truth.case.arguments, scene.templates(truth))
         except SubjectFailed as error:
             status = Status.WARN if error.refused else Status.ERROR
             yield Check("the kernel takes this case", status, where, "gate", note=str(error))
@@ -29,12 +31,14 @@ def run(scene: Scene) -> Iterator[Check]:
         except SubjectDied as error:
             yield Check("the kernel answers", Status.ERROR, where, "gate", note=str(error))
             continue
-        judgement = truth.judge(found)
-        scene.judged[i] = judgement
-        weak = [
-            name for name, canary, _ in canaries(truth, scene.others.get(i)) if canary is not None and canary.ratio <= 1
+        right = found.status is Status.PASS or found.part == "state"
+        scene.judged[i] = Judgement(0.0 if right else 2.0)
+        failing = [
+            (canary.ratio, name) for name, canary, _ in canaries(truth, scene.others.get(i)) if canary is not None
         ]
-        if weak and judgement.ratio <= 1:
+        weak = [name for ratio, name in failing if ratio <= 1]
+        if weak and right:
             yield vacuous(STATEMENT, f"it would accept {', '.join(weak)} too", where=where, part="gate")
         else:
-            yield check("gate", STATEMENT, where, judgement)
+            power, name = min(failing, default=(float("inf"), "no canary"))
+            yield replace(found, chance=float(f"{min(power, 1e9):.3g}"), note=found.note or f"nearest canary: {name}")

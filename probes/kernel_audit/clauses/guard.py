@@ -34,6 +34,6 @@ def guarded(harness, arguments, templates):
 
 def run(scene: Scene) -> Iterator[Check]:
     """A few cases."""
-    for truth in scene.few(4):
+    for truth in scene.few(4, right=False):
         count, failure = asked(scene, "guard", STATEMENT, truth, guarded)
         yield failure or held("guard", STATEMENT, scene.label(truth), count == 0, f"{count} bytes were written")

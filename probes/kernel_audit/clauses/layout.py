@@ -10,7 +10,7 @@ import torch
 from dsv4.kernels.contract import rebuilt
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.harness import raw
-from dsv4.probes.kernel_audit.scene import Scene, check, held, not_run
+from dsv4.probes.kernel_audit.scene import Scene, held, not_run
 from dsv4.probes.result import Check, Status
 
 
@@ -73,12 +73,12 @@ def run(scene: Scene) -> Iterator[Check]:
 def _one(scene: Scene, truth, i: int, name: str, how: str) -> Check:
     statement, where = f"the result is right with {name} laid out with {how}", scene.label(truth)
     try:
-        found = scene.worker.ask(laid_out, truth.case.arguments, scene.templates(truth), how, i)
+        arguments = truth.case.arguments, scene.templates(truth), how, i
+        return scene.judge("layout", statement, truth, laid_out, *arguments)
     except SubjectFailed as error:
         return Check(statement, Status.PASS, where, "layout", samples=1, note=f"refused: {error}")
     except SubjectDied as error:
         return held("layout", statement, where, False, str(error))
-    return check("layout", statement, where, truth.judge(found))
 
 
 def cut(harness, arguments, templates, axes: dict):

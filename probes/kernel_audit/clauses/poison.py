@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dsv4.probes.kernel_audit.clauses.gate import called
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
-from dsv4.probes.kernel_audit.scene import Scene, check, held, not_run, with_poison
+from dsv4.probes.kernel_audit.scene import Scene, held, not_run, with_poison
 from dsv4.probes.result import Check
 
 STATEMENT = "the result is right with NaN where nothing may be read"
@@ -26,12 +26,13 @@ def run(scene: Scene) -> Iterator[Check]:
         if not truth.case.unread or i not in scene.judged or scene.judged[i].ratio > 1 or scene.late:
             continue
         asked += 1
+        names = ", ".join(truth.case.unread)
         try:
-            found = scene.worker.ask(called, with_poison(truth), scene.templates(truth))
+            yield scene.judge(
+                *("poison", STATEMENT, truth, called, with_poison(truth), scene.templates(truth)),
+                where=f"{scene.label(truth)}, in {names}",
+            )
         except (SubjectFailed, SubjectDied) as error:
             yield held("poison", STATEMENT, scene.label(truth), False, str(error))
-            continue
-        names = ", ".join(truth.case.unread)
-        yield check("poison", STATEMENT, f"{scene.label(truth)}, in {names}", truth.judge(found))
     if not asked:
         yield not_run("poison", "no case that the gate found right has memory that may not be read")

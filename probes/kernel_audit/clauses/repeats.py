@@ -50,7 +50,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def run(scene: Scene) -> Iterator[Check]:
     """A few cases, `scene.repeats` calls in all each."""
-    for truth in scene.few(2):
+    for truth in scene.few(2, right=False):
         statement = f"{scene.repeats} calls give the same bits"
         count, failure = asked(scene, "repeats", statement, truth, repeated, scene.repeats)
         rate = 1 - 0.05 ** (1 / scene.repeats)
