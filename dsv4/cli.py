@@ -14,6 +14,7 @@ from dsv4.errors import Dsv4Error
 from dsv4.help import dress
 from dsv4.probes.cli import audit_app  # the command line alone knows the engine and the probes above it
 from dsv4.probes.fidelity.cli import fidelity
+from dsv4.probes.kernel_audit.cli import kernel_app
 from dsv4.probes.recall.cli import recall
 from dsv4.probes.sparse_prefill.cli import sparse_prefill
 from dsv4.probes.terminating.cli import termination
@@ -31,6 +32,7 @@ app = typer.Typer(
     help="Run, measure and audit DeepSeek-V4-style checkpoints.",
 )
 app.add_typer(audit_app, name="audit", help="Probe a checkpoint and an implementation of it.")
+app.add_typer(kernel_app, name="kernel", help="Audit anybody's kernel of one operation.")
 app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 for function in (
     *(demo, commands.generate, commands.batch),

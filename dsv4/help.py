@@ -69,6 +69,10 @@ EXAMPLES = {
         "dsv4 audit diff before.json after.json",
         "dsv4 audit diff before.json after.json --waivers waivers.json --out diff.md",
     ),
+    "kernel audit": (
+        "dsv4 kernel audit sparse_attention --kernel mine.py:attention",
+        "dsv4 kernel audit index_scores --kernel deep_gemm --device cuda --shapes flash --out reports",
+    ),
     "recall": ("dsv4 recall demo --needles 5", "dsv4 recall demo --context 4K --k 32,64 --gate --out reports"),
     "fidelity": (
         "dsv4 fidelity demo --effort quick",

@@ -1,0 +1,159 @@
+"""`dsv4 kernel`: one operation, anybody's kernel."""
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4.errors import InputError
+from dsv4.options import choice
+from dsv4.probes.console import Json, folder
+from dsv4.terminal import errors, print_json, wide
+
+SHAPES = ("small", "flash", "pro")
+CLAUSE_NAMES = (
+    *("gate", "poison", "written", "guard", "inputs", "layout", "empty", "batch", "repeats", "state", "calls"),
+    *("streams", "capture", "addresses", "integrity"),
+)
+
+kernel_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+Operation = Annotated[str, typer.Argument(help="Operation, as `dsv4 kernel list` names it.", show_default=False)]
+Shapes = Annotated[str, choice(SHAPES, "Widths of the model.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Seed = Annotated[int | None, typer.Option(help="Of the cases; default: drawn, and printed.", show_default=False)]
+
+
+@kernel_app.command("audit")
+def audit(
+    operation: Operation,
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="file.py:function, package.module:function, a FlashInfer-Trace Solution (.json), ours, reference, "
+            "or an adapter (flash_mla, deep_gemm, sglang, vllm, flashinfer, marlin, humming)."
+        ),
+    ],
+    convention: Annotated[
+        str, typer.Option(help="How the kernel takes its arguments: dsv4, or that of an adapter.")
+    ] = "dsv4",
+    device: Device = "cpu",
+    shapes: Shapes = "small",
+    accuracy: Annotated[str, typer.Option(help="Accuracy class of the contract; default: its first.")] = "",
+    out_arguments: Annotated[
+        bool, typer.Option("--out-arguments", help="Results are passed behind the arguments, and written.")
+    ] = False,
+    clause: Annotated[list[str] | None, choice(CLAUSE_NAMES, "Only this clause, behind the gate.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=2, help="Calls that must give the same bits; default: 1000 on CUDA, 20 elsewhere.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time, e.g. 120s: clauses that would begin later are not run.")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds for one answer before the process is ended.")] = 60.0,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for audit.md and audit.json.", callback=folder, show_default=False)
+    ] = None,
+    json: Json = False,
+):
+    """Ask whether a kernel is right where it matters, and robust. Exit code 0: no finding, 1: findings, 2: it could not
+    run."""
+    from dsv4.probes.audit import seconds
+    from dsv4.probes.kernel_audit.audit import audit_kernel
+    from dsv4.probes.kernel_audit.clauses import ORDER
+    from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
+    from dsv4.probes.kernel_audit.subject import SubjectSpec
+    from dsv4.probes.provenance import called, command_line, date
+    from dsv4.probes.report import write_files
+
+    _available(device)
+    spec = SubjectSpec(operation, kernel, device, out_arguments, convention, accuracy)
+    only = ORDER if not clause else tuple(n for n in ORDER if n in ("gate", *clause))
+    seed, started = random.SystemRandom().randrange(1 << 31) if seed is None else seed, time.time()
+    with _progress(len(only)) as said:
+        found = audit_kernel(
+            spec, shapes, seed, seconds(budget) if budget else float("inf"), None, only, None, repeats, said, limit
+        )
+    report = document(found, command_line(called(sys.argv)), date(started))
+    if out is not None:
+        write_files(out, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": text(report)})
+    if json:
+        print_json(report)
+    else:
+        _print(report, [told(c) for c in found.findings])
+    raise typer.Exit(_code(found))
+
+
+def _code(found) -> int:
+    """2 where no case ran at all; else 1 with a finding, a vacuous gate among them."""
+    gate = [c for c in found.checks if c.part == "gate"]
+    if gate and all(c.status.value in ("ERROR", "WARN") for c in gate):
+        return 2
+    return 0 if found.verdict.startswith("PASS") else 1
+
+
+def _available(device: str) -> None:
+    """Raises InputError for a device that is not there."""
+    import torch
+
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"--device is {device!r}; expected cpu, cuda or cuda:N")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError("--device cuda was asked for, and torch sees no CUDA device; use --device cpu")
+
+
+def _progress(count: int):
+    """A context: said(clause) draws where stderr is a terminal, and prints a line elsewhere."""
+    from contextlib import contextmanager
+
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    @contextmanager
+    def shown():
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+            task = bar.add_task("loading", total=count)
+            begun = 0
+
+            def said(name: str) -> None:
+                nonlocal begun
+                bar.update(task, completed=begun, description=name)
+                begun += 1
+
+            yield said
+
+    return shown()
+
+
+def _print(report: dict, findings: list[str]) -> None:
+    """Headline, findings, one row a clause."""
+    from rich import box
+    from rich.table import Table
+
+    from dsv4.probes.kernel_audit.document import MOST, headline
+
+    console = wide()
+    console.print(headline(report))
+    for line in findings[:MOST]:
+        console.print(f"  {line}")
+    if len(findings) > MOST:
+        console.print(f"  and {len(findings) - MOST} more, in --out or --json")
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("clause", "checks", "findings", "worst, × limit", "weakest canary", ""):
+        table.add_column(name, justify="left" if name in ("clause", "") else "right")
+    number = lambda x: "" if x is None else f"{x:.3g}"
+    for row in report["clauses"]:
+        note = f"NOT RUN: {row['not_run']}" if not row["checks"] else ""
+        table.add_row(
+            *(row["clause"], str(row["checks"] or ""), str(row["findings"] or ""), number(row["worst"])),
+            *(number(row["power"]), note),
+        )
+    console.print(table)
+    skipped = set(report["skipped"].values())
+    if skipped:
+        console.print(f"{len(report['skipped'])} cases not asked for: {'; '.join(sorted(skipped))}")
+    console.print(f"seed {report['seed']}")
