@@ -50,7 +50,7 @@ fetch vllm==0.33.0
 take vllm 'vllm/third_party/deep_gemm/*'
 mv "$src/vllm/third_party/deep_gemm" "$out/core/"
 
-# SGLang: kernel files alone; scripts/bench/absent.py stands in for the server that they import
+# SGLang: kernel files alone; probes/kernel_audit/adapters/absent.py stands in for the server that they import
 fetch sglang==0.5.23
 ops=sglang/kernels/ops
 files=("$ops/attention/dsv4/fp4_indexer.py" "$ops/attention/dsv4/triton_sparse_decode/*.py"

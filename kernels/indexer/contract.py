@@ -57,6 +57,8 @@ def _score_case(family, form, B, T, w, draw) -> Case:
             q += sign * keys.gather(1, place.unsqueeze(-1).expand(-1, -1, D)).unsqueeze(2)
     if family == "at the edge of ReLU":  # heads alternate in sign, so that ReLU after the sum shows
         weights = weights.abs() * torch.where(torch.arange(H) % 2 == 0, 1.0, -1.0)
+    if form is RowFormat.INDEX_FP8:  # kernels for FP8 keys take FP8 queries: E4M3 values under a power of two
+        q = (q / 4).to(torch.float8_e4m3fn).float() * 4
     packed = keys.to(draw.dtype) if form is None else draw.packed(form, keys)
     unread = {"keys": unseen(packed, visible.amax(1))}
     kind = {None: "plain", RowFormat.INDEX_FP8: "FP8 keys", RowFormat.INDEX_FP4: "FP4 keys"}[form]

@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from dsv4.kernels.contract import Contract
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.widths import WIDTHS
+from dsv4.probes.kernel_audit.adapters import adapter
 from dsv4.probes.kernel_audit.clauses import ORDER, clause
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.scene import Scene, not_run
-from dsv4.probes.kernel_audit.subject import SubjectSpec
+from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
 from dsv4.probes.kernel_audit.worker import Worker
 from dsv4.probes.result import Check, Status
 
@@ -75,6 +76,7 @@ def audit_kernel(
     said: told each clause as it begins. Raises SubjectFailed where the kernel cannot be loaded.
     """
     contract, start = contract_of(spec.operation), time.monotonic()
+    spec, takes = _adapted(spec, takes)
     audit = KernelAudit(spec, contract, shapes, spec.accuracy or "default", seed)
     repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
     audit.repeats = repeats
@@ -95,6 +97,14 @@ def audit_kernel(
             audit.checks += found or [not_run(name, "no case that the gate found right")]
     audit.seconds = time.monotonic() - start
     return audit
+
+
+def _adapted(spec: SubjectSpec, takes: Callable | None) -> tuple[SubjectSpec, Callable | None]:
+    """What an adapter says of itself: its accuracy class where none was asked for, and which cases it takes."""
+    if ":" in spec.kernel or spec.kernel.endswith(".json") or spec.kernel in OURS:
+        return spec, takes
+    found = adapter(spec.kernel, spec.operation)
+    return replace(spec, accuracy=spec.accuracy or found.accuracy, convention=found.name), takes or found.takes
 
 
 __all__ = ["KernelAudit", "SubjectDied", "SubjectFailed", "audit_kernel"]

@@ -65,7 +65,7 @@ def audit(
     from dsv4.probes.audit import seconds
     from dsv4.probes.kernel_audit.audit import audit_kernel
     from dsv4.probes.kernel_audit.clauses import ORDER
-    from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
+    from dsv4.probes.kernel_audit.document import document, markdown, text, told
     from dsv4.probes.kernel_audit.subject import SubjectSpec
     from dsv4.probes.provenance import called, command_line, date
     from dsv4.probes.report import write_files

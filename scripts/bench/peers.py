@@ -7,22 +7,23 @@ folder, which the environment variable PEERS names (several folders: joined by '
 """
 
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
-import torch
-
+from dsv4.probes.kernel_audit.adapters.installed import (
+    NotInstalled,
+    at_least,
+    hopper,
+    library,
+    processors,
+    require,
+)
 from scripts.bench.row import Row
+
+__all__ = ["NotInstalled", "at_least", "for_row", "hopper", "library", "peer", "processors", "require"]
 
 ADAPTERS: dict[str, dict[str, Callable]] = {}  # operation → name → make(row, i)
 MODULES = ("peers_torch", "peers_attention", "peers_indexer", "peers_mhc", "peers_experts", "peers_sdpa")
-
-
-class NotInstalled(Exception):
-    """The peer is not on this machine, or not for this device."""
 
 
 def peer(name: str, *ops: str, when: Callable[[dict], bool] = lambda facts: True):
@@ -47,52 +48,3 @@ def for_row(row: Row) -> dict[str, Callable]:
     """name → make(i) of every adapter that takes this row, installed or not."""
     _load()
     return {name: partial(make, row) for name, make in ADAPTERS.get(row.op, {}).items() if make.when(row.facts)}
-
-
-def folders() -> list[Path]:
-    return [Path(p) for p in os.environ.get("PEERS", "").split(":") if p]
-
-
-def require(module: str):
-    """Import a module of a peer, from PEERS or the environment. Raises NotInstalled."""
-    for folder in map(str, folders()):
-        if folder not in sys.path:
-            sys.path.append(folder)
-    package = module.split(".")[0]
-    if package in ("sglang", "flashinfer"):  # without the packages' own beginnings, which import all of them
-        from scripts.bench import absent
-
-        absent.install(package, folders())
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError) as missing:
-        raise NotInstalled(f"{module} ({' '.join(str(missing).split())[:80]})") from missing
-
-
-@cache
-def library(name: str, namespace: str):
-    """Load NAME.*.so from a folder of PEERS; return torch.ops.NAMESPACE. Raises NotInstalled."""
-    for folder in folders():
-        for path in sorted(folder.rglob(f"{name}.*so")):
-            try:
-                torch.ops.load_library(str(path))
-            except OSError as failure:
-                raise NotInstalled(f"{name} ({' '.join(str(failure).split())[:80]})") from failure
-            return getattr(torch.ops, namespace)
-    raise NotInstalled(name)
-
-
-def processors() -> int:
-    return torch.cuda.get_device_properties("cuda").multi_processor_count
-
-
-def at_least(major: int, minor: int = 0) -> None:
-    """Raise NotInstalled on a GPU of a lower capability."""
-    have = torch.cuda.get_device_capability()
-    if have < (major, minor):
-        raise NotInstalled(f"needs capability {major}.{minor}, this device has {have[0]}.{have[1]}")
-
-
-def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        raise NotInstalled("only for capability 9.0")

@@ -1,7 +1,6 @@
 """Results of every case against fp64; canaries say whether a case can tell."""
 
 from collections.abc import Iterator
-
 from dataclasses import replace
 
 from dsv4.probes.kernel_audit.acceptance import Judgement, canaries

@@ -6,7 +6,7 @@ import torch
 
 from dsv4.kernels.contract import rebuilt, tensors
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
-from dsv4.probes.kernel_audit.harness import bits, raw
+from dsv4.probes.kernel_audit.harness import bits
 from dsv4.probes.kernel_audit.scene import Scene, held, not_run
 from dsv4.probes.result import Check
 

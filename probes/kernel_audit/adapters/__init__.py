@@ -1,0 +1,67 @@
+"""Published kernels behind the contracts' arguments: layout alone, inputs come from the contract.
+
+An adapter's `bind(device)` gives a function of the contract's positional arguments. `takes(case)` says why it cannot be
+asked for a case, which the report lists; what it promises less than the contract is its accuracy class and its note.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dsv4.kernels.contract import Case
+from dsv4.probes.kernel_audit.adapters.installed import NotInstalled
+from dsv4.probes.kernel_audit.errors import KernelAuditError
+
+FILES = ("attention", "indexer")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One published kernel for one operation.
+
+    about: package, version, entry point. make(device) → function; it raises NotInstalled. takes(case) → reason or None.
+    accuracy: the class that the kernel promises. differs: what its contract promises otherwise, in words.
+    """
+
+    name: str
+    operation: str
+    about: str
+    make: Callable[[str], Callable]
+    takes: Callable[[Case], str | None] = lambda case: None
+    accuracy: str = ""
+    differs: str = ""
+
+    def bind(self, device: str) -> Callable:
+        """The function; raises NotInstalled."""
+        return self.make(device)
+
+
+def adapters() -> list[Adapter]:
+    """Every adapter, in the order of the files."""
+    return [a for file in FILES for a in importlib.import_module(f"{__name__}.{file}").ADAPTERS]
+
+
+def adapter(name: str, operation: str) -> Adapter:
+    """Raises KernelAuditError for a name that has no adapter for the operation."""
+    mine = [a for a in adapters() if a.operation == operation]
+    for found in mine:
+        if found.name == name:
+            return found
+    known = ", ".join(a.name for a in mine) or "none"
+    raise KernelAuditError(
+        f"kernel {name!r} is no adapter for {operation}; expected file.py:function, package.module:function, ours, or one "
+        f"of: {known}"
+    )
+
+
+def known(operation: str) -> list[tuple[str, bool, str]]:
+    """(name, whether it can be called here, what it is or why not) of each adapter of the operation."""
+    rows = []
+    for found in adapters():
+        if found.operation == operation:
+            try:
+                found.bind("cuda")
+                rows.append((found.name, True, found.about))
+            except NotInstalled as missing:
+                rows.append((found.name, False, f"{found.about}: not here: {missing}"))
+    return rows

@@ -1,0 +1,73 @@
+"""Audits of many kernels, several at once: ours and every adapter that is installed.
+
+    PEERS=/tmp/peers python -m scripts.audit_kernels --device cuda --shapes flash --out audits/kernels
+
+Writes OUT/<operation>/<kernel>/<device>/audit.md and .json, and prints one line a kernel. A kernel that is not here is named with the reason.
+"""
+
+import argparse
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dsv4.kernels.contracts import contracts
+from dsv4.probes.kernel_audit.adapters import adapters
+from dsv4.probes.kernel_audit.audit import audit_kernel
+from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
+from dsv4.probes.kernel_audit.errors import KernelAuditError
+from dsv4.probes.kernel_audit.subject import SubjectSpec
+from dsv4.probes.provenance import called, command_line, date
+from dsv4.probes.report import write_files
+
+
+def jobs_of(arguments) -> list[tuple[str, str]]:
+    """(operation, kernel) to audit, as the options ask."""
+    wanted = arguments.operation or list(contracts())
+    found = [(op, "ours") for op in wanted]
+    found += [(a.operation, a.name) for a in adapters() if a.operation in wanted]
+    return [job for job in found if not arguments.kernel or job[1] in arguments.kernel]
+
+
+def one(job: tuple[str, str], arguments) -> str:
+    """Audit one kernel and write its report; the line to print."""
+    operation, kernel = job
+    started = time.time()
+    spec = SubjectSpec(operation, kernel, arguments.device)
+    try:
+        found = audit_kernel(
+            spec, arguments.shapes, arguments.seed, arguments.budget, repeats=arguments.repeats, limit=arguments.limit
+        )
+    except KernelAuditError as error:
+        return f"NOT RUN {operation} · {kernel}: {error}"
+    except Exception as error:  # a fault of the audit must not end the others
+        return f"BROKEN {operation} · {kernel}: {type(error).__name__}: {error}"
+    report = document(found, command_line(called(sys.argv)), date(started))
+    folder = Path(arguments.out) / operation / kernel / arguments.place
+    write_files(folder, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": text(report)})
+    lines = [f"{headline(report)} ({found.seconds:.0f} s, {len(found.skipped)} cases not taken)"]
+    return "\n".join(lines + [f"    {told(c)[:260]}" for c in found.findings[: arguments.show]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operation", action="append", help="only this one; may be given several times")
+    parser.add_argument("--kernel", action="append", help="only this one; may be given several times")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shapes", default="flash")
+    parser.add_argument("--place", default="h100", help="last folder of each report")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of one audit")
+    parser.add_argument("--limit", type=float, default=120, help="seconds of one answer")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--show", type=int, default=3, help="findings that are printed of each")
+    parser.add_argument("--out", required=True)
+    arguments = parser.parse_args()
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for line in pool.map(lambda job: one(job, arguments), jobs_of(arguments)):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
