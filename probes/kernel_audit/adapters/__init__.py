@@ -1,7 +1,9 @@
 """Published kernels behind the contracts' arguments: layout alone, inputs come from the contract.
 
-An adapter's `bind(device)` gives a function of the contract's positional arguments. `takes(case)` says why it cannot be
-asked for a case, which the report lists; what it promises less than the contract is its accuracy class and its note.
+An adapter's `make(device)` gives `prepare`: the contract's arguments → (run, finish). What a server does once a step or
+once a load (index types, page tables, schedules, repacked weights) is done by `prepare`; `run()` is the kernel alone, which is
+timed; `finish` brings its results into the contract's form. `takes(case)` says why it cannot be asked for a case, which the
+report lists; what it promises less than the contract is its accuracy class and its note.
 """
 
 import importlib
@@ -15,11 +17,16 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError
 FILES = ("attention", "indexer")
 
 
+def as_it_is(result):
+    """`finish` of a kernel whose results have the contract's form."""
+    return result
+
+
 @dataclass(frozen=True)
 class Adapter:
     """One published kernel for one operation.
 
-    about: package, version, entry point. make(device) → function; it raises NotInstalled. takes(case) → reason or None.
+    about: package, version, entry point. make(device) → prepare; it raises NotInstalled. takes(case) → reason or None.
     accuracy: the class that the kernel promises. differs: what its contract promises otherwise, in words.
     """
 
@@ -32,8 +39,15 @@ class Adapter:
     differs: str = ""
 
     def bind(self, device: str) -> Callable:
-        """The function; raises NotInstalled."""
-        return self.make(device)
+        """A function of the contract's arguments; raises NotInstalled."""
+        prepare = self.make(device)
+
+        def function(*arguments):
+            run, finish = prepare(*arguments)
+            return finish(run())
+
+        function.prepare = prepare
+        return function
 
 
 def adapters() -> list[Adapter]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, pack_layout
-from dsv4.probes.kernel_audit.adapters import Adapter
+from dsv4.probes.kernel_audit.adapters import Adapter, as_it_is
 from dsv4.probes.kernel_audit.adapters.installed import at_least, hopper, processors, require
 
 D, ROPE, WIDTH = 512, 64, 64  # list widths are multiples of 64
@@ -47,30 +47,19 @@ def plain_only(case) -> str | None:
 
 def flash_mla(device: str):
     """flash_mla_with_kvcache(q [N, 1, H, 512], window [pages, 64, 1, 584], None, None, 512, schedule, …,
-    extra_k_cache=…). A schedule is made for each call, since lengths may have changed."""
+    extra_k_cache=…). The schedule is made by the first run after `prepare`, as a server makes it once a step."""
     hopper()
     interface = require("flash_mla.flash_mla_interface")
 
-    def attend(q, window, window_index, entries, entry_index, sink, scale):
-        more = (
-            {}
-            if entries is None
-            else {
-                "extra_k_cache": cache_view(entries),
-                "extra_indices_in_kvcache": listed(entry_index),
-            }
-        )
-        return interface.flash_mla_with_kvcache(
-            *(q.unsqueeze(1), cache_view(window), None, None, D, interface.get_mla_metadata()[0]),
-            softmax_scale=scale,
-            is_fp8_kvcache=True,
-            indices=listed(window_index),
-            attn_sink=sink,
-            use_legacy=True,
-            **more,
-        )[0].squeeze(1)
+    def prepare(q, window, window_index, entries, entry_index, sink, scale, *hints):
+        lists = {"indices": listed(window_index)}
+        if entries is not None:
+            lists |= {"extra_k_cache": cache_view(entries), "extra_indices_in_kvcache": listed(entry_index)}
+        fixed = q.unsqueeze(1), cache_view(window), None, None, D, interface.get_mla_metadata()[0]
+        more = dict(softmax_scale=scale, is_fp8_kvcache=True, attn_sink=sink, use_legacy=True) | lists
+        return lambda: interface.flash_mla_with_kvcache(*fixed, **more)[0], lambda out: out.squeeze(1)
 
-    return attend
+    return prepare
 
 
 def sglang(device: str):
@@ -78,48 +67,47 @@ def sglang(device: str):
     at_least(8, 9)
     module = require("sglang.kernels.ops.attention.dsv4.triton_sparse_decode")
 
-    def attend(q, window, window_index, entries, entry_index, sink, scale):
+    def prepare(q, window, window_index, entries, entry_index, sink, scale, *hints):
         more = () if entries is None else (cache_view(entries), listed(entry_index))
-        return module.triton_fp8_attention_fwd(
-            q.unsqueeze(1), cache_view(window), D, scale, listed(window_index), sink, *more
-        )[0].view(q.shape)
+        fixed = q.unsqueeze(1), cache_view(window), D, scale, listed(window_index), sink, *more
+        return lambda: module.triton_fp8_attention_fwd(*fixed)[0], lambda out: out.view(q.shape)
 
-    return attend
+    return prepare
 
 
 def whole(sparse, device: str):
     """`hca_attention` by a kernel of `sparse_attention`: every visible entry is listed."""
     attend = sparse(device)
 
-    def run(q, window, window_index, entries, visible, sink, scale):
+    def prepare(q, window, window_index, entries, visible, sink, scale, *hints):
         B, T, H, _ = q.shape
         runs = entries.data.shape[1] * PAGE  # rows from one batch row's run to the next
         entry = torch.arange(entries.count, device=q.device)
         first = torch.arange(B, device=q.device).view(B, 1, 1) * runs
         index = torch.where(entry < visible.unsqueeze(-1), entry + first, -1).flatten(0, 1)
-        return attend(q.flatten(0, 1), window, window_index, entries, index, sink, scale).view(B, T, H, D)
+        run, finish = attend(q.flatten(0, 1), window, window_index, entries, index, sink, scale)
+        return run, lambda out: finish(out).view(B, T, H, D)
 
-    return run
+    return prepare
 
 
 def sglang_paged(device: str):
-    """sparse_attn_v4_paged_decode(q [N, H, 512], rows bf16, indices, indptr, sink, scale): lists are ragged, so −1 are taken out of
-    them."""
+    """sparse_attn_v4_paged_decode(q [N, H, 512], rows bf16, indices, indptr, sink, scale): lists are ragged, so −1 are
+    taken out of them beforehand."""
     at_least(8)
     module = require("sglang.kernels.ops.attention.dsv4.unified_kv_kernels.paged_decode")
     module._cu_count = processors  # asks an AMD package otherwise
 
-    def attend(q, window, window_index, entries, entry_index, sink, scale):
+    def prepare(q, window, window_index, entries, entry_index, sink, scale, *hints):
         index = torch.cat((window_index, torch.where(entry_index < 0, -1, entry_index + len(window))), 1)
         live = index >= 0
         order = (~live).to(torch.int8).sort(dim=1, stable=True).indices
-        ragged = index.gather(1, order)
         counts = live.sum(1)
-        flat = ragged[torch.arange(index.shape[1], device=q.device) < counts.unsqueeze(1)].int()
-        indptr = F.pad(counts.cumsum(0), (1, 0)).int()
-        return module.sparse_attn_v4_paged_decode(q, torch.cat((window, entries)), flat, indptr, sink, scale)
+        flat = index.gather(1, order)[torch.arange(index.shape[1], device=q.device) < counts.unsqueeze(1)].int()
+        fixed = q, torch.cat((window, entries)), flat, F.pad(counts.cumsum(0), (1, 0)).int(), sink, scale
+        return lambda: module.sparse_attn_v4_paged_decode(*fixed), as_it_is
 
-    return attend
+    return prepare
 
 
 MLA = "sgl-flash-mla 1.0.0 flash_mla_with_kvcache(use_legacy=True)"

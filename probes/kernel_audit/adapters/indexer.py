@@ -42,24 +42,21 @@ def pages_of(keys: PackedRows, T: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def deep_gemm(device: str):
     """fp8_fp4_paged_mqa_logits((q E4M3 [N, 1, 64, 128], None), pages [·, 64, 1, 132], weights, lengths [N, 1], table,
-    schedule, n, clean_logits=False). Each token is a query of its own; what is behind a length is filled with −inf here."""
+    schedule, n). Each token is a query of its own; what is behind a length is filled with −inf afterwards."""
     hopper()
     gemm = require("deep_gemm")
 
-    def scores(q, weights, keys, visible):
+    def prepare(q, weights, keys, visible):
         B, T = q.shape[:2]
         codes, scale = in_fp8(q.flatten(0, 1))
         lengths = visible.flatten().int().unsqueeze(1)
         pages, table = pages_of(keys, T)
         schedule = gemm.get_paged_mqa_logits_metadata(lengths, PAGE, processors())
-        cache = pages.view(-1, PAGE, 1, D + 4)
-        folded = weights.flatten(0, 1) * scale
-        found = gemm.fp8_fp4_paged_mqa_logits(
-            (codes.unsqueeze(1), None), cache, folded, lengths, table, schedule, keys.count
-        )
-        return behind(found[:, : keys.count].view(B, T, -1), visible)
+        fixed = (codes.unsqueeze(1), None), pages.view(-1, PAGE, 1, D + 4), weights.flatten(0, 1) * scale, lengths
+        run = lambda: gemm.fp8_fp4_paged_mqa_logits(*fixed, table, schedule, keys.count)
+        return run, lambda found: behind(found[:, : keys.count].view(B, T, keys.count), visible)
 
-    return scores
+    return prepare
 
 
 def behind(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -73,26 +70,27 @@ def sglang_fp4(device: str):
     at_least(8, 9)
     module = require("sglang.kernels.ops.attention.dsv4.fp4_indexer")
 
-    def scores(q, weights, keys, visible):
+    def prepare(q, weights, keys, visible):
         B, T = q.shape[:2]
         pages, _ = pages_of(keys, T)
         first = torch.arange(B, device=q.device).repeat_interleave(T).unsqueeze(1) * keys.data.shape[1] * PAGE
         slots = torch.arange(keys.count, device=q.device) + first
-        flat = q.flatten(0, 1), weights.flatten(0, 1).contiguous(), slots, visible.flatten().int(), pages, PAGE
-        return behind(module.fp4_index_logits_decode(*flat)[:, : keys.count].view(B, T, -1), visible)
+        fixed = q.flatten(0, 1), weights.flatten(0, 1).contiguous(), slots, visible.flatten().int(), pages, PAGE
+        run = lambda: module.fp4_index_logits_decode(*fixed)
+        return run, lambda found: behind(found[:, : keys.count].view(B, T, keys.count), visible)
 
-    return scores
+    return prepare
 
 
 def of_rows(select):
-    """A top-k of rows (scores [N, n], lengths int32 [N], k) → int32 [N, k] as `topk_entries`."""
+    """prepare of a top-k of rows: select(scores [N, n], lengths int32 [N], k) → run of int32 [N, k]."""
 
-    def entries(scores, k, visible):
+    def prepare(scores, k, visible):
         B, T, n = scores.shape
-        found = select(scores.reshape(B * T, n), visible.flatten().int(), k)
-        return found[:, : min(k, n)].long().view(B, T, min(k, n))
+        run = select(scores.reshape(B * T, n), visible.flatten().int(), k)
+        return run, lambda found: found[:, : min(k, n)].long().view(B, T, min(k, n))
 
-    return entries
+    return prepare
 
 
 def vllm(name: str, device: str):
@@ -102,9 +100,12 @@ def vllm(name: str, device: str):
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
 
     def select(scores, lengths, k):
-        out = torch.full((len(lengths), k), -1, dtype=torch.int32, device=scores.device)
-        op(scores, lengths, out, workspace, k, scores.shape[1])
-        return out
+        def run():
+            out = torch.full((len(lengths), k), -1, dtype=torch.int32, device=scores.device)
+            op(scores, lengths, out, workspace, k, scores.shape[1])
+            return out
+
+        return run
 
     return of_rows(select)
 
@@ -115,9 +116,12 @@ def vllm_per_row(device: str):
     op = library("_C_stable_libtorch", "_C").top_k_per_row_decode
 
     def select(scores, lengths, k):
-        out = torch.full((len(lengths), k), -1, dtype=torch.int32, device=scores.device)
-        op(scores, 1, lengths, out, len(lengths), *scores.stride(), k)
-        return out
+        def run():
+            out = torch.full((len(lengths), k), -1, dtype=torch.int32, device=scores.device)
+            op(scores, 1, lengths, out, len(lengths), *scores.stride(), k)
+            return out
+
+        return run
 
     return of_rows(select)
 
@@ -126,7 +130,12 @@ def flashinfer(device: str):
     """top_k_ragged_transform(scores, offsets, lengths, k)."""
     at_least(8)
     transform = require("flashinfer.topk").top_k_ragged_transform
-    return of_rows(lambda scores, lengths, k: transform(scores, torch.zeros_like(lengths), lengths, k))
+
+    def select(scores, lengths, k):
+        offsets = torch.zeros_like(lengths)
+        return lambda: transform(scores, offsets, lengths, k)
+
+    return of_rows(select)
 
 
 def torch_topk(device: str):
@@ -134,8 +143,12 @@ def torch_topk(device: str):
 
     def select(scores, lengths, k):
         hidden = torch.arange(scores.shape[1], device=scores.device) >= lengths.unsqueeze(1)
-        best = scores.masked_fill(hidden, float("-inf")).topk(min(k, scores.shape[1]), -1)
-        return best.indices.masked_fill(best.values == float("-inf"), -1)
+
+        def run():
+            best = scores.masked_fill(hidden, float("-inf")).topk(min(k, scores.shape[1]), -1)
+            return best.indices.masked_fill(best.values == float("-inf"), -1)
+
+        return run
 
     return of_rows(select)
 

@@ -1,6 +1,7 @@
 """A query's result does not depend on its neighbours: alone, in another place, beside neighbours of NaN."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -27,11 +28,10 @@ def _mapped(scene: Scene, truth, change) -> tuple:
 
 def _part(scene: Scene, truth, index: torch.Tensor):
     """(arguments, truth) of some of the queries of a case, in the order of `index`."""
-    from dataclasses import replace
-
     arguments = _mapped(scene, truth, lambda t, axis: t.index_select(axis, index))
     take = lambda results: tuple(t.index_select(0, index) for t in results)
-    return arguments, replace(truth, exact=take(truth.exact), honest=take(truth.honest))
+    case = replace(truth.case, arguments=arguments)
+    return arguments, replace(truth, case=case, exact=take(truth.exact), honest=take(truth.honest))
 
 
 def _neighbours(scene: Scene, truth, kept: int) -> tuple:
