@@ -59,8 +59,7 @@ class Case:
 
     family: what its inputs make visible. unread: argument name → bool mask over its tensor (over `data` of
     `PackedRows`) of what may not be read: its content is finite and ordinary here, and the poison clause makes it NaN.
-    exempt: canaries that cannot fail here, with the reason. batch: argument name → axis of the queries, for the clause that runs
-    one query alone; an argument that is not named is shared.
+    exempt: canaries that cannot fail here, with the reason.
     """
 
     label: str
@@ -84,13 +83,13 @@ class Work:
 class Contract:
     """One operation.
 
-    operation: its name in `kernels.operations` or in `kernels.fusions`. exact(*arguments): the results in fp64 of the quantised inputs, in
-    another way than the reference. classes: accuracy class → an honest kernel of that class (products of the inputs as they are, fp32 sums, one
-    rounding at the end), whose own distance from `exact` is the measure of others; the first is the default. cases(widths,
-    draw): inputs. batch: argument name → axis of the queries; () if a query cannot stand alone. pools: argument that
-    is a pool of rows → the argument that lists rows of it, None where it is one run a batch row. empty: zero queries are
-    allowed. edges: what happens there, in words, for the report.
-    """
+    operation: its name in `kernels.operations` or in `kernels.fusions`. exact(*arguments): the results in fp64 of the
+    quantised inputs, in another way than the reference. classes: accuracy class → an honest kernel of that class
+    (products of the inputs as they are, fp32 sums, one rounding at the end), whose own distance from `exact` is the
+    measure of others; the first is the default. cases(widths, draw): inputs. batch: argument name → axis of the
+    queries, empty if a query cannot stand alone; an argument that is not named is shared. pools: argument that is a pool of rows → the argument that lists rows of
+    it, None where it is one run a batch row. empty: zero queries are allowed. edges: what happens there, in words, for
+    the report."""
 
     operation: str
     about: str
@@ -121,7 +120,8 @@ class Contract:
 
 
 def tensors(value) -> Iterator[torch.Tensor]:
-    """Every tensor of an argument or a result: itself, of packed rows and weights, of tuples and lists; None has none."""
+    """Every tensor of an argument or a result: itself, of packed rows and weights, of tuples and lists; None has
+    none."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, PackedRows):

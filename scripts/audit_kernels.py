@@ -2,8 +2,8 @@
 
     PEERS=/tmp/peers python -m scripts.audit_kernels --device cuda --shapes flash --out audits/kernels
 
-Writes OUT/<operation>/<kernel>/<device>/audit.md and .json, and prints one line a kernel. A kernel that is not here is named with the reason.
-"""
+Writes OUT/<operation>/<kernel>/<device>/audit.md and .json, and prints one line a kernel. A kernel that is not here is
+named with the reason."""
 
 import argparse
 import sys

@@ -32,9 +32,9 @@ def rows_of(family: str, n: int, D: int, draw) -> torch.Tensor:
 def queries_of(family: str, last: torch.Tensor, K: int, H: int, scale: float, draw) -> tuple:
     """(q fp32 [N, H, D], sink fp32 [H]) for queries whose last live row is `last` [N, D] of K.
 
-    pointed: the last live row and the sink weigh as much as all other rows together. cancellation: q = 0, so that all rows weigh the same.
-    below every mask: all logits near −1.2e4, where a mask of −1e4 would win. rotated part: the last dims alone decide.
-    """
+    pointed: the last live row and the sink weigh as much as all other rows together. cancellation: q = 0, so that all
+    rows weigh the same. below every mask: all logits near −1.2e4, where a mask of −1e4 would win. rotated part: the
+    last dims alone decide."""
     N, D = last.shape
     sink = draw.shuffled(torch.linspace(-4, 4, H))
     noise = draw.rand(N, H, D)
@@ -57,9 +57,9 @@ def queries_of(family: str, last: torch.Tensor, K: int, H: int, scale: float, dr
 def lists(family: str, n: int, N: int, K: int, draw) -> torch.Tensor:
     """int64 [N, K]: rows below n, each list with its own holes.
 
-    Row 0 of the pool is never listed, so that a −1 that is gathered as row 0 brings in something. Query 0 has no hole, the next ones
-    have −1 at the end, at the start, in the middle, everywhere, everywhere but at the last place, and one row twice.
-    """
+    Row 0 of the pool is never listed, so that a −1 that is gathered as row 0 brings in something. Query 0 has no hole,
+    the next ones have −1 at the end, at the start, in the middle, everywhere, everywhere but at the last place, and one
+    row twice."""
     index = 1 + draw.choose(n - 1, N, K) if n > K else 1 + draw.below(n - 1, N, K)
     if family == "cancellation":  # even rows first, so that sums grow before they cancel
         index = index.gather(1, (index % 2).argsort(dim=1, stable=True))
@@ -240,7 +240,8 @@ def _hca_case(family, form, B, T, w, draw) -> Case:
 
 
 def unseen(rows, live: torch.Tensor) -> torch.Tensor:
-    """What of the entries of a batch no query of the row sees: bool mask over [B, n, 1] or over packed bytes; live [B]."""
+    """What of the entries of a batch no query of the row sees: bool mask over [B, n, 1] or over packed bytes; live
+    [B]."""
     if not isinstance(rows, PackedRows):
         return (torch.arange(rows.shape[1]) >= live.unsqueeze(1)).unsqueeze(-1)
     runs = [bytes_outside(rows._replace(data=run), torch.arange(int(n))) for run, n in zip(rows.data, live)]

@@ -14,7 +14,8 @@ def exact(x, weight, eps: float) -> torch.Tensor:
 
 
 def cases(w, draw):
-    """Rows of sizes 2^−60 to 2^60 in one tensor, zeros, tiny rows where eps decides, one number alone, with and without weight."""
+    """Rows of sizes 2^−60 to 2^60 in one tensor, zeros, tiny rows where eps decides, one number alone, with and without
+    weight."""
     d, D = w.hidden_size, w.head_dim
     sizes = lambda n: 2.0 ** torch.linspace(-40, 40, n).round().unsqueeze(-1)
     spike = torch.zeros(5, d)

@@ -1,9 +1,9 @@
 """When a result is right: relative L2 of each row against fp64, held by the error of an honest kernel of the same case.
 
-limit of a row = factor · max(d₀ that nine rows in ten of the case stay below, d₀ of the row, half an ulp of the result's
-type), d₀ the honest kernel's own relative L2. The worst element of a row may be twice that factor
-times the honest kernel's. The factor is 4 for results of 16 bits, whose rounding hides the order of sums, and 16 for fp32. Canaries say whether a case can tell at all: see `canaries`.
-"""
+limit of a row = factor · max(d₀ that nine rows in ten of the case stay below, d₀ of the row, half an ulp of the
+result's type), d₀ the honest kernel's own relative L2. The worst element of a row may be twice that factor times the
+honest kernel's. The factor is 4 for results of 16 bits, whose rounding hides the order of sums, and 16 for fp32.
+Canaries say whether a case can tell at all: see `canaries`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -188,8 +188,9 @@ def _typed(value: torch.Tensor, output: Output, activation: torch.dtype) -> torc
 
 
 def canaries(truth: Truth, other: Truth | None) -> Iterator[tuple[str, Judgement | None, str]]:
-    """(name, judgement, why not) of results that must be refused on every case: zeros, NaN, an input that has the result's shape,
-    the right answer to other inputs of the same shapes, and the right answer to inputs rounded to the next lower type."""
+    """(name, judgement, why not) of results that must be refused on every case: zeros, NaN, an input that has the
+    result's shape, the right answer to other inputs of the same shapes, and the right answer to inputs rounded to the
+    next lower type."""
     shaped = truth.honest
     exempt = truth.case.exempt
 

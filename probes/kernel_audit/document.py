@@ -55,7 +55,8 @@ def source_hash(kernel: str) -> str | None:
 
 
 def clauses(audit: KernelAudit) -> list[dict]:
-    """One row a clause: checks, findings, worst error as a multiple of its limit, the weakest canary, what was not run."""
+    """One row a clause: checks, findings, worst error as a multiple of its limit, the weakest canary, what was not
+    run."""
     rows = []
     for name, about in CLAUSES.items():
         mine = [c for c in audit.checks if c.part == name]
@@ -136,9 +137,9 @@ def _how(found: dict, about: dict) -> list[str]:
         f"{found['repeats']} repeats",
         f"- {about['device']}; {known}",
         f"- Source sha256: {found['source_sha256'] or 'not a file'}; convention {found['convention']}",
-        "- Reference: fp64 of the quantised inputs. Limit of a row: 4 times (fp32 results: 16 times) the error of an honest "
-        "kernel of the accuracy class on the same case; canaries (zeros, NaN, echo, other inputs, lower precision) must "
-        "fail.",
+        "- Reference: fp64 of the quantised inputs. Limit of a row: 4 times (fp32 results: 16 times) the error of an "
+        "honest kernel of the accuracy class on the same case; canaries (zeros, NaN, echo, other inputs, lower "
+        "precision) must fail.",
     ]
 
 

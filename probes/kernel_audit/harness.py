@@ -1,4 +1,5 @@
-"""What runs beside a kernel in its own process: places arguments, calls it, hands back plain copies of what it returned.
+"""What runs beside a kernel in its own process: places arguments, calls it, hands back plain copies of what it
+returned.
 
 The subject can reach everything here; references, tolerances and seeds are in the parent.
 """
@@ -61,7 +62,7 @@ class Harness:
 
     def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
         """Returned tensors and those that were written in place, in the order of the contract's outputs."""
-        rest = [t for t in tensors(returned)]
+        rest = list(tensors(returned))
         for t in rest:
             if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
                 raise SubjectFailed(f"a result is a {type(t).__name__}, expected a plain torch.Tensor")
@@ -138,8 +139,8 @@ def clocks() -> dict:
 
 @contextmanager
 def allocations(fill: int, guard: bool = False) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Memory that torch.empty and its like hand out is filled with the byte `fill`; with `guard` it lies inside a longer buffer, and the
-    list holds (buffer, view) of each."""
+    """Memory that torch.empty and its like hand out is filled with the byte `fill`; with `guard` it lies inside a
+    longer buffer, and the list holds (buffer, view) of each."""
     handed: list = []
 
     def filled(t: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,8 @@ CLAUSES = {
 class Plant:
     """A fault in one operation.
 
-    clause: the one that must find it; entry: its number in the catalogue of faults (docs/kernel_faults.md). make(honest) → the faulty
-    kernel, called as the honest one is. device: 'any', or 'cuda' where it needs one.
-    """
+    clause: the one that must find it; entry: its number in the catalogue of faults (docs/kernel_faults.md).
+    make(honest) → the faulty kernel, called as the honest one is. device: 'any', or 'cuda' where it needs one."""
 
     name: str
     operation: str

@@ -17,8 +17,8 @@ LIMIT = "4 (fp32: 16) · max(d0 of nine rows in ten, d0 of the row, half an ulp)
 
 @dataclass
 class Scene:
-    """One audit of one kernel. takes: case → why the kernel cannot be asked for it, or None (adapters of kernels that are made for
-    some layouts alone)."""
+    """One audit of one kernel. takes: case → why the kernel cannot be asked for it, or None (adapters of kernels that
+    are made for some layouts alone)."""
 
     contract: Contract
     widths: object
@@ -77,8 +77,8 @@ class Scene:
         return chosen[:: max(1, len(chosen) // count)][:count] if chosen else []
 
     def judge(self, clause: str, statement: str, truth: Truth, function, *arguments, where: str = "") -> Check:
-        """The check of one answer of `function(harness, *arguments)`. A wrong one is asked for again in a new process: right there, it is a
-        fault of `state`."""
+        """The check of one answer of `function(harness, *arguments)`. A wrong one is asked for again in a new process:
+        right there, it is a fault of `state`."""
         where = where or self.label(truth)
         found = self.worker.ask(function, *arguments)
         judgement = truth.judge(found)

@@ -19,9 +19,9 @@ OURS = ("ours", "reference", "cpu", "triton", "honest")
 
 @dataclass(frozen=True)
 class SubjectSpec:
-    """kernel: `file.py:function`, `package.module:function`, a Solution's JSON file, 'ours', a backend's name, 'honest' (the
-    contract's honest kernel) or an adapter. plant: index in the list of planted faults, which are made of `kernel`. out_arguments:
-    results are passed behind the arguments and written, not returned."""
+    """kernel: `file.py:function`, `package.module:function`, a Solution's JSON file, 'ours', a backend's name, 'honest'
+    (the contract's honest kernel) or an adapter. plant: index in the list of planted faults, which are made of
+    `kernel`. out_arguments: results are passed behind the arguments and written, not returned."""
 
     operation: str
     kernel: str
@@ -49,7 +49,8 @@ def reference_of(operation: str) -> Callable:
 
 
 def resolve(spec: SubjectSpec) -> Callable:
-    """The function to call with the contract's arguments. Runs the user's code: call it in the process of the subject."""
+    """The function to call with the contract's arguments. Runs the user's code: call it in the process of the
+    subject."""
     function = _kernel(spec)
     if not spec.plant:
         return function

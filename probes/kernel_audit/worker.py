@@ -89,7 +89,8 @@ class Worker:
         self._answer(START_LIMIT)
 
     def ask(self, function: Callable, *arguments, limit: float | None = None):
-        """function(harness, *arguments) in the process. Raises SubjectFailed, or SubjectDied after a crash or `limit` seconds."""
+        """function(harness, *arguments) in the process. Raises SubjectFailed, or SubjectDied after a crash or `limit`
+        seconds."""
         if self.process is None:
             self.start()
         self.asked += 1

@@ -1,10 +1,9 @@
 """Published kernels behind the contracts' arguments: layout alone, inputs come from the contract.
 
 An adapter's `make(device)` gives `prepare`: the contract's arguments → (run, finish). What a server does once a step or
-once a load (index types, page tables, schedules, repacked weights) is done by `prepare`; `run()` is the kernel alone, which is
-timed; `finish` brings its results into the contract's form. `takes(case)` says why it cannot be asked for a case, which the
-report lists; what it promises less than the contract is its accuracy class and its note.
-"""
+once a load (index types, page tables, schedules, repacked weights) is done by `prepare`; `run()` is the kernel alone,
+which is timed; `finish` brings its results into the contract's form. `takes(case)` says why it cannot be asked for a
+case, which the report lists; what it promises less than the contract is its accuracy class and its note."""
 
 import importlib
 from collections.abc import Callable
@@ -63,8 +62,8 @@ def adapter(name: str, operation: str) -> Adapter:
             return found
     known = ", ".join(a.name for a in mine) or "none"
     raise KernelAuditError(
-        f"kernel {name!r} is no adapter for {operation}; expected file.py:function, package.module:function, ours, or one "
-        f"of: {known}"
+        f"kernel {name!r} is no adapter for {operation}; expected file.py:function, package.module:function, ours, or "
+        f"one of: {known}"
     )
 
 

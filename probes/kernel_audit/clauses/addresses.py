@@ -14,8 +14,8 @@ BEYOND = {"2 GiB": (1 << 31) + (1 << 20), "4 GiB": (1 << 32) + (1 << 20)}
 
 
 def far(harness, arguments, templates, pools: dict, offset: int):
-    """Results with the live rows of each pool `offset` bytes behind its start. pools: number of the pool → number of its index list, or
-    −1 where the pool is one run a batch row, whose last row then lies there."""
+    """Results with the live rows of each pool `offset` bytes behind its start. pools: number of the pool → number of
+    its index list, or −1 where the pool is one run a batch row, whose last row then lies there."""
     placed = list(harness.place(arguments))
     for pool, index in pools.items():
         rows = placed[pool]

@@ -22,7 +22,8 @@ def many(harness, arguments, templates, count: int, looks: list[int]):
 
 
 def overwritten(harness, first, second, templates):
-    """(results of `second` written over `first`'s addresses after calls of it, whether new addresses give the same bits)."""
+    """(results of `second` written over `first`'s addresses after calls of it, whether new addresses give the same
+    bits)."""
     placed = harness.place(first)
     for _ in range(3):
         harness.call(placed, templates)

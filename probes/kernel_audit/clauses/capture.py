@@ -1,4 +1,5 @@
-"""Captured in a CUDA graph with one problem and replayed with others of the same shapes: other lengths, lists, contents."""
+"""Captured in a CUDA graph with one problem and replayed with others of the same shapes: other lengths, lists,
+contents."""
 
 from collections.abc import Iterator
 
@@ -15,7 +16,8 @@ SYNC = "a call does not wait for the device"
 
 
 def captured(harness, first, problems, templates):
-    """Results of replays with each problem; between them results are filled with NaN, and memory is given back and taken again."""
+    """Results of replays with each problem; between them results are filled with NaN, and memory is given back and
+    taken again."""
     static = harness.place(first)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -12,7 +12,8 @@ from dsv4.probes.result import Check
 
 
 def state(harness, arguments, templates):
-    """(functions that were replaced since before the kernel was loaded, threads that it left, settings that a call changed)."""
+    """(functions that were replaced since before the kernel was loaded, threads that it left, settings that a call
+    changed)."""
     settings = _settings()
     harness.call(harness.place(arguments), templates)
     changed = [k for k, v in _settings().items() if settings[k] != v]

@@ -1,4 +1,5 @@
-"""What a call leaves behind: another problem in between, NaN in between, two problems in turn, results that are kept."""
+"""What a call leaves behind: another problem in between, NaN in between, two problems in turn, results that are
+kept."""
 
 from collections.abc import Iterator
 
