@@ -87,9 +87,11 @@ class Contract:
     quantised inputs, in another way than the reference. classes: accuracy class → an honest kernel of that class
     (products of the inputs as they are, fp32 sums, one rounding at the end), whose own distance from `exact` is the
     measure of others; the first is the default. cases(widths, draw): inputs. batch: argument name → axis of the
-    queries, empty if a query cannot stand alone; an argument that is not named is shared. pools: argument that is a pool of rows → the argument that lists rows of
-    it, None where it is one run a batch row. empty: zero queries are allowed. edges: what happens there, in words, for
-    the report."""
+    queries, empty if a query cannot stand alone; an argument that is not named is shared. pools: argument that is a
+    pool of rows → the argument that lists rows of it, None where it is one run a batch row. empty: zero queries are
+    allowed. timed(widths, draw): cases of production sizes, their labels the rows of a benchmark. edges: what happens
+    there, in words, for the report.
+    """
 
     operation: str
     about: str
@@ -103,6 +105,7 @@ class Contract:
     batch: Mapping[str, int] = field(default_factory=dict)
     pools: Mapping[str, str | None] = field(default_factory=dict)
     empty: bool = True
+    timed: Callable[[Any, Draw], Iterable[Case]] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
     def default(self, dtype: torch.dtype) -> str:

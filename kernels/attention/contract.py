@@ -157,6 +157,19 @@ def _low(q, window, kept, form, rope, scale, draw):
     return low, *(pool(p, form, rope, draw) for p in plain)
 
 
+def sparse_timed(w, draw):
+    """One decode step of a CSA layer: full lists into the rows of each sequence, packed."""
+    H, D, W, K = w.num_attention_heads, w.head_dim, w.sliding_window, w.index_topk
+    for N in (1, 8, 32, 128):
+        each = 2 * K
+        near = torch.arange(W) + W * torch.arange(N).unsqueeze(1)
+        far = draw.choose(each, N, K) + each * torch.arange(N).unsqueeze(1)
+        window = draw.packed(RowFormat.KV_FP8, draw.rand(N * W, D), w.qk_rope_head_dim)
+        entries = draw.packed(RowFormat.KV_FP8, draw.rand(N * each, D), w.qk_rope_head_dim)
+        sink = draw.shuffled(torch.linspace(-4, 4, H))
+        yield Case(f"{N} sequences", "timed", (draw.act(N, H, D), window, near, entries, far, sink, D**-0.5, True, 1))
+
+
 def sparse_work(q, window, window_index, entries, entry_index, *rest) -> Work:
     """Every listed row once a query, queries, results and lists; 4·H·D operations a listed row."""
     N, H, D = q.shape
@@ -201,6 +214,7 @@ SPARSE = Contract(
     EDGES,
     {"q": 0, "window_index": 0, "entry_index": 0},
     {"window": "window_index", "entries": "entry_index"},
+    timed=sparse_timed,
 )
 
 
@@ -248,6 +262,18 @@ def unseen(rows, live: torch.Tensor) -> torch.Tensor:
     return torch.stack(runs)
 
 
+def hca_timed(w, draw):
+    """One decode step of an HCA layer at contexts of 16K and 128K tokens (one entry for 128), packed."""
+    H, D, W = w.num_attention_heads, w.head_dim, w.sliding_window
+    for B, n in ((1, 128), (1, 1024), (32, 128), (32, 1024)):
+        near = torch.arange(W) + W * torch.arange(B).unsqueeze(1)
+        window = draw.packed(RowFormat.KV_FP8, draw.rand(B * W, D), w.qk_rope_head_dim)
+        entries = draw.packed(RowFormat.KV_FP8, draw.rand(B, n, D), w.qk_rope_head_dim)
+        visible, sink = torch.full((B, 1), n), draw.shuffled(torch.linspace(-4, 4, H))
+        arguments = draw.act(B, 1, H, D), window, near, entries, visible, sink, D**-0.5, True
+        yield Case(f"{B} sequences, {n} entries", "timed", arguments)
+
+
 def hca_work(q, window, window_index, entries, visible, *rest) -> Work:
     """Listed window rows once a query, entries that any query of a row sees once a row."""
     B, T, H, D = q.shape
@@ -280,5 +306,6 @@ HCA = Contract(
     hca_work,
     EDGES,
     pools={"window": "window_index", "entries": None},
+    timed=hca_timed,
 )
 CONTRACTS = (SPARSE, HCA)

@@ -66,6 +66,17 @@ def _score_case(family, form, B, T, w, draw) -> Case:
     return Case(f"{B} rows of {T} tokens, {kind}", family, (q.to(draw.dtype), weights, packed, visible), unread, exempt)
 
 
+def score_timed(w, draw):
+    """One decode step at contexts of 16K and 128K tokens (one entry for 4), keys in both packed formats."""
+    H, D = w.index_n_heads, w.index_head_dim
+    for form, kind in ((RowFormat.INDEX_FP8, "FP8"), (RowFormat.INDEX_FP4, "FP4")):
+        for B, n in ((1, 4096), (1, 32768), (8, 32768)):
+            q = (draw.rand(B, 1, H, D) / 4).to(torch.float8_e4m3fn).float() * 4
+            keys, visible = draw.packed(form, draw.rand(B, n, D)), torch.full((B, 1), n)
+            arguments = q.to(draw.dtype), draw.rand(B, 1, H) * H**-0.5, keys, visible
+            yield Case(f"{B} sequences, {n} {kind} keys", "timed", arguments)
+
+
 def score_work(q, weights, keys, visible) -> Work:
     """Keys that any token of a row sees once a row, queries, weights and scores; 2·H·D + 2·H operations a score."""
     B, T, H, D = q.shape
@@ -95,6 +106,7 @@ SCORES = Contract(
     ("a query that sees no entry has −inf everywhere", "tokens of a row see different numbers of entries"),
     {"q": 0, "weights": 0, "keys": 0, "visible": 0},
     {"keys": None},
+    timed=score_timed,
 )
 
 
@@ -140,6 +152,12 @@ def _entry_case(family, scores, k, draw) -> Case:
     return Case(f"{n} entries, the best {k}", family, (scores, k, visible), {"scores": hidden}, exempt)
 
 
+def entry_timed(w, draw):
+    """Selections of one decode step at contexts of 16K, 128K and 512K tokens."""
+    for B, n in ((1, 4096), (1, 32768), (1, 131072), (32, 4096), (32, 32768)):
+        yield Case(f"{B} sequences, {n} scores", "timed", (draw.rand(B, 1, n), w.index_topk, torch.full((B, 1), n)))
+
+
 def entry_work(scores, k, visible=None) -> Work:
     """Visible scores once, results as int32."""
     seen = scores.numel() if visible is None else int(visible.sum())
@@ -168,6 +186,7 @@ ENTRIES = Contract(
     entry_work,
     ("fewer visible entries than k: the rest is −1", "−0.0 and +0.0 are equal"),
     {"scores": 0, "visible": 0},
+    timed=entry_timed,
     dtypes=(torch.float32,),
 )
 CONTRACTS = (SCORES, ENTRIES)

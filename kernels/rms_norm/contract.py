@@ -34,6 +34,12 @@ def cases(w, draw):
     yield Case("1 row", "random", (draw.act(1, d), weight, w.rms_norm_eps))
 
 
+def timed(w, draw):
+    """Rows of one decode step and of a prefill chunk."""
+    for N in (1, 32, 2048):
+        yield Case(f"{N} rows", "timed", (draw.act(N, w.hidden_size), draw.act(w.hidden_size), w.rms_norm_eps))
+
+
 def work(x, weight, eps) -> Work:
     """Rows in and out, the weight once."""
     moved = 2 * x.numel() * x.element_size() + (0 if weight is None else weight.numel() * weight.element_size())
@@ -55,5 +61,6 @@ RMS_NORM = Contract(
     work,
     ("a row of zeros gives zeros",),
     {"x": 0},
+    timed=timed,
 )
 CONTRACTS = (RMS_NORM,)

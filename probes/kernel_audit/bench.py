@@ -1,0 +1,148 @@
+"""`dsv4 kernel bench`: kernels of one operation against each other, each right at these shapes before it is timed."""
+
+import random
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from dsv4.kernels.contract import Case, tensors
+from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.drawing import Draw
+from dsv4.kernels.widths import WIDTHS
+from dsv4.probes.kernel_audit.acceptance import truth_of
+from dsv4.probes.kernel_audit.adapters import adapter
+from dsv4.probes.kernel_audit.audit import audit_kernel
+from dsv4.probes.kernel_audit.errors import KernelAuditError
+from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
+from dsv4.probes.kernel_audit.timed import answers, limits, race
+from dsv4.probes.kernel_audit.worker import Worker
+
+SUSPECT = 0.9  # share of the floor under which a time is not believed
+BOOTSTRAPS = 400
+
+
+@dataclass(frozen=True)
+class Time:
+    """One kernel on one row. verdict: 'right', 'SUSPECT …' or why it has no time; ratio: of the first kernel's time to
+    this one's, with a 95 % interval."""
+
+    kernel: str
+    verdict: str
+    cold_us: float | None = None
+    hot_us: float | None = None
+    share: float | None = None
+    ratio: tuple[float, float, float] | None = None
+    nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: floor in µs with its formula, and the times."""
+
+    label: str
+    bytes: int
+    flops: int
+    formula: str
+    floor_us: float
+    empty_us: float | None
+    times: list[Time] = field(default_factory=list)
+
+
+def bench_kernels(
+    operation, kernels, shapes, device, seed, replays=30, said=lambda _: None
+) -> tuple[list[Row], dict, dict]:
+    """(rows, what the device does, kernel → verdict of its audit). Raises KernelAuditError."""
+    contract = contract_of(operation)
+    if not device.startswith("cuda"):
+        raise KernelAuditError(f"kernels are timed by CUDA graphs, and the device is {device}; use --device cuda")
+    specs = [_spec(operation, kernel, device) for kernel in kernels]
+    verdicts = {}
+    for spec in specs:
+        said(f"audit of {spec.kernel}")
+        verdicts[spec.kernel] = _verdict(spec, shapes, seed)
+    draw, widths = (
+        Draw(seed, torch.bfloat16 if torch.bfloat16 in contract.dtypes else contract.dtypes[0]),
+        WIDTHS[shapes],
+    )
+    cases = list((contract.timed or contract.cases)(widths, draw))
+    cases = cases if contract.timed else [c for c in cases if c.family == "random"]
+    with Worker(specs[0], limit=600) as worker:
+        found = worker.ask(limits)
+        rows = []
+        for case in cases:
+            said(case.label)
+            rows.append(_row(contract, case, specs, verdicts, worker, found, replays))
+    return rows, found, verdicts
+
+
+def _spec(operation: str, kernel: str, device: str) -> SubjectSpec:
+    plain = ":" in kernel or kernel.endswith(".json") or kernel in OURS
+    accuracy = "" if plain else adapter(kernel, operation).accuracy
+    return SubjectSpec(operation, kernel, device, accuracy=accuracy)
+
+
+def _verdict(spec: SubjectSpec, shapes: str, seed: int) -> str:
+    try:
+        return audit_kernel(spec, shapes, seed, only=("gate", "capture", "calls")).verdict
+    except KernelAuditError as error:
+        return f"NOT RUN: {error}"
+
+
+def _takes(spec: SubjectSpec, case: Case) -> str | None:
+    plain = ":" in spec.kernel or spec.kernel.endswith(".json") or spec.kernel in OURS
+    return None if plain else adapter(spec.kernel, spec.operation).takes(case)
+
+
+def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: int) -> Row:
+    """Right on this case, then timed together with the others that are."""
+    work = contract.work(*case.arguments)
+    floor = max(work.bytes / device["bytes_per_s"], work.flops / device["flops_per_s"]) * 1e6
+    why = {s.kernel: _takes(s, case) for s in specs}
+    why |= {k: v for k, v in verdicts.items() if not v.startswith("PASS")}
+    asked = [s for s in specs if not why.get(s.kernel)]
+    for spec, found in zip(asked, worker.ask(answers, asked, case.arguments)):
+        why[spec.kernel] = _wrong(contract, case, spec, found)
+    ready = [s for s in asked if not why.get(s.kernel)]
+    found = worker.ask(race, ready, case.arguments, replays) if ready else {"empty": None}
+    first = next((i for i, s in enumerate(ready) if s.kernel == specs[0].kernel), None)
+    times = []
+    for spec in specs:
+        if why.get(spec.kernel):
+            times.append(Time(spec.kernel, why[spec.kernel]))
+        else:
+            times.append(_time(found, [s.kernel for s in ready].index(spec.kernel), first, spec, floor))
+    return Row(case.label, work.bytes, work.flops, work.formula, floor, found["empty"], times)
+
+
+def _wrong(contract, case: Case, spec: SubjectSpec, found) -> str | None:
+    """Why a kernel's results on a timed case are not right, None if they are."""
+    if isinstance(found, str):
+        return found
+    accuracy = spec.accuracy or contract.default(
+        next(t.dtype for t in tensors(case.arguments) if t.is_floating_point())
+    )
+    judgement = truth_of(contract, case, accuracy).judge(found)
+    return None if judgement.ratio <= 1 else f"wrong: {judgement.ratio:.3g} × limit at {judgement.place}"
+
+
+def _time(found: dict, i: int, first: int | None, spec: SubjectSpec, floor: float) -> Time:
+    cold, hot, nodes = median(found["cold"][i]), median(found["hot"][i]), found["nodes"][i]
+    verdict = "right"
+    if found["wrong"][i]:
+        verdict = f"SUSPECT: {found['wrong'][i]} replays wrote something else"
+    elif nodes == 0:
+        verdict = "SUSPECT: its graph is empty"
+    elif cold < SUSPECT * floor:
+        verdict = f"SUSPECT: {cold / floor:.2f} of the floor"
+    ratio = None if first is None else ratio_of(found["cold"][first], found["cold"][i])
+    return Time(spec.kernel, verdict, round(cold, 2), round(hot, 2), round(floor / cold, 3), ratio, nodes)
+
+
+def ratio_of(base: list[float], other: list[float]) -> tuple[float, float, float]:
+    """Median of base/other over pairs of replays that lay beside each other, with a 95 % bootstrap interval: over 1,
+    `other` is faster."""
+    pairs = [a / b for a, b in zip(base, other)]
+    draw = random.Random(0)
+    spread = sorted(median(draw.choices(pairs, k=len(pairs))) for _ in range(BOOTSTRAPS))
+    return tuple(round(x, 3) for x in (median(pairs), spread[int(0.025 * BOOTSTRAPS)], spread[int(0.975 * BOOTSTRAPS)]))
