@@ -46,7 +46,7 @@ def swiglu(gate, up, limit):
 
 
 @triton.jit
-def _hide(
+def _gate_up_tile(
     X,
     x_stride,
     ORDER,
@@ -122,7 +122,7 @@ def _hide(
 
 
 @triton.jit(do_not_specialize=["N", "blocks"])
-def hide(
+def gate_up(
     X,
     x_stride,
     XS,
@@ -186,7 +186,7 @@ def hide(
     programs = tl.num_programs(0)
     if W1 is not None:
         for tile in range(tl.program_id(0), shared, programs):
-            _hide(
+            _gate_up_tile(
                 XS,
                 xs_stride,
                 None,
@@ -231,7 +231,7 @@ def hide(
                 row = tile % ROWS * 4 * RH
                 if SPLIT == 1:
                     for pair in range(0, count, 2):
-                        _hide(
+                        _gate_up_tile(
                             X,
                             x_stride,
                             ORDER,
@@ -262,7 +262,7 @@ def hide(
                         )
                 elif SPLIT == 2 and count > 2:
                     for half in range(RH // 2):
-                        _hide(
+                        _gate_up_tile(
                             X,
                             x_stride,
                             ORDER,
@@ -292,7 +292,7 @@ def hide(
                             False,
                         )
                 else:
-                    _hide(
+                    _gate_up_tile(
                         X,
                         x_stride,
                         ORDER,
@@ -324,7 +324,7 @@ def hide(
 
 
 @triton.jit
-def _project(
+def _down_tile(
     H,
     ORDER,
     first,
@@ -380,7 +380,7 @@ def _project(
 
 
 @triton.jit(do_not_specialize=["N", "blocks"])
-def project(
+def down(
     H,
     N,
     INDICES,
@@ -424,13 +424,13 @@ def project(
     SPLIT: tl.constexpr,
 ):
     """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See
-    `hide`."""
+    `gate_up`."""
     announce(EARLY)
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
     programs = tl.num_programs(0)
     if W2 is not None:
         for tile in range(tl.program_id(0), shared, programs):
-            _project(
+            _down_tile(
                 HS,
                 None,
                 0,
@@ -466,7 +466,7 @@ def project(
                 w, row = W + e.to(tl.int64) * WORDS, tile % ROWS * 8 * RH
                 if SPLIT == 1:
                     for pair in range(0, count, 2):
-                        _project(
+                        _down_tile(
                             H,
                             ORDER,
                             first + pair,
@@ -491,7 +491,7 @@ def project(
                         )
                 elif SPLIT == 2 and count > 2:
                     for half in range(RH // 2):
-                        _project(
+                        _down_tile(
                             H,
                             ORDER,
                             first,
@@ -515,7 +515,7 @@ def project(
                             False,
                         )
                 else:
-                    _project(
+                    _down_tile(
                         H,
                         ORDER,
                         first,

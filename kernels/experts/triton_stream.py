@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from dsv4.kernels.experts.triton_few import hide, project
+from dsv4.kernels.experts.triton_few import down, gate_up
 from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
 from dsv4.kernels.launch import dot_in_fp32, processors
 from dsv4.kernels.linear.triton_streams import TOKENS, apart, early, warps
@@ -124,7 +124,7 @@ def stream_experts(
     options = {"maxnreg": REGISTERS if few == 1 else 168} if capped else {}
     alike = k if N <= TOKENS else blocks
     programs, ks = _grid(first, blocks, alike, I, shared_first, shared_I, N * k, x.device)
-    hide[(programs,)](
+    gate_up[(programs,)](
         xr,
         xr.stride(0),
         xs,
@@ -161,7 +161,7 @@ def stream_experts(
         **options,
     )
     programs, ks = _grid(second, blocks, alike, d, shared_second, d, N * k, x.device)
-    project[(programs,)](
+    down[(programs,)](
         h,
         N,
         indices,

@@ -7,9 +7,9 @@ import triton
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.indexer.triton_filter import filter_rows
+from dsv4.kernels.indexer.triton_hierarchical import hierarchical_topk
 from dsv4.kernels.indexer.triton_scores import GROUP, maxima_layout
 from dsv4.kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
-from dsv4.kernels.indexer.triton_winnow import winnow_rows
 from dsv4.kernels.launch import dependent_launch, interpreting, next_power, processors
 
 MAX_CANDIDATES = 1 << 15  # that one program holds at once
@@ -19,8 +19,8 @@ CHUNK = 2048  # entries that a program of `collect` or `maxima_of_rows` reads
 FEW = 16  # rows up to which several programs share one
 # entries of all of them up to which programs of `collect` run side by side; of more, each program
 MAX_COLLECTED = 1 << 19
-# searches alike and ranks its part (`winnow_rows`)
-MAX_WINNOWED = 1 << 14  # keys that a program of `winnow_rows` holds at once
+# searches alike and ranks its part (`hierarchical_topk`)
+MAX_HIERARCHICAL = 1 << 14  # keys that a program of `hierarchical_topk` holds at once
 MANY = 256  # rows that fill a GPU, a program each
 MAX_LISTED = 1 << 11  # numbers that a program of `filter_rows` holds at once
 
@@ -28,7 +28,7 @@ MAX_LISTED = 1 << 11  # numbers that a program of `filter_rows` holds at once
 class Plan(NamedTuple):
     """How rows of n entries are searched."""
 
-    method: str  # "rank", "winnow", "collect", "filter" or "descend"
+    method: str  # "rank", "hierarchical", "collect", "filter" or "descend"
     candidates: int  # keys held at once, a power of two
     levels: int  # of maxima
 
@@ -38,8 +38,8 @@ def plan(rows: int, n: int, k: int) -> Plan:
     if rows * n * n <= MAX_PAIRS:
         return Plan("rank", next_power(n), 0)
     held = max(512, 2 * GROUP * next_power(k), next_power(triton.cdiv(n, GROUP * GROUP)))
-    if rows <= FEW and rows * n > MAX_COLLECTED and held <= MAX_WINNOWED:
-        return Plan("winnow", held, 0 if n <= held else 1 if n <= GROUP * held else 2)
+    if rows <= FEW and rows * n > MAX_COLLECTED and held <= MAX_HIERARCHICAL:
+        return Plan("hierarchical", held, 0 if n <= held else 1 if n <= GROUP * held else 2)
     candidates = max(512, next_power(GROUP * k), next_power(triton.cdiv(n, GROUP * GROUP)))
     if n <= candidates and n <= MAX_CANDIDATES:
         return Plan("descend", next_power(n), 0)
@@ -88,11 +88,11 @@ def choose(
         )
     if not how.levels:
         maxima = count = absent
-    if how.method == "winnow":
+    if how.method == "hierarchical":
         room, mine = how.candidates // GROUP, 8 if rows == 1 else 16  # entries that a program ranks at a time
         programs = min(triton.cdiv(2 * k, mine), max(1, processors(device) // rows))
         lists = torch.empty(rows * programs, 3 * room, dtype=torch.int32, device=device)
-        winnow_rows[(rows, programs)](
+        hierarchical_topk[(rows, programs)](
             scores,
             maxima,
             lists,

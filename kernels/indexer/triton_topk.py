@@ -8,7 +8,7 @@ whatever lies elsewhere has k better ones. So a row is searched from the coarses
 For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a
 bound that all of the k best reach and few others; those are collected by many programs (`collect`), and the rank of
 each among them is its place in the result (`rank_found`). Where even these programs would not run side by side, see
-`triton_winnow`.
+`triton_hierarchical`.
 """
 
 import triton

@@ -3,7 +3,7 @@
 from dsv4.kernels.indexer import triton_scores as scores
 from dsv4.kernels.indexer import triton_topk as topk
 from dsv4.kernels.indexer.triton_filter import filter_rows
-from dsv4.kernels.indexer.triton_winnow import winnow_rows
+from dsv4.kernels.indexer.triton_hierarchical import hierarchical_topk
 
 DIVISIBLE = (
     "q_b",
@@ -111,7 +111,12 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     for held, levels, mine in ((8192, 1, 16), (8192, 2, 8), (8192, 2, 16), (16384, 2, 16)):
         constants = dict(SEEN=True, LEVELS=levels, ROOM=held // 8, MINE=mine, PDL=False)
         rows.append(
-            _case(f"topk_entries winnow {held} keys, {levels} levels, {mine} at once", winnow_rows, constants, 16)
+            _case(
+                f"topk_entries hierarchical {held} keys, {levels} levels, {mine} at once",
+                hierarchical_topk,
+                constants,
+                16,
+            )
         )
     constants = dict(SEEN=True, C=2048, CLASSES=512, PDL=False)
     rows.append(_case("topk_entries filter", filter_rows, constants, 8, dict(maxnreg=80), LIST="*i64"))

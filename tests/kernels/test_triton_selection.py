@@ -57,10 +57,10 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
         (900, 8, Plan("collect", 64, 2)),
         (300, 7, Plan("filter", 32, 0)),
         (900, 8, Plan("filter", 64, 0)),
-        (120, 7, Plan("winnow", 128, 0)),
-        (300, 7, Plan("winnow", 64, 1)),
-        (900, 7, Plan("winnow", 64, 2)),
-        (900, 8, Plan("winnow", 128, 1)),
+        (120, 7, Plan("hierarchical", 128, 0)),
+        (300, 7, Plan("hierarchical", 64, 1)),
+        (900, 7, Plan("hierarchical", 64, 2)),
+        (900, 8, Plan("hierarchical", 128, 1)),
     ],
     ids=str,
 )
@@ -96,8 +96,8 @@ def test_selection_of_any_size(n, k):
         ("descend", 1056, 4096, 512),
         ("collect", 1, 4097, 512),
         ("collect", 1, 262144, 512),
-        ("winnow", 8, 262144, 512),
-        ("winnow", 16, 262144, 1024),
+        ("hierarchical", 8, 262144, 512),
+        ("hierarchical", 16, 262144, 1024),
         ("descend", 17, 262144, 512),
         ("descend", 1, 32768, 32768),
         ("descend", 1, 1000000, 4096),
@@ -110,7 +110,7 @@ def test_how_rows_are_searched(method, rows, n, k):
     assert how.candidates <= triton_choose.MAX_CANDIDATES
     assert how.candidates >= 4 * k if method == "filter" else n <= how.candidates * 8**how.levels
     assert how.levels == 0 or how.candidates >= 8 * k
-    assert method != "winnow" or how.candidates >= 16 * k
+    assert method != "hierarchical" or how.candidates >= 16 * k
 
 
 def test_what_the_selection_does_not_take():
@@ -139,7 +139,7 @@ def test_nothing_visible():
         Plan("collect", 64, 1),
         Plan("descend", 64, 1),
         Plan("filter", 32, 0),
-        Plan("winnow", 64, 1),
+        Plan("hierarchical", 64, 1),
     ):
         n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
         out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)

@@ -126,7 +126,7 @@ def _sortables(SCORES, entry, live):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def winnow_rows(
+def hierarchical_topk(
     SCORES,
     MAXIMA,
     LIST,
