@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 
 from dsv4.probes.control import attempted_all
+from dsv4.probes.known_drafts import KnownDrafter, decoded
 from dsv4.probes.measure import tokens, window_of
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.speculation import SPARE, one
 from dsv4.probes.subject import Subject
-from dsv4.probes.told_drafts import Told, decoded
 from dsv4.speculation.draft import Drafts, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import LARGEST, Static
@@ -75,7 +75,7 @@ def accepted(subject: Subject, seed: int) -> Iterator[Check]:
     plain = decoded(subject, prompt, TEXT)
     sure = next((i for i in range(TEXT) if not plain.tells(i, subject)), TEXT)
     for depth in DEPTHS:
-        drafter = Told([plain.tokens], [depth], subject.config.vocab_size)
+        drafter = KnownDrafter([plain.tokens], [depth], subject.config.vocab_size)
         [out] = generate_speculative(subject.model, [prompt], TEXT, drafter, policy=Static(depth))
         at, lost, asked = 1, [0] * depth, 0
         for size, stay in zip(out.speculation.block_size_history, out.speculation.accepted_history):

@@ -8,11 +8,11 @@ import torch
 
 from dsv4.graph import capacity
 from dsv4.probes.control import attempted_all
+from dsv4.probes.known_drafts import KnownDrafter, decoded, promises_bits, single
 from dsv4.probes.measure import TOLERANCES, agreeing, token_errors, tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import Subject
-from dsv4.probes.told_drafts import Told, decoded, promises_bits, single
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import LARGEST, Static
@@ -115,7 +115,7 @@ def shifted(found: torch.Tensor, wanted: torch.Tensor) -> str:
 # ---- texts --------------------------------------------------------------------------------
 
 
-class Heard(MTPDrafter):
+class RecordingDrafter(MTPDrafter):
     """The MTP block as it drafts, and the logits fp32 [1, vocab] of its last drafts."""
 
     def begin(self, prompts, model, cache, choose) -> None:
@@ -137,12 +137,12 @@ def texts(subject: Subject, prompt: list[int]) -> Iterator[Check]:
     those of the MTP block."""
     plain, n = decoded(subject, prompt, TEXT), len(prompt)
     for size in SIZES:
-        drafter = Told([plain.tokens], [size, 0, max(1, size - 1)], subject.config.vocab_size)
+        drafter = KnownDrafter([plain.tokens], [size, 0, max(1, size - 1)], subject.config.vocab_size)
         [out] = generate_speculative(subject.model, [prompt], TEXT, drafter, policy=Static(size))
         yield same_text(subject, plain, out.token_ids, f"{size} known drafts after {n} tokens", "verification, text")
     if not len(subject.model.mtp):
         return
-    drafter, copied, compared = Heard(), 0, 0
+    drafter, copied, compared = RecordingDrafter(), 0, 0
 
     def tapped(model, cache):
         way = default(model, cache)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dsv4.probes import draft_depth, engine_drafts, engine_scene, verification
+from dsv4.probes.known_drafts import KnownDrafter, Plain, promises_bits
 from dsv4.probes.mutations import Site, catalogue, profile
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
 from dsv4.probes.speculation import one
 from dsv4.probes.subjects.ours import OurSubject, open_ours
-from dsv4.probes.told_drafts import Plain, Told, promises_bits
 from dsv4.speculation.policy import LARGEST
 
 BY_NAME = {m.name: m for m in catalogue()}
@@ -137,8 +137,8 @@ def test_depths_stand_at_the_edges(official):
 # ---- what they decide by ------------------------------------------------------------------
 
 
-def test_told_drafts_are_right_as_far_as_asked():
-    drafter = Told([[5, 6, 7, 8], [1, 2, 3, 4]], [2, 0], vocab=10)
+def test_known_drafts_are_right_as_far_as_asked():
+    drafter = KnownDrafter([[5, 6, 7, 8], [1, 2, 3, 4]], [2, 0], vocab=10)
     drafter.begin([[], []], None, None, None)
     drafter.commit(None, torch.zeros(2, 1), [1, 1])
     assert drafter.draft([3, 0]).tokens.tolist() == [[6, 7, 9], [0, 0, 0]]

@@ -18,11 +18,11 @@ from dsv4.speculation.verify import SingleSteps, default
 ON_HOST = ("cpu", "reference")
 
 
-class Told(Drafter):
+class KnownDrafter(Drafter):
     """Drafts the tokens of `texts` that follow what a row has. Of row b's pass k the first right[k] drafts are right,
     those behind them are the right ones + 1; the last number holds for all later passes."""
 
-    name = "told"
+    name = "known"
 
     def __init__(self, texts: list[list[int]], right: list[int], vocab: int):
         self.texts, self.right, self.vocab = texts, right, vocab
