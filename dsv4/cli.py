@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dsv4 import __version__, checkpoint_commands, commands
-from dsv4.bill.cli import regime_app
+from dsv4.cost_model.cli import regime_app
 from dsv4.demo import demo
 from dsv4.errors import Dsv4Error
 from dsv4.help import dress

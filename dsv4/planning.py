@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from dsv4.bill.step import FORMULAS, step_parts
 from dsv4.config import ModelConfig
+from dsv4.cost_model.step import FORMULAS, step_parts
 from dsv4.errors import InputError
 from dsv4.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
 from dsv4.gqa import cache as gqa_cache

@@ -61,7 +61,7 @@ SECTIONS = {  # of the list of known bugs
     "1.16": "Run-time termination",
     "1.17": "Chunked sparse prefill",
     "1.18": "Caches in host memory",
-    "1.19": "The bill of a decode step",
+    "1.19": "The cost model of a decode step",
 }
 
 

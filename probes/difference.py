@@ -19,6 +19,7 @@ BROKEN = (Status.FAIL, Status.ERROR)
 EVIDENCE = (Status.PASS, Status.WARN, Status.FAIL)  # an ERROR measured nothing
 # Of the provenance: what makes two reports comparable or not.
 COMPARED = ("subject", "checkpoint", "recorded", "commit", "device", "versions", "numerics", "backend", "seeds")
+RENAMED = {"bill": "cost_model"}  # probes that older reports name otherwise
 
 Key = tuple[str, str, str, int]  # probe, name, where, and a number for those that share all three
 COUNT = ": exceptions"  # a check of this name counts what checks without it name one by one, where there is something
@@ -129,8 +130,10 @@ def _checks(report: dict) -> dict[Key, dict]:
     hidden."""
     groups = defaultdict(list)
     for section in report["sections"]:
+        probe = RENAMED.get(section["probe"], section["probe"])
         for check in section["checks"]:
-            groups[section["probe"], check["name"], check.get("where", "")].append(check)
+            name = check["name"].replace("the bill", "the cost model") if probe == "cost_model" else check["name"]
+            groups[probe, name, check.get("where", "")].append(check)
     worst_first = {key: sorted(group, key=lambda c: -Status(c["status"]).rank) for key, group in groups.items()}
     return {(*key, i): check for key, group in worst_first.items() for i, check in enumerate(group)}
 

@@ -41,7 +41,7 @@ CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 i
     "termination",
     "chunked_prefill",
     "host_tier",
-    "bill",
+    "cost_model",
     "verification",
     "engine_drafts",
     "tiles",

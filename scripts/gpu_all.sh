@@ -9,7 +9,7 @@
 # side. matrix: the demo's audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in
 # all numerics; together: the same with rows of the batch engine as one batch.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
-# speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the bill of both kinds of
+# speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the cost model of both kinds of
 # model and its map; host_tier: caches in host memory; host_waits: how often the host waits while the demo decodes with drafts. Parts run one
 # after another, because some are timed; each at most LIMIT seconds (default 600). Results go to $OUT, or each to its
 # place in audits/ (scripts/places.py).

@@ -82,7 +82,7 @@ def _identity(stem, document):
 
 
 def _regime(stem, document):
-    from dsv4.bill import plot
+    from dsv4.cost_model import plot
 
     return {f"{stem}.svg": plot.svg(document)}
 

@@ -1,11 +1,11 @@
-"""The bill's timer on a GPU: graphs of all layers, the fastest backend, and both kinds of model."""
+"""The cost model's timer on a GPU: graphs of all layers, the fastest backend, and both kinds of model."""
 
 import pytest
 import torch
 
-from dsv4.bill import csa
-from dsv4.bill.gqa import GQA, POLICIES, Geometry
-from dsv4.bill.measure import Timer
+from dsv4.cost_model import csa
+from dsv4.cost_model.gqa import GQA, POLICIES, Geometry
+from dsv4.cost_model.measure import Timer
 from dsv4.kernels.attention import hca_attention
 
 pytestmark = pytest.mark.gpu

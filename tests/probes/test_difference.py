@@ -82,6 +82,12 @@ def test_a_probe_that_is_gone_took_its_evidence_along_even_if_it_only_broke():
     assert sorted(c.name for c in found.vanished) == ["b", "c"] and found.exit_code == 1
 
 
+def test_a_report_from_before_a_probe_was_renamed_is_compared_under_its_new_name():
+    old = report(("bill", "shapes at which the bill of attention has other bytes", "", "PASS"))
+    new = report(("cost_model", "shapes at which the cost model of attention has other bytes", "", "PASS"))
+    assert kinds(difference(old, new, [], TODAY)) == {}
+
+
 def test_the_place_is_part_of_the_key():
     old = report(("P1", "recall", "layer 2", "PASS"), ("P1", "recall", "layer 4", "FAIL"))
     new = report(("P1", "recall", "layer 2", "FAIL"), ("P1", "recall", "layer 4", "PASS"))

@@ -28,7 +28,7 @@ OF_CACHES = {"sparse_reading", "termination", "chunked_prefill"}  # of GQA model
 APPLY = {
     *OF_CACHES,
     "host_tier",
-    "bill",
+    "cost_model",
     "load_ledger",
     "config_ledger",
     "dtype_ledger",
@@ -50,7 +50,7 @@ APPLY = {
     "fresh_process",
 }
 # green in `make test` by test_sparse_probes, test_bill_probe, test_grafting and test_tile_probes
-GREEN_ELSEWHERE = {*OF_CACHES, "host_tier", "bill", "grafting", "fresh_process"}
+GREEN_ELSEWHERE = {*OF_CACHES, "host_tier", "cost_model", "grafting", "fresh_process"}
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ FAST = (  # one or two of each section whose first probe is quick
     "termination ignores direction",
     "fusion without scaling",
     "slot table not updated on eviction",
-    "hca billed at the ratio of csa",
+    "hca counted at the ratio of csa",
 )
 # whole probes that take seconds: `make test` sees each red in a file of its own
 SLOW = {
@@ -71,7 +71,7 @@ SLOW = {
     "sparse_reading",
     "rope",
     "captured",
-    "bill",
+    "cost_model",
 }
 BY_NAME = {m.name: m for m in catalogue()}
 QUICK = [name for name in FAST if BY_NAME[name].probes[0] not in SLOW]

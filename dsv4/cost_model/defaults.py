@@ -3,8 +3,8 @@ reads."""
 
 from dataclasses import dataclass
 
-from dsv4.bill.step import weights_read
 from dsv4.config import LayerKind, ModelConfig
+from dsv4.cost_model.step import weights_read
 from dsv4.loaders.expected import official_tensors, preset
 
 

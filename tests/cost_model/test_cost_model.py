@@ -1,4 +1,4 @@
-"""The bill on made-up machines: what a fit may look at, what it must recover, and what is said when it does not
+"""The cost model on made-up machines: what a fit may look at, what it must recover, and what is said when it does not
 hold."""
 
 import json
@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from dsv4 import planning
-from dsv4.bill import csa, session
-from dsv4.bill.defaults import assumed
-from dsv4.bill.fit import Bill, Price, Quality, fit, least_squares, r_squared
-from dsv4.bill.gqa import GQA, POLICIES, Geometry, Inputs, attend
-from dsv4.bill.measure import LAYERS, Timer, layers_that_fit
-from dsv4.bill.regime import Hardware, Way, crossover, measured_crossover, regime_map
-from dsv4.bill.report import _cell, markdown, priced, times, verdict
-from dsv4.bill.rows import Measured
+from dsv4.cost_model import csa, session
+from dsv4.cost_model.defaults import assumed
+from dsv4.cost_model.fit import CostModel, Price, Quality, fit, least_squares, r_squared
+from dsv4.cost_model.gqa import GQA, POLICIES, Geometry, Inputs, attend
+from dsv4.cost_model.measure import LAYERS, Timer, layers_that_fit
+from dsv4.cost_model.regime import Hardware, Way, crossover, measured_crossover, regime_map
+from dsv4.cost_model.report import _cell, markdown, priced, times, verdict
+from dsv4.cost_model.rows import Measured
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import block_scores
 
-TRUTH = Bill(3.0e12, 5e-6, {"bound of 128": Price(14e-6), "bound of 16": Price(6e-6, 0.4e-9, 1.5e-6)})
+TRUTH = CostModel(3.0e12, 5e-6, {"bound of 128": Price(14e-6), "bound of 16": Price(6e-6, 0.4e-9, 1.5e-6)})
 SMALL = Geometry(4, 2, 16, 4)
 HARDWARE = Hardware("made up", 80 << 30, 28, 14 << 30)
 CPU = torch.device("cpu")
@@ -31,7 +31,8 @@ def source(names=("sink+window", "block-128 bound"), geometry=Geometry(), tokens
 
 
 class MadeUp:
-    """A timer of a machine that keeps to a bill, with noise; `seen` is what stood on disk when a shape was measured."""
+    """A timer of a machine that keeps to a cost model, with noise; `seen` is what stood on disk when a shape was
+    measured."""
 
     def __init__(self, truth=TRUTH, noise=0.01, path=None):
         self.truth, self.noise, self.path, self.seen, self.random = truth, noise, path, [], random.Random(1)
@@ -71,7 +72,7 @@ def test_the_fit_recovers_a_machine_that_keeps_to_the_bill():
 
 
 def test_rows_that_are_held_out_are_never_fitted():
-    wrong = Bill(1e11, 1e-3, {"bound of 128": Price(1.0), "bound of 16": Price(1.0)})
+    wrong = CostModel(1e11, 1e-3, {"bound of 128": Price(1.0), "bound of 16": Price(1.0)})
     assert fit(rows(noise=0.02) + rows(wrong, held_out=True)) == fit(rows(noise=0.02))
     with pytest.raises(InputError, match="at least two"):
         fit(rows(held_out=True))
@@ -137,7 +138,7 @@ def test_the_crossover_is_where_the_two_lines_meet():
 
 def test_a_crossover_that_does_not_exist_is_said_so():
     dense, (free, way) = source().ways()
-    never = Bill(3e12, 5e-6, {"bound of 128": Price(10.0)})
+    never = CostModel(3e12, 5e-6, {"bound of 128": Price(10.0)})
     assert crossover(never, dense, way, 1) is None and crossover(TRUTH, dense, free, 1) == 4096  # from its budget on
     assert "never pays" in markdown(report(never), "x.svg")
     assert crossover(TRUTH, dense, Way("twice", lambda b, c: 2 * dense.bytes(b, c)), 1) is None
@@ -221,7 +222,7 @@ def test_failures_are_printed_as_failures(tmp_path):
     assert [g["verdict"] for g in good["quality"]["goals"]] == ["met"] * 4
     assert "FAILED" in [g["verdict"] for g in bad["quality"]["goals"]]
     assert "FAILED" in markdown(bad, "x.svg") and "FAILED" not in markdown(good, "x.svg")
-    below = report(Bill(3e12, -5e-6, TRUTH.finding), 0.0)
+    below = report(CostModel(3e12, -5e-6, TRUTH.finding), 0.0)
     assert "less than nothing" in markdown(below, "x.svg")
 
 
@@ -264,15 +265,15 @@ def test_what_fits_is_asked_of_each_way():
         and way.held(1, 64) == 64 * 1024 + 16 * 1092
     )
     assert of.cache_bytes(8, 1 << 20) == latents + 8 * (1 << 18) * (1024 + 68)  # what is measured holds both
-    bill = Bill(3e12, 1e-5, {csa.FINDING: Price(4e-6)})
+    costs = CostModel(3e12, 1e-5, {csa.FINDING: Price(4e-6)})
     drawn = lambda capacity: regime_map(
-        bill, dense, [way], (1 << 20,), (8,), Hardware("made up", capacity, 2, 1 << 30)
+        costs, dense, [way], (1 << 20,), (8,), Hardware("made up", capacity, 2, 1 << 30)
     )[0]
     room = (1 << 30) + 2 * entries
     tight, none, wide = drawn(room), drawn(room - 1), drawn((1 << 30) + 2 * latents)
     assert tight["fits"] and tight["best"] == "csa" and tight["fits_by_policy"] == {"dense": False, "csa": True}
     assert not none["fits"] and wide["fits_by_policy"] == {"dense": True, "csa": True} and wide["best"] == "csa"
-    slow, short = Bill(3e12, 1e-5, {csa.FINDING: Price(1e-3)}), 8 * way.held(1, 4096)
+    slow, short = CostModel(3e12, 1e-5, {csa.FINDING: Price(1e-3)}), 8 * way.held(1, 4096)
     only = regime_map(slow, dense, [way], (4096,), (8,), Hardware("made up", short, 1))[0]
     # what is faster does not fit
     assert only["best"] == "csa" and only["attention_speedup"] < 1 and not only["fits_by_policy"]["dense"]
@@ -379,9 +380,9 @@ def test_a_price_that_grows_is_fitted_by_what_is_searched_and_the_report_says_wh
     assert growing.finding["bound of 16"].each == pytest.approx(0.4e-9) and constant.finding["bound of 16"].each == 0
     searching = [r for r in rows(held_out=True) if r.policy == "page-16 bound"]
     assert all(r.searched == r.batch * 4 * (r.context // 16 - 3) for r in searching)
-    worst = lambda bill: Quality.of(searching, [bill.predict(r) for r in searching]).worst_error
+    worst = lambda costs: Quality.of(searching, [costs.predict(r) for r in searching]).worst_error
     assert worst(growing) < 1e-6 and worst(constant) > 0.1
-    assert Bill.from_document(json.loads(json.dumps(asdict(growing)))) == growing
+    assert CostModel.from_document(json.loads(json.dumps(asdict(growing)))) == growing
     falling = [replace(r, seconds=r.seconds * (1e4 / r.searched if r.searched else 1)) for r in rows()]
     assert {p.each for p in fit(falling).finding.values()} == {0.0}  # no time is given back for searching more
     shared = [replace(r, seconds=r.seconds / (r.batch if r.finding else 1)) for r in rows()]

@@ -1,10 +1,11 @@
-"""What a bill would say that makes one known mistake, so that a wrong one can be explained: part → cause → bytes."""
+"""What a cost model would say that makes one known mistake, so that a wrong one can be explained: part → cause →
+bytes."""
 
 import re
 from collections import Counter
 
-from dsv4.bill.step import GROUPS, Tensors
 from dsv4.config import ModelConfig
+from dsv4.cost_model.step import GROUPS, Tensors
 from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.loaders.write import tensor_bytes

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from dsv4.bill.fit import Bill
-from dsv4.bill.rows import Measured
+from dsv4.cost_model.fit import CostModel
+from dsv4.cost_model.rows import Measured
 
 LONGEST = 1 << 24  # tokens up to which a crossover is looked for
 
@@ -13,8 +13,9 @@ Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's a
 
 @dataclass(frozen=True)
 class Way:
-    """A policy as the bill sees it. least: up to that context it keeps everything, and is dense attention. searched:
-    how many things it scores to find what it reads. held: bytes that its cache of one layer takes, of all rows."""
+    """A policy as the cost model sees it. least: up to that context it keeps everything, and is dense attention.
+    searched: how many things it scores to find what it reads. held: bytes that its cache of one layer takes, of all
+    rows."""
 
     policy: str
     bytes: Bytes
@@ -23,8 +24,8 @@ class Way:
     searched: Bytes = lambda batch, context: 0
     held: Bytes = lambda batch, context: 0
 
-    def seconds(self, bill: Bill, batch: int, context: int) -> float:
-        return bill.seconds(self.bytes(batch, context), self.finding, self.searched(batch, context), batch)
+    def seconds(self, costs: CostModel, batch: int, context: int) -> float:
+        return costs.seconds(self.bytes(batch, context), self.finding, self.searched(batch, context), batch)
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class Hardware:
     bandwidth: float | None = None
 
 
-def crossover(bill: Bill, dense: Way, sparse: Way, batch: int, longest: int = LONGEST) -> int | None:
+def crossover(costs: CostModel, dense: Way, sparse: Way, batch: int, longest: int = LONGEST) -> int | None:
     """The shortest context from which on the sparse way is not slower, from `least` up to `longest`; None: it never
     pays there.
 
     Found by bisection: the difference of the two times must change its sign once, as it does where dense bytes grow
     faster.
     """
-    pays = lambda context: sparse.seconds(bill, batch, context) <= dense.seconds(bill, batch, context)
+    pays = lambda context: sparse.seconds(costs, batch, context) <= dense.seconds(costs, batch, context)
     if not pays(longest):
         return None
     low, high = sparse.least, longest
@@ -69,7 +70,12 @@ def measured_crossover(rows: Iterable[Measured], policy: str, batch: int) -> tup
 
 
 def regime_map(
-    bill: Bill, dense: Way, ways: Sequence[Way], contexts: Iterable[int], batches: Iterable[int], hardware: Hardware
+    costs: CostModel,
+    dense: Way,
+    ways: Sequence[Way],
+    contexts: Iterable[int],
+    batches: Iterable[int],
+    hardware: Hardware,
 ) -> list[dict]:
     """A cell for each context and batch: seconds of one layer by policy, which ways fit (the weights and what that
     way's caches take), the fastest that does, and how many times faster than dense attention, which may not fit, its
@@ -80,11 +86,11 @@ def regime_map(
     fastest is that of all.
     """
     if hardware.bandwidth is not None:
-        bill = Bill(hardware.bandwidth, bill.c0, bill.finding)
+        costs = CostModel(hardware.bandwidth, costs.c0, costs.finding)
     cells, able = [], [way for way in ways if way.finding is not None] or list(ways)
     for batch in batches:
         for context in contexts:
-            seconds = {way.policy: way.seconds(bill, batch, context) for way in (dense, *ways)}
+            seconds = {way.policy: way.seconds(costs, batch, context) for way in (dense, *ways)}
             fits = {
                 way.policy: hardware.weights + hardware.layers * way.held(batch, context) <= hardware.capacity
                 for way in (dense, *ways)
@@ -92,7 +98,7 @@ def regime_map(
             best = min(
                 (dense, *able), key=lambda way: (not fits[way.policy], seconds[way.policy], way is not dense)
             ).policy
-            rest = hardware.weights / bill.bandwidth
+            rest = hardware.weights / costs.bandwidth
             step = {policy: rest + hardware.layers * t for policy, t in seconds.items()}
             cells.append(
                 {

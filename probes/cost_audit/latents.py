@@ -6,7 +6,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.kernels.cache_rows import PAGE, PackedRows
-from dsv4.probes.billing.watching import Called, Calls, changed, read_rows, row_bytes, spoiled
+from dsv4.probes.cost_audit.watching import Called, Calls, changed, read_rows, row_bytes, spoiled
 
 OPERATIONS = ("sparse_attention", "hca_attention")
 

@@ -1,8 +1,8 @@
-"""The regime map and the bill's line as an SVG document; the same bytes for the same figures."""
+"""The regime map and the cost model's line as an SVG document; the same bytes for the same figures."""
 
 from io import StringIO
 
-from dsv4.bill.report import times, tokens
+from dsv4.cost_model.report import times, tokens
 
 
 def svg(report: dict) -> str:

@@ -1,5 +1,5 @@
-"""The probe of the bill: green on sound models with evidence for every part, red with the right part for each planted
-fault."""
+"""The probe of the cost model: green on sound models with evidence for every part, red with the right part for each
+planted fault."""
 
 import shutil
 from collections import Counter
@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.bill import gqa, latent, step
-from dsv4.bill.fit import fit
+from dsv4.cost_model import gqa, latent, step
+from dsv4.cost_model.fit import fit
 from dsv4.kernels.attention import reference as attention
 from dsv4.kernels.block_choice import block_bounds, dense
 from dsv4.kernels.grouped_attention import grouped_attention
 from dsv4.numerics import numerics_named
 from dsv4.planning import held_tensors, plan
 from dsv4.probes.audit import open_subject
-from dsv4.probes.bill import POLICIES, BillProbe
-from dsv4.probes.billing import grouped, weights
-from dsv4.probes.billing.fitting import SHAPES, made
-from dsv4.probes.billing.mistakes import attention_mistakes, weight_mistakes
-from dsv4.probes.billing.shapes import Shapes
-from dsv4.probes.billing.watching import Called, Calls, read_rows, row_bytes
+from dsv4.probes.cost_audit import grouped, weights
+from dsv4.probes.cost_audit.fitting import SHAPES, made
+from dsv4.probes.cost_audit.mistakes import attention_mistakes, weight_mistakes
+from dsv4.probes.cost_audit.shapes import Shapes
+from dsv4.probes.cost_audit.watching import Called, Calls, read_rows, row_bytes
+from dsv4.probes.cost_model import POLICIES, CostModelProbe
 from dsv4.probes.mutations import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
@@ -29,29 +29,29 @@ from dsv4.probes.selftest import named, texts_of
 
 FAULTS = [m for m in catalogue() if m.section == "1.19"]
 TRIED = (  # here; the self-test plants them all
-    "values are not billed",
-    "keys billed for every query head",
-    "finding is free in the bill",
-    "gathered step billed with its whole context",
-    "last block is billed whole",
-    "layers with a window billed as full",
-    "tied head is billed twice",
-    "embedding is billed whole",
-    "index keys are not billed",
-    "hca billed at the ratio of csa",
-    "entries billed before they are complete",
-    "packed rows billed as plain numbers",
-    "every expert is billed",
+    "values are not counted",
+    "keys counted for every query head",
+    "finding is free in the cost model",
+    "gathered step counted with its whole context",
+    "last block is counted whole",
+    "layers with a window counted as full",
+    "tied head is counted twice",
+    "embedding is counted whole",
+    "index keys are not counted",
+    "hca counted at the ratio of csa",
+    "entries counted before they are complete",
+    "packed rows counted as plain numbers",
+    "every expert is counted",
     "beta is fitted on sparse rows too",
     "held out rows are fitted",
     "c1 is absorbed in c0",
 )
 QUICK = (  # one of each that it counts: cache rows, windows, weights, entries, packed rows, the fit
-    "last block is billed whole",
-    "layers with a window billed as full",
-    "tied head is billed twice",
-    "index keys are not billed",
-    "packed rows billed as plain numbers",
+    "last block is counted whole",
+    "layers with a window counted as full",
+    "tied head is counted twice",
+    "index keys are not counted",
+    "packed rows counted as plain numbers",
     "held out rows are fitted",
 )
 PARTS = {
@@ -88,7 +88,7 @@ def profiles(tmp_path_factory):
 
 
 def looked(subject) -> list:
-    return execute(BillProbe(), subject)[0]
+    return execute(CostModelProbe(), subject)[0]
 
 
 # ---- sound models -------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_green_with_evidence_for_every_part(profiles, name, numerics, backend, c
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:3]
     assert all(c.samples > 0 and c.source and c.part for c in checks)
     wanted = PARTS[subject.family] - ({"block summaries"} if name == "mistral" else set())
-    assert wanted <= {c.part.removeprefix("bill, ") for c in checks}
+    assert wanted <= {c.part.removeprefix("cost model, ") for c in checks}
     assert vars(subject.model.op) == before and not any(m._forward_pre_hooks or m._forward_hooks for m in modules), (
         "the model is as it was"
     )
@@ -143,7 +143,7 @@ def test_what_cannot_be_asked_is_vacuous(profiles):
 @pytest.mark.parametrize("fault", [m for m in FAULTS if m.name in TRIED], ids=lambda m: m.name.replace(" ", "-"))
 def test_a_fault_is_named(profiles, monkeypatch, tmp_path, fault):
     """Where GQA models read every block and where they choose: the other policies show no more of these."""
-    monkeypatch.setattr("dsv4.probes.bill.POLICIES", POLICIES[:2])
+    monkeypatch.setattr("dsv4.probes.cost_model.POLICIES", POLICIES[:2])
     site = Site(shutil.copytree(profiles[fault.profile], tmp_path / "copy"))
     try:
         fault.plant(site)
@@ -213,7 +213,7 @@ def test_weights_are_those_that_were_chosen(profiles):
     )
 
 
-# ---- the bill -----------------------------------------------------------------------------
+# ---- the cost model -----------------------------------------------------------------------------
 
 
 def test_no_mistake_is_what_a_sound_bill_says(profiles):
@@ -249,12 +249,15 @@ def test_what_differs_is_explained_and_says_both_numbers():
         )
     keys, values, whole = shapes.checks("counted", "attention")
     assert (keys.status, values.status, whole.status) == (Status.PASS, Status.FAIL, Status.FAIL) and keys.samples == 3
-    assert (values.part, values.at, values.measured) == ("bill, values, twice", "dense, 1 tokens", 3)
-    assert values.note == "the bill has 2 B, counted are 1 B"
+    assert (values.part, values.at, values.measured) == ("cost model, values, twice", "dense, 1 tokens", 3)
+    assert values.note == "the cost model has 2 B, counted are 1 B"
     assert (whole.measured, whole.threshold) == (18, 12)
     missing = Shapes("dense")
     missing.see({"keys": 4}, [{}], {}, "")
-    assert [c.part for c in missing.checks("counted", "attention") if c.status is Status.FAIL] == ["bill, keys", "bill"]
+    assert [c.part for c in missing.checks("counted", "attention") if c.status is Status.FAIL] == [
+        "cost model, keys",
+        "cost model",
+    ]
 
 
 def test_a_step_is_its_weights_and_every_layer(profiles):

@@ -25,7 +25,7 @@ def micro(seconds: float) -> str:
 
 
 def priced(price: dict) -> str:
-    """Of a price of finding, `dsv4.bill.fit.Price` as a document."""
+    """Of a price of finding, `dsv4.cost_model.fit.Price` as a document."""
     row = f" + {micro(price['row'])} µs a row" if price.get("row") else ""
     return f"{micro(price['fixed'])} µs{row} + {price['each'] * 1e9:.3f} ns a block"
 
@@ -66,14 +66,15 @@ def _headline(report: dict) -> list[str]:
         "",
         said
         if measured
-        else f"A map of {report['hardware']['name']}, where nothing was measured; the bill was measured as: {said}",
+        else f"A map of {report['hardware']['name']}, where nothing was measured; the cost model was measured as: "
+        f"{said}",
         *command,
     ]
 
 
-def _formula(bill: dict) -> str:
-    """What the bill has prices for, as it was fitted: without one for a row of the batch, none is spoken of."""
-    parts = ["a fixed price"] + ["one for each row of the batch"] * any(p.get("row") for p in bill["finding"].values())
+def _formula(costs: dict) -> str:
+    """What the cost model has prices for, as it was fitted: without one for a row of the batch, none is spoken of."""
+    parts = ["a fixed price"] + ["one for each row of the batch"] * any(p.get("row") for p in costs["finding"].values())
     parts.append("one for each block that is scored (of all rows and KV heads)")
     said = ", ".join(parts[:-1]) + (", and " if len(parts) > 1 else "") + parts[-1]
     return (
@@ -83,16 +84,16 @@ def _formula(bill: dict) -> str:
     )
 
 
-def _fitted(bill: dict) -> str:
-    prices = "".join(f", c₁ ({name}) = {priced(price)}" for name, price in bill["finding"].items())
-    return f"β = {bill['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(bill['c0'])} µs{prices}."
+def _fitted(costs: dict) -> str:
+    prices = "".join(f", c₁ ({name}) = {priced(price)}" for name, price in costs["finding"].items())
+    return f"β = {costs['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(costs['c0'])} µs{prices}."
 
 
 def _crossovers(crossovers: Sequence[dict], measured: bool) -> list[str]:
     """The table; of a map without rows only what is predicted."""
     said = "The shortest context from which on the policy is not slower than dense attention"
     if not measured:
-        lines = [f"{said}, as the bill predicts it.", "", "| policy | batch | predicted |", "|---|---:|---:|"]
+        lines = [f"{said}, as the cost model predicts it.", "", "| policy | batch | predicted |", "|---|---:|---:|"]
     else:
         lines = [
             f"{said}; met: within a factor of two of where it was measured.",

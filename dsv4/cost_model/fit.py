@@ -1,8 +1,8 @@
-"""The bill: β and c₀ from dense rows, c₁ from rows that search, nothing from rows that are held out.
+"""The cost model: β and c₀ from dense rows, c₁ from rows that search, nothing from rows that are held out.
 
 c₁ is a fixed price, one for each row of the batch, which has a list of its own to find, and one for each thing that is
-scored: to find among 65536 pages takes ten times as long as among 512. A bill with one constant a policy is fitted
-beside it, so that the report can say what that would have missed by.
+scored: to find among 65536 pages takes ten times as long as among 512. A cost model with one constant a policy is
+fitted beside it, so that the report can say what that would have missed by.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from dsv4.bill.rows import Measured, Row
+from dsv4.cost_model.rows import Measured, Row
 from dsv4.errors import InputError
 
 
@@ -29,7 +29,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Bill:
+class CostModel:
     """bandwidth β in bytes/s, c0 in s a layer, finding: c₁, by what searches."""
 
     bandwidth: float
@@ -50,19 +50,19 @@ class Bill:
         return self.seconds(row.bytes, row.finding, row.searched, row.batch)
 
     @classmethod
-    def from_document(cls, document: Mapping) -> "Bill":
+    def from_document(cls, document: Mapping) -> "CostModel":
         """What `dataclasses.asdict` made of one."""
         return cls(
             document["bandwidth"], document["c0"], {name: Price(**price) for name, price in document["finding"].items()}
         )
 
 
-def fit(measured: Iterable[Measured], constant: bool = False) -> Bill:
+def fit(measured: Iterable[Measured], constant: bool = False) -> CostModel:
     """Least squares of relative errors, since times span three orders of magnitude. Rows that are held out are not
     looked at.
 
-    constant: one price a policy, whatever is searched. Raises InputError where the rows determine no bill: fewer than
-    two dense rows of different bytes, or time that falls with bytes.
+    constant: one price a policy, whatever is searched. Raises InputError where the rows determine no cost model: fewer
+    than two dense rows of different bytes, or time that falls with bytes.
     """
     rows = [r for r in measured if not r.held_out]
     dense = [r for r in rows if r.dense]
@@ -77,17 +77,17 @@ def fit(measured: Iterable[Measured], constant: bool = False) -> Bill:
             f"time falls by {-x * 1e9:.3g} ns a GB over {len(dense)} dense rows; expected it to grow with bytes: the "
             "rows are noise, measure longer contexts"
         )
-    bill, prices = Bill(1 / x, c0), {}
+    costs, prices = CostModel(1 / x, c0), {}
     for name in dict.fromkeys(r.finding for r in rows if r.finding is not None):
         found = [r for r in rows if r.finding == name]
-        rest, whole = [r.seconds - bill.seconds(r.bytes) for r in found], [r.seconds for r in found]
+        rest, whole = [r.seconds - costs.seconds(r.bytes) for r in found], [r.seconds for r in found]
         columns = [
             [1.0] * len(found),
             [0.0 if constant else r.searched for r in found],
             [0.0 if constant else r.batch for r in found],
         ]
         prices[name] = Price(*never_negative(columns, rest, whole))
-    return Bill(bill.bandwidth, bill.c0, prices)
+    return CostModel(costs.bandwidth, costs.c0, prices)
 
 
 def least_squares(columns: Sequence[Sequence[float]], y: Sequence[float], whole: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the bill says and what was counted, part by part, over many shapes."""
+"""What the cost model says and what was counted, part by part, over many shapes."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ class Shapes:
         mistakes: Mapping[str, Mapping[str, int]],
         at: str,
     ) -> None:
-        """Of one step: bytes counted and bytes of the bill, by part (of all layers, or of each); mistakes: part → cause
-        → bytes of a bill that makes it."""
+        """Of one step: bytes counted and bytes of the cost model, by part (of all layers, or of each); mistakes: part →
+        cause → bytes of a cost model that makes it."""
         total: Counter = Counter()
         for one in [said] if isinstance(said, Mapping) else said:
             total.update(one)
@@ -32,13 +32,13 @@ class Shapes:
             causes = tuple(cause for cause, nbytes in mistakes.get(part, {}).items() if nbytes == b) if a != b else ()
             self.parts[part].see(int(a != b), 1, at, causes)
             if a != b:
-                self.notes.setdefault(part, f"the bill has {b} B, counted are {a} B")
+                self.notes.setdefault(part, f"the cost model has {b} B, counted are {a} B")
 
     def checks(self, source: str, of: str) -> Iterator[Check]:
         for part, tally in sorted(self.parts.items()):
             cause = tally.cause
             yield compare(
-                f"shapes at which the bill of {of} has other bytes",
+                f"shapes at which the cost model of {of} has other bytes",
                 tally.wrong,
                 "==",
                 0,
@@ -47,7 +47,7 @@ class Shapes:
                 unit="shapes",
                 where=self.where,
                 found=tally.first,
-                part=f"bill, {part}" + (f", {cause}" if cause else ""),
+                part=f"cost model, {part}" + (f", {cause}" if cause else ""),
                 note=self.notes.get(part, ""),
             )
         yield compare(
@@ -59,5 +59,5 @@ class Shapes:
             sum(t.samples for t in self.parts.values()),
             unit="B",
             where=self.where,
-            part="bill",
+            part="cost model",
         )

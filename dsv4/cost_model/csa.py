@@ -1,20 +1,20 @@
 """Decode attention of a CSA layer beside dense attention to the uncompressed latent: the indexer is the price of
 finding.
 
-Bytes a layer, S tokens of context and N = ⌊S / 4⌋ entries: dense B·(S·1024 + 131072); CSA as `dsv4.bill.latent` has it,
-with V4-Flash's sizes B·(K·1024 + 131072) with K = min(512, N) + min(128, S) rows, and, where N > 512 so that there is a
-choice, for the index B·(N·b + 16384), b = 68 (FP4), 132 (FP8) or 256 (bf16) bytes a key, and 8·N for scores written and
-read.
+Bytes a layer, S tokens of context and N = ⌊S / 4⌋ entries: dense B·(S·1024 + 131072); CSA as `dsv4.cost_model.latent`
+has it, with V4-Flash's sizes B·(K·1024 + 131072) with K = min(512, N) + min(128, S) rows, and, where N > 512 so that
+there is a choice, for the index B·(N·b + 16384), b = 68 (FP4), 132 (FP8) or 256 (bf16) bytes a key, and 8·N for scores
+written and read.
 """
 
 from collections.abc import Mapping
 
 import torch
 
-from dsv4.bill.latent import LatentGeometry
-from dsv4.bill.regime import Way
-from dsv4.bill.rows import Row, Run
 from dsv4.config import LayerKind
+from dsv4.cost_model.latent import LatentGeometry
+from dsv4.cost_model.regime import Way
+from dsv4.cost_model.rows import Row, Run
 from dsv4.kernels.attention import hca_attention, sparse_attention
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
 from dsv4.kernels.indexer import index_scores, topk_entries

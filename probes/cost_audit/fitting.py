@@ -1,5 +1,5 @@
-"""The fit of the bill on made-up machines that keep to a known one: what it recovers, and which rows it must not look
-at."""
+"""The fit of the cost model on made-up machines that keep to a known one: what it recovers, and which rows it must not
+look at."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from dsv4.bill import fit as fits
-from dsv4.bill import session
-from dsv4.bill.fit import Bill, Price
-from dsv4.bill.gqa import GQA, POLICIES, Geometry
-from dsv4.bill.regime import Hardware
-from dsv4.bill.rows import Measured
+from dsv4.cost_model import fit as fits
+from dsv4.cost_model import session
+from dsv4.cost_model.fit import CostModel, Price
+from dsv4.cost_model.gqa import GQA, POLICIES, Geometry
+from dsv4.cost_model.regime import Hardware
+from dsv4.cost_model.rows import Measured
 from dsv4.probes.result import Check, compare
 
 BANDWIDTH, LAUNCH = 3.0e12, 5e-6  # β in bytes/s, c₀ in s a layer
@@ -23,7 +23,7 @@ CLOSE = 1e-6  # relative: rows are exact, least squares are in float64
 WHERE = "made-up machine"
 SHAPES = [(b, s) for b in (1, 2, 8) for s in (8192, 32768, 131072, 1 << 20)]
 SOURCE = "rows of a machine whose β, c₀ and c₁ are known"
-UNMOVED = "the bill of the same rows without them, in every bit"
+UNMOVED = "the cost model of the same rows without them, in every bit"
 
 
 def made(shapes=SHAPES, held_out: bool = False, factor: float = 1.0) -> list[Measured]:
@@ -82,11 +82,18 @@ def fitted() -> Iterator[Check]:
 
 def _close(what: str, error: float, rows: int, part: str) -> Check:
     return compare(
-        f"relative error of {what}", error, "<=", CLOSE, SOURCE, rows, where=WHERE, part=f"bill, fit, {what}, {part}"
+        f"relative error of {what}",
+        error,
+        "<=",
+        CLOSE,
+        SOURCE,
+        rows,
+        where=WHERE,
+        part=f"cost model, fit, {what}, {part}",
     )
 
 
-def _unmoved(part: str, found: Bill, other: Bill, of: Callable[[Bill], object]) -> Check:
+def _unmoved(part: str, found: CostModel, other: CostModel, of: Callable[[CostModel], object]) -> Check:
     return compare(
         "fits that move with rows which are none of theirs",
         int(of(found) != of(other)),
@@ -95,7 +102,7 @@ def _unmoved(part: str, found: Bill, other: Bill, of: Callable[[Bill], object]) 
         UNMOVED,
         len(SHAPES),
         where=WHERE,
-        part=f"bill, fit, {part}",
+        part=f"cost model, fit, {part}",
     )
 
 
@@ -115,8 +122,8 @@ class Machine:
 
 
 def _session() -> Iterator[Check]:
-    """A whole session: its bill is of the shapes that are not held out, and predictions stand on disk before one that
-    is runs."""
+    """A whole session: its cost model is of the shapes that are not held out, and predictions stand on disk before one
+    that is runs."""
     source = GQA(Geometry(), {n: POLICIES[n]() for n in ("block-128 bound", "page-16 bound")}, torch.device("cpu"))
     plan = session.Plan.of((1, 2, 8), (8192, 32768, 131072, 1 << 20))
     both = set(plan.fitted) & set(plan.held_out)
@@ -128,9 +135,9 @@ def _session() -> Iterator[Check]:
         "a plan shares them out",
         len(SHAPES),
         where="plan",
-        part="bill, fit, held-out rows",
+        part="cost model, fit, held-out rows",
     )
-    with tempfile.TemporaryDirectory(prefix="dsv4-bill-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dsv4-cost-model-") as folder:
         machine = Machine(Path(folder) / "made_up.predictions.json")
         report = session.run(
             source,
@@ -144,9 +151,9 @@ def _session() -> Iterator[Check]:
             {"model": "gqa", "device": "made up"},
             lambda line: None,
         )
-    bill, held = Bill.from_document(report["bill"]), [r for r in report["rows"] if r["held_out"]]
-    about = dict(where="session", part="bill, fit, held-out rows")
-    off = max(abs(bill.bandwidth / BANDWIDTH - 1), abs(bill.c0 / LAUNCH - 1))
+    costs, held = CostModel.from_document(report["bill"]), [r for r in report["rows"] if r["held_out"]]
+    about = dict(where="session", part="cost model, fit, held-out rows")
+    off = max(abs(costs.bandwidth / BANDWIDTH - 1), abs(costs.c0 / LAUNCH - 1))
     yield compare(
         "relative error of β and c₀ where held-out rows take nine times as long",
         off,

@@ -1,4 +1,4 @@
-"""`dsv4 regime`: the bill of decode attention, measured, fitted, predicted, and the map of where sparse reading
+"""`dsv4 regime`: the cost model of decode attention, measured, fitted, predicted, and the map of where sparse reading
 pays."""
 
 import json
@@ -79,9 +79,9 @@ def measure(
 ):
     """Measure, fit, write predictions down, measure what was held out, and report. Exit code 1 when a goal or a
     crossover FAILED."""
-    from dsv4.bill import session
-    from dsv4.bill.measure import Timer
-    from dsv4.bill.regime import Hardware
+    from dsv4.cost_model import session
+    from dsv4.cost_model.measure import Timer
+    from dsv4.cost_model.regime import Hardware
     from dsv4.load import resolve_device
 
     model = Model(model)
@@ -98,7 +98,7 @@ def measure(
     )
     report["notes"] += note
     _write(report, out, stem)
-    from dsv4.bill.report import verdict
+    from dsv4.cost_model.report import verdict
 
     failed = [g["goal"] for g in report["quality"]["goals"] if g["verdict"] == "FAILED"]
     failed += [
@@ -128,9 +128,9 @@ def draw_map(
         bool, typer.Option("--force", help="Replace files that are no map of the same source and hardware.")
     ] = False,
 ):
-    """Draw the map of a measured bill for other hardware: c₀ and c₁ stay as they were measured, and the report says
-    so."""
-    from dsv4.bill import regime, session
+    """Draw the map of a measured cost model for other hardware: c₀ and c₁ stay as they were measured, and the report
+    says so."""
+    from dsv4.cost_model import regime, session
     from dsv4.speculation.documents import expect_header, read_document
 
     _can_draw(out)
@@ -154,10 +154,10 @@ def draw_map(
 
 def _source(model: Model, heads: str, policies: str, budget: str, device):
     if model is Model.csa:
-        from dsv4.bill.csa import CSA
+        from dsv4.cost_model.csa import CSA
 
         return CSA(device, "triton" if device.type == "cuda" else "reference")
-    from dsv4.bill.gqa import GQA, POLICIES, Geometry
+    from dsv4.cost_model.gqa import GQA, POLICIES, Geometry
 
     try:
         H, KV, D = (int(n) for n in heads.split(","))
@@ -247,7 +247,7 @@ def _kind(found: dict, file: Path) -> Model:
 
 def _model(model: Model, layers: int | None, weights: str | None) -> tuple[int, int, list[str]]:
     """Layers and bytes of weights, as given or as they are assumed, and what must be said of the latter."""
-    from dsv4.bill.defaults import assumed
+    from dsv4.cost_model.defaults import assumed
 
     found = assumed(model.value)
     note = [found.note] * bool(found.note and layers is None and weights is None)
@@ -295,8 +295,8 @@ def _can_draw(folder: Path) -> None:
 
 
 def _write(report: dict, folder: Path, stem: str) -> None:
-    from dsv4.bill.plot import svg
-    from dsv4.bill.report import markdown
+    from dsv4.cost_model.plot import svg
+    from dsv4.cost_model.report import markdown
     from dsv4.speculation.documents import write_whole
 
     texts = json.dumps(report, indent=1) + "\n", markdown(report, f"{stem}.svg"), svg(report)

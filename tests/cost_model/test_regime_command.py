@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.bill import measure
+from dsv4.cost_model import measure
 from dsv4.probes import provenance
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"
@@ -40,8 +40,8 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A run on this processor: (exit code, folder). Everything runs; the clock is one of a bill, since that of a busy
-    processor is noise."""
+    """A run on this processor: (exit code, folder). Everything runs; the clock is one of a cost model, since that of a
+    busy processor is noise."""
     import sys
 
     from dsv4 import cli
@@ -82,7 +82,7 @@ def test_it_measures_fits_predicts_and_draws(measured):
         and "hatched" in svg
         and json.loads((folder / "regime_cpu.predictions.json").read_text())["rows"]
     )
-    from dsv4.bill.plot import svg as draw
+    from dsv4.cost_model.plot import svg as draw
 
     assert draw(report) == svg == draw(report)
 
@@ -222,7 +222,7 @@ def test_bad_requests_are_one_line_and_exit_2(command_line, tmp_path, args, mess
         ('{"format": "dsv4-regime", "version": 1, "source": {"kind": "rnn"}}', "of kind 'rnn'; expected"),
         ('{"format": "dsv4-regime", "version": 1, "source": {"kind": "csa", "index": "fp4"}}', "lacks 'bill'"),
     ],
-    ids=["empty", "no JSON", "nothing in it", "another kind", "no bill"],
+    ids=["empty", "no JSON", "nothing in it", "another kind", "no cost model"],
 )
 def test_a_report_that_is_none_is_an_error(command_line, tmp_path, content, message):
     (tmp_path / "r.json").write_text(content)

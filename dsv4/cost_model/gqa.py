@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dsv4.bill.regime import Way
-from dsv4.bill.rows import Row, Run
+from dsv4.cost_model.regime import Way
+from dsv4.cost_model.rows import Row, Run
 from dsv4.errors import InputError
 from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.block_choice import Policy, block_bounds, block_means, choose_blocks, page_bounds, sink_window
@@ -62,7 +62,7 @@ POLICIES = {
 
 
 def finding(policy: Policy) -> str | None:
-    """Name of the price of finding in the bill; None where nothing is searched."""
+    """Name of the price of finding in the cost model; None where nothing is searched."""
     return None if policy.selector is None else f"{policy.selector} of {policy.block}"
 
 
@@ -178,7 +178,7 @@ class GQA:
         return self.geometry.cache(batch, context)
 
     def ways(self) -> tuple[Way, list[Way]]:
-        """Dense attention and the policies, as the bill sees them."""
+        """Dense attention and the policies, as the cost model sees them."""
         ways = [
             Way(
                 p.name,

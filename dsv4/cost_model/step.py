@@ -8,9 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from dsv4.bill.gqa import Geometry, dense_parts, policy_parts
-from dsv4.bill.latent import LatentGeometry
 from dsv4.config import ModelConfig
+from dsv4.cost_model.gqa import Geometry, dense_parts, policy_parts
+from dsv4.cost_model.latent import LatentGeometry
 from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.loaders.write import tensor_bytes

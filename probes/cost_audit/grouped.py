@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from dsv4.probes.billing.watching import Called, Calls, changed, row_bytes
+from dsv4.probes.cost_audit.watching import Called, Calls, changed, row_bytes
 
 OPERATIONS = ("grouped_attention", "gather_attention", "choose_blocks")
 BOOST = 1e4  # of a summary: its block is then the best

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from dsv4.bill.rows import Measured, Row, Run, Source
+from dsv4.cost_model.rows import Measured, Row, Run, Source
 from dsv4.memory import format_bytes, free_bytes
 from dsv4.timing import FLUSH_BYTES, Clock, capture
 

@@ -1,4 +1,4 @@
-"""`dsv4 regime measure`: rows to fit, the bill, predictions on disk, and only then the rows that are held out."""
+"""`dsv4 regime measure`: rows to fit, the cost model, predictions on disk, and only then the rows that are held out."""
 
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -7,10 +7,10 @@ from math import isnan
 from pathlib import Path
 from typing import Protocol
 
-from dsv4.bill.fit import Bill, Quality, fit
-from dsv4.bill.regime import Hardware, crossover, measured_crossover, regime_map
-from dsv4.bill.report import priced
-from dsv4.bill.rows import Measured, Source
+from dsv4.cost_model.fit import CostModel, Quality, fit
+from dsv4.cost_model.regime import Hardware, crossover, measured_crossover, regime_map
+from dsv4.cost_model.report import priced
+from dsv4.cost_model.rows import Measured, Source
 from dsv4.errors import InputError
 from dsv4.speculation.documents import write_whole
 
@@ -63,17 +63,17 @@ def run(
     dense, ways = source.ways()
     check_priced(ways, {row.finding for shape in plan.fitted for row in source.rows(*shape)})
     measured = _measure(source, timer, plan.fitted, False, notes, say)
-    bill, constant = fit(measured), fit(measured, constant=True)
-    if bill.c0 < 0:
+    costs, constant = fit(measured), fit(measured, constant=True)
+    if costs.c0 < 0:
         notes.append(
-            f"c₀ is {bill.c0 * 1e6:.1f} µs, less than nothing: time grows faster than bytes over these rows, and the "
-            "bill does not describe them."
+            f"c₀ is {costs.c0 * 1e6:.1f} µs, less than nothing: time grows faster than bytes over these rows, and the "
+            "cost model does not describe them."
         )
-    prices = "".join(f", c₁ ({name}) {priced(asdict(price))}" for name, price in bill.finding.items())
-    say(f"β {bill.bandwidth / 1e12:.3f} TB/s, c₀ {bill.c0 * 1e6:.2f} µs{prices}")
-    check_priced(ways, bill.finding)  # rows may have failed
+    prices = "".join(f", c₁ ({name}) {priced(asdict(price))}" for name, price in costs.finding.items())
+    say(f"β {costs.bandwidth / 1e12:.3f} TB/s, c₀ {costs.c0 * 1e6:.2f} µs{prices}")
+    check_priced(ways, costs.finding)  # rows may have failed
     crossings = [
-        {"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)}
+        {"policy": way.policy, "batch": b, "predicted": crossover(costs, dense, way, b)}
         for way in ways
         for b in sorted({b for b, _ in (*plan.fitted, *plan.held_out)})
     ]
@@ -86,14 +86,14 @@ def run(
                 "format": f"{FORMAT}-predictions",
                 "version": VERSION,
                 "about": about,
-                "bill": asdict(bill),
+                "bill": asdict(costs),
                 "rows": [
                     {
                         "policy": r.policy,
                         "batch": r.batch,
                         "context": r.context,
                         "bytes": r.bytes,
-                        "seconds": bill.predict(r),
+                        "seconds": costs.predict(r),
                         "with_constant_prices": constant.predict(r),
                     }
                     for r in rows
@@ -108,7 +108,7 @@ def run(
     measured += _measure(source, timer, plan.held_out, True, notes, say)
     said = json.loads(path.read_text())
     told = {(r["policy"], r["batch"], r["context"]): r["seconds"] for r in said["rows"]}
-    judged = [judge(r, bill, told) for r in measured]
+    judged = [judge(r, costs, told) for r in measured]
     plain = {(r["policy"], r["batch"], r["context"]): r["with_constant_prices"] for r in said["rows"]}
     held = [r for r in measured if r.held_out]
     if held:
@@ -124,13 +124,13 @@ def run(
         "version": VERSION,
         "about": about,
         "source": source.document(),
-        "bill": asdict(bill),
+        "bill": asdict(costs),
         "quality": qualities(measured, judged),
         "rows": judged,
         "crossovers": said["crossovers"],
         "hardware": asdict(hardware),
         "notes": notes,
-        "map": regime_map(bill, dense, ways, contexts, batches, hardware),
+        "map": regime_map(costs, dense, ways, contexts, batches, hardware),
     }
 
 
@@ -163,7 +163,7 @@ def _measure(source: Source, timer: ShapeTimer, shapes, held_out: bool, notes: l
     return found
 
 
-def judge(row: Measured, bill: Bill, told: dict) -> dict:
+def judge(row: Measured, costs: CostModel, told: dict) -> dict:
     """A row with its prediction: of a held-out row the one that was written down before, of the others what the fit
     gives."""
     if row.held_out and (row.policy, row.batch, row.context) not in told:
@@ -171,7 +171,7 @@ def judge(row: Measured, bill: Bill, told: dict) -> dict:
             f"{row.policy} B{row.batch} {row.context} was measured as held out and not predicted before; its "
             "error means nothing"
         )
-    predicted = told[row.policy, row.batch, row.context] if row.held_out else bill.predict(row)
+    predicted = told[row.policy, row.batch, row.context] if row.held_out else costs.predict(row)
     return asdict(row) | {"predicted": predicted, "error": predicted / row.seconds - 1}
 
 
@@ -210,21 +210,23 @@ def qualities(measured: Sequence[Measured], judged: Sequence[dict]) -> dict:
 def remap(report: dict, hardware: Hardware) -> dict:
     """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as they were
     measured."""
-    bill = Bill.from_document(report["bill"])
+    costs = CostModel.from_document(report["bill"])
     if hardware.bandwidth is not None:
-        bill = replace(bill, bandwidth=hardware.bandwidth)
+        costs = replace(costs, bandwidth=hardware.bandwidth)
     dense, ways = _source_of(report["source"]).ways()
     batches = list(dict.fromkeys(c["batch"] for c in report["crossovers"]))
     note = (
-        f"Not measured on {hardware.name}: the bill of {report['about']['device']}"
+        f"Not measured on {hardware.name}: the cost model of {report['about']['device']}"
         + (f" with β = {hardware.bandwidth / 1e12:.3f} TB/s" if hardware.bandwidth is not None else "")
         + "; c₀ and c₁ as they were there."
     )
     crossovers = [
-        {"policy": way.policy, "batch": b, "predicted": crossover(bill, dense, way, b)} for way in ways for b in batches
+        {"policy": way.policy, "batch": b, "predicted": crossover(costs, dense, way, b)}
+        for way in ways
+        for b in batches
     ]
     return redraw(
-        report | {"bill": asdict(bill), "notes": [note], "rows": [], "quality": None, "crossovers": crossovers},
+        report | {"bill": asdict(costs), "notes": [note], "rows": [], "quality": None, "crossovers": crossovers},
         hardware,
     )
 
@@ -236,7 +238,7 @@ def redraw(report: dict, hardware: Hardware) -> dict:
     contexts, batches = (list(dict.fromkeys(c[key] for c in report["map"])) for key in ("context", "batch"))
     return report | {
         "hardware": asdict(hardware),
-        "map": regime_map(Bill.from_document(report["bill"]), dense, ways, contexts, batches, hardware),
+        "map": regime_map(CostModel.from_document(report["bill"]), dense, ways, contexts, batches, hardware),
     }
 
 
@@ -244,8 +246,8 @@ def _source_of(document: dict) -> Source:
     """What `Source.document` described, for its formulas."""
     import torch
 
-    from dsv4.bill.csa import CSA
-    from dsv4.bill.gqa import GQA, Geometry
+    from dsv4.cost_model.csa import CSA
+    from dsv4.cost_model.gqa import GQA, Geometry
     from dsv4.kernels.block_choice import Policy
 
     if document["kind"] == "csa":

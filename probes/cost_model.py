@@ -1,21 +1,21 @@
-"""P26: the bytes that the bill says a decode step reads are those that it reads, and the fit is of the rows it says.
-See bill.md."""
+"""P26: the bytes that the cost model says a decode step reads are those that it reads, and the fit is of the rows it
+says. See cost_model.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dsv4.bill import gqa, step
+from dsv4.cost_model import gqa, step
 from dsv4.gqa.cache import GroupedCache
 from dsv4.gqa.choice import Attention
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.planning import held_tensors
-from dsv4.probes.billing import grouped, latents, weights
-from dsv4.probes.billing.fitting import fitted
-from dsv4.probes.billing.mistakes import attention_mistakes, weight_mistakes
-from dsv4.probes.billing.shapes import Shapes
-from dsv4.probes.billing.watching import Calls
 from dsv4.probes.control import attempted_all
+from dsv4.probes.cost_audit import grouped, latents, weights
+from dsv4.probes.cost_audit.fitting import fitted
+from dsv4.probes.cost_audit.mistakes import attention_mistakes, weight_mistakes
+from dsv4.probes.cost_audit.shapes import Shapes
+from dsv4.probes.cost_audit.watching import Calls
 from dsv4.probes.gqa.steps import poisoned
 from dsv4.probes.measure import tokens
 from dsv4.probes.probe import Probe
@@ -41,30 +41,34 @@ ALLOCATED = "sizes of the storages"
 
 
 @dataclass(frozen=True)
-class BillProbe(Probe):
+class CostModelProbe(Probe):
     """Steps of one token over caches of many lengths; what they read is counted, one kind of layer after the other, and
-    held against `dsv4.bill.step`. The fit of β, c₀ and c₁ is of made-up machines, and the same whatever the model."""
+    held against `dsv4.cost_model.step`. The fit of β, c₀ and c₁ is of made-up machines, and the same whatever the
+    model."""
 
-    name: ClassVar[str] = "bill"
-    title: ClassVar[str] = "the bill of a decode step: bytes that it reads, and rows that are fitted"
+    name: ClassVar[str] = "cost_model"
+    title: ClassVar[str] = "the cost model of a decode step: bytes that it reads, and rows that are fitted"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "kernels", "batch"})
 
     def run(self, subject: Subject) -> list[Check]:
-        checks = attempted_all("the bill's weights", "", "bill, weights", lambda: self._weights(subject))
+        checks = attempted_all("the cost model's weights", "", "cost model, weights", lambda: self._weights(subject))
         if subject.family == "gqa":
             with kept(subject.model, "attention"):
                 for policy in POLICIES:
                     checks += attempted_all(
-                        "the bill's caches", policy.name, "bill, caches", lambda: self._grouped(subject, policy)
+                        "the cost model's caches",
+                        policy.name,
+                        "cost model, caches",
+                        lambda: self._grouped(subject, policy),
                     )
         else:
-            checks += attempted_all("the bill's caches", "", "bill, caches", lambda: self._latents(subject))
-        return checks + attempted_all("the bill's fit", "made-up rows", "bill, fit", fitted)
+            checks += attempted_all("the cost model's caches", "", "cost model, caches", lambda: self._latents(subject))
+        return checks + attempted_all("the cost model's fit", "made-up rows", "cost model, fit", fitted)
 
     def _weights(self, subject: Subject) -> Iterator[Check]:
         model, config = subject.model, subject.config
         held = held_tensors(config, subject.files, model.numerics)
-        # more rows may share experts: the bill then has the most
+        # more rows may share experts: the cost model then has the most
         for rows in BATCHES if subject.family == "gqa" else (1,):
             with weights.routed(model) as chosen:
                 model.append(tokens(subject, 1, self.seed, rows=rows), model.new_cache(rows, 1))
@@ -82,7 +86,7 @@ class BillProbe(Probe):
                 "bytes of attention",
                 f"{max(CONTEXTS)} tokens are needed, the checkpoint allows {most}",
                 where=policy.name,
-                part="bill",
+                part="cost model",
             )
         model.attention, shapes = Attention(policy), Shapes(policy.name)
         for batch in BATCHES if contexts else ():
@@ -118,7 +122,7 @@ class BillProbe(Probe):
             1,
             unit="B",
             where=f"{policy.name}, batch {cache.batch}, {slots} slots",
-            part="bill, bytes held",
+            part="cost model, bytes held",
         )
 
     def _latents(self, subject: Subject) -> Iterator[Check]:
@@ -130,7 +134,7 @@ class BillProbe(Probe):
             yield vacuous(
                 "bytes of attention",
                 f"{max(wanted)} tokens are needed, the checkpoint allows {c.max_position_embeddings}",
-                part="bill",
+                part="cost model",
             )
         shapes, scored = Shapes("decode"), []
         indexers = [(i, block.attn.indexer) for i, block in enumerate(model.layers) if hasattr(block.attn, "indexer")]
@@ -164,4 +168,4 @@ class BillProbe(Probe):
 if __name__ == "__main__":
     from dsv4.probes.main import main
 
-    main(BillProbe)
+    main(CostModelProbe)
