@@ -37,7 +37,7 @@ SCENARIOS = (  # tokens of the prefix, what becomes of the donor, pieces of the 
 )
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1)
 REWIND = 64
-STRANGER = 37  # tokens of requests that take pages which came free
+OTHER_LENGTH = 37  # tokens of requests that take pages which came free
 RUNS = "a grafted request runs"
 BOUNDS = Policy("bounds of 16", "bound", 16, 1, 2, 3)  # of a GQA model: 96 tokens of 128 and more
 NOBODY = "a page that others hold is copied before it is written: no byte of it changes"
@@ -121,7 +121,7 @@ class Scenario:
     def checks(self) -> Iterator[Check]:
         donor = Going(self.subject, self.cache, DONOR, self.case.shared[: self.prefix] + self.case.owns)
         donor.prefill(self.prefix + OWN, self.tree)
-        self._stranger(FIRST, STRANGER)  # the row has been another's: nothing of it may be left
+        self._other_request(FIRST, OTHER_LENGTH)  # the row has been another's: nothing of it may be left
         self.cache.leave(FIRST)
         before, seen = self._count("the donor has run"), []
         first = self._borrow(FIRST)
@@ -134,7 +134,7 @@ class Scenario:
         yield from self._untouched()
         yield from self._unpinned(before)
 
-    def _stranger(self, b: int, n: int) -> None:
+    def _other_request(self, b: int, n: int) -> None:
         Going(self.subject, self.cache, b, self.case.others[2]).prefill(n)
 
     def _borrow(self, b: int) -> Going:
@@ -145,7 +145,7 @@ class Scenario:
         return Going(self.subject, self.cache, b, ids, None if streams is None else streams.view(1, 1, *streams.shape))
 
     def _becomes(self, donor: Going) -> None:
-        """What becomes of the donor; strangers then write what came free."""
+        """What becomes of the donor; other requests then write the pages that came free."""
         if self.fate == "goes on":
             donor.run(OWN)
         elif self.fate == "went back behind the prefix":
@@ -158,8 +158,8 @@ class Scenario:
                 for name, pool in self.cache.pools.items():
                     self.tree.make_free(name, pool.pages)
                 self.tree.clear()
-            self._stranger(DONOR, STRANGER)
-            self._stranger(OTHER, STRANGER)
+            self._other_request(DONOR, OTHER_LENGTH)
+            self._other_request(OTHER, OTHER_LENGTH)
         self._count(f"the donor {self.fate}")
 
     def _runs(

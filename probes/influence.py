@@ -37,8 +37,8 @@ LATE = 24  # queries at the end that the path is judged by
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its inputs x [2 + C + 1, T, d]: row 0 as drawn, 1 the same again, 2 + j with change j, the last a
-    stranger.
+    """A layer and its inputs x [2 + C + 1, T, d]: row 0 as drawn, 1 the same again, 2 + j with change j, the last an
+    independent row.
 
     base: the oracle's points of rows 0 and −1, at the judged queries; changed: of rows 0 and 2 … 2 + C at the last
     query.
@@ -133,7 +133,7 @@ def scheduled(case: Case, schedule: tuple[int, ...], where: str) -> list[Check]:
 
 
 def ends_of(case: Case) -> list[int]:
-    """The row itself and the stranger."""
+    """The row itself and the independent row."""
     return [0, -1] if len(case.x) > 1 else [0]
 
 
@@ -149,7 +149,7 @@ def run_case(case: Case, schedule: tuple[int, ...], where: str) -> Seen:
 
 
 def choose(subject: Subject, layer: Layer, i: int, x: torch.Tensor, seed: int) -> Case:
-    """Changes for the last query of x [2, T, d] (the row and a stranger), each as large as leaves the selection for
+    """Changes for the last query of x [2, T, d] (the row and an independent one), each as large as leaves the selection for
     it."""
     base, last = points_at(layer, x, judged(layer, x.shape[1], LATE)), torch.tensor([x.shape[1] - 1])
     picks = None

@@ -28,7 +28,7 @@ from dsv4.streams import Stream, cache_streams, zeros
 MEASURED, FORMULA_ONLY = (8 << 10, 128 << 10), 1 << 20
 WIDTH = {"fp32": 4, "qat:fp32": 4, "native": 2, "qat": 2}  # bytes of a cached number by numerics
 EXACT = "rows × width × bytes, written out in memory_map.md; buffers are allocated once, without padding"
-APART = "rows of a batch are strangers (PocketLLM 241)"
+APART = "rows of a batch share no memory (PocketLLM 241)"
 FAR = 1 << 31  # where 32-bit offsets end
 
 
@@ -51,7 +51,7 @@ class MemoryMap(Probe):
         checks += self._formula(subject, FORMULA_ONLY)
         if "kernels" in subject.can and hasattr(subject, "model"):
             checks += listed("rows of the cache", "cache", lambda: self._ranges(subject))
-            checks += listed("rows of the cache", "cache", lambda: self._strangers(subject))
+            checks += listed("rows of the cache", "cache", lambda: self._rows_apart(subject))
             if subject.family == "gqa":
                 return [*checks, *listed("rows beyond 2^31", "keys", lambda: [far_keys(subject)])]
             checks += listed("bytes of packed rows", "packed rows", lambda: bytes_of_rows(subject, self.seed))
@@ -206,7 +206,7 @@ class MemoryMap(Probe):
             part=outside[0][1] if outside else "cache",
         )
 
-    def _strangers(self, subject: Subject) -> Iterator[Check]:
+    def _rows_apart(self, subject: Subject) -> Iterator[Check]:
         """Tokens for one row, past the end of the ring: every byte that is not of that row stays as it was."""
         config, model = subject.config, subject.model
         T = min(window_of(config) + DEFAULT_MAX_REWIND + 5, config.max_position_embeddings)
