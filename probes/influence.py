@@ -149,8 +149,8 @@ def run_case(case: Case, schedule: tuple[int, ...], where: str) -> Seen:
 
 
 def choose(subject: Subject, layer: Layer, i: int, x: torch.Tensor, seed: int) -> Case:
-    """Changes for the last query of x [2, T, d] (the row and an independent one), each as large as leaves the selection for
-    it."""
+    """Changes for the last query of x [2, T, d] (the row and an independent one), each as large as leaves the selection
+    for it."""
     base, last = points_at(layer, x, judged(layer, x.shape[1], LATE)), torch.tensor([x.shape[1] - 1])
     picks = None
     if layer.ratio == 4:

@@ -156,7 +156,7 @@ def vocabulary_shards_in_another_order(site: Site) -> None:
 
 @mutation("1.11", bugs=(146,), parts=("harness",), probes=("schedules",))
 def harness_shifts_twice(site: Site) -> None:
-    """The harness shifts one of the two runs by a token that was shifted already: each comparison is of two unrelated positions."""
+    """The harness shifts a run that is shifted already, so it compares unrelated tokens."""
     for module in (isolation, rollback, schedules):
         real = site.patch(module, "token_errors", lambda found, wanted: real(found.roll(1, 1), wanted))
 

@@ -1,4 +1,4 @@
-"""MODEL_CARD.md of a trained checkpoint, from what was measured: nothing in it is typed by hand but the words around.
+"""MODEL_CARD.md of a trained checkpoint, from what was measured: only the words around the figures are typed by hand.
 
 python -m scripts.training.card demo DATA LOG.jsonl MEASURED.json … --hardware "one NVIDIA H200" --seconds 1967
 --commit abc1234 (demo_gqa alike)
@@ -13,28 +13,24 @@ from pathlib import Path
 HEAD = """# The demo checkpoint
 
 A small model of the DeepSeek-V4 architecture, trained from scratch for this repository, in the official on-disk \
-layout. It is a
-test article: every mechanism of the architecture carries load in it, so that a loader, a kernel, a probe or another
-implementation can be tried on a laptop against real score distributions. It knows a table of facts, finds needles \
-across
-thousands of tokens, and continues Python; it is not a useful assistant.
+layout.
+It is a test article. The trained model needs every mechanism of the architecture, so a loader, a kernel, a probe or
+another implementation can be tested on a laptop with real score distributions. It knows a table of facts, finds needles
+across thousands of tokens, and continues Python. It is not a useful assistant.
 
-Licence of the weights: MIT, as of the code ([LICENSE](../LICENSE)). They were trained on the texts listed below, which
+Licence of the weights: MIT, like the code ([LICENSE](../LICENSE)). They were trained on the texts listed below, which
 keep their own licences.
 """
 
 
 GQA_HEAD = """# The small GQA checkpoint
 
-A small model with grouped-query attention, in the layout of Qwen2 as transformers reads it, trained from scratch for \
-this repository by
-the recipe of [the demo](../demo/MODEL_CARD.md), attention dense throughout, on its kinds of data (collected again: \
-the table below). It is a test article: what a policy that reads its
-cache sparsely loses, what stopping early costs and what a host-memory tier moves are measured on attention that was \
-learnt, with facts and
-needles that are really found. It is not a useful assistant.
+A small model with grouped-query attention, in transformers' layout of Qwen2, trained from scratch for this repository.
+The recipe is that of [the demo](../demo/MODEL_CARD.md) with dense attention throughout; the kinds of data are the same,
+collected again (the table below). It is a test article: sparse reading, early termination and caches in host memory are
+measured on learnt attention, with facts and needles that the model really finds. It is not a useful assistant.
 
-Licence of the weights: MIT, as of the code ([LICENSE](../LICENSE)). They were trained on the texts listed below, which
+Licence of the weights: MIT, like the code ([LICENSE](../LICENSE)). They were trained on the texts listed below, which
 keep their own licences.
 """
 
@@ -138,14 +134,11 @@ def demo_recipe(log: Path, about: dict) -> str:
 `--export`. Seed
 {about["seed"]}; {about["hardware"]}, {about["seconds"] / 60:.1f} minutes in all; code at commit {about["commit"]}. \
 Matrices are
-trained by Muon, the rest by AdamW; experts are balanced by their routing bias, without an auxiliary loss. The \
-indexer learns
-from the KL of the dense attention's mass over entries, on 128 queries of each row. "dense": every visible entry is \
-attended to.
-"gathered": the indexer's selection, and a loss that draws the dense attention's mass into it. "simulated": the official
-quantisation simulation, weights as they will be stored. The ablation (`--window-only`) has window layers only and \
-wider experts
-for the same number of parameters; both are compared at the same step.
+trained by Muon, the rest by AdamW. The routing bias balances the experts, without an auxiliary loss. The indexer learns
+from the KL of the dense attention's mass over entries, on 128 queries of each row. "dense" attends to every visible
+entry. "gathered" attends to the indexer's selection, and a loss moves the dense attention's mass into it. "simulated"
+has the official quantisation simulation, with weights as they will be stored. The ablation (`--window-only`) has window
+layers only, and wider experts for the same number of parameters; both are compared at the same step.
 
 """
     return (
@@ -168,8 +161,8 @@ def sources(data: Path) -> str:
     total = [sum(s[key] for s in found.values()) for key in ("documents", "tokens_train", "tokens_heldout")]
     rows.append(["in all", "", "", *(f"{n:,}" for n in total)])
     return (
-        "## Data\n\nText that comes with CPython and with this repository's pinned dependencies; beside it generated "
-        "facts, needles, copies and two-hop questions (`scripts/training/rows.py`, `facts.py`). Held out by file.\n\n"
+        "## Data\n\nThe text comes with CPython and with this repository's pinned dependencies. Facts, needles, copies "
+        "and two-hop questions are generated (`scripts/training/rows.py`, `facts.py`). Whole files are held out.\n\n"
         + table(["source", "version", "licence", "documents", "training tokens", "held-out tokens"], rows)
     )
 
