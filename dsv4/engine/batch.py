@@ -1,20 +1,20 @@
 """Requests that join and leave between steps, over one pool of pages.
 
 A step of the engine advances each running request by one piece: a chunk of its prompt that ends at a multiple of 128,
-or a pass: its last token, and drafts behind it where the engine speculates (`dsv4.engine.passes`). When pages are
-short, drafts shrink first, down to none; then prefixes that nobody runs go (`PrefixTree.make_free`), then requests: the
-lowest priority first, among those the lowest mean acceptance ε of drafts (what speculation gains least from), among
-those the least recently advanced, among those the last to come. An evicted request waits and resumes by running its
-tokens again, in the pieces and passes in which they first ran. A prompt is read densely, whatever a GQA model's
-decoding tokens read (`model.attention`). Pressure, which makes policies draft less, is of the pages that requests hold:
-where kept prefixes add up to it, they go.
+or a pass, which runs its last token and, if the engine speculates, drafts after it (`dsv4.engine.passes`). When pages
+are short, drafts shrink first, down to none. Then prefixes that no request uses are dropped (`PrefixTree.make_free`).
+Then requests are evicted: the lowest priority first, among those the lowest mean acceptance ε of drafts, among those
+the least recently advanced, among those the last to come. An evicted request waits and resumes by running its tokens
+again, in the pieces and passes in which they first ran. Prompts attend densely, whatever policy a GQA model decodes
+with (`model.attention`). Under pressure policies draft less. Pressure counts the pages that requests hold: if kept
+prefixes cause it, they are dropped.
 
-Products of floating point numbers depend on how many rows share them. So by default each request runs alone in its
-pieces, and its output depends neither on its neighbours nor on evictions, to the bit. `together=True` decodes all rows
-as one batch instead (a captured step, where steps are captured), and resumes in chunks where decoding reads all that a
-prompt does: faster, and equal up to rounding. Speculation adds one thing that neighbours decide: how many drafts a pass
-has when pages are short or under pressure. Given equal logits that changes no token, greedy or sampled
-(`accept_drawn`); that passes of several tokens round otherwise than single steps is said in dsv4/speculation/README.md.
+Results of matrix products depend on the number of rows. So by default each request runs alone in its pieces, and no bit
+of its output depends on other requests or on evictions. `together=True` decodes all rows as one batch instead (a
+captured step, where steps are captured), and resumes in chunks where decoding reads all that a prompt does: faster, and
+equal up to rounding. With speculation, other requests influence how many drafts a pass has when pages are short or
+under pressure. Given equal logits that changes no token, greedy or sampled (`accept_drawn`). Passes of several tokens
+round differently from single steps: see dsv4/speculation/README.md.
 """
 
 import time
@@ -44,12 +44,10 @@ REWIND = LARGEST + 1  # tokens of the longest pass
 
 
 class BatchEngine:
-    """Runs requests on `cache`, which it has for itself. on_result(result) as each ends; clock() in seconds.
-
-    drafter None: plain decoding. policy: how many tokens a request drafts unless it has its own. verify(model, cache):
-    makes what runs a pass. Raises InputError where the drafter cannot run on this model, or the cache cannot rewind the
-    longest pass.
-    """
+    """Runs requests on `cache`, which no one else may use. on_result(result) is called as each request ends; clock()
+    gives seconds. drafter None: plain decoding. policy: how many tokens a request drafts unless it has a policy of its
+    own. verify(model, cache) makes the object that runs a pass. Raises InputError if the drafter cannot run on this
+    model, or if the cache cannot rewind the longest pass."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class BatchEngine:
         self.waiting: list[Work] = []
         self.running: list[Work] = []
         self.steps = self.arrivals = self.evictions = 0
-        # after an eviction nobody joins until somebody leaves: else two requests could evict each other for ever
+        # after an eviction no request joins until one leaves; otherwise two requests could evict each other forever
         self._tight = False
 
     def submit(self, request: Request) -> None:
@@ -115,12 +113,12 @@ class BatchEngine:
         self._end(work, "cancelled")
 
     def run(self) -> None:
-        """Step until nothing waits or runs."""
+        """Step until no request waits or runs."""
         while self.waiting or self.running:
             self.step()
 
     def step(self) -> None:
-        """Joins, then one piece for each running request."""
+        """Let waiting requests join, then run one piece of each running request."""
         self._join()
         self.steps += 1
         self.watch.look()
@@ -198,8 +196,7 @@ class BatchEngine:
         self._tight = True
 
     def _relieve(self) -> None:
-        """Where kept prefixes are what puts a pool under pressure, drop some: drafts are worth more than what nobody
-        runs."""
+        """If kept prefixes put a pool under pressure, drop some: drafts are worth more than unused prefixes."""
         if self.drafter is None:
             return
         for name, pool in self.cache.pools.items():
@@ -209,7 +206,8 @@ class BatchEngine:
     # ---- steps ---------------------------------------------------------------------------
 
     def _guard(self, works: list[Work], act: Callable[[list[Work]], None]) -> None:
-        """act(works); make room by evictions; what still fails ends these requests alone."""
+        """Call act(works). When pages are short, evict requests and try again; requests that still fail end with their
+        error."""
         try:
             act(works)
         except OutOfPages as error:
@@ -227,7 +225,7 @@ class BatchEngine:
                     self._end(work, "error", error)
 
     def _advance(self, works: list[Work]) -> None:
-        """One piece of one request, its row alone."""
+        """Run one piece of one request, its row alone."""
         [work] = works
         if self.cache.lengths[work.row] < work.text:
             self._read(work)
@@ -238,7 +236,8 @@ class BatchEngine:
             self._pass(works)
 
     def _read(self, work: Work) -> None:
-        """One piece of its text. A prefix that another request has just finished is borrowed, not run again."""
+        """Run one piece of a request's text. A prefix that another request has just finished is borrowed, not run
+        again."""
         prompt, b = len(work.request.prompt_ids), work.row
         if self.cache.lengths[b] < prompt:
             if (kept := self.prefixes.longest(b, work.request.prompt_ids)) is not None:
@@ -256,16 +255,16 @@ class BatchEngine:
             tokens, error = self._accept(work, logits, [])
             if self._give(work, tokens, error):
                 self.passes.follow(work, tokens[0])
-        elif end == work.text:  # it resumes
+        elif end == work.text:  # the request resumes
             self.passes.follow(work, work.ids[end])
 
     def _pass(self, works: list[Work]) -> None:
-        """A pass of one request, or of several in one batch."""
+        """Run a pass of one request, or of several in one batch."""
         taken = self.passes.take(works)
         self.watch.saw(taken.pressed)
         came = []
         for work in works:
-            if work.row is None:  # cancelled by whoever was told of another's result
+            if work.row is None:  # cancelled by the callback of another result
                 continue
             work.used = self.steps
             drafts = taken.drafts[work.row]
@@ -292,8 +291,8 @@ class BatchEngine:
             self.passes.keep(taken, going)
 
     def _accept(self, work: Work, logits: Logits, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
-        """Tokens that come out of logits [W + 1] after what a request has and after each of its drafts, up to a stop id
-        or to logits that are not finite: then also the error."""
+        """The new tokens of a request, from logits [W + 1] after its last token and after each of its drafts, up to a
+        stop id. Logits that are not finite end them too, and then the error is also returned."""
         tokens, greedy = [], work.request.sampling.temperature == 0
 
         def draw(place: int) -> int:
@@ -313,7 +312,7 @@ class BatchEngine:
         return tokens, None
 
     def _give(self, work: Work, tokens: list[int], error: NotFinite | None) -> bool:
-        """Give out new tokens of a request, which came at once; whether it goes on."""
+        """Report new tokens of a request, which came at once. Returns whether the request continues."""
         now, result = self.clock(), work.result
         for token in tokens:
             if result.token_ids:
@@ -332,8 +331,8 @@ class BatchEngine:
     # ---- figures -------------------------------------------------------------------------
 
     def figures(self) -> dict:
-        """Steps, evictions, the share of whole prompt blocks that were grafted, what `Watch` saw while requests ran,
-        and of each pool its figures now, with its mean fragmentation then."""
+        """Steps, evictions, the share of whole prompt blocks that were grafted, what `Watch` measured while requests
+        ran, and the figures of each pool now with its mean fragmentation during the run."""
         pools, mean = self.cache.figures(), self.watch.mean_fragmentation()
         for name, pool in pools.items():
             pool["mean_fragmentation"] = mean[name]

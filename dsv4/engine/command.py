@@ -20,22 +20,24 @@ from dsv4.graph import capacity
 from dsv4.memory import count_named
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from dsv4.paging import BLOCK, pool_pages
-from dsv4.probes import provenance  # as in the command line, whose part this is: below it nothing knows the probes
+
+# the command line, of which this is a part, may import the probes; the modules below it may not
+from dsv4.probes import provenance
 from dsv4.run import Session, drafts_asked, make_drafter, speculation_notes, termination_notes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.policy import PRESSURE_PERCENT, Policy
 from dsv4.tokenizer import Tokenizer
 
 STDIN = Path("-")
-PREFIXES = 8  # kept prefixes a row for which window and raw pages are set aside
+PREFIXES = 8  # kept prefixes a row for which window and raw pages are reserved
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of a batch run. max_context and pool_tokens as in `parse_count`; by default what the largest request needs,
-    within the checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'; draft_tokens and
-    draft_costs as `policy_named` takes them, None: the default; report: directory of the report, if one is wanted.
-    Raises InputError for options that are none."""
+    """Options of a batch run. max_context and pool_tokens as in `parse_count`; by default the need of the largest
+    request, within the checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'. draft_tokens and
+    draft_costs as `policy_named` takes them, None: the default. report: directory of the report, if wanted. Raises
+    InputError for invalid options."""
 
     rows: int = 8
     max_context: str | None = None
@@ -52,7 +54,7 @@ class Options:
                 "--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or "
                 "--speculate lookup"
             )
-        self.context, self.tokens, self.policy  # each is read once: a file of costs may be a pipe
+        self.context, self.tokens, self.policy  # each is read only once, because a file of costs may be a pipe
 
     @cached_property
     def context(self) -> int | None:
@@ -64,7 +66,7 @@ class Options:
 
     @cached_property
     def policy(self) -> Policy | None:
-        """Rows that run alone share a pass with nobody. None where nothing drafts."""
+        """The drafting policy; None if nothing drafts. Rows that run alone share a pass with no other row."""
         if self.speculate == "off":
             return None
         return policy_named(
@@ -73,7 +75,7 @@ class Options:
 
     @property
     def engine(self) -> dict:
-        """What the engine is told of speculation."""
+        """The engine's arguments for speculation."""
         if self.speculate == "off":
             return {}
         return {"drafter": make_drafter(self.speculate), "policy": self.policy}
@@ -124,8 +126,8 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
 
 
 def _read(file: Path) -> list[str]:
-    """Lines; "-" is standard input. Bytes that are no UTF-8 are kept for the line's own error; a byte order mark is
-    not."""
+    """Lines of the file; "-" is standard input. Bytes that are not UTF-8 are kept for the error of their line; a byte
+    order mark is dropped."""
     if file == STDIN and sys.stdin is None:
         raise InputError(
             "cannot read requests from standard input: it is closed; pipe requests into it, or name a file"
@@ -166,9 +168,9 @@ def _cache(session: Session, asked: Sequence[Request], options: Options) -> Page
 
 
 def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:
-    """Pages of each pool. More than `tokens` need where that many alone would be pressure: every row full where no
-    number of tokens was asked for, else one page a row, which it holds with its first entry already; of windows always
-    what rows hold."""
+    """Pages of each pool. A pool gets more than `tokens` need if that many alone would be under pressure. Without a
+    requested number of tokens every row can be full. Otherwise a pool has at least one page a row, which the row holds
+    from its first entry on, and the pages of windows that rows hold."""
     groups, wanted = model.page_layout().groups, rows * context if tokens is None else tokens
     pages, running = (
         pool_pages(groups, rows, wanted, rewind, BLOCK, prefixes, context) for prefixes in (PREFIXES * rows, 0)
@@ -182,9 +184,11 @@ def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind:
 
 
 def _about(session: Session, file: Path, options: Options, notes: list[str], started: float) -> dict:
-    """What a reader of the figures has to know of how they came about, and what obtains them again; paths without their
-    directories.
-    started: time.time() then."""
+    """What a reader needs to know about the origin of the figures, and the command that obtains them again; paths are
+    without their directories.
+
+    started: time.time() at the start.
+    """
     model, drafts = session.model, options.speculate != "off"
     return {
         "requests": file.name,

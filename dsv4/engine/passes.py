@@ -1,12 +1,12 @@
 """How rows of the engine run: text in pieces, and passes that verify drafts.
 
-Text is what is known beforehand: a prompt, or what an evicted request had. The MTP block follows it one token behind,
-because its entry at a token is made of the token after it too: so its pieces are the same whether a row began cold or
-on a borrowed prefix.
+Text is known before it runs: a prompt, or the tokens of an evicted request. The MTP block runs one token behind,
+because its entry at a token needs the next token too. So its pieces are the same whether a row began cold or with a
+borrowed prefix.
 
-A pass runs a row's last token and the drafts behind it. The last token takes its pages as text does: others may have to
-give way for it.
-Drafts get pages that are free, and are as few as those allow: nobody gives way for a draft.
+A pass runs a row's last token and the drafts after it. The last token takes its pages as text does: other requests may
+be evicted for it. Drafts get only free pages, and there are as few drafts as those allow: no request is evicted for a
+draft.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ from dsv4.speculation.policy import room
 
 @dataclass
 class Taken:
-    """A pass that was run. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n,
-    d], None where nobody wants them; ran: how many tokens of each row; drafts: of each row; steps: of the drafting
-    model; pressed: whether sizes were chosen under pressure; broken: rows whose draft logits were not finite."""
+    """A pass that ran. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n, d],
+    None if not wanted; ran: how many tokens of each row; drafts: of each row; steps: of the drafting model; pressed:
+    whether sizes were chosen under pressure; broken: rows whose draft logits were not finite."""
 
     logits: dict[int, "Logits"]
     streams: torch.Tensor | None
@@ -40,7 +40,7 @@ class Taken:
 
 
 class Logits(NamedTuple):
-    """values fp32 [M, vocab]; of each of the M the likeliest token, and whether all of them are finite."""
+    """values fp32 [M, vocab]; the likeliest token of each of the M, and whether all its logits are finite."""
 
     values: torch.Tensor
     best: list[int]
@@ -48,8 +48,8 @@ class Logits(NamedTuple):
 
 
 def read(values: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[list[Logits], list[list[int]]]:
-    """Of values [N, M, vocab] those of each row; beside int64 [N, …] as lists. Here the host waits for the device, once
-    for all of them."""
+    """Split values [N, M, vocab] into those of each row; the int64 [N, …] results come as lists. Here the host waits
+    for the device, once for all of them."""
     M = values.shape[1]
     told = torch.cat((values.argmax(-1), values.isfinite().all(-1), *([] if beside is None else [beside])), 1).tolist()
     return [Logits(own, row[:M], list(map(bool, row[M : 2 * M]))) for own, row in zip(values, told)], [
@@ -68,7 +68,7 @@ class Passes:
             drafter.begin([[] for _ in range(cache.batch)], model, cache, self._choose)
 
     def join(self, work: Work, text: int) -> None:
-        """`work` has come to its row, which is empty; its first `text` tokens are to run as text."""
+        """`work` has joined its row, which is empty; its first `text` tokens will run as text."""
         work.text, work.again, work.streams = text, 0, None
         if text == len(work.ids):
             work.passes.clear()
@@ -78,8 +78,8 @@ class Passes:
     # ---- text ----------------------------------------------------------------------------
 
     def read(self, work: Work, start: int, end: int, last: bool) -> Logits | None:
-        """Run tokens start … end − 1 of a row's text; logits [1] after the last of them if wanted. Raises OutOfPages
-        before anything is run."""
+        """Run tokens start … end − 1 of a row's text; returns the logits [1] after the last if wanted. Raises
+        OutOfPages before it runs anything."""
         b, row = work.row, slice(work.row, work.row + 1)
         begun = work.streams is not None
         self.cache.make_room(row, end - start)
@@ -105,7 +105,7 @@ class Passes:
         return read(logits[b : b + 1])[0][0] if last else None
 
     def follow(self, work: Work, token: int) -> None:
-        """`token` comes after the text, all of which was run."""
+        """`token` comes after the text, all of which has run."""
         if self.drafter is not None:
             streams = None if work.streams is None else self._alone(work.row, work.streams)[0]
             ids, counts = self._alone(work.row, torch.tensor([token]))
@@ -113,7 +113,7 @@ class Passes:
         work.streams = None
 
     def _alone(self, b: int, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """values [T, ...] of row b as a batch [B, T, ...] whose other rows rest, and the counts."""
+        """values [T, ...] of row b as a batch [B, T, ...] in which the other rows rest, and the counts."""
         whole = values.new_zeros(self.cache.batch, *values.shape)
         whole[b] = values
         return whole, [len(values) * (row == b) for row in range(self.cache.batch)]
@@ -121,8 +121,8 @@ class Passes:
     # ---- passes --------------------------------------------------------------------------
 
     def take(self, works: list[Work]) -> Taken:
-        """One pass over `works`: draft and verify. Raises OutOfPages before anything is run."""
-        for work in works:  # of all rows before any drafts: what is final comes first
+        """Run one pass over `works`: draft and verify. Raises OutOfPages before it runs anything."""
+        for work in works:  # all rows get pages for final tokens before any row gets pages for drafts
             self.cache.make_room(slice(work.row, work.row + 1), 1)
         pressed = self.cache.under_pressure
         drafts, finite = self._draft(works, self._sizes(works, pressed))
@@ -142,7 +142,7 @@ class Passes:
         )
 
     def again(self, work: Work) -> None:
-        """Run the next pass of a row that resumes as it first ran. Raises OutOfPages before anything is run."""
+        """Run the next pass of a row that resumes, as it first ran. Raises OutOfPages before it runs anything."""
         drafts, kept = work.passes[work.again]
         row, start = slice(work.row, work.row + 1), self.cache.lengths[work.row]
         self.cache.make_room(row, 1 + len(drafts))
@@ -155,15 +155,15 @@ class Passes:
         work.again += 1
 
     def keep(self, taken: Taken, came: list[tuple[Work, list[int]]]) -> None:
-        """These tokens came out of the pass, of rows that go on: they stay, but for the last of each row, which is not
-        run yet."""
+        """Keep the tokens that the pass gave to rows that continue, except the last of each row, which has not run
+        yet."""
         self._hold(taken.streams, {work.row: tokens for work, tokens in came}, taken.ran)
         for work, tokens in came:
             work.passes.append(Pass(taken.drafts[work.row], len(tokens)))
             work.again = len(work.passes)
 
     def _hold(self, streams: torch.Tensor | None, came: dict[int, list[int]], ran: list[int]) -> None:
-        """Of the ran[b] tokens that row b just ran it keeps as many as came out."""
+        """Of the ran[b] tokens that row b just ran, keep as many as were accepted."""
         counts = [len(came.get(b, ())) for b in range(self.cache.batch)]
         self.cache.rewind([ran[b] - n if n else 0 for b, n in enumerate(counts)])
         for b in came:
@@ -173,8 +173,8 @@ class Passes:
             self.drafter.commit(streams, ids, counts)
 
     def _sizes(self, works: list[Work], pressed: bool) -> list[int]:
-        """Drafts of each row: what policies want, within the context, the tokens still asked for, what can be rewound,
-        and the pages that are free. The pages are taken."""
+        """The number of drafts of each row: the policy's size, within the context, the tokens still to generate, the
+        cache's rewind, and the free pages. Takes the pages."""
         sizes = [0] * self.cache.batch
         if self.drafter is None:
             return sizes
@@ -186,7 +186,7 @@ class Passes:
         return sizes
 
     def _reserve(self, work: Work, size: int) -> int:
-        """Take pages for up to `size` drafts; for how many there were free ones."""
+        """Take pages for up to `size` drafts. Returns for how many there were free ones."""
         b, row, due = work.row, slice(work.row, work.row + 1), self.drafter.due(work.row)
         block = self.drafter.needs_mtp
         while size > 0 and not (
@@ -204,12 +204,12 @@ class Passes:
         return size
 
     def _draft(self, works: list[Work], sizes: list[int]) -> tuple[Drafts, torch.Tensor]:
-        """Drafts of these sizes, and of which rows all logits that they were drawn from are finite, bool [B]."""
+        """Drafts of these sizes, and bool [B]: the rows whose draft logits were all finite."""
         finite = self._finite = torch.ones(self.cache.batch, dtype=torch.bool, device=self.model.device)
         if not any(sizes):
             return Drafts(torch.zeros(self.cache.batch, 0, dtype=torch.int64), sizes, None, sizes), finite
-        # a draft is drawn as the token in its place will be, so that equal logits give equal tokens; the request's own
-        # generator stays
+        # a draft is drawn as the token in its place will be, so equal logits give equal tokens; the request's own
+        # generator does not advance
         self._drawing = {w.row: (w, _copy(w.generator)) for w in works}
         return self.drafter.draft(sizes), finite
 
@@ -224,8 +224,8 @@ class Passes:
         return tokens, None
 
     def _pending(self, works: list[Work], drafts: Drafts) -> tuple[torch.Tensor, list[int]]:
-        """What a pass runs: each row's last token and its drafts int64 [B, W + 1], on the device, and how many of
-        them."""
+        """What a pass runs: each row's last token and its drafts int64 [B, W + 1], on the device, and how many of each
+        row."""
         pending = torch.zeros(self.cache.batch, 1, dtype=torch.int64)
         counts = [0] * self.cache.batch
         for work in works:

@@ -47,7 +47,7 @@ def svg(name: str, report: dict) -> str:
             axis.set_gid(key)
         out = StringIO()
         with warnings.catch_warnings():
-            # an id may be in any script; only the width of its text is a guess then
+            # an id may be in any script, so its width is only estimated
             warnings.filterwarnings("ignore", "Glyph .* missing")
             figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
@@ -67,7 +67,7 @@ def _panels(report: dict, drawn: list[dict], strips: list[str]) -> tuple[list[li
 
 
 def committed(request: dict) -> list[int]:
-    """Tokens that a request had when each of its passes began; the first came of prefill."""
+    """Tokens that a request had when each of its passes began; prefill gave the first."""
     had = [1]
     for accepted in request["accepted_history"]:
         had.append(had[-1] + accepted + 1)
@@ -99,7 +99,7 @@ def _draw_sizes(strips, drawn: list[dict], omitted: int) -> None:
 
 
 def _draw_acceptance(axis, drawn: list[dict]) -> None:
-    """A bar each, in the colour of its sizes; a request that drafted nothing has none."""
+    """One bar a request, in the colour of its sizes; a request that drafted nothing has none."""
     axis.set_title("accepted, % of drafts", fontsize=8)
     for n, r in enumerate(drawn):
         share = 100 * (r["acceptance"] or 0.0)
@@ -129,14 +129,14 @@ def _draw_live(axis, figures: dict) -> None:
 
 
 def _draw_fragmentation(axis, figures: dict) -> None:
-    """In the colours of the live pages above it."""
+    """Draws in the colours of the live pages above it."""
     _draw_courses(axis, "fragmentation", figures["fragmentation"], figures["steps_a_look"], figures)
     axis.set_xlabel("steps", fontsize=8)
     axis.set_ylabel("fragmentation: empty rows of\nlive pages, %", fontsize=8)
 
 
 def _draw_courses(axis, what: str, courses: dict[str, list[float]], every: int, figures: dict) -> None:
-    """Shares of each pool, one every `every` steps, as percentages over the steps of the run."""
+    """Draws the share of each pool, sampled every `every` steps, as percentages over the steps of the run."""
     for pool, course in courses.items():
         axis.plot(
             [i * every for i in range(len(course))],
@@ -149,6 +149,6 @@ def _draw_courses(axis, what: str, courses: dict[str, list[float]], every: int, 
 
 
 def _label(name: str) -> str:
-    """A name for the legend: in quotes, because it leaves out those that begin with an underscore; what cannot be drawn
-    is a ?."""
+    """A name for the legend. It is quoted, because matplotlib omits names that begin with an underscore; characters
+    that cannot be drawn become ?."""
     return "“" + "".join(c if c.isprintable() else "?" for c in name[:24]) + "”"

@@ -1,4 +1,4 @@
-"""What a batch is asked for, line by line, and what it answers."""
+"""Requests of a batch, one JSON line each, and their results."""
 
 import json
 import math
@@ -32,14 +32,14 @@ KEYS = {
     "temperature": (int, float),
     "top_p": (int, float),
 }
-DEFAULT = re.compile(r"line \d+")  # what a request without an id is called
+DEFAULT = re.compile(r"line \d+")  # the name of a request without an id
 PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, and how it is to be continued. Larger priorities stay longer when memory is short. policy:
-    how many tokens it drafts, where not as the engine's other requests."""
+    """A prompt as token ids, and how to continue it. Requests of larger priority are evicted later. policy: how many
+    tokens it drafts; None: the engine's policy."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -51,14 +51,13 @@ class Request:
 
 @dataclass
 class Result:
-    """What became of a request. stop_reason: 'eos', 'max_tokens', 'cancelled' or 'error' (then `error` is the
+    """The result of a request. stop_reason: 'eos', 'max_tokens', 'cancelled' or 'error' (then `error` is the
     exception).
 
     Times in seconds: first_token since the request was submitted, between_tokens one for each later token; tokens of
     one pass come at once, 0 s apart. grafted: prompt tokens that were borrowed, before any eviction; evictions: how
-    often it lost its pages;
-    speculation: of passes that gave tokens first, not of those that ran again; pressed_history: of each of them,
-    whether its size was chosen under pressure.
+    often it lost its pages; speculation counts passes that first gave tokens, not those that ran again.
+    pressed_history: for each of them, whether its size was chosen under pressure.
     """
 
     id: str
@@ -102,7 +101,8 @@ class Result:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """The 50th, 95th and 99th, linear between neighbours, as 'p50', 'p95' and 'p99'; None of nothing."""
+    """The 50th, 95th and 99th percentile, with linear interpolation, as 'p50', 'p95' and 'p99'; None if `values` is
+    empty."""
     return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} if len(values) else None
 
 

@@ -1,18 +1,18 @@
-"""What a run of the engine looked like from its pools."""
+"""What the pools of the engine looked like during a run."""
 
 from dsv4.paged_cache import PagedCache
 
-SAMPLED = 8  # steps between two looks at the fragmentation at first: each reads the state of every page
-POINTS = 1024  # of a course, at most: longer runs are kept coarser
+SAMPLED = 8  # steps between two samples of the fragmentation at first: each sample reads the state of every page
+POINTS = 1024  # points of a series at most: longer runs are sampled more coarsely
 
 
 class Watch:
-    """Looks at the pools of `cache` step by step. pressed: steps that began or ended under pressure or chose sizes
-    under it, of `steps`; evictions: the step of each, from 0."""
+    """Samples the pools of `cache` step by step. pressed: steps, of `steps`, that began or ended under pressure or
+    chose sizes under it. evictions: the step of each, from 0."""
 
     def __init__(self, cache: PagedCache):
         self.cache, self.steps, self.pressed, self.every = cache, 0, 0, 1
-        # the most live pages of each `every` steps
+        # the most live pages in each group of `every` steps
         self.live: dict[str, list[int]] = {name: [] for name in cache.pools}
         # after the first of each `looked_every` steps
         self.fragmentation: dict[str, list[float]] = {name: [] for name in cache.pools}
@@ -21,22 +21,22 @@ class Watch:
         self._seen = False
 
     def look(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self._begun, self._seen = (
             {name: pool.live for name, pool in self.cache.pools.items()},
             self.cache.under_pressure,
         )
 
     def saw(self, pressed: bool) -> None:
-        """Sizes were chosen under pressure, or not."""
+        """Called when sizes were chosen, under pressure or not."""
         self._seen |= pressed
 
     def evicted(self) -> None:
-        """Somebody was evicted in this step."""
+        """Called when a request was evicted in this step."""
         self.evictions.append(self.steps)
 
     def step(self) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""
         self.pressed += self._seen or self.cache.under_pressure
         for name, pool in self.cache.pools.items():
             course, live = self.live[name], max(pool.live, self._begun[name])
@@ -61,7 +61,7 @@ class Watch:
             }
 
     def mean_fragmentation(self) -> dict[str, float]:
-        """Of each pool over the steps, 0 before the first."""
+        """Mean fragmentation of each pool over the steps; 0 before the first."""
         return {name: sum(course) / len(course) if course else 0.0 for name, course in self.fragmentation.items()}
 
     def document(self) -> dict:

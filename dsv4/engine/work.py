@@ -9,11 +9,11 @@ import torch
 from dsv4.engine.requests import Request, Result
 from dsv4.speculation.policy import Adaptive, Policy
 
-MEAN = Adaptive()  # whatever chooses the sizes, this mean of acceptance says who gives way
+MEAN = Adaptive()  # whatever policy chooses the sizes, this mean of acceptance decides which request is evicted
 
 
 class Pass(NamedTuple):
-    """What was run behind a row's last token, and how many tokens of it stayed (that token is one)."""
+    """The tokens that ran after a row's last token, and how many tokens of the pass were kept (that token is one)."""
 
     drafts: list[int]
     kept: int
@@ -24,9 +24,9 @@ class Work:
     """ids: prompt and new tokens, all final; the last is not run yet. row: of the cache, None while it waits; used:
     engine step that last advanced it; state: of its policy; epsilon: mean acceptance of its drafts.
 
-    text: how many of `ids` run as a prompt does, in pieces of up to 128, since it joined; passes: what ran behind them,
-    of which the first `again` have run again since it joined; streams [1, n, d]: the main model's at the last token of
-    the text that was run, where the drafter wants them.
+    text: how many of `ids` run as a prompt does, in pieces of up to 128, since it joined; passes: those that ran after
+    the text, of which the first `again` have run again since it joined; streams [1, n, d]: the main model's at the last
+    token of the text that was run, where the drafter wants them.
     """
 
     request: Request
@@ -48,10 +48,10 @@ class Work:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still give."""
+        """Tokens that it may still generate."""
         return self.request.max_tokens - len(self.result.token_ids)
 
     def observe(self, accepted: int, proposed: int) -> None:
-        """`accepted` of `proposed` drafts of a pass were right."""
+        """Count `accepted` of `proposed` drafts of a pass."""
         self.state = self.policy.observe(self.state, accepted, proposed)
         self.epsilon = MEAN.observe(self.epsilon, accepted, proposed)

@@ -1,9 +1,10 @@
-"""A guess fetched beside other work.
+"""A guessed fetch that overlaps with other work.
 
-The blocks of layer i + 1 are known only when its query is: after layer i. What most of them are is known earlier, by
-the choice of the step before (those are staged already: hits) and by a guessed query, of layer i + 1's projection on
-layer i's input. Staging that on a branch of its own, while layer i attends and multiplies, is free: other buffers, the
-link instead of the memory's bandwidth. Only what the guess missed is left for the way from query to attention.
+The blocks of layer i + 1 are known only when its query is: after layer i. Most of them are known earlier, from the
+choice of the previous step (those are staged already: hits) and from a guessed query, layer i + 1's projection of layer
+i's input. Staging the guess on a branch of its own, while layer i attends and multiplies, costs nothing: it uses other
+buffers, and the link instead of the memory's bandwidth. Between query and attention only the missed blocks are left to
+fetch.
 """
 
 from collections.abc import Callable
@@ -12,19 +13,19 @@ import torch
 
 
 class Ahead:
-    """A branch of the stream. `start(run)` runs beside what follows; `join` waits for it. On the CPU both are in
-    line."""
+    """A branch of the stream. `start(run)` runs in parallel with the following work; `join` waits for it. On the CPU
+    both run in line."""
 
     def __init__(self, device: torch.device):
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # A kernel that starts before its predecessor ends (programmatic dependent launch) must have one, on its own
-        # stream, that is launched in the plain way: at each fork and join stands this.
+        # With programmatic dependent launch a kernel starts before its predecessor ends. Such a kernel needs a
+        # predecessor on its own stream that is launched in the plain way; this one is launched at each fork and join.
         self.ticks = [torch.zeros((), device=device) for _ in range(2)]
         self.running, self.reads = False, ()
 
     def start(self, run: Callable[[], None], *reads: torch.Tensor) -> None:
-        """reads: tensors of the current stream that `run` reads. They live until the branch has ended: given back
-        earlier, their memory would be written again beside it."""
+        """reads: tensors of the current stream that `run` reads. They live until the branch has ended; if they were
+        freed earlier, other work would overwrite their memory."""
         if self.side is None:
             run()
             return
@@ -36,7 +37,7 @@ class Ahead:
             self.ticks[0].zero_()
 
     def join(self) -> None:
-        """Nothing where nothing was started."""
+        """Wait for the branch; does nothing if none was started."""
         if self.running:
             torch.cuda.current_stream().wait_stream(self.side)
             self.ticks[1].zero_()

@@ -9,12 +9,12 @@ NAMES = ("device", "host")  # of the command line
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Caches in pinned host memory; on the device what chooses, and a staging buffer of what was chosen.
+    """Caches in pinned host memory. The device holds what chooses from them, and a staging buffer for what was chosen.
 
     staged: of a GQA model blocks a row and KV head, of a DeepSeek-V4 model entries a row, in each layer (None: twice
-    what a step chooses). What a step does not choose again stays while there is room: so these are the hot blocks as
-    well. ahead: a GQA layer's blocks are guessed and fetched while the layer before it multiplies: slower on an H100
-    with random weights, which are guessed wrong, and not yet measured with trained ones.
+    what a step chooses). Staged items that a step does not choose again stay while there is room, so the hot blocks
+    stay staged. ahead: a GQA layer's blocks are guessed and fetched while the layer before it multiplies. That is
+    slower on an H100 with random weights, whose guesses are wrong, and not yet measured with trained ones.
     """
 
     staged: int | None = None
@@ -26,8 +26,9 @@ class HostMemory:
 
 
 def memory_named(name: str, staged: int | None = None, ahead: bool = False, chooses: bool = True) -> HostMemory | None:
-    """What --kv-memory, --staged-blocks and --guess-ahead ask for; None for caches on the device. chooses: whether
-    blocks are chosen, which could be guessed. Raises InputError for what contradicts itself."""
+    """The memory that --kv-memory, --staged-blocks and --guess-ahead ask for; None for caches on the device. chooses:
+    whether the policy chooses blocks, which could be guessed. Raises InputError for options that contradict each
+    other."""
     if name not in NAMES:
         raise InputError(f"--kv-memory {name!r} is unknown; expected {' or '.join(NAMES)}")
     if name == "device":

@@ -21,13 +21,13 @@ from dsv4.streams import LayerStreams, Stream, zeros
 
 
 class HostEntries(Entries):
-    """`Entries` whose rows are mapped pages of host memory. Writes go there. A step of one token a row reads the
-    entries that it chooses from staging rows, `slots` of each batch row. A longer one reads them where they are, over
-    the link; or, where its choices are more than all entries together, has these brought to `brought` first.
+    """`Entries` whose rows are mapped pages of host memory, which take the writes. A step of one token a row reads its
+    chosen entries from staging rows, `slots` of each batch row. A longer step reads them in host memory, over the link.
+    If it chooses more entries than there are, all entries are copied to `brought` first.
 
     stream: of the entries, as the plan of the cache has it. topk: entries that a query chooses at most. fetch: the
-    operation, of the backend's. brought: a buffer on the device of the stream's shape, which layers share (None: there
-    is none). Raises CapacityError where slots < topk, PinnedMemoryError where host memory is short.
+    backend's operation. brought: a buffer on the device of the stream's shape, which layers share (None: there is
+    none). Raises CapacityError if slots < topk, PinnedMemoryError if host memory is short.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class HostEntries(Entries):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is held on the device."""
+        """The tensors on the device."""
         return {"staged entries": self.here.data if self.packed else self.here, **self.table._asdict()}
 
     def traffic(self) -> Traffic:
-        """What fetches did so far. Waits for the device."""
+        """Counts of all fetches so far. Waits for the device."""
         hits, misses = self.table.count.sum(0).tolist()
         return Traffic(hits, misses, misses * sum(pool.item_bytes for pool in self.pools))
 
@@ -100,12 +100,12 @@ class HostEntries(Entries):
         return step.first == 0 and step.B == len(self.table.clock)
 
     def _drop(self, step: Step) -> None:
-        """Entries from the step's first window on were just written."""
+        """Unstage entries from the step's first window on, which were just written."""
         self._of(step).forget((step.start // self.ratio).unsqueeze(1))
 
     def _fetch(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
-        """Staging rows as a pool, and those of entry [B, 1, K]: [B, K]. The step's own window, and those that a rewound
-        row had after it, are stale."""
+        """Staging rows as a pool, and the rows of entry [B, 1, K] in it: [B, K]. Entries of the step's own window are
+        stale, and those that a rewound row had after it."""
         pools, here = self.pools, self.here.data if self.packed else self.here
         if not self._all(step):
             pools = tuple(Pool(pool.host[step.rows], pool.staged[step.rows]) for pool in pools)
@@ -119,8 +119,8 @@ class HostEntries(Entries):
         return self.here._replace(data=flat, count=len(flat) * PAGE) if self.packed else flat
 
     def _bring(self, rows: slice, visible: int) -> torch.Tensor | PackedRows:
-        """The first `visible` entries of some batch rows on the device, at the rows of the pool where they stand in
-        host memory."""
+        """Copy the first `visible` entries of some batch rows to the device, into the rows of the pool that they have
+        in host memory."""
         count = -(-visible // PAGE) if self.packed else visible
         for here, there in zip(self.brought[rows], self.host.host[rows]):
             here[:count].copy_(there[:count], non_blocking=True)
@@ -129,8 +129,8 @@ class HostEntries(Entries):
 
 
 class HostEntryCache(Cache):
-    """`Cache` with the main entries of CSA layers in host memory. make(stream, ratio): their `HostEntries`, given the
-    buffer that they come to whole. Raises as `Cache` and `HostEntries`, and InputError for a model without a CSA
+    """`Cache` with the main entries of CSA layers in host memory. make(stream, ratio): makes their `HostEntries`, which
+    share the buffer for whole copies. Raises as `Cache` and `HostEntries`, and InputError for a model without a CSA
     layer."""
 
     def __init__(
@@ -178,7 +178,7 @@ class HostEntryCache(Cache):
         return sum(entries.host.nbytes for entries in self.far)
 
     def traffic(self, guessed: bool = False) -> Traffic:
-        """What fetches did so far, over all layers; nothing is guessed. Waits for the device."""
+        """Counts of all fetches so far, over all layers; nothing is guessed. Waits for the device."""
         if guessed:
             return Traffic(0, 0, 0)
         return Traffic(*map(sum, zip(*(entries.traffic() for entries in self.far))))

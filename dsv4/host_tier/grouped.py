@@ -1,10 +1,10 @@
 """Keys and values of a GQA layer in host memory, its summaries and the blocks it reads on the device.
 
 The block of the current position is being written, so it has a staging slot of its own, the last: `rotary_rows` writes
-the token's key and value there, `write_back` copies them to host memory. All other slots hold complete blocks. To
-attention the staging buffer is a cache of its own, in which the query stands in the last block: every other slot lies
-before it and is seen whole, as its block is. So the kernels, the order of the list and every bit of the result are
-those of the resident cache.
+the token's key and value there, and `write_back` copies them to host memory. All other slots hold complete blocks.
+Attention reads the staging buffer as a cache in which the query is in the last block: every other slot is before it and
+visible as a whole, like its block. So the kernels, the order of the list and every bit of the result are those of the
+resident cache.
 """
 
 from copy import copy
@@ -22,7 +22,7 @@ BLOCK = 128
 
 
 def host_use(cache) -> dict | None:
-    """What a cache keeps in host memory and has fetched from there, as JSON values; None for one on the device. Waits
+    """What a cache keeps in host memory and has fetched from it, as JSON values; None for a cache on the device. Waits
     for the device."""
     if not hasattr(cache, "host_bytes"):
         return None
@@ -38,7 +38,7 @@ def host_use(cache) -> dict | None:
 
 
 class Traffic(NamedTuple):
-    """What fetches did so far: blocks (or entries) found staged and copied, and the bytes copied."""
+    """Counts of fetches: blocks (or entries) found staged, blocks copied, and the bytes copied."""
 
     hits: int
     misses: int
@@ -67,10 +67,10 @@ def staged_blocks(policy: Policy, max_context: int, asked: int | None = None) ->
 class HostRows:
     """Cache of one layer: keys and values [B, KV, S, D] in host memory. slots: staged blocks a row and KV head, beside
     the current one; those beyond what a step chooses keep what was chosen lately (default: `staged_blocks`). A dense
-    policy chooses nothing and stages nothing: such a layer is read whole (`DenseStream`).
+    policy chooses and stages nothing: such a layer is read whole (`DenseStream`).
 
-    Raises CapacityError where a step chooses more blocks than there are slots, PinnedMemoryError where host memory is
-    short."""
+    Raises CapacityError if a step chooses more blocks than there are slots, PinnedMemoryError if host memory is short.
+    """
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class HostRows:
         self.stage(policy, wanted)
 
     def stage(self, policy: Policy, slots: int) -> None:
-        """Room on the device for what `policy` chooses and searches. It holds nothing yet."""
+        """Allocate on the device what `policy` chooses and searches. It holds nothing yet."""
         B, KV, S, D = self.shape
         self.policy, self.block, self.slots = policy, policy.block, slots
         self.keys = self.values = self.low = self.high = self.mean = self.table = self.guesses = None
@@ -124,7 +124,7 @@ class HostRows:
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is held on the device, by the names of the plan."""
+        """The tensors on the device, by the names of the plan."""
         if self.table is None:
             return {}
         held = {
@@ -147,15 +147,15 @@ class HostRows:
         return sum(t.nbytes for t in self.tensors().values())
 
     def traffic(self, guessed: bool = False) -> Traffic:
-        """What fetches of choices (or of guesses) did so far. Waits for the device."""
+        """Counts of the fetches of choices (or of guesses) so far. Waits for the device."""
         if self.table is None:
             return Traffic(0, 0, 0)
         hits, misses = (self.guesses if guessed else self.table.count).sum(0).tolist()
         return Traffic(hits, misses, misses * sum(pool.item_bytes for pool in self.pools))
 
     def places(self, start: torch.Tensor, tokens: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each of the tokens at start[b] …: its position, and where it stands in the staging buffer, in the last
-        slot. All layers of a step share them."""
+        """For each token from start[b] on: its position, and its place in the staging buffer, in the last slot. All
+        layers of a step share them."""
         found = [start + t if t else start for t in range(tokens)]
         return [(at, at % self.block + self.slots * self.block) for at in found]
 
@@ -172,11 +172,11 @@ class HostRows:
         policy: Policy | None = None,
         rule: Termination | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Take in the tokens at `places` and attend: [B, T, H, D], the bits of the resident cache, and with a rule the
+        """Write the tokens at `places` and attend: [B, T, H, D], the bits of the resident cache, and with a rule the
         tiles read int32 [B, T, KV].
 
-        q [N, H·D], k and v [N, KV·D], N = B·T, not yet rotated; biases, cis as in `rotary_rows`. Tokens of a row go one
-        after the other: each may choose as many blocks as there are slots. Everything is decided on the device.
+        q [N, H·D], k and v [N, KV·D], N = B·T, not yet rotated; biases, cis as in `rotary_rows`. Tokens of a row run
+        one after the other, because each may choose as many blocks as there are slots. The device decides everything.
         """
         B, T, found = self.shape[0], len(places), []
         for t, place in enumerate(places):
@@ -214,8 +214,8 @@ class HostRows:
         policy: Policy | None = None,
         rule: Termination | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q [B, 1, H, D], rotated; the token is in, at `place` (of `places`). blocks int32 [B, 1, KV, n]: a choice made
-        elsewhere. Returns what `decode` does."""
+        """q [B, 1, H, D], rotated; the token is already written at `place` (of `places`). blocks int32 [B, 1, KV, n]: a
+        choice made elsewhere. Returns what `decode` does."""
         (B, KV), (start, here) = self.shape[:2], place
         if blocks is None:
             blocks = self._chosen(op, q, start, policy, rule)
@@ -233,9 +233,9 @@ class HostRows:
     def prefetch(
         self, op, q: torch.Tensor, start: torch.Tensor, blocks: torch.Tensor | None = None, policy: Policy | None = None
     ) -> None:
-        """Stage what a guess of the query, or of its blocks, chooses. It changes no result: what it leaves out is
-        fetched when the query is there. start: of the coming token, or of the one before; counted apart
-        (`traffic(guessed=True)`)."""
+        """Stage what a guess of the query, or of its blocks, chooses. It changes no result: the blocks that it misses
+        are fetched when the query is known. start: of the next token, or of the one before. Guesses are counted
+        separately (`traffic(guessed=True)`)."""
         B, KV = self.shape[:2]
         if blocks is None:
             blocks = self._chosen(op, q, start, policy, None)

@@ -1,11 +1,10 @@
 """The cache of a GQA model whose keys and values are in host memory.
 
 A step reads a layer in one of two ways. A decoding step of a policy that chooses blocks has them staged
-(`HostRows.decode`). All others read the layer whole, as the resident cache would be read, through two buffers that
-layers come to one after the other (`DenseStream`):
-prompts, chunked prefill, the dense policy, and on a host processor steps of several tokens, whose products are summed
-otherwise than those of one. Either way tokens are written through, and every bit is that of the resident cache. Layers
-with a sliding window stay on the device: they never read more than that window.
+(`HostRows.decode`). All others read the layer whole, like the resident cache, through two buffers that layers use in
+turn (`DenseStream`): prompts, chunked prefill, the dense policy, and on a host processor steps of several tokens, whose
+products sum in another order than those of one. Either way tokens are written through, and every bit is that of the
+resident cache. Layers with a sliding window stay on the device: they never read more than that window.
 """
 
 from collections.abc import Callable
@@ -25,16 +24,16 @@ from dsv4.step import Step
 
 
 class HostLayer(LayerRows):
-    """One layer. keys, values [batch, KV, S, D] are the mapped pages of the host, `tensors` what the device holds.
+    """One layer. keys, values [batch, KV, S, D] are the mapped pages of the host, `tensors` those on the device.
 
-    several: whether steps of several tokens are bit for bit their single steps, so that blocks may be staged for them
+    several: whether steps of several tokens equal their single steps bit for bit, so that blocks may be staged for them
     one by one.
     """
 
     def __init__(self, rows: HostRows, several: bool, staged: int | None):
         self.rows, self.several, self.asked = rows, several, staged
         self.keys, self.values = rows.host_keys, rows.host_values
-        self.stream: DenseStream | None = None  # of all layers, in which this one is number `index`
+        self.stream: DenseStream | None = None  # of all layers; this one is number `index`
         self.index, self.ahead = 0, None
         self._hold()
 
@@ -42,8 +41,8 @@ class HostLayer(LayerRows):
         self.tensors, self.block = self.rows.tensors(), self.rows.block
 
     def staged(self, step: Step, policy: Policy) -> HostRows | None:
-        """What the step decodes by: some rows of `self.rows`; None where it reads the layer whole (`of`). A guess that
-        is under way has ended. Raises MissingSummaries where what is staged serves another policy."""
+        """The object that the step decodes with: some rows of `self.rows`; None if it reads the layer whole (`of`). A
+        running guess has ended then. Raises MissingSummaries if the staged blocks are of another policy."""
         rows = self._staged(step, policy)
         if rows is not None and self.ahead is not None:
             self.ahead.join()
@@ -63,13 +62,13 @@ class HostLayer(LayerRows):
         return rows.part(step.rows)
 
     def guess(self, attention, norm, x: torch.Tensor, step: Step, policy: Policy) -> None:
-        """Fetch what the stream x is guessed to choose in this layer, whose modules these are, on the branch."""
+        """Fetch on the branch what the stream x is guessed to choose in this layer, whose modules these are."""
         rows = self._staged(step, policy)
         self.ahead.start(lambda: attention.guess(x, norm, step, rows), x)
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the step's rows [B, KV, S, D] as they were before the step, brought to the device;
-        `written` gives the step's own back. Layers are asked in turn."""
+        """Keys and values of the step's rows [B, KV, S, D] before the step, copied to the device; `written` writes the
+        step's own back. Layers must be requested in order."""
         return self.stream.layer(self.index, step.rows, None if step.captured else max(step.starts))
 
     def written(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -81,11 +80,11 @@ class HostLayer(LayerRows):
 
 
 class HostCache(GroupedCache):
-    """`GroupedCache` with keys and values in host memory. policy: what is staged, and whose summaries are kept on the
-    device.
+    """`GroupedCache` with keys and values in host memory. policy: decides what is staged, and which summaries the
+    device keeps.
 
-    Raises InputError for what `check_grouped` refuses, CapacityError where less is asked to be staged than a step
-    chooses or the device is short, PinnedMemoryError where host memory is.
+    Raises InputError for what `check_grouped` refuses, CapacityError if fewer blocks are to be staged than a step
+    chooses or if the device is short of memory, PinnedMemoryError if host memory is short.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class HostCache(GroupedCache):
         return HostRows(B, KV, plan.streams[0].shape[2], D, self.numerics.cache, device, policy, self.choice.staged)
 
     def guess(self, layers, i: int, step: Step) -> Callable[[torch.Tensor], None] | None:
-        """Of a decoding token: blocks of layer i + 1 are fetched while layer i multiplies."""
+        """For a decoding token: fetch blocks of layer i + 1 while layer i multiplies."""
         if self.ahead is None or step.T > 1 or i + 1 == len(layers):
             return None
         layer, rows = layers[i + 1], self.layers[i + 1]
@@ -142,7 +141,7 @@ class HostCache(GroupedCache):
         return lambda x: rows.guess(layer.self_attn, layer.input_layernorm, x, step, policy)
 
     def summarise_again(self) -> None:
-        """Make all summaries from the keys, and forget what was staged of others."""
+        """Compute all summaries from the keys, and unstage everything."""
         for layer in self.far:
             if layer.rows.table is not None:
                 layer.rows.table.forget()
@@ -159,7 +158,7 @@ class HostCache(GroupedCache):
         return sum(layer.rows.host_bytes for layer in self.far)
 
     def traffic(self, guessed: bool = False) -> Traffic:
-        """What fetches of choices (or of guesses) did so far, over all layers. Waits for the device."""
+        """Counts of the fetches of choices (or of guesses) so far, over all layers. Waits for the device."""
         return Traffic(*map(sum, zip(*(layer.rows.traffic(guessed) for layer in self.far))))
 
 

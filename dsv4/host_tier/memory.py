@@ -1,7 +1,7 @@
 """Pinned pages of host memory that the device addresses.
 
-Assumed of a CUDA machine: unified addressing, and that registered pages have the same address on the device as on the
-host (`canUseHostPointerForRegisteredMem`: Linux on 64 bits). Both are tried when a buffer is made, on its first and
+A CUDA machine must have unified addressing, and registered pages must have the same address on the device as on the
+host (`canUseHostPointerForRegisteredMem`: Linux on 64 bits). Both are tested when a buffer is made, on its first and
 last bytes.
 """
 
@@ -16,16 +16,16 @@ import torch
 from dsv4.errors import CapacityError
 
 PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
-WAITS, PAUSE = 20, 0.5  # looks at free memory before it is called short, and seconds between them
+WAITS, PAUSE = 20, 0.5  # samples of the free memory before it counts as short, and seconds between them
 
 
 class PinnedMemoryError(CapacityError):
-    """Pinned host memory that is not to be had; the message carries the bytes asked for and those there are."""
+    """Pinned host memory is not available; the message has the bytes requested and available."""
 
 
 class HostBuffer:
     """A zeroed tensor in host memory: `host` on the CPU, and `device`, the same bytes as a tensor of the device (the
-    same tensor where the device is the CPU). Views of either are of worth as long as this object lives. Raises
+    same tensor where the device is the CPU). Views of either are valid as long as this object lives. Raises
     PinnedMemoryError."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
@@ -35,7 +35,7 @@ class HostBuffer:
         flat, cuda = _pages(self.nbytes), device.type == "cuda"
         if cuda:
             _await_room(self.nbytes)
-            flat.zero_()  # the pages come to be here, by many threads, and not one by one where they are pinned
+            flat.zero_()  # many threads touch the pages here; pinning would touch them one by one
             self._register(flat, device)
         self.host = flat.view(dtype).view(shape)
         self.device = _mapped(flat, device).view(dtype).view(shape) if cuda else self.host
@@ -62,12 +62,12 @@ class HostBuffer:
         gc.collect()
 
     def __del__(self):
-        with suppress(Exception):  # at the interpreter's end nothing is left to unpin with
+        with suppress(Exception):  # at the interpreter's end the runtime for unpinning is gone
             self.close()
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] in pages of their own, large ones where the system has them: pinning is then quick."""
+    """uint8 [nbytes] in pages of their own, large ones if the system has them, because those are pinned quickly."""
     try:
         pages = mmap.mmap(-1, max(1, nbytes))
     except (OSError, ValueError, OverflowError) as error:
@@ -81,7 +81,7 @@ def _pages(nbytes: int) -> torch.Tensor:
 
 
 def check_limit(nbytes: int) -> None:
-    """Raise PinnedMemoryError where that is more than the control group of this process may have in all."""
+    """Raise PinnedMemoryError if that is more than the total limit of this process's control group."""
     limit = _limit()
     if limit is not None and nbytes > limit:
         raise PinnedMemoryError(
@@ -91,8 +91,8 @@ def check_limit(nbytes: int) -> None:
 
 
 def _await_room(nbytes: int) -> None:
-    """Raise PinnedMemoryError where the system stays short of that much: what takes pages beyond the last is ended by
-    the system, without a word. A virtual machine's memory may grow as it is used, a little behind what asks for it."""
+    """Raise PinnedMemoryError if the system stays short of that much memory: it kills processes that take more, without
+    a message. A virtual machine's memory may grow as it is used, with a short delay."""
     for _ in range(WAITS):
         free = _free()
         if free is None or nbytes <= free:
@@ -102,7 +102,7 @@ def _await_room(nbytes: int) -> None:
 
 
 class _Bytes:
-    """What `torch.as_tensor` takes for bytes of the device."""
+    """An object that `torch.as_tensor` reads as bytes of the device."""
 
     def __init__(self, pointer: int, nbytes: int):
         self.__cuda_array_interface__ = {
@@ -115,7 +115,7 @@ class _Bytes:
 
 
 def _mapped(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The bytes as a tensor of the device, and the proof of it."""
+    """The bytes as a tensor of the device, and a test that they are."""
     with torch.cuda.device(device):
         there = torch.as_tensor(
             _Bytes(flat.data_ptr(), flat.numel()), device=torch.device("cuda", torch.cuda.current_device())
@@ -140,7 +140,7 @@ def _mapped(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _clear_error() -> None:
-    """The runtime would hand an error that was dealt with to the next launch, which is this one."""
+    """Clear the runtime's last error, which it would otherwise report at the next launch: this one."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
@@ -150,8 +150,8 @@ def _wanted(nbytes: int) -> str:
 
 
 def _limit() -> int | None:
-    """Bytes that the control group allows; None where it does not say. What is free now is not asked: a virtual machine
-    whose memory grows as it is used shows less than it can have."""
+    """The control group's limit in bytes; None if there is none. Free memory is not considered: a virtual machine whose
+    memory grows as it is used shows less than it can have."""
     with suppress(OSError, ValueError):
         with open("/sys/fs/cgroup/memory.max") as limit:
             return int(limit.read())
@@ -159,7 +159,7 @@ def _limit() -> int | None:
 
 
 def _free() -> int | None:
-    """Bytes that the system has for new pages now; None where it does not say."""
+    """Bytes that the system has free for new pages; None if it does not say."""
     with suppress(OSError, ValueError, StopIteration):
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) << 10
@@ -167,7 +167,7 @@ def _free() -> int | None:
 
 
 def _available() -> str:
-    """What limits host memory here, in words."""
+    """The limit of host memory here, in words."""
     free = _free()
     found = [] if free is None else [f"{free} bytes available now"]
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

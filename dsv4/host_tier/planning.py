@@ -1,5 +1,4 @@
-"""Bytes of caches in host memory: what is pinned there, and what of it the device holds. The caches are made from these
-plans."""
+"""Bytes of caches in host memory: pinned on the host, and held on the device. The caches are made from these plans."""
 
 from dataclasses import replace
 
@@ -18,8 +17,8 @@ from dsv4.streams import Stream
 
 
 def check_grouped(config: GQAConfig, policy: Policy | None, choice: HostMemory) -> None:
-    """Raise InputError where keys and values in host memory make no sense: for a model whose layers all have a sliding
-    window, and for staged blocks of a policy that chooses none."""
+    """Raise InputError if keys and values in host memory make no sense: for a model whose layers all have a sliding
+    window, and for staged blocks with a policy that chooses none."""
     if all(window is not None for window in config.windows):
         raise InputError(
             "a cache in host memory was asked for, and every layer of this model has a sliding window, which stays "
@@ -49,8 +48,8 @@ def grouped_plan(
     policy: Policy | None = None,
     staged: int | None = None,
 ) -> list[gqa.LayerStreams]:
-    """Streams of every layer of a GQA model: what `HostCache` makes, beside `brought_layers`. Layers with a sliding
-    window stay on the device. staged: blocks a row and KV head. Raises CapacityError for fewer than the policy
+    """Streams of every layer of a GQA model that `HostCache` makes, in addition to `brought_layers`. Layers with a
+    sliding window stay on the device. staged: blocks a row and KV head. Raises CapacityError for fewer than the policy
     chooses."""
     policy, c = policy or dense(), config
     resident = gqa.cache_streams(c, batch, max_context, numerics, policy)
@@ -76,7 +75,7 @@ def grouped_plan(
 
 
 def brought_layers(config: GQAConfig, batch: int, max_context: int, numerics: Numerics) -> Stream:
-    """The two buffers that layers come through whole, one after the other: for prompts, and for dense attention."""
+    """The two buffers for whole layers, which layers use in turn: for prompts, and for dense attention."""
     c, count = config, min(2, sum(window is None for window in config.windows))
     shape = (count, 2, batch, c.num_key_value_heads, gqa.slots(max_context), c.head_dim)
     formula = (
@@ -94,8 +93,8 @@ def staged_entries(topk: int, asked: int | None = None) -> int:
 
 
 def entries_plan(layers: list[EntryStreams], topk: int, staged: int | None = None) -> list[EntryStreams]:
-    """`cache_streams` of a DeepSeek-V4 model with the main entries of CSA layers in host memory: what `host_cache`
-    makes, beside `brought_entries`. Raises CapacityError for fewer staged entries than a query chooses."""
+    """`cache_streams` of a DeepSeek-V4 model with the main entries of CSA layers in host memory: as `host_cache` makes
+    them, in addition to `brought_entries`. Raises CapacityError for fewer staged entries than a query chooses."""
     wanted = staged_entries(topk, staged)
 
     def away(layer: EntryStreams) -> EntryStreams:
@@ -119,7 +118,7 @@ def entries_plan(layers: list[EntryStreams], topk: int, staged: int | None = Non
 
 
 def brought_entries(layers: list[EntryStreams]) -> Stream:
-    """The buffer that entries of one layer come to whole, for prompts."""
+    """The buffer for the entries of one whole layer, for prompts."""
     found = [s for layer in layers if _is_csa(layer) for s in layer.streams if s.name == "entries"]
     return replace(
         found[0], name="a layer's entries on their way", formula=f"1 layer × {found[0].formula}", place="staging"
@@ -131,7 +130,7 @@ def _is_csa(layer: EntryStreams) -> bool:
 
 
 def _table(groups: int, of: str, items: int, slots: int, more: int) -> Stream:
-    """What a `SlotTable` takes: 16 bytes a slot, 4 an item, 28 beside them (`more`: of counters of guesses)."""
+    """The bytes of a `SlotTable`: 16 a slot, 4 an item, 28 in addition (`more`: of counters of guesses)."""
     each = 16 * slots + 4 * items + 28 + more
     return Stream(
         "slot table",

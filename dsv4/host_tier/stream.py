@@ -1,4 +1,4 @@
-"""Whole layers of caches in host memory, one after the other through two buffers on the device: for what reads every
+"""Whole layers of caches in host memory, copied in turn through two buffers on the device, for steps that read every
 token."""
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ WHOLE = slice(None)
 
 
 class DenseStream:
-    """Layers come over the link in turn, by the copy engine: layer i + 1 while layer i is attended to. Two buffers of
-    one layer's keys and values, made at once. Copies of whole layers are of fixed size, so that a step can be captured.
+    """The copy engine copies layers over the link in turn: layer i + 1 while layer i attends. There are two buffers of
+    one layer's keys and values, made at once. Copies of whole layers have a fixed size, so a step can be captured.
     Raises CapacityError."""
 
     def __init__(self, layers: Sequence[HostRows]):
@@ -25,7 +25,7 @@ class DenseStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one step brings where it brings all."""
+        """Bytes that one step copies if it copies all."""
         return sum(layer.host_bytes for layer in self.layers)
 
     @property
@@ -34,9 +34,9 @@ class DenseStream:
         return sum(t.nbytes for pair in self.held for t in pair)
 
     def layer(self, i: int, rows: slice = WHOLE, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, KV, S, D] of layer i, which is there for the current stream: of `rows` the first `tokens`
-        (None: all), the rest of the buffer holds anything. Layers are asked for in turn, all alike in one step; the
-        work on layer i − 1 has been issued, whose buffer is given away here."""
+        """Keys and values [B, KV, S, D] of layer i, ready for the current stream: of `rows` the first `tokens` (None:
+        all); the rest of the buffer holds anything. Layers must be requested in order, with equal arguments in one
+        step. The work on layer i − 1 must have been issued, because its buffer is reused here."""
         if i == 0:
             self._bring(0, rows, tokens)
         if i + 1 < len(self.layers):
@@ -70,7 +70,7 @@ class DenseStream:
             self.ready[i].record(self.side)
 
     def _copy(self, i: int, rows: slice, tokens: int | None, piecewise: bool) -> None:
-        """piecewise: what is contiguous at either end alone, as a copy engine takes it."""
+        """piecewise: copy each contiguous range by itself, as a copy engine takes it."""
         for here, there in zip(self.held[i % 2], self.layers[i].buffers):
             here, there = here[rows], there.host[rows]
             if tokens is None or tokens >= here.shape[2]:

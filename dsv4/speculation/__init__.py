@@ -1,11 +1,12 @@
-"""Speculative generation: drafts from a cheap source, one pass of the model that verifies them all, and rewinding of
-what was wrong.
+"""Speculative generation: drafts from a cheap source, one pass of the model that verifies them all, and a rewind of the
+wrong ones.
 
 - `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `loop`: the
-  generation;
-  `rounds`: the same without the host, with `resident_drafters`, `choosing` and `noise`; `result`: what is counted.
-- `policy`: how many tokens to draft, the specification; `policy_device`: the same for a batch on the device; `costs`,
-  `trace`, `oracle`, `simulate`: what sizes cost, what would have been accepted, and what each policy makes of it.
+  generation; `rounds`: generation that stays on the device, with `resident_drafters`, `choosing` and `noise`; `result`:
+  what is counted.
+- `policy`: how many tokens to draft, the specification; `policy_device`: the policies for a batch on the device;
+  `costs`, `trace`, `oracle`, `simulate`: what each size costs, which drafts would have been accepted, and what each
+  policy gains.
 """
 
 from dsv4.speculation.cost_aware import CostAware, CostAwareParameters

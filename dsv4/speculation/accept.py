@@ -1,4 +1,4 @@
-"""Which drafts stay, and the token after them: vectorised over a ragged batch, without waiting for the device.
+"""Which drafts are accepted, and the token after them: vectorised over a ragged batch, without waiting for the device.
 
 Greedy: the longest prefix of drafts that are each the target's argmax, then the target's own next token.
 
@@ -7,10 +7,10 @@ Sampling is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorit
 drawn from the residual max(p − q, 0), normalised; when all stay, the bonus token is drawn from p. Each emitted token is
 then distributed as p, whatever q.
 
-`accept_drawn`, and `accept_chosen` of draws, is rejection sampling of drafts that were chosen (q is 1 at the draft),
-with the draws of plain decoding: y ~ p comes out, and the draft stays if it is y. That is with probability p(x), and
-else y has the residual's distribution. Tokens then do not depend on how many were drafted where, which the uniforms of
-`accept_sampled` do.
+`accept_drawn`, and `accept_chosen` with draws, is rejection sampling of drafts that were chosen (q is 1 at the draft),
+with the draws of plain decoding: the output is y ~ p, and the draft is accepted if it equals y. That has probability
+p(x); otherwise y has the residual's distribution. So tokens do not depend on how many were drafted where. With
+`accept_sampled` they do, through its uniform numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,23 +20,23 @@ import torch
 
 
 class Accepted(NamedTuple):
-    """count int64 [B]: drafts that stay. tokens int64 [B, W + 1]: the first count + 1 of a row come out, the rest mean
-    nothing."""
+    """count int64 [B]: accepted drafts. tokens int64 [B, W + 1]: the first count + 1 of a row are its output, the rest
+    mean nothing."""
 
     count: torch.Tensor
     tokens: torch.Tensor
 
 
 def accept_greedy(logits: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
-    """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; sizes int64 [B] drafts
-    a row has."""
+    """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; sizes int64 [B]: drafts
+    of each row."""
     return accept_chosen(logits.argmax(-1), drafts, sizes)
 
 
 def accept_chosen(chosen: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
-    """Drafts that are each what decoding without drafts says in their place: chosen int64 [B, W + 1], drafts int64 [B,
-    W], sizes int64 [B]."""
-    # an accepted draft is what was chosen, which so comes out everywhere
+    """Accept drafts that equal the choice of decoding without drafts in their place: chosen int64 [B, W + 1], drafts
+    int64 [B, W], sizes int64 [B]."""
+    # an accepted draft equals the chosen token, so the chosen tokens are the output everywhere
     return Accepted(_prefix(chosen[:, :-1] == drafts, sizes), chosen)
 
 
@@ -70,7 +70,7 @@ def accept_sampled(
             else q.gather(1, place.expand(B, 1, q.shape[-1])).squeeze(1)
         )
         residual = (last - drawn).clamp(min=0)
-        # p = q up to rounding leaves nothing over; a rejection there was rounding too, and p itself is right
+        # if p = q up to rounding, nothing is left; the rejection was rounding too, and p itself is right
         rejected = rejected & (residual.sum(-1) > 0)
         last = torch.where(rejected.unsqueeze(-1), residual, last)
     tokens = torch.cat((drafts, drafts.new_zeros(B, 1)), 1)
@@ -78,9 +78,9 @@ def accept_sampled(
 
 
 def accept_drawn(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
-    """Tokens of one row that come out: draw(i) is what plain decoding draws after i drafts, asked for as long as the
-    drafts before were what it drew. So a generator is left as plain decoding leaves it, also when the caller stops in
-    between."""
+    """The output tokens of one row. draw(i) is what plain decoding draws after i drafts. It is called only as long as
+    the earlier drafts equal their draws, so the generator advances exactly as in plain decoding, also if the caller
+    stops in between."""
     for place, draft in enumerate(drafts):
         token = draw(place)
         yield token
@@ -99,6 +99,7 @@ def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _prefix(good: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """good bool [B, W] → int64 [B]: how many of a row's first `sizes` places are good before one is not."""
+    """good bool [B, W] → int64 [B]: the length of the run of good places at the start of a row's first `sizes`
+    places."""
     within = torch.arange(good.shape[1], device=good.device) < sizes.unsqueeze(1)
     return (good & within).long().cumprod(1).sum(1)

@@ -1,9 +1,9 @@
 """Passes and drafts as captured steps: of one row, and of several rows on pages.
 
 On a GPU a pass of one row then has the bits of the captured single steps of plain decoding. Kernels of a captured step
-split their sums by what the cache could hold, not by what it holds, and not by how many tokens of the row a pass has
-(up to 16). Passes of `Model.append` split them by what is visible, which moves within a pass. Rows that share a pass
-are equal to that up to rounding: how sums are split depends on how many there are.
+split their sums by the cache's capacity. The split does not depend on the number of tokens held, nor on the pass's
+tokens of the row (up to 16). Passes of `Model.append` split sums by what is visible, which changes within a pass. Rows
+that share a pass equal plain decoding up to rounding, because the split depends on the number of rows.
 """
 
 import time
@@ -21,11 +21,12 @@ from dsv4.speculation.verify import Append
 
 
 class Steps:
-    """Graphs of steps, each captured when that many tokens of one row, or of every row, are first wanted. On pages one
-    graph of one row serves every row; where several run, each has a place of its own, and those that rest leave theirs
+    """Graphs of steps. Each is captured when that many tokens of one row, or of every row, are first needed. On pages
+    one graph of one row serves every row. A graph of several rows has a place for each; rows at rest leave theirs
     empty. On rings the batch must be of one row.
 
-    capture_seconds: what captures took so far, those in the middle of a run too, which its time is then less."""
+    capture_seconds: the time of all captures so far. Captures during a run count here and not in the run's time.
+    """
 
     mtp, graph = False, DecodeGraph
 
@@ -36,8 +37,8 @@ class Steps:
         self.paged = isinstance(cache, PagedCache)
 
     def takes(self, counts: list[int]) -> bool:
-        """Whether rows that run counts[b] tokens each can be run here. Several run as many tokens each as the longest,
-        where pages for that are free: nobody gives way for tokens that do not count."""
+        """Whether rows that run counts[b] tokens each can run here. Several rows each run as many tokens as the
+        longest, if pages for that are free: no request is evicted for padding."""
         rows, width = [b for b, n in enumerate(counts) if n], max(counts)
         if len(rows) < 2 or not self.paged:
             return len(rows) == 1 and (self.paged or len(counts) == 1)
@@ -54,7 +55,7 @@ class Steps:
         return self.graphs[rows, width]
 
     def prepare(self, widths: Iterable[int]) -> None:
-        """Capture these widths now, where the batch is one row on rings: no step of others is run here, and pages are
+        """Capture these widths now, if the batch is one row on rings: there no step of other rows runs, while pages are
         shown row by row."""
         if not self.paged and self.takes([1] * self.cache.batch):
             for width in sorted(set(widths)):
@@ -63,9 +64,8 @@ class Steps:
     def run(
         self, ids: torch.Tensor, counts: list[int], streams: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids int64 [B, W]; streams [B, W, n, d] where the graph reads some; what is beyond a row's count may be
-        anything. Returns logits and streams [B, …] that are right in the rows that ran; logits last until the next
-        run."""
+        """ids int64 [B, W]; streams [B, W, n, d] if the graph reads some. Values beyond a row's count may be anything.
+        Returns logits and streams [B, …] that are right in the rows that ran. The next run overwrites the logits."""
         active, width = [b for b, n in enumerate(counts) if n], max(counts)
         alone = len(active) == 1
         rows = slice(active[0], active[0] + 1) if alone else slice(None)
@@ -82,12 +82,12 @@ class Steps:
         if self.paged:
             for b in active:
                 self._lengths.advance(slice(b, b + 1), counts[b])
-        # a drafter keeps them beyond the next replay
+        # a drafter keeps them longer than until the next replay
         after = graph.streams.view(places, -1, *graph.streams.shape[1:]).clone()
         return tuple(t.expand(len(ids), *t.shape[1:]) for t in (logits, after))
 
     def _shown(self, places: int) -> Cache | PagedView:
-        """What graphs of so many rows run on."""
+        """The cache that graphs of so many rows run on."""
         if not self.paged:
             return self.cache
         if places not in self._views:
@@ -100,7 +100,7 @@ class Steps:
 
 
 class Captured(Steps):
-    """A way to run passes. What cannot be captured is an append."""
+    """Runs passes as captured steps, or as an append if they cannot be captured."""
 
     def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
         super().__init__(model, cache)
@@ -111,8 +111,8 @@ class Captured(Steps):
 
 
 class CapturedBlock(Steps):
-    """A way to run the MTP block: streams [B, T, n, d], next tokens ids [B, T] → logits [B, 1, vocab] and streams [B,
-    1, n, d] after each row's last. captured: whether steps are where they can be; all others are `Model.mtp_logits`."""
+    """Runs the MTP block: streams [B, T, n, d], next tokens ids [B, T] → logits [B, 1, vocab] and streams [B, 1, n, d]
+    after each row's last. captured: run steps as graphs where possible; all others run as `Model.mtp_logits`."""
 
     mtp, graph = True, BlockGraph
 

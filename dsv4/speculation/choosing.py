@@ -1,5 +1,4 @@
-"""How the tokens of rounds are chosen: greedily, or drawn by noise that is counted. All of it runs inside a captured
-round."""
+"""How rounds choose tokens: greedily, or drawn with counter-based noise. All of it runs inside a captured round."""
 
 from abc import ABC, abstractmethod
 
@@ -11,17 +10,17 @@ from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
 
 
 class Choice(ABC):
-    """The interface. `at` int64 [B]: each row's position in its text of the token that the first place of logits is
-    about."""
+    """The interface. `at` int64 [B]: the position, in each row's text, of the token that the first place of logits
+    predicts."""
 
     @abstractmethod
     def own(self, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """What decoding without drafts says, int64 [B, W] of logits fp32 [B, W, V]."""
+        """The choice of decoding without drafts, int64 [B, W], from logits fp32 [B, W, V]."""
 
     @abstractmethod
     def draft(self, logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts int64 [B] of a drafting model's logits fp32 [B, V], and what they were drawn from fp32 [B, V]; None if
-        they were chosen."""
+        """Drafts int64 [B] from a drafting model's logits fp32 [B, V], and the distribution they were drawn from fp32
+        [B, V]; None if they were chosen."""
 
     @abstractmethod
     def accept(
@@ -46,11 +45,12 @@ class Greedy(Choice):
 class Sampled(Choice):
     """At a temperature over 0. Row b's noise is that of sampling.seed + b.
 
-    Drafts that were chosen stay where they are what decoding without drafts draws with the same noise: with probability
-    p(x), as by rejection sampling, and the text then does not depend on what was drafted. Drafts that were drawn go
-    through rejection sampling, which keeps more of them than any rule whose text does not depend on drafts (Daliri et
-    al. 2024, arXiv 2408.07978); the token that a round adds to them is drawn by the number of the round's first
-    position, which no other round begins at."""
+    A draft that was chosen is accepted if decoding without drafts draws it with the same noise. That has probability
+    p(x), as in rejection sampling, and the text does not depend on the drafts. Drafts that were drawn go through
+    rejection sampling, which accepts more of them than any rule whose text does not depend on drafts (Daliri et al.
+    2024, arXiv 2408.07978). The token that a round adds to them is drawn with the number of the round's first position;
+    no other round begins there.
+    """
 
     def __init__(self, sampling: Sampling, batch: int, device: torch.device | str):
         self.sampling, self.seeds = sampling, row_seeds(sampling.seed, batch, device)

@@ -1,10 +1,9 @@
-"""A policy that weighs what drafts are worth against what a pass costs.
+"""A policy that compares the value of drafts with the cost of a pass.
 
-Each request has a belief: a probability for each of 8 hypotheses about how likely drafts are right: the first, and each
-after it where those before were (a block that was trained to look one token ahead is worse at chains of its own). A
-pass is evidence (Bayes), and with every committed token the text may have turned into another kind, so that the belief
-drifts towards the prior.
-That replaces hysteresis: one rejection moves a sure belief little, several move it at once.
+Each request has a belief: a probability for each of 8 hypotheses. A hypothesis says how likely the first draft is
+right, and each further draft if those before it are (a block that was trained to look one token ahead is worse at its
+own chains). A pass is evidence (Bayes). With every committed token the kind of text may change, so the belief drifts
+towards the prior. This replaces hysteresis: one rejection changes a sure belief little, several change it at once.
 
 A pass of width m costs C(m) seconds and commits E_g[k] tokens of a row under hypothesis g. The width is the one with
 the least
@@ -12,10 +11,10 @@ the least
     n · log C(m) − Σ_rows (Σ_g p_g · log E_g[k_row] − horizon · what the row would lose in a later pass, knowing what
     this one shows)
 
-For one row whose belief is sure that is the best ratio E / C; likewise for rows that are all alike. For rows of several
-kinds it is the best common width too: a row stays longer where it is slow, so that its tokens there are worth more, by
-1 / E; the sum of ratios would neglect that. The last term is the value of what a pass teaches (a one-step lookahead,
-also called knowledge gradient): without it a row that drafts nothing would learn nothing and stay so.
+For one row whose belief is sure, and for rows that are all alike, that is the best ratio E / C. For rows of several
+kinds it is the best common width too: a slow row stays longer, so its tokens are worth more, by 1 / E; a sum of ratios
+would neglect that. The last term is the value of information (a one-step lookahead, also called knowledge gradient):
+without it a row that drafts nothing would learn nothing and never draft again.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from dsv4.errors import InputError
 from dsv4.speculation.costs import CostTable
 from dsv4.speculation.policy import LARGEST, PRESSURE_CAP, Policy, checked, checked_size
 
-HYPOTHESES = 8  # a power of two: sums are folded in halves, so that their order is the same everywhere
+HYPOTHESES = 8  # a power of two: sums are folded in halves, so their order is the same on host and device
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,8 @@ class Tables:
 
 
 def outcomes(right: np.ndarray, survive: np.ndarray) -> np.ndarray:
-    """P(accepted | proposed, g) as [9 proposed, 9 accepted, G] from what is right at each depth [G, 8] and so far [G,
-    9]."""
+    """P(accepted | proposed, g) as [9 proposed, 9 accepted, G], from the probability of each depth [G, 8] and of the
+    first a [G, 9]."""
     table = np.zeros((LARGEST + 1, LARGEST + 1, len(right)))
     for proposed in range(LARGEST + 1):
         for accepted in range(proposed + 1):
@@ -120,8 +119,8 @@ def outcomes(right: np.ndarray, survive: np.ndarray) -> np.ndarray:
 
 
 def fold(values: np.ndarray, axis: int) -> np.ndarray:
-    """Sum along an axis whose length is a power of two, halves added to each other: the one order that host and device
-    share."""
+    """Sum along an axis whose length is a power of two by adding halves to each other, the one order that host and
+    device share."""
     while values.shape[axis] > 1:
         half = values.shape[axis] // 2
         first, second = np.split(values, [half], axis)
@@ -130,8 +129,8 @@ def fold(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 class CostAware(Policy):
-    """State: belief fp32 [8]. The rows of a pass are decided together: its cost is shared, its width is its largest
-    size."""
+    """State: belief fp32 [8]. Sizes of the rows of a pass are chosen together, because they share its cost and its
+    width is the largest size."""
 
     def __init__(self, costs: CostTable, batch: int, parameters: CostAwareParameters = CostAwareParameters()):
         """batch: rows of the passes; their costs must be in the table, else InputError.
@@ -153,7 +152,8 @@ class CostAware(Policy):
         return np.array(self.parameters.prior, np.float32)
 
     def observe(self, state: np.ndarray, accepted: int, proposed: int) -> np.ndarray:
-        """Evidence, then drift over the accepted + 1 tokens that were committed. Nothing drafted: drift alone."""
+        """Update the belief by the evidence, then drift over the accepted + 1 committed tokens. Without drafts there is
+        only drift."""
         checked(accepted, proposed)
         t = self.tables
         weighed = state * t.likelihood[proposed * (LARGEST + 1) + accepted]

@@ -9,17 +9,18 @@ from dsv4.speculation.documents import expect_header, read_document
 from dsv4.speculation.policy import LARGEST
 
 FORMAT, VERSION = "dsv4-speculation-costs", 1
-SHORTEST, LONGEST = 1e-9, 1e9  # seconds: what is less or more, infinity included, was not measured
+SHORTEST, LONGEST = 1e-9, 1e9  # seconds: values outside, infinity included, cannot have been measured
 
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Of passes of one batch. draft: seconds of one draft step; verify[k]: seconds of a pass in which every row
-    verifies k drafted tokens and its own, k = 0 … 8; measured[k]: whether verify[k] was, rather than modelled.
+    """Costs of the passes of one batch. draft: seconds of one draft step; verify[k]: seconds of a pass in which every
+    row verifies k drafted tokens and its own, k = 0 … 8; measured[k]: whether verify[k] was, rather than modelled.
 
-    catch_up: (n, seconds) ascending: of a step in which a drafter follows up to n passes in a row that drafted nothing,
-    before the next draft or when the last n is reached; none where it follows every pass. plain: seconds of a step
-    without a drafter; None where that was not measured, and verify[0] stands for it."""
+    catch_up: (n, seconds) ascending: of a step in which the drafter runs the tokens of up to n passes in a row that
+    drafted nothing, before the next draft or when the last n is reached; empty if it runs after every pass. plain:
+    seconds of a step without a drafter; None where that was not measured, and verify[0] stands for it.
+    """
 
     draft: float
     verify: tuple[float, ...]
@@ -29,11 +30,11 @@ class BatchCost:
 
     @property
     def rests(self) -> int:
-        """Passes without drafts in a row that wait until a drafter follows them; 0: it follows each."""
+        """The most passes without drafts in a row that may wait for the drafter; 0: it runs after each."""
         return self.catch_up[-1][0] if self.catch_up else 0
 
     def following(self, rested: int) -> float:
-        """Seconds of following that many passes without drafts."""
+        """Seconds of the drafter's step over that many passes without drafts."""
         return next((seconds for n, seconds in self.catch_up if n >= rested), 0.0) if rested else 0.0
 
     @property
@@ -43,18 +44,16 @@ class BatchCost:
 
 
 def after_rest(rested: int, most: int) -> int:
-    """Passes without drafts that wait to be followed after one more, where up to `most` may: they are followed before
-    it when there are so many."""
+    """The number of passes without drafts that wait for the drafter after one more, if up to `most` may wait. When
+    there are that many, the drafter runs them first."""
     return rested % most + 1 if most else 0
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """padding: the share of their cost that tokens still have which a row does not use, because the pass is as wide as
-    its largest size. 1: a pass costs what its largest size costs (a captured step computes unused tokens and forgets
-    them);
-    0: what its live tokens cost. provenance: how the figures were obtained.
-    """
+    """padding: the share of a token's cost that an unused token still has, because the pass is as wide as its largest
+    size. 1: a pass costs as much as its largest size (a captured step computes unused tokens and discards them); 0: a
+    pass costs its live tokens. provenance: how the figures were obtained."""
 
     name: str
     padding: float
@@ -62,7 +61,7 @@ class CostTable:
     provenance: Mapping[str, object]
 
     def of(self, batch: int) -> BatchCost:
-        """Raises InputError for a batch that is not in the table: costs are not guessed."""
+        """The costs of that batch. Raises InputError if it is not in the table: costs are not guessed."""
         if batch not in self.batches:
             raise InputError(
                 f"cost table {self.name!r} has no batch {batch}; it has {sorted(self.batches)}: measure it, or use "
@@ -71,19 +70,20 @@ class CostTable:
         return self.batches[batch]
 
     def uniform(self, batch: int, size: int) -> float:
-        """Seconds of drafting and verifying `size` tokens in every row, and of a pass without drafts among many: with
-        its share of following as many as may wait."""
+        """Seconds of drafting and verifying `size` tokens in every row. For size 0 that includes the pass's share of
+        the drafter's step over as many as may wait."""
         cost = self.of(batch)
         share = 0.0 if size or not cost.catch_up else cost.following(cost.rests) / cost.rests
         return cost.draft * size + cost.verify[size] + share
 
     def seconds(self, batch: int, sizes: Sequence[int], width: int | None = None) -> float:
-        """Seconds of a pass whose live rows have these sizes, without what follows passes that drafted nothing. Draft
-        steps are the batch's; rows at rest cost no live tokens. width: of a pass that is wider than its largest
-        size."""
+        """Seconds of a pass whose live rows have these sizes, without the drafter's step after passes that drafted
+        nothing. All rows share the draft steps; rows at rest cost no live tokens. width: of a pass that is wider than
+        its largest size."""
         cost = self.of(batch)
         largest = max(sizes) if width is None else width
-        share = min(max((sum(sizes) + len(sizes)) / batch - 1, 0.0), float(largest))  # drafted tokens of a mean row
+        # drafted tokens of the average row
+        share = min(max((sum(sizes) + len(sizes)) / batch - 1, 0.0), float(largest))
         below = min(int(share), largest)
         above = min(below + 1, largest)
         live = cost.verify[below] + (share - below) * (cost.verify[above] - cost.verify[below])
@@ -92,8 +92,8 @@ class CostTable:
     def linear(self, batch: int) -> tuple[list[float], list[float]]:
         """(base, price), each by the pass's largest size m: a pass costs about base[m] + price[m] · all drafted tokens.
 
-        The tangent where every row drafts m: exact there, and where verify is concave in the size never less than the
-        true cost, so that a row which drafts less because the price says so does save. price is 0 at padding 1.
+        The tangent where every row drafts m: exact there. If verify is concave in the size it is never less than the
+        true cost, so a row that drafts less because of the price really saves. price is 0 at padding 1.
         """
         cost, base, price = self.of(batch), [], []
         for m in range(LARGEST + 1):
@@ -126,8 +126,8 @@ def read_costs(path: str | Path) -> CostTable:
 
 
 def parse_costs(document: object) -> CostTable:
-    """Raises InputError for another format, missing fields, or costs that no clock gave: not positive, not finite, or
-    out of all measure."""
+    """Raises InputError for another format, missing fields, or costs that are not positive, not finite, or too large to
+    have been measured."""
     document = expect_header(document, "a cost table", FORMAT, VERSION)
     if document.get("unit") != "seconds":
         raise InputError(f"unit is {brief(document.get('unit'))}; expected 'seconds'")
@@ -149,7 +149,7 @@ def parse_costs(document: object) -> CostTable:
 
 
 def parse_batch(batch: str, cost: object) -> BatchCost:
-    """Of one batch in a document. Raises InputError, naming the batch and the field."""
+    """The costs of one batch in a document. Raises InputError, naming the batch and the field."""
     cost = cost if isinstance(cost, dict) else {}
     draft, verify, measured = (cost.get(key) for key in ("draft", "verify", "measured"))
     if not _number(draft) or draft < 0:

@@ -1,4 +1,4 @@
-"""What the JSON files of this package share: reading and writing one, and the header that says what it is."""
+"""The JSON files of this package: reading and writing one, and the header that says what it is."""
 
 import importlib.util
 import json
@@ -28,9 +28,8 @@ def read_document(path: str | Path, parse: Callable[[object], T]) -> T:
 
 
 def check_can_draw(directory: Path, wanted: str, option: str = "--out") -> None:
-    """Make the directory of a report with plots. Raises InputError where it could not be written: before a run, not
-    after it. wanted: why there must be plots, and what else can be done.
-    option: how the command line names the directory."""
+    """Make the directory of a report with plots. Raises InputError if it cannot be written: before a run, not after it.
+    wanted: why plots are needed, and what else can be done. option: how the command line names the directory."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(wanted)
     writable(directory, option=option)

@@ -1,6 +1,6 @@
-"""Drafters: what may come next, for every row of a ragged batch.
+"""Drafters propose next tokens for every row of a ragged batch.
 
-A drafter only proposes. What it proposes decides how many tokens a verify pass yields, never which.
+Proposals decide how many tokens a verify pass yields, never which tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -17,11 +17,8 @@ from dsv4.speculation.captured import CapturedBlock
 
 
 class Drafts(NamedTuple):
-    """tokens int64 [B, W]; row b has its first sizes[b] filled. q fp32 [B, W, V]: what they were drawn from; None if
-    chosen.
-
-    steps: runs of a drafting model that each row took part in.
-    """
+    """tokens int64 [B, W]; row b has its first sizes[b] filled. q fp32 [B, W, V]: the distribution that they were drawn
+    from; None if chosen. steps: runs of a drafting model that each row took part in."""
 
     tokens: torch.Tensor
     sizes: list[int]
@@ -34,14 +31,13 @@ Choose = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, torch.Tensor | 
 
 
 class Drafter(ABC):
-    """Drafts for a batch. `needs_streams`: whether it wants the main model's streams before the head; `needs_mtp`: the
-    MTP block.
-    `draft_tokens`: of a pass, where nothing else is asked for."""
+    """Drafts for a batch. `needs_streams`: whether it needs the main model's streams before the head; `needs_mtp`:
+    whether it needs the MTP block. `draft_tokens`: its default number of drafts a pass."""
 
     name: str
     draft_tokens = 3
     needs_streams = needs_mtp = False
-    captured: CapturedBlock | None = None  # what runs a drafting model, once a batch has begun
+    captured: CapturedBlock | None = None  # the object that runs a drafting model, once a batch has begun
 
     @abstractmethod
     def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
@@ -49,17 +45,17 @@ class Drafter(ABC):
 
     @abstractmethod
     def join(self, b: int, prompt: list[int]) -> None:
-        """Row b, whoever had it, begins anew with another prompt."""
+        """Row b begins anew with another prompt."""
 
     def prefilled(self, streams: torch.Tensor, next_ids: torch.Tensor, counts: list[int]) -> None:
-        """A piece of the prompts was run: as `commit`, for tokens that `begin` or `join` has been told already."""
+        """A piece of the prompts ran: as `commit`, for tokens that `begin` or `join` got already."""
 
     def due(self, b: int) -> int:
         """Final tokens of row b that a drafting model still has to run before its first draft."""
         return 0
 
     def settle(self, b: int) -> None:
-        """Run what is due in row b, as `draft` would, without drafting."""
+        """Run the tokens that are due in row b, as `draft` would, without drafting."""
 
     @abstractmethod
     def commit(self, streams: torch.Tensor | None, tokens: torch.Tensor, counts: list[int]) -> None:
@@ -74,18 +70,18 @@ class Drafter(ABC):
 class MTPDrafter(Drafter):
     """Chained drafts of the MTP block.
 
-    The block's entry at position t is made of the streams at t and the token at t + 1. While drafting beyond the last
-    final token the main model's streams do not exist yet, so the block's own are fed back. Such entries are guesses:
-    they are forgotten after drafting, and made again from the main model's streams once verification has those. So
-    between drafts the block's cache holds what it would hold had nothing ever been drafted.
+    The block's entry at position t is computed from the streams at t and the token at t + 1. Beyond the last final
+    token the main model's streams do not exist yet, so the block's own are fed back. Such entries are dropped after
+    drafting, and computed again from the main model's streams after verification. So between drafts the block's cache
+    equals that of a block that never drafted.
 
-    Final tokens wait in `_due` until the row drafts again, and then go through the block as one step, which also gives
-    the first draft.
+    Final tokens wait in `_due` until the row drafts again. Then they run through the block as one step, which also
+    gives the first draft.
     """
 
     name, needs_streams, needs_mtp = "mtp", True, True
-    # the best static size, or next to it, wherever it was measured: each draft is a layer and a head, and the first is
-    # right the most often
+    # the best static size, or close to it, wherever it was measured: each draft costs a layer and a head, and the first
+    # is right most often
     draft_tokens = 1
 
     def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
@@ -127,12 +123,12 @@ class MTPDrafter(Drafter):
                 q = from_.new_zeros(B, width, from_.shape[-1]) if q is None else q
                 q[which, i] = from_
             step_ids, counts = tokens[:, i : i + 1], [int(size > i + 1) for size in sizes]
-        # all but the first were made of the block's own streams
+        # all but the first were computed from the block's own streams
         self._cache.rewind_mtp([max(0, size - 1) for size in sizes])
         return Drafts(tokens, list(sizes), q, list(sizes))
 
     def _take(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """What is due in `rows`: streams [B, T, n, d], next ids [B, T], and how many of each row."""
+        """The tokens due in `rows`: streams [B, T, n, d], next ids [B, T], and how many of each row."""
         counts = [0] * len(self._due)
         if not rows:
             return torch.empty(0), torch.empty(0), counts
@@ -147,9 +143,8 @@ class MTPDrafter(Drafter):
 
 
 class LookupDrafter(Drafter):
-    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): what followed the longest earlier
-    occurrence of the row's last tokens, prompt and output alike. Needs no drafting model. The latest occurrence
-    wins."""
+    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). It drafts the tokens after the latest
+    earlier occurrence of the longest suffix of the row, in prompt and output alike. It needs no drafting model."""
 
     name = "lookup"
 
@@ -183,23 +178,23 @@ class LookupDrafter(Drafter):
 
 
 class _NGrams:
-    """Tokens of one row and where each n-gram was last followed by another token: a constant amount of work a token."""
+    """Tokens of one row and the position after each n-gram's last occurrence: a constant amount of work a token."""
 
     def __init__(self, longest: int, shortest: int):
         self.tokens: list[int] = []
         self._lengths = range(longest, shortest - 1, -1)
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram → position of the token behind its last occurrence
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram → position of the token after its last occurrence
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            for n in self._lengths:  # those that end at the last token: only now has one of them a follower
+            for n in self._lengths:  # the n-grams that end at the previous token: only now does a token follow them
                 if n <= len(self.tokens):
                     self._after[tuple(self.tokens[-n:])] = len(self.tokens)
             self.tokens.append(token)
 
     def continuation(self, size: int) -> list[int]:
-        """Up to `size` tokens behind the longest known suffix; a match that reaches the end goes on in what it drafts
-        (a period)."""
+        """Up to `size` tokens after the longest known suffix. A match that reaches the end continues into its own
+        drafts (a period)."""
         for n in self._lengths:
             position = self._after.get(tuple(self.tokens[-n:])) if n <= len(self.tokens) else None
             if position is not None:

@@ -1,5 +1,5 @@
-"""The host's half of rounds: it captures them, launches them, polls for what they left and tells it; it waits for the
-device in no call."""
+"""The host's half of rounds: it captures them, launches them, polls for their records and reports the tokens. No call
+waits for the device."""
 
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from dsv4.speculation.ring import Ring
 
 @dataclass
 class Progress:
-    """What the host knows of a batch, as of the last round that it has read. rounds: how many it has read."""
+    """What the host knows of a batch after the last round that it has read. rounds: how many it has read."""
 
     rounds: int
     written: list[int]
@@ -28,21 +28,21 @@ class Progress:
 
 @dataclass
 class Counts:
-    """Of one batch. sizes: drafts that were decided for the rows of each round. polls: how often the host asked
-    whether a round had ended and heard that it had not."""
+    """Counts of one batch. sizes: drafts that were decided for the rows of each round. polls: how often the host asked
+    whether a round had ended, and it had not."""
 
     rounds: list[int] = field(default_factory=list)  # drafts of each round, in order
     sizes: list[list[int]] = field(default_factory=list)
     polls: int = 0
-    # rounds without drafts behind each step in which the drafter followed them
+    # steps in which the drafter ran the tokens of rounds without drafts: how many such rounds each covered
     caught_up: list[int] = field(default_factory=list)
 
 
-NAP = 20e-6  # seconds that a poll waits for the next one, which the system makes 50 to 100 µs
-# seconds of polling without a nap while the device has nothing else to do: a nap is then little beside the round
+NAP = 20e-6  # seconds between two polls, which the system makes 50 to 100 µs
+# seconds of polling without sleeping while the device is idle: compared with the round, a sleep is then short
 SPIN = 4e-3
-AHEAD = 2  # rounds under way at most: the host launches one, 0.1 ms at Flash widths, while another runs
-RING = 4  # rounds whose records the host can still read: as many as may be under way, and some more
+AHEAD = 2  # rounds running at most: the host launches one, 0.1 ms at Flash widths, while another runs
+RING = 4  # rounds whose records the host can still read: as many as may be running, and some more
 
 
 def check_one_device(model: CausalLM) -> None:
@@ -52,10 +52,10 @@ def check_one_device(model: CausalLM) -> None:
 
 
 class HostHalf(ABC):
-    """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. What a
-    round does is the subclass's, as are `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring, ahead:
-    as for `Rounds`. follows: as a drafter's, none where it need not follow rounds without drafts. Raises InputError
-    where layers lie on several devices."""
+    """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. The
+    subclass defines the round, and `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring, ahead: as for
+    `Rounds`. follows: as a drafter's; empty if the drafter need not run after rounds without drafts. Raises InputError
+    if layers lie on several devices."""
 
     done: torch.Tensor
     start: torch.Tensor
@@ -76,39 +76,39 @@ class HostHalf(ABC):
         device = model.device
         check_one_device(model)
         self.model, self.cache, self.most, self.room = model, cache, most, room
-        # the last columns: what counts for nothing
+        # the last columns: padding, which counts for nothing
         self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.ring = Ring(ring, cache.batch, most + 1, device, ahead)
         self.follows = follows
         self.captures = captures(model)
         self.side = torch.cuda.Stream(device) if self.captures else None
-        # what is captured; others run as the next larger
+        # captured widths; other sizes run as the next larger width
         self.widths = sorted({*(range(most + 1) if widths is None else widths), most})
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # of all sizes: one graph runs at a time
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.catching_up: dict[int, torch.cuda.CUDAGraph] = {}  # by how many tokens a row
-        # that each graph's attention read: each replay writes them again
+        self.catching_up: dict[int, torch.cuda.CUDAGraph] = {}  # by tokens a row
+        # tensors that each graph's attention read: each replay rewrites them
         self.tiles: dict[int, list[torch.Tensor | None] | None] = {}
 
     def _anew(self, sizes: list[list[int]], done: list[bool]) -> None:
-        """No round has run. sizes: of the first `ahead` rounds."""
-        # what ends with each round that is not read yet, the oldest first
+        """Reset: no round has run. sizes: of the first `ahead` rounds."""
+        # events at the end of each unread round, the oldest first
         self.under_way: deque[torch.cuda.Event | None] = deque()
-        self.decided = deque(sizes)  # drafts of each row in the rounds that come, as far as they are known
+        self.decided = deque(sizes)  # drafts of each row in the next rounds, as far as they are known
         self.known, self.counts = Progress(0, [0] * len(done), done), Counts()
-        self.rested = 0  # rounds without drafts since the drafter followed
-        self.behind = 0  # tokens that some round wrote from a row's length on, at most: not all of them came to count
+        self.rested = 0  # rounds without drafts since the drafter last ran
+        self.behind = 0  # the most tokens that some round wrote after a row's length; not all of them were kept
 
     # ---- what a round is -----------------------------------------------------------------
 
     @abstractmethod
     def _round(self, D: int) -> None:
-        """One round of D drafts, on the device alone. Rows that are done change nothing."""
+        """One round of D drafts, on the device alone. It changes nothing in rows that are done."""
 
     @abstractmethod
     def _state(self) -> list[torch.Tensor]:
-        """Tensors that a round changes though every row is done."""
+        """Tensors that a round changes even if every row is done."""
 
     def capture(self, D: int) -> None:
         """Capture the round of D drafts, also between rounds. It runs a few times."""
@@ -119,20 +119,20 @@ class HostHalf(ABC):
 
     @contextmanager
     def _undisturbed(self):
-        """Rounds that run meanwhile change nothing: every row counts as done, and what is chosen and learnt is put
-        back."""
+        """Rounds that run within this context change nothing: every row counts as done, and chosen tokens and learnt
+        state are restored."""
         state = self._state()
         held = [t.clone() for t in state]
         self.done.fill_(True)
         yield
         for tensor, before in zip(state, held):
             tensor.copy_(before)
-        self.ring.send(wait=True)  # a round that was under way has ended, and its record may not be read yet
+        self.ring.send(wait=True)  # a running round has ended here, but its record may not be read yet
 
     # ---- running them --------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Capture the rounds of all widths now, so that none is captured in the middle of a run."""
+        """Capture the rounds of all widths now, so that no capture happens during a run."""
         for D in self.widths if self.captures else ():
             if D not in self.graphs:
                 self.capture(D)
@@ -146,8 +146,7 @@ class HostHalf(ABC):
 
     @torch.inference_mode()
     def _catch_up(self, width: int) -> None:
-        """The drafter follows rounds without drafts, up to `width` tokens a row: changes nothing where it is done
-        again."""
+        """The drafter runs the tokens of rounds without drafts, up to `width` a row. A second call changes nothing."""
         self.drafter.catch_up(width, self.start)
 
     def history(self) -> list[list[tuple[int, int]]]:
@@ -159,11 +158,10 @@ class HostHalf(ABC):
         self, on_tokens: Callable[[int, list[int]], None] | None = None, until: Callable[[Iterable[bool]], bool] = all
     ) -> list[list[int]]:
         """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens)
-        as they are known:
-        every token once and in order, those of rounds that were under way at the end too.
+        is called as they are known: every token once and in order, those of the last running rounds too.
 
-        With `ahead` rounds under way the oldest is waited for by polling. Records that came early are read early; what
-        they decide is of later rounds.
+        With `ahead` rounds running the host polls for the oldest. Records that came early are read early, but their
+        sizes apply to the same later rounds.
         """
         while not until(self.known.done):
             self.counts.sizes.append(self.decided.popleft())
@@ -176,7 +174,7 @@ class HostHalf(ABC):
 
     def _launch(self, D: int) -> None:
         """Begin a round of D drafts, or of the next width above."""
-        if len(self.under_way) == self.ring.rounds:  # its record would take the place of one that is not read
+        if len(self.under_way) == self.ring.rounds:  # its record would overwrite one that is not read
             raise RuntimeError(f"{len(self.under_way)} rounds are not read yet, and the ring holds no more")
         self.counts.rounds.append(D)
         width = next(w for w in self.widths if w >= D) if self.captures else D
@@ -194,7 +192,7 @@ class HostHalf(ABC):
         self.under_way.append(self._mark())
 
     def _follow_rests(self) -> None:
-        """The drafter catches up with rounds that drafted nothing, if there were any."""
+        """The drafter runs the tokens of rounds without drafts, if there were any."""
         if not self.rested:
             return
         width = next(n for n in self.follows if n >= self.rested)
@@ -209,7 +207,7 @@ class HostHalf(ABC):
         self.rested = 0
 
     def _mark(self) -> torch.cuda.Event | None:
-        """What ends with all that was begun so far; None where that has ended."""
+        """An event at the end of all work launched so far; None if that work has ended."""
         if self.model.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -222,8 +220,8 @@ class HostHalf(ABC):
         return ended
 
     def _read(self, on_tokens: Callable[[int, list[int]], None] | None) -> None:
-        """Wait for the oldest round under way, and tell what it said. Before its event has passed nothing of its record
-        is right."""
+        """Wait for the oldest running round, and report its record. Before its event has passed, no part of the record
+        is valid."""
         self._wait(self.under_way[0], idle=len(self.under_way) == 1)
         self.under_way.popleft()
         known = self.known
@@ -236,15 +234,16 @@ class HostHalf(ABC):
                 on_tokens(b, tokens)
 
     def _wait(self, event: torch.cuda.Event | None, idle: bool) -> None:
-        """Poll until `event` has passed, with naps: the processor is others'. idle: the device then has nothing to do
-        until the host goes on, so naps begin only where the wait is long; else a round behind this one hides them."""
+        """Poll until `event` has passed, and sleep between polls to leave the processor to others. idle: the device has
+        no work until the host continues, so sleeping begins only if the wait is long. Otherwise a later round hides the
+        sleep."""
         begun = time.perf_counter()
         while not self._ended(event):
             if not idle or time.perf_counter() - begun > SPIN:
                 time.sleep(NAP)
 
     def _settle(self) -> list[list[int]]:
-        """The rows' tokens, copied once and whole; the host's lengths of the caches again what the device holds."""
+        """The rows' tokens, copied once and whole; sets the host's lengths of the caches to the device's."""
         self.host_out.copy_(self.out, non_blocking=True)
         self._follow_rests()
         self._wait(self._mark(), idle=False)

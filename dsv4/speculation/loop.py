@@ -1,14 +1,14 @@
-"""Speculative generation for a batch of rows: draft, verify all drafts in one pass, keep what is right, rewind the
+"""Speculative generation for a batch of rows: draft, verify all drafts in one pass, keep the right ones, rewind the
 rest.
 
-A row always holds one final token that the model has not run yet (`pending`). A pass runs it and the drafts behind it,
+A row always holds one final token that the model has not run yet (`pending`). A pass runs it and the drafts after it,
 position by position as plain decoding would, and keeps the longest prefix that plain decoding could have produced.
-Caches are addressed by position, so keeping is a matter of lengths: the window, entries, index keys, compressor rows
-and the MTP block's window are all rewound by setting theirs.
+Caches are addressed by position, so a rewind only sets lengths: of window, entries, index keys, compressor rows and the
+MTP block's window.
 
-What is exact: given equal logits, greedy tokens are those of plain greedy decoding, and sampled tokens have its
-distribution. Whether a pass of several tokens gives the logits of single steps to the last bit is a matter of the
-backend's kernels: see README.md beside this file.
+Given equal logits, greedy tokens are those of plain greedy decoding, and sampled tokens have its distribution. The
+backend's kernels decide whether a pass of several tokens gives the logits of single steps to the last bit: see
+README.md beside this file.
 """
 
 import time
@@ -36,7 +36,7 @@ from dsv4.speculation.verify import Verify
 
 @dataclass
 class _Row:
-    """One row: what came out, and what decides how it goes on. state: of the policy."""
+    """One row: its output, and the state that decides how it continues. state: of the policy."""
 
     out: Generation
     state: Any
@@ -62,13 +62,13 @@ def generate_speculative(
     max_rewind: int = DEFAULT_MAX_REWIND,
     verify: Callable[[CausalLM, TokenCache], Verify] = ways.default,
 ) -> list[Generation]:
-    """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does of one.
+    """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does from one prompt.
 
     policy: chooses how many tokens each row drafts (None: always the drafter's `draft_tokens`). on_token(row, id) as
-    tokens become final. Row b draws from a generator of seed sampling.seed + b of its own, so that its tokens do not
-    depend on its neighbours; a pass drafts at most max_rewind − 1 tokens. verify: makes what runs a pass, by default
-    one append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError
-    where the model cannot draft.
+    tokens become final. Row b draws from its own generator with seed sampling.seed + b, so its tokens do not depend on
+    other rows. A pass drafts at most max_rewind − 1 tokens. verify makes the object that runs a pass, by default one
+    append. Raises as `generate` does (ContextOverrun as soon as one row's next token has no room), and InputError if
+    the model cannot draft.
     """
     check_can_speculate(model, drafter)
     policy = policy or Static(drafter.draft_tokens)
@@ -145,38 +145,38 @@ class _Batch:
         drafter.begin([row.out.prompt_ids for row in rows], model, cache, self._choose)
 
     def seconds(self, name: str, begun: float) -> None:
-        """Since `begun`, without what was captured meanwhile: that is told by itself."""
+        """Seconds since `begun`, without captures meanwhile, which are reported separately."""
         if self.model.device.type == "cuda" and name == "prefill_seconds":
-            torch.cuda.synchronize(self.model.device)  # the time of prefill ends when its work does
+            torch.cuda.synchronize(self.model.device)  # prefill time ends when the device has finished its work
         captured = sum(way.capture_seconds for way in self._captured())
         for row in self.rows:
             row.out.capture_seconds = captured
             setattr(row.out, name, time.perf_counter() - begun - captured)
 
     def _captured(self) -> list[Steps]:
-        """What captures steps, if anything does."""
+        """The object that captures steps, if there is one."""
         return [way for way in (self.verify, self.drafter.captured) if isinstance(way, Steps)]
 
     def prepare(self) -> None:
-        """Capture what passes of a single row will run, if it goes on; other widths are captured when they are
-        wanted."""
+        """Capture the passes that a single row will run, if it continues. Other widths are captured when they are
+        needed."""
         if len(self.rows) > 1 or not self.rows[0].active or self.cache.lengths[0] == self.limit:
             return
         sizes = {0, *(self._cut(0, size) for size in self.policy.sizes)}
-        # a pass has its drafts and one more; the block runs as many as a pass kept, and then one by one
+        # a pass has its drafts and one more token; the block runs as many tokens as a pass kept, and then one at a time
         for way in self._captured():
             way.prepare(range(1, max(sizes) + 2) if way is self.drafter.captured else (size + 1 for size in sizes))
 
     # ---- prefill ----------------------------------------------------------------------------
 
     def prefill(self, on_prefill) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the prompts; of each row's last token the logits [B, 1, vocab] and the streams [B, 1, n, d], if the
-        drafter needs them."""
+        """Run the prompts. Returns the logits [B, 1, vocab] of each row's last token, and its streams [B, 1, n, d] if
+        the drafter needs them."""
         told = self.drafter.prefilled if self.drafter.needs_streams else None
         return prefill(self.model, self.cache, [row.out.prompt_ids for row in self.rows], told, on_prefill)
 
     def first(self, logits: torch.Tensor, streams: torch.Tensor | None) -> None:
-        """The token after each prompt: a pass without drafts, whose pending token was the prompt's last."""
+        """Choose the token after each prompt, as a pass without drafts whose pending token was the prompt's last."""
         B = len(self.rows)
         none = Drafts(torch.zeros(B, 0, dtype=torch.int64), [0] * B, None, [0] * B)
         self._keep(self._accept(logits, none), none, streams)
@@ -184,7 +184,7 @@ class _Batch:
     # ---- a pass -----------------------------------------------------------------------------
 
     def step(self, pressure: bool) -> None:
-        """Draft, verify, keep."""
+        """One pass: draft, verify, keep."""
         B, active = len(self.rows), [row.active for row in self.rows]
         for row, length in zip(self.rows, self.cache.lengths):
             if row.active and length == self.limit:
@@ -201,8 +201,8 @@ class _Batch:
         self.cache.rewind([now - length - n for now, length, n in zip(self.cache.lengths, before, kept)])
 
     def _cut(self, b: int, wanted: int) -> int:
-        """Drafts of row b: what its policy wants, within the context, the tokens it may still give, and what can be
-        rewound."""
+        """The number of drafts of row b: the policy's size, within the context, the tokens it may still generate, and
+        the cache's rewind."""
         row = self.rows[b]
         if not row.active:
             return 0
@@ -215,31 +215,29 @@ class _Batch:
             return accept_greedy(logits, drafted, sizes)
         u = torch.zeros(len(self.rows), drafted.shape[1] + 1, dtype=torch.float64)
         for b, (row, size) in enumerate(zip(self.rows, drafts.sizes)):
-            # as many draws as the row has drafts, so that its own draws are the same beside any neighbour
+            # as many draws as the row has drafts, so that its draws do not depend on other rows
             if row.active:
                 u[b, : size + 1] = torch.rand(size + 1, dtype=torch.float64, generator=row.generator)
         u = u.to(logits.device, non_blocking=True)
         return accept_sampled(distribution(logits, self.sampling), drafts.q, drafted, sizes, u[:, 1:], u[:, 0])
 
     def _keep(self, accepted: Accepted, drafts: Drafts, streams: torch.Tensor | None) -> list[int]:
-        """Give out what was accepted, up to a stop; tell the drafter. Returns how many tokens of each row came out.
-
-        Here the host waits for the device, once a pass.
-        """
+        """Output the accepted tokens, up to a stop, and report them to the drafter. Returns the number of output tokens
+        of each row. Here the host waits for the device, once a pass."""
         counts, emitted, kept = accepted.count.tolist(), accepted.tokens.tolist(), []
         for b, row in enumerate(self.rows):
             if not row.active:
                 kept.append(0)
                 continue
             kept.append(self._give(b, emitted[b][: counts[b] + 1]))
-            if len(row.out.token_ids) > kept[b]:  # the first token came of prefill, not of a pass
+            if len(row.out.token_ids) > kept[b]:  # prefill gave the first token, not a pass
                 row.state = self.policy.observe(row.state, counts[b], drafts.sizes[b])
                 row.out.speculation.passed(drafts.sizes[b], min(counts[b], kept[b]), drafts.steps[b])
         self.drafter.commit(streams, torch.tensor(emitted), [n if row.active else 0 for n, row in zip(kept, self.rows)])
         return kept
 
     def _give(self, b: int, tokens: list[int]) -> int:
-        """Append tokens to row b's output until it stops; how many came out."""
+        """Append tokens to row b's output until it stops. Returns how many were appended."""
         out = self.rows[b].out
         for n, token in enumerate(tokens, 1):
             out.token_ids.append(token)
@@ -251,7 +249,8 @@ class _Batch:
         return len(tokens)
 
     def _choose(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens int64 [M] of a drafting model's logits [M, vocab] for `rows`, and what they were drawn from."""
+        """Tokens int64 [M] from a drafting model's logits [M, vocab] for `rows`, and the distribution they were drawn
+        from."""
         if self.sampling.temperature == 0:
             return logits.argmax(-1), None
         q = distribution(logits, self.sampling)

@@ -1,4 +1,4 @@
-"""Two policies that know what no policy can: bounds to rank the others against."""
+"""Two policies that know the future, as bounds to compare the others with."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ def potential(request: Request, costs: CostTable, batch: int, width: int | None 
 
     width None: the least possible, by dynamic programming from the end, when all rows always draft alike. Otherwise:
     when every pass is `width` wide, whatever the row itself could use. The second dimension, at batch 1 without a
-    width: how many passes without drafts wait to be followed; else R is 0, and such a pass has its share of following
-    many (`CostTable.uniform`).
+    width: how many passes without drafts wait for the drafter. Otherwise R is 0, and such a pass pays its share of the
+    drafter's step over many (`CostTable.uniform`).
     """
     T, share = len(request), [costs.uniform(batch, k) / batch for k in range(LARGEST + 1)]
     cost, accepted = costs.of(batch), request.accepted.tolist()
@@ -24,7 +24,7 @@ def potential(request: Request, costs: CostTable, batch: int, width: int | None 
     rest = cost.verify[0] if R else share[0]
     left = np.zeros((T + 1, R + 1))
     for t in range(T - 1, -1, -1):
-        most = min(accepted[t], T - t - 1)  # drafts beyond cost and bring nothing
+        most = min(accepted[t], T - t - 1)  # more drafts cost time and gain nothing
         if width is not None:
             left[t] = share[width] + left[t + min(most, width) + 1]
             continue
@@ -35,7 +35,7 @@ def potential(request: Request, costs: CostTable, batch: int, width: int | None 
 
 
 def resting(left: np.ndarray, rested: int, cost: BatchCost) -> float:
-    """Seconds to the end after one more pass without drafts: left fp64 [R + 1] of the position behind it."""
+    """Seconds to the end after one more pass without drafts: left fp64 [R + 1] of the position after it."""
     most = len(left) - 1
     return left[after_rest(rested, most)] + (cost.following(rested) if rested == most else 0.0)
 
@@ -43,13 +43,14 @@ def resting(left: np.ndarray, rested: int, cost: BatchCost) -> float:
 def bound(trace: Trace, costs: CostTable, batch: int) -> float:
     """tokens/s that no schedule of a drafter exceeds: every row pays at least its share of its own sizes.
 
-    Holds at padding 1 when verify grows with the size; at less padding when it is also concave in the size (tokens that
-    share a pass are never dearer than apart)."""
+    It holds at padding 1 if verify grows with the size, and at less padding if verify is also concave in the size
+    (tokens that share a pass never cost more than apart).
+    """
     return trace.tokens / sum(potential(r, costs, batch)[0, 0] for r in trace.requests)
 
 
 class Oracle(Policy):
-    """Knows how many drafts each position accepts. State: (potential, accepted, position, passes without drafts that
+    """It knows how many drafts each position accepts. State: (potential, accepted, position, passes without drafts that
     wait).
 
     Assumes that acceptance at a position does not depend on how it was reached, and that costs add up. At batch 1
@@ -57,11 +58,11 @@ class Oracle(Policy):
     are coupled by their common pass, and the exact optimum would need the product of all rows' positions; there it
     looks one pass ahead: the sizes that minimise the cost of the pass and the sum of the rows' potentials after it.
     With the potentials of passes of one width, that is one step of policy iteration from the static size, and not
-    slower in the long run: rank the best over all widths. `bound` is what no schedule of a drafter exceeds. Needs
+    slower in the long run: take the best over all widths. No schedule of a drafter exceeds `bound`. The oracle needs
     traces, so it only exists in simulation.
     """
 
-    pressure_cap = None  # of speed only: the others are ranked against it without pressure
+    pressure_cap = None  # it is about speed only: the other policies are compared with it without pressure
 
     def __init__(self, costs: CostTable, batch: int, width: int | None = None):
         self.costs, self.batch, self.width, self.name = costs, batch, width, "oracle"
@@ -72,7 +73,7 @@ class Oracle(Policy):
     def initial(self, request: Request | None = None) -> tuple[np.ndarray, np.ndarray, int, int]:
         if request is None:
             raise InputError("the oracle needs the acceptance trace of its request; it cannot run in an engine")
-        if id(request) not in self._potentials:  # the request is kept: an id is only its own while it lives
+        if id(request) not in self._potentials:  # the request is kept, because its id is unique only while it lives
             self._potentials[id(request)] = request, potential(request, self.costs, self.batch, self.width)
         return self._potentials[id(request)][1], request.accepted, 0, 0
 
@@ -91,7 +92,7 @@ class Oracle(Policy):
         plans = {}
         for m in range(LARGEST + 1):
             plans[tuple(min(m, most) for _, most in rows)] = None
-            if self.price[m]:  # a row may draft less than it could, where live tokens cost
+            if self.price[m]:  # a row may draft less than it could, if live tokens cost
                 plans[
                     tuple(
                         int(np.argmin(after[: min(m, most) + 1] + self.price[m] * np.arange(min(m, most) + 1)))
@@ -102,8 +103,8 @@ class Oracle(Policy):
         return list(min(plans, key=cost))
 
     def _after(self, left: np.ndarray, t: int, rested: int) -> np.ndarray:
-        """Seconds to the end by how many drafts come out of the next pass, fp64 [up to 9], with those of following the
-        passes before it."""
+        """Seconds to the end by the number of drafts accepted in the next pass, fp64 [up to 9], including the drafter's
+        step over the passes before it."""
         cost = self.costs.of(self.batch)
         after = left[t + 1 : t + LARGEST + 2, 0] + cost.following(rested)
         after[0] = resting(left[t + 1], rested, cost)
@@ -111,10 +112,11 @@ class Oracle(Policy):
 
 
 class Informed(Policy):
-    """Knows the true rates of a synthetic trace, not the outcomes: about what the best estimator could reach. State:
+    """It knows the true rates of a synthetic trace, not the outcomes: about the limit of the best estimator. State:
     (rates, position).
 
-    Chooses as `CostAware` does, with a sure belief of the next 8 rates."""
+    Chooses as `CostAware` does, with a sure belief of the next 8 rates.
+    """
 
     pressure_cap = None
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dsv4.errors import InputError
 
-LARGEST = 8  # drafted tokens a pass; traces say of each position how many of so many would have been accepted
+LARGEST = 8  # drafted tokens a pass; a trace says for each position how many of this number would be accepted
 PRESSURE_PERCENT = 85
 PRESSURE_CAP = 2
 
@@ -28,7 +28,8 @@ def under_pressure(live_pages, pages: int, percent: int = PRESSURE_PERCENT):
 
 
 class Policy:
-    """The interface. States are per request and immutable: what a row needs to know, nothing about other rows.
+    """The interface. States are per request and immutable. They hold what a row needs to know, and nothing about other
+    rows.
 
     name: for tables. sizes: all sizes that `choose` may return, ascending: the graphs that an engine needs.
     pressure_cap: no row drafts more than this while the cache is under pressure; None: pressure is ignored.
@@ -56,7 +57,7 @@ class Policy:
         raise NotImplementedError
 
     def choose(self, states: Sequence[Any], pressure: bool = False) -> list[int]:
-        """Sizes of the next pass for rows that share it; None is a row at rest: it does not count, and its size is
+        """Sizes of the next pass for rows that share it. None is a row at rest: it does not count, and its size is
         0."""
         raise NotImplementedError
 
@@ -71,7 +72,7 @@ def room(remaining: int, free: int) -> int:
     """The most tokens worth drafting: a pass commits up to size + 1 tokens, and writes as many.
 
     remaining: tokens that the request may still commit; free: slots of its context that are still empty. Sizes are cut
-    to it after `choose`, and `observe` is told what was drafted.
+    to it after `choose`, and `observe` gets the number really drafted.
     """
     return max(0, min(remaining, free) - 1)
 
@@ -112,7 +113,7 @@ class Static(Policy):
 
 @dataclass(frozen=True)
 class AdaptiveParameters:
-    """Of `Adaptive`; the defaults are those of the issue.
+    """Parameters of `Adaptive`; the defaults are those of the specification.
 
     weight: of the newest ratio in the mean; start: the mean of a new request; thresholds ascending: sizes[i + 1] is
     taken from thresholds[i] on, sizes[0] below all. The smallest size is at least 1: with nothing drafted nothing is
@@ -167,7 +168,7 @@ class Adaptive(Policy):
         return np.float32(self.parameters.start)
 
     def observe(self, state: np.float32, accepted: int, proposed: int) -> np.float32:
-        """ε ← weight · r + (1 − weight) · ε. Nothing drafted is no evidence: ε stays."""
+        """ε ← weight · r + (1 − weight) · ε. If nothing was drafted there is no evidence, and ε stays."""
         checked(accepted, proposed)
         if proposed == 0:
             return state
@@ -175,7 +176,7 @@ class Adaptive(Policy):
         return self.weight * ratio + self.keep * state
 
     def size_of(self, state: np.float32) -> int:
-        """Before the cap."""
+        """The size before the cap."""
         size = self.parameters.sizes[0]
         for threshold, larger in zip(self.thresholds, self.parameters.sizes[1:]):
             if state >= threshold:

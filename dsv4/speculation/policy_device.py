@@ -6,7 +6,7 @@ follow each other. Each operation rounds by itself and sums are folded in halves
 specification bit for bit; code generators that contract a product and a sum (Inductor, Triton with fused multiply-add)
 would break that.
 
-Inputs are not checked, which would mean waiting for them: 0 <= accepted <= proposed <= 8 is the caller's to hold.
+Inputs are not checked, because the host would wait for them: the caller must ensure 0 <= accepted <= proposed <= 8.
 """
 
 import torch
@@ -20,9 +20,9 @@ from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
 class DevicePolicy:
     """The interface. `step(accepted, proposed, pressure, live) → sizes`, `reset(fresh)`.
 
-    accepted, proposed: int64 or int32 [B], of the pass that just ended; pressure: bool scalar tensor; live: bool [B],
-    rows that take part in the next pass (None: all). sizes int64 [B], 0 for rows at rest. Before the first pass, and
-    for rows that rested, proposed is 0: they keep what they know. reset(fresh bool [B]): those rows begin a new
+    accepted, proposed: int64 or int32 [B], counts of the pass that just ended; pressure: bool scalar tensor; live: bool
+    [B], rows that take part in the next pass (None: all). sizes int64 [B], 0 for rows at rest. Before the first pass,
+    and for rows that rested, proposed is 0: they keep what they know. reset(fresh bool [B]): those rows begin a new
     request.
     """
 
@@ -115,7 +115,7 @@ class DeviceCostAware(DevicePolicy):
         )
 
     def net(self) -> torch.Tensor:
-        """What each row is worth at each width of the pass and size of its own: fp32 [B, K, K]."""
+        """The value of each row at each width of the pass and each size of its own: fp32 [B, K, K]."""
         value = _fold(self.belief.unsqueeze(2) * self.value, 1)  # [B, K]
         later = _fold(self.belief.view(-1, 1, 1, HYPOTHESES, 1) * self.later, 3).amin(2)  # [B, outcome, K]
         return (value - _fold(later, 1)).unsqueeze(1) - self.price
@@ -133,7 +133,7 @@ class DeviceCostAware(DevicePolicy):
         return _resting(self.sizes.index_select(0, own), live)
 
     def _first(self, found: torch.Tensor) -> torch.Tensor:
-        """Index of the first true of the last dimension: argmin and argmax do not promise which of equals they
+        """Index of the first true value of the last dimension: argmin and argmax do not promise which of equals they
         return."""
         return torch.where(found, self.index, self.none).amin(-1)
 
@@ -142,8 +142,8 @@ class DeviceCostAware(DevicePolicy):
 
 
 class KernelCostAware(DeviceCostAware):
-    """Computes what `DeviceCostAware` does in its own kernels: on a GPU the separate operations of that class take as
-    long as a small model's whole round."""
+    """`DeviceCostAware` in kernels of its own: on a GPU the separate operations of that class take as long as a small
+    model's whole round."""
 
     def __init__(self, policy: CostAware, batch: int, device: torch.device | str):
         super().__init__(policy, batch, device)
@@ -173,7 +173,7 @@ class KernelCostAware(DeviceCostAware):
 
 
 def on_device(policy: Policy, batch: int, device: torch.device | str) -> DevicePolicy:
-    """The device implementation of a policy. Raises InputError for one that has none (the oracles need a trace)."""
+    """The device implementation of a policy. Raises InputError for a policy without one (the oracles need a trace)."""
     cost_aware = KernelCostAware if torch.device(device).type == "cuda" else DeviceCostAware
     for kind, implementation in ((Static, DeviceStatic), (Adaptive, DeviceAdaptive), (CostAware, cost_aware)):
         if isinstance(policy, kind):

@@ -1,4 +1,4 @@
-"""Prompts of a ragged batch, with what drafting needs of them."""
+"""Prompts of a ragged batch, with the streams that drafting needs."""
 
 from collections.abc import Callable
 
@@ -19,8 +19,8 @@ def prefill(
     """Append the prompts to an empty cache in the pieces that plain generation takes.
 
     on_streams(streams [B, T, n, d], next ids int64 [B, T], counts): the main model's streams of a piece, the token
-    after each, and in how many positions of each row that is known (after a prompt's last token it is not).
-    on_prefill(done, total). Returns of each row's last token the logits [B, 1, vocab] and, if on_streams is given, the
+    after each, and for how many positions of each row that token is known (after a prompt's last token it is not).
+    on_prefill(done, total). Returns the logits [B, 1, vocab] of each row's last token and, if on_streams is given, its
     streams [B, 1, n, d].
     """
     lengths, chunk = [len(row) for row in prompts], model.chunk

@@ -1,4 +1,5 @@
-"""Speculative generation whose rounds stay on the device: the host launches graphs and reads what earlier ones left."""
+"""Speculative generation whose rounds stay on the device: the host launches graphs and reads the records of earlier
+ones."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -33,14 +34,15 @@ def generate_resident(
     ahead: int = AHEAD,
     make: Callable[..., Rounds] = Rounds,
 ) -> list[Generation]:
-    """As `generate_speculative`, with the MTP block or prompt lookup. on_token(row, id) as the host learns of tokens.
+    """Generate as `generate_speculative` does, with the MTP block or prompt lookup. on_token(row, id) is called as the
+    host reads tokens.
 
-    Row b draws with the noise of sampling.seed + b (`noise`), and so other tokens than plain decoding with that seed,
-    of the same distribution.
-    ahead: as for `Rounds`; make: what runs the rounds, for whoever watches them. The cache holds one token more than
-    the context and what a round may draft, which is less than the policy wants where the context ends near the
-    checkpoint's. Raises as `generate_speculative`, and InputError where the context is the checkpoint's or layers lie
-    on several devices; ContextOverrun when the context ends before the request, after all tokens that fit.
+    Row b draws with the noise of sampling.seed + b (`noise`), so its tokens differ from plain decoding with that seed
+    and have its distribution. ahead: as for `Rounds`; make: makes the object that runs the rounds, for callers that
+    watch them. The cache holds one token more than the context plus the drafts of a round. That is less than the policy
+    wants if the context ends near the checkpoint's. Raises as `generate_speculative`, and InputError if the context
+    equals the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the request,
+    after all tokens that fit.
     """
     check_can_speculate(model, drafter)
     check_one_device(model)
@@ -56,7 +58,7 @@ def generate_resident(
             f"a context of {limit} tokens is all that the checkpoint takes; rounds with drafts run one token behind "
             "it: lower --max-context or --max-new-tokens by one, or leave out --speculate"
         )
-    # so that the block may follow many rounds without drafts at once
+    # so that the block can run many rounds without drafts at once
     back = FOLLOWS[-1] - 1 if drafter.needs_mtp and 0 in policy.sizes else 1
     cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, back))
     outs = [
@@ -65,7 +67,7 @@ def generate_resident(
     ]
     choice, begun = choice_of(sampling, len(prompts), model.device), time.perf_counter()
     tokens, drafts = primed(model, cache, prompts, on_prefill, choice, drafter)
-    firsts = tokens.tolist()  # waits for the prompts: their time ends here
+    firsts = tokens.tolist()  # wait for the prompts, whose time ends here
     seconds = time.perf_counter() - begun
     left = [0 if token in stops else min(max_new_tokens - 1, limit - len(ids)) for token, ids in zip(firsts, prompts)]
 
@@ -77,7 +79,7 @@ def generate_resident(
     for b, token in enumerate(firsts):
         tell(b, [token])
     begun = time.perf_counter()
-    # a text that repeats nothing drafts nothing
+    # a text without repeats drafts nothing
     widths = [n for n in (policy.sizes if drafter.needs_mtp else (0, *policy.sizes)) if n <= most]
     rounds = make(
         model,

@@ -1,4 +1,4 @@
-"""Drafters of rounds: what `draft` drafts, as tensor operations without the host, so that a round with them can be
+"""Drafters of rounds: the drafters of `draft` as tensor operations without the host, so that a round with them can be
 captured."""
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.policy import LARGEST
 from dsv4.speculation.prefill import prefill
 
-# By how many tokens of a row the MTP block follows rounds without drafts: a step over many costs little more than one
+# Numbers of waiting tokens of a row that the MTP block runs in one step: a step over many costs little more than one
 # over a few, since experts run for the last token alone. Few sizes, because each is compiled and captured.
 FOLLOWS = (2, 8, 32)
 
@@ -33,10 +33,10 @@ class RoundDrafter(ABC):
     """The interface. A row holds `start` int64 [B] tokens in the model's caches and one more that is chosen, not yet in
     them.
 
-    offered int64 [B]: drafts that the next round can have of each row. lengths: of caches of its own, which the host
-    moves on with the model's. follows: tokens of a row, ascending, by which it can `catch_up` with rounds without
-    drafts, as it must before it drafts and when it keeps as many as the last says; none where it has nothing to catch
-    up with. All tensors are updated in place, so that replays follow each other.
+    offered int64 [B]: how many drafts each row can have in the next round. lengths: of its own caches, which the host
+    advances with the model's. follows: the widths, ascending, of `catch_up` after rounds without drafts. It must catch
+    up before it drafts, and when as many tokens wait as the last width says; empty if it has nothing to catch up with.
+    All tensors are updated in place, so that replays follow each other.
     """
 
     offered: torch.Tensor
@@ -45,42 +45,42 @@ class RoundDrafter(ABC):
 
     @abstractmethod
     def take(self, other: "RoundDrafter") -> None:
-        """Go on from where another of this kind stands, which was made for as many rows of the same cache."""
+        """Continue from the state of another drafter of this kind, which was made for as many rows of the same
+        cache."""
 
     @abstractmethod
     def drafts(self, D: int, start: torch.Tensor) -> Drafted:
-        """D of each row; those of a row that offers none mean nothing."""
+        """D drafts of each row; those of a row that offers none mean nothing."""
 
     def told(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """Of chosen int64 [B, T] the first count int64 [B] are the rows' next tokens; before the sizes of the next
-        round are chosen."""
+        """The first count int64 [B] of chosen int64 [B, T] are the rows' next tokens. Called before the sizes of the
+        next round are chosen."""
 
     def follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, start: torch.Tensor) -> None:
-        """Called behind `told` in a round with drafts. streams [B·T, n, d]: the main model's at
-        positions start … start + T − 1."""
+        """Called after `told` in a round with drafts. streams [B·T, n, d]: the main model's at positions start … start
+        + T − 1."""
 
     def keep(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """Called in place of `follow` in a round without drafts: T is 1, streams [B, n, d]. The drafter catches up
+        """Called instead of `follow` in a round without drafts: T is 1, streams [B, n, d]. The drafter catches up
         later."""
 
     def catch_up(self, width: int, start: torch.Tensor) -> None:
-        """Follow what was kept, up to `width` tokens a row. Doing so again changes nothing until `caught_up`."""
+        """Run the waiting tokens, up to `width` a row. A second call changes nothing until `caught_up`."""
 
     def caught_up(self) -> None:
-        """Nothing is kept any more."""
+        """No token waits any more."""
 
 
 class MTPDrafts(RoundDrafter):
-    """Chained drafts of the MTP block, which holds as many entries as the model's caches hold tokens, less those that
-    are kept.
+    """Chained drafts of the MTP block, which holds as many entries as the model's caches hold tokens, less the waiting
+    ones.
 
-    features [B, d], chained [B, n, d]: of the block at the last token that it followed, what its head says the next
-    draft of, and its streams there.
-    choice: how drafts come of logits.
+    features [B, d], chained [B, n, d]: the block's head input at the last token that it ran, which gives the next
+    draft, and its streams there. choice: how drafts are chosen from logits.
 
-    A round without drafts leaves the block and its head alone: its token and the main model's streams are kept, and go
-    through the block as one step with others, before the next draft or when no more can wait. A step over more tokens
-    than the cache can be rewound would write over what the block's window still needs.
+    A round without drafts skips the block and its head. Its token and the main model's streams are kept, and run
+    through the block later in one step with others: before the next draft, or when no more can wait. A step over more
+    tokens than the cache's rewind would overwrite rows that the block's window still needs.
     """
 
     def __init__(
@@ -92,14 +92,15 @@ class MTPDrafts(RoundDrafter):
         self.features, self.chained = features.clone(), chained.clone()
         self.offered = torch.full((cache.batch,), LARGEST, device=model.device)
         self.follows = [n for n in FOLLOWS if n <= cache.max_rewind + 1] or [1]
-        places = self.follows[-1] + 1  # of a row; the last is of rounds that are captured while all others are taken
+        # of a row; the last belongs to rounds that are captured while all others are in use
+        places = self.follows[-1] + 1
         self.first, kept = torch.arange(cache.batch, device=model.device) * places, cache.batch * places
         self.kept = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.kept_ids, self.kept_streams = self.kept.new_zeros(kept), chained.new_zeros(kept, *chained.shape[1:])
 
     @property
     def said(self) -> torch.Tensor:
-        """Logits fp32 [B, V] of the first draft, when nothing is kept."""
+        """Logits fp32 [B, V] of the first draft, if no token waits."""
         return self.model.head(self.features)
 
     def take(self, other):
@@ -119,8 +120,8 @@ class MTPDrafts(RoundDrafter):
         return Drafted(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)
 
     def follow(self, streams, chosen, count, start):
-        """The block over what was verified; it stands after the last token that counts then. Other rows stay as they
-        were."""
+        """Run the block over the verified tokens. It then stands after the last token that counts. Other rows do not
+        change."""
         features, after = run_block(self.model, self.cache, streams, chosen, start, (count - 1).clamp(min=0))
         moved = (count > 0).unsqueeze(1)
         self.features.copy_(torch.where(moved, features, self.features))
@@ -142,12 +143,12 @@ class MTPDrafts(RoundDrafter):
 
 class LookupDrafts(RoundDrafter):
     """Prompt lookup as `LookupDrafter` defines it, over texts on the device: the longest suffix of `longest` to
-    `shortest` tokens that stands earlier and has a follower there, of those the latest; a match that reaches the end
-    goes on in what it drafts.
+    `shortest` tokens that occurs earlier with a token after it, and of those occurrences the latest. A match that
+    reaches the end continues into its own drafts.
 
-    text int64 [B, longest + room]: pads of −1, the row's length tokens, and what means nothing. A round looks through
-    all of it, in about a dozen operations over B · room numbers: no index is kept. tokens int64 [B]: each row's first
-    after its prompt.
+    text int64 [B, longest + room]: pads of −1, the row's tokens, then values without meaning. A round searches all of
+    it, in about a dozen operations over B · room numbers, without an index. tokens int64 [B]: each row's first after
+    its prompt.
     """
 
     def __init__(self, prompts: list[list[int]], tokens: torch.Tensor, room: int, longest: int, shortest: int):
@@ -165,27 +166,28 @@ class LookupDrafts(RoundDrafter):
             getattr(self, name).copy_(getattr(other, name))
 
     def drafts(self, D, start):
-        period = (self.length - self.behind).unsqueeze(1)  # a draft beyond the end is one of those before it
+        period = (self.length - self.behind).unsqueeze(1)  # a draft beyond the end repeats an earlier one
         place = self.longest + self.behind.unsqueeze(1) + torch.arange(D, device=start.device) % period
         return Drafted(self.text.gather(1, place))
 
     def told(self, chosen, count):
         place = self.longest + self.length.unsqueeze(1) + torch.arange(chosen.shape[1], device=chosen.device)
-        self.text.scatter_(1, place, chosen)  # beyond what counts too: it lies behind the length
+        self.text.scatter_(1, place, chosen)  # writes beyond what counts too: that lies after the length
         self.length += count
         self._find()
 
     def _find(self) -> None:
-        """Where each row's match goes on (0 where there is none)."""
+        """The position where each row's match continues (0 if there is none)."""
         room = self.text.shape[1] - self.longest
         place, length = torch.arange(room, device=self.text.device), self.length.unsqueeze(1)
-        # a token at `place` follows; of how many tokens back all agree
+        # a token follows at `place`; how many tokens before it agree
         alike, run = place < length, torch.zeros_like(place)
         for back in range(1, self.longest + 1):
             last = self.text.gather(1, self.longest + length - back)
             alike = alike & (self.text[:, self.longest - back : self.longest - back + room] == last)
             run = run + alike
-        best = torch.where(run >= self.shortest, run * room + place, -1).amax(1)  # the longest, and of those the latest
+        # the longest match, and of those the latest
+        best = torch.where(run >= self.shortest, run * room + place, -1).amax(1)
         self.behind.copy_(best.clamp(min=0) % room)
         self.offered.copy_((best >= 0) * LARGEST)
 
@@ -200,8 +202,8 @@ def primed(
 ) -> tuple[torch.Tensor, RoundDrafter]:
     """Append prompts to an empty cache, and to the MTP block's own if it drafts.
 
-    Returns what `Rounds` starts from: the tokens chosen after the prompts int64 [B], and what `drafter` is on the
-    device. Raises InputError for a drafter that is nothing there.
+    Returns what `Rounds` starts from: the tokens chosen after the prompts int64 [B], and the device's form of
+    `drafter`. Raises InputError for a drafter that has none.
     """
     if not isinstance(drafter, (MTPDrafter, LookupDrafter)):
         raise InputError(
@@ -211,7 +213,7 @@ def primed(
     logits, streams = prefill(model, cache, prompts, tell if drafter.needs_mtp else None, on_prefill)
     tokens = choice.own(logits, torch.tensor(cache.lengths, device=model.device)).squeeze(1)
     if isinstance(drafter, LookupDrafter):
-        room = cache.max_context + 1  # the last token that a round writes is not in the caches
+        room = cache.max_context + 1  # the last token that a round chooses is not in the caches
         return tokens, LookupDrafts(prompts, tokens, room, drafter.longest, drafter.shortest)
     with torch.inference_mode():
         features, after = run_block(

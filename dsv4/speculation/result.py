@@ -6,11 +6,11 @@ from statistics import pvariance
 
 @dataclass
 class Speculation:
-    """Counts of one row. `block_size_history`: drafted tokens of each verify pass of this row, 0 where none could be;
-    `accepted_history`: how many of them came out as tokens.
+    """Counts of one row. `block_size_history`: drafted tokens of each verify pass of this row, 0 if it drafted none;
+    `accepted_history`: how many of them became output.
 
-    accepted: drafts that came out as tokens; those behind a stop id were not. draft_steps: runs of the MTP block for
-    this row while drafting, 0 for prompt lookup.
+    accepted: drafts that became output; those after a stop id did not. draft_steps: runs of the MTP block for this row
+    while drafting, 0 for prompt lookup.
     """
 
     method: str
@@ -32,7 +32,7 @@ class Speculation:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted drafts of those proposed; None when nothing was proposed."""
+        """Accepted drafts / proposed drafts; None if nothing was proposed."""
         return self.accepted / self.proposed if self.proposed else None
 
     @property

@@ -1,5 +1,5 @@
-"""What rounds leave for the host: the records of the last few, in pinned memory, so that what crosses does not grow
-with the response."""
+"""Records of the last few rounds, in pinned memory for the host, so that the bytes that cross do not grow with the
+response."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from dsv4.kernels.commit_rows import HEAD, SIZE, record
 
 @dataclass
 class Record:
-    """What one round did. tokens: of each row those that count; sizes: drafts that rows are to have in the round that
-    is `ahead` behind it."""
+    """What one round did. tokens: the new tokens of each row; sizes: drafts of the rows in the round that is `ahead`
+    rounds later."""
 
     tokens: list[list[int]]
     sizes: list[int]
@@ -23,14 +23,13 @@ class Ring:
     """Records of the last `rounds` rounds of `batch` rows that get up to `tokens` tokens each: round n is at n mod
     `rounds`.
 
-    Everything that a round says is one record, and a record may be read when the copy behind it has ended, as the
-    round's event tells:
-    then none of it is older than the rest. Later copies write the same numbers again, until round n + `rounds` takes
-    the place. So whoever launches rounds must have read n before.
+    A round writes one record. The record may be read when the round's event says that its copy has ended; then all of
+    it is of one round. Later copies write the same numbers again, until round n + `rounds` overwrites them. So the host
+    must read record n before it launches that round.
 
-    ahead: how many rounds may be under way. What a round decides is known to the host when so many have begun, so it is
-    of the round that is `ahead` behind it, on the device too: both then have the same sizes, and whether a record came
-    early changes none. Raises InputError where the ring holds fewer.
+    ahead: how many rounds may run at once. The host knows a round's decision only when that many have begun, so it
+    applies to the round `ahead` rounds later, on the device too. Both then have the same sizes, and a record that comes
+    early changes none. Raises InputError if the ring holds fewer rounds.
     """
 
     def __init__(self, rounds: int, batch: int, tokens: int, device: torch.device, ahead: int = 1):
@@ -42,12 +41,12 @@ class Ring:
         self.clear()
 
     def clear(self) -> None:
-        """No round's record is anywhere; none may be under way."""
+        """Clear all records. No round may be running."""
         self.records.fill_(-1)
         self.host.fill_(-1)
 
     def decide(self, number: int, sizes: torch.Tensor) -> None:
-        """Sizes int64 [B] of round `number`, one of the first `ahead`, which no round decides."""
+        """Set sizes int64 [B] of round `number`, one of the first `ahead`, which no round decides."""
         self.records[(number - self.ahead) % self.rounds, :, SIZE] = sizes
 
     @property
@@ -56,7 +55,7 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Copied to the host by every round."""
+        """Bytes that every round copies to the host."""
         return self.host.nbytes
 
     def put(
@@ -70,16 +69,16 @@ class Ring:
         sizes: torch.Tensor,
         number: torch.Tensor,
     ) -> None:
-        """On the device, what round `number` int64 [1] did, which counts on; sizes int64 [B] become those of the next.
-        As `dsv4.kernels.commit_rows.record`."""
+        """On the device, write the record of round `number` int64 [1], and increment the number; sizes int64 [B] become
+        those of the next round. Arguments as for `dsv4.kernels.commit_rows.record`."""
         record(chosen, count, wanted, offered, left, done, sizes, number, self.records, self.ahead)
 
     def send(self, wait: bool = False) -> None:
-        """Copy what the device holds, behind what is already under way. wait: until it is there."""
+        """Copy the device's records to the host, after all launched work. wait: until the copy has ended."""
         self.host.copy_(self.records, non_blocking=not wait)
 
     def read(self, number: int) -> Record:
-        """What round `number` said, whose copy has ended. Raises RuntimeError where another round's record is in its
+        """The record of round `number`, whose copy has ended. Raises RuntimeError if another round's record is in its
         place."""
         rows = self.host[number % self.rounds].tolist()
         if any(row[0] != number for row in rows):

@@ -2,8 +2,8 @@
 
 A round with D drafts is captured once (a CUDA graph; on a CPU it runs as it is) and serves every position of a ragged
 batch. The host chooses which D to replay from sizes that earlier rounds left in pinned memory (`ring`), and never waits
-for the device in a call (`host_half`): rows that are to have fewer drafts than D have theirs refused. With two rounds
-under way a round decides the sizes not of the next one, which is launched by then, but of the one after it.
+for the device in a call (`host_half`). In rows that want fewer drafts than D the rest is refused. With two rounds
+running, a round decides the sizes of the round after the next, because the next is launched already.
 
 A row holds `start` tokens in the caches; `token` is the last one that it has chosen, not yet in them. A round:
 
@@ -14,12 +14,12 @@ A row holds `start` tokens in the caches; `token` is the last one that it has ch
     streams: latents of all, the rest of the block for the last that stays alone; or, where nothing was drafted, later
     together with others (`RoundDrafter.keep`)
 
-With the block as drafter, its entry at position t is made of the main model's streams at t and the token at t + 1, so
-it holds `start` entries before it drafts; d_1 comes of where it stood last, d_2 … d_D of its own streams fed back, from
-position `start` on.
+With the block as drafter, its entry at position t is computed from the main model's streams at t and the token at t +
+1, so it holds `start` entries before it drafts. d_1 comes from its last state, d_2 … d_D from its own streams fed back,
+from position `start` on.
 
-What verifying wrote beyond the new length is written again before it can be seen (`dsv4.cache`); so are the block's
-entries of chained drafts.
+Rows that verification wrote beyond the new length are written again before they can be read (`dsv4.cache`); so are the
+block's entries of chained drafts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,17 +37,17 @@ from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident_drafters import Drafted, RoundDrafter
 from dsv4.step import CapturedStep
 
-SPARE = 8  # rounds that may run after the last that gives a row a token
+SPARE = 8  # rounds that may run after the last one that gives a row a token
 
 
 class Rounds(HostHalf):
     """Decodes a batch whose prompts are in `cache`, with up to `most` drafts a round.
 
-    tokens int64 [B], drafter: the token that was chosen after each prompt, and what drafts what follows (`primed`).
-    left: tokens that each row may still produce. stop_ids end a row, which keeps them. widths: drafts for which a round
-    is captured when it is first wanted (None: every number). ring: rounds whose records are held for the host; ahead:
-    rounds under way, no more than that: sizes are decided so many rounds before. choice: how tokens are chosen of
-    logits. Raises InputError where a round could reach beyond the cache, or layers lie on several devices.
+    tokens int64 [B]: the token chosen after each prompt; drafter: drafts the tokens after it (`primed`). left: tokens
+    that each row may still produce. stop_ids end a row, which keeps them. widths: drafts for which a round is captured
+    when it is first wanted (None: every number). ring: rounds whose records are held for the host. ahead: rounds that
+    run at once, at most `ring`; sizes are decided that many rounds earlier. choice: how tokens are chosen from logits.
+    Raises InputError if a round could reach beyond the cache, or if layers lie on several devices.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Rounds(HostHalf):
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
         self.done = torch.zeros(B, dtype=torch.bool, device=device)
-        # rings have no pages, and are never short of them
+        # rings have no pages, so they are never short of pages
         self.pressure = torch.zeros((), dtype=torch.bool, device=device)
         self.stops = torch.tensor(sorted(set(stop_ids)) or [-1], device=device)
         # of each round: drafted, accepted, tokens
@@ -80,14 +80,14 @@ class Rounds(HostHalf):
         self.restart(tokens, drafter, left)
 
     def restart(self, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int]) -> None:
-        """Begin other requests in the same rows, from where `cache` stands now; graphs stay. Arguments as for a new
-        one.
+        """Begin other requests in these rows, from the current state of `cache`; graphs are kept. Arguments as for a
+        new object.
 
-        Raises InputError where a round could reach beyond the cache, or a row could write more than any did when this
-        was made.
+        Raises InputError if a round could reach beyond the cache, or if a row could write more than any could when this
+        object was made.
         """
         lengths = self.cache.lengths
-        # rows that are done run on, behind their last token
+        # rows that are done keep running, after their last token
         reach = max(length + n for length, n in zip(lengths, left)) + self.most + 1
         if reach > self.cache.max_context or self.most > self.cache.max_rewind:
             raise InputError(
@@ -117,11 +117,11 @@ class Rounds(HostHalf):
         return self.drafter.drafts(D, self.start)
 
     def _wanted(self) -> torch.Tensor:
-        """Drafts of the next round that is not decided yet, as the policy wants them: int64 [B]."""
+        """Drafts of the next undecided round, as the policy wants them: int64 [B]."""
         return self.policy.choose(self.pressure, ~self.done)
 
     def _accept(self, logits: torch.Tensor, drafts: Drafted, proposed: torch.Tensor) -> Accepted:
-        """How many drafts stay, and the tokens that come out; logits fp32 [B, D + 1, V], proposed int64 [B]."""
+        """The number of accepted drafts, and the output tokens; logits fp32 [B, D + 1, V], proposed int64 [B]."""
         return self.choice.accept(logits, drafts.tokens, drafts.q, proposed, self.start + 1)
 
     @torch.inference_mode()
@@ -147,7 +147,7 @@ class Rounds(HostHalf):
             self.log,
             self.round,
         )
-        with self._aside():  # a dozen tiny kernels, beside the block's
+        with self._aside():  # a dozen tiny kernels, in parallel with the block
             self.policy.observe(accepted, proposed)
             self.drafter.told(chosen, count)
             self._record(chosen, count)
@@ -161,14 +161,14 @@ class Rounds(HostHalf):
         self.ring.send()
 
     def _record(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """What this round says to the host: of chosen int64 [B, T] the first count[b] tokens, how rows stand now, and
-        what they want next."""
+        """Write the round's record: of chosen int64 [B, T] the first count[b] tokens, the state of the rows, and the
+        sizes that they want next."""
         self.ring.put(chosen, count, self._wanted(), self.drafter.offered, self.left, self.done, self.sizes, self.round)
 
     @contextmanager
     def _aside(self):
-        """Kernels that run beside what follows, until the round waits for `side`. What they read of the round's own
-        tensors must live as long as the round."""
+        """Run kernels on a side stream, until the round waits for `side`. Tensors of the round that they read must live
+        as long as the round."""
         if self.side is None:
             yield
             return

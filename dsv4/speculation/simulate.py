@@ -1,4 +1,4 @@
-"""Runs a policy over a trace with a cost table: what it would commit, and how long that would take."""
+"""Runs a policy over a trace with a cost table: which tokens it would commit, and how long that would take."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,11 +13,9 @@ from dsv4.speculation.trace import Request, Trace
 
 @dataclass
 class Run:
-    """What happened. seconds: of the passes by the cost table; the policy's own time is not in it.
-
-    block_size_history[request]: drafted tokens of each of its passes (of those that began). widths: of all passes.
-    Acceptance is None when nothing was drafted; mean and variance of the block size are over all passes of all rows.
-    """
+    """The result. seconds: of the passes by the cost table, without the policy's own time. block_size_history[request]:
+    drafted tokens of each of its passes (of requests that began). widths: of all passes. Acceptance is None if nothing
+    was drafted; mean and variance of the block size are over all passes of all rows."""
 
     policy: str
     trace: str
@@ -71,19 +69,19 @@ class _Row:
 
     @property
     def room(self) -> int:
-        """The most drafts that are worth anything."""
+        """The largest useful number of drafts."""
         return room(len(self.request) - self.at, len(self.request) - self.at)
 
 
 class _Decisions:
-    """Sizes of the passes that come: what is decided before a pass is of the one that is `ahead` − 1 behind it."""
+    """Sizes of the next passes: a decision before a pass applies to the pass that is `ahead` − 1 passes later."""
 
     def __init__(self, ahead: int):
         self.ahead, self.waiting = ahead, deque()
 
     def next(self, decided: list[int], fresh: set[int]) -> list[int]:
-        """Sizes of the pass that begins now. fresh: rows whose request begins with it, and for which nothing was
-        decided before."""
+        """Sizes of the pass that begins now. fresh: rows whose request begins with it, so that no earlier decision
+        exists."""
         while len(self.waiting) < self.ahead - 1:
             self.waiting.append(list(decided))
         for sizes in self.waiting:
@@ -103,11 +101,11 @@ def simulate(
 ) -> Run:
     """Decode the requests of `trace` in `batch` rows; a row whose request has ended takes the next one.
 
-    Ends when a row finds none left: so every pass has all its rows, and all of the trace is decoded at batch 1.
+    It ends when a row finds no request left, so every pass has all its rows, and at batch 1 the whole trace is decoded.
     pressure(tokens committed so far) says whether the cache is under pressure in the next pass. A policy that never
-    drafts needs no drafter, and passes without drafts of the others are followed as on a device (`BatchCost.catch_up`).
-    ahead: as of `Rounds`: with 2 a pass has the sizes that were decided before the one before it, and its width is of
-    then. Raises InputError with fewer requests than rows.
+    drafts needs no drafter. For other policies the drafter runs after passes without drafts as on a device
+    (`BatchCost.catch_up`). ahead: as in `Rounds`; with 2 a pass has the sizes and the width that were decided before
+    the previous pass. Raises InputError with fewer requests than rows.
     """
     if len(trace.requests) < batch:
         raise InputError(
@@ -141,7 +139,7 @@ def simulate(
             if row.at < len(row.request):
                 row.state = policy.observe(row.state, accepted, size)
                 continue
-            rested = rested if batch > 1 else 0  # a prompt is followed before anything is decoded
+            rested = rested if batch > 1 else 0  # the drafter runs the prompt before anything is decoded
             following = next(waiting, None)
             fresh.add(b)
             rows[b] = _begin(policy, following, run) if following is not None else None

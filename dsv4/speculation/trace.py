@@ -1,4 +1,4 @@
-"""Acceptance traces: of each position of a generated text, how many of the next drafted tokens would have been
+"""Acceptance traces: for each position of a generated text, how many of the next drafted tokens would have been
 accepted."""
 
 import json
@@ -34,8 +34,8 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests and where they come from (`provenance`: 'kind' is 'recorded' or 'synthetic', and whatever obtains it
-    again)."""
+    """Requests and where they come from (`provenance`: 'kind' is 'recorded' or 'synthetic', and what is needed to
+    obtain it again)."""
 
     name: str
     requests: tuple[Request, ...]
@@ -121,8 +121,9 @@ def counts_of(drafted: Sequence[Sequence[int]], chosen: Sequence[int]) -> np.nda
     return counts
 
 
-# Synthetic traces. A token is one that drafts get right or not, whoever drafts it from where: from position t, all are
-# accepted up to the next difficult token. A policy then sees independent trials, and positions of one text agree.
+# Synthetic traces. Each token is either easy or difficult for drafts, for every drafter and from every position: from
+# position t, all are accepted up to the next difficult token. A policy then sees independent trials, and positions of
+# one text agree.
 
 
 def synthetic_request(name: str, rates: np.ndarray, rng: np.random.Generator, falloff: float = 1.0) -> Request:
@@ -165,7 +166,7 @@ def mixed(
     seed: int = 0,
     falloff: float = 1.0,
 ) -> Trace:
-    """Segments of code (high) and free text (low) by turns, lengths geometric with mean `segment`; half the requests
+    """Alternating segments of code (high) and free text (low), lengths geometric with mean `segment`; half the requests
     begin with each."""
     rng = np.random.default_rng(seed)
     made = []

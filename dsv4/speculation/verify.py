@@ -1,5 +1,5 @@
-"""How a verify pass is run: tokens in, logits after each of them out, and caches that hold them all until they are
-rewound."""
+"""How a verify pass runs: it takes tokens, returns the logits after each, and leaves all tokens in the caches until
+they are rewound."""
 
 from typing import Protocol
 
@@ -17,13 +17,13 @@ class Verify(Protocol):
         self, ids: torch.Tensor, counts: list[int], want_streams: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """ids int64 [B, W]: row b's first counts[b] are run (0: the row rests), and more may be. Returns logits fp32
-        [B, W, vocab] and the streams [B, W, n, d] before the head if wanted; beyond a row's count both may hold
-        anything. cache.lengths have moved on by what was really run."""
+        [B, W, vocab] and, if wanted, the streams [B, W, n, d] before the head; beyond a row's count both may hold
+        anything. cache.lengths advance by the tokens that really ran."""
 
 
 class Append:
-    """One append. pads: rows of fewer drafts run pads beside the others where they have room for them: one uniform pass
-    of the model instead of a piece for each length; the caller's rewind forgets pads as it forgets wrong drafts."""
+    """One append. pads: rows with fewer drafts run pads if they have room for them: one uniform pass of the model
+    instead of a piece for each length. The caller's rewind drops pads as it drops wrong drafts."""
 
     def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = True):
         self.model, self.cache, self.pads = model, cache, pads
@@ -43,8 +43,8 @@ class Append:
 
 
 class SingleSteps:
-    """Runs the tokens of a pass one at a time, as plain decoding does: its logits are those, bit for bit, in any
-    numerics. Steps of a pass share what they dequantise; else this is no faster than plain decoding."""
+    """Runs the tokens of a pass one at a time, as plain decoding does, so its logits are equal bit for bit, in any
+    numerics. The steps of a pass share dequantised weights; otherwise this is no faster than plain decoding."""
 
     def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
         self.model, self.cache = model, cache
@@ -61,13 +61,13 @@ class SingleSteps:
         return logits, streams if want_streams else None
 
 
-HOST = ("cpu", "reference")  # backends whose products of several rows are summed otherwise than those of one
+HOST = ("cpu", "reference")  # backends that sum products of several rows in another order than products of one row
 
 
 def default(model: CausalLM, cache: TokenCache, pads: bool = True) -> Verify:
-    """How passes are run unless something else is asked for: so that greedy text is that of plain decoding."""
+    """The default way to run passes: greedy text is then that of plain decoding."""
     if captures(model):
-        from dsv4.speculation.captured import Captured  # which appends where it cannot capture
+        from dsv4.speculation.captured import Captured  # appends what it cannot capture
 
         return Captured(model, cache, pads)
     # fp32: sums differ by 4e-5, and no choice was seen to
