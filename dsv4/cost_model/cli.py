@@ -1,4 +1,4 @@
-"""`dsv4 regime`: the cost model of decode attention, measured, fitted, predicted, and the map of where sparse reading
+"""`dsv4 regime`: the cost model of decode attention (measure, fit, predict), and the map of where sparse reading
 pays."""
 
 import json
@@ -24,7 +24,7 @@ class Model(str, Enum):
 
 
 def _folder(value: Path) -> Path:
-    """Callback of --out: it is tried before anything else is looked at."""
+    """Callback of --out: the folder is tried before anything else."""
     from dsv4.outputs import writable
 
     return writable(value)
@@ -178,7 +178,7 @@ def _source(model: Model, heads: str, policies: str, budget: str, device):
 
 
 def _about(model: Model, heads: str, device) -> dict:
-    """What a report is of, and where it comes from: device, versions, commit, date and command."""
+    """What a report is about, and its origin: device, versions, commit, date and command."""
     import torch
 
     from dsv4.probes import provenance
@@ -198,7 +198,7 @@ def _about(model: Model, heads: str, device) -> dict:
 
 
 def _short(device: str) -> str:
-    """What files of a device are called after: 'cpu', 'H100'."""
+    """The device's short name in file names: 'cpu', 'H100'."""
     import re
 
     import torch
@@ -209,21 +209,22 @@ def _short(device: str) -> str:
 
 
 def _stem(model: Model, name: str) -> str:
-    """What files are called: of CSA with its family, so that no report of one kind of model replaces the other's."""
+    """The stem of file names. Reports of CSA have the family in it, so that a report of one kind of model does not
+    replace that of the other."""
     import re
 
     return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", name.lower())
 
 
 def _check_replaceable(folder: Path, stem: str, report: dict) -> None:
-    """Raises InputError where one of the files is there and they are no map of the same source and hardware."""
+    """Raises InputError if one of the files exists and they are not a map of the same source and hardware."""
     there = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").exists()]
     if not there:
         return
     try:
         held = json.loads((folder / f"{stem}.json").read_text())
         same = not held["rows"] and _drawn_of(held) == _drawn_of(report)
-    except (OSError, ValueError, KeyError, TypeError):  # no report, or none that this program wrote
+    except (OSError, ValueError, KeyError, TypeError):  # no report, or none of this program
         same = False
     if not same:
         raise InputError(
@@ -233,12 +234,12 @@ def _check_replaceable(folder: Path, stem: str, report: dict) -> None:
 
 
 def _drawn_of(report: dict) -> list:
-    """What a map shows: formulas of bytes, where they were measured, and the hardware's name."""
+    """What a map depends on: formulas of bytes, where they were measured, and the hardware's name."""
     return [report["source"], report["about"]["model"], report["about"]["device"], report["hardware"]["name"]]
 
 
 def _kind(found: dict, file: Path) -> Model:
-    """The kind of model that a report is of. Raises KeyError, TypeError where it says none, InputError for another."""
+    """The kind of model of a report. Raises KeyError, TypeError if it has none, InputError for another."""
     kind = found["source"]["kind"]
     if kind not in [m.value for m in Model]:
         raise InputError(f"{file} is of a model of kind {kind!r}; expected one of {', '.join(m.value for m in Model)}")
@@ -246,7 +247,7 @@ def _kind(found: dict, file: Path) -> Model:
 
 
 def _model(model: Model, layers: int | None, weights: str | None) -> tuple[int, int, list[str]]:
-    """Layers and bytes of weights, as given or as they are assumed, and what must be said of the latter."""
+    """Layers and bytes of weights, as given or assumed, and a note about assumed ones."""
     from dsv4.cost_model.defaults import assumed
 
     found = assumed(model.value)
@@ -282,13 +283,13 @@ def _capacity(text: str | None, device) -> int:
 
 
 def _wide(measured: list[int], longest: int = 1 << 22) -> list[int]:
-    """What the map shows: powers of two from the smallest that was measured on."""
+    """The map's axis: powers of two from the smallest measured value on."""
     first = 1 << (min(measured).bit_length() - 1)
     return [first << i for i in range(32) if first << i <= max(longest, max(measured))]
 
 
 def _can_draw(folder: Path) -> None:
-    """Before anything runs: matplotlib is there, and the directory can be made."""
+    """Checks before anything runs that matplotlib is installed and that the directory can be made."""
     from dsv4.speculation.documents import check_can_draw
 
     check_can_draw(folder, "the map is an SVG, and matplotlib is not installed; pip install 'dsv4[plots]'")

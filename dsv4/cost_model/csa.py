@@ -1,5 +1,5 @@
-"""Decode attention of a CSA layer beside dense attention to the uncompressed latent: the indexer is the price of
-finding.
+"""Decode attention of a CSA layer, compared with dense attention to the uncompressed latent. The indexer is the price
+of finding.
 
 Bytes a layer, S tokens of context and N = ⌊S / 4⌋ entries: dense B·(S·1024 + 131072); CSA as `dsv4.cost_model.latent`
 has it, with V4-Flash's sizes B·(K·1024 + 131072) with K = min(512, N) + min(128, S) rows, and, where N > 512 so that
@@ -33,17 +33,17 @@ def csa_bytes(batch: int, context: int, key: int = 68) -> int:
 
 
 def latent_bytes(batch: int, context: int) -> int:
-    """What dense attention holds of a layer: a latent a token, 512 × 2 B."""
+    """Bytes of dense attention for one layer: a latent a token, 512 × 2 B."""
     return batch * context * LATENT * 2
 
 
 def _entries(batch: int, context: int) -> int:
-    """Entries, of all rows: of complete windows."""
+    """Entries of complete windows, of all rows."""
     return batch * (context // RATIO)
 
 
 def searched(batch: int, context: int) -> int:
-    """Entries that are scored: all, or none where all are selected."""
+    """Entries that are scored: all, or none if all are selected."""
     return _entries(batch, context) if context // RATIO > TOPK else 0
 
 
@@ -82,8 +82,8 @@ def _index_keys(batch: int, entries: int, index: str, device, normal):
 
 
 class CSA:
-    """Rows of V4-Flash's attention: dense over the uncompressed latent (as HCA's kernel reads it), and CSA with its
-    indexer."""
+    """Rows of V4-Flash's attention: dense over the uncompressed latent (read as HCA's kernel reads it), and CSA with
+    its indexer."""
 
     name = "CSA"
 
@@ -97,7 +97,7 @@ class CSA:
         return latent_bytes(batch, context) + _entries(batch, context) * (1024 + INDEX_KEYS[self.index][1])
 
     def _held(self, batch: int, context: int) -> int:
-        """Of CSA alone: rows of the window, entries and index keys."""
+        """Bytes of CSA alone: rows of the window, entries and index keys."""
         return latent_bytes(batch, min(WINDOW, context)) + _entries(batch, context) * (1024 + INDEX_KEYS[self.index][1])
 
     def ways(self) -> tuple[Way, list[Way]]:
@@ -113,7 +113,7 @@ class CSA:
 
     def rows(self, batch: int, context: int) -> list[Row]:
         rows = [Row("dense", batch, context, dense_bytes(batch, context), True, make=self._dense)]
-        if searched(batch, context):  # else CSA reads every entry, and does not search
+        if searched(batch, context):  # otherwise CSA reads every entry, and does not search
             rows.append(
                 Row(
                     "csa",
@@ -155,7 +155,7 @@ class CSA:
                 backend=self.backend,
             )
             best = topk_entries(scores, TOPK, backend=self.backend)
-            if inputs.batch > 1:  # entries of a row are numbered in the pool of all
+            if inputs.batch > 1:  # entries of a row are numbered in the pool of all rows
                 best = torch.where(best < 0, best, best + inputs.offset)
             return sparse_attention(
                 inputs.queries[i].flatten(0, 1),

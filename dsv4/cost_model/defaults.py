@@ -1,4 +1,4 @@
-"""What a map assumes of a model unless told: layers whose caches share the capacity, and bytes of weights that a step
+"""Default assumptions of a map about a model: layers whose caches share the capacity, and bytes of weights that a step
 reads."""
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dsv4.loaders.expected import official_tensors, preset
 
 @dataclass(frozen=True)
 class Assumed:
-    """layers, weights in bytes, and what of the model that leaves out (one sentence, empty where it is all)."""
+    """layers, weights in bytes, and a sentence about what they leave out (empty if nothing)."""
 
     layers: int
     weights: int
@@ -18,12 +18,12 @@ class Assumed:
 
 
 def assumed(kind: str) -> Assumed:
-    """Of 'gqa' a dense 7B model in bf16, of 'csa' V4-Flash as published."""
+    """For 'gqa' a dense 7B model in bf16, for 'csa' V4-Flash as published."""
     return Assumed(28, 14 << 30) if kind == "gqa" else flash()
 
 
 def flash() -> Assumed:
-    """CSA layers of V4-Flash, and what a step of one row reads of its weights: of routed experts those of one token."""
+    """CSA layers of V4-Flash, and the weights that a step of one row reads: of routed experts those of one token."""
     config = ModelConfig.from_official(preset("flash"))
     kinds = [config.kind(i) for i in range(config.num_hidden_layers)]
     weights = sum(weights_read(official_tensors(config), config).values())

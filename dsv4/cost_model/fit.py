@@ -1,8 +1,8 @@
 """The cost model: β and c₀ from dense rows, c₁ from rows that search, nothing from rows that are held out.
 
-c₁ is a fixed price, one for each row of the batch, which has a list of its own to find, and one for each thing that is
-scored: to find among 65536 pages takes ten times as long as among 512. A cost model with one constant a policy is
-fitted beside it, so that the report can say what that would have missed by.
+c₁ is the sum of a fixed price, a price for each row of the batch, which has its own list to find, and a price for each
+scored item: finding among 65536 pages takes ten times as long as among 512. A cost model with one constant a policy is
+also fitted, so that the report can give its error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from dsv4.errors import InputError
 
 @dataclass(frozen=True)
 class Price:
-    """Of finding: `fixed` s a layer, `row` s for every row of the batch, and `each` s for every block (or entry) that
-    is scored, of all rows and heads."""
+    """Price of finding: `fixed` s a layer, `row` s for every row of the batch, and `each` s for every block (or entry)
+    scored, over all rows and heads."""
 
     fixed: float
     each: float = 0.0
@@ -37,7 +37,7 @@ class CostModel:
     finding: Mapping[str, Price] = field(default_factory=dict)
 
     def seconds(self, nbytes: float, finding: str | None = None, searched: int = 0, batch: int = 1) -> float:
-        """bytes / β + c₀ (+ c₁). Raises InputError where the price of this finding was never measured."""
+        """bytes / β + c₀ (+ c₁). Raises InputError if the price of this finding was never measured."""
         if finding is not None and finding not in self.finding:
             raise InputError(
                 f"the price of finding by {finding!r} was not fitted; fitted are {', '.join(self.finding) or 'none'}"
@@ -51,18 +51,17 @@ class CostModel:
 
     @classmethod
     def from_document(cls, document: Mapping) -> "CostModel":
-        """What `dataclasses.asdict` made of one."""
+        """The inverse of `dataclasses.asdict`."""
         return cls(
             document["bandwidth"], document["c0"], {name: Price(**price) for name, price in document["finding"].items()}
         )
 
 
 def fit(measured: Iterable[Measured], constant: bool = False) -> CostModel:
-    """Least squares of relative errors, since times span three orders of magnitude. Rows that are held out are not
-    looked at.
+    """Least squares of relative errors, since times span three orders of magnitude. Held-out rows are ignored.
 
-    constant: one price a policy, whatever is searched. Raises InputError where the rows determine no cost model: fewer
-    than two dense rows of different bytes, or time that falls with bytes.
+    constant: one price a policy, however many items are searched. Raises InputError if the rows determine no cost
+    model: fewer than two dense rows of different bytes, or time that falls with bytes.
     """
     rows = [r for r in measured if not r.held_out]
     dense = [r for r in rows if r.dense]
@@ -103,7 +102,7 @@ def least_squares(columns: Sequence[Sequence[float]], y: Sequence[float], whole:
 
 
 def never_negative(columns: list[list[float]], y: Sequence[float], whole: Sequence[float]) -> list[float]:
-    """`least_squares` whose columns after the first have no negative part: no time is given back for searching more."""
+    """`least_squares` with non-negative columns after the first: searching more never takes less time."""
     while True:
         x = least_squares(columns, y, whole)
         least = min(range(1, len(x)), key=lambda k: x[k] * max(columns[k]))
@@ -113,7 +112,7 @@ def never_negative(columns: list[list[float]], y: Sequence[float], whole: Sequen
 
 
 def r_squared(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """1 − Σ (t − t̂)² / Σ (t − mean)²; NaN where all were equal."""
+    """1 − Σ (t − t̂)² / Σ (t − mean)²; NaN if all are equal."""
     middle = mean(measured)
     total = sum((t - middle) ** 2 for t in measured)
     return 1 - sum((t - p) ** 2 for t, p in zip(measured, predicted)) / total if total else float("nan")
@@ -121,7 +120,7 @@ def r_squared(measured: Sequence[float], predicted: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well predictions meet measured times: errors are (predicted − measured) / measured."""
+    """How well predictions match measured times: errors are (predicted − measured) / measured."""
 
     rows: int
     r_squared: float

@@ -1,8 +1,8 @@
-"""Decode attention of a GQA layer: what each policy reads, and how it is run.
+"""Decode attention of a GQA layer: the bytes that each policy reads, and how it runs.
 
 Bytes a layer, by part: keys and values of the tokens that are kept (B·n·KV·D numbers each, n as `read_tokens`), the
 summaries of the blocks that are scored (one vector a block and KV head for means, two for bounds), queries and outputs
-(2·B·H·D). What a step writes of its own token, lists of blocks and their scores are left out.
+(2·B·H·D). Writes of the step's own token, lists of blocks and their scores are left out.
 """
 
 from collections.abc import Mapping
@@ -37,19 +37,19 @@ class Geometry:
 
     @classmethod
     def of(cls, config: GQAConfig, numerics: Numerics) -> "Geometry":
-        """Of a checkpoint, whose caches hold numbers as activations do."""
+        """The geometry of a checkpoint, whose caches hold numbers in the dtype of activations."""
         return cls(config.num_attention_heads, config.num_key_value_heads, config.head_dim, numerics.cache.itemsize)
 
     def rows(self, batch: int, tokens: int) -> int:
-        """Keys, or values, of so many tokens."""
+        """Bytes of the keys (or of the values) of that many tokens."""
         return batch * tokens * self.kv_heads * self.head_dim * self.itemsize
 
     def cache(self, batch: int, tokens: int) -> int:
-        """Keys and values."""
+        """Bytes of keys and values."""
         return 2 * self.rows(batch, tokens)
 
     def ends(self, batch: int) -> int:
-        """Queries and outputs."""
+        """Bytes of queries and outputs."""
         return 2 * batch * self.query_heads * self.head_dim * self.itemsize
 
 
@@ -67,20 +67,20 @@ def finding(policy: Policy) -> str | None:
 
 
 def blocks_of(policy: Policy, context: int) -> int:
-    """Blocks of a text, the last of which may have just begun."""
+    """The number of blocks of a text; the last may be partial."""
     return -(-context // policy.block)
 
 
 def read_tokens(policy: Policy, context: int) -> int:
-    """Tokens of the kept blocks that the last token of a text of `context` tokens sees: the block of its position ends
-    with itself."""
+    """Tokens of the kept blocks that the last token of a text of `context` tokens sees: its own block ends with its
+    position."""
     kept = min(policy.kept, blocks_of(policy, context))
     return context if policy.dense else kept * policy.block - -context % policy.block
 
 
 def searched(g: Geometry, policy: Policy, batch: int, context: int) -> int:
-    """Blocks that a layer's step scores, of all rows and KV heads: the distant ones. Sinks and local blocks are kept
-    unseen."""
+    """Blocks that a layer's step scores, over all rows and KV heads: the distant ones. Sinks and local blocks are kept
+    without a score."""
     return (
         0
         if policy.selector is None
@@ -89,7 +89,7 @@ def searched(g: Geometry, policy: Policy, batch: int, context: int) -> int:
 
 
 def summary_bytes(g: Geometry, policy: Policy, blocks: int) -> int:
-    """Of so many blocks, of all rows and KV heads."""
+    """Bytes of the summaries of that many blocks, over all rows and KV heads."""
     return {"bound": 2, "mean": 1, None: 0}[policy.selector] * blocks * g.head_dim * g.itemsize
 
 
@@ -99,7 +99,7 @@ def dense_parts(g: Geometry, batch: int, tokens: int) -> dict[str, int]:
 
 
 def policy_parts(g: Geometry, policy: Policy, batch: int, context: int) -> dict[str, int]:
-    """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token among them, and
+    """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token included, and
     writes."""
     if policy.dense:
         return dense_parts(g, batch, context)
@@ -112,12 +112,12 @@ def policy_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
 
 
 def held_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
-    """What a layer's cache takes under a policy: all keys and values, and the summaries of all blocks."""
+    """Bytes of a layer's cache under a policy: all keys and values, and the summaries of all blocks."""
     return g.cache(batch, context) + summary_bytes(g, policy, batch * g.kv_heads * blocks_of(policy, context))
 
 
 class Inputs:
-    """Queries of every layer; caches and summaries of the distinct ones, at which a layer looks by its number."""
+    """Queries of every layer; the distinct caches and their summaries, which layers use by their number."""
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class Inputs:
         return self.queries[i], self.keys[i % self.distinct], self.values[i % self.distinct]
 
     def summaries(self, block: int, selector: str | None) -> list[tuple]:
-        """For each distinct cache (low, high, mean) of its blocks, [B, KV, S / block, D], None where the selector reads
-        none. They are part of a cache, so they are made beforehand, not in a step."""
+        """For each distinct cache the (low, high, mean) of its blocks, [B, KV, S / block, D]; None if the selector
+        reads none. They are part of a cache, so they are made before the step, not in it."""
         if (block, selector) not in self._summaries:
             blocks = [k.unflatten(2, (-1, block)) for k in self.keys]
             self._summaries[block, selector] = [
@@ -155,7 +155,7 @@ class Inputs:
 
 
 class GQA:
-    """Rows of dense attention (every SDPA backend, and on a GPU ours) and of each policy, on one backend."""
+    """Rows of dense attention (every SDPA backend, and on a GPU this project's) and of each policy, on one backend."""
 
     name = "GQA"
 
@@ -234,7 +234,7 @@ class GQA:
         return {self.backend: partial(self.read_kept, policy, inputs)}
 
     def read_kept(self, policy: Policy, inputs: Inputs, i: int) -> torch.Tensor:
-        """One layer's step [B, 1, H, D]: its blocks are chosen and read."""
+        """One layer's step [B, 1, H, D]: it chooses its blocks and reads them."""
         (q, keys, values), summaries = (
             inputs.layer(i),
             inputs.summaries(policy.block, policy.selector)[i % inputs.distinct],

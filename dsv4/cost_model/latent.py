@@ -1,10 +1,10 @@
-"""Decode attention of DeepSeek-V4's layers: what a window, CSA and HCA read.
+"""Decode attention of DeepSeek-V4's layers: the bytes that a window, CSA and HCA read.
 
 Bytes a layer of B rows of S tokens, by part: window B·min(W, S)·b rows of b bytes; entries of complete windows, of CSA
 min(topk, ⌊S / 4⌋), of HCA ⌊S / 128⌋ of them; and where CSA has more than topk entries, so that there is a choice, their
-index keys, its index queries, and 8 B a key for scores written and read; queries and outputs. What a step writes of its
-own token, compressors' raw rows, head weights of the indexer, lists of entries and sinks are left out: none grows with
-the context.
+index keys, its index queries, and 8 B a key for scores written and read; queries and outputs. Writes of the step's own
+token, compressors' raw rows, head weights of the indexer, lists of entries and sinks are left out, because none grows
+with the context.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ RATIOS = {LayerKind.CSA: 4, LayerKind.HCA: 128}
 
 @dataclass(frozen=True)
 class LatentGeometry:
-    """Sizes of one layer, V4-Flash's unless told. row, key: bytes of a window row or entry, and of an index key, as
+    """Sizes of one layer, V4-Flash's by default. row, key: bytes of a window row or entry, and of an index key, as
     cached; itemsize: of a number of queries and outputs."""
 
     heads: int = 64
@@ -33,7 +33,7 @@ class LatentGeometry:
 
     @classmethod
     def of(cls, config: ModelConfig, numerics: Numerics) -> "LatentGeometry":
-        """Of a checkpoint, with caches in the formats of `numerics`."""
+        """The geometry of a checkpoint, with caches in the formats of `numerics`."""
         c, plain = config, numerics.cache.itemsize
         row = row_bytes(numerics.kv_rows, c.head_dim, c.qk_rope_head_dim, plain)
         key = row_bytes(numerics.index_rows, c.index_head_dim, 0, plain)
@@ -57,12 +57,13 @@ class LatentGeometry:
         return min(self.topk, seen) if kind is LayerKind.CSA else seen
 
     def scored(self, kind: LayerKind, context: int) -> int:
-        """Index keys of a row that its last token is multiplied with: of every entry, where not all are selected."""
+        """Index keys of a row that its last token is multiplied with: those of every entry, unless all entries are
+        selected."""
         seen = context // RATIOS[LayerKind.CSA]
         return seen if kind is LayerKind.CSA and seen > self.topk else 0
 
     def parts(self, kind: LayerKind, batch: int, context: int) -> dict[str, int]:
-        """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token among them, and
+        """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token included, and
         writes."""
         parts = {
             "window": batch * min(self.window, context) * self.row,
@@ -81,5 +82,5 @@ class LatentGeometry:
 
 
 def row_bytes(format: RowFormat | None, width: int, rope: int, itemsize: int) -> int:
-    """Bytes of one row of a cache; of packed rows payload and scales."""
+    """Bytes of one row of a cache; for packed rows payload and scales."""
     return width * itemsize if format is None else pack_layout(format, width, rope).row

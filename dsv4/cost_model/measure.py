@@ -1,5 +1,4 @@
-"""Times of rows: layers in turn, so that each finds the cache of the chip cold; policies of one shape against each
-other."""
+"""Times of rows. Layers run in turn, so that each finds a cold cache of the chip; policies of one shape alternate."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,14 +10,14 @@ from dsv4.cost_model.rows import Measured, Row, Run, Source
 from dsv4.memory import format_bytes, free_bytes
 from dsv4.timing import FLUSH_BYTES, Clock, capture
 
-LAYERS = 8  # calls of one replay: what a launch in a chain costs, and not what a replay costs
-SHARE = 0.7  # of the free memory that inputs may take
-COLD_BYTES = 4 * FLUSH_BYTES  # caches of this size may be read again by another layer and are still cold
+LAYERS = 8  # calls of one replay: the time of a launch in a chain, not that of a replay
+SHARE = 0.7  # share of the free memory that inputs may take
+COLD_BYTES = 4 * FLUSH_BYTES  # caches of at least this total size are cold again when another layer reads them
 
 
 def layers_that_fit(one: int, free: int) -> int:
-    """Different layers' inputs of `one` bytes that are made: as many as are needed to be cold, if they fit; 0: not even
-    one does."""
+    """The number of layers with different inputs of `one` bytes to make: as many as are needed to be cold, if they fit;
+    0: not even one fits."""
     wanted = min(LAYERS, max(1, -(-COLD_BYTES // max(1, one))))
     return min(wanted, int(free * SHARE) // max(1, one))
 
@@ -33,7 +32,7 @@ class Timer:
         self.clock = Clock() if device.type == "cuda" else None
 
     def shape(self, source: Source, batch: int, context: int, held_out: bool) -> tuple[list[Measured], str]:
-        """Measured rows, and why there are none."""
+        """Measured rows, and a reason if there are none."""
         need, free = source.cache_bytes(batch, context), free_bytes(self.device)
         distinct = layers_that_fit(need, free)
         if not distinct:
@@ -79,9 +78,10 @@ class Timer:
                 return capture(layers)
             layers()
             return layers
-        except Exception as failure:  # an implementation that cannot: the table says why, the others are measured
+        # this implementation does not take the shape: the table gives the reason, and the others are measured
+        except Exception as failure:
             if self.clock:
-                torch.cuda.synchronize()  # a device that is lost ends the run here
+                torch.cuda.synchronize()  # a lost device ends the run here
             return f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:200]
 
 

@@ -1,4 +1,4 @@
-"""The regime map and the cost model's line as an SVG document; the same bytes for the same figures."""
+"""The regime map and the cost model's line as an SVG document, equal byte for byte for equal figures."""
 
 from io import StringIO
 
@@ -6,7 +6,7 @@ from dsv4.cost_model.report import times, tokens
 
 
 def svg(report: dict) -> str:
-    """Map of context × batch above, measured over predicted times below. Raises ModuleNotFoundError without
+    """The map of context × batch on top, measured against predicted times below. Raises ModuleNotFoundError without
     matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure

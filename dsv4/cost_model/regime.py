@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from dsv4.cost_model.fit import CostModel
 from dsv4.cost_model.rows import Measured
 
-LONGEST = 1 << 24  # tokens up to which a crossover is looked for
+LONGEST = 1 << 24  # tokens up to which a crossover is searched
 
-Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's attention, or things searched
+Bytes = Callable[[int, int], int]  # (batch, context) → bytes of one layer's attention, or items searched
 
 
 @dataclass(frozen=True)
 class Way:
-    """A policy as the cost model sees it. least: up to that context it keeps everything, and is dense attention.
-    searched: how many things it scores to find what it reads. held: bytes that its cache of one layer takes, of all
-    rows."""
+    """A policy as the cost model sees it. least: up to that context it keeps everything and is dense attention.
+    searched: how many items it scores to find what it reads. held: bytes of its cache of one layer, over all rows."""
 
     policy: str
     bytes: Bytes
@@ -31,7 +30,7 @@ class Way:
 @dataclass(frozen=True)
 class Hardware:
     """bandwidth: bytes/s, None for the fitted one. capacity: bytes for weights and caches of `layers` layers. weights:
-    bytes that each step reads beside the caches."""
+    bytes that each step reads in addition to the caches."""
 
     name: str
     capacity: int
@@ -41,10 +40,10 @@ class Hardware:
 
 
 def crossover(costs: CostModel, dense: Way, sparse: Way, batch: int, longest: int = LONGEST) -> int | None:
-    """The shortest context from which on the sparse way is not slower, from `least` up to `longest`; None: it never
+    """The shortest context, from `least` to `longest`, from which on the sparse policy is not slower; None if it never
     pays there.
 
-    Found by bisection: the difference of the two times must change its sign once, as it does where dense bytes grow
+    Bisection finds it, so the difference of the two times must change its sign once. It does if dense bytes grow
     faster.
     """
     pays = lambda context: sparse.seconds(costs, batch, context) <= dense.seconds(costs, batch, context)
@@ -60,8 +59,8 @@ def crossover(costs: CostModel, dense: Way, sparse: Way, batch: int, longest: in
 
 
 def measured_crossover(rows: Iterable[Measured], policy: str, batch: int) -> tuple[int | None, int | None]:
-    """(longest measured context where dense was faster, shortest from which on the policy was); None where there was
-    none."""
+    """(longest measured context where dense was faster, shortest from which on the policy was faster); None if there
+    was none."""
     times = {(r.policy if not r.dense else "dense", r.context): r.seconds for r in rows if r.batch == batch}
     contexts = sorted(c for p, c in times if p == policy and ("dense", c) in times)
     ahead = [times[policy, c] <= times["dense", c] for c in contexts]
@@ -77,13 +76,13 @@ def regime_map(
     batches: Iterable[int],
     hardware: Hardware,
 ) -> list[dict]:
-    """A cell for each context and batch: seconds of one layer by policy, which ways fit (the weights and what that
-    way's caches take), the fastest that does, and how many times faster than dense attention, which may not fit, its
-    attention and the whole step are.
+    """A cell for each context and batch: seconds of one layer by policy; which policies fit (the weights and that
+    policy's caches); the fastest that fits; and how many times faster its attention and its whole step are than with
+    dense attention, which may not fit.
 
-    The fastest is looked for among dense attention and the ways that search, if there are any: what forgets without
-    looking is always cheapest, and no answer to the same question. Where none of them fits, `fits` is false, and the
-    fastest is that of all.
+    The fastest is chosen among dense attention and the policies that search, if there are any: a policy that drops
+    tokens without searching is always cheapest, and does not do the same work. If none of them fits, `fits` is false,
+    and the fastest is that of all.
     """
     if hardware.bandwidth is not None:
         costs = CostModel(hardware.bandwidth, costs.c0, costs.finding)

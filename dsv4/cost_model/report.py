@@ -25,7 +25,7 @@ def micro(seconds: float) -> str:
 
 
 def priced(price: dict) -> str:
-    """Of a price of finding, `dsv4.cost_model.fit.Price` as a document."""
+    """A price of finding (`dsv4.cost_model.fit.Price` as a document) in words."""
     row = f" + {micro(price['row'])} µs a row" if price.get("row") else ""
     return f"{micro(price['fixed'])} µs{row} + {price['each'] * 1e9:.3f} ns a block"
 
@@ -54,8 +54,8 @@ def markdown(report: dict, picture: str) -> str:
 
 
 def _headline(report: dict) -> list[str]:
-    """The title, and where the figures come from. A map without rows is of hardware on which nothing was measured: its
-    title says which."""
+    """The title, and where the figures come from. In a map without rows nothing was measured on the hardware, and the
+    title names it."""
     about, measured = report["about"], bool(report["rows"])
     where = "" if measured else f" on {report['hardware']['name']}"
     shown = [f"{k} {v}" for k, v in about.items() if k not in ("command", "dirty") and v is not None]
@@ -73,7 +73,8 @@ def _headline(report: dict) -> list[str]:
 
 
 def _formula(costs: dict) -> str:
-    """What the cost model has prices for, as it was fitted: without one for a row of the batch, none is spoken of."""
+    """The formula of the cost model as it was fitted; it mentions a price for a row of the batch only if there is
+    one."""
     parts = ["a fixed price"] + ["one for each row of the batch"] * any(p.get("row") for p in costs["finding"].values())
     parts.append("one for each block that is scored (of all rows and KV heads)")
     said = ", ".join(parts[:-1]) + (", and " if len(parts) > 1 else "") + parts[-1]
@@ -90,7 +91,7 @@ def _fitted(costs: dict) -> str:
 
 
 def _crossovers(crossovers: Sequence[dict], measured: bool) -> list[str]:
-    """The table; of a map without rows only what is predicted."""
+    """The table of crossovers; for a map without rows only the predicted ones."""
     said = "The shortest context from which on the policy is not slower than dense attention"
     if not measured:
         lines = [f"{said}, as the cost model predicts it.", "", "| policy | batch | predicted |", "|---|---:|---:|"]
@@ -157,7 +158,7 @@ def _crossover(c: dict, measured: bool) -> str:
 
 
 def verdict(c: dict) -> str:
-    """Whether the predicted crossover lies within one power of two of where it was measured."""
+    """Whether the predicted crossover is within one power of two of the measured one."""
     below, above = c.get("measured_between", (None, None))
     if below is above is None:
         return "not measured"

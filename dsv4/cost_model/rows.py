@@ -1,10 +1,10 @@
-"""One shape of one policy: what it must read, how it is run, and what was measured."""
+"""One shape of one policy: the bytes that it must read, how it runs, and what was measured."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-Run = Callable[[int], object]  # one layer's attention, of the layer of that number
+Run = Callable[[int], object]  # one layer's attention, for the layer of that number
 
 
 @dataclass(frozen=True)
@@ -12,9 +12,9 @@ class Row:
     """One layer's decode attention of `batch` rows of `context` tokens.
 
     policy: name in tables. bytes: what one layer must read and write. dense: whether β and c₀ may be fitted on it.
-    finding: name of the price of finding what to read, None where nothing is searched; searched: how many things are,
-    of all rows and heads. make(inputs): implementations by name, of which the fastest counts; they take the number of a
-    layer, and layers do not share what they read.
+    finding: name of the price of finding, None if nothing is searched. searched: how many items are searched, over all
+    rows and heads. make(inputs): implementations by name, of which the fastest counts. They take the number of a layer;
+    layers share no inputs.
     """
 
     policy: str
@@ -37,8 +37,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A row's time: seconds of one layer, by the implementation that was fastest. held_out: it may be predicted and
-    never fitted."""
+    """A row's time: seconds of one layer, by the fastest implementation. held_out: it may be predicted and never
+    fitted."""
 
     policy: str
     batch: int
@@ -50,7 +50,7 @@ class Measured:
     held_out: bool
     seconds: float
     by: str = ""
-    others: Mapping[str, float | str] | None = None  # seconds of the slower ones, or why one did not run
+    others: Mapping[str, float | str] | None = None  # seconds of the slower implementations, or why one did not run
 
     @property
     def fitted(self) -> bool:
@@ -85,10 +85,10 @@ class Source(Protocol):
         """Inputs for `layers` layers, whose caches are `distinct` different ones."""
 
     def document(self) -> dict:
-        """What its formulas of bytes need, as JSON values."""
+        """The parameters of its formulas of bytes, as JSON values."""
 
     def ways(self) -> tuple:
         """(dense, sparse policies) as `regime.Way`s."""
 
     def cache_bytes(self, batch: int, context: int) -> int:
-        """What one layer's inputs, of all ways together, take on the device while they are measured."""
+        """Bytes of one layer's inputs on the device while they are measured, over all policies."""

@@ -36,8 +36,8 @@ class Plan:
 
     @classmethod
     def of(cls, batches: Sequence[int], contexts: Sequence[int], each: int = 3) -> "Plan":
-        """Of the shapes, by tokens in all caches, every `each`-th is held out, beginning with the second: the ends are
-        fitted."""
+        """Choose shapes: ordered by the tokens in all caches, every `each`-th is held out, beginning with the second,
+        so the smallest and the largest are fitted."""
         shapes = sorted(
             ((b, c) for b in dict.fromkeys(batches) for c in dict.fromkeys(contexts)), key=lambda s: (s[0] * s[1], s)
         )
@@ -57,8 +57,8 @@ def run(
     about: dict,
     say: Callable[[str], None],
 ) -> dict:
-    """The report, as JSON values. Writes STEM.predictions.json before a row that is held out runs, and reads
-    predictions back from it."""
+    """The report, as JSON values. Writes STEM.predictions.json before a held-out row runs, and reads the predictions
+    back from it."""
     notes: list[str] = []
     dense, ways = source.ways()
     check_priced(ways, {row.finding for shape in plan.fitted for row in source.rows(*shape)})
@@ -135,7 +135,7 @@ def run(
 
 
 def check_priced(ways: Sequence, findings: Container[str]) -> None:
-    """Raises InputError for policies that search as none of the rows to be fitted does."""
+    """Raises InputError for policies that search, if no row to be fitted searches like them."""
     unpriced = [way.policy for way in ways if way.finding is not None and way.finding not in findings]
     if unpriced:
         raise InputError(
@@ -164,8 +164,7 @@ def _measure(source: Source, timer: ShapeTimer, shapes, held_out: bool, notes: l
 
 
 def judge(row: Measured, costs: CostModel, told: dict) -> dict:
-    """A row with its prediction: of a held-out row the one that was written down before, of the others what the fit
-    gives."""
+    """A row with its prediction: for a held-out row the one that was written before, for the others that of the fit."""
     if row.held_out and (row.policy, row.batch, row.context) not in told:
         raise InputError(
             f"{row.policy} B{row.batch} {row.context} was measured as held out and not predicted before; its "
@@ -208,8 +207,7 @@ def qualities(measured: Sequence[Measured], judged: Sequence[dict]) -> dict:
 
 
 def remap(report: dict, hardware: Hardware) -> dict:
-    """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as they were
-    measured."""
+    """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as measured."""
     costs = CostModel.from_document(report["bill"])
     if hardware.bandwidth is not None:
         costs = replace(costs, bandwidth=hardware.bandwidth)
@@ -232,8 +230,8 @@ def remap(report: dict, hardware: Hardware) -> dict:
 
 
 def redraw(report: dict, hardware: Hardware) -> dict:
-    """A report with its map drawn again, of the contexts and batches that it had; all else, measured rows above all,
-    stays as it is."""
+    """A report with its map drawn again, for its contexts and batches. All else, measured rows included, is
+    unchanged."""
     dense, ways = _source_of(report["source"]).ways()
     contexts, batches = (list(dict.fromkeys(c[key] for c in report["map"])) for key in ("context", "batch"))
     return report | {
@@ -243,7 +241,7 @@ def redraw(report: dict, hardware: Hardware) -> dict:
 
 
 def _source_of(document: dict) -> Source:
-    """What `Source.document` described, for its formulas."""
+    """The source that `Source.document` described, for its formulas."""
     import torch
 
     from dsv4.cost_model.csa import CSA

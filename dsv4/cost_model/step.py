@@ -1,5 +1,5 @@
-"""What a whole decode step of a checkpoint reads: its weights once, and of every layer what its attention reads, by
-part.
+"""The bytes that a whole decode step of a checkpoint reads, by part: its weights once, and the attention of every
+layer.
 
     step time = bytes / β + layers · (c₀ + c₁)
 """
@@ -26,7 +26,7 @@ GROUPS = (  # first match names the part of the weights a tensor belongs to; Non
     (r".*", "layers and norms"),
 )
 
-FORMULAS = {  # of each part, in words; rows: of the batch
+FORMULAS = {  # each part, in words; rows: of the batch
     "layers and norms": "each tensor once",
     "output head": "once",
     "embedding": "a row a token",
@@ -49,17 +49,15 @@ def weights_read(tensors: Tensors, config: ModelConfig | GQAConfig, rows: int = 
     """Part → bytes of weights that a step of one token each of `rows` rows reads, each once, of tensors as they are
     held.
 
-    Of the embedding and of tables by token id a row each; of routed experts those of so many tokens,
-    num_experts_per_tok a token and layer:
-    for one row exact, for more the most that routing may ask for. A head that is tied to the embedding is the
-    embedding, read whole.
+    The embedding and tables by token id count one row a token. Routed experts count num_experts_per_tok a token and
+    layer: exact for one row, the maximum for more. A head that is tied to the embedding is the embedding, read whole.
     """
     stored, found = Counter(), Counter()
     for name, (dtype, shape) in tensors.items():
         stored[next(part for pattern, part in GROUPS if re.fullmatch(pattern, name))] += tensor_bytes(dtype, shape)
     found["layers and norms"] = stored["layers and norms"]
     if getattr(config, "tie_word_embeddings", False):
-        found["output head"] = stored["embedding"]  # what else the file calls a head is a copy
+        found["output head"] = stored["embedding"]  # another name for the head in the file is a copy
     else:
         found |= {"output head": stored["output head"], "embedding": rows * stored["embedding"] // config.vocab_size}
     if isinstance(config, ModelConfig):
@@ -72,11 +70,8 @@ def weights_read(tensors: Tensors, config: ModelConfig | GQAConfig, rows: int = 
 def attention_parts(
     config: ModelConfig | GQAConfig, numerics: Numerics, batch: int, context: int, policy: Policy = dense()
 ) -> list[dict[str, int]]:
-    """Of each layer, part → bytes that its attention reads of a cache of `context` tokens a row, the step's own among
-    them, and writes.
-
-    policy: of a GQA model; layers with a window read just that, whatever it says.
-    """
+    """For each layer, part → bytes that its attention reads of a cache of `context` tokens a row, the step's own
+    included, and writes. policy: of a GQA model; layers with a window read just that, whatever the policy."""
     if isinstance(config, GQAConfig):
         g = Geometry.of(config, numerics)
         return [
@@ -95,7 +90,7 @@ def step_parts(
     context: int,
     policy: Policy = dense(),
 ) -> dict[str, int]:
-    """Part → bytes of a whole step: those of `weights_read`, and `attention_parts` of all layers."""
+    """Part → bytes of a whole step: `weights_read`, and `attention_parts` of all layers."""
     found = Counter(weights_read(tensors, config, batch))
     for parts in attention_parts(config, numerics, batch, context, policy):
         found.update(parts)

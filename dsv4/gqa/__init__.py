@@ -2,6 +2,6 @@
 model.
 
 `config` reads config.json strictly, `rope` has the rotary variants, `model` the modules (named after the tensors of the
-file), `cache` the keys and values, `paged` the same in pages that requests share, `load` the ledger between file and
-parameters.
+file), `cache` the keys and values, `paged` keys and values in pages that requests share, `load` the ledger between file
+and parameters.
 """

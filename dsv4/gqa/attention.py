@@ -17,13 +17,13 @@ class SelfAttention(Module):
     """softmax(q·kᵀ/√D)·v with H query heads over KV heads of keys and values, rotated by position, causal, perhaps in a
     window.
 
-    reading: what decoding tokens and prompts read of the cache. A layer with a window reads just that, whatever
+    reading: what decoding tokens and prompts read of the cache. A layer with a window reads only that window, whatever
     `reading` says.
 
-    A rule that never stops loses no bit of attention without one that adds the same tiles in the same order, on a GPU
-    dealt to as many splits: of dense attention (there in tiles of 128), and of one list of blocks given to both. But a
-    policy's blocks are listed by importance under a rule, and ascending without one, so between those two logits may
-    differ by rounding, on every backend.
+    With a rule that never stops, the output equals attention without a rule bit for bit, because both add the same
+    tiles in the same order, on a GPU in as many splits. That holds for dense attention (there in tiles of 128), and for
+    one list of blocks given to both. But a policy lists its blocks by importance under a rule, and ascending without
+    one, so those two logits may differ by rounding, on every backend.
     """
 
     def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
@@ -49,8 +49,8 @@ class SelfAttention(Module):
         self.o_proj = projection("o_proj", c.hidden_size, self.H * self.D, c.output_bias)
         self.reading = Attention()
         self.path: dict = {}
-        self.tiles: torch.Tensor | None = None  # int32 [B, T, KV] that the last step read before it terminated
-        # tokens that a query of that step could have read, by the memory that was there
+        self.tiles: torch.Tensor | None = None  # int32 [B, T, KV] tiles that the last step read before it terminated
+        # tokens that a query of that step could have read, by the size of the memory
         self.reach = 0
 
     def forward(self, x: torch.Tensor, norm: RMSNorm, step: Step, cache: LayerRows) -> torch.Tensor:
@@ -78,7 +78,7 @@ class SelfAttention(Module):
         return self.o_proj(o.view(step.N, -1))
 
     def _whole(self, qkv: tuple[torch.Tensor, ...], biases, step: Step, cache: LayerRows) -> torch.Tensor:
-        """Take in the step where keys and values of every token are at hand: [B, T, H, D]."""
+        """Write the step, where keys and values of every token are available: [B, T, H, D]."""
         keys, values = cache.of(step)
         q = self.op.rotary_rows(*qkv, biases, step.cis("main"), keys, values, step.start)
         cache.written(step, keys, values)
@@ -102,9 +102,9 @@ class SelfAttention(Module):
         return step.memo(("staged", rows.block, rows.slots), lambda: rows.places(step.start, step.T))
 
     def guess(self, x: torch.Tensor, norm: RMSNorm, step: Step, rows) -> None:
-        """Fetch what x [N, d], the stream before the layer in front of this one has multiplied, chooses here: most of
-        what the right stream will. rows: of `LayerRows.staged`. The key and value that come with the query go where the
-        token's own will stand."""
+        """Fetch the blocks that x [N, d] chooses here. x is the stream before the MLP of the layer before; it chooses
+        mostly the blocks that the right stream will choose. rows: of `LayerRows.staged`. The key and value that come
+        with the query go to the place of the token's own."""
         (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
         ((start, here),) = self._places(rows, step)
         q = self.op.rotary_rows(q, k, v, biases, step.cis("main"), rows.keys, rows.values, here)
@@ -136,8 +136,8 @@ class SelfAttention(Module):
         return o
 
     def path_at(self, end: int, prompt: bool = False) -> dict:
-        """What the last token of a row that then holds `end` tokens reads: `tokens`, and of what else there is a
-        choice."""
+        """What the last token of a row that then holds `end` tokens reads: `tokens`, and the details of a policy if
+        there is one."""
         if self.window is not None:
             return {"tokens": min(self.window, end)}
         policy, chunking = self.reading.policy, self.reading.prefill

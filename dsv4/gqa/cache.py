@@ -1,10 +1,9 @@
 """Keys and values of a GQA model: position-addressed, allocated once.
 
 The row of a slot is a function of the tokens up to that position, and the only state beside the buffers is each row's
-length. Slots are as many as tokens, so any rewind is setting the length back. Summaries of blocks are made from the
-keys of the cache, again for each block that a step writes to; what they hold beyond a row's length is never looked at
-before that. What chunked prefill remembers is a function of the tokens so far too, but of those of a whole chunk: a row
-that is rewound forgets it.
+length. There are as many slots as tokens, so every rewind only sets the length back. Summaries of blocks are computed
+from the keys of the cache, again for each block that a step writes to; beyond a row's length they are never read before
+that. The memory of chunked prefill is a function of the tokens so far too, but of whole chunks, so a rewind drops it.
 """
 
 import enum
@@ -36,7 +35,8 @@ class AttentionKind(enum.Enum):
 
 
 class Summaries(NamedTuple):
-    """Of blocks of `block` tokens, [B, KV, S/block, D]: what a policy searches; None where it is not kept."""
+    """Summaries of blocks of `block` tokens, [B, KV, S/block, D], which a policy searches; None for kinds that are not
+    kept."""
 
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
@@ -44,11 +44,12 @@ class Summaries(NamedTuple):
     block: int = BLOCK
 
     def serve(self, policy: Policy) -> bool:
-        """Whether these are what the policy's selector reads."""
+        """Whether these are the summaries that the policy's selector reads."""
         return self.block == policy.block and all(getattr(self, name) is not None for name in SEARCHED[policy.selector])
 
 
-SEARCHED = {None: (), "bound": ("low", "high"), "mean": ("mean",)}  # what selectors read, by names of `Summaries`
+# the summaries that each selector reads, by names of `Summaries`
+SEARCHED = {None: (), "bound": ("low", "high"), "mean": ("mean",)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def slots(max_context: int) -> int:
 def cache_streams(
     config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None
 ) -> list[LayerStreams]:
-    """Streams of every layer: what `GroupedCache` allocates. Summaries in layers without a window, where `policy`
+    """Streams of every layer: what `GroupedCache` allocates. Layers without a window have summaries if `policy`
     searches."""
     shape, dtype = (batch, config.num_key_value_heads, slots(max_context), config.head_dim), numerics.cache
     formula = (
@@ -88,7 +89,7 @@ def cache_streams(
 def summary_streams(
     config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy
 ) -> tuple[Stream, ...]:
-    """What the policy searches in one layer: a vector a block and KV head for means, two for bounds."""
+    """What the policy searches in one layer: one vector a block and KV head for means, two for bounds."""
     c, blocks, dtype = config, slots(max_context) // policy.block, numerics.cache
     formula = (
         f"{batch} rows × {c.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} / {policy.block} blocks "
@@ -110,19 +111,19 @@ def token_bytes(config: GQAConfig, numerics: Numerics) -> tuple[int, str]:
 
 
 class LayerRows:
-    """keys, values [batch, KV, S, D], contiguous: a block of BLOCK tokens of one head is one tile in memory. Summaries
-    beside them, if any, are of blocks of `block` tokens."""
+    """keys, values [batch, KV, S, D], contiguous: a block of BLOCK tokens of one head is one tile in memory. Summaries,
+    if any, are of blocks of `block` tokens."""
 
     def __init__(self, plan: LayerStreams, device: torch.device, block: int = BLOCK):
         self.tensors = {stream.name: zeros(stream, device) for stream in plan.streams}
         self.keys, self.values, self.block = self.tensors["keys"], self.tensors["values"], block
 
-    memory: Memory | None = None  # of chunked prefill, of every row: positions and scores [1, batch, KV, M]
-    last_memory: Memory | None = None  # all that its last call gave
+    memory: Memory | None = None  # of chunked prefill, for every row: positions and scores [1, batch, KV, M]
+    last_memory: Memory | None = None  # the whole result of its last call
 
     def staged(self, step: Step, policy: Policy):
-        """What a step reads by that finds its rows elsewhere (`dsv4.host_tier`), instead of `of`; None here, where they
-        are at hand."""
+        """What a step reads instead of `of` if its rows are elsewhere (`dsv4.host_tier`); None here, where they are on
+        the device."""
         return None
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,40 +131,41 @@ class LayerRows:
         return self.keys[step.rows], self.values[step.rows]
 
     def written(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The step's tokens stand in what `of` gave: that is the cache itself here."""
+        """The step's tokens are written in the tensors of `of`: those are the cache itself here."""
 
     def summaries(self, step: Step) -> Summaries | None:
-        """Summaries of the step's rows: contiguous views; None where none are kept."""
+        """Summaries of the step's rows: contiguous views; None if none are kept."""
         return self._summaries(step.rows)
 
     def summarised(self, step: Step, summaries: Summaries) -> None:
-        """Summaries of the step's blocks stand in what `summaries` gave: that is the cache itself here."""
+        """The summaries of the step's blocks are written in the tensors of `summaries`: those are the cache itself
+        here."""
 
     def _summaries(self, rows: slice) -> Summaries | None:
         kept = [self.tensors[name][rows] if name in self.tensors else None for name in Summaries._fields[:3]]
         return None if all(t is None for t in kept) else Summaries(*kept, self.block)
 
     def adopt(self, plan: LayerStreams, policy: Policy) -> None:
-        """Make the summaries of `plan` instead of what there was; they hold nothing yet."""
+        """Replace the summaries by those of `plan`, which hold nothing yet."""
         for name in set(self.tensors) - {"keys", "values"}:
             del self.tensors[name]
         self.tensors |= {stream.name: zeros(stream, self.keys.device) for stream in plan.streams[2:]}
         self.block = policy.block
 
     def summarise(self, tokens: int, write: Callable) -> None:
-        """Summaries of the first `tokens` keys of every row."""
+        """Compute summaries of the first `tokens` keys of every row."""
         found = self._summaries(slice(None))
         if tokens and found is not None:
             start = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device)
             write(self.keys, start, tokens, found.low, found.high, found.mean, self.block)
 
     def memory_of(self, step: Step) -> Memory:
-        """What chunked prefill remembers of the step's rows."""
+        """The memory of chunked prefill of the step's rows."""
         m, rows = self.memory, step.rows
         return Memory(m.positions[:, rows], m.scores[:, rows], m.mass[rows], m.updates[rows])
 
     def remember(self, step: Step, memory: Memory) -> None:
-        """Keep the end of what a call gave the step's rows."""
+        """Keep the end of a call's result for the step's rows."""
         self.last_memory, batch = memory, len(self.keys)
         ends = memory.positions[-1:], memory.scores[-1:], memory.updates
         if self.memory is None or self.memory.positions.shape[-1] != memory.positions.shape[-1]:
@@ -184,7 +186,7 @@ class LayerRows:
 class GroupedCache:
     """Caches of all layers for `batch` rows of up to `max_context` tokens. `lengths` are the tokens each row holds.
 
-    policy: whose summaries are kept beside the keys (None: of none), written by the operation `summarise`.
+    policy: its summaries are kept beside the keys (None: no summaries), written by the operation `summarise`.
     """
 
     def __init__(
@@ -210,7 +212,7 @@ class GroupedCache:
         with self._room():
             self.layers = self._made(devices, policy)
         self._main = Lengths(batch, max_context)
-        # where a row's memory of chunked prefill stands, and its cut
+        # the position of a row's memory of chunked prefill, and its chunking
         self.remembered: list[tuple[int, Chunking] | None] = [None] * batch
 
     def _planned(self, policy: Policy | None) -> list[LayerStreams]:
@@ -220,8 +222,8 @@ class GroupedCache:
         return [LayerRows(p, d, policy.block if policy else BLOCK) for p, d in zip(self.plan, devices, strict=True)]
 
     def guess(self, layers, i: int, step: Step) -> Callable[[torch.Tensor], None] | None:
-        """What is to be done beside the rest of layer i, given the stream after its attention: fetching for the next
-        layer, where its rows are elsewhere. layers: the model's. None: nothing."""
+        """Work to run in parallel with the rest of layer i, given the stream after its attention: a fetch for the next
+        layer, if its rows are elsewhere. layers: the model's. None: nothing."""
         return None
 
     @contextmanager
@@ -236,8 +238,8 @@ class GroupedCache:
             ) from error
 
     def adopt(self, policy: Policy) -> None:
-        """Keep what `policy` searches from now on, whatever was kept before: summaries are made from the keys that are
-        here. Steps that were captured before must be captured again. Copies no keys."""
+        """Keep what `policy` searches from now on, instead of earlier summaries: they are computed from the keys in the
+        cache. Steps that were captured before must be captured again. Copies no keys."""
         self.plan = self._planned(policy)
         with self._room():
             for layer, plan in zip(self.layers, self.plan):
@@ -245,12 +247,13 @@ class GroupedCache:
         self.summarise_again()
 
     def summarise_again(self) -> None:
-        """Make all summaries from the keys: after these were written by something else than steps."""
+        """Compute all summaries from the keys, after something other than steps wrote keys."""
         for layer in self.layers:
             layer.summarise(max(self.lengths), self.summarise)
 
     def make_room(self, rows: slice, tokens: int) -> None:
-        """Called before `tokens` tokens are written to each of `rows`. All room was made at once here."""
+        """Called before `tokens` tokens are written to each of `rows`. Does nothing here: all room was allocated at
+        once."""
 
     @property
     def lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a GQA model reads of its cache: a policy of blocks, when to stop, and how prompts are attended to."""
+"""What a GQA model reads of its cache: a policy of blocks, when to stop, and how prompts attend."""
 
 from dataclasses import asdict, dataclass
 
@@ -15,18 +15,18 @@ NOT_GQA = (
     "another attention was asked for; a DeepSeek-V4 model has learnt what it reads (CSA, HCA): leave out "
     "--attention, --attention-tokens, --terminate, --terminate-rule and --prefill-chunks"
 )
-RULE = {"tau": NUMBER, "phi": NUMBER, "patience": WHOLE}  # what the command line sets of a termination
-TOKENS = 4096  # that a policy keeps, unless another number is asked for
+RULE = {"tau": NUMBER, "phi": NUMBER, "patience": WHOLE}  # the parameters of a termination that the command line sets
+TOKENS = 4096  # tokens that a policy keeps by default
 
 
 @dataclass(frozen=True)
 class Attention:
-    """policy: the blocks that a decoding token reads. termination: when it stops reading them, most important first,
-    or, without a choice of blocks, newest first (None: never). prefill: prompts are attended to in chunks and a memory
-    (None: densely and exactly).
+    """policy: the blocks that a decoding token reads. termination: when it stops reading them; it reads the most
+    important first or, without a choice of blocks, the newest first (None: it never stops). prefill: prompts attend to
+    chunks and a memory (None: densely and exactly).
 
-    Layers with a sliding window are as without all this: dense within their window, which is all that they ever read.
-    Raises InputError for blocks that are not whole parts of a cache's tile.
+    Layers with a sliding window ignore all this: they attend densely within their window. Raises InputError for blocks
+    that are not whole parts of a cache's tile.
     """
 
     policy: Policy = dense()
@@ -66,7 +66,7 @@ def attention_named(
     prefill_chunks: str | None = None,
     rule: str | None = None,
 ) -> Attention | None:
-    """What the options of the command line ask for; None where none was given.
+    """The `Attention` of the command line's options; None if none was given.
 
     name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K'; prefill_chunks:
     'CHUNK,LOCAL,HEAVY'; rule: of terminating, 'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError for
@@ -97,7 +97,7 @@ def attention_named(
 
 
 def _kept(name: str, tokens: int) -> Policy:
-    """The policy `name` that keeps `tokens` tokens, sink and local blocks among them."""
+    """The policy `name` that keeps `tokens` tokens, sink and local blocks included."""
     usual = NAMES[name]()
     least = usual.sink + (usual.local + 1 if usual.topk else 1)
     if tokens % usual.block or tokens < least * usual.block:

@@ -23,7 +23,7 @@ SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-ROPE_KEYS = {  # beside rope_type and rope_theta
+ROPE_KEYS = {  # keys beside rope_type and rope_theta
     "default": set(),
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
@@ -38,7 +38,7 @@ ROPE_KEYS = {  # beside rope_type and rope_theta
         "truncate",
     },
 }
-# Keys of relatives of these models, or of other engines, that change what is computed: only the value that changes
+# Keys of relatives of these models, or of other engines, that change the computation: only the value that changes
 # nothing is accepted.
 FIXED = {
     "hidden_act": "silu",
@@ -73,9 +73,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class GQAConfig:
     """Checked configuration; names are those of config.json where it has one.
 
-    windows: of each layer, the last tokens that a query sees (itself included), or None for all.
-    max_position_embeddings: where the rotation is stretched by YaRN, at least its original context × factor. qkv_bias,
-    output_bias, mlp_bias: which maps have one.
+    windows: for each layer, how many last tokens a query sees (itself included), or None for all.
+    max_position_embeddings: with YaRN at least its original context × factor. qkv_bias, output_bias, mlp_bias: which
+    maps have one.
     """
 
     model_type: str
@@ -100,7 +100,7 @@ class GQAConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Scale of q·k: D^(−1/2), and the rotation's factor of both q and k, which the cache then need not hold."""
+        """Scale of q·k: D^(−1/2), and the rotation's factor of both q and k, so that the cache need not hold it."""
         return self.head_dim**-0.5 * self.rope.attention**2
 
     @classmethod
@@ -114,7 +114,7 @@ class GQAConfig:
             reader.expect(key, wanted)
         values = {name: reader.number(name, int) for name in SIZES}
         heads, kv = values["num_attention_heads"], reader.optional("num_key_value_heads", None)
-        if kv is None and kind != "llama":  # Llama's first configs have no such key: every head has keys of its own
+        if kv is None and kind != "llama":  # Llama's first configs have no such key: every head has its own keys
             reader.get("num_key_value_heads")
         head_dim = reader.optional("head_dim", None)
         if head_dim is None and (heads < 1 or values["hidden_size"] % heads):
@@ -140,13 +140,13 @@ class GQAConfig:
             bos_token_id=None if bos is None else number("bos_token_id", bos, int),
             eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
         )
-        reader.optional("architectures", None)  # held against model_type when the checkpoint is opened
+        reader.optional("architectures", None)  # checked against model_type when the checkpoint is opened
         object.__setattr__(config, "never_read", reader.harmless(HARMLESS))
         config.check()
         return config
 
     def check(self) -> None:
-        """Raise ConfigError where fields contradict each other."""
+        """Raise ConfigError if fields contradict each other."""
 
         def need(ok: bool, message: str) -> None:
             if not ok:
@@ -261,7 +261,7 @@ def _rope(raw: Mapping, reader: Reader, longest: int) -> Rope:
 
 
 def _scaled(kind: str, found: Mapping, where: str, reader: Reader, longest: int) -> dict:
-    """What the variants have beside theta. `longest`: max_position_embeddings, the original context where none is
+    """Fields of the variants besides theta. `longest`: max_position_embeddings, the original context if none is
     stated."""
 
     def value(key: str, default: float | None = None, least: float = 0.0) -> float:

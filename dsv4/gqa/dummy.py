@@ -1,8 +1,8 @@
 """GQA models of well-known widths with random weights, made on the device: for kernels and timings without a
 checkpoint.
 
-Widths, heads and biases are those of the published configs of Llama 3.1 8B and Qwen2.5 7B. Contexts are not: they are
-opened to 1M tokens, so that decode at any length can be timed; what such weights say there means nothing anyway.
+Widths, heads and biases are those of the published configs of Llama 3.1 8B and Qwen2.5 7B. Contexts are extended to 1M
+tokens, so that decode at any length can be timed; the output of random weights means nothing anyway.
 """
 
 import torch
@@ -91,8 +91,8 @@ def fill_weights(model: GQAModel, seed: int = 0) -> None:
 
 @torch.no_grad()
 def fill_grouped(cache: GroupedCache, lengths: list[int], seed: int = 0) -> None:
-    """Keys and values of unit variance in every slot, as if row b held lengths[b] tokens; summaries, if any are kept,
-    made from them."""
+    """Keys and values of unit variance in every slot, as if row b held lengths[b] tokens; summaries, if any, are
+    computed from them."""
     for i, layer in enumerate(cache.layers):
         for held in (layer.keys, layer.values):
             held.normal_(generator=torch.Generator(held.device).manual_seed(seed + i))

@@ -1,4 +1,4 @@
-"""From the files of a GQA checkpoint to its model: the plan, the ledger, and what must hold beside them."""
+"""From the files of a GQA checkpoint to its model: the plan, the ledger, and further checks."""
 
 import re
 
@@ -19,7 +19,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str, index_cache: str) -> None:
-    """Raise InputError for what applies to DeepSeek-V4 models alone."""
+    """Raise InputError for options that apply to DeepSeek-V4 models alone."""
     if numerics.simulate:
         raise InputError(
             f"numerics {numerics.name} simulate the FP8 and FP4 of DeepSeek-V4 checkpoints; the weights and caches of "
@@ -43,7 +43,7 @@ def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str
 
 
 def plan_model(inventory: Inventory, numerics: Numerics, backend: str) -> GQAModel:
-    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+    """The model on the meta device, and its ledger of the checkpoint's headers (not yet checked)."""
     config = GQAConfig.from_dict(inventory.config)
 
     def storage(name: str) -> Storage:
@@ -74,7 +74,7 @@ def _reason(name: str, config: GQAConfig) -> str | None:
 
 
 def check_copies(inventory: Inventory) -> None:
-    """Raise CheckpointError where a tied head has a matrix of its own in the file, and another than the embedding."""
+    """Raise CheckpointError if a tied head also has a matrix in the file that differs from the embedding."""
     if HEAD in inventory.sources and inventory.config.get("tie_word_embeddings", False):
         if not torch.equal(inventory.read(HEAD), inventory.read(EMBEDDING)):
             raise CheckpointError(

@@ -64,7 +64,8 @@ class Layer(Module):
     def forward(
         self, x: torch.Tensor, step: Step, cache: LayerRows, beside: Callable[[torch.Tensor], None] | None = None
     ) -> torch.Tensor:
-        """x [N, d] → [N, d]; writes the step to the layer's cache. beside: is given the stream after attention."""
+        """x [N, d] → [N, d]; writes the step to the layer's cache. beside: is called with the stream after
+        attention."""
         x = x + self.self_attn(x, self.input_layernorm, step, cache)
         if beside is not None:
             beside(x)
@@ -72,7 +73,7 @@ class Layer(Module):
 
 
 class Decoder(Module):
-    """What stands under `model.` in the file."""
+    """The modules under `model.` in the file."""
 
     def __init__(self, config: GQAConfig, numerics: Numerics, store, op):
         super().__init__()
@@ -89,7 +90,7 @@ class TiedHead(Module):
 
     def __init__(self, embedding: Embedding, op):
         super().__init__()
-        self.__dict__["embedding"], self.op = embedding, op  # not a submodule: its parameter is counted once
+        self.__dict__["embedding"], self.op = embedding, op  # not a submodule, so that its parameter is counted once
 
     def packed(self) -> PackedWeight:
         return PackedWeight(WeightFormat.DENSE, self.embedding.weight)
@@ -126,8 +127,8 @@ class GQAModel(CausalLM):
         super().__setattr__(name, value)
 
     def _choose(self, attention: Attention) -> None:
-        """`model.attention = …`: what steps read from now on, and `new_cache` keeps. A step captured before must be
-        captured again. Raises InputError where it cannot be."""
+        """`model.attention = …`: what steps read from now on, and what `new_cache` keeps. Steps captured before must be
+        captured again. Raises InputError for a choice that this model cannot serve."""
         if not isinstance(attention, Attention):
             raise InputError(f"model.attention is a {type(attention).__name__}; expected a dsv4.gqa.choice.Attention")
         if self.backend == "training" and not attention.plain:
@@ -136,11 +137,11 @@ class GQAModel(CausalLM):
                 "are chosen, not weighed; train densely and decode with a policy"
             )
         for layer in self.layers:
-            layer.self_attn.reading = attention  # where it has a window, it reads just that
+            layer.self_attn.reading = attention  # a layer with a window reads only that
 
     @property
     def chunk(self) -> int:
-        """Tokens of a row in one step, unless `append` is told otherwise: whole chunks where prefill has such."""
+        """Tokens of a row in one step, unless `append` sets it: whole chunks if prefill has chunks."""
         size, cut = super().chunk, self.attention.prefill
         return size if cut is None else -(-size // cut.chunk) * cut.chunk
 
@@ -152,13 +153,12 @@ class GQAModel(CausalLM):
     def new_cache(
         self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND
     ) -> GroupedCache:
-        """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound to anywhere:
-        max_rewind is what the caller needs at least.
+        """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound to any length;
+        max_rewind is the least that the caller needs.
 
-        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings.
-        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit; of a cache in host
-        memory (`kv_memory`) also InputError where it would keep nothing there, PinnedMemoryError where pinned memory is
-        short.
+        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings. Raises
+        InputError beyond the latter, CapacityError with the bytes when it does not fit; for a cache in host memory
+        (`kv_memory`) also InputError if it would keep nothing there, PinnedMemoryError if pinned memory is short.
         """
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
@@ -187,7 +187,7 @@ class GQAModel(CausalLM):
         )
 
     def page_layout(self) -> GroupedLayout:
-        """Raises InputError where prompts are read in chunks: what these remember is no function of the tokens before a
+        """Raises InputError if prompts are read in chunks: their memory is not a function of the tokens before a
         block."""
         if self.attention.prefill is not None:
             raise InputError(
@@ -198,8 +198,8 @@ class GQAModel(CausalLM):
         return GroupedLayout(self.config, self.numerics, None if policy.selector is None else policy)
 
     def layer_paths(self) -> list[dict]:
-        """What each layer really read in the last step, of a row that was longest. Waits for the device where tiles
-        were counted."""
+        """What each layer really read in the last step, for the longest row. Waits for the device if tiles were
+        counted."""
         found = []
         for i, (layer, tiles) in enumerate(zip(self.layers, self.tiles or [None] * len(self.layers))):
             attn = layer.self_attn

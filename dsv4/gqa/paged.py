@@ -4,11 +4,11 @@ A page is a tile: BLOCK tokens of every KV head of one layer, [KV, BLOCK, D], of
 searches, beside them the summaries of these tokens' blocks. Tables, holders, copies on write and grafts are those of
 every paged cache.
 
-Kernels read a head's tokens as one run of memory. So a step gathers what its rows hold into [B, KV, S, D], works on
-that as on a `GroupedCache` of S slots, to the bit, and writes its own tokens back. A layer of a step so moves 2 · 2 · B
-· KV · S · D · itemsize bytes (keys and values, read and written) more than a contiguous cache, and summaries 1 / block
-of that each: about twice what dense attention reads itself, whatever a policy chooses. Kernels that found tokens
-through the table would save it.
+Kernels read a head's tokens as one run of memory. So a step gathers its rows' tokens into [B, KV, S, D], works on that
+as on a `GroupedCache` of S slots, with equal bits, and writes its own tokens back. So a layer of a step moves 2 · 2 · B
+· KV · S · D · itemsize bytes (keys and values, read and written) more than with a contiguous cache, and 1 / block of
+that for each kind of summary: about twice what dense attention itself reads, whatever a policy chooses. Kernels that
+read tokens through the table would avoid it.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from dsv4.paging import NOWHERE, PageGroup
 from dsv4.step import Step
 from dsv4.streams import Stream
 
-GROUPS = {AttentionKind.FULL: "tokens", AttentionKind.SLIDING: "window"}  # of pages, by what a layer attends to
+GROUPS = {AttentionKind.FULL: "tokens", AttentionKind.SLIDING: "window"}  # groups of pages, by what a layer attends to
 
 
 class PagedRows(LayerRows):
-    """One layer, in the place of `LayerRows`. tensors: pools [pages + 1, KV, rows, D] of keys and values (BLOCK rows)
-    and of summaries (BLOCK / block rows), all addressed by one table. `groups` as of every `PagedLayer`."""
+    """One layer, instead of `LayerRows`. tensors: pools [pages + 1, KV, rows, D] of keys and values (BLOCK rows) and of
+    summaries (BLOCK / block rows), all addressed by one table. `groups` as in every `PagedLayer`."""
 
     def __init__(
         self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], block: int
@@ -41,35 +41,33 @@ class PagedRows(LayerRows):
         self.table = tables[GROUPS[plan.kind]]
 
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, KV, S, D] as they were before the step: a copy. S: whole tiles that hold what the step
-        may read, the table's all where it is captured."""
+        """A copy of keys and values [B, KV, S, D] before the step. S: whole tiles that hold what the step may read; in
+        a captured step all tiles of the table."""
         return self._gathered(step, self.keys), self._gathered(step, self.values)
 
     def written(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the step's tokens, which stand in what `of` gave, to their pages."""
+        """Write the step's tokens from the tensors of `of` to their pages."""
         here, there = step.memo(("rows of pages", self.table.group.name), lambda: self._rows(step, step.pos, 1))
         for pool, whole in ((self.keys, keys), (self.values, values)):
             _copy(pool, there, whole, here)
 
     def summaries(self, step: Step) -> Summaries | None:
-        """Summaries of the step's rows [B, KV, S / block, D] as they were before the step: a copy; None where none are
-        kept."""
+        """A copy of the summaries of the step's rows [B, KV, S / block, D] before the step; None if none are kept."""
         kept = [
             self._gathered(step, self.tensors[name]) if name in self.tensors else None for name in Summaries._fields[:3]
         ]
         return None if all(t is None for t in kept) else Summaries(*kept, self.block)
 
     def summarised(self, step: Step, summaries: Summaries) -> None:
-        """Write the summaries of blocks that the step's tokens touch, which stand in what `summaries` gave, to their
+        """Write the summaries of the blocks that the step's tokens touch from the tensors of `summaries` to their
         pages."""
         here, there = step.memo(("summaries of pages", self.table.group.name, self.block), lambda: self._touched(step))
         for name in self.tensors.keys() - {"keys", "values"}:
             _copy(self.tensors[name], there, getattr(summaries, name), here)
 
     def _gathered(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """A copy [B, KV, S / BLOCK · rows, D] of the pages [pages + 1, KV, rows, D] that the step's rows hold. Zeros
-        where a window has given pages back: what lies in page 0 may be NaN, and kernels multiply all up to the last
-        token."""
+        """A copy [B, KV, S / BLOCK · rows, D] of the pages [pages + 1, KV, rows, D] of the step's rows. Pages that a
+        window has given back are zeros: page 0 may hold NaN, and kernels multiply all rows up to the last token."""
         (_, KV, rows, D), name = pool.shape, self.table.group.name
         pages = step.memo(("pages", name), lambda: self.table.first_pages(step, step.end))
         tiles = step.memo(("tiles", name, KV), lambda: _by_head(pages, KV).flatten())
@@ -80,7 +78,7 @@ class PagedRows(LayerRows):
         return found.view(len(pages), KV, -1, D)
 
     def _touched(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_rows` of the blocks that the step's tokens touch; of those it does not reach, the first again."""
+        """`_rows` of the blocks that the step's tokens touch; for blocks that it does not reach, the first again."""
         number = (step.start // self.block).unsqueeze(1) + torch.arange(
             touched_blocks(step.T, self.block), device=step.device
         )
@@ -88,8 +86,8 @@ class PagedRows(LayerRows):
         return self._rows(step, torch.where(number * self.block < end, number, number[:, :1]) * self.block, self.block)
 
     def _rows(self, step: Step, tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of tokens int64 [B, n] of the step's rows, int64 [B · KV · n]: rows of a gathered [B, KV, S / size, D], and
-        of its pool, where one row is of `size` tokens."""
+        """For tokens int64 [B, n] of the step's rows, int64 [B · KV · n]: rows of a gathered [B, KV, S / size, D], and
+        of its pool, where one row has `size` tokens."""
         KV, S = self.keys.shape[1], -(-step.end // BLOCK) * BLOCK
         batch, slot = torch.arange(step.B, device=step.device).unsqueeze(1), self.table.index(step, tokens)
         here = _by_head(batch, KV) * (S // size) + (tokens // size).unsqueeze(1)
@@ -108,10 +106,10 @@ def _copy(pool: torch.Tensor, there: torch.Tensor, whole: torch.Tensor, here: to
 
 
 class GroupedLayout:
-    """The `PageLayout` of a GQA model. policy: whose summaries are kept beside the keys (None: of none).
+    """The `PageLayout` of a GQA model. policy: its summaries are kept beside the keys (None: no summaries).
 
-    Layers that attend to everything share one group of pages, those with a window another, whose pages go back behind
-    it.
+    Layers that attend to everything share one group of pages. Those with a window share another, which frees the pages
+    before the window.
     """
 
     def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None):
@@ -123,7 +121,8 @@ class GroupedLayout:
         self.groups = {group.name: group for group in groups}
 
     def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
-        """As `GroupedCache` allocates them for one tile, of as many pages as the layer's group has beside page 0."""
+        """Streams as `GroupedCache` allocates them for one tile, with as many pages as the layer's group has, and page
+        0."""
         return [
             LayerStreams(
                 layer.label, layer.kind, tuple(_in_pages(s, pages[GROUPS[layer.kind]] + 1) for s in layer.streams)

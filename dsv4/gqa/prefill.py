@@ -1,8 +1,8 @@
-"""Prompts that are attended to in chunks and a memory (`dsv4.kernels.chunked_prefill`), through the whole model.
+"""Prompts that attend to chunks and a memory (`dsv4.kernels.chunked_prefill`), through the whole model.
 
-Rows that begin together run together, right-padded to the longest: what pads write lies beyond their rows' lengths.
-Prompts run in pieces of whole chunks, so that memory does not grow with them; the memory of each layer goes from piece
-to piece, and from append to append, where a row stands at a whole number of chunks and was not rewound since.
+Rows that begin together run together, right-padded to the longest: pads write beyond their rows' lengths. Prompts run
+in pieces of whole chunks, so that memory does not grow with them; the memory of each layer passes from piece to piece,
+and from append to append if a row holds a whole number of chunks and was not rewound since.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 def groups(counts: list[int], starts: list[int]) -> Iterator[slice]:
-    """Neighbouring rows that have tokens to run and begin together."""
+    """Neighbouring rows that have tokens to run and begin at the same position."""
     for key, found in groupby(range(len(counts)), lambda b: (counts[b] > 0, starts[b])):
         rows = list(found)
         if key[0]:
@@ -35,11 +35,11 @@ def groups(counts: list[int], starts: list[int]) -> Iterator[slice]:
 def append_chunks(
     model, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, chunking: Chunking
 ) -> None:
-    """Run ids int64 [B, T], counts[b] of row b, and give what comes out to the collector `out`. chunk: tokens of a row
-    in one piece.
+    """Run ids int64 [B, T], counts[b] of row b, and pass the results to the collector `out`. chunk: tokens of a row in
+    one piece.
 
-    Raises InputError, before anything has run, for pieces that are no whole number of chunks and for rows that hold
-    tokens which no memory goes with.
+    Raises InputError, before anything has run, for pieces that are not a whole number of chunks and for rows that hold
+    tokens without a memory.
     """
     if chunk % chunking.chunk:
         raise InputError(
@@ -82,10 +82,10 @@ def _run(
         [start] * len(left),
         model.rope_frequencies(),
     )
-    # A row that ends with this piece and a chunk may be gone on with: told that it is longer, the kernel keeps its
+    # A row that ends with this piece and a chunk may be continued: the kernel gets a larger length, and so keeps its
     # memory.
     ends = [begin + n + (n == done + T and T % chunking.chunk == 0) for n in counts[rows]]
-    same = min(ends) == max(ends)  # filled on the device: a copy from the host would wait for all work before it
+    same = min(ends) == max(ends)  # filled on the device: a copy from the host would wait for all earlier work
     lengths = (
         torch.full((len(ends),), ends[0], device=model.device) if same else torch.tensor(ends, device=model.device)
     )

@@ -26,7 +26,7 @@ class Projection(Linear):
 def maps(
     op, x: torch.Tensor, norm: RMSNorm, *modules: Projection
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
-    """Projections of norm(x), x [N, d], and the biases that are still to be added to them (None: none)."""
+    """Projections of norm(x), x [N, d], and the biases that must still be added to them (None: none)."""
     if not fuses(op, "linears", norm, *modules):
         y = norm(x)
         return tuple(m(y) for m in modules), None

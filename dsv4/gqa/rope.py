@@ -1,8 +1,8 @@
 """Rotary frequencies of GQA models: default, linear, llama3 and YaRN.
 
-Pair i of a head rotates by position · f_i; dims i and i + D/2 are a pair (`dsv4.kernels.rotary_rows`). Variants that
-follow the length of the text (dynamic NTK, LongRoPE) are refused by `dsv4.gqa.config`: a key in the cache would have to
-be rotated anew as the text grows.
+Pair i of a head rotates by position · f_i; dims i and i + D/2 are a pair (`dsv4.kernels.rotary_rows`).
+`dsv4.gqa.config` refuses variants that depend on the length of the text (dynamic NTK, LongRoPE): keys in the cache
+would have to be rotated again as the text grows.
 """
 
 import math
@@ -72,6 +72,6 @@ def _yarn(f: torch.Tensor, rope: Rope, head_dim: int) -> torch.Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    span = high - low if high != low else 0.001  # a ramp of no width would divide by zero
+    span = high - low if high != low else 0.001  # a ramp of width 0 would divide by zero
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / span).clamp(0, 1)
     return f / rope.factor * ramp + f * (1 - ramp)
