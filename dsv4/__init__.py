@@ -5,7 +5,7 @@
 >>> cache = model.new_cache(batch=1, max_context=4096)
 >>> logits = model.append(ids, cache)
 
-`import dsv4` is cheap: torch is imported when `load_model` is first asked for.
+`import dsv4` is cheap: torch is imported on the first access to `load_model`.
 """
 
 from pathlib import Path

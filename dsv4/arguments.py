@@ -13,7 +13,7 @@ from dsv4.errors import ContextOverrun, InputError, RewindError, brief
 
 
 def kind(value: object) -> str:
-    """What `value` is, in an error: of a tensor its dtype and shape, else its type and the beginning of it."""
+    """A description of `value` for an error: dtype and shape of a tensor, else its type and the beginning of it."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     return f"{type(value).__name__} {brief(' '.join(repr(value).split()))}"
@@ -93,7 +93,7 @@ def rewind_counts(n: int | Sequence[int], batch: int) -> list[int]:
 
 
 def _listed(values: object) -> list | None:
-    """`values` as a list; None for what is no list, tuple or array of one extent."""
+    """`values` as a list; None if it is not a list, a tuple or an array of one dimension."""
     if isinstance(values, torch.Tensor) or isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         return None
     return list(values) if hasattr(values, "__len__") else None
@@ -102,7 +102,7 @@ def _listed(values: object) -> list | None:
 def check_ids(ids: torch.Tensor, counts: list[int], vocab_size: int) -> None:
     """Raises InputError where one of the first counts[b] ids of row b is outside the vocabulary.
 
-    Ids on a device are not read, because the host would wait for it: they were made by the model itself.
+    Ids on a device are not read, because the host would wait for it; the model itself made them.
     """
     if ids.device.type != "cpu" or not any(counts):
         return

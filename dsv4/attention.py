@@ -61,8 +61,7 @@ class WindowAttention(Module):
         return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
 
     def _captured(self, x: torch.Tensor, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
-        """Like `forward`, for a captured step, whose positions are on the device alone. One composition writes
-        everything."""
+        """`forward` for a captured step, whose positions are only on the device. One composition writes everything."""
         low, kv, *rest = self._maps(x, None, (self.wq_a, None), (self.wkv, None), *self._maps_of_compressed(step))
         q, *asked = self._maps(
             low, self.q_norm.weight, (self.wq_b, None), *((m, None) for m in self._maps_of_asked(step))
@@ -82,7 +81,7 @@ class WindowAttention(Module):
         return self.wo_b(self.op.project_heads(o, step.inverse_cis(self.base), self.wo_a.packed(), self.groups))
 
     def _maps(self, x: torch.Tensor, norm: torch.Tensor | None, *modules: tuple) -> tuple[torch.Tensor, ...]:
-        """Linear maps of x in one composition. modules: (Linear, dtype of a result that is not rounded to x's, or
+        """Linear maps of x in one composition. modules: (Linear, dtype of a result that is not rounded to x's dtype, or
         None)."""
         maps, dtypes = zip(*modules)
         return self.op.linears(
@@ -90,23 +89,23 @@ class WindowAttention(Module):
         )
 
     def _maps_of_compressed(self, step: CapturedStep) -> list:
-        """Further linear maps of x, as `_maps` takes them: what `_compressed` gets first."""
+        """Further linear maps of x, in the form of `_maps`: the first input of `_compressed`."""
         return []
 
     def _maps_of_asked(self, step: CapturedStep) -> list:
-        """Further linear maps of the normalised low-rank queries: what `_compressed` gets second."""
+        """Further linear maps of the normalised low-rank queries: the second input of `_compressed`."""
         return []
 
     def _compressed(
         self, rest: list, asked: list, step: CapturedStep, cache: LayerCache
     ) -> tuple[IndexHeads | None, tuple]:
-        """What the indexer asks with, and each compressor's part of the step."""
+        """The indexer's queries and weights, and each compressor's part of the step."""
         return None, ()
 
     def _attend_captured(
         self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache
     ) -> torch.Tensor:
-        """Attention from what `attention_inputs` has left."""
+        """Attention on the results of `attention_inputs`."""
         return self.attend(found[0], window, window_index, None, step, cache)
 
     def queries(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,12 +124,12 @@ class WindowAttention(Module):
         return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate_kv else kv
 
     def remember(self, x: torch.Tensor, step: Step, cache: LayerCache) -> None:
-        """x [N, d] (normalised): what `forward` writes to a cache that is a window alone, and no attention."""
+        """x [N, d] (normalised): write to a window-only cache what `forward` would write, without attention."""
         cache.window.extend(step, self.latent(x, step))
 
     def path_at(self, end: int) -> dict:
-        """What the attention of a row that then holds `end` tokens reads: tokens of its window, entries visible and
-        selected."""
+        """What the attention of a row that then holds `end` tokens reads: window tokens, visible entries and selected
+        entries."""
         return {"window": min(self.W, end)}
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
@@ -138,7 +137,7 @@ class WindowAttention(Module):
         return self.attend(q, window, window_index, None, step, cache)
 
     def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
-        """q [N, H, D]; window: rows, of which window_index [N, W] are to be read; selection: of the indexer → [N, H,
+        """q [N, H, D]; window: rows, of which those of window_index [N, W] are read; selection: of the indexer → [N, H,
         D]."""
         self.path = self.path_at(step.end)
         complete = step.window_full(self.W)
@@ -188,7 +187,7 @@ class CSAAttention(WindowAttention):
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
-        with torch.no_grad():  # a choice has no derivative: the indexer learns from a loss of its own
+        with torch.no_grad():  # a choice has no derivative, so the indexer has a loss of its own
             selection = self.indexer(x, qr, step, cache)
         return self.attend(q, window, window_index, selection, step, cache)
 

@@ -27,7 +27,7 @@ DEFAULT_MAX_REWIND = 128
 
 class Form(NamedTuple):
     """What a cache must have in common with the model that writes it: the config (which names the family), number
-    formats, whether the MTP block has its part, and the device of each layer, or the one that all are on."""
+    formats, whether there is a part for the MTP block, and the device of each layer, or the common device."""
 
     config: object
     formats: tuple
@@ -72,7 +72,7 @@ class CompressorCache:
         )
         D = width // self.overlap
         kv, gate = rows_of.view(-1, D).index_select(0, rows).view(2, M, self.overlap * self.ratio, D).unbind()
-        kv = kv.masked_fill_(absent, 0)  # a slot nobody wrote may hold anything, and 0 · NaN is NaN
+        kv = kv.masked_fill_(absent, 0)  # a slot that was never written may hold anything, and 0 · NaN is NaN
         return op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
 
     def completed(self, step: Step, raw: torch.Tensor, ape: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -100,8 +100,7 @@ class CompressorCache:
 
         weight: of the norm of entries.
 
-        Every window that the step may complete has a slot; those that it does not complete lie beyond what any query
-        sees.
+        Every window that the step may complete has a slot. Incomplete windows lie beyond what any query sees.
         """
         return Windows(
             raw,
@@ -177,11 +176,11 @@ class LayerCache:
 
 
 class Lengths:
-    """Tokens held by each row (`now`), and how far back each row may still be rewound: to `max_rewind` before the
-    furthest that was ever written (`high`), and not to below what it was given at once (`low`).
+    """Tokens held by each row (`now`), and how far each row may still be rewound: to `max_rewind` before the furthest
+    position ever written (`high`), but not below the tokens that it got at once (`low`).
 
-    A captured step writes all its tokens to every row, those of rows that rest too: these lie beyond the row's length,
-    and in a ring they take the place of the oldest. So they count for `high`.
+    A captured step writes all its tokens to every row, also to rows at rest. There they lie beyond the row's length,
+    and in a ring they overwrite the oldest, so they count for `high`.
     """
 
     def __init__(self, batch: int, max_rewind: int):
@@ -268,11 +267,11 @@ class Cache:
     _entries = None  # see LayerCache
 
     def _planned(self, streams: list[LayerStreams]) -> list[LayerStreams]:
-        """Where each stream is to be."""
+        """The device of each stream."""
         return streams
 
     def place(self, step: CapturedStep, op) -> None:
-        """Compute at once what layers take from the step's positions, if the backend does that in one kernel."""
+        """Compute once what layers need from the step's positions, if the backend has a kernel for that."""
         if "place" not in op.fused:
             return
         window, kept = self.layers[0].window, {}
@@ -283,8 +282,8 @@ class Cache:
         step.place(op.place, (window.keep + 1, window.R), tuple(kept.values()))
 
     def make_room(self, rows: slice, tokens: int, mtp: bool = False) -> None:
-        """Called before `tokens` tokens are written to each of `rows`. All room was made at once here; a PagedCache
-        takes pages."""
+        """Called before `tokens` tokens are written to each of `rows`. Here all room was allocated at once; a
+        PagedCache takes pages."""
 
     @property
     def lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs while Python goes on collecting garbage."""
+"""Captures CUDA graphs while garbage collection is paused."""
 
 import gc
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ import torch
 def capturing(graph: torch.cuda.CUDAGraph, **how) -> Iterator[None]:
     """torch.cuda.graph(graph, **how), during which nothing is collected.
 
-    A model or an engine that is no more may hold its graphs in a cycle, so that they are freed whenever Python
-    collects. Freeing a graph is a call that the driver forbids during a capture: the capture under way is lost
-    ("operation failed due to a previous error during capture").
+    A deleted model or engine may hold its graphs in a cycle, so that they are freed whenever Python collects. The
+    driver forbids freeing a graph during a capture: the running capture is lost ("operation failed due to a previous
+    error during capture").
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What every model here shares: an embedding, an output head, and the one way to run it (`append`)."""
+"""The common part of all models: an embedding, an output head, and the one way to run them (`append`)."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from dsv4.cache import Lengths
 
 CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
-DECODED = 16  # tokens that an append takes for decode at most, unless it is told otherwise
+DECODED = 16  # the most tokens of an append that count as decoding by default
 
 
 class TokenCache(Protocol):
-    """What `new_cache` gives: caches of all layers for `batch` rows of up to `max_context` tokens, addressed by
+    """The result of `new_cache`: caches of all layers for `batch` rows of up to `max_context` tokens, addressed by
     position.
 
-    Beside the buffers its only state is `lengths`, the tokens of each row (`_main`, a `dsv4.cache.Lengths`); rows may
+    Besides the buffers its only state is `lengths`, the tokens of each row (`_main`, a `dsv4.cache.Lengths`); rows may
     be rewound by `max_rewind` tokens at least, which copies nothing.
     """
 
@@ -69,8 +69,8 @@ class Head(Linear):
 
 
 class CausalLM(Module):
-    """A model that continues token ids. Subclasses give the layers; this runs them over ragged batches, in uniform
-    pieces.
+    """A model that continues token ids. Subclasses define the layers; this class runs them over ragged batches, in
+    uniform pieces.
 
     They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`,
     `page_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
@@ -88,12 +88,12 @@ class CausalLM(Module):
         self.placement: dict[str, str] = {}  # module → device, when they are spread
         self.inventory: Any = None  # dsv4.loaders.load.Inventory of the checkpoint that it was loaded from
         self.ledger: Any = None  # its dsv4.loaders.ledger.LoadLedger
-        # where `new_cache` keeps what grows with the context: `dsv4.host_tier.choice.HostMemory` (None: the device)
+        # `new_cache` keeps the growing part there: `dsv4.host_tier.choice.HostMemory` (None: on the device)
         self.kv_memory: Any = None
-        self.attention: Any = None  # what is read of the cache, where that is a choice: `dsv4.gqa.choice.Attention`
-        # of each layer, read in the last step before its attention terminated
+        self.attention: Any = None  # what is read of the cache, for models with a choice: `dsv4.gqa.choice.Attention`
+        # tiles of each layer that the last step read before its attention terminated
         self.tiles: list[torch.Tensor | None] | None = None
-        self.replayed: int | None = None  # tokens that the longest row held after the last step, if that was a replay
+        self.replayed: int | None = None  # tokens of the longest row after the last step, if that was a replay
 
     # ---- what a model gives --------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class CausalLM(Module):
         raise NotImplementedError
 
     def page_layout(self):
-        """How its caches lie in pages: the `dsv4.page_tables.PageLayout` of a `PagedCache`."""
+        """The layout of its caches in pages: the `dsv4.page_tables.PageLayout` of a `PagedCache`."""
         raise NotImplementedError
 
     def run(self, step: Step, cache: TokenCache) -> torch.Tensor:
@@ -141,12 +141,11 @@ class CausalLM(Module):
     ):
         """Append tokens to every row and return their logits: prefill, decode and verification alike.
 
-        ids int64 [B, T], right-padded when `n_new` gives each row's count of new tokens (pads are
-        neither read nor run). Returns fp32 [B, T, vocab]; with logits="last" only those of each
-        row's last new token, [B, 1, vocab]; with "none", None. Positions that were not run hold
-        NaN. With return_streams, also the streams before the head [B, T, *stream_shape]. prompt: whether the tokens are
-        (part of) a prompt, which GQA models read the whole cache for where decoding has a policy of its own; None: if a
-        row has more than 16.
+        ids int64 [B, T], right-padded when `n_new` gives each row's count of new tokens (pads are neither read nor
+        run). Returns fp32 [B, T, vocab]; with logits="last" only those of each row's last new token, [B, 1, vocab];
+        with "none", None. Positions that were not run hold NaN. With return_streams, also the streams before the head
+        [B, T, *stream_shape]. prompt: whether the tokens are (part of) a prompt; for a prompt GQA models read the whole
+        cache, even if decoding has a policy. None: if a row has more than 16.
 
         Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
         max_context, and InputError for arguments of other types or shapes and a cache that was made for another
@@ -195,7 +194,7 @@ class CausalLM(Module):
 
     @property
     def cache_form(self) -> Form:
-        """What a cache must have been made for, so that this model can write it."""
+        """The form that a cache must have so that this model can write it."""
         layers = len(self.layers) + len(self.mtp)
         return form(self.config, self.numerics, len(self.mtp) > 0, self.layer_devices or [self.device] * layers)
 
@@ -213,7 +212,7 @@ class CausalLM(Module):
 
 
 class Collector:
-    """Gathers what the steps of one append return into tensors allocated once."""
+    """Collects the results of the steps of one append in tensors that are allocated once."""
 
     def __init__(self, model: CausalLM, ids: torch.Tensor, counts: list[int], logits: str, want_streams: bool):
         B, T = ids.shape
@@ -230,8 +229,8 @@ class Collector:
     def add(
         self, rows: slice, done: int, tokens: int, streams: torch.Tensor, features: torch.Tensor | None = None
     ) -> None:
-        """streams [N, *stream_shape] of a piece; features [N, d]: their head inputs, where the model's own head is not
-        what makes them."""
+        """streams [N, *stream_shape] of a piece; features [N, d]: their head inputs, if something other than the
+        model's own head makes them."""
         streams = streams.view(rows.stop - rows.start, tokens, *streams.shape[1:])
         if self.streams is not None:
             self.streams[rows, done : done + tokens] = streams
@@ -257,8 +256,8 @@ class Collector:
 def uniform_pieces(counts: list[int], chunk: int):
     """Cut ragged work into uniform pieces: (rows, tokens), contiguous rows that run equally many tokens.
 
-    Each token belongs to exactly one piece; all rows that still have tokens advance together by
-    the least that any of them (or the chunk) has left.
+    Each token belongs to exactly one piece; all rows that still have tokens advance together, by the least number of
+    tokens that any of them (or the chunk) has left.
     """
     left = list(counts)
     while any(left):

@@ -51,8 +51,8 @@ def plain_ids(tokenizer: Tokenizer, text: str, bos: int | None) -> list[int]:
 
 
 def templated_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a plain prompt as the tokenizer's own template has it: checkpoints in the transformers layout may
-    name a begin-of-text token in config.json that their prompts do not begin with (Qwen2)."""
+    """Token ids of a plain prompt by the tokenizer's own template: checkpoints in the transformers layout may name a
+    begin-of-text token in config.json that their prompts do not begin with (Qwen2)."""
     if not tokenizer.encode(text):
         raise InputError("the prompt is empty; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     return tokenizer.encode_templated(text)

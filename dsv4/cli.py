@@ -12,7 +12,7 @@ from dsv4.cost_model.cli import regime_app
 from dsv4.demo import demo
 from dsv4.errors import Dsv4Error
 from dsv4.help import dress
-from dsv4.probes.cli import audit_app  # the command line alone knows the engine and the probes above it
+from dsv4.probes.cli import audit_app  # only the command line imports the engine and the probes above it
 from dsv4.probes.fidelity.cli import fidelity
 from dsv4.probes.kernel_audit.cli import kernel_app
 from dsv4.probes.recall.cli import recall
@@ -71,16 +71,16 @@ def main() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end the run
     try:
         code = _run()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                stream.flush()  # the reader of a pipe may have left: here that can still be handled
+                stream.flush()  # the reader of a pipe may have left; here the error can still be handled
     except BrokenPipeError:
         code = CLOSED_PIPE
         _leave_streams()
-    except OSError as error:  # a file that the checkpoint's own errors do not know of, or a full disk below stdout
+    except OSError as error:  # files outside of the checkpoint's own errors, or a full disk below stdout
         what = f"{error.filename}: {error.strerror}" if error.filename else f"standard output: {error.strerror}"
         code = _fail(f"cannot read or write {what}; see that it exists, may be used and has room")
         _leave_streams()
@@ -109,7 +109,8 @@ def _run() -> int:
             return _fail(OUT_OF_MEMORY)
         if not hasattr(error, "exit_code"):
             raise
-        if type(error).__name__ == "NoArgsIsHelpError":  # a bare group: it holds the help, which may be printed already
+        # a group without a command: the exception holds the help, which may be printed already
+        if type(error).__name__ == "NoArgsIsHelpError":
             sys.stdout.write(error.message and error.message.rstrip() + "\n")
             return error.exit_code
         return _fail(error.format_message())
@@ -121,7 +122,7 @@ def _fail(message: str) -> int:
 
 
 def _leave_streams() -> None:
-    """Point what can no longer be written to at nothing, so that the interpreter's own last flush is silent."""
+    """Point streams that can no longer be written to at os.devnull, so that the interpreter's last flush is silent."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

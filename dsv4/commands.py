@@ -137,7 +137,7 @@ def generate(
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
     where = memory_named(kv_memory, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
-    run.parse_max_memory(max_memory)  # options are read before a checkpoint
+    run.parse_max_memory(max_memory)  # options are checked before a checkpoint is read
     config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
     shown = not quiet
     with limited_threads(config and config.hidden_size, threads):
@@ -151,7 +151,7 @@ def generate(
         with progress_bar("prefill", "tokens", shown) as prefilling:
 
             def stream(text: str) -> None:
-                prefilling.close()  # a bar that is still drawn would share the terminal's line with the text
+                prefilling.close()  # a progress bar that is still drawn would share the terminal's line with the text
                 if not as_json:
                     show(text)
 

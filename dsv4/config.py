@@ -22,7 +22,7 @@ class LayerKind(enum.Enum):
 
 
 KIND_OF_RATIO = {0: LayerKind.WINDOW, 4: LayerKind.CSA, 128: LayerKind.HCA}
-MAX_NUMBER = 1e12  # nothing in a config is larger; beyond it a number is a mistake
+MAX_NUMBER = 1e12  # nothing in a config is larger; a larger number is a mistake
 MAX_MTP_BLOCKS = 64
 
 
@@ -164,7 +164,7 @@ class ModelConfig:
             weight_block_size=_block_size(mapping("quantization_config", reader.optional("quantization_config", None))),
             never_read=(),
         )
-        reader.optional("expert_dtype", None)  # held against the tensors when a checkpoint is loaded
+        reader.optional("expert_dtype", None)  # checked against the tensors when a checkpoint is loaded
         reader.expect("norm_topk_prob", True, NO_ORACLE)
         for key, wanted in FIXED.items():
             reader.expect(key, wanted)
@@ -173,7 +173,7 @@ class ModelConfig:
         return config
 
     def check(self) -> None:
-        """Raise ConfigError where fields contradict each other."""
+        """Raise ConfigError if fields contradict each other."""
 
         def need(ok: bool, message: str) -> None:
             if not ok:
@@ -261,7 +261,7 @@ def _flag(reader: "Reader", key: str) -> bool:
 
 
 def _block_size(quantization: Mapping) -> tuple[int, int]:
-    """Rows and columns of an FP8 block. Raises ConfigError, for a key that nothing here knows too."""
+    """Rows and columns of an FP8 block. Raises ConfigError, also for an unknown key."""
     strange = sorted(map(str, set(quantization) - set(IN_QUANTIZATION) - {"weight_block_size", "expert_dtype"}))
     if strange:
         raise ConfigError(
@@ -276,7 +276,7 @@ def _block_size(quantization: Mapping) -> tuple[int, int]:
 
 
 def _hash_layers(kinds, layers: int) -> tuple[int, ...] | None:
-    """Hash-routed layers of `mlp_layer_types`, which only configs with others than the first have here."""
+    """Hash-routed layers of `mlp_layer_types`; only configs where they are not the first layers have this key here."""
     if kinds is None:
         return None
     if not isinstance(kinds, (list, tuple)) or len(kinds) != layers or not {*map(str, kinds)} <= {"hash_moe", "moe"}:

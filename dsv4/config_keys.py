@@ -1,7 +1,7 @@
 """Keys of config.json that change nothing here, each with the reason. Any other key that nothing reads is an error.
 
-A key that is unknown may change what the model computes, and a model that ignores it would be wrong without a word. So
-the list names what is known to be harmless, instead of what is known to matter.
+An unknown key may change what the model computes, and a model that ignores it would be silently wrong. So the list
+names keys that are known to be harmless, not keys that are known to matter.
 """
 
 NUMERICS = "dtypes are those of the tensors and of the numerics chosen"
@@ -103,7 +103,7 @@ IN_QUANTIZATION = {  # below quantization_config, beside weight_block_size and e
         BY_TENSORS,
     ),
 }
-# Keys that other models have: only the value that changes nothing here.
+# Keys of other models: only the value that changes nothing here is accepted.
 FIXED = {
     "hidden_act": "silu",
     "num_key_value_heads": 1,

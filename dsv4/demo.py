@@ -1,4 +1,4 @@
-"""`dsv4 demo`: text from the checkpoint that comes along."""
+"""`dsv4 demo`: text from the bundled checkpoint."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +7,8 @@ import typer
 
 from dsv4.errors import InputError
 
-INSIDE = Path(__file__).resolve().parent / "demo_checkpoint"  # where a wheel has it (setup.py)
-BESIDE = Path(__file__).resolve().parent.parent / "demo"  # where a checkout has it
+INSIDE = Path(__file__).resolve().parent / "demo_checkpoint"  # the directory in a wheel (setup.py)
+BESIDE = Path(__file__).resolve().parent.parent / "demo"  # the directory in a checkout
 
 
 def checkpoint() -> Path:

@@ -38,8 +38,8 @@ def load_dummy(
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
 ) -> CausalLM:
-    """A model of the published configuration 'flash' or 'pro', its first `layers` layers, with random weights; mtp: and
-    its MTP block.
+    """A model of the published configuration 'flash' or 'pro' with its first `layers` layers and random weights; mtp:
+    with its MTP block too.
 
     Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones
     (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory too, as `load_model`. Raises

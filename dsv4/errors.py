@@ -43,7 +43,7 @@ class RewindError(InputError):
 
 
 class CapacityError(Dsv4Error):
-    """The asked sizes do not fit the device; the message carries the bytes."""
+    """The requested sizes do not fit the device; the message has the bytes."""
 
 
 class OutOfPages(CapacityError):

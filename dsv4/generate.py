@@ -13,24 +13,24 @@ from dsv4.graph import DecodeGraph, capacity
 from dsv4.host_tier.grouped import host_use
 from dsv4.speculation.result import Speculation
 
-# logits over less may overflow; long before more, every token is as likely as another
+# logits divided by less may overflow; every token is as likely as another long before a larger value
 COLDEST, HOTTEST = 1e-6, 1_000_000
 
 
 @dataclass
 class Generation:
-    """What came out. Times in seconds; `prefill_seconds` ends with the first token's logits."""
+    """The result of a generation. Times in seconds; `prefill_seconds` ends with the first token's logits."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     stop_reason: str = ""  # 'eos' or 'max_new_tokens'
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    capture_seconds: float = 0.0  # of the decode step as a graph, on a GPU; not part of the others
+    capture_seconds: float = 0.0  # capturing the decode step as a graph, on a GPU; not part of the other times
     cache_bytes: int = 0
     max_context: int = 0
     host: dict | None = None  # of a cache in host memory: `dsv4.host_tier.grouped.host_use`
-    speculation: Speculation | None = None  # what drafting did, where tokens were drafted
+    speculation: Speculation | None = None  # counts of drafting, if tokens were drafted
 
     @property
     def prefill_rate(self) -> float:
@@ -46,7 +46,7 @@ class Generation:
 @dataclass(frozen=True)
 class Sampling:
     """temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability; seed of 64 bits.
-    Raises InputError for what no token can be drawn by."""
+    Raises InputError for values with which no token can be drawn."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -64,8 +64,8 @@ class Sampling:
 
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """What tokens are drawn by, fp32 [..., vocab] of logits [..., vocab]: probabilities at this temperature (not 0),
-    and 0 outside top_p, so that they then sum to top_p or a little more."""
+    """The weights that tokens are drawn with, fp32 [..., vocab] of logits [..., vocab]: probabilities at this
+    temperature (not 0), and 0 outside top_p, so their sum is top_p or a little more."""
     p = torch.softmax(logits.float() / sampling.temperature, -1)
     if sampling.top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
@@ -75,7 +75,7 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """`weights`, normalised: what a token of plain decoding is distributed as, fp32 [..., vocab]."""
+    """`weights`, normalised: the distribution of a token in plain decoding, fp32 [..., vocab]."""
     p = weights(logits, sampling)
     return p if sampling.top_p == 1 else p / p.sum(-1, keepdim=True)
 
@@ -120,7 +120,8 @@ def generate(
         out.capture_seconds = time.perf_counter() - begun
     begun = time.perf_counter()
     while True:
-        ahead = graph is not None and sampling.temperature == 0  # a token that stops is then appended for nothing
+        # a token that stops the generation is then appended for nothing
+        ahead = graph is not None and sampling.temperature == 0
         if graph is not None and ahead:
             (token,), logits = graph.greedy(
                 logits, len(out.token_ids) + 1 < max_new_tokens and cache.lengths[0] < limit
@@ -142,7 +143,7 @@ def generate(
 
 
 def context_limit(model: CausalLM, prompts: list[list[int]], max_new_tokens: int, max_context: int | None) -> int:
-    """Tokens that the cache of this request holds: max_context, or just enough. Raises as `context_needed`."""
+    """Tokens that the cache of this request holds: max_context, or just enough. Raises as `context_needed` does."""
     limit = max_context if max_context is not None else model.max_context
     return context_needed(model.config, prompts, max_new_tokens, limit)
 
@@ -152,7 +153,7 @@ def context_needed(config, prompts: list[list[int]], max_new_tokens: int, limit:
     refused before the weights are read.
 
     Raises InputError for an empty prompt and ids outside the vocabulary, ContextOverrun for a prompt that is too long
-    for the limit or, with all that may follow it, for the checkpoint: then no max_context would help.
+    for the limit or, with all requested tokens, for the checkpoint: then no max_context would help.
     """
     if not prompts or not all(prompts):
         raise InputError("the prompt is empty")
@@ -173,7 +174,7 @@ def context_needed(config, prompts: list[list[int]], max_new_tokens: int, limit:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InputError for a token id that the model has not, of any size: tensors hold 64 bits."""
+    """Raises InputError for a token id that the model does not have, however large: tensors hold 64 bits."""
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         raise InputError(
@@ -183,7 +184,7 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def beyond_checkpoint(prompt_tokens: int, max_tokens: int, most: int, option: str) -> ContextOverrun:
-    """The error of a request that no --max-context would help. option: what sets its max_tokens."""
+    """The error of a request that no --max-context would help. option: the option that sets its max_tokens."""
     lower = "shorten it" if prompt_tokens > most else f"shorten it, or lower {option}"
     return ContextOverrun(
         f"the prompt has {prompt_tokens} tokens and {brief(max_tokens)} more were asked for, over the {most} "
@@ -192,7 +193,7 @@ def beyond_checkpoint(prompt_tokens: int, max_tokens: int, most: int, option: st
 
 
 def context_full(limit: int, generated: int) -> ContextOverrun:
-    """The error of a next token that the context has no room for; the checkpoint's has, or `context_limit` had refused
+    """The error of a next token without room in the context. The checkpoint has room, else `context_limit` had refused
     the request."""
     return ContextOverrun(
         f"the context of {limit} tokens is full after {generated} new tokens; raise --max-context or lower "
@@ -211,5 +212,5 @@ def _prefill(model: CausalLM, ids: list[int], cache, on_prefill) -> torch.Tensor
         if on_prefill is not None:
             on_prefill(min(start + model.chunk, len(ids)), len(ids))
     if logits.is_cuda:
-        torch.cuda.synchronize(logits.device)  # the time of prefill ends when its work does
+        torch.cuda.synchronize(logits.device)  # prefill time ends when the device has finished its work
     return logits

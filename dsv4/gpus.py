@@ -1,4 +1,4 @@
-"""What a plan is held against: memory of cards by name, and how `--device-map auto` splits layers over several."""
+"""Capacity for a plan: memory of cards by name, and how `--device-map auto` splits layers over several cards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,14 @@ CARDS = {  # MiB in all, as nvidia-smi reports them
     "4090": 24564,
     "3090": 24576,
 }
-SET_ASIDE = 1024 * MIB  # of a named card for the driver and a CUDA context: an H100 has 80552 of its 81559 MiB free
-MOST_GPUS = 64  # up to so many are tried to say how many would do
+# memory of a named card for the driver and a CUDA context: an H100 has 80552 of its 81559 MiB free
+SET_ASIDE = 1024 * MIB
+MOST_GPUS = 64  # up to this many are tried to find how many would suffice
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is placed whole: a module of the model, its weights and its caches in bytes."""
+    """A module that is placed whole, with its weights and its caches in bytes."""
 
     name: str
     weights: int
@@ -74,10 +75,10 @@ def units(tensors: Mapping[str, int], caches: Mapping[str, int]) -> list[Unit]:
 
 
 def split(found: Sequence[Unit], capacities: Sequence[int]) -> list[list[Unit]]:
-    """Whole units in their order, one list a GPU, so that the GPU with the least room left has the most it can have."""
+    """Whole units in their order, one list a GPU, so that the GPU with the least room left has as much as possible."""
     sums = {sum(u.nbytes for u in found[i:j]) for i in range(len(found)) for j in range(i + 1, len(found) + 1)}
     slacks = sorted({capacity - nbytes for nbytes in sums for capacity in set(capacities)}, reverse=True)
-    low, high = 0, len(slacks) - 1  # a smaller slack always goes: binary search for the largest
+    low, high = 0, len(slacks) - 1  # a smaller slack always works: binary search for the largest
     while low < high:
         middle = (low + high) // 2
         if _filled(found, [c - slacks[middle] for c in capacities]) is None:
@@ -88,7 +89,7 @@ def split(found: Sequence[Unit], capacities: Sequence[int]) -> list[list[Unit]]:
 
 
 def _filled(found: Sequence[Unit], limits: Sequence[int]) -> list[list[Unit]] | None:
-    """Each GPU in turn takes units until the next goes over its limit; None where some are left over."""
+    """Each GPU in turn takes units until the next exceeds its limit; None if some are left over."""
     parts, rest = [], list(found)
     for limit in limits:
         part, used = [], 0
@@ -102,8 +103,8 @@ def _filled(found: Sequence[Unit], limits: Sequence[int]) -> list[list[Unit]] | 
 def memory_limits(parts: Sequence[Sequence[Unit]], capacities: Sequence[int]) -> list[int]:
     """Limits of weights, one a GPU up to the last in use, under which `--device-map auto` makes this split.
 
-    accelerate fills one GPU after the other with weights alone, and on the first keeps room for the largest unit
-    that is not placed yet. A limit lies half of the next unit above what the GPU is to hold.
+    accelerate fills one GPU after the other with weights alone, and on the first keeps room for the largest unit that
+    is not placed yet. A limit is the planned weights of the GPU plus half of the next unit.
     """
     limits = []
     for i, part in enumerate(parts):

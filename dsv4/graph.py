@@ -19,20 +19,20 @@ WARM_UP = 2  # runs before capture: kernels compile and libraries take their wor
 
 def captures(model: CausalLM) -> bool:
     """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the
-    device to learn how many tokens each expert has."""
+    device to count each expert's tokens."""
     return model.device.type == "cuda" and model.backend == "triton"
 
 
 def capacity(model: CausalLM, limit: int) -> int:
     """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by
-    it: so text with drafts, which runs beyond the limit before it is cut, and text without get caches of one size. Rows
-    of a batch that are done still run, one token behind their last."""
+    it. So generation with drafts, which writes beyond the limit before it is cut, and generation without get caches of
+    one size. Rows of a batch that are done still run, one token after their last."""
     return max(limit, min(limit + LARGEST + 1, model.config.max_position_embeddings)) if captures(model) else limit
 
 
 def captured_graph(run: Callable[[], None], pool=None, undo: Callable[[], None] = lambda: None) -> torch.cuda.CUDAGraph:
-    """What `run` launches, as a graph, after it ran a few times; undo: after each of those. pool: of graphs that never
-    run at once."""
+    """The launches of `run` as a graph, after a few warm-up runs; undo is called after each of those. pool: memory pool
+    of graphs that never run at the same time."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -48,8 +48,8 @@ def captured_graph(run: Callable[[], None], pool=None, undo: Callable[[], None] 
 class DecodeGraph:
     """Appends `tokens` tokens to rows of `cache` (what the model's `new_cache` gives) by replaying one graph.
 
-    A replay neither allocates nor waits for the device, and runs no Python of the model. Rows stand at their own
-    lengths; a row that is not `active` is computed and forgotten: its slots lie beyond its length. Where nothing is
+    A replay neither allocates nor waits for the device, and runs no Python of the model. Each row has its own length. A
+    row that is not `active` is computed and its result dropped: its slots lie beyond its length. Where nothing is
     captured (`captures`), the step runs without a graph.
 
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
@@ -71,18 +71,18 @@ class DecodeGraph:
         self.start = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self._gpu = model.device.type == "cuda"
         self._said = torch.zeros(cache.batch, 1, dtype=torch.int64, pin_memory=self._gpu)
-        self._held: list[int] | None = None  # what `start` holds, as far as the host knows
+        self._held: list[int] | None = None  # the value of `start`, as far as the host knows
         self.graph, self.logits, self.streams, self.tiles = None, None, None, None
         self._attention = model.attention
         if captures(model):
             self._capture()
 
     def step(self, ids: torch.Tensor | None = None, active: list[bool] | None = None) -> torch.Tensor:
-        """Append ids int64 [batch, tokens] (None: what `self.ids` holds) and return the graph's logits fp32 [batch,
+        """Append ids int64 [batch, tokens] (None: the current `self.ids`) and return the graph's logits fp32 [batch,
         tokens, vocab].
 
-        The next step overwrites them. active: rows whose length advances, by default all. Raises ContextOverrun where
-        one would exceed max_context; nothing has run then.
+        The next step overwrites them. active: rows whose length advances, by default all. Raises ContextOverrun if one
+        would exceed max_context; nothing has run then.
         """
         lengths = self.lengths
         if self.model.attention is not self._attention:
@@ -118,8 +118,8 @@ class DecodeGraph:
         """The likeliest token of each row of logits [batch, …, vocab] and, if there is `more`, the logits after it
         (`step`; of one token).
 
-        That step is under way before the host knows the tokens: the device does not wait until they have been read and
-        fed. feed int64 [batch, 1], on the device: appended in their place.
+        That step is running before the host knows the tokens: the device does not wait until the host has read them.
+        feed int64 [batch, 1], on the device: appended in their place.
         """
         said = logits[:, -1:].argmax(-1)
         self._said.copy_(said, non_blocking=True)
@@ -133,16 +133,16 @@ class DecodeGraph:
 
     @property
     def lengths(self) -> Lengths:
-        """Of the cache: what a step moves on."""
+        """Of the cache: a step advances them."""
         return self.cache._main
 
     def _ran(self, tokens: int) -> None:
-        """The longest row holds `tokens` tokens after a step."""
+        """Record that the longest row holds `tokens` tokens after a step."""
         self.model.replayed = tokens
 
     @torch.inference_mode()
     def _run(self) -> None:
-        """One captured step; `start` is moved on at its end, so that the next replay follows without the host."""
+        """One captured step. It advances `start` at its end, so that the next replay needs no host."""
         self.streams, logits = self._forward()
         self.logits = logits.view(self.cache.batch, -1, logits.shape[-1])  # of the graph: each replay writes it again
         self.start += self.tokens
@@ -154,9 +154,10 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        """Runs at the rows' own positions, which nothing has read yet and the first real step writes again."""
+        """Warm-up runs use the rows' own positions: nothing has read those yet, and the first real step writes them
+        again."""
         if max(self.lengths.now) + self.tokens > self.cache.max_context:
-            return  # full: `step` will say so
+            return  # no room: `step` will report it
         self._place(self.lengths.now)
         for b, length in enumerate(self.lengths.now):
             self.lengths.wrote(b, length + self.tokens)
@@ -171,10 +172,10 @@ class DecodeGraph:
 
 class BlockGraph(DecodeGraph):
     """A captured step of the MTP block, which appends `tokens` entries to rows of its own cache. `streams` [batch, n,
-    d] and `logits` [batch, 1, vocab] are those after the last entry of each row that counts.
+    d] and `logits` [batch, 1, vocab] are those after the last valid entry of each row.
 
-    fed [batch, tokens, n, d]: the streams that it reads, the graph's own tensor too; so is last int64 [batch], which
-    entry that is: of `tokens` the last, unless `ends` said otherwise.
+    fed [batch, tokens, n, d]: the streams that it reads, also the graph's own tensor. last int64 [batch]: the number of
+    that entry, by default the last of `tokens`; `ends` sets it.
     """
 
     def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
@@ -187,7 +188,7 @@ class BlockGraph(DecodeGraph):
         super().__init__(model, cache, tokens)
 
     def ends(self, counts: list[int]) -> None:
-        """Of each row's entries in the next step the first counts[b] count, or none does."""
+        """In the next step the first counts[b] entries of row b count; 0: none."""
         if counts != self._ends:
             self._ends = list(counts)
             send([max(0, n - 1) for n in counts], self.last)

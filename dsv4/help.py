@@ -1,6 +1,6 @@
-"""How help is laid out: the order of the commands, the groups of their options, two examples of each.
+"""The layout of help: the order of the commands, the groups of their options, two examples of each.
 
-It is laid over the finished tree of commands, so that an option stands in one group whichever command has it.
+It is applied to the finished tree of commands, so an option is in one group whichever command has it.
 """
 
 import re
@@ -11,7 +11,7 @@ ORDER = (
     *("demo", "generate", "batch", "inspect", "plan", "convert"),
     *("audit", "recall", "fidelity", "sparse-prefill", "termination", "regime"),
 )
-GROUPS = {  # heading → names of parameters; a name of one command only may stand with its command: 'batch.rows'
+GROUPS = {  # heading → names of parameters; a name of one command only may be given with its command: 'batch.rows'
     "Prompt": "prompt prompt_file token_ids prompt_tokens chat think system",
     "Generation": "max_new_tokens max_context temperature top_p generate.seed",
     "Running requests": "batch.rows pool_tokens batch.together",
@@ -119,7 +119,7 @@ def dress(command, path: str = ""):
 
 
 def group_of(path: str, parameter: str) -> str | None:
-    """The heading under which a parameter of the command `path` stands; None without one."""
+    """The heading of a parameter of the command `path`; None if it has none."""
     command = path.rpartition(" ")[2]
     for wanted in (f"{command}.{parameter}", parameter):
         for heading, names in GROUPS.items():
@@ -133,7 +133,7 @@ def _place(name: str) -> int:
 
 
 def _format_help(command, ctx, formatter) -> None:
-    """In a terminal as typer draws it; elsewhere as plain text, which has the same groups and no frames."""
+    """In a terminal typer draws the help; elsewhere it is plain text with the same groups and no frames."""
     if sys.stdout.isatty():
         type(command).format_help(command, ctx, formatter)
         return

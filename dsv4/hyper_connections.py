@@ -22,7 +22,7 @@ class HyperConnection(Module):
         return self.op.mhc_pre(streams, *self.arguments())
 
     def arguments(self) -> tuple:
-        """What `mhc_pre` takes beside the streams."""
+        """The arguments of `mhc_pre` after the streams."""
         mine = self._parameters
         return mine["fn"], mine["scale"], mine["base"], self.iters, self.eps, self.norm_eps
 
@@ -42,5 +42,5 @@ class HyperHead(Module):
         return self.op.mhc_head(streams, *self.arguments())
 
     def arguments(self) -> tuple:
-        """What `mhc_head` takes beside the streams."""
+        """The arguments of `mhc_head` after the streams."""
         return self.fn, self.scale, self.base, self.eps, self.norm_eps

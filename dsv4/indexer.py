@@ -44,7 +44,7 @@ class LightningIndexer(Module):
         return self.op.topk_entries(scores, self.topk)
 
     def asks(self, q: torch.Tensor, weights: torch.Tensor, step: CapturedStep) -> IndexHeads:
-        """q [N, H·D] and head weights [N, H] as projected, of a captured step."""
+        """q [N, H·D] and head weights [N, H] as projected, for a captured step."""
         return IndexHeads(q.view(step.N, self.H, self.D), weights, self.scale, self.numerics.simulate_index)
 
     def captured(self, asked: list, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
@@ -58,7 +58,7 @@ class LightningIndexer(Module):
         )
 
     def chooses(self, step: Step) -> bool:
-        """Whether there may be more visible entries than are selected; else there is nothing to score."""
+        """Whether there may be more visible entries than are selected; otherwise nothing needs scores."""
         return step.max_visible(self.ratio) > self.topk
 
     def scores(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -66,7 +66,7 @@ class LightningIndexer(Module):
         return self.op.index_scores(*self.scored(x, qr, step, cache))
 
     def scored(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> tuple:
-        """What scores are made of: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64
+        """The inputs of the scores: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64
         [B, T]."""
         q = self.queries(qr, step).view(step.B, step.T, self.H, self.D)
         weights = self.weights_proj(x).float().view(step.B, step.T, self.H) * self.scale

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where each of its tensors would go, without running the model."""
+"""The content of a checkpoint, and the destination of each of its tensors, without running the model."""
 
 import zlib
 from pathlib import Path
@@ -37,7 +37,7 @@ def inspect(path: str | Path, verify: bool = False, progress: Progress | None = 
 
 
 def config_ledger(inventory: Inventory, config) -> list[dict]:
-    """One row a key of config.json, and one a value that was derived: requested, effective, and what became of it."""
+    """One row for each key of config.json and each derived value: requested, effective, and what happened to it."""
     raw = read_json(inventory.path / "config.json")
     effective = {k: getattr(config, k) for k in config.__dataclass_fields__ if k != "never_read"}
     rows = []

@@ -64,7 +64,7 @@ class Matrix(Module):
         self.quantised = storage.format is not WeightFormat.DENSE
 
     def packed(self) -> PackedWeight:
-        """The matrix as the products take it."""
+        """The matrix in the form that the products take."""
         held = self._parameters
         return PackedWeight(
             self.storage.format, held["weight"], held.get("scale"), held.get("global_scale"), self.storage.block
@@ -88,7 +88,7 @@ class Linear(Matrix):
         self.simulate = numerics.simulate and self.quantised
 
     def forward(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
-        """x [N, in] → [N, out] in x.dtype; if `exact`, the products of x as it is, summed and given in fp32."""
+        """x [N, in] → [N, out] in x.dtype. If `exact`, x is not quantised, and the result is the fp32 sum."""
         if exact:
             return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
         return self.op.linear(x, self.packed(), self.simulate)

@@ -97,7 +97,7 @@ def load_model(
 
 @torch.no_grad()
 def write_parameters(model: CausalLM, pieces: list[Piece], progress: Progress | None = None) -> None:
-    """Poison every parameter that has memory (is not on the meta device), fill it, and see that no poison is left.
+    """Poison every parameter that has memory (is not on the meta device), fill it, and check that no poison is left.
 
     Raises CheckpointError when `pieces` do not cover exactly these parameters.
     """
@@ -125,7 +125,7 @@ def _check_tables(model: CausalLM, parameters) -> None:
 
 
 def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None) -> CausalLM:
-    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+    """The model on the meta device, and its ledger of the checkpoint's headers (not yet checked)."""
     if inventory.family == "gqa":
         return gqa.plan_model(inventory, numerics, backend)
     config = ModelConfig.from_official(inventory.config)
@@ -155,7 +155,7 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool
 
 
 def _check_expert_dtype(inventory: Inventory) -> None:
-    """config.json may state the format of the routed experts; the tensors must be of it."""
+    """Check the format of the routed experts' tensors, if config.json states one."""
     stated = inventory.config.get("expert_dtype")
     found = {inventory.formats[n] for n in inventory.formats if ".ffn.experts." in n}
     allowed = {"fp4": {WeightFormat.MXFP4, WeightFormat.NVFP4}, "fp8": {WeightFormat.FP8}}.get(stated or "")
@@ -169,11 +169,11 @@ def _check_expert_dtype(inventory: Inventory) -> None:
 
 
 def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name: str) -> Storage:
-    """How the matrix or vector with this official name is held in memory."""
+    """The storage of the matrix or vector with this official name."""
     name = re.sub(r"\.experts\.w", ".experts.0.w", name)  # a stack has the format of its first expert
     form = inventory.formats.get(name)
     if form is None or numerics.dense:
-        return Storage()  # absent tensors are reported by the ledger
+        return Storage()  # the ledger reports absent tensors
     if form is WeightFormat.DENSE:
         return Storage(form, DTYPES[inventory.sources[f"{name}.weight"].dtype])
     scale = DTYPES[inventory.sources[f"{name}.scale"].dtype] if form is WeightFormat.FP8 else None
@@ -219,7 +219,7 @@ def pieces_of(model: CausalLM, within: str = "") -> list[Piece]:
 
 
 def _stack_pieces(model: Model, name: str, module: Matrix) -> Iterator[Piece]:
-    """Several matrices of the file in one parameter, in equal parts of its rows; for experts, a stack of such."""
+    """Several matrices of the file in one parameter, in equal parts of its rows; for experts a stack of those."""
     base, parts = name.rpartition(".")[0], len(module.stacked)
     places = (
         [((e,), f"{base}.{e}") for e in range(model.config.n_routed_experts)]
@@ -247,7 +247,7 @@ def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index
     if not module.quantised and stored is not WeightFormat.DENSE:
         yield piece("weight", names)  # dequantised
         return
-    # a file whose experts differ in format shows as missing tensors
+    # in a file whose experts differ in format, some show as missing tensors
     names = matrix_names(official, module.storage.format)
     for role, leaf in (("weight", "weight"), ("scale", "scale"), ("global", "global_scale")):
         if role in names:
@@ -275,8 +275,8 @@ def resolve_backend(backend: str, device: torch.device, spread: bool = False) ->
     """The backend that 'auto' means on a device: 'cpu' on a CPU, 'triton' on one GPU of capability 8.0 or later, else
     'reference'.
 
-    spread: layers are placed over devices (`device_map`), where steps are not captured. Raises InputError for 'cpu' on
-    a GPU and for 'triton' on spread layers.
+    spread: whether layers are placed over devices (`device_map`); then steps are not captured. Raises InputError for
+    'cpu' on a GPU and for 'triton' on spread layers.
     """
     if backend == "auto":
         if device.type == "cpu":

@@ -58,7 +58,7 @@ def format_bytes(n: float) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a plan: what, how many bytes, and the formula that gives them."""
+    """One line of a plan: a name, its bytes, and the formula of the bytes."""
 
     # 'weights', 'cache', or of a cache in host memory 'pinned' and 'staging' (see `dsv4.streams.Stream.place`)
     group: str
@@ -106,7 +106,7 @@ def cache_rows(
 
 
 def stream_rows(layers) -> list[Row]:
-    """Bytes of each stream by layer kind, of layers as `cache_streams` of either model kind gives them."""
+    """Bytes of each stream by layer kind, for layers as `cache_streams` of either model kind returns them."""
     grouped: dict[tuple, list] = {}
     for layer in layers:
         kind = ("MTP " if layer.label.startswith("mtp") else "") + layer.kind.value
@@ -119,7 +119,7 @@ def stream_rows(layers) -> list[Row]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device now."""
+    """Free memory of a device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,4 +1,4 @@
-"""The whole model of DeepSeek-V4: blocks between embedding and head, and MTP. How it is run: `dsv4.causal`."""
+"""The whole model of DeepSeek-V4: blocks between embedding and head, and MTP. `dsv4.causal` runs it."""
 
 import torch
 from torch import nn
@@ -131,7 +131,7 @@ class Model(CausalLM):
         return out.result()
 
     def _check_mtp(self, streams, next_ids, cache, block, chunk, n_new, logits) -> tuple[Cache, list[int]]:
-        """The cache to be written, a new one where none was given, and the new entries of each row."""
+        """The cache to write, a new one if none was given, and the number of new entries of each row."""
         if not is_whole(block, 0) or block >= len(self.mtp):
             raise InputError(f"MTP block {kind(block)} was asked for; this model was loaded with {len(self.mtp)}")
         check_logits(logits)
@@ -148,7 +148,7 @@ class Model(CausalLM):
         return cache, counts
 
     def layer_paths(self) -> list[dict]:
-        """What each layer really read in the last step: its kind and the sizes its attention was given."""
+        """What each layer really read in the last step: its kind and the sizes of its attention's inputs."""
         rows = [(f"layer {i}", block) for i, block in enumerate(self.layers)]
         rows += [(f"mtp {i}", block) for i, block in enumerate(self.mtp)]
         found = []

@@ -1,5 +1,5 @@
-"""nn.Module with a short way to submodules and calls, of which a decode step makes hundreds; and when compositions
-replace them."""
+"""nn.Module with faster access to submodules and faster calls, because a decode step makes hundreds; and the rule that
+decides when compositions replace modules."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +13,8 @@ from dsv4.kernels.fusions import COMPOSITIONS
 class Module(nn.Module):
     """Finds submodules as plain attributes, and calls `forward` directly while no hook is registered.
 
-    Parameters stay in `_parameters` alone, where offloading exchanges them; what runs in every sublayer looks there
-    directly.
+    Parameters are only in `_parameters`, where offloading exchanges them; code that runs in every sublayer reads them
+    there.
     """
 
     def __init_subclass__(cls, **kwargs) -> None:
@@ -24,7 +24,7 @@ class Module(nn.Module):
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            self.__dict__[name] = value  # beside _modules, where nn.Module's own look-up would go through __getattr__
+            self.__dict__[name] = value  # outside of _modules, where nn.Module's look-up would go through __getattr__
 
     def __call__(self, *args, **kwargs):
         if (
@@ -38,17 +38,17 @@ class Module(nn.Module):
 
     @property
     def watched(self) -> bool:
-        """Whether somebody outside sees or replaces what this module computes."""
+        """Whether a hook or a replaced method sees or changes what this module computes."""
         changed = "forward" in self.__dict__ or type(self).forward is not type(self)._defined
         return changed or bool(self._forward_hooks or self._forward_pre_hooks)
 
 
 def fuses(op, name: str, *replaced: Module) -> bool:
-    """Whether composition `name` is to run as one: the backend can; `op` is what the model bound, with no operation
-    exchanged for another; and nobody watches the modules whose calls are replaced."""
+    """Whether composition `name` may run as one: the backend has it, `op` is what the model bound (no operation was
+    exchanged), and no module whose call is replaced is watched."""
     return name in op.fused and op is op.bound and not any(module.watched for module in replaced)
 
 
 def composed(op, name: str) -> Callable:
-    """Composition `name`: as one where it is to be, else its definition by the operations `op`."""
+    """Composition `name`: as one if it may run so, else its definition with the operations `op`."""
     return getattr(op, name) if fuses(op, name) else partial(COMPOSITIONS[name].default, op)

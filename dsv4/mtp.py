@@ -12,8 +12,8 @@ from dsv4.norms import RMSNorm
 from dsv4.numerics import Numerics
 from dsv4.step import CapturedStep, Step
 
-# Tokens that are spared most of the block, for its second, shorter step to pay: that is some 20 small launches, about
-# as long as one token's experts.
+# The number of skipped tokens from which the second, shorter step pays: it is some 20 small launches, about as long as
+# one token's experts.
 APART = 2
 
 
@@ -47,12 +47,12 @@ class MTPBlock(Block):
         row: torch.Tensor,
         last: Step,
     ):
-        """`forward`, of which only some tokens' results are wanted: row int64 [M], which of the N tokens, and `last`,
-        the step of these alone.
+        """`forward` with the results of some tokens only: row int64 [M], which of the N tokens, and `last`, the step of
+        these alone.
 
-        Other tokens leave nothing but their latents in the cache, which a block without attention before it can write
-        of its input; so the experts, most of what the block reads, run for M tokens. Returns (features [M, d], streams
-        [M, n, d]).
+        Other tokens leave only their latents in the cache, and this block can write those from its input, because it is
+        the only layer. So the experts, which are most of the block's bytes, run for M tokens only. Returns (features
+        [M, d], streams [M, n, d]).
         """
         mixed = self._mixed(streams, embedded)
         _, x, *_ = self._read((mixed,), self.hc_attn, self.attn_norm)
@@ -80,7 +80,7 @@ def run_block(
     """The MTP block as a captured step at start … of each row: streams [B·T, n, d], next tokens ids [B, T] → features
     [B·T, d], streams.
 
-    last int64 [B]: only what it says at that token of each row is wanted: → features [B, d], streams [B, n, d].
+    last int64 [B]: return only the results at that token of each row: features [B, d], streams [B, n, d].
     """
     (B, T), block, place = ids.shape, model.mtp[0], cache.mtp_layers[0]
     step_of = lambda ids, start: CapturedStep(ids, start, cache.max_context, model.rope_frequencies())

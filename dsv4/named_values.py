@@ -7,7 +7,7 @@ from dsv4.errors import InputError, brief
 
 
 class Kind(NamedTuple):
-    """How a value is read (a ValueError says that it is none), and what it is in words."""
+    """How a value is read (ValueError if it cannot be), and what it is in words."""
 
     read: Callable[[str], object]
     words: str
@@ -24,11 +24,11 @@ def several(kind: Kind) -> Kind:
 
 
 def named_values(option: str, text: str, known: Mapping[str, Kind], example: str) -> dict[str, object]:
-    """'tau=1e-5,patience=5' → {'tau': 1e-5, 'patience': 5}, in the order given; nothing of an empty text, and spaces do
-    not count.
+    """'tau=1e-5,patience=5' → {'tau': 1e-5, 'patience': 5}, in the order given; an empty text gives nothing, and spaces
+    are ignored.
 
-    Raises InputError for a name that is not known, one that comes twice, and a value of another kind. option: what the
-    user calls it.
+    Raises InputError for a name that is not known, one that comes twice, and a value of another kind. option: its name
+    on the command line.
     """
     found: dict[str, object] = {}
     for part in filter(None, map(str.strip, text.split(","))):

@@ -33,13 +33,13 @@ class Numerics:
 
     @property
     def simulate_kv(self) -> bool:
-        """Whether main KV passes through FP8 before it is used: in an FP8 cache it does whatever the numerics, so that
-        a token's own step sees what later steps will read."""
+        """Whether main KV passes through FP8 before it is used. With an FP8 cache it does in all numerics, so that a
+        token's own step reads what later steps will read."""
         return self.simulate or self.kv_rows is RowFormat.KV_FP8
 
     @property
     def simulate_index(self) -> bool:
-        """Whether index queries and keys pass through Hadamard and FP4: an FP4 index cache is made for both."""
+        """Whether index queries and keys pass through Hadamard and FP4. With an FP4 index cache both do."""
         return self.simulate or self.index_rows is RowFormat.INDEX_FP4
 
     def with_caches(self, cache: str, index_cache: str) -> "Numerics":

@@ -19,7 +19,7 @@ from dsv4.loaders.ledger import Piece, poison
 from dsv4.loaders.load import fill
 from dsv4.model import Model
 
-WHOLE = ["Block", "MTPBlock"]  # never split: a block's parts use one another's parameters
+WHOLE = ["Block", "MTPBlock"]  # never split: a block's parts use each other's parameters
 
 
 class CheckpointWeights(Mapping):
@@ -98,7 +98,7 @@ def _auto_map(model: Model, max_memory: dict | None, target: torch.device) -> Ma
     limits = get_max_memory(max_memory)
     if target.type == "cpu":
         limits = {"cpu": limits["cpu"]}
-    room = max(limits.values())  # accelerate itself keeps room on the main device for the largest block that visits it
+    room = max(limits.values())  # accelerate itself keeps room on the main device for the largest block that runs there
     if room < largest:
         raise CapacityError(
             f"one block needs {largest} bytes and no device is allowed more than {room}; raise --max-memory"
@@ -115,7 +115,7 @@ def _units(model: Model) -> list[str]:
 
 
 def _places(model: Model, device_map: Mapping) -> dict:
-    """Where each unit goes: its own entry, or that of a module that contains it."""
+    """The place of each unit: its own entry, or that of a module that contains it."""
     places = {}
     for unit in _units(model):
         owners = [name for name in device_map if name in ("", unit) or unit.startswith(f"{name}.")]

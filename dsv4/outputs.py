@@ -1,4 +1,4 @@
-"""Whether what a command is to write can be written: asked before the work, not after it."""
+"""Checks whether the output of a command can be written, before the work and not after it."""
 
 import os
 import tempfile
@@ -9,10 +9,10 @@ from dsv4.errors import InputError
 
 
 def writable(out: Path | None, file: bool = False, option: str = "--out") -> Path | None:
-    """`out` itself, after trying that it can be written; nothing of the trial is left. Commands ask before the work.
+    """Returns `out` after a trial that it can be written; the trial leaves nothing. Commands call this before the work.
 
-    out: a folder that is there or can be made, or with `file` a file in such a folder; None is no report. option:
-    how the command line names it. Raises InputError.
+    out: a folder that exists or can be made, or with `file` a file in such a folder; None: no report. option: how the
+    command line names it. Raises InputError.
     """
     if out is None:
         return None

@@ -1,11 +1,10 @@
 """Buffers in pages, and the tables that say which page holds which rows of which batch row.
 
 Every stream is position-addressed through a table: row r of batch row b is row r mod R of physical page table[b, r //
-R]. A `PageLayout` says which streams a family of models has and in which groups of pages. Here are those of
-DeepSeek-V4, whose classes take the places of `Ring`, `Entries` and `CompressorCache`. Selections and windows are lists
-of rows, so kernels read the pools where they are; index scores and HCA attention read [B, n, width], which is gathered
-from the pages at each step. GQA models:
-`dsv4.gqa.paged`.
+R]. A `PageLayout` says which streams a family of models has and in which groups of pages. This module has those of
+DeepSeek-V4, whose classes replace `Ring`, `Entries` and `CompressorCache`; GQA models have theirs in `dsv4.gqa.paged`.
+Selections and windows are lists of rows, so kernels read the pools in place. Index scores and HCA attention read [B, n,
+width], which each step gathers from the pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,10 @@ RAW_ROWS = {LayerKind.CSA: 8, LayerKind.HCA: 32}
 
 
 class PageTable:
-    """Table int64 [batch, logical pages] of one group on the device; NOWHERE where a batch row holds no page.
-    with_nobody: the same, and the table of nobody behind the last row. changes: how often a page was pointed to."""
+    """Table int64 [batch, logical pages] of one group on the device; NOWHERE if a batch row holds no page.
+
+    with_nobody: the table with an additional empty row at its end. changes: how often a page was set.
+    """
 
     def __init__(self, group: PageGroup, batch: int, max_context: int, device: torch.device):
         self.group, self.R, self.changes = group, group.rows, 0
@@ -38,14 +39,13 @@ class PageTable:
 
     def point(self, b: int, logical: int, page: int) -> None:
         """Rows of that logical page of batch row b are in physical page `page` from now on."""
-        self.physical[b, logical].fill_(page)  # assigned, it would be a copy, and the host would wait
+        self.physical[b, logical].fill_(page)  # an assignment would be a copy, and the host would wait
         self.changes += 1
 
     def index(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the pool for rows int64 [B, ...] of the batch rows of a step.
 
-        A row before the first or beyond the last of the table gives some row: callers mask those, but an index must
-        exist.
+        A row outside the table gives some valid row: callers mask those, but an index must exist.
         """
         flat = rows.flatten(1).clamp(0, self.physical.shape[1] * self.R - 1)
         return (self.physical[step.rows].gather(1, flat // self.R) * self.R + flat % self.R).view(rows.shape)
@@ -66,9 +66,9 @@ class PagedLayer(Protocol):
 class PageLayout(Protocol):
     """How the caches of one model lie in pages.
 
-    groups: every group that its layers need, by name; backbone: layers of the main model, behind which the MTP block's
-    come in plans;
-    positions: that the model knows; config, numerics, mtp: of the model, and whether its MTP block has a part.
+    groups: every group that its layers need, by name; backbone: the number of layers of the main model, which come
+    before those of the MTP block in plans; positions: the largest that the model knows; config, numerics, mtp: of the
+    model, and whether its MTP block has a part.
     """
 
     config: Any
@@ -86,7 +86,7 @@ class PageLayout(Protocol):
 
 
 class PagedTokens(TokenRows):
-    """One row a token; in the place of `Ring`. Nothing is staged: a step has pages for all its tokens beside those it
+    """One row a token; replaces `Ring`. Nothing is staged: a step has pages for all its tokens in addition to those it
     reads."""
 
     def __init__(self, buffer: torch.Tensor | PackedRows, table: PageTable, write=write_rows):
@@ -111,18 +111,18 @@ class PagedTokens(TokenRows):
 
 
 class PagedEntries(EntryRows):
-    """Compressed entries, one every `ratio` tokens; in the place of `Entries`."""
+    """Compressed entries, one every `ratio` tokens; replaces `Entries`."""
 
     def __init__(self, buffer: torch.Tensor | PackedRows, ratio: int, table: PageTable, write=write_rows):
         self.buffer, self.ratio, self.table, self._write = buffer, ratio, table, write
         self.flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
 
     def slots(self, step: Step) -> torch.Tensor:
-        """Rows of the pool for the step's new windows, int64 [B·completed]; row 0, which is nobody's, for windows that
+        """Rows of the pool for the step's new windows, int64 [B·completed]; row 0, which no row owns, for windows that
         a row does not complete.
 
-        An entry of theirs could hit a page that the row shares with the one that lent it its prefix, which has an entry
-        of its own there. A captured step is told which windows are complete and writes no others.
+        Their entries could hit a page that the row shares with the donor of its prefix, which has an entry of its own
+        there. A captured step knows which windows are complete and writes no others.
         """
 
         def rows():
@@ -147,7 +147,7 @@ class PagedEntries(EntryRows):
     def chosen_captured(
         self, entry: torch.Tensor, step: CapturedStep, op
     ) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
-        """`chosen`: rows are found through the table as it is when a replay runs."""
+        """`chosen` for a captured step: rows are found through the table as it is when a replay runs."""
         return self.chosen(step, entry)
 
 
@@ -159,7 +159,7 @@ class PagedCompressorCache(CompressorCache):
 
 
 class PagedLayerCache:
-    """Buffers of one layer, in the place of `LayerCache`: a `PagedLayer`."""
+    """Buffers of one layer: a `PagedLayer` that replaces `LayerCache`."""
 
     def __init__(
         self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows
@@ -215,7 +215,7 @@ def page_groups(config: ModelConfig, mtp: bool) -> dict[str, PageGroup]:
 
 
 def paged_streams(plan: LayerStreams, groups: Mapping[str, PageGroup], pages: Mapping[str, int]) -> LayerStreams:
-    """The streams of one layer in pages: `pages` of each group beside page 0. plan: of the layer in a cache of one
+    """The streams of one layer in pages: `pages` pages of each group, and page 0. plan: of the layer in a cache of one
     row."""
     streams, of = [], stream_groups(plan.kind, plan.label.startswith("mtp"))
     for s in plan.streams:
@@ -240,7 +240,7 @@ class CompressedLayout:
         self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
 
     def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
-        # of one token: widths and formats are taken
+        # of one token, for widths and formats
         rows = cache_streams(self.config, 1, 1, 0, self.numerics, self.mtp)
         return [paged_streams(layer, self.groups, pages) for layer in rows]
 

@@ -1,7 +1,8 @@
-"""A cache whose batch rows take pages of common pools as they grow, share pages of common prefixes, and give them back.
+"""A cache whose batch rows take pages from common pools as they grow, share pages of common prefixes, and free them.
 
-To the layers it is what the model's `new_cache` gives: the same rows at the same positions, found through page tables.
-Which streams a model has, and in which groups of pages, its `PageLayout` says. What differs is who owns memory:
+Layers use it like the result of the model's `new_cache`: the same rows at the same positions, found through page
+tables. The model's `PageLayout` says which streams there are, in which groups of pages. Only the ownership of memory
+differs:
 
 - `make_room` takes pages before a step and gives back window and raw pages that lie behind all that may be read again.
 - `snapshot` holds the pages of a row's prefix; `graft` starts another row from them. Nothing is copied then: a row that
@@ -28,8 +29,8 @@ from dsv4.streams import CHAINED, zeros
 class Snapshot:
     """Pages that a row starting at `length` tokens reads: group → logical page → physical page, each held once.
 
-    mtp_length: entries of the MTP block; at most length − 1, because the last one is made of the token that follows.
-    streams [1, n, d]: of the main model at the last token, from which that entry is made (None where nothing drafts).
+    mtp_length: entries of the MTP block; at most length − 1, because the last one needs the next token.
+    streams [1, n, d]: of the main model at the last token, from which that entry is computed (None if nothing drafts).
     """
 
     length: int
@@ -84,7 +85,7 @@ class PagedCache(Cache):
         self._allocate(device)
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind + CHAINED)
         self._held: list[dict[str, dict[int, int]]] = [{name: {} for name in self.groups} for _ in range(batch)]
-        self._accepted: list[int | None] = [None] * batch  # tokens that are no drafts, of rows that draft
+        self._accepted: list[int | None] = [None] * batch  # tokens that are not drafts, of rows that draft
         self.on_shortage: Callable[[str, int, list[int]], None] | None = None
 
     def _allocate(self, device: torch.device) -> None:
@@ -108,10 +109,10 @@ class PagedCache(Cache):
                 self._spoil(name, slice(0, pool.pages + 1))
 
     def place(self, step, op) -> None:
-        """Nothing: layers find rows of pools through tables, each as it is when a replay runs."""
+        """Does nothing: layers find rows of pools through tables, as they are when a replay runs."""
 
     def guess(self, layers, i: int, step) -> None:
-        """Nothing: every page is on the device."""
+        """Does nothing: every page is on the device."""
 
     # ---- room ----------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ class PagedCache(Cache):
             short = len(lacking) - len(self.pools[name].free)
             if short > 0 and self.on_shortage is not None:
                 self.on_shortage(name, short, [old for *_, old in lacking if old != NOWHERE])
-        # asked again: what a dropped snapshot held may now be a row's own, which is not copied
+        # check again: a page of a dropped snapshot may now be a row's own, which is not copied
         wanted = {name: missing(name) for name in groups}
         for name, lacking in wanted.items():
             if len(lacking) > len(self.pools[name].free):
@@ -153,8 +154,8 @@ class PagedCache(Cache):
                 self._take(name, b, logical, old)
 
     def fits(self, rows: Iterable[int], tokens: int, mtp: bool = False) -> bool:
-        """Whether `tokens` more tokens of each of `rows` find room on their own pages and free ones: what `make_room`
-        gives without asking `on_shortage`. Takes none; gives back those behind what the rows may read."""
+        """Whether `tokens` more tokens of each of `rows` have room on their own pages and free ones, that is whether
+        `make_room` succeeds without `on_shortage`. Takes no pages, but frees those behind what the rows may read."""
         lengths, lacking = self._mtp if mtp else self._main, dict.fromkeys(self.groups, 0)
         for b in rows:
             for name, group in self.groups.items():
@@ -166,7 +167,8 @@ class PagedCache(Cache):
         return all(n <= len(self.pools[name].free) for name, n in lacking.items())
 
     def _lacking(self, name: str, b: int, first: int, end: int) -> list[tuple[int, int, int]]:
-        """(row, logical page, page to copy or NOWHERE) of what row b must get to write tokens first … end − 1."""
+        """(row, logical page, page to copy or NOWHERE) for each page that row b needs to write tokens first … end −
+        1."""
         found = []
         for logical, page, row, own in self._touched(name, b, first, end):
             if own:
@@ -199,7 +201,7 @@ class PagedCache(Cache):
         self.tables[name].point(b, logical, page)
 
     def _give_back(self, name: str, b: int, needed: int) -> None:
-        """Let go of row b's pages that end before token `needed`."""
+        """Free row b's pages that end before token `needed`."""
         if needed:
             span, held = self.groups[name].rows * self.groups[name].tokens, self._held[b][name]
             self._release(name, b, [logical for logical in held if (logical + 1) * span <= needed])
@@ -221,7 +223,7 @@ class PagedCache(Cache):
     # ---- rows ----------------------------------------------------------------------------
 
     def rewind(self, n: int | list[int]) -> None:
-        """As `Cache.rewind`; pages that hold forgotten tokens only are free at once."""
+        """Rewind as `Cache.rewind` does; pages that hold only dropped tokens are free at once."""
         super().rewind(n)
         self._trim()
 
@@ -234,7 +236,7 @@ class PagedCache(Cache):
         self._trim()
 
     def leave(self, b: int) -> None:
-        """The request in row b has ended: its pages go back, and the row is empty."""
+        """The request in row b has ended: its pages are freed, and the row is empty."""
         for lengths in (self._main, self._mtp):
             lengths.now[b] = lengths.high[b] = lengths.low[b] = 0
         self._accepted[b] = None
@@ -250,19 +252,19 @@ class PagedCache(Cache):
     # ---- drafts --------------------------------------------------------------------------
 
     def speculate(self, b: int, final: int = 0) -> None:
-        """Tokens appended to row b after the next `final` ones are drafts, until `commit` or `discard`: so are pages
-        taken from now on."""
+        """Tokens appended to row b after the next `final` ones are drafts, until `commit` or `discard`, and so are the
+        pages taken from now on."""
         self._accepted[b] = self._main.now[b] + final
 
     def commit(self, b: int) -> None:
-        """Every token that row b holds is accepted; rewind the others first."""
+        """Accept every token that row b holds; rewind the others first."""
         self._accepted[b] = None
         for name, held in self._held[b].items():
             for page in held.values():
                 self.pools[name].commit(page)
 
     def discard(self, b: int) -> None:
-        """Forget the drafts of row b and free their pages. Raises RewindError when they are more than max_rewind."""
+        """Drop the drafts of row b and free their pages. Raises RewindError if they are more than max_rewind."""
         if self._accepted[b] is None:
             return
         counts = [0] * self.batch
@@ -280,7 +282,8 @@ class PagedCache(Cache):
     # ---- prefixes ------------------------------------------------------------------------
 
     def snapshot(self, b: int, streams: torch.Tensor | None = None) -> Snapshot:
-        """Hold what row b's tokens have left, so that other rows can start from it: no token of it changes any more.
+        """Hold the pages of row b's tokens, so that other rows can start from them: none of these tokens changes any
+        more.
 
         Raises InputError unless the row holds a multiple of BLOCK tokens, none of them drafts.
         """
@@ -313,14 +316,14 @@ class PagedCache(Cache):
                 self._point(name, b, logical, page)
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Let go of a snapshot's pages; rows that were grafted from it keep theirs."""
+        """Release a snapshot's pages; rows that were grafted from it keep theirs."""
         for name, pages in snapshot.pages.items():
             for page in pages.values():
                 self._drop(name, page)
         snapshot.pages = {}
 
     def running_pages(self, name: str) -> set[int]:
-        """Pages of a pool that some row holds."""
+        """Pages of a pool that rows hold."""
         return {page for held in self._held for page in held[name].values()}
 
     # ---- figures -------------------------------------------------------------------------

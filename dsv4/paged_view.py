@@ -1,8 +1,8 @@
-"""Some rows of a paged cache as a cache of their own, which keeps its place in memory whichever rows it shows.
+"""Some rows of a paged cache as a cache at a fixed place in memory, whichever rows it shows.
 
-A captured step reads tensors where they were when it was captured. The pools of a `PagedCache` stay; which pages a row
-holds does not. So the rows' tables are copied into those of this one before a step runs, where anything changed, and
-one graph serves every row.
+A captured step reads tensors at their address during capture. The pools of a `PagedCache` do not move, but the pages of
+a row change. So the rows' tables are copied into those of this view before a step runs, if they changed, and one graph
+serves every row.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from dsv4.sending import sent
 
 
 class PagedView(Cache):
-    """`places` rows: those of `cache` that `show` was last asked for. Lengths are copies: whoever runs steps moves
-    those of `cache` on.
+    """`places` rows: those of `cache` in the last `show`. Lengths are copies: the caller of a step advances those of
+    `cache`.
 
-    A place that shows nobody is an empty row whose every page is page 0: what a step computes there, nothing else
-    reads. A row may be shown up to the `reach` of `cache`: what counts of a step ends before, at its max_context.
+    A place without a row is an empty row whose every page is page 0: nothing else reads what a step computes there. A
+    row may be shown up to the `reach` of `cache`; the valid tokens of a step end before, at its max_context.
     """
 
     def __init__(self, cache: PagedCache, places: int = 1):
@@ -35,17 +35,17 @@ class PagedView(Cache):
         self.layers, self.mtp_layers = layers[: len(cache.layers)], layers[len(cache.layers) :]
         self._main, self._mtp = (Lengths(places, of.max_rewind) for of in (cache._main, cache._mtp))
         self._rows: list[int | None] = []
-        self._changes: dict[str, int] = {}  # of each table of `cache`, when it was copied
+        self._changes: dict[str, int] = {}  # counter of each table of `cache` at its last copy
 
     def show(self, rows: Sequence[int | None], tokens: int, mtp: bool = False) -> None:
-        """Place i shows row rows[i] from now on (None: nobody), with pages for `tokens` more. Raises OutOfPages before
+        """Place i shows row rows[i] from now on (None: no row), with pages for `tokens` more. Raises OutOfPages before
         any is shown."""
         for b in rows:
             if b is not None:
                 self.whole.make_room(slice(b, b + 1), tokens, mtp)
         if list(rows) != self._rows:
             self._rows, self._changes = list(rows), {}
-            # behind the last row: nobody's
+            # after the last row: the empty row
             self._held = sent([self.whole.batch if b is None else b for b in rows], self._device)
         for name, table in self.tables.items():
             of = self.whole.tables[name]
@@ -58,11 +58,11 @@ class PagedView(Cache):
             )
 
     def place(self, step, op) -> None:
-        """As of the whole cache: layers find rows through tables."""
+        """As in the whole cache: layers find rows through tables."""
         self.whole.place(step, op)
 
     def guess(self, layers, i: int, step) -> None:
-        """As of the whole cache."""
+        """As in the whole cache."""
         self.whole.guess(layers, i, step)
 
     @property

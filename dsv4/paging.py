@@ -1,14 +1,14 @@
-"""Pages of a pool: who holds which, which may be written, which may go.
+"""Pages of a pool: which are held, which may be written, which may be freed.
 
-A pool is bookkeeping on the host; the buffers it speaks of are elsewhere (`dsv4.paged_cache`). One pool serves all
-streams whose rows are addressed alike: physical page 7 of the pool is page 7 of each layer's buffer. Page 0 is
-nobody's: what a step computes for rows that do not exist goes there, and nothing reads it.
+A pool is bookkeeping on the host; the buffers are elsewhere (`dsv4.paged_cache`). One pool serves all streams whose
+rows are addressed alike: physical page 7 of the pool is page 7 of each layer's buffer. No row owns page 0: a step
+writes there for rows that do not exist, and nothing reads it.
 
-- A page is held by one or more holders (`refs`); it is free when the last one lets go.
-- A page has one writer, a batch row. Rows below its seal belong to a prefix that others may hold: nobody changes them.
-  Rows above it are read by the writer alone, so the next request of the same batch row may write them as well.
-- A draft page holds tokens that are not accepted yet. It can be discarded at once; a committed page cannot, its holders
-  must let go.
+- A page is held by one or more holders (`refs`); it is free when the last one releases it.
+- A page has one writer, a batch row. Rows below its seal belong to a prefix that others may hold and never change. Only
+  the writer reads rows above it, so the next request of the same batch row may write them too.
+- A draft page holds tokens that are not accepted yet. It can be discarded at once; a committed page cannot: its holders
+  must release it.
 """
 
 from collections.abc import Mapping
@@ -59,9 +59,9 @@ def pool_pages(
     context: int | None = None,
 ) -> dict[str, int]:
     """Pages of each group so that `batch` rows run steps of up to `chunk` tokens beside `prefixes` snapshots, `tokens`
-    tokens in all. Groups that grow with the context get pages for the tokens; the others for what each row and snapshot
-    reads, and of snapshots of one prompt, a BLOCK apart, each for what the one before does not hold. context: tokens of
-    one row at most, if that is known."""
+    tokens in all. Groups that grow with the context get pages for the tokens. The others get pages for what each row
+    and snapshot reads; snapshots of one prompt are a BLOCK apart, and each counts what the one before does not hold.
+    context: tokens of one row at most, if that is known."""
     found = {}
     for name, g in groups.items():
         if g.back is None:
@@ -77,8 +77,8 @@ def pool_pages(
 
 @dataclass
 class Page:
-    """State of one physical page. writer: who may write it (None: nobody); sealed: rows from its start that are never
-    changed."""
+    """State of one physical page. writer: the batch row that may write it (None: no row); sealed: rows from its start
+    that never change."""
 
     refs: int = 0
     writer: int | None = None
@@ -88,7 +88,7 @@ class Page:
 
 @dataclass
 class PagePool:
-    """`pages` physical pages, numbered from 1. Writers and holders are numbers of the caller's."""
+    """`pages` physical pages, numbered from 1. The caller chooses the numbers of writers and holders."""
 
     name: str
     pages: int
@@ -114,15 +114,15 @@ class PagePool:
         return taken
 
     def share(self, page: int) -> None:
-        """One more holder. Raises PageError for a page that is free, or a draft: nobody may rely on tokens that may
-        go."""
+        """Add a holder. Raises PageError for a page that is free or a draft: drafts may be dropped, so no other row may
+        use them."""
         held = self._held(page, "shared")
         if held.draft:
             raise PageError(f"page {page} of {self.name} is a draft and was to be shared; commit it first")
         held.refs += 1
 
     def drop(self, page: int) -> bool:
-        """One holder less; whether the page is free now. Raises PageError for a page that is free already."""
+        """Remove a holder; returns whether the page is free now. Raises PageError for a page that is free already."""
         held = self._held(page, "freed")
         held.refs -= 1
         if held.refs:
@@ -140,11 +140,11 @@ class PagePool:
         self.drop(page)
 
     def commit(self, page: int) -> None:
-        """The page's tokens are accepted."""
+        """Accept the page's tokens."""
         self._held(page, "committed").draft = False
 
     def seal(self, page: int, rows: int) -> None:
-        """The first `rows` rows of the page are part of a prefix that others may hold."""
+        """Mark the first `rows` rows of the page as part of a prefix that others may hold."""
         held = self._held(page, "sealed")
         held.sealed = max(held.sealed, rows)
 
@@ -155,7 +155,7 @@ class PagePool:
         return held.refs == 1 or (held.writer == writer and row >= held.sealed)
 
     def claim(self, page: int, writer: int, row: int) -> None:
-        """`writer` is about to write from row `row` on. Raises PageError where it may not."""
+        """Called before `writer` writes from row `row` on. Raises PageError if it may not."""
         if not self.writes_in_place(page, writer, row):
             raise PageError(
                 f"page {page} of {self.name} was to be written from row {row}, which others hold; write a copy"

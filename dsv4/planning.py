@@ -31,10 +31,10 @@ from dsv4.memory import Plan, Row, cache_rows, count_named, format_bytes, free_b
 from dsv4.numerics import Numerics, numerics_named
 from dsv4.streams import Stream, cache_streams
 
-HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card's or a size
+HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card or a size
 COUNTED = "counted: weights and caches; not counted: activations of a step and captured graphs"
 SET_ASIDE_NOTE = "; of a named card 1 GiB is set aside for the driver and the CUDA context, as measured on an H100"
-LONGEST = 1 << 20  # tokens a row that a plan is for unless told, where the model takes so many
+LONGEST = 1 << 20  # default tokens a row of a plan, if the model takes so many
 
 
 def plan(
@@ -132,8 +132,8 @@ def capacities_of(device: str, gpus: int) -> list[int]:
 
 
 def _verdict(device: str, capacities: list[int], found: list[Unit], total: int, pinned: int) -> dict:
-    """Whether it fits, and what each GPU would hold. pinned: bytes of host memory, which count where the device is this
-    machine's."""
+    """Whether it fits, and what each GPU would hold. pinned: bytes of host memory, which count if the device is one of
+    this machine."""
     parts = split(found, capacities)
     held, here = shares(parts, capacities), device.partition(":")[0] in HERE
     fits, free = all(gpu["left_bytes"] >= 0 for gpu in held), free_bytes(torch.device("cpu"))
@@ -184,7 +184,7 @@ def _rows(
     max_rewind: int,
     kv_memory: HostMemory | None,
 ) -> list[Row]:
-    """Of a DeepSeek-V4 checkpoint, or of a published configuration where there is none."""
+    """Rows of a DeepSeek-V4 checkpoint, or of a published configuration without a checkpoint."""
     mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
     tensors = held_tensors(config, inventory, choice)
     if kv_memory is None:
@@ -197,7 +197,7 @@ def _rows(
 
 
 def _shared(stream: Stream) -> Row:
-    """Of a buffer that all layers share."""
+    """The row of a buffer that all layers share."""
     return Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula)
 
 
@@ -210,7 +210,7 @@ def _gqa_rows(
     attention: Attention | None,
     kv_memory: HostMemory | None,
 ) -> tuple[list[Row], dict]:
-    """Of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
+    """Rows of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
     tensors = held_tensors(config, inventory, choice)
     nbytes, formula = gqa_cache.token_bytes(config, choice)
     policy, rows = attention and attention.policy, weight_rows(tensors)
@@ -243,7 +243,8 @@ def held_tensors(
 
 
 def _context(asked: int | None, config: ModelConfig | GQAConfig) -> int:
-    """Tokens a row: as asked, or what the model takes, at most `LONGEST`. Raises InputError for more than it takes."""
+    """Tokens a row: as requested, or what the model takes, at most `LONGEST`. Raises InputError for more than it
+    takes."""
     longest = config.max_position_embeddings
     if asked is not None and asked < 1:
         raise InputError(f"--max-context is {asked}; expected at least 1")

@@ -1,10 +1,11 @@
 """Which prefixes of past prompts are still in the pools.
 
-A tree of blocks of 128 token ids. A child is found by its whole block of ids, so what a graft starts from is what was
-asked for, not what has the same hash. A node may hold a snapshot of the cache at its end; nodes without one are only on
-the way to others.
+A tree of blocks of 128 token ids. A child is found by its whole block of ids, so a graft starts from exactly these
+tokens, not from tokens of the same hash. A node may hold a snapshot of the cache at its end; nodes without one only
+lead to others.
 
-Snapshots outlive the requests that made them. They go, least recently used first, when a pool has too few free pages.
+Snapshots outlive the requests that made them. They are dropped, least recently used first, when a pool has too few free
+pages.
 """
 
 from collections.abc import Sequence
@@ -25,22 +26,22 @@ class Node:
 
 
 def borrowable(tokens: int) -> int:
-    """Of a prompt's tokens those that a kept prefix could hold: whole blocks that leave a token to run, whether anybody
-    kept them or not."""
+    """Tokens of a prompt that a kept prefix could hold: whole blocks that leave a token to run, whether or not they are
+    kept."""
     return max(0, tokens - 1) // BLOCK * BLOCK
 
 
 def hit_rate(borrowed: int, tokens: int) -> float | None:
-    """Prefix hit rate of one request, whose prompt has `tokens`: of the blocks that it could have borrowed, with their
-    pages, those that it did. None where it could have borrowed none."""
+    """Prefix hit rate of one request, whose prompt has `tokens`: the blocks that it borrowed, with their pages, of
+    those that it could have borrowed. None if it could have borrowed none."""
     return borrowed / possible if (possible := borrowable(tokens)) else None
 
 
 class PrefixTree:
     """Snapshots of `cache` by the ids that led to them; drops them when the cache runs short of pages.
 
-    hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (`borrowable`). A request
-    asks once: what it gets when it resumes is no hit.
+    hit_tokens of asked_tokens: prompt tokens that were grafted, of those that could have been (`borrowable`). Each
+    request counts once: tokens that it gets when it resumes are no hit.
     """
 
     def __init__(self, cache: PagedCache):
@@ -73,7 +74,7 @@ class PrefixTree:
         return best.snapshot.length - held
 
     def remember(self, b: int, ids: Sequence[int], streams=None) -> None:
-        """Keep a snapshot of row b, which holds exactly `ids`, a multiple of BLOCK tokens. Kept ones are not made
+        """Keep a snapshot of row b, which holds exactly `ids`, a multiple of BLOCK tokens. Existing ones are not made
         again."""
         node = self.root
         for start in range(0, len(ids), BLOCK):
@@ -84,14 +85,14 @@ class PrefixTree:
         self._touch(node)
 
     def make_free(self, group: str, pages: int, copies: Sequence[int] = ()) -> None:
-        """Drop snapshots, least recently used first, until `pages` pages of a pool came free. Those that free none
-        stay, unless that does not suffice and they hold one of `copies`: pages that a row is to write a copy of because
-        others hold them too. A row that is the last to hold such a page writes it in place, and so needs one page
-        less."""
+        """Drop snapshots, least recently used first, until `pages` pages of a pool are free. Snapshots that free no
+        page stay, unless that does not suffice and they hold one of `copies`: pages that a row must copy before it
+        writes them, because others hold them too. The last holder of such a page writes it in place, and so needs one
+        page less."""
         pool, running = self.cache.pools[group], self.cache.running_pages(group)
         wanted = len(pool.free) + pages
         while len(pool.free) < wanted:
-            # a page that several snapshots hold is free when the last of them goes
+            # a page of several snapshots is free when the last of them is dropped
             node = next((n for n in self.kept if not running.issuperset(n.snapshot.pages[group].values())), None)
             if node is None:
                 break
@@ -99,7 +100,7 @@ class PrefixTree:
         wanted -= len(pool.free)
         for page in copies if wanted > 0 else ():
             if pool.state[page].refs - sum(page in n.snapshot.pages[group].values() for n in self.kept) > 1:
-                continue  # another row holds it: it would be copied all the same
+                continue  # another row holds it, so it would be copied all the same
             for node in [n for n in self.kept if page in n.snapshot.pages[group].values()]:
                 self.forget(node)
             wanted -= 1
@@ -107,7 +108,7 @@ class PrefixTree:
                 return
 
     def forget(self, node: Node) -> None:
-        """Drop a node's snapshot, and the nodes that lead nowhere then."""
+        """Drop a node's snapshot, and the nodes that then lead nowhere."""
         self.cache.drop(node.snapshot)
         node.snapshot = None
         del self.kept[node]

@@ -1,4 +1,4 @@
-"""Which rotary frequencies each layer kind uses.
+"""The rotary frequencies of each layer kind.
 
 Window layers (and MTP blocks) rotate with θ = rope_theta and no YaRN. CSA and HCA layers use
 θ = compress_rope_theta with YaRN (or another form of rope_scaling) for every rotation in the layer:

@@ -78,8 +78,8 @@ class Ring(TokenRows):
         return self._packed(staged) if isinstance(self.flat, PackedRows) else staged
 
     def _packed(self, values: torch.Tensor) -> PackedRows:
-        """A pool of values [M, width]: a step reads rows of one kind, and its sums run in one order, however long it
-        is."""
+        """A pool of values [M, width]. All steps, short and long, read rows of one kind, so their sums run in one
+        order."""
         pages = -(-len(values) // PAGE)
         pool = self.flat._replace(data=self.flat.data.new_empty(pages, self.flat.data.shape[1]), count=PAGE * pages)
         self._write(pool, torch.arange(len(values), device=values.device), values)
@@ -94,7 +94,7 @@ class Ring(TokenRows):
         return positions + (first - step.start).view(shape)
 
     def address(self, step: Step) -> tuple:
-        """What `index` depends on beside the positions: layers with equal addresses share indices."""
+        """The inputs of `index` besides the positions: layers with equal addresses share indices."""
         return (self.R, self.keep, self._in_place(step))
 
     def _in_place(self, step: Step) -> bool:
@@ -172,5 +172,5 @@ class Entries(EntryRows):
         return self.flat, torch.where(entry < 0, entry, entry + base).flatten(0, 1)
 
     def chosen_captured(self, entry: torch.Tensor, step: CapturedStep, op) -> tuple[torch.Tensor, torch.Tensor]:
-        """`chosen` of a captured step, in one kernel where the backend has it."""
+        """`chosen` for a captured step, in one kernel if the backend has it."""
         return self.flat, op.chosen_rows(entry, self.n)

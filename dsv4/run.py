@@ -34,8 +34,8 @@ from dsv4.tokenizer import TextStream, Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. `prompt` is text, or comma-separated ids when `is_ids`. Raises InputError for options
-    that are none, before a checkpoint is loaded."""
+    """What the user asked for. `prompt` is text, or comma-separated ids when `is_ids`. Raises InputError for invalid
+    options, before a checkpoint is loaded."""
 
     prompt: str
     is_ids: bool = False
@@ -47,17 +47,18 @@ class Request:
     sampling: Sampling = Sampling()
     random_tokens: int | None = None  # a prompt of so many random ids instead
     speculate: str = "off"  # or the drafter: 'mtp' or 'lookup'
-    draft_tokens: str | None = None  # of a verify pass, as `policy_named` takes it; None: the drafter's own
-    draft_costs: Path | None = None  # of passes, for a policy that weighs them
-    # drafts are verified as one append, also where that rounds otherwise than plain decoding; captured steps need none
+    draft_tokens: str | None = None  # drafts of a verify pass, as `policy_named` takes them; None: the drafter's own
+    draft_costs: Path | None = None  # costs of passes, for a policy that needs them
+    # drafts are verified as one append, even if that rounds differently from plain decoding; captured steps need no
+    # choice
     together: bool = False
 
     def __post_init__(self):
-        self.ids, self.context, self.policy  # each is read once: a file of costs may be a pipe
+        self.ids, self.context, self.policy  # each is read only once, because a file of costs may be a pipe
 
     @cached_property
     def ids(self) -> list[int] | None:
-        """Of the prompt, where it is token ids."""
+        """Ids of the prompt, if it is given as token ids."""
         try:
             return [int(part) for part in self.prompt.split(",")] if self.is_ids else None
         except ValueError:
@@ -69,7 +70,7 @@ class Request:
 
     @cached_property
     def policy(self) -> Policy | None:
-        """How many tokens it drafts, where it drafts."""
+        """The drafting policy, if it drafts."""
         return (
             None
             if self.speculate == "off"
@@ -95,7 +96,7 @@ def read_prompt(text: str | None, file: Path | None, ids: str | None, random_tok
             raise InputError(
                 f"cannot read the prompt from {file}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
             ) from None
-    elif sys.stdin is None or sys.stdin.isatty() and file is None:  # None: it is closed
+    elif sys.stdin is None or sys.stdin.isatty() and file is None:  # None means that it is closed
         raise InputError("there is no prompt; pass --prompt TEXT, --prompt-file FILE, or text on standard input")
     else:
         try:
@@ -158,7 +159,7 @@ class Session:
     ):
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
-        self.first: float | None = None  # seconds from the last request to its first token, None where none was shown
+        self.first: float | None = None  # seconds from the last request to its first token, None if none was shown
         self.together = False  # whether the last passes were verified as one append
         if (checkpoint is None) == (dummy is None):
             raise InputError("a checkpoint directory or --dummy-weights is needed, and not both")
@@ -206,7 +207,7 @@ class Session:
         try:
             result = self._run(ids, request, request.context, on_token, on_prefill)
         except ContextOverrun:
-            if shown:  # what was generated stays; the error comes on a line of its own
+            if shown:  # the generated text stays; the error comes on a line of its own
                 show((stream.finish() if stream else "") + "\n")
             raise
         if stream:
@@ -250,7 +251,7 @@ class Session:
         )[0]
 
     def _notes(self, result: Generation) -> list[str]:
-        """What a reader of this result has to know."""
+        """Notes that a reader of this result needs."""
         return termination_notes(self.model) + (
             [] if result.speculation is None else speculation_notes(self.model, self.together)
         )
@@ -301,8 +302,8 @@ def model_config(checkpoint: Path) -> ModelConfig | GQAConfig:
 
 
 def prepare(checkpoint: Path, request: Request) -> tuple[ModelConfig | GQAConfig, Tokenizer | None, list[int]]:
-    """Config, tokenizer and prompt of a request, which is refused here if it cannot be run: before the weights are
-    read. Raises as `model_config`, `encode` and `dsv4.generate.context_needed`."""
+    """Config, tokenizer and prompt of a request. A request that cannot run is refused here, before the weights are
+    read. Raises as `model_config`, `encode` and `dsv4.generate.context_needed` do."""
     config = model_config(checkpoint)
     tokenizer, ids = encode(checkpoint, config, request)
     most = config.max_position_embeddings
@@ -334,8 +335,7 @@ def encode(checkpoint: Path, config: ModelConfig | GQAConfig, request: Request) 
 
 
 def speculation_notes(model: CausalLM, together: bool = False) -> list[str]:
-    """What a reader of a text has to know that was speculated in the model's numerics. together: passes, or rows, were
-    one append."""
+    """Notes on a text that was speculated in the model's numerics. together: passes, or rows, were one append."""
     if model.numerics.name == "fp32" or (model.backend in HOST or captures(model)) and not together:
         return []
     return [
@@ -346,8 +346,8 @@ def speculation_notes(model: CausalLM, together: bool = False) -> list[str]:
 
 
 def termination_notes(model: CausalLM) -> list[str]:
-    """Where a rule to stop reading could leave nothing out in the last step, for want of tiles. Waits for the
-    device."""
+    """A note if a rule to stop reading could leave nothing out in the last step, because there were too few tiles.
+    Waits for the device."""
     rule, found = model.attention and model.attention.termination, {}
     for row in model.layer_paths() if rule else ():
         if row.get("tiles_each", rule.useful) < rule.useful:
@@ -371,6 +371,5 @@ def make_drafter(name: str) -> Drafter:
 
 
 def drafts_asked(draft_tokens: str | None, drafter: str) -> str:
-    """As `policy_named` takes them: None is what the drafter does where nothing is asked for. Raises as
-    `make_drafter`."""
+    """Drafts as `policy_named` takes them; None means the drafter's default. Raises as `make_drafter` does."""
     return draft_tokens or str(make_drafter(drafter).draft_tokens)

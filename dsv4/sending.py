@@ -1,4 +1,4 @@
-"""Small tensors on their way to the device."""
+"""Copies small tensors to the device."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import torch
 
 
 def sent(values: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers of the host as a tensor on `device`, without waiting for it. What is there already stays."""
+    """Numbers of the host as a tensor on `device`, without waiting for it. A tensor that is already there is
+    returned."""
     return _readable(values, device).to(device, non_blocking=True)
 
 
@@ -16,6 +17,6 @@ def send(values: Sequence | torch.Tensor, to: torch.Tensor) -> None:
 
 
 def _readable(values: Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """In memory that a GPU reads by itself, and that is taken for other numbers only when it has."""
+    """A copy in memory that a GPU reads directly; it is reused for other numbers only after the GPU has read it."""
     held = torch.as_tensor(values)
     return held.pin_memory() if device.type == "cuda" and held.device.type == "cpu" else held

@@ -1,8 +1,8 @@
 """Whole sequences instead of caches: the same modules, differentiable, for training.
 
-In training every token of a row is there at once and starts at position 0, so nothing is stored: what a layer
-writes is what it reads. These classes take the places of `LayerCache` and its parts; the `training` operations
-take what they return (a `Band` instead of window indices, a mask instead of entry indices).
+In training all tokens of a row are known at once and start at position 0, so nothing is stored: a layer reads what it
+writes. These classes replace `LayerCache` and its parts; the `training` operations take what they return (a `Band`
+instead of window indices, a mask instead of entry indices).
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class SequenceEntries:
         if selection is None or selection.shape[-1] == 0:
             return self.values, None
         mask = torch.zeros(step.B, step.T, self.values.shape[1], dtype=torch.uint8, device=selection.device)
-        # Where something is absent every visible entry was chosen, so entry 0 is either chosen already or not visible.
+        # If something is absent every visible entry was chosen, so entry 0 is either chosen already or not visible.
         return self.values, mask.scatter_(2, selection.clamp(min=0), 1)
 
     def all_visible(self, step: Step) -> torch.Tensor:
@@ -82,7 +82,7 @@ class SequenceCompressor:
             return None
         raw = raw.view(step.B, step.T, 2, c * D)[:, : n * r].view(step.B, n, r, 2, c * D)
         kv, gate = raw[:, :, :, 0], raw[:, :, :, 1] + ape
-        if c == 2:  # the window before, by its first columns; none before window 0
+        if c == 2:  # the window before, in its first columns; window 0 has none before it
             before = lambda x, fill: F.pad(x[:, :-1, :, :D], (0, 0, 0, 0, 1, 0), value=fill)
             kv = torch.cat((before(kv, 0.0), kv[..., D:]), 2)
             gate = torch.cat((before(gate, float("-inf")), gate[..., D:]), 2)
@@ -90,7 +90,7 @@ class SequenceCompressor:
 
 
 class SequenceLayer:
-    """What one layer sees of a whole sequence, in the place of `LayerCache`."""
+    """One layer's view of a whole sequence; replaces `LayerCache`."""
 
     def __init__(self, kind: LayerKind, ratio: int):
         self.window = SequenceWindow(ratio)
@@ -102,7 +102,7 @@ class SequenceLayer:
 
 
 class Sequences:
-    """In the place of `Cache`, for one forward over whole sequences."""
+    """Replaces `Cache`, for one forward over whole sequences."""
 
     def __init__(self, config: ModelConfig, mtp: bool):
         self.layers = [SequenceLayer(config.kind(i), ratio) for i, ratio in enumerate(config.compress_ratios)]

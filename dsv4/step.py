@@ -1,4 +1,4 @@
-"""Where the tokens of one append go.
+"""The positions of the tokens of one append.
 
 A step is a uniform piece of work: rows [first, first + B) of the batch, T new tokens each.
 Row b's tokens stand at positions starts[b] … starts[b] + T − 1; rows may differ in starts.
@@ -27,7 +27,7 @@ class Step:
         self.ids = ids.flatten()
         self.first, self.starts = first, starts
         self.device = ids.device
-        # filled on the device: a copy from the host would wait for all work before it
+        # filled on the device: a copy from the host would wait for all earlier work
         even = min(starts) == max(starts)
         self.start = (
             torch.full((self.B,), starts[0], device=self.device) if even else torch.tensor(starts, device=self.device)
@@ -40,7 +40,7 @@ class Step:
         self._inverse: dict[str, torch.Tensor] = {}
 
     captured = False  # see CapturedStep
-    prompt = False  # of tokens that are no decode step: GQA models read all of the cache then, whatever their policy
+    prompt = False  # tokens of a prompt: GQA models then read the whole cache, whatever their policy
     piece = None  # dsv4.gqa.prefill.Piece of a prompt that GQA models attend to in chunks
 
     @property
@@ -135,7 +135,7 @@ class CapturedStep(Step):
     """A step whose positions are known on the device alone, so that it can be captured once and replayed at any
     position.
 
-    ids int64 [B, T] and start int64 [B] are read where they are: a replay sees what they hold then. The host only knows
+    ids int64 [B, T] and start int64 [B] are read in place: a replay sees their values at that time. The host only knows
     that no row ends beyond `capacity` tokens, so buffers are read up to what the device says is visible, not up to a
     length.
     """
@@ -151,7 +151,7 @@ class CapturedStep(Step):
         self._memo, self._cis, self._inverse = {}, {}, {}
 
     def place(self, place: Callable, window: tuple[int, int], kept: tuple[Kept, ...]) -> None:
-        """Keep the results of the composition `place` under the names that layers ask for. kept: with slots of `ratio`
+        """Keep the results of the composition `place` under the names that layers use. kept: with slots of `ratio`
         each."""
         (W, R), bases = window, tuple(self.frequencies)
         found = iter(place(self.start, self.T, tuple(self.frequencies.values()), window, kept))
@@ -173,7 +173,7 @@ class CapturedStep(Step):
 
     @property
     def end(self) -> int:
-        """The capacity: a bound on what any replay reaches."""
+        """The capacity: an upper bound for every replay."""
         return self.capacity
 
     def on(self, device: torch.device) -> "CapturedStep":
@@ -191,5 +191,5 @@ class CapturedStep(Step):
         return False
 
     def completed(self, ratio: int) -> int:
-        """Windows that T tokens complete at most, wherever they begin."""
+        """The most windows that T tokens can complete, from any start."""
         return (self.T + ratio - 1) // ratio

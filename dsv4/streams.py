@@ -1,5 +1,5 @@
-"""The buffers of a cache: shapes, dtypes, bytes and how each size comes about. What is allocated and what is planned
-read the same."""
+"""The buffers of a cache: shapes, dtypes, bytes and the formula of each size. Allocation and planning use the same
+table."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from dsv4.numerics import Numerics
 from dsv4.speculation.policy import LARGEST
 
 # MTP entries that chained drafts may leave beyond the main model's tokens: those of the longest pass, and the entry of
-# the last final token. The block's rings have room for them, so that a rewind by max_rewind is served after drafts too.
+# the last final token. The block's rings have room for them, so that a rewind by max_rewind works after drafts too.
 CHAINED = LARGEST + 1
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One buffer of the cache of one layer, with how its size comes about. place: 'cache' (the device), 'pinned' (host
-    memory), or 'staging' (what the device holds of the latter, and by which it is found)."""
+    """One buffer of the cache of one layer, with the formula of its size. place: 'cache' (the device), 'pinned' (host
+    memory), or 'staging' (the device's copy of some of it, and the tables to find them)."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,7 +122,8 @@ def cache_streams(
 
 
 def zeros(stream: Stream, device: torch.device) -> torch.Tensor:
-    """The buffer of a stream. In host memory through calloc: pages that no token has reached take no memory yet."""
+    """The buffer of a stream. In host memory it comes from calloc: pages that no token has reached take no memory
+    yet."""
     if device.type != "cpu":
         return torch.zeros(stream.shape, dtype=stream.dtype, device=device)
     return torch.from_numpy(np.zeros(stream.nbytes, np.uint8)).view(stream.dtype).view(stream.shape)

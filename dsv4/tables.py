@@ -1,4 +1,4 @@
-"""Documents as tables for people."""
+"""Documents as tables for readers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _print(table: Table, console: Console) -> None:
-    """A table; where no terminal shows it, without the blanks that fill its last column."""
+    """Print a table. Outside of a terminal, without the blanks that fill its last column."""
     if console.is_terminal:
         console.print(table)
         return
@@ -32,7 +32,8 @@ def _print(table: Table, console: Console) -> None:
 
 
 def generation_summary(document: Mapping, console: Console) -> None:
-    """Notes, if there are any, and three lines: what was generated and how fast, in what memory, and by what."""
+    """Notes, if there are any, and three lines: what was generated and how fast, in what memory, and with which
+    implementation."""
     t, b, layers = document["timings"], document["bytes"], document["layers"]
     for note in document["notes"]:
         console.print(f"note: {note}")
@@ -100,7 +101,7 @@ def generation(document: dict, console: Console) -> None:
 
 
 def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console: Console) -> None:
-    """Each request of a batch with its latencies, and what the run came to. seconds: of it all, loading too."""
+    """Each request of a batch with its latencies, and totals of the run. seconds: of everything, loading included."""
     columns = ("request", "stopped", ">prompt", ">new", ">first token, s", ">between tokens p50, ms", ">evicted")
     table = _table("\nrequests", *columns)
     for r in requests[:MOST_ROWS]:
@@ -130,7 +131,7 @@ def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console
 
 
 def _speculation(drafted: dict, console: Console) -> None:
-    """What came of drafting."""
+    """The results of drafting."""
     if not drafted["proposed"]:
         console.print(
             f"speculation by {drafted['method']}: nothing could be drafted in {drafted['verify_passes']} passes"
@@ -209,7 +210,7 @@ def _parts(title: str, rows: list[dict]) -> Table:
 
 
 def plan(document: dict, console: Console) -> None:
-    """The answer first, then what it is made of."""
+    """The answer first, then the parts."""
     console.print(document["answer"])
     chosen = " (the model's longest, at most 1M; --max-context sets it)" if document["max_context_default"] else ""
     console.print(

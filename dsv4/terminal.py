@@ -12,7 +12,7 @@ UNBOUND = 100_000  # columns: wider than any table
 
 
 class Terminal(Console):
-    """A rich console that prints text as it is, and lets a closed pipe be the caller's to handle."""
+    """A rich console that prints text unchanged, and leaves a closed pipe to the caller."""
 
     def __init__(self, stderr: bool = False, width: int | None = None):
         super().__init__(stderr=stderr, width=width, highlight=False, markup=False, soft_wrap=True)
@@ -26,7 +26,7 @@ errors = Terminal(stderr=True)
 
 
 def wide(stderr: bool = False) -> Terminal:
-    """A console for tables: as wide as the terminal, and without bound where a pipe or a file reads it."""
+    """A console for tables: as wide as the terminal, and without a limit for a pipe or a file."""
     stream = sys.stderr if stderr else sys.stdout
     return Terminal(stderr, None if stream.isatty() else UNBOUND)
 
@@ -43,7 +43,7 @@ class Bar:
             self.progress.update(self.task, completed=done, total=total)
 
     def close(self) -> None:
-        """Wipe the bar off the terminal. What is printed after it stays where it is printed."""
+        """Clear the bar from the terminal. Text printed after it stays in place."""
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
@@ -53,7 +53,7 @@ class Bar:
 def progress_bar(label: str, unit: str = "bytes", shown: bool = True) -> Iterator[Bar]:
     """A Bar on stderr where that is a terminal that can redraw a line; elsewhere, or if not `shown`, it draws nothing.
 
-    stdout and stderr stay what they are: rich would otherwise take what is written there, and print it line by line.
+    stdout and stderr are not redirected: rich would otherwise capture them and print line by line.
     """
     if not shown or not errors.is_interactive:
         yield Bar(None, label)

@@ -1,4 +1,4 @@
-"""How many host threads torch computes with."""
+"""The number of host threads that torch computes with."""
 
 import os
 from collections.abc import Iterator
@@ -12,8 +12,9 @@ def usable_processors(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Processors this process may use, at least 1: those it may be scheduled on, and no more than its container's share
     of time.
 
-    `os.cpu_count` counts the whole host's: as many processes, each with a CUDA context, take longer than what they
-    compile."""
+    `os.cpu_count` counts those of the whole host. That many processes, each with a CUDA context, take longer than their
+    compilation.
+    """
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period of so many
         share, period = map(int, quota.read_text().split())
@@ -43,7 +44,7 @@ def thread_count(hidden_size: int | None, asked: int | None = None, default: int
 
 @contextmanager
 def limited_threads(hidden_size: int | None, asked: int | None = None) -> Iterator[int]:
-    """Within it torch computes with `thread_count` threads; after it with as many as before."""
+    """Within this context torch computes with `thread_count` threads; after it with as many as before."""
     import torch
 
     before = torch.get_num_threads()

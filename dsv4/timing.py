@@ -1,8 +1,8 @@
 """Times of CUDA-graph replays, with a cold and with a warm L2 cache.
 
 One replay lies between two events. A kernel that only sleeps runs before, so that the host has queued the replay when
-the first event is reached: no launch latency is in the figure. What is in it is the cost of an empty replay, which
-reports quote beside the figures and never subtract.
+the first event is reached: no launch latency is in the figure. The figure includes the cost of an empty replay, which
+reports give beside the figures and never subtract.
 """
 
 import ctypes
@@ -42,8 +42,8 @@ def summary(cold: Sequence[float], hot: Sequence[float], kernels: int | None = N
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The graph of one run, after `WARM_UP` eager ones on a side stream. What run reads and returns stays alive with
-    the graph: replays use memory that whoever asked for them may have forgotten."""
+    """The graph of one run, after `WARM_UP` eager ones on a side stream. The inputs and results of run stay alive with
+    the graph, because replays use their memory even if the caller has dropped them."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -87,7 +87,7 @@ class Clock:
         torch.cuda.synchronize()
 
     def flush(self) -> None:
-        """Fill L2 with other lines. They are read, not written, so that no write-back falls into the timed replay."""
+        """Fill L2 with other lines. They are read, not written, so no write-back falls into the timed replay."""
         torch.sum(self.flushed, dim=0, out=self.sink)
 
     def once(self, replay: Callable[[], object], cold: bool) -> float:
@@ -118,7 +118,7 @@ class Clock:
         """Time several works against each other, cold: one replay of each, in turn, so that clocks and heat are the
         same for all.
 
-        sets: graphs of each work on different inputs. `hot_us` is NaN: nothing is hot beside others.
+        sets: graphs of each work on different inputs. `hot_us` is NaN, because nothing stays hot between other works.
         """
         for graph in (g for graphs in sets for g in graphs):
             graph.replay()

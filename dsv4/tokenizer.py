@@ -36,7 +36,8 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            text.encode()  # half of a surrogate pair, or a byte that was no UTF-8 where it was read, is no character
+            # half of a surrogate pair, or a byte that was not UTF-8 where it was read, is not a character
+            text.encode()
         except UnicodeEncodeError as error:
             raise InputError(
                 f"the text has {text[error.start]!r} at character {error.start + 1}, which is no Unicode; "
@@ -58,7 +59,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns tokens into text as they come, holding back bytes that are not a whole character yet."""
+    """Turns tokens into text as they come. It holds back bytes that are not a whole character yet."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.shown = tokenizer, ""
@@ -70,7 +71,7 @@ class TextStream:
         return self._advance(self.tokenizer.decode(self.ids), final=False)
 
     def finish(self) -> str:
-        """Whatever was held back."""
+        """The text that was held back."""
         return self._advance(self.tokenizer.decode(self.ids), final=True)
 
     def _advance(self, text: str, final: bool) -> str:
